@@ -4,12 +4,17 @@
     python benchmarks/gpu_check.py --part first --out results               # one part, at most 8 minutes on one H200
     python benchmarks/gpu_check.py --join results --save benchmarks/results/NAME.md     # one table of all that were run
     python benchmarks/gpu_check.py --small                                  # every part with tiny sizes, anywhere
-    python benchmarks/gpu_check.py --compile-only                           # for an H200 that is not there
+    python benchmarks/gpu_check.py --compile-only --chip h100               # for a GPU that is not there
 
-Parts run apart, on one machine or on several, and join: each writes `PART.jsonl` below --out, line by line as its checks find
-something, so that a run that is cut off loses nothing that it had found. A part keeps its own limit. A check is not begun where
-fewer seconds are left than it is said to need, and is listed as not run. One that crashes or hangs takes its process with it,
-and no other check. What lacks a package or a device says so, and fails nothing.
+Parts run apart, on one machine or on several, and join: each writes `PART.jsonl` in --out, line by line as its checks find
+something, so that a run that is cut off loses nothing that it had found. A part keeps its own limit. Where fewer seconds are
+left than a check needs, it runs in its short form: a step has 8 layers at most and no profile, and what other checks have found
+when their time is over stays. With less than a third of its seconds a check is listed as not run. One that crashes or hangs
+takes its process with it, and no other check. What lacks a package or a device says so, and fails nothing.
+
+Steps have as many layers as the device's memory and the host's have room for, and a row says so where they are fewer. Each
+process pins as much host memory as its programs keep there, and never more than XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB of the
+environment. Rates of the machine are measured once and kept in `rates.json` in --out, which later parts read.
 
     first             records by both forms of index, copies alone and beside products, both ways at once, a short streamed step
     groups            8 layers of it, whose records cross the link in 2, 4, 6 and 10 groups (`ZeroConfig.link_groups`)
@@ -50,24 +55,31 @@ from gpu_checks import equality, joined, kernels, memory, speed, swap
 from gpu_checks.compiled import compile_rows
 from gpu_checks.jobs import Job, platform_name
 from gpu_checks.link import copies, rates, slices
-from gpu_checks.mixes import GPU, SMALL, Sizes
+from gpu_checks.machine import GIB, SHARE, Machine, check_machine, described, look
+from gpu_checks.mixes import GPU, SMALL, LlamaSizes, Sizes
 from gpu_checks.parts import TIME_LIMIT, Check, Context, Group, Needs, Part, seconds_of
 from gpu_checks.rows import Row
-from gpu_checks.runner import Run, pipes, serve
+from gpu_checks.runner import RATES, Run, pipes, serve
 from gpu_checks.steps import disks, llamas, peers
+from gpu_checks.steps.needs import pinned_bytes
+
+HOST_VARIABLE = "ZEROJAX_HOST_MEMORY_GB"
 
 ALL_MEMORY: Mapping[str, str] = MappingProxyType({"XLA_PYTHON_CLIENT_PREALLOCATE": "true"})
 """Of a process that takes device memory in one piece, as a training run does."""
-MOST_MEMORY: Mapping[str, str] = MappingProxyType({**ALL_MEMORY, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"})
+MOST_MEMORY: Mapping[str, str] = MappingProxyType({**ALL_MEMORY, "XLA_PYTHON_CLIENT_MEM_FRACTION": str(SHARE)})
 
 
 def of_jobs(name: str, run: Callable[[Sizes], Iterator[Row]], jobs: Callable[[Sizes], list[Job]], needs: Needs) -> Check:
     """Return a check of programs of `Job`s."""
 
     def compiled(context: Context) -> Iterator[Row]:
-        return compile_rows(name, jobs(context.sizes), context.sizes)
+        return compile_rows(name, jobs(context.sizes), context.sizes, context.chip)
 
-    return Check(name=name, run=lambda context: run(context.sizes), compiled=compiled, needs=needs)
+    def pinned(sizes: Sizes) -> int:
+        return max((job.state_bytes for job in jobs(sizes)), default=0)
+
+    return Check(name=name, run=lambda context: run(context.sizes), compiled=compiled, needs=needs, pinned=pinned)
 
 
 def equal(precision: str, needs: Needs) -> Check:
@@ -83,29 +95,81 @@ def kernel(kind: str, needs: Needs) -> Check:
 
 def measured_rates() -> Check:
     """Return the check that tells a part the rates of its machine."""
-    return Check(name="rates", run=rates.check_rates, compiled=None, needs=Needs(gpu=35, compiled=10, small=12))
+    return Check(
+        name="rates",
+        run=rates.check_rates,
+        compiled=None,
+        needs=Needs(gpu=35, compiled=10, small=12),
+        pinned=lambda sizes: 2 * sizes.link_bytes,
+        measures=True,
+    )
 
 
 def host_kernel() -> Check:
     """Return the check of the host's kernel."""
-    return Check(name="host kernel", run=rates.check_host_kernel, compiled=None, needs=Needs(gpu=30, compiled=10, small=12))
+    needs = Needs(gpu=30, compiled=10, small=12)
+    return Check(name="host kernel", run=rates.check_host_kernel, compiled=None, needs=needs, measures=True)
 
 
 def copied(way: str) -> Check:
     """Return the check of copies one way, or both ways at once."""
     needs = Needs(gpu=30, compiled=20, small=15)
-    return Check(name=f"copies {way}", run=copies.check_copies(way), compiled=copies.compile_copies(way), needs=needs)
+
+    def pinned(sizes: Sizes) -> int:
+        return 2 * 4 * math.prod(sizes.copied.shape)
+
+    return Check(
+        name=f"copies {way}",
+        run=copies.check_copies(way),
+        compiled=copies.compile_copies(way),
+        needs=needs,
+        pinned=pinned,
+    )
 
 
-def stepped(name: str, mode: str, needs: Needs, which: int = 0, short: bool = False, groups: int | None = None) -> Check:
-    """Return the check of a step in one mode, at the first or the second number of tokens; `groups` are its `link_groups`."""
+def stepped(
+    name: str,
+    mode: str,
+    needs: Needs,
+    which: int = 0,
+    short: bool = False,
+    groups: int | None = None,
+    graphs: bool = False,
+) -> Check:
+    """Return the check of a step in one mode, at the first or the second number of tokens.
+
+    Args:
+      name: of the check.
+      mode: of `llama.MODES`.
+      needs: its time.
+      which: of the two numbers of tokens.
+      short: 8 layers.
+      groups: `link_groups` of the config.
+      graphs: `cuda_graphs` of the config.
+    """
+
+    def of(sizes: Sizes) -> LlamaSizes:
+        return sizes.short if short else sizes.llama
 
     def case(context: Context) -> llamas.Case:
-        sizes = context.sizes.short if short else context.sizes.llama
+        sizes = of(context.sizes)
         is_largest = which == 1 and not short
-        return llamas.Case(mode=mode, sizes=sizes, tokens=sizes.tokens[which], is_largest=is_largest, link_groups=groups)
+        return llamas.Case(
+            mode=mode,
+            sizes=sizes,
+            tokens=sizes.tokens[which],
+            is_largest=is_largest,
+            link_groups=groups,
+            cuda_graphs=graphs,
+        )
 
-    return Check(name=name, run=llamas.check_step(case), compiled=llamas.compile_step(case), needs=needs)
+    return Check(
+        name=name,
+        run=llamas.check_step(case),
+        compiled=llamas.compile_step(case),
+        needs=needs,
+        pinned=lambda sizes: pinned_bytes(mode, of(sizes)),
+    )
 
 
 def steps_part(name: str, mode: str, what: str, seconds: tuple[float, float], first: tuple[Check, ...] = ()) -> Part:
@@ -124,7 +188,13 @@ def disk(name: str, where: str, seconds: float) -> Check:
     needs = Needs(gpu=seconds, compiled=60, small=30)
     # The same program is compiled for a disk and for a RAM disk.
     compiled = None if where == disks.RAM else llamas.compile_step(disks.compiled_case(where))
-    return Check(name=name, run=disks.check_disk(where), compiled=compiled, needs=needs)
+    return Check(
+        name=name,
+        run=disks.check_disk(where),
+        compiled=compiled,
+        needs=needs,
+        pinned=lambda sizes: pinned_bytes(disks.MODES[where], sizes.on_disk),
+    )
 
 
 def peer(name: str, seconds: float) -> Check:
@@ -136,9 +206,13 @@ def ours(name: str) -> Check:
     """Return the check of one of ours."""
 
     def compiled(context: Context) -> Iterator[Row]:
-        return compile_rows("speed", [job for job in peers.our_jobs(context) if job.name == name], context.sizes)
+        return compile_rows("speed", [job for job in peers.our_jobs(context) if job.name == name], context.sizes, context.chip)
 
-    return Check(name=name, run=peers.check_ours(name), compiled=compiled, needs=Needs(gpu=70, compiled=90, small=60))
+    def pinned(sizes: Sizes) -> int:
+        return Job(name=name, problem=sizes.peer, fields=peers.OURS[name]).state_bytes
+
+    needs = Needs(gpu=70, compiled=90, small=60)
+    return Check(name=name, run=peers.check_ours(name), compiled=compiled, needs=needs, pinned=pinned)
 
 
 def alone(*checks: Check, env: Mapping[str, str] = MappingProxyType({})) -> tuple[Group, ...]:
@@ -147,14 +221,16 @@ def alone(*checks: Check, env: Mapping[str, str] = MappingProxyType({})) -> tupl
 
 
 FORMS = of_jobs("slices", slices.check_slices, lambda _: [], Needs(gpu=40, compiled=25, small=25))
+MACHINE = Check(name="machine", run=check_machine, compiled=None, needs=Needs(gpu=30, compiled=10, small=10))
 SHORT = Needs(gpu=70, compiled=60, small=30)
 PARTS: Mapping[str, Part] = {
     part.name: part
     for part in (
         Part(
             name="first",
-            what="records by both forms of index, copies alone and beside products, both ways at once, a short streamed step",
+            what="what there is; records by both forms of index, copies alone and beside products, a short streamed step",
             groups=(
+                Group(checks=(MACHINE,)),
                 Group(checks=(FORMS, measured_rates(), *(copied(way) for way in copies.WAYS))),
                 Group(checks=(host_kernel(),)),
                 Group(
@@ -164,31 +240,38 @@ PARTS: Mapping[str, Part] = {
                     ),
                     env=MOST_MEMORY,
                 ),
-            ),
-        ),
-        Part(
-            name="groups",
-            what="8 layers with opt_state in host memory, whose records cross the link in 2, 4, 6 and 10 groups",
-            groups=(
-                Group(checks=(measured_rates(),)),
                 *alone(
-                    *(stepped(f"{n} groups", "opt_state on the host", SHORT, short=True, groups=n) for n in (2, 4, 6, 10)),
-                    env=MOST_MEMORY,
+                    stepped("8 layers, CUDA graphs", "opt_state on the host", SHORT, short=True, graphs=True), env=MOST_MEMORY
                 ),
             ),
         ),
-        steps_part("resident", "resident", "its states on the device", (130, 90)),
-        steps_part("opt_state", "opt_state on the host", "opt_state in host memory", (180, 100)),
-        steps_part("all", "params, grads, opt_state on the host", "params, grads and opt_state in host memory", (180, 100)),
-        steps_part("host", "opt_state on the host, update_on host", 'update_on="host"', (180, 100), (host_kernel(),)),
-        steps_part("delayed", "the same, delayed_update", 'update_on="host" and delayed_update', (180, 100), (host_kernel(),)),
         Part(
-            name="disks",
-            what="3.9 B with everything on the host, on a RAM disk and on a disk: the engine's share, and the disk's",
+            name="equality",
+            what="10 steps with every mix of tiers against the resident step: losses, parameters, gradients",
             groups=alone(
-                disk("host", disks.HOST, 110), disk("RAM disk", disks.RAM, 140), disk("disk", disks.DISK, 200), env=MOST_MEMORY
+                FORMS,
+                equal("fp32", Needs(gpu=90, compiled=150, small=60)),
+                of_jobs(
+                    "activations",
+                    lambda sizes: equality.compare_jobs(equality.activation_jobs(sizes)),
+                    equality.activation_jobs,
+                    Needs(gpu=50, compiled=60, small=60),
+                ),
             ),
         ),
+        steps_part("opt_state", "opt_state on the host", "opt_state in host memory", (180, 100)),
+        steps_part("host", "opt_state on the host, update_on host", 'update_on="host"', (180, 100), (host_kernel(),)),
+        Part(
+            name="nvme",
+            what="10 steps with mixes on disk against the resident step; the disk's speed; time and stall of such steps",
+            groups=alone(of_jobs("nvme", swap.check_swap, swap.swap_jobs, Needs(gpu=240, compiled=130, small=150))),
+        ),
+        Part(
+            name="peers",
+            what="FSDP2 and DeepSpeed with their states on the host, with the same attention, beside ours",
+            groups=alone(ours(peers.ON_HOST), ours(peers.ON_DEVICE), peer("FSDP2", 110), peer("DeepSpeed", 150)),
+        ),
+        steps_part("all", "params, grads, opt_state on the host", "params, grads and opt_state in host memory", (180, 100)),
         Part(
             name="kernels",
             what="each op of pallas_kernels beside XLA's: error against float64, time, share of the measured peak",
@@ -205,23 +288,16 @@ PARTS: Mapping[str, Part] = {
             groups=alone(Check(name="sweep", run=kernels.check_sweep, compiled=None, needs=Needs(gpu=420, compiled=10))),
         ),
         Part(
-            name="peers",
-            what="FSDP2 and DeepSpeed with their states on the host, with the same attention, beside ours",
-            groups=alone(ours(peers.ON_HOST), ours(peers.ON_DEVICE), peer("FSDP2", 110), peer("DeepSpeed", 150)),
+            name="disks",
+            what="3.9 B with everything on the host, on a RAM disk and on a disk: the engine's share, and the disk's",
+            groups=alone(
+                disk("host", disks.HOST, 110), disk("RAM disk", disks.RAM, 140), disk("disk", disks.DISK, 200), env=MOST_MEMORY
+            ),
         ),
         Part(
-            name="equality",
-            what="10 steps with every mix of tiers against the resident step: losses, parameters, gradients",
-            groups=alone(
-                FORMS,
-                equal("fp32", Needs(gpu=90, compiled=150, small=60)),
-                of_jobs(
-                    "activations",
-                    lambda sizes: equality.compare_jobs(equality.activation_jobs(sizes)),
-                    equality.activation_jobs,
-                    Needs(gpu=50, compiled=60, small=60),
-                ),
-            ),
+            name="memory",
+            what="peak device memory over program.memory and over the compiler's own count; a process for each mix",
+            groups=alone(of_jobs("memory", memory.check_memory, memory.memory_jobs, Needs(gpu=120, compiled=60, small=60))),
         ),
         Part(
             name="equality-more",
@@ -237,15 +313,18 @@ PARTS: Mapping[str, Part] = {
             ),
         ),
         Part(
-            name="nvme",
-            what="10 steps with mixes on disk against the resident step; the disk's speed; time and stall of such steps",
-            groups=alone(of_jobs("nvme", swap.check_swap, swap.swap_jobs, Needs(gpu=240, compiled=130, small=150))),
+            name="groups",
+            what="8 layers with opt_state in host memory, whose records cross the link in 2, 4, 6 and 10 groups",
+            groups=(
+                Group(checks=(measured_rates(),)),
+                *alone(
+                    *(stepped(f"{n} groups", "opt_state on the host", SHORT, short=True, groups=n) for n in (2, 4, 6, 10)),
+                    env=MOST_MEMORY,
+                ),
+            ),
         ),
-        Part(
-            name="memory",
-            what="peak device memory over program.memory and over the compiler's own count; a process for each mix",
-            groups=alone(of_jobs("memory", memory.check_memory, memory.memory_jobs, Needs(gpu=120, compiled=60, small=60))),
-        ),
+        steps_part("delayed", "the same, delayed_update", 'update_on="host" and delayed_update', (180, 100), (host_kernel(),)),
+        steps_part("resident", "resident", "its states on the device", (130, 90)),
         Part(
             name="mixes",
             what="step time of each mix of tiers over the resident step, interleaved; how much of its transfers is hidden",
@@ -255,6 +334,7 @@ PARTS: Mapping[str, Part] = {
         ),
     )
 }
+"""By name, in order of what they decide."""
 
 
 def sizes_of(options: argparse.Namespace) -> Sizes:
@@ -288,12 +368,17 @@ def work(options: argparse.Namespace) -> None:
     read, send = pipes()
     part, index = options.worker
     sizes = sizes_of(options)
+    told = json.loads(options.machine)
     context = Context(
         sizes=sizes,
         peer_python=options.peer_python,
-        keep=pathlib.Path(options.out) / "kept" / part,
+        keep=pathlib.Path(options.out),
         swap_dir=options.swap_dir,
         ram_dir=options.ram_dir,
+        part=part,
+        chip=told["chip"],
+        device_bytes=told["device_bytes"],
+        host_bytes=told["host_bytes"],
     )
     checks = PARTS[part].groups[int(index)].checks
     serve(checks, context, options.compile_only, lambda: facts(sizes), read, send)
@@ -307,7 +392,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="list the parts and their checks")
     parser.add_argument("--join", metavar="DIR", help="make one table of the results in and below a folder; nothing is run")
     parser.add_argument("--small", action="store_true", help="tiny sizes and few mixes")
-    parser.add_argument("--compile-only", action="store_true", help="compile every program for an H200 that is not there")
+    parser.add_argument("--compile-only", action="store_true", help="compile every program for a GPU that is not there")
+    parser.add_argument("--chip", choices=("h100", "h200"), help="of --compile-only; h200 by default")
+    parser.add_argument(
+        "--host-memory",
+        type=float,
+        metavar="GIB",
+        help="of the host, where the system says less: of a virtual machine whose memory grows as it is taken; "
+        "128 by default with --compile-only",
+    )
+    parser.add_argument("--measure-again", action="store_true", help="measure rates that --out holds already")
     parser.add_argument("--peer-python", help="python of an environment with torch; this one if it has torch")
     parser.add_argument("--limit", type=float, default=TIME_LIMIT, help=f"seconds for a part; {TIME_LIMIT:g} by default")
     parser.add_argument("--out", help="a folder for the results; a temporary one by default")
@@ -315,6 +409,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--swap-dir", default=tempfile.gettempdir(), help="a folder of a disk, for what rests on one")
     parser.add_argument("--ram-dir", default="/dev/shm", help="a folder of a RAM disk")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--machine", help=argparse.SUPPRESS)
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     options = parser.parse_args()
     names = {check.name for part in options.part for check in PARTS[part].checks}
@@ -322,17 +417,41 @@ def parse() -> argparse.Namespace:
         parser.error(f"--only {', '.join(sorted(unknown))}: the checks of these parts are {', '.join(sorted(names))}")
     if not 0 < options.limit < math.inf:
         parser.error(f"--limit {options.limit:g}: a positive number of seconds is needed")
+    if options.host_memory is not None and not 1 <= options.host_memory < math.inf:
+        parser.error(f"--host-memory {options.host_memory:g}: at least 1 GiB is needed")
+    if options.chip is not None and not options.compile_only:
+        parser.error("--chip says for which GPU to compile: give --compile-only, too; a run takes the GPU that is there")
     # Else the table would tell another disk's figures.
     for name in ("join", "swap_dir", "ram_dir"):
         folder, default = getattr(options, name), parser.get_default(name)
         if folder not in (None, default) and not pathlib.Path(folder).is_dir():
             parser.error(f"--{name.replace('_', '-')} {folder}: no such folder")
-    runs = not (options.list or options.join or options.compile_only or options.small or options.peak)
-    if runs and not options.worker and platform_name() == "cpu":
-        parser.error(
-            "JAX finds no GPU here: give --small for tiny sizes anywhere, or --compile-only for an H200 that is not there"
-        )
     return options
+
+
+def found_machine(options: argparse.Namespace) -> Machine:
+    """Return what the parts are fitted to."""
+    host_memory = None if options.host_memory is None else int(options.host_memory * GIB)
+    if options.host_memory is not None:
+        os.environ[HOST_VARIABLE] = f"{options.host_memory:g}"  # for the programs' own checks
+    if options.compile_only:
+        return described(options.chip or "h200", host_memory)
+    machine = look(host_memory)
+    if machine.platform == "cpu" and not options.small:
+        why = "JAX finds no GPU here: give --small for tiny sizes anywhere, or --compile-only for a GPU that is not there"
+        print(f"gpu_check.py: error: {why}", file=sys.stderr)
+        sys.exit(2)
+    return machine
+
+
+def pool_of(group: Group, sizes: Sizes, machine: Machine) -> int:
+    """Return the limit in GiB of the pool of pinned memory of a group's process.
+
+    Steps of one mode share a program; what other checks keep is counted besides.
+    """
+    steps = [check.pinned(sizes) for check in group.checks if check.name.endswith("tokens")]
+    others = [check.pinned(sizes) for check in group.checks if not check.name.endswith("tokens")]
+    return machine.pool(max(steps, default=0) + sum(others))
 
 
 def listed(mode: str) -> str:
@@ -345,8 +464,17 @@ def listed(mode: str) -> str:
     return "\n".join(lines)
 
 
-def run_parts(options: argparse.Namespace, mode: str, out: pathlib.Path) -> None:
+def run_parts(options: argparse.Namespace, mode: str, out: pathlib.Path, machine: Machine) -> None:
     """Run the parts, one after the other."""
+    from zerojax.chips import chip_of
+
+    sizes, chip = sizes_of(options), chip_of(machine.device_kind)
+    told_machine = {
+        "chip": "h200" if chip is None else chip.name,
+        "device_bytes": machine.device_bytes,
+        "host_bytes": machine.host_bytes,
+    }
+    is_run = not options.compile_only
     places = {
         options.peer_python: "PEER/bin/python",
         options.out: "RESULTS",
@@ -357,6 +485,9 @@ def run_parts(options: argparse.Namespace, mode: str, out: pathlib.Path) -> None
     own = [sys.executable, str(pathlib.Path(__file__).resolve())]
     own += [f"--{name}" for name in ("small", "compile-only") if getattr(options, name.replace("-", "_"))]
     own += ["--peer-python", options.peer_python] if options.peer_python else []
+    own += ["--machine", json.dumps(told_machine)]
+    if options.measure_again:
+        (out / RATES).unlink(missing_ok=True)
     for name in options.part:
         with contextlib.ExitStack() as stack:
             # What a check that was killed leaves on a disk goes with the part, if not before.
@@ -367,7 +498,17 @@ def run_parts(options: argparse.Namespace, mode: str, out: pathlib.Path) -> None
             }
             command = [*own, "--out", str(out), *(word for pair in folders.items() for word in pair), "--worker"]
             told = shlex.join(["python", "benchmarks/gpu_check.py", *words])
-            run = Run(part=PARTS[name], only=options.only, mode=mode, limit=options.limit, out=out, command=command, told=told)
+            run = Run(
+                part=PARTS[name],
+                only=options.only,
+                mode=mode,
+                limit=options.limit,
+                out=out,
+                command=command,
+                told=told,
+                pool=(lambda group: pool_of(group, sizes, machine)) if is_run and machine.platform == "gpu" else None,
+                key=f"{machine.key}{', tiny sizes' * options.small}" if is_run else None,
+            )
             run(folders=[pathlib.Path(folder) for folder in folders.values()])
 
 
@@ -387,8 +528,10 @@ def main() -> None:
         return
     out = pathlib.Path(options.join or options.out or tempfile.mkdtemp(prefix="gpu_check_"))
     if not options.join:
+        machine = found_machine(options)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that workers and folders go too
-        run_parts(options, mode, out.resolve())
+        out.mkdir(parents=True, exist_ok=True)
+        run_parts(options, mode, out.resolve(), machine)
     try:
         runs = joined.latest(joined.read_runs(out))
     except ValueError as error:

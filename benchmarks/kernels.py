@@ -117,7 +117,10 @@ def measure(case: Case, rounds: int) -> dict[str, Found | str]:
 
 
 def peaks(small: bool) -> dict[str, float]:
-    """Return the most FLOP/s of a product of bfloat16, and bytes/s of a copy, that this device shows."""
+    """Return the most FLOP/s of a product of bfloat16, and bytes/s of a copy, that this device shows, of random numbers.
+
+    Equal numbers switch fewer transistors: a GPU at its power limit multiplies ones 13 % faster than random numbers.
+    """
 
     def best(f: Callable[[Any], Any], x: Any) -> float:
         arrays = (jax.ShapeDtypeStruct(x.shape, x.dtype),)
@@ -130,9 +133,12 @@ def peaks(small: bool) -> dict[str, float]:
     def product(x: Any) -> Any:
         return jnp.dot(x, x, preferred_element_type=jnp.float32).astype(x.dtype)
 
+    def random(*shape: int, dtype: Any) -> jax.Array:
+        return jax.random.normal(jax.random.key(0), shape, dtype)
+
     sizes = (256,) if small else (4096, 8192, 16384)
-    flops = max(2.0 * n**3 / best(product, jnp.ones((n, n), jnp.bfloat16)) for n in sizes)
-    x = jnp.ones(1 << (20 if small else 28), jnp.float32)
+    flops = max(2.0 * n**3 / best(product, random(n, n, dtype=jnp.bfloat16)) for n in sizes)
+    x = random(1 << (20 if small else 28), dtype=jnp.float32)
     return {"flops": flops, "bytes": 2.0 * x.nbytes / best(jnp.negative, x)}
 
 

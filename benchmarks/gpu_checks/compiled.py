@@ -1,4 +1,4 @@
-"""What the checks run, compiled for an H200 that is not there."""
+"""What the checks run, compiled for a GPU that is not there."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -12,13 +12,13 @@ from gpu_checks.mixes import Sizes
 from gpu_checks.rows import Row, attempt
 
 
-def compile_rows(check: str, jobs: Sequence[Job], sizes: Sizes) -> Iterator[Row]:
-    """Compile what a check would run, jobs or forms, for an H200; look for host slices that are not provably right."""
+def compile_rows(check: str, jobs: Sequence[Job], sizes: Sizes, chip: str) -> Iterator[Row]:
+    """Compile what a check would run, jobs or forms, for a chip; look for host slices that are not provably right."""
     import jax
 
     from zerojax import aot, hlo
 
-    mesh = aot.gpu_mesh(gpus_per_host=1)
+    mesh = aot.gpu_mesh(chip, gpus_per_host=1)
 
     def judged(name: str, compiled: Any, seconds: float) -> Row:
         text = compiled.as_text()

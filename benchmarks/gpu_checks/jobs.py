@@ -43,6 +43,13 @@ class Job:
         """Whether the optimizer runs on the host."""
         return self.fields.get("update_on") == "host"
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of host memory that the program keeps, at most: states and gradients, two float32 copies, activations."""
+        p = self.problem
+        params = p.layers * 12 * p.hidden**2 + (2 * p.vocab + p.seq) * p.hidden
+        return 24 * params + 8 * p.layers * p.batch * p.seq * p.hidden
+
     def build(self, mesh: Any) -> Any:
         """Return the program.
 

@@ -13,8 +13,8 @@ CUT_OFF = "cut off"
 _MODES: Mapping[str, str] = {
     "run": "",
     "small run": "tiny sizes: that it runs, and no measurement",
-    "compile-only": "compiled for an H200 that is not there; nothing was run",
-    "small compile-only": "tiny sizes, compiled for an H200 that is not there; nothing was run",
+    "compile-only": "compiled for a GPU that is not there; nothing was run",
+    "small compile-only": "tiny sizes, compiled for a GPU that is not there; nothing was run",
 }
 
 

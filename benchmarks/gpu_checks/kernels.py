@@ -67,7 +67,7 @@ def check_sweep(context: Context) -> Iterator[Row]:
     import kernels
 
     small = context.sizes.few or platform_name() == "cpu"
-    path = context.keep / SWEPT
+    path = context.keep / f"{context.part}.{SWEPT}"
     if not small:
         path.parent.mkdir(parents=True, exist_ok=True)
     for outcome in kernels.sweep_outcomes(small, context.sizes.rounds, None if small else path, SWEEP_SECONDS):

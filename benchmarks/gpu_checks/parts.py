@@ -11,7 +11,9 @@ from gpu_checks.rows import Row
 TIME_LIMIT = 480.0
 """Seconds of a part."""
 POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-"""The variable that names the most GiB of host memory that XLA pins; each worker has it."""
+"""The variable that names the most GiB of host memory that XLA pins; a worker's is what its checks keep there, and a little."""
+LEAST = 0.35
+"""The share of the seconds that a check needs without which it is not begun."""
 KNOWN = "known."
 """What a row's value is called, before its name, that later checks of the part are told."""
 
@@ -26,6 +28,11 @@ class Context:
       keep: the folder for files that the part keeps, such as profiles.
       swap_dir: a folder on a disk.
       ram_dir: a folder on a RAM disk.
+      part: the name of the part, with which the files that it keeps begin.
+      chip: the device, by its name in `zerojax.chips`: whose rates are assumed.
+      device_bytes: that a program can get of the device; None where it does not say.
+      host_bytes: of host memory that there are; None where nobody says.
+      is_short: fewer seconds are left than the check needs: fewer layers and steps, no profile.
       known: what earlier checks of the part found, by name: rates, seconds.
       shared: what checks of one process leave to each other.
       check: the one that is run.
@@ -36,6 +43,11 @@ class Context:
     keep: pathlib.Path
     swap_dir: str
     ram_dir: str
+    part: str = "part"
+    chip: str = "h200"
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    is_short: bool = False
     known: Mapping[str, float] = dataclasses.field(default_factory=dict)
     shared: MutableMapping[Any, Any] = dataclasses.field(default_factory=dict)
     check: str = ""
@@ -43,7 +55,10 @@ class Context:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Needs:
-    """Seconds that a check is said to need, with the start of its process: it is not begun where fewer are left.
+    """Seconds that a check is said to need, with the start of its process.
+
+    Where fewer are left it is begun all the same, in its short form, as long as `LEAST` of them are; what it has found when its
+    time is over stays.
 
     Attributes:
       gpu: on one H200 with 16 cores; assumed, since no GPU has run them.
@@ -56,6 +71,10 @@ class Needs:
     small: float = 20.0
 
 
+def _nothing(_: Sizes) -> int:
+    return 0
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Check:
     """One thing that is looked at.
@@ -65,12 +84,16 @@ class Check:
       run: context -> rows, each written as soon as it is there.
       compiled: the same for an H200 that is not there; None where there is nothing to compile.
       needs: its time.
+      pinned: bytes that it keeps in XLA's pool of pinned memory.
+      measures: what it tells later checks it also tells later parts, of the same device and version of jax.
     """
 
     name: str
     run: Callable[[Context], Iterator[Row]]
     compiled: Callable[[Context], Iterator[Row]] | None
     needs: Needs
+    pinned: Callable[[Sizes], int] = _nothing
+    measures: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

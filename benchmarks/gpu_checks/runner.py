@@ -6,8 +6,9 @@ A worker is a process that runs checks as they are asked for, over a pipe, a lin
                                      <-  {"facts": {..}}  {"check": .., "row": {..}}  ..  {"check": .., "end": {..}}
 
 The runner appends each line to `PART.jsonl` as it arrives: what was found stays, whatever ends the run. It keeps the time. A
-check that is said to need more seconds than are left is not begun. One that takes so long that a later check would lose the
-seconds that it is said to need is stopped: the worker is killed, and the next check gets a new one, as after a crash.
+check that needs more seconds than are left runs in its short form, or not at all where too few are left. One that would cost a
+later check the seconds which that is said to need is stopped: the worker is killed, and the next check gets a new one, as after
+a crash. What is measured of the machine is kept in a file, which later parts read.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
-from gpu_checks.parts import KNOWN, POOL, Check, Context, Part, seconds_of
+from gpu_checks.parts import KNOWN, LEAST, POOL, Check, Context, Group, Part, seconds_of
 from gpu_checks.rows import Row, attempt, line
 
 DONE, CRASHED, STOPPED, NOT_RUN = "done", "crashed", "stopped", "not run"
@@ -38,7 +39,7 @@ class Worker:
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], errors: pathlib.Path) -> None:
         self.errors = errors
-        with errors.open("w") as out:
+        with errors.open("a") as out:
             self.process = subprocess.Popen(
                 command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, text=True, start_new_session=True
             )
@@ -52,12 +53,14 @@ class Worker:
             self.lines.put(text)
         self.lines.put(None)
 
-    def ask(self, check: str, known: Mapping[str, float], seconds: float, write: Write) -> tuple[str, str]:
+    def ask(
+        self, check: str, known: Mapping[str, float], seconds: float, write: Write, is_short: bool = False
+    ) -> tuple[str, str]:
         """Let it run a check, and write what it says; returns a status and why."""
         ends = time.monotonic() + seconds
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps({"check": check, "known": dict(known)}) + "\n")
+            self.process.stdin.write(json.dumps({"check": check, "known": dict(known), "short": is_short}) + "\n")
             self.process.stdin.flush()
         while True:
             try:
@@ -114,6 +117,8 @@ class Run:
       limit: seconds.
       out: the folder of the results.
       command: of a worker, without the part and the group.
+      pool: the limit in GiB of a group's pool of pinned memory; None: JAX's own.
+      key: of the device and the version of jax, for rates that later parts read; None: they are neither read nor kept.
       told: of the head: the command, as a user gave it.
     """
 
@@ -124,6 +129,8 @@ class Run:
     out: pathlib.Path
     command: Sequence[str]
     told: str
+    pool: Callable[[Group], int] | None = None
+    key: str | None = None
 
     def __call__(self, folders: Sequence[pathlib.Path] = ()) -> None:
         """Run the checks, one after the other; `folders` are emptied of what a lost check leaves there."""
@@ -134,7 +141,9 @@ class Run:
         with contextlib.ExitStack() as stack:
             file = stack.enter_context((self.out / f"{self.part.name}.jsonl").open("a"))
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-            known: dict[str, float] = {}
+            before = {} if self.key is None else read_rates(self.out, self.key)
+            known = {name: rate for rates in before.values() for name, rate in rates.items()}
+            measured: dict[str, dict[str, float]] = {}
             head = {"part": self.part.name, "command": self.told, "mode": self.mode, "limit": self.limit}
             _append(file, {"head": head | {"time": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()), "checks": waiting}})
 
@@ -142,7 +151,9 @@ class Run:
                 _append(file, said)
                 if "row" in said:
                     row = Row(**said["row"])
-                    known.update({k.removeprefix(KNOWN): v for k, v in row.values.items() if k.startswith(KNOWN)})
+                    found = {k.removeprefix(KNOWN): v for k, v in row.values.items() if k.startswith(KNOWN)}
+                    known.update(found)
+                    measured.setdefault(said["check"], {}).update(found)
                     print(line(said["check"], row), flush=True)
 
             worker: Worker | None = None
@@ -153,14 +164,22 @@ class Run:
                     began = time.monotonic()
                     left, needs = self.limit - (began - starts), seconds_of(check.needs, self.mode)
                     later = sum(seconds_of(c.needs, self.mode) for c in chosen if c.name in waiting)
-                    if left < needs:
+                    if check.measures and check.name in before:
+                        rates = ", ".join(f"{name} {rate:.4g}" for name, rate in before[check.name].items())
+                        self._end(write, check, DONE, Row(check.name, f"measured by an earlier part: {rates}"), 0.0)
+                        continue
+                    if left < LEAST * needs:
                         why = f"not run: it needs {needs:.0f} s, and {max(0.0, left):.0f} s of {self.limit:g} s were left"
                         self._end(write, check, NOT_RUN, Row(check.name, why), 0.0)
                         continue
                     worker = worker or Worker(
-                        [*self.command, self.part.name, str(index)], self._env(group.env, folder), self._errors(check)
+                        [*self.command, self.part.name, str(index)], self._env(group, folder), self._errors()
                     )
-                    status, why = worker.ask(check.name, known, max(needs, left - later), write)
+                    # A check that has fewer seconds than it needs takes what is left, and none of the later ones'.
+                    seconds = max(min(needs, left), left - later)
+                    status, why = worker.ask(check.name, known, seconds, write, is_short=seconds < needs)
+                    if status == DONE and check.measures and self.key is not None:
+                        keep_rates(self.out, self.key, check.name, measured.get(check.name, {}))
                     lost = status in (CRASHED, STOPPED)
                     last = worker.last_line() if lost else ""
                     row = Row(check.name, ": ".join([why, *([last] if last else [])])[:400], ok=False) if lost else None
@@ -174,15 +193,16 @@ class Run:
                     worker = None
             _append(file, {"seconds": time.monotonic() - starts})
 
-    def _errors(self, check: Check) -> pathlib.Path:
-        folder = self.out / "logs"
-        folder.mkdir(exist_ok=True)
-        return folder / f"{self.part.name}.{check.name.replace(' ', '_').replace('/', '_')}.txt"
+    def _errors(self) -> pathlib.Path:
+        """Return the file to which the part's workers write, one after the other, what is no result."""
+        return self.out / f"{self.part.name}.log"
 
-    def _env(self, own: Mapping[str, str], folder: str) -> dict[str, str]:
+    def _env(self, group: Group, folder: str) -> dict[str, str]:
         env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_COMPILATION_CACHE_DIR": f"{folder}/cache"}
         env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9"}  # keep what kernels were timed, and not programs
-        env |= {POOL: "110", **own}
+        if self.pool is not None:
+            env[POOL] = str(self.pool(group))
+        env |= group.env
         if self.mode.endswith("compile-only"):
             env |= {"JAX_PLATFORMS": "cpu"}
             if self.mode.startswith("small"):  # without a GPU to try on, XLA's Triton backend finds no tiles for such products
@@ -194,6 +214,29 @@ class Run:
         if row is not None:
             write({"check": check.name, "row": dataclasses.asdict(row)})
         write({"check": check.name, "end": {"status": status, "seconds": round(seconds, 2)}})
+
+
+RATES = "rates.json"
+"""The file of a results folder that holds what was measured of a machine: {key: {check: {name: rate}}}."""
+
+
+def read_rates(folder: pathlib.Path, key: str) -> dict[str, dict[str, float]]:
+    """Return what earlier parts measured of a machine, by check; nothing where there is no file of that kind."""
+    try:
+        return json.loads((folder / RATES).read_text()).get(key, {})
+    except (OSError, ValueError):
+        return {}
+
+
+def keep_rates(folder: pathlib.Path, key: str, check: str, rates: Mapping[str, float]) -> None:
+    """Keep what a check measured for later parts."""
+    path = folder / RATES
+    try:
+        kept = json.loads(path.read_text())
+    except (OSError, ValueError):
+        kept = {}
+    kept.setdefault(key, {})[check] = dict(rates)
+    path.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def _append(file: TextIO, said: Mapping[str, Any]) -> None:
@@ -228,7 +271,7 @@ def serve(
     by_name = {check.name: check for check in checks}
     for number, text in enumerate(read):
         asked = json.loads(text)
-        name, context.known = asked["check"], asked["known"]
+        name, context.known, context.is_short = asked["check"], asked["known"], asked["short"]
         context.check = name
         check, broken = by_name[name], False
         if number == 0:

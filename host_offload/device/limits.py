@@ -14,6 +14,8 @@ import re
 
 import jax
 
+HOST_VARIABLE = "ZEROJAX_HOST_MEMORY_GB"
+"""GiB that the machine will have, where its kernel says less: a virtual machine may be given memory only as it takes it."""
 LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _PREALLOCATE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
 _MEMINFO = pathlib.Path("/proc/meminfo")
@@ -43,20 +45,32 @@ def pinned_pool_bytes(platform: str | None = None) -> int | None:
 
 
 def available_bytes() -> int | None:
-    """Return the bytes that the machine can still give without swapping; None where it does not say."""
+    """Return the bytes that the machine can still give without swapping; None where it does not say.
+
+    Where `HOST_VARIABLE` says that the machine will have more than its kernel knows of, that counts.
+    """
+    available, total = _meminfo("MemAvailable"), _meminfo("MemTotal")
     try:
-        match = re.search(r"^MemAvailable:\s+(\d+) kB", _MEMINFO.read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return int(match.group(1)) << 10 if match else None
+        promised = float(os.environ.get(HOST_VARIABLE, 0)) * _GIB
+    except ValueError:
+        raise ValueError(f"{HOST_VARIABLE}={os.environ[HOST_VARIABLE]!r}: a number of GiB is needed") from None
+    if available is None or total is None:
+        return available
+    return max(available, int(promised) - (total - available))
+
+
+def _meminfo(name: str) -> int | None:
+    """Return an entry of /proc/meminfo in bytes, or None."""
+    with contextlib.suppress(OSError):
+        if match := re.search(rf"^{name}:\s+(\d+) kB", _MEMINFO.read_text(), re.MULTILINE):
+            return int(match.group(1)) << 10
+    return None
 
 
 def host_bytes() -> int | None:
     """Return the bytes of memory of the machine, or of its control group where that has less; None where neither is told."""
-    limits = []
-    with contextlib.suppress(OSError):
-        match = re.search(r"^MemTotal:\s+(\d+) kB", _MEMINFO.read_text(), re.MULTILINE)
-        limits += [int(match.group(1)) << 10] if match else []
+    total = _meminfo("MemTotal")
+    limits = [] if total is None else [total]
     for path in _GROUP_LIMITS:
         with contextlib.suppress(OSError, ValueError):  # "max" is no limit
             limits.append(int(path.read_text()))

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import threading
@@ -23,13 +24,15 @@ from gpu_checks.equality import Tolerance, compare
 from gpu_checks.jobs import Job, one_device
 from gpu_checks.kernels import check_sweep
 from gpu_checks.link.copies import WAYS, Arrays, beside_rows, jit_loop, wrong_records
+from gpu_checks.machine import Machine, described, grow, meminfo
 from gpu_checks.mixes import FEW, GPU, IN_BACKWARD, SMALL, Copied
 from gpu_checks.parts import TIME_LIMIT, Check, Context, Group, Needs, Part, seconds_of
 from gpu_checks.rows import Row, attempt, line
 from gpu_checks.runner import Run
 from gpu_checks.speed import speed_rows
 from gpu_checks.steps import disks
-from gpu_checks.steps.llamas import Case, compared_rows, fitted, measured_rows
+from gpu_checks.steps.llamas import Case, compared_rows, fitted, least_compute, measured_rows
+from gpu_checks.steps.needs import num_params, pinned_bytes
 from gpu_checks.steps.profile import DOWN, UP, events_of, measure
 from gpu_checks.turns import Timed
 from kernel_cases import Product
@@ -87,7 +90,11 @@ def test_gpu_check_runs_on_a_cpu_and_every_bound_holds(tmp_path, words):
         assert {row.ok for name, row in rows["kernels"]["matmul"].items() if name.endswith(("xla", "unfused"))} == {True}
         assert rows["nvme"]["nvme"]["all, activations, clipped"].ok is True
         assert rows["disks"]["disk"]["step over the one from host memory"].values["ratio"] > 0
-        assert list((tmp_path / "results" / "kept").glob("*/*.xplane.pb"))
+        assert list((tmp_path / "results").glob("steps-host.*.xplane.pb.gz"))
+    names = [path.name for path in (tmp_path / "results").iterdir()]
+    assert all(re.fullmatch(r"[a-z0-9_.-]+", name) for name in names), names
+    assert all(path.is_file() for path in (tmp_path / "results").iterdir())
+    assert all(sum(name.startswith(f"{part}.") for name in names) <= 7 for part in gpu_check.PARTS)
 
 
 @pytest.mark.exhaustive
@@ -106,7 +113,16 @@ def test_gpu_check_compiles_without_a_gpu(tmp_path, words):
     assert rows["first"]["8 layers, opt_state"]["predicted at assumed rates"].values["predicted_seconds"] > 0
     if not words:
         assert sum(map(len, rows["kernels"].values())) == len(kernels.cases(small=True))
-    assert "an H200 that is not there" in text
+    assert "a GPU that is not there" in text
+
+
+def test_parts_come_in_the_order_of_what_they_decide():
+    order = (
+        "first equality steps-opt_state steps-host nvme peers steps-all kernels sweep disks memory equality-more groups "
+        "steps-delayed steps-resident mixes"
+    )
+    assert list(gpu_check.PARTS) == order.split()
+    assert gpu_check.PARTS["first"].checks[0].name == "machine"
 
 
 @pytest.mark.parametrize("mode", ["run", "compile-only", "small run"])
@@ -138,12 +154,16 @@ def hangs(context):
     yield Row("before", "2", ok=True, values={"pid": left.pid})
     time.sleep(60)
 
+def shortened(context):
+    yield Row("short", str(context.is_short))
+
 def raises(context):
     yield Row("before", "3", ok=True)
     raise RuntimeError("broken | here")
 
-checks = [Check(name=f.__name__, run=f, compiled=None, needs=Needs(gpu=1, compiled=1)) for f in (good, crashes, hangs, raises)]
-checks += [Check(name="last", run=good, compiled=None, needs=Needs(gpu=1, compiled=1))]
+needs = Needs(gpu=1, compiled=1)
+named = {f.__name__: f for f in (good, crashes, hangs, shortened, raises)} | {"last": good}
+checks = [Check(name=name, run=f, compiled=None, needs=needs) for name, f in named.items()]
 context = Context(sizes=SMALL, peer_python=None, keep=None, swap_dir="", ram_dir="")
 serve(checks, context, False, lambda: {"hardware": "some", "versions": {"jax": "1"}}, *pipes())
 """
@@ -200,14 +220,45 @@ def test_a_check_that_crashes_or_hangs_takes_no_other_with_it(tmp_path):
 
 
 def test_a_check_that_has_no_time_left_is_not_begun_and_is_listed(tmp_path):
-    run = fake_run(tmp_path, {"good": 5, "crashes": 5}, limit=3)
+    run = fake_run(tmp_path, {"good": 5, "crashes": 5}, limit=1)
     run.command = ["/not/there"]
     run()
     (found,) = joined.read_runs(tmp_path / "out")
-    why = "not run: it needs 5 s, and 3 s of 3 s were left"
+    why = "not run: it needs 5 s, and 1 s of 1 s were left"
     assert joined.missing(found) == [("good", why), ("crashes", why)]
     assert not joined.holds([found])
     assert f"- fake, crashes: {why}" in joined.table([found], ["fake"])
+
+
+def test_a_check_with_few_seconds_left_runs_in_its_short_form(tmp_path):
+    run = fake_run(tmp_path, {"good": 4, "shortened": 60}, limit=30)
+    run()
+    (found,) = joined.read_runs(tmp_path / "out")
+    assert {name: one.status for name, one in found.checks.items()} == {"good": "done", "shortened": "done"}
+    assert found.checks["shortened"].rows[0].figure == "True"
+    other = fake_run(tmp_path / "out", {"shortened": 20}, limit=30)
+    other()
+    (found,) = joined.read_runs(tmp_path / "out" / "out")
+    assert found.checks["shortened"].rows[0].figure == "False"
+
+
+def test_rates_are_measured_once_for_a_device_and_a_version_of_jax(tmp_path):
+    def measured_by(key: str) -> list[Row]:
+        run = fake_run(tmp_path, {"good": 5, "last": 5}, limit=60)
+        first, last = run.part.groups[0].checks
+        run.part = dataclasses.replace(run.part, groups=(Group(checks=(dataclasses.replace(first, measures=True), last)),))
+        run.key = key
+        run()
+        found = joined.read_runs(tmp_path / "out")[-1]
+        return [found.checks[name].rows[0] for name in ("good", "last")]
+
+    first, last = measured_by("an H100, jax 1")
+    assert (first.figure, last.figure) == ("None", "7.0")
+    again, last = measured_by("an H100, jax 1")
+    assert (again.figure, last.figure) == ("measured by an earlier part: found 7", "7.0")
+    other, _ = measured_by("an H200, jax 1")
+    assert other.figure == "None"
+    assert json.loads((tmp_path / "out" / "rates.json").read_text()).keys() == {"an H100, jax 1", "an H200, jax 1"}
 
 
 def lines(path: pathlib.Path, hardware: str, at: str, rows: Mapping[str, Row | None], cut_off: bool = False) -> None:
@@ -267,6 +318,8 @@ def test_a_run_that_began_no_check_is_replaced_by_a_later_one_on_any_machine(tmp
         (["--join", "not/there"], "--join not/there: no such folder"),
         (["--small", "--limit", "0"], "--limit 0: a positive number"),
         (["--part", "first"], "JAX finds no GPU here"),
+        (["--part", "first", "--chip", "h100"], "give --compile-only, too"),
+        (["--small", "--host-memory", "0"], "--host-memory 0: at least 1 GiB"),
     ],
 )
 def test_gpu_check_refuses_what_would_measure_something_else(options, why, monkeypatch, capsys):
@@ -396,6 +449,64 @@ def test_bounds_of_a_step_hold_at_most_tokens_alone():
     assert [next(compared_rows(found, step, predicted, judged=True)).ok for step in (2.2, 1.6, 2.4)] == [True, False, False]
     predicted.idle = 0.2  # where 0.4 was measured
     assert not next(compared_rows(found, 2.0, predicted, judged=True)).ok
+
+
+def test_the_bound_of_compute_is_that_of_the_version_of_jax():
+    mode = "params, grads, opt_state on the host"
+    assert [least_compute(mode, version) for version in ((0, 10, 2), (0, 11, 2), (0, 12, 0))] == [0.81, 0.81, 0.85]
+    assert least_compute("resident") is None
+
+
+MODES = ("resident", "opt_state on the host", "params, grads, opt_state on the host", "the same, delayed_update")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_pool_is_sized_to_what_a_mode_keeps_in_host_memory(mode):
+    case = Case(mode=mode, sizes=dataclasses.replace(SMALL.llama, layers=6), tokens=SMALL.llama.tokens[0])
+    with case.build(one_device()) as program:
+        kept = program.memory(case.abstract_batch()).tiers["pinned_host"]
+    # What a delayed update makes is pinned beside the pool.
+    assert sum(kept.values()) - kept.get("made", 0) == pytest.approx(pinned_bytes(mode, case.sizes), rel=0.01)
+
+
+def test_a_pool_is_what_is_needed_and_never_above_what_the_user_or_the_host_allows():
+    fields = {"platform": "gpu", "device_kind": "NVIDIA H100 80GB HBM3", "device_bytes": 78 << 30}
+    free = Machine(**fields, host_bytes=128 << 30, pool_gib=None)
+    needed = pinned_bytes("opt_state on the host", GPU.llama)
+    assert free.pool(needed) == 80  # GiB, of 75.3
+    assert free.pool(0) == 4
+    assert free.pool(200 << 30) == 120
+    assert dataclasses.replace(free, pool_gib=60).pool(needed) == 60
+    assert dataclasses.replace(free, pool_gib=110).pool(needed) == 80
+    (group,) = (g for g in gpu_check.PARTS["steps-opt_state"].groups if g.checks[0].name == "16K tokens")
+    assert gpu_check.pool_of(group, GPU, free) == 80  # both numbers of tokens are of one program
+
+
+def test_a_larger_device_has_more_layers():
+    def fitted_to(chip: str) -> int:
+        there = described(chip, None)
+        case = Case(mode="resident", sizes=GPU.llama, tokens=16384)
+        fits, _ = fitted(case, lambda one: Resident(one), None, there.device_bytes)
+        return fits.sizes.layers
+
+    class Resident:
+        """What the resident step keeps, in closed form."""
+
+        def __init__(self, case: Case) -> None:
+            self.case = case
+
+        def memory(self, _: Any) -> Any:
+            return type("Report", (), {"tiers": {"device": {"states": 16 * num_params(self.case.sizes)}}})
+
+        def close(self) -> None:
+            pass
+
+    assert fitted_to("h200") == 32
+    assert 8 < fitted_to("h100") < 24
+
+
+def test_host_memory_that_is_touched_is_given_back():
+    assert grow(32 << 20, threads=2) == meminfo("MemTotal")
 
 
 def test_a_step_has_as_many_layers_as_host_memory_has_room_for():

@@ -8,27 +8,32 @@ found on this machine.
 
 import dataclasses
 import os
+import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpu_checks.jobs import one_device, platform_name
 from gpu_checks.link.copies import BOTH
+from gpu_checks.machine import LEAST_POOL, OVER_NEED, SPARE, told
 from gpu_checks.mixes import LlamaSizes
 from gpu_checks.parts import POOL, Context
 from gpu_checks.rows import Row, attempt, skipped
+from gpu_checks.steps.needs import pinned_bytes
 from gpu_checks.steps.profile import DOWN, UP, Measured, keep_profile, measure
 
 if TYPE_CHECKING:
     from llama import Mode
 
 WARMUP, TIMED, PROFILED = 2, 4, 2
-SPARE = 8 << 30
-"""Bytes of host memory that are left free beside what is pinned."""
+SHORT_LAYERS, SHORT_WARMUP, SHORT_TIMED = 8, 1, 2
+"""Of a step for which fewer seconds are left than it needs: at most so many layers, so many steps, and no profile."""
+OVER_ACCOUNT = 1.15
+"""What is taken of the device over `program.memory`, which leaves out what one layer makes and drops."""
 PATIENCE = 60.0
 """Seconds of steps after which no other is timed."""
 AGREES = 0.15
@@ -37,12 +42,26 @@ BOTH_WAYS = ("opt_state on the host", "params, grads, opt_state on the host")
 """The modes whose backward loop copies both ways at once."""
 COPIED = 0.99
 """The least share of the link's bytes that copies are to move."""
-COMPUTE = {
-    "opt_state on the host": 0.90,
-    "params, grads, opt_state on the host": 0.85,
-    "opt_state on the host, update_on host": 0.85,
-}
-"""By mode, the least that compute alone is to be of a step of most tokens."""
+COMPUTE: Sequence[tuple[tuple[int, int], Mapping[str, float]]] = (
+    (
+        (0, 12),
+        {
+            "opt_state on the host": 0.90,
+            "params, grads, opt_state on the host": 0.85,
+            "opt_state on the host, update_on host": 0.85,
+        },
+    ),
+    (
+        (0, 0),
+        {
+            "opt_state on the host": 0.88,
+            "params, grads, opt_state on the host": 0.81,
+            "opt_state on the host, update_on host": 0.85,
+        },
+    ),
+)
+"""By the least version of jax and by mode, the least that compute alone is to be of a step of most tokens: a little less than
+`hlo.simulate` predicts of the program that this version compiles. Before 0.12 downloads block uploads behind them."""
 HOST_BYTES = 200e9
 """Bytes a second of the host's kernel, from which on `COMPUTE` holds for an update on the host."""
 TERAFLOPS = {"opt_state on the host": 400.0}
@@ -59,6 +78,7 @@ class Case:
       tokens: of a step.
       is_largest: whether the bounds of the most tokens hold for it.
       link_groups: of the config; None: the default.
+      cuda_graphs: of the config.
     """
 
     mode: str
@@ -66,6 +86,7 @@ class Case:
     tokens: int
     is_largest: bool = False
     link_groups: int | None = None
+    cuda_graphs: bool = False
 
     @property
     def of(self) -> "Mode":
@@ -78,7 +99,8 @@ class Case:
     def name(self) -> str:
         """For files and rows."""
         groups = "" if self.link_groups is None else f", link_groups={self.link_groups}"
-        return f"{self.mode}, {self.sizes.layers} layers, {self.tokens} tokens{groups}"
+        graphs = ", CUDA graphs" * self.cuda_graphs
+        return f"{self.mode}, {self.sizes.layers} layers, {self.tokens} tokens{groups}{graphs}"
 
     def build(self, mesh: Any, swap_dir: str | None = None) -> Any:
         """Return the program; attention is cuDNN's on GPUs."""
@@ -93,6 +115,7 @@ class Case:
             "precision": "bf16",
             "activations": "remat",
             "link_groups": self.link_groups,
+            "cuda_graphs": self.cuda_graphs,
             **self.of.config,
         }
         fields |= {} if swap_dir is None else {"swap_dir": swap_dir}
@@ -164,7 +187,7 @@ def program_rows(read: Read) -> Iterator[Row]:
     unsafe = hlo.unsafe_host_slices(read.text, unknown_trips=1)
     yield Row("slices of host memory not provably right", str(len(unsafe)), "0", not unsafe, {"unsafe": len(unsafe)})
     traffic = hlo.host_traffic(read.text, read.thunks, unknown_trips=1)
-    copies, kernels = traffic.by_copies, traffic.by_kernels
+    copies, kernels, graphs = traffic.by_copies, traffic.by_kernels, traffic.in_graphs
     crosses = sum(copies.values()) + sum(kernels.values()) > 0
     judged = crosses and has_linear_fix() and not traffic.has_callbacks
     share = traffic.share_of_copies
@@ -175,17 +198,19 @@ def program_rows(read: Read) -> Iterator[Row]:
     )
     values = {f"copies_{way}": float(size) for way, size in copies.items()}
     values |= {f"kernels_{way}": float(size) for way, size in kernels.items()}
+    values |= {f"graphs_{way}": float(size) for way, size in graphs.items()}
+    text += f"; in CUDA graphs {graphs['to_device'] / 1e9:.2f} up, {graphs['to_host'] / 1e9:.2f} down"
     yield Row("over the link, by its thunks", text, f"{100 * COPIED:g} % by copies" if judged else "",
               share >= COPIED if judged else None, values)  # fmt: skip
 
 
-def predict(case: Case, read: Read, rates: dict[str, float]) -> Any:
-    """Return what `hlo.simulate` predicts of a program at its rates, or with some of them replaced."""
+def predict(case: Case, read: Read, chip: str, rates: Mapping[str, float]) -> Any:
+    """Return what `hlo.simulate` predicts of a program at the rates assumed of a chip, or with some of them replaced."""
     from zerojax import hlo
 
     known = {field.name for field in dataclasses.fields(hlo.Rates)}
     given = {name: rate for name, rate in rates.items() if name in known}
-    replaced = dataclasses.replace(hlo.RATES["h200"], **{**case.of.rates, **given})
+    replaced = dataclasses.replace(hlo.RATES[chip], **{**case.of.rates, **given})
     return hlo.simulate(read.text, rates=replaced, thunks=read.thunks, callbacks=case.of.callbacks)
 
 
@@ -201,46 +226,74 @@ def predicted_row(name: str, predicted: Any) -> Row:
 
 
 def compile_step(case: Callable[[Context], Case]) -> Callable[[Context], Iterator[Row]]:
-    """Return a check that compiles a case for an H200 that is not there."""
+    """Return a check that compiles a case, with the layers that fit, for a chip that is not there."""
 
     def rows(context: Context) -> Iterator[Row]:
         from llama import num_params
 
         from zerojax import aot
 
-        given = case(context)
-        with given.build(aot.gpu_mesh("h200", gpus_per_host=1)) as program:
+        asked = case(context)
+        mesh = aot.gpu_mesh(context.chip, gpus_per_host=1)
+        given, program = fitted(asked, lambda one: one.build(mesh), host_room(context), device_room(context))
+        yield from fewer_layers(given, asked, context)
+        with program:
             batch = given.abstract_batch()
             read = compile_case(program, batch, {"xla_gpu_enable_triton_gemm": False})
             count = num_params(given.sizes.layers, given.sizes.hidden, given.sizes.ff, given.sizes.vocab)
             taken = {tier: sum(of.values()) for tier, of in program.memory(batch).tiers.items()}
-        told = ", ".join(f"{size / 2**30:.3g} GiB in {tier}" for tier, size in taken.items() if size)
+        sizes = ", ".join(f"{size / 2**30:.3g} GiB in {tier}" for tier, size in taken.items() if size)
         yield Row(
             f"{given.name}: compiled",
             f"{count / 1e9:.3g} B parameters in {read.seconds:.1f} s; {read.taken / 2**30:.3g} GiB by the compiler, "
-            f"{told} by program.memory",
+            f"{sizes} by program.memory",
             values={"compile_seconds": read.seconds, "bytes": float(read.taken)},
         )
+        yield capacity_row(given, context, read.taken, taken.get("pinned_host", 0))
         yield from program_rows(read)
-        yield predicted_row("predicted at assumed rates", predict(given, read, {}))
+        yield predicted_row("predicted at assumed rates", predict(given, read, context.chip, {}))
 
     return rows
+
+
+def capacity_row(case: Case, context: Context, device: int, host: int) -> Row:
+    """Say whether a compiled program fits, by the compiler's count of the device's bytes and program.memory's of the host's."""
+    pool = max(LEAST_POOL << 30, int(OVER_NEED * pinned_bytes(case.mode, case.sizes)))
+    device_most, host_most = context.device_bytes, context.host_bytes
+    fits = (device_most is None or device <= device_most) and (host_most is None or max(pool, host) <= host_most - SPARE)
+    return Row(
+        "device, host, pool of pinned memory",
+        f"{told(device)} of {told(device_most)}; {told(host)} of {told(host_most)}; {told(pool)}",
+        f"within {context.chip}'s and the host's memory",
+        fits,
+        {"device": float(device), "host": float(host), "pool": float(pool)},
+    )
+
+
+def fewer_layers(given: Case, asked: Case, context: Context) -> Iterator[Row]:
+    """Say that a case has fewer layers than were asked for, and why."""
+    if given.sizes.layers < asked.sizes.layers:
+        why = "seconds are short" if context.is_short else "device or host memory has no room for more"
+        text = f"{given.sizes.layers} of {asked.sizes.layers}: {why}"
+        yield Row("layers", text, values={"layers": float(given.sizes.layers)})
 
 
 def check_step(case: Callable[[Context], Case]) -> Callable[[Context], Iterator[Row]]:
     """Return a check that runs a case on the first device; checks of one mode and process hand the state on."""
 
     def rows(context: Context) -> Iterator[Row]:
-        given = case(context)
-        key, asked = (given.mode, given.sizes, given.link_groups), given.sizes.layers
+        asked = given = case(context)
+        key = (given.mode, given.sizes, given.link_groups, given.cuda_graphs)
         if key not in context.shared:
             context.shared.clear()  # of another program: its state would take the room of this one's
-            fits, program = fitted(given, lambda one: one.build(one_device()), host_room(context))
+            if context.is_short:
+                layers = min(given.sizes.layers, SHORT_LAYERS)
+                given = dataclasses.replace(given, sizes=dataclasses.replace(given.sizes, layers=layers))
+            fits, program = fitted(given, lambda one: one.build(one_device()), host_room(context), device_room(context))
             context.shared[key] = fits.sizes, program, None
         sizes, program, state = context.shared[key]
         given = dataclasses.replace(given, sizes=sizes)
-        if sizes.layers < asked:
-            yield Row("layers", f"{sizes.layers} of {asked}: host memory has no room for more", values={"layers": sizes.layers})
+        yield from fewer_layers(given, asked, context)
         context.shared[key] = sizes, program, None  # a step that fails takes its state with it
         stepped = Stepped(given, context, program, state)
         yield from stepped.rows()
@@ -260,6 +313,8 @@ class Stepped:
         """Compile, run, profile: so many steps each. Of slow ones fewer are timed, at least one."""
         import jax
 
+        if self.context.is_short:
+            warmup, timed, profiled = min(warmup, SHORT_WARMUP), min(timed, SHORT_TIMED), 0
         case, program = self.case, self.program
         abstract = case.abstract_batch()
         read = compile_case(program, abstract, {})
@@ -280,7 +335,10 @@ class Stepped:
         step = statistics.median(seconds)
         yield from self.step_rows(read, step, seconds)
         yield from self.memory_rows(read, abstract)
-        yield from attempt("profile", lambda: self.profile_rows(read, batch, step, profiled))
+        if profiled:
+            yield from attempt("profile", lambda: self.profile_rows(read, batch, step, profiled))
+        else:
+            yield from attempt("predictions", lambda: self.predicted_rows(read, step))
 
     def step(self, batch: Any) -> float:
         """Run a step; returns its seconds."""
@@ -304,7 +362,7 @@ class Stepped:
         if read.thunks is not None:
 
             def program() -> Iterator[Row]:
-                rate = predict(case, read, {}).flops / step / 1e12
+                rate = predict(case, read, self.context.chip, {}).flops / step / 1e12
                 bound = TERAFLOPS.get(case.mode) if judged and case.is_largest else None
                 told = "" if bound is None else f"at least {bound:g}"
                 yield Row("of the program's products, recomputed ones too", f"{rate:.4g} TF/s", told,
@@ -338,17 +396,14 @@ class Stepped:
                 self.state, _ = self.program.step(self.state, batch)
             jax.block_until_ready(self.state)
 
-        name = "".join(c if c.isalnum() else "_" for c in self.context.check)
-        path = self.context.keep / f"{name}.xplane.pb"
+        name = re.sub(r"[^a-z0-9]+", "_", self.context.check.lower())
+        path = self.context.keep / f"{self.context.part}.{name}.xplane.pb.gz"
         try:
             events = keep_profile(run, path)
         finally:
             if path.exists():
-                yield Row(
-                    "profile kept",
-                    f"kept/{path.parent.name}/{path.name}, {path.stat().st_size / 2**20:.2f} MiB",
-                    values={"bytes": path.stat().st_size},
-                )
+                size = path.stat().st_size
+                yield Row("profile kept", f"{path.name}, {size / 2**20:.2f} MiB", values={"bytes": float(size)})
         from zerojax import hlo
 
         if read.thunks is None:
@@ -358,12 +413,18 @@ class Stepped:
         host = self.context.known.get("rates.host_kernel", 0.0)
         suits = self.case.of.config.get("update_on") != "host" or host >= HOST_BYTES
         yield from measured_rows(found, self.case, judges(self.context) and suits, self.context.known.get("link.both"))
-        for told, rates in (("assumed", {}), ("measured", dict(self.rates()))):
-            if told == "measured" and not rates:
+        yield from self.predicted_rows(read, step, found)
+
+    def predicted_rows(self, read: Read, step: float, found: Measured | None = None) -> Iterator[Row]:
+        """Say what is predicted of the program that was timed, and compare; with what a profile found, if there is one."""
+        if read.thunks is None:
+            raise NotImplementedError("without the program's thunks copies are not told from kernels")
+        for whose, rates in (("assumed", {}), ("measured", dict(self.rates()))):
+            if whose == "measured" and not rates:
                 continue
-            predicted = predict(self.case, read, rates)
-            yield predicted_row(f"predicted at {told} rates", predicted)
-            if told == "measured":
+            predicted = predict(self.case, read, self.context.chip, rates)
+            yield predicted_row(f"predicted at {whose} rates", predicted)
+            if whose == "measured":
                 yield from compared_rows(found, step, predicted, judges(self.context))
 
     def rates(self) -> Iterator[tuple[str, float]]:
@@ -378,10 +439,18 @@ def judges(context: Context) -> bool:
     return platform_name() == "gpu" and not context.sizes.few
 
 
+def least_compute(mode: str, version: tuple[int, ...] | None = None) -> float | None:
+    """Return the bound of `COMPUTE` for a version of jax, the installed one by default; None for a mode without one."""
+    import jax
+
+    version = jax.__version_info__ if version is None else version
+    return next(bounds for least, bounds in COMPUTE if version >= least).get(mode)
+
+
 def measured_rows(found: Measured, case: Case, judged: bool, both: float | None = None) -> Iterator[Row]:
     """Say what a profile saw; `both` is the link's rate in both directions at once, together, where it was measured."""
     compute = found.compute_seconds / found.seconds
-    bound = COMPUTE.get(case.mode) if judged and case.is_largest else None
+    bound = least_compute(case.mode) if judged and case.is_largest else None
     yield Row(
         "compute alone over the step, by the profile",
         f"{compute:.3f}: idle {100 * found.idle:.1f} % of {found.seconds:.4g} s, compute {found.compute_seconds:.4g} s, "
@@ -407,42 +476,61 @@ def measured_rows(found: Measured, case: Case, judged: bool, both: float | None 
     )
 
 
-def compared_rows(found: Measured, step: float, predicted: Any, judged: bool) -> Iterator[Row]:
-    """Compare the measured step with the predicted one."""
+def compared_rows(found: Measured | None, step: float, predicted: Any, judged: bool) -> Iterator[Row]:
+    """Compare the measured step with the predicted one; of a step without a profile the seconds alone."""
     ratio = step / predicted.seconds
-    yield Row(
-        "measured over predicted at measured rates",
-        f"{ratio:.2f} ({step:.4g} s over {predicted.seconds:.4g}); idle {100 * found.idle:.1f} % where "
-        f"{100 * predicted.idle:.1f} % was predicted",
-        f"within {AGREES:g} of 1, idle within {100 * AGREES:g} points" if judged else "",
-        abs(ratio - 1) <= AGREES and abs(found.idle - predicted.idle) <= AGREES if judged else None,
-        {"ratio": ratio, "idle": found.idle, "predicted_idle": predicted.idle},
-    )
+    figure, bound = f"{ratio:.2f} ({step:.4g} s over {predicted.seconds:.4g})", f"within {AGREES:g} of 1"
+    values, agrees = {"ratio": ratio, "predicted_idle": predicted.idle}, abs(ratio - 1) <= AGREES
+    if found is not None:
+        figure += f"; idle {100 * found.idle:.1f} % where {100 * predicted.idle:.1f} % was predicted"
+        bound += f", idle within {100 * AGREES:g} points"
+        values["idle"] = found.idle
+        agrees &= abs(found.idle - predicted.idle) <= AGREES
+    ok = agrees if judged else None
+    yield Row("measured over predicted at measured rates", figure, bound if judged else "", ok, values)
 
 
-def fitted(case: Case, build: Callable[[Case], Any], room: int | None) -> tuple[Case, Any]:
-    """Return a case with as many layers as leave what rests in host memory within `room` bytes, and its program.
+def fitted(case: Case, build: Callable[[Case], Any], host: int | None, device: int | None = None) -> tuple[Case, Any]:
+    """Return a case with as many layers as leave what it keeps within so many bytes of each memory, and its program.
+
+    Args:
+      case: as asked for.
+      build: case -> program.
+      host: bytes of pinned host memory; None: no limit.
+      device: bytes of device memory; None: no limit.
 
     Raises:
-      NotImplementedError: not one layer does.
+      NotImplementedError: not one layer fits.
     """
     while True:
         program = build(case)
-        needs = sum(program.memory(case.abstract_batch()).tiers.get("pinned_host", {}).values())
-        if room is None or needs <= room:
+        tiers = program.memory(case.abstract_batch()).tiers
+        rooms = (("host", "pinned_host", host, 1.0), ("device", "device", device, OVER_ACCOUNT))
+        layers = case.sizes.layers
+        for name, tier, room, factor in rooms:
+            needs = factor * sum(tiers.get(tier, {}).values())
+            if room is None or needs <= room:
+                continue
+            layers = min(layers, case.sizes.layers - 1, int(case.sizes.layers * room / needs))
+            if layers < 1:
+                program.close()
+                raise NotImplementedError(f"it needs {needs / 2**30:.1f} GiB of {name} memory, and {room / 2**30:.1f} are free")
+        if layers == case.sizes.layers:
             return case, program
         program.close()
-        layers = min(case.sizes.layers - 1, int(case.sizes.layers * room / needs))
-        if layers < 1:
-            raise NotImplementedError(f"it needs {needs / 2**30:.1f} GiB of host memory, and {room / 2**30:.1f} are free")
         case = dataclasses.replace(case, sizes=dataclasses.replace(case.sizes, layers=layers))
 
 
 def host_room(context: Context) -> int | None:
-    """Return the bytes of host memory that may be pinned: of what is free, and of XLA's pool; None where neither is known."""
+    """Return the bytes of host memory that may be pinned: of what there is, and of XLA's pool; None where neither is known."""
     from host_offload.device import available_bytes
 
-    there = available_bytes()
-    pool = int(os.environ[POOL]) << 30 if platform_name() == "gpu" else None
+    there = context.host_bytes if context.host_bytes is not None else available_bytes()
+    pool = int(os.environ[POOL]) << 30 if POOL in os.environ else None
     rooms = [pool, None if there is None else there - (0 if context.sizes.few else SPARE)]
     return min((room for room in rooms if room is not None), default=None)
+
+
+def device_room(context: Context) -> int | None:
+    """Return the bytes of device memory that a step may take; None where the device does not say."""
+    return context.device_bytes

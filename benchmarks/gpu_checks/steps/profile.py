@@ -1,12 +1,13 @@
 """What a profile says of the device: idle time, copies beside kernels, both directions at once, bytes.
 
-`jax.profiler` keeps what CUPTI saw as a file `*.xplane.pb`, which XProf opens. Its plane "/device:GPU:0" has a line for each
-stream. An event there is a kernel, or a copy ("MemcpyH2D", "MemcpyD2H") whose detail names its bytes. Kernels that move host
-memory are told by the instruction that they run, since the device sees no difference.
+`jax.profiler` keeps what CUPTI saw as a file `*.xplane.pb`, which XProf opens; here it is kept compressed. Its plane
+"/device:GPU:0" has a line for each stream. An event there is a kernel, or a copy ("MemcpyH2D", "MemcpyD2H") whose detail names
+its bytes. Kernels that move host memory are told by the instruction that they run, since the device sees no difference.
 """
 
 import contextlib
 import dataclasses
+import gzip
 import pathlib
 import re
 import shutil
@@ -78,18 +79,20 @@ def profiled(keep: pathlib.Path) -> Iterator[None]:
         if not found:
             raise RuntimeError("the profiler left no *.xplane.pb")
         keep.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(found[-1], keep)
+        with found[-1].open("rb") as profile, gzip.open(keep, "wb") as kept:
+            shutil.copyfileobj(profile, kept)
 
 
 def read_events(path: pathlib.Path) -> DeviceEvents:
-    """Read a profile.
+    """Read a profile that `profiled` kept.
 
     Raises:
       NotImplementedError: it holds no GPU.
     """
     from jax.profiler import ProfileData
 
-    return events_of(ProfileData.from_file(str(path)))
+    with gzip.open(path) as kept:
+        return events_of(ProfileData.from_serialized_xspace(kept.read()))
 
 
 def events_of(data: Any) -> DeviceEvents:

@@ -135,6 +135,17 @@ def test_allocations_are_refused_one_byte_beyond_the_limit(monkeypatch, tmp_path
     assert advised == (most == 64 * GIB)  # a larger pool is no remedy for a machine that is too small
 
 
+def test_a_machine_whose_memory_grows_has_what_its_user_says(monkeypatch, tmp_path):
+    meminfo(monkeypatch, tmp_path, 5)  # of 20 GiB 15 are taken
+    monkeypatch.setenv(limits.HOST_VARIABLE, "100")
+    assert limits.available_bytes() == 85 * GIB
+    monkeypatch.setenv(limits.HOST_VARIABLE, "16")
+    assert limits.available_bytes() == 5 * GIB
+    monkeypatch.setenv(limits.HOST_VARIABLE, "much")
+    with pytest.raises(ValueError, match="ZEROJAX_HOST_MEMORY_GB='much': a number of GiB is needed"):
+        limits.available_bytes()
+
+
 def test_a_machine_that_says_nothing_has_no_limit_on_the_cpu(monkeypatch, tmp_path):
     meminfo(monkeypatch, tmp_path, None)
     limits.check_host_memory(1 << 60, "cpu")
