@@ -10,6 +10,11 @@ the version that runs is put in its place. Products are cuBLAS's, since XLA cann
 The model is that of Llama 7B: 32 layers x 4096, 32 heads, 11008 in the MLP, 32000 tokens, sequences of 2048, bf16, AdamW,
 layers recomputed in backward; its attention is cuDNN's, its loss has no logits. With `--autotune` the settings of the schedule
 are tried for each of some sizes of Llama (`zj.autotune`). Needs zerojax[aot].
+
+    python benchmarks/simulated.py --graphs --chip h100 --save benchmarks/results/graphs_h100_aot_202611.md
+
+With `--graphs` each step is compiled without CUDA graphs, as by default, and with `cuda_graphs=True`: how many bytes of the
+link are then copied by nodes of graphs, and what is predicted if copy engines make these copies, and if the cores do.
 """
 
 import argparse
@@ -55,12 +60,7 @@ def simulated(
     """
     batch = {name: jax.ShapeDtypeStruct((tokens // SEQ, SEQ), jnp.int32) for name in ("tokens", "targets")}
     config = zj.ZeroConfig(precision="bf16", activations="remat", **mode.config)
-    with tempfile.TemporaryDirectory() as folder:
-        program = zj.build_train_step(llama(**sizes), optax.adamw(1e-3), config, aot.gpu_mesh("h200", gpus_per_host=1))
-        with program:
-            compiled = program.lower(batch).compile({"xla_gpu_enable_triton_gemm": False, "xla_dump_to": folder})
-            text = compiled.as_text() or ""
-        thunks = hlo.read_thunks(folder, hlo.module_name(text))
+    text, thunks = compiled_text(config, batch, sizes, "h200")
     if keep is not None:
         keep.write_text(text)
     streams |= set(thunks.streams.values())
@@ -116,6 +116,69 @@ def tuned(name: str, tokens: list[int], rates: hlo.Rates) -> list[str]:
     return lines
 
 
+def graphs_section(names: list[str], tokens: list[int], sizes: dict[str, Any], rates: hlo.Rates, chip: str) -> str:
+    """Return the table of `--graphs` of this version of jax."""
+    rows = [
+        f"## jax {jax.__version__}",
+        "",
+        "| states | tokens | GB in graphs by default, up and down | s | with `cuda_graphs=True`: GB in graphs, up | down "
+        "| of all GB over the link | s, by copy engines | s, by the cores |",
+        "|" + "---|" * 9,
+    ]
+    for count in tokens:
+        batch = {name: jax.ShapeDtypeStruct((count // SEQ, SEQ), jnp.int32) for name in ("tokens", "targets")}
+        for name in names:
+            cells = [name, f"{count:,}"]
+            for graphs in (False, True):
+                config = zj.ZeroConfig(precision="bf16", activations="remat", cuda_graphs=graphs, **MODES[name].config)
+                text, thunks = compiled_text(config, batch, sizes, chip)
+
+                def predict(text: str, thunks: hlo.Thunks, name: str, who: Any) -> hlo.Simulation:
+                    of_mode = dataclasses.replace(rates, **MODES[name].rates)
+                    return hlo.simulate(text, rates=of_mode, thunks=thunks, graphs=who, callbacks=MODES[name].callbacks)
+
+                found = predict(text, thunks, name, "copies")
+                up, down = (found.traffic.in_graphs[way] / 1e9 for way in ("to_device", "to_host"))
+                if not graphs:
+                    cells += [f"{up:.1f} and {down:.1f}", f"{found.seconds:.2f}"]
+                    continue
+                moved = sum((*found.traffic.by_copies.values(), *found.traffic.by_kernels.values())) / 1e9
+                share = f"{100 * (up + down) / moved:.0f} %" if moved else ""
+                by_cores = predict(text, thunks, name, "kernels")
+                cells += [f"{up:.1f}", f"{down:.1f}", share, f"{found.seconds:.2f}", f"{by_cores.seconds:.2f}"]
+            rows.append(f"| {' | '.join(cells)} |")
+            print(rows[-1], flush=True)
+    return "\n".join([*rows, ""])
+
+
+def compiled_text(config: zj.ZeroConfig, batch: Any, sizes: dict[str, Any], chip: str) -> tuple[str, hlo.Thunks]:
+    """Compile a step for a chip; return its text and thunks."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = zj.build_train_step(llama(**sizes), optax.adamw(1e-3), config, aot.gpu_mesh(chip, gpus_per_host=1))
+        with program:
+            compiled = program.lower(batch).compile({"xla_gpu_enable_triton_gemm": False, "xla_dump_to": folder})
+            text = compiled.as_text() or ""
+        return text, hlo.read_thunks(folder, hlo.module_name(text))
+
+
+def graphs_head(rates: hlo.Rates, chip: str) -> str:
+    """Return what stands above the sections of `--graphs`."""
+    assumed = ", ".join(f"{name} {value:g}" for name, value in dataclasses.asdict(rates).items())
+    return "\n".join(
+        [
+            f"# Copies in CUDA graphs, one {chip.upper()}, 2026-11",
+            "",
+            "**Compiled and predicted, not measured.** Steps of a Llama of 6.7 B parameters, compiled for a GPU that is not",
+            "there. Bytes are read from XLA's thunks and are facts of the program; seconds are predicted by `hlo.simulate`.",
+            f"Command, once for each version of jax: `python benchmarks/simulated.py --graphs --chip {chip} --save FILE`.",
+            "",
+            f"Rates, assumed: {assumed}.",
+            "",
+            "",
+        ]
+    )
+
+
 def section(
     names: list[str], tokens: list[int], sizes: dict[str, Any], rates: hlo.Rates, keep: pathlib.Path | None, title: str
 ) -> str:
@@ -154,12 +217,12 @@ def head(rates: hlo.Rates) -> str:
     )
 
 
-def save(path: pathlib.Path, text: str, rates: hlo.Rates) -> None:
+def save(path: pathlib.Path, text: str, start: str) -> None:
     """Put a section in its place in a file, among those of other versions."""
     old = path.read_text() if path.exists() else ""
     sections = {part.partition("\n")[0]: part for part in re.split(r"^(?=## )", old, flags=re.MULTILINE)[1:]}
     sections[text.partition("\n")[0]] = text
-    path.write_text(head(rates) + "\n".join(sections[name].rstrip("\n") + "\n" for name in sorted(sections)))
+    path.write_text(start + "\n".join(sections[name].rstrip("\n") + "\n" for name in sorted(sections)))
 
 
 def main() -> None:
@@ -171,12 +234,14 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, help="tokens of the embedding and the head, other than 32000")
     parser.add_argument("--ff", type=int, help="width of the MLP, other than 11008")
     parser.add_argument("--autotune", action="store_true", help="try settings of the schedule of several sizes instead")
+    parser.add_argument("--graphs", action="store_true", help="with and without CUDA graphs instead")
+    parser.add_argument("--chip", choices=list(aot.CHIPS), default="h200", help="of --graphs")
     parser.add_argument("--rate", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="of hlo.Rates")
     parser.add_argument("--keep", type=pathlib.Path, help="a folder for the HLO texts")
     parser.add_argument("--title", default="", help="of the section, beside the version")
     parser.add_argument("--save", type=pathlib.Path, help="the file to write")
     options = parser.parse_args()
-    rates = dataclasses.replace(hlo.RATES["h200"], **{name: float(value) for name, value in options.rate})
+    rates = dataclasses.replace(hlo.RATES[options.chip], **{name: float(value) for name, value in options.rate})
     if options.keep is not None:
         options.keep.mkdir(parents=True, exist_ok=True)
     sizes = {name: size for name in ("layers", "vocab", "ff") if (size := getattr(options, name)) is not None}
@@ -184,12 +249,18 @@ def main() -> None:
         title = f"## jax {jax.__version__}, settings of the schedule by `--autotune`"
         text = "\n".join([title, "", *(line for name in TUNED for line in tuned(name, options.tokens, rates))])
         if options.save:
-            save(options.save, text, rates)
+            save(options.save, text, head(rates))
+        return
+    if options.graphs:
+        moving = [name for name in options.modes if name != "resident" and "nvme" not in name]
+        text = graphs_section(moving, options.tokens, sizes, rates, options.chip)
+        if options.save:
+            save(options.save, text, graphs_head(rates, options.chip))
         return
     text = section(options.modes, options.tokens, sizes, rates, options.keep, options.title)
     print(f"\n{head(rates)}{text}")
     if options.save:
-        save(options.save, text, rates)
+        save(options.save, text, head(rates))
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from gpu_checks.rows import Row
 GIB = 1 << 30
 SHARE = 0.92
 """The share of a device's memory that workers of large steps take (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
-SPARE = 8 * GIB
-"""Bytes of host memory that are left free beside what is pinned."""
+SPARE = 12 * GIB
+"""Bytes of host memory that are left free beside what is pinned: for the system, the process itself and its page tables."""
 OVER_NEED = 1.05
 """How far XLA's pool of pinned memory may grow over what a program keeps there: it rounds and fragments."""
 LEAST_POOL = 4

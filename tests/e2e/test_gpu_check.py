@@ -31,7 +31,7 @@ from gpu_checks.rows import Row, attempt, line
 from gpu_checks.runner import Run
 from gpu_checks.speed import speed_rows
 from gpu_checks.steps import disks
-from gpu_checks.steps.llamas import Case, compared_rows, fitted, least_compute, measured_rows
+from gpu_checks.steps.llamas import Case, Room, compared_rows, fitted, least_compute, measured_rows
 from gpu_checks.steps.needs import num_params, pinned_bytes
 from gpu_checks.steps.profile import DOWN, UP, events_of, measure
 from gpu_checks.turns import Timed
@@ -475,7 +475,7 @@ def test_a_pool_is_what_is_needed_and_never_above_what_the_user_or_the_host_allo
     needed = pinned_bytes("opt_state on the host", GPU.llama)
     assert free.pool(needed) == 80  # GiB, of 75.3
     assert free.pool(0) == 4
-    assert free.pool(200 << 30) == 120
+    assert free.pool(200 << 30) == 116
     assert dataclasses.replace(free, pool_gib=60).pool(needed) == 60
     assert dataclasses.replace(free, pool_gib=110).pool(needed) == 80
     (group,) = (g for g in gpu_check.PARTS["steps-opt_state"].groups if g.checks[0].name == "16K tokens")
@@ -486,7 +486,7 @@ def test_a_larger_device_has_more_layers():
     def fitted_to(chip: str) -> int:
         there = described(chip, None)
         case = Case(mode="resident", sizes=GPU.llama, tokens=16384)
-        fits, _ = fitted(case, lambda one: Resident(one), None, there.device_bytes)
+        fits, _ = fitted(case, Resident, Room(device=there.device_bytes))
         return fits.sizes.layers
 
     class Resident:
@@ -523,11 +523,14 @@ def test_a_step_has_as_many_layers_as_host_memory_has_room_for():
     built: list[int] = []
     case = Case(mode="the same, delayed_update", sizes=GPU.llama, tokens=16384)
     for room, layers in ((None, 32), (327, 32), (326, 31), (100, 9), (17, 1)):
-        fits, program = fitted(case, lambda one: Program(one.sizes.layers), room)
+        fits, program = fitted(case, lambda one: Program(one.sizes.layers), Room(host=room))
         assert (fits.sizes.layers, program.layers) == (layers, layers)
         assert layers not in built
     with pytest.raises(NotImplementedError, match="of host memory"):
-        fitted(case, lambda one: Program(one.sizes.layers), 16)
+        fitted(case, lambda one: Program(one.sizes.layers), Room(host=16))
+    # A pool that the user keeps small cuts layers, too.
+    half = Room(pool=pinned_bytes(case.mode, case.sizes) // 2)
+    assert fitted(case, lambda one: Program(one.sizes.layers), half)[0].sizes.layers == 15
 
 
 def test_the_layers_on_a_disk_are_as_many_as_fit():

@@ -15,7 +15,7 @@ from gpu_checks.jobs import one_device
 from gpu_checks.mixes import LlamaSizes
 from gpu_checks.parts import KNOWN, Context
 from gpu_checks.rows import Row, attempt
-from gpu_checks.steps.llamas import Case, Stepped, device_room, fitted, host_room, judges
+from gpu_checks.steps.llamas import Case, Stepped, fitted, judges, room_of
 from gpu_checks.swap import measure_disk
 
 HOST, RAM, DISK = "host", "RAM disk", "disk"
@@ -78,7 +78,7 @@ def check_disk(where: str) -> Callable[[Context], Iterator[Row]]:
         case = case_of(where, context)
         base = {HOST: None, RAM: context.ram_dir, DISK: context.swap_dir}[where]
         if base is None:
-            case, program = fitted(case, lambda one: one.build(one_device()), host_room(context), device_room(context))
+            case, program = fitted(case, lambda one: one.build(one_device()), room_of(context))
             with program:
                 yield layers_row(where, case)
                 yield from told(where, context, Stepped(case, context, program, None), 0.0)

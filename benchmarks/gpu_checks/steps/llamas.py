@@ -235,7 +235,7 @@ def compile_step(case: Callable[[Context], Case]) -> Callable[[Context], Iterato
 
         asked = case(context)
         mesh = aot.gpu_mesh(context.chip, gpus_per_host=1)
-        given, program = fitted(asked, lambda one: one.build(mesh), host_room(context), device_room(context))
+        given, program = fitted(asked, lambda one: one.build(mesh), room_of(context))
         yield from fewer_layers(given, asked, context)
         with program:
             batch = given.abstract_batch()
@@ -258,9 +258,11 @@ def compile_step(case: Callable[[Context], Case]) -> Callable[[Context], Iterato
 
 def capacity_row(case: Case, context: Context, device: int, host: int) -> Row:
     """Say whether a compiled program fits, by the compiler's count of the device's bytes and program.memory's of the host's."""
-    pool = max(LEAST_POOL << 30, int(OVER_NEED * pinned_bytes(case.mode, case.sizes)))
+    pinned = pinned_bytes(case.mode, case.sizes)
+    pool = max(LEAST_POOL << 30, int(OVER_NEED * pinned))
+    beside = max(0, host - pinned)  # what callbacks pin by themselves
     device_most, host_most = context.device_bytes, context.host_bytes
-    fits = (device_most is None or device <= device_most) and (host_most is None or max(pool, host) <= host_most - SPARE)
+    fits = (device_most is None or device <= device_most) and (host_most is None or pool + beside <= host_most - SPARE)
     return Row(
         "device, host, pool of pinned memory",
         f"{told(device)} of {told(device_most)}; {told(host)} of {told(host_most)}; {told(pool)}",
@@ -289,7 +291,7 @@ def check_step(case: Callable[[Context], Case]) -> Callable[[Context], Iterator[
             if context.is_short:
                 layers = min(given.sizes.layers, SHORT_LAYERS)
                 given = dataclasses.replace(given, sizes=dataclasses.replace(given.sizes, layers=layers))
-            fits, program = fitted(given, lambda one: one.build(one_device()), host_room(context), device_room(context))
+            fits, program = fitted(given, lambda one: one.build(one_device()), room_of(context))
             context.shared[key] = fits.sizes, program, None
         sizes, program, state = context.shared[key]
         given = dataclasses.replace(given, sizes=sizes)
@@ -490,47 +492,54 @@ def compared_rows(found: Measured | None, step: float, predicted: Any, judged: b
     yield Row("measured over predicted at measured rates", figure, bound if judged else "", ok, values)
 
 
-def fitted(case: Case, build: Callable[[Case], Any], host: int | None, device: int | None = None) -> tuple[Case, Any]:
-    """Return a case with as many layers as leave what it keeps within so many bytes of each memory, and its program.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Room:
+    """Bytes that a step may take of each memory; None: no limit is known.
 
-    Args:
-      case: as asked for.
-      build: case -> program.
-      host: bytes of pinned host memory; None: no limit.
-      device: bytes of device memory; None: no limit.
+    Attributes:
+      host: pinned host memory, in XLA's pool and beside it.
+      pool: XLA's pool of it.
+      device: device memory.
+    """
+
+    host: int | None = None
+    pool: int | None = None
+    device: int | None = None
+
+
+def room_of(context: Context) -> Room:
+    """Return what there is, less what is left free and what a pool loses."""
+    from host_offload.device import available_bytes
+
+    there = context.host_bytes if context.host_bytes is not None else available_bytes()
+    spare = 0 if context.sizes.few else SPARE
+    return Room(
+        host=None if there is None else int((there - spare) / OVER_NEED),
+        pool=int((int(os.environ[POOL]) << 30) / OVER_NEED) if POOL in os.environ else None,
+        device=context.device_bytes,
+    )
+
+
+def fitted(case: Case, build: Callable[[Case], Any], room: Room) -> tuple[Case, Any]:
+    """Return a case with as many layers as leave what it keeps within the room of each memory, and its program.
 
     Raises:
       NotImplementedError: not one layer fits.
     """
     while True:
-        program = build(case)
-        tiers = program.memory(case.abstract_batch()).tiers
-        rooms = (("host", "pinned_host", host, 1.0), ("device", "device", device, OVER_ACCOUNT))
-        layers = case.sizes.layers
-        for name, tier, room, factor in rooms:
-            needs = factor * sum(tiers.get(tier, {}).values())
-            if room is None or needs <= room:
-                continue
-            layers = min(layers, case.sizes.layers - 1, int(case.sizes.layers * room / needs))
-            if layers < 1:
-                program.close()
-                raise NotImplementedError(f"it needs {needs / 2**30:.1f} GiB of {name} memory, and {room / 2**30:.1f} are free")
-        if layers == case.sizes.layers:
+        program, asked = build(case), case.sizes.layers
+        tiers = {tier: sum(kinds.values()) for tier, kinds in program.memory(case.abstract_batch()).tiers.items()}
+        needs = (
+            ("host memory", tiers.get("pinned_host", 0), room.host),
+            ("XLA's pool of host memory", pinned_bytes(case.mode, case.sizes), room.pool),
+            ("device memory", OVER_ACCOUNT * tiers.get("device", 0), room.device),
+        )
+        too_much = [(name, size, most) for name, size, most in needs if most is not None and size > most]
+        if not too_much:
             return case, program
         program.close()
+        layers = min(asked - 1, *(int(asked * most / size) for _, size, most in too_much))
+        if layers < 1:
+            name, size, most = too_much[0]
+            raise NotImplementedError(f"it needs {size / 2**30:.1f} GiB of {name}, and {most / 2**30:.1f} are free")
         case = dataclasses.replace(case, sizes=dataclasses.replace(case.sizes, layers=layers))
-
-
-def host_room(context: Context) -> int | None:
-    """Return the bytes of host memory that may be pinned: of what there is, and of XLA's pool; None where neither is known."""
-    from host_offload.device import available_bytes
-
-    there = context.host_bytes if context.host_bytes is not None else available_bytes()
-    pool = int(os.environ[POOL]) << 30 if POOL in os.environ else None
-    rooms = [pool, None if there is None else there - (0 if context.sizes.few else SPARE)]
-    return min((room for room in rooms if room is not None), default=None)
-
-
-def device_room(context: Context) -> int | None:
-    """Return the bytes of device memory that a step may take; None where the device does not say."""
-    return context.device_bytes
