@@ -74,7 +74,7 @@ def of_jobs(name: str, run: Callable[[Sizes], Iterator[Row]], jobs: Callable[[Si
     """Return a check of programs of `Job`s."""
 
     def compiled(context: Context) -> Iterator[Row]:
-        return compile_rows(name, jobs(context.sizes), context.sizes, context.chip)
+        return compile_rows(name, jobs(context.sizes), context)
 
     def pinned(sizes: Sizes) -> int:
         return max((job.state_bytes for job in jobs(sizes)), default=0)
@@ -206,7 +206,7 @@ def ours(name: str) -> Check:
     """Return the check of one of ours."""
 
     def compiled(context: Context) -> Iterator[Row]:
-        return compile_rows("speed", [job for job in peers.our_jobs(context) if job.name == name], context.sizes, context.chip)
+        return compile_rows("speed", [job for job in peers.our_jobs(context) if job.name == name], context)
 
     def pinned(sizes: Sizes) -> int:
         return Job(name=name, problem=sizes.peer, fields=peers.OURS[name]).state_bytes

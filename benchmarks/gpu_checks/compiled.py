@@ -7,18 +7,19 @@ from typing import Any
 from gpu_checks.jobs import Job
 from gpu_checks.kernels import KINDS, compile_kernels
 from gpu_checks.link.slices import compile_forms
+from gpu_checks.machine import capacity_row
 from gpu_checks.memory import ACCOUNT_RATIO, memory_row
-from gpu_checks.mixes import Sizes
+from gpu_checks.parts import Context
 from gpu_checks.rows import Row, attempt
 
 
-def compile_rows(check: str, jobs: Sequence[Job], sizes: Sizes, chip: str) -> Iterator[Row]:
+def compile_rows(check: str, jobs: Sequence[Job], context: Context) -> Iterator[Row]:
     """Compile what a check would run, jobs or forms, for a chip; look for host slices that are not provably right."""
     import jax
 
     from zerojax import aot, hlo
 
-    mesh = aot.gpu_mesh(chip, gpus_per_host=1)
+    mesh, sizes = aot.gpu_mesh(context.chip, gpus_per_host=1), context.sizes
 
     def judged(name: str, compiled: Any, seconds: float) -> Row:
         text = compiled.as_text()
@@ -32,10 +33,12 @@ def compile_rows(check: str, jobs: Sequence[Job], sizes: Sizes, chip: str) -> It
         with jax.default_matmul_precision("highest" if check not in ("memory", "speed") else None):
             compiled = program.lower(batch).compile()
         yield judged(job.name, compiled, time.perf_counter() - start)
+        stats, tiers = compiled.memory_analysis(), program.memory(batch).tiers
+        taken = stats.argument_size_in_bytes + stats.temp_size_in_bytes
+        pinned = sum(tiers["pinned_host"].values())
+        yield capacity_row(job.name, context, device=taken, pinned=job.state_bytes if pinned else 0, beside=0)
         if check == "memory":
-            stats = compiled.memory_analysis()
-            taken = stats.argument_size_in_bytes + stats.temp_size_in_bytes
-            ratio = taken / sum(program.memory(batch).tiers["device"].values())
+            ratio = taken / sum(tiers["device"].values())
             figure = f"{ratio:.3f} ({taken / 2**30:.3g} GiB)"
             yield memory_row(f"{job.name}: compiled over program.memory", figure, ratio, ACCOUNT_RATIO, sizes, {"bytes": taken})
 

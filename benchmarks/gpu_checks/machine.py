@@ -172,6 +172,28 @@ def grow(size: int, threads: int | None = None) -> int | None:
     return total
 
 
+def capacity_row(name: str, context: Context, *, device: int, pinned: int, beside: int) -> Row:
+    """Say whether a compiled program fits.
+
+    Args:
+      name: of the program.
+      context: what there is.
+      device: bytes of the device, by the compiler's count.
+      pinned: bytes that it keeps in XLA's pool of pinned memory.
+      beside: bytes that callbacks pin by themselves.
+    """
+    pool = max(LEAST_POOL * GIB, math.ceil(OVER_NEED * pinned / GIB) * GIB)
+    device_most, host_most = context.device_bytes, context.host_bytes
+    fits = (device_most is None or device <= device_most) and (host_most is None or pool + beside <= host_most - SPARE)
+    return Row(
+        f"{name}: device, host, pool",
+        f"{told(device)} of {told(device_most)}; {told(pinned + beside)} of {told(host_most)}; {told(pool)}",
+        f"within the memory of {context.chip} and host",
+        fits,
+        {"device": float(device), "host": float(pinned + beside), "pool": float(pool)},
+    )
+
+
 def check_machine(context: Context) -> Iterator[Row]:
     """Say what there is, and grow host memory where the user says that there is more than the system does."""
     import jax

@@ -7,6 +7,8 @@
 An impatient user may leave the wait for a program. Its callbacks run on, and must not come in the next program or find the next
 state: so whatever calls the runner next waits for it first.
 
+While a program calls back, Python's threads give way to each other at once.
+
 A program without callbacks needs none of this. Its call returns before it has ended, as that of any program of JAX.
 """
 
@@ -21,7 +23,7 @@ import jax
 from host_offload.engine import DiskRecords
 from host_offload.schedule import Move
 from zerojax.optim import HostUpdate
-from zerojax.runtime import SwapSession, interrupts_wait
+from zerojax.runtime import SwapSession, interrupts_wait, quick_switches
 from zerojax.state import TrainState, as_arguments, as_leaves
 
 
@@ -50,7 +52,7 @@ class Runner:
         if not self.calls_back:
             yield
             return
-        with self._lock, interrupts_wait():
+        with self._lock, interrupts_wait(), quick_switches():
             self._end_last()
             yield
 

@@ -12,3 +12,4 @@ from zerojax.runtime.processes import AllProcesses as AllProcesses
 from zerojax.runtime.processes import BackgroundBarrier as BackgroundBarrier
 from zerojax.runtime.swap import RecordKey as RecordKey
 from zerojax.runtime.swap import SwapSession as SwapSession
+from zerojax.runtime.switching import quick_switches as quick_switches

@@ -19,7 +19,7 @@ import numpy as np
 
 from gpu_checks.jobs import one_device, platform_name
 from gpu_checks.link.copies import BOTH
-from gpu_checks.machine import LEAST_POOL, OVER_NEED, SPARE, told
+from gpu_checks.machine import OVER_NEED, SPARE, capacity_row
 from gpu_checks.mixes import LlamaSizes
 from gpu_checks.parts import POOL, Context
 from gpu_checks.rows import Row, attempt, skipped
@@ -249,27 +249,13 @@ def compile_step(case: Callable[[Context], Case]) -> Callable[[Context], Iterato
             f"{sizes} by program.memory",
             values={"compile_seconds": read.seconds, "bytes": float(read.taken)},
         )
-        yield capacity_row(given, context, read.taken, taken.get("pinned_host", 0))
+        pinned = pinned_bytes(given.mode, given.sizes)
+        beside = max(0, taken.get("pinned_host", 0) - pinned)
+        yield capacity_row(given.name, context, device=read.taken, pinned=pinned, beside=beside)
         yield from program_rows(read)
         yield predicted_row("predicted at assumed rates", predict(given, read, context.chip, {}))
 
     return rows
-
-
-def capacity_row(case: Case, context: Context, device: int, host: int) -> Row:
-    """Say whether a compiled program fits, by the compiler's count of the device's bytes and program.memory's of the host's."""
-    pinned = pinned_bytes(case.mode, case.sizes)
-    pool = max(LEAST_POOL << 30, int(OVER_NEED * pinned))
-    beside = max(0, host - pinned)  # what callbacks pin by themselves
-    device_most, host_most = context.device_bytes, context.host_bytes
-    fits = (device_most is None or device <= device_most) and (host_most is None or pool + beside <= host_most - SPARE)
-    return Row(
-        "device, host, pool of pinned memory",
-        f"{told(device)} of {told(device_most)}; {told(host)} of {told(host_most)}; {told(pool)}",
-        f"within {context.chip}'s and the host's memory",
-        fits,
-        {"device": float(device), "host": float(host), "pool": float(pool)},
-    )
 
 
 def fewer_layers(given: Case, asked: Case, context: Context) -> Iterator[Row]:

@@ -1,0 +1,143 @@
+"""Steps that call back, alone and beside a thread that computes in Python: what Python's switch interval costs them.
+
+    python benchmarks/busy_thread.py --save benchmarks/results/busy_thread_cpu2_202611.md      # about a minute
+
+A model of 24 small layers, so that callbacks are most of a step. The thread counts in a loop, as one that tokenizes in Python
+would. Each round times every case; figures are medians of rounds, with the range.
+"""
+
+import argparse
+import contextlib
+import os
+import pathlib
+import platform
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from contenders import cpu_name
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT)]
+
+import zerojax as zj  # noqa: E402
+from zerojax.runtime import switching  # noqa: E402
+
+LAYERS, HIDDEN, VOCAB = 24, 128, 512
+BATCH, SEQ = 4, 32
+STEPS = 8
+PYTHONS = 0.005
+"""Python's default of the switch interval, in seconds."""
+
+
+def model() -> zj.LayeredModel:
+    """Return layers of two products."""
+
+    def head(p: Any, p_embed: Any, x: jax.Array, batch: Any, key: Any) -> jax.Array:
+        logits = (x @ p).astype(jnp.float32)
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]))
+
+    return zj.LayeredModel(
+        num_layers=LAYERS,
+        init_embed=lambda key: jax.random.normal(key, (VOCAB, HIDDEN)),
+        embed=lambda p, batch, key: p[batch["tokens"]],
+        init_block=lambda key: {name: jax.random.normal(key, (HIDDEN, HIDDEN)) for name in "ab"},
+        block=lambda p, x, key: x + jnp.tanh(x @ p["a"]) @ p["b"],
+        init_head=lambda key: jax.random.normal(key, (HIDDEN, VOCAB)),
+        head=head,
+    )
+
+
+@contextlib.contextmanager
+def busy_thread() -> Iterator[None]:
+    """Run a thread that holds Python's lock whenever it can."""
+    ends = threading.Event()
+
+    def count() -> None:
+        n = 0
+        while not ends.is_set():
+            for _ in range(1000):
+                n += 1
+
+    thread = threading.Thread(target=count, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join()
+
+
+def measure(config: dict[str, Any], rounds: int) -> dict[tuple[bool, float], list[float]]:
+    """Return seconds of a step of each round, by whether a thread is busy and by the switch interval of the step."""
+    batch = {name: jnp.zeros((BATCH, SEQ), jnp.int32) for name in ("tokens", "targets")}
+    found: dict[tuple[bool, float], list[float]] = {}
+    with zj.build_train_step(model(), optax.adamw(1e-3), zj.ZeroConfig(**config), zj.make_mesh()) as program:
+        state = program.init(jax.random.key(0))
+        for _ in range(3):
+            state, _ = jax.block_until_ready(program.step(state, batch))
+        for _ in range(rounds):
+            for is_busy in (False, True):
+                for interval in (PYTHONS, switching.SECONDS):
+                    ours, switching.SECONDS = switching.SECONDS, interval
+                    with busy_thread() if is_busy else contextlib.nullcontext():
+                        seconds = []
+                        for _ in range(STEPS):
+                            start = time.perf_counter()
+                            state, _ = jax.block_until_ready(program.step(state, batch))
+                            seconds.append(time.perf_counter() - start)
+                    switching.SECONDS = ours
+                    found.setdefault((is_busy, interval), []).append(statistics.median(seconds))
+    return found
+
+
+def main() -> None:
+    """Measure, print, and write a file if asked to."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--save", type=pathlib.Path, help="the file to write")
+    options = parser.parse_args()
+    rows = [
+        "| states | switch interval | alone, ms | beside a busy thread, ms | over alone |",
+        "|---|---|---|---|---|",
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        on_disk = {"params": "nvme", "grads": "nvme", "opt_state": "nvme", "update": "in_backward", "swap_dir": folder}
+        on_host = {"opt_state": "pinned_host", "update_on": "host", "update": "in_backward"}
+        for name, config in (("all on disk", on_disk), ("opt_state in host memory, updated there", on_host)):
+            found = measure(config, options.rounds)
+            for interval, whose in ((PYTHONS, "Python's"), (switching.SECONDS, "ours")):
+                alone, busy = found[False, interval], found[True, interval]
+                ratios = [b / a for a, b in zip(alone, busy, strict=True)]
+                cells = [name, f"{1e3 * interval:g} ms, {whose}"]
+                cells += [f"{1e3 * statistics.median(s):.0f} ({1e3 * min(s):.0f}-{1e3 * max(s):.0f})" for s in (alone, busy)]
+                cells += [f"{statistics.median(ratios):.1f} ({min(ratios):.1f}-{max(ratios):.1f})"]
+                rows.append(f"| {' | '.join(cells)} |")
+                print(rows[-1], flush=True)
+    versions = f"jax {jax.__version__}, Python {platform.python_version()}"
+    text = "\n".join(
+        [
+            "# Steps that call back, beside a busy thread, 2026-11",
+            "",
+            f"{len(os.sched_getaffinity(0))} cores of {cpu_name()}; {versions}. {LAYERS} layers of width {HIDDEN}, "
+            f"{BATCH} x {SEQ} tokens. Medians of {options.rounds} rounds, with the range; each is the median of {STEPS} steps.",
+            "",
+            f"Command: `python benchmarks/busy_thread.py --rounds {options.rounds} --save FILE`.",
+            "",
+            *rows,
+            "",
+        ]
+    )
+    if options.save:
+        options.save.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
