@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -327,6 +328,38 @@ def test_gpu_check_refuses_what_would_measure_something_else(options, why, monke
     with pytest.raises(SystemExit, match="2"):
         gpu_check.main()
     assert why in capsys.readouterr().err
+
+
+def commands_of(page: str) -> list[list[str]]:
+    """Return the options of each gpu_check command on a page of docs."""
+    text = (ROOT / "docs" / page).read_text().replace("\\\n", " ")
+    found = re.findall(r"^(?:XLA_FLAGS=\S* )?python benchmarks/gpu_check\.py (.*)$", text, re.MULTILINE)
+    return [shlex.split(words) for words in found]
+
+
+@pytest.mark.parametrize(
+    "words", [words for page in ("first_contact.md", "performance.md") for words in commands_of(page)], ids=" ".join
+)
+def test_commands_on_pages_name_parts_and_checks_that_exist(words, monkeypatch, tmp_path):
+    """Those of the first contact fit into ten minutes a call, which another test sums up."""
+    for folder in ("RESULTS", "DISK", "results"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", *words[: words.index("#") if "#" in words else None]])
+    options = gpu_check.parse()
+    if options.only and not options.join:
+        chosen = {check.name for part in options.part for check in gpu_check.PARTS[part].checks}
+        assert set(options.only) <= chosen
+
+
+def test_each_call_of_the_first_contact_takes_ten_minutes_at_most():
+    page = (ROOT / "docs" / "first_contact.md").read_text()
+    calls = re.split(r"^## Call \d: .*$", page, flags=re.MULTILINE)[1:]
+    assert len(calls) == 3
+    for call in calls:
+        limits = [float(limit) for limit in re.findall(r"--limit (\d+)", call.partition("\n## ")[0])]
+        assert len(limits) >= 2
+        assert sum(limits) <= 570  # seconds; starts of Python are within the limits
 
 
 def test_a_folder_without_results_is_told(tmp_path, monkeypatch):
