@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from devices import on_gpu
 
+from pallas_kernels.dispatch import Target
 from zerojax import aot
 from zerojax.hf import attention
 from zerojax.jaxprs import flatten, flops_of
@@ -50,6 +51,19 @@ def test_cudnns_attention_named_where_it_does_not_serve_is_refused():
         traced("cudnn", jnp.bfloat16, 256)
     with pytest.raises(ValueError, match="attention='flash' is unknown: choose from auto, xla, cudnn"):
         traced("flash")
+
+
+@pytest.mark.parametrize(
+    ("chip", "widest"), [("NVIDIA A100-SXM4-80GB", 128), ("NVIDIA L4", 128), ("NVIDIA H200", 256), ("NVIDIA B200", 256)]
+)
+def test_the_widest_heads_of_cudnn_are_those_of_the_chip(chip, widest):
+    target = Target(chip, "gpu", num_cores=100, is_hopper="H200" in chip)
+
+    def takes(width: int) -> bool:
+        kind = attention.Kind(dtype=jnp.bfloat16, length=128, heads=4, kv_heads=4, width=width)
+        return attention.takes_cudnn(kind, target, False)
+
+    assert [takes(width) for width in (64, widest, widest + 8, widest - 4)] == [True, True, False, False]
 
 
 def test_where_cudnn_refuses_a_small_attention_xlas_is_taken_and_the_reason_logged(monkeypatch, caplog):
