@@ -280,7 +280,8 @@ def check_step(case: Callable[[Context], Case]) -> Callable[[Context], Iterator[
             fits, program = fitted(given, lambda one: one.build(one_device()), room_of(context))
             context.shared[key] = fits.sizes, program, None
         sizes, program, state = context.shared[key]
-        given = dataclasses.replace(given, sizes=sizes)
+        # Bounds are those of the whole model.
+        given = dataclasses.replace(given, sizes=sizes, is_largest=asked.is_largest and sizes == asked.sizes)
         yield from fewer_layers(given, asked, context)
         context.shared[key] = sizes, program, None  # a step that fails takes its state with it
         stepped = Stepped(given, context, program, state)
