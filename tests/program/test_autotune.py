@@ -129,7 +129,7 @@ def test_settings_that_cannot_be_built_are_told_and_not_chosen(monkeypatch):
         ({"distances": "12"}, "distances='12': a sequence"),
         ({"distances": (-1,)}, "prefetch_distance=-1"),
         ({"device_bytes": "60e9"}, "device_bytes='60e9': an integer"),
-        ({"rates": "l4"}, r"rates .l4. are unknown: .* zerojax.machine\(.l4.\).rates\(\)"),
+        ({"rates": "l5"}, r"rates .l5. are unknown: .* zerojax.machine\(.lab.toml.\).rates\(\)"),
         ({"rates": zj.machine("l4")}, "rates of type Machine are unknown"),
     ],
 )

@@ -108,6 +108,6 @@ def rates_of(rates: Rates | str) -> Rates:
         told = repr(rates) if isinstance(rates, str) else f"of type {type(rates).__name__}"
         raise ValueError(
             f"rates {told} are unknown: choose from {', '.join(RATES)}, or give an hlo.Rates; those of another machine are "
-            'zerojax.machine("l4").rates()'
+            'zerojax.machine("lab.toml").rates()'
         )
     return RATES[rates]
