@@ -342,11 +342,12 @@ def sizes_of(options: argparse.Namespace) -> Sizes:
     return SMALL if options.small else GPU
 
 
-def facts(sizes: Sizes) -> dict[str, Any]:
-    """Return hardware, versions and sizes."""
+def facts(sizes: Sizes, chip: str | None) -> dict[str, Any]:
+    """Return hardware, versions and sizes; `chip` is the one that is compiled for, and not there."""
     import jax
 
     device = jax.devices()[0]
+    kind = device.device_kind if chip is None else f"{chip}, which is not there, compiled for on {device.device_kind}"
     versions = {"python": platform.python_version()}
     for name in ("jax", "jaxlib", "flax", "optax", "numba"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -356,7 +357,7 @@ def facts(sizes: Sizes) -> dict[str, Any]:
         told = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
         versions |= {"driver": told} if told else {}
     return {
-        "hardware": f"{device.device_kind}, {os.cpu_count()} cores of {cpu_name()}",
+        "hardware": f"{kind}, {os.cpu_count()} cores of {cpu_name()}",
         "platform": " ".join(device.client.platform_version.split()),
         "versions": versions,
         "sizes": dataclasses.asdict(sizes),
@@ -381,7 +382,9 @@ def work(options: argparse.Namespace) -> None:
         host_bytes=told["host_bytes"],
     )
     checks = PARTS[part].groups[int(index)].checks
-    serve(checks, context, options.compile_only, lambda: facts(sizes), read, send)
+    serve(
+        checks, context, options.compile_only, lambda: facts(sizes, context.chip if options.compile_only else None), read, send
+    )
 
 
 def parse() -> argparse.Namespace:
@@ -391,6 +394,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="CHECK", help="run these checks of the parts alone")
     parser.add_argument("--list", action="store_true", help="list the parts and their checks")
     parser.add_argument("--join", metavar="DIR", help="make one table of the results in and below a folder; nothing is run")
+    parser.add_argument("--fits", action="store_true", help="with --join: only what the programs of --compile-only take")
     parser.add_argument("--small", action="store_true", help="tiny sizes and few mixes")
     parser.add_argument("--compile-only", action="store_true", help="compile every program for a GPU that is not there")
     parser.add_argument("--chip", choices=("h100", "h200"), help="of --compile-only; h200 by default")
@@ -419,6 +423,8 @@ def parse() -> argparse.Namespace:
         parser.error(f"--limit {options.limit:g}: a positive number of seconds is needed")
     if options.host_memory is not None and not 1 <= options.host_memory < math.inf:
         parser.error(f"--host-memory {options.host_memory:g}: at least 1 GiB is needed")
+    if options.fits and not options.join:
+        parser.error("--fits tells of results that are joined: give --join, too")
     if options.chip is not None and not options.compile_only:
         parser.error("--chip says for which GPU to compile: give --compile-only, too; a run takes the GPU that is there")
     # Else the table would tell another disk's figures.
@@ -533,10 +539,14 @@ def main() -> None:
         out.mkdir(parents=True, exist_ok=True)
         run_parts(options, mode, out.resolve(), machine)
     try:
-        runs = joined.latest(joined.read_runs(out))
+        all_runs = joined.read_runs(out)
+        runs = joined.latest(all_runs)
     except ValueError as error:
         sys.exit(f"gpu_check.py: {error}")
-    text = joined.table(runs, list(PARTS))
+    try:
+        text = joined.fits(all_runs, list(PARTS)) if options.fits else joined.table(runs, list(PARTS))
+    except ValueError as error:
+        sys.exit(f"gpu_check.py: {error}")
     print(f"\n{text}")
     if options.save:
         pathlib.Path(options.save).write_text(text)

@@ -170,5 +170,54 @@ def table(runs: Iterable[PartRun], order: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+FITS = ": device, host, pool"
+"""With which the names of rows end that tell what a compiled program takes."""
+
+
+def fits(runs: Iterable[PartRun], order: list[str]) -> str:
+    """Return a table of what compiled programs take, in Markdown.
+
+    Raises:
+      ValueError: no run compiled one.
+    """
+    lines, seen = [], set[tuple[str, ...]]()
+    for run in sorted(runs, key=lambda run: (run.versions, run.head["command"], order.index(run.head["part"]))):
+        for check in run.head["checks"]:
+            rows = getattr(run.checks.get(check), "rows", [])
+            cut = next((row.figure.partition(":")[0] for row in rows if row.name == "layers"), "all")
+            for row in rows:
+                if not row.name.endswith(FITS):
+                    continue
+                chip = (row.bound.removeprefix("within the memory of ")).partition(" ")[0]
+                jax = run.facts.get("versions", {}).get("jax", "")
+                sizes = [f"{row.values[name] / 2**30:.1f}" for name in ("device", "host", "pool")]
+                cells = (
+                    chip,
+                    jax,
+                    run.head["part"],
+                    check,
+                    row.name.removesuffix(FITS),
+                    cut,
+                    *sizes,
+                    "yes" if row.ok else "NO",
+                )
+                if cells not in seen:
+                    lines.append(f"| {' | '.join(cells)} |")
+                seen.add(cells)
+    if not lines:
+        raise ValueError("these results tell of no compiled program: they are to be those of --compile-only")
+    head = [
+        "# What the programs of gpu_check take, compiled",
+        "",
+        "Compiled for GPUs that are not there; nothing was run. GiB of device memory by the compiler's count, of pinned host",
+        "memory, and of XLA's pool of it, which is 5 % more than a program keeps and at least 4. A program has as many layers",
+        "as fit into 0.92 of the device's memory, and into the host's 128 GiB less 12 for the system.",
+        "",
+        "| chip | jax | part | check | program | layers | device | host | pool | fits |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    return "\n".join([*head, *lines]) + "\n"
+
+
 def _letter(number: int) -> str:
     return f"Machine {number + 1}"

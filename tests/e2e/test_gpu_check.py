@@ -115,6 +115,9 @@ def test_gpu_check_compiles_without_a_gpu(tmp_path, words):
     if not words:
         assert sum(map(len, rows["kernels"].values())) == len(kernels.cases(small=True))
     assert "a GPU that is not there" in text
+    told = joined.fits(joined.read_runs(tmp_path / "results"), list(gpu_check.PARTS))
+    assert "| h200 | " in told
+    assert "| first | 8 layers, opt_state | opt_state on the host, 3 layers, 128 tokens | all | 0.0 | 0.0 | 4.0 | yes |" in told
 
 
 def test_parts_come_in_the_order_of_what_they_decide():
@@ -320,6 +323,7 @@ def test_a_run_that_began_no_check_is_replaced_by_a_later_one_on_any_machine(tmp
         (["--small", "--limit", "0"], "--limit 0: a positive number"),
         (["--part", "first"], "JAX finds no GPU here"),
         (["--part", "first", "--chip", "h100"], "give --compile-only, too"),
+        (["--small", "--fits"], "give --join, too"),
         (["--small", "--host-memory", "0"], "--host-memory 0: at least 1 GiB"),
     ],
 )
