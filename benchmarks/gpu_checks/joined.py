@@ -213,6 +213,9 @@ def fits(runs: Iterable[PartRun], order: list[str]) -> str:
         "memory, and of XLA's pool of it, which is 5 % more than a program keeps and at least 4. A program has as many layers",
         "as fit into 0.92 of the device's memory, and into the host's 128 GiB less 12 for the system.",
         "",
+        "Commands: `python benchmarks/gpu_check.py --compile-only --chip CHIP --out RESULTS` for each chip and version of jax,",
+        "then once `python benchmarks/gpu_check.py --join RESULTS --fits --save FILE`.",
+        "",
         "| chip | jax | part | check | program | layers | device | host | pool | fits |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
