@@ -230,7 +230,7 @@ PARTS: Mapping[str, Part] = {
             name="first",
             what="what there is; records by both forms of index, copies alone and beside products, a short streamed step",
             groups=(
-                Group(checks=(MACHINE,)),
+                *alone(MACHINE, env={"XLA_PYTHON_CLIENT_MEM_FRACTION": str(SHARE)}),  # whose limit it then tells
                 Group(checks=(FORMS, measured_rates(), *(copied(way) for way in copies.WAYS))),
                 Group(checks=(host_kernel(),)),
                 Group(

@@ -5,6 +5,7 @@ It is looked up once, by a process that ends: whoever starts JAX on a GPU takes 
 
 import dataclasses
 import importlib.metadata
+import importlib.util
 import json
 import math
 import mmap
@@ -15,8 +16,11 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 from gpu_checks.parts import POOL, Context
 from gpu_checks.rows import Row
@@ -31,7 +35,13 @@ OVER_NEED = 1.05
 LEAST_POOL = 4
 """GiB of the pool of a process whose programs keep nothing, or little, in host memory."""
 _MEMINFO = pathlib.Path("/proc/meminfo")
-_GROUP = pathlib.Path("/sys/fs/cgroup/memory.max")
+_GROUPS = (pathlib.Path("/sys/fs/cgroup/memory.max"), pathlib.Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""The limit of the control group that a container sees as its root, in versions 2 and 1."""
+_UNLIMITED = 1 << 60
+"""Bytes from which on a limit is none: version 1 prints a number near 2**63."""
+_PAGE = 4096
+_PATIENCE = 20.0
+"""Seconds after which `grow` touches no more memory."""
 _LOOK = f"""
 import json, os
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
@@ -124,10 +134,14 @@ def meminfo(name: str) -> int | None:
 
 def group_limit() -> int | None:
     """Return the bytes that this process's control group may take, or None."""
-    try:
-        return int(_GROUP.read_text())
-    except (OSError, ValueError):  # "max" is no limit
-        return None
+    for path in _GROUPS:
+        try:
+            limit = int(path.read_text())
+        except (OSError, ValueError):  # "max" is no limit
+            continue
+        if limit < _UNLIMITED:
+            return limit
+    return None
 
 
 def host_limit() -> int | None:
@@ -144,23 +158,31 @@ def told(size: int | None) -> str:
     return "not told" if size is None else f"{size / GIB:.4g} GiB"
 
 
-def grow(size: int, threads: int | None = None) -> int | None:
-    """Touch so many bytes of host memory, and give them back; returns MemTotal while they were held.
+def grow(size: int, threads: int | None = None, seconds: float = _PATIENCE) -> tuple[int, int | None]:
+    """Touch host memory page by page, and give it back.
 
-    A machine that adds memory as it is taken has it from then on.
+    A machine that adds memory as it is taken has it from then on. The kernel clears each page, at a few GB/s a thread.
+
+    Args:
+      size: bytes to touch.
+      threads: that touch them; one a core by default.
+      seconds: after which no more is touched.
+
+    Returns:
+      The bytes that were touched, and MemTotal while they were held.
     """
-    pages = mmap.mmap(-1, size)
-    count = threads or len(os.sched_getaffinity(0))
-    step = -(-size // count)
+    pages, ends = mmap.mmap(-1, size), time.monotonic() + seconds
+    step = -(-size // (threads or len(os.sched_getaffinity(0))))
+    touched: list[int] = []
 
     def touch(start: int) -> None:
-        piece = memoryview(pages)[start : min(size, start + step)]
-        zeros = bytes(1 << 26)  # written by one call, which lets other threads run
-        for at in range(0, len(piece), len(zeros)):
-            part = piece[at : at + len(zeros)]
-            part[:] = zeros[: len(part)]
-            part.release()
-        piece.release()
+        of_pages, stop = np.frombuffer(pages, np.uint8), min(size, start + step)
+        for at in range(start, stop, 1 << 28):
+            if time.monotonic() > ends:
+                return
+            piece = of_pages[at : min(stop, at + (1 << 28))]
+            piece[::_PAGE] = 1  # numpy lets other threads run meanwhile
+            touched.append(piece.nbytes)
 
     workers = [threading.Thread(target=touch, args=(start,)) for start in range(0, size, step)]
     for worker in workers:
@@ -169,7 +191,7 @@ def grow(size: int, threads: int | None = None) -> int | None:
         worker.join()
     total = meminfo("MemTotal")
     pages.close()
-    return total
+    return sum(touched), total
 
 
 def capacity_row(name: str, context: Context, *, device: int, pinned: int, beside: int) -> Row:
@@ -204,11 +226,15 @@ def check_machine(context: Context) -> Iterator[Row]:
     yield Row("device", f"{device.device_kind}, {told(limit)} for a program", values={"bytes_limit": float(limit or 0)})
     total, group = meminfo("MemTotal"), group_limit()
     text = f"MemTotal {told(total)}, MemAvailable {told(meminfo('MemAvailable'))}, control group {told(group)}"
+    text += f"; steps are fitted to {told(context.host_bytes)}"
+    if group is not None and context.host_bytes is not None and group > 1.05 * context.host_bytes:
+        text += f". If memory is added as it is taken, give --host-memory {group // GIB}"
     yield Row("host memory", text, values={"total": float(total or 0), "group": float(group or 0)})
     if context.host_bytes is not None and total is not None and total < 0.95 * context.host_bytes and not context.sizes.few:
         wanted = context.host_bytes - SPARE
-        after = grow(wanted)
-        yield Row("host memory, taken", f"MemTotal {told(after)} while {told(wanted)} were held", values={"total": after or 0})
+        held, after = grow(wanted)
+        text = f"MemTotal {told(after)} while {told(held)} were held, of {told(wanted)} that were wanted"
+        yield Row("host memory, taken", text, values={"total": float(after or 0), "held": float(held)})
     import resource
 
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -216,11 +242,22 @@ def check_machine(context: Context) -> Iterator[Row]:
     cores = len(os.sched_getaffinity(0))
     yield Row("cores, memory that may be locked", f"{cores}; {limit_text}", values={"cores": float(cores)})
     for name, path in (("disk", context.swap_dir), ("RAM disk", context.ram_dir)):
-        free = told(shutil.disk_usage(path).free) if pathlib.Path(path).is_dir() else "not there"
-        yield Row(f"{name}, free", free)
-    for tool in ("ptxas", "nvidia-smi"):
-        yield Row(tool, "found" if shutil.which(tool) else "not on PATH")
+        free = shutil.disk_usage(path).free if pathlib.Path(path).is_dir() else None
+        yield Row(f"{name}, free", "not there" if free is None else told(free), values={"bytes": float(free or 0)})
+    yield Row("ptxas", _where_ptxas())
+    yield Row("nvidia-smi", "found" if shutil.which("nvidia-smi") else "not on PATH")
     yield from _driver_rows()
+
+
+def _where_ptxas() -> str:
+    """Say where XLA may find the assembler of CUDA: on PATH, or in a wheel of NVIDIA's."""
+    if shutil.which("ptxas"):
+        return "found on PATH"
+    spec = importlib.util.find_spec("nvidia")  # a namespace, with a folder for each wheel
+    for folder in [] if spec is None else spec.submodule_search_locations or []:
+        if any(pathlib.Path(folder).glob("*/bin/ptxas")):
+            return "found in a wheel"
+    return "neither on PATH nor in a wheel"
 
 
 def _driver_rows() -> Iterator[Row]:

@@ -144,8 +144,9 @@ class Run:
             before = {} if self.key is None else read_rates(self.out, self.key)
             known = {name: rate for rates in before.values() for name, rate in rates.items()}
             measured: dict[str, dict[str, float]] = {}
+            failed: set[str] = set()
             head = {"part": self.part.name, "command": self.told, "mode": self.mode, "limit": self.limit}
-            _append(file, {"head": head | {"time": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()), "checks": waiting}})
+            _append(file, {"head": head | {"time": _now(), "checks": waiting}})
 
             def write(said: Mapping[str, Any]) -> None:
                 _append(file, said)
@@ -154,6 +155,7 @@ class Run:
                     found = {k.removeprefix(KNOWN): v for k, v in row.values.items() if k.startswith(KNOWN)}
                     known.update(found)
                     measured.setdefault(said["check"], {}).update(found)
+                    failed.update([said["check"]] if row.ok is False else [])
                     print(line(said["check"], row), flush=True)
 
             worker: Worker | None = None
@@ -178,8 +180,10 @@ class Run:
                     # A check that has fewer seconds than it needs takes what is left, and none of the later ones'.
                     seconds = max(min(needs, left), left - later)
                     status, why = worker.ask(check.name, known, seconds, write, is_short=seconds < needs)
-                    if status == DONE and check.measures and self.key is not None:
-                        keep_rates(self.out, self.key, check.name, measured.get(check.name, {}))
+                    found = measured.get(check.name, {})
+                    # What failed halfway is measured again by the next part.
+                    if status == DONE and check.measures and self.key is not None and found and check.name not in failed:
+                        keep_rates(self.out, self.key, check.name, found)
                     lost = status in (CRASHED, STOPPED)
                     last = worker.last_line() if lost else ""
                     row = Row(check.name, ": ".join([why, *([last] if last else [])])[:400], ok=False) if lost else None
@@ -217,26 +221,31 @@ class Run:
 
 
 RATES = "rates.json"
-"""The file of a results folder that holds what was measured of a machine: {key: {check: {name: rate}}}."""
+"""The file of a results folder that holds what was measured: {key: {check: {"time": when, "rates": {name: rate}}}}."""
 
 
 def read_rates(folder: pathlib.Path, key: str) -> dict[str, dict[str, float]]:
     """Return what earlier parts measured of a machine, by check; nothing where there is no file of that kind."""
-    try:
-        return json.loads((folder / RATES).read_text()).get(key, {})
-    except (OSError, ValueError):
-        return {}
+    return {check: one["rates"] for check, one in _kept_rates(folder).get(key, {}).items()}
 
 
 def keep_rates(folder: pathlib.Path, key: str, check: str, rates: Mapping[str, float]) -> None:
     """Keep what a check measured for later parts."""
-    path = folder / RATES
+    kept = _kept_rates(folder)
+    kept.setdefault(key, {})[check] = {"time": _now(), "rates": dict(rates)}
+    (folder / RATES).write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def _kept_rates(folder: pathlib.Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return what the file holds; nothing where there is none, or where its writer was cut off."""
     try:
-        kept = json.loads(path.read_text())
+        return json.loads((folder / RATES).read_text())
     except (OSError, ValueError):
-        kept = {}
-    kept.setdefault(key, {})[check] = dict(rates)
-    path.write_text(json.dumps(kept, indent=1) + "\n")
+        return {}
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
 
 
 def _append(file: TextIO, said: Mapping[str, Any]) -> None:

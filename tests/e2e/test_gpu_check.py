@@ -543,7 +543,8 @@ def test_a_larger_device_has_more_layers():
 
 
 def test_host_memory_that_is_touched_is_given_back():
-    assert grow(32 << 20, threads=2) == meminfo("MemTotal")
+    assert grow(32 << 20, threads=2) == (32 << 20, meminfo("MemTotal"))
+    assert grow(32 << 20, threads=2, seconds=-1) == (0, meminfo("MemTotal"))  # no time is left
 
 
 def test_a_step_has_as_many_layers_as_host_memory_has_room_for():
