@@ -196,8 +196,8 @@ def test_a_killed_process_releases_the_folder(tmp_path):
     script = (
         "import os, runpy, sys, time\n"
         "folder = runpy.run_path(sys.argv[2])['RunFolder'](sys.argv[1])  # without the rest of the package\n"
-        "if os.fork() == 0:\n    time.sleep(60)\n"
-        "print('ready', flush=True)\ntime.sleep(60)\n"
+        # Both say that they are ready: the child gives the lock up as it starts, which may be after its parent goes on.
+        "os.fork()\nos.write(1, b'ready\\n')\ntime.sleep(60)\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path), folder_module.__file__],
@@ -207,7 +207,7 @@ def test_a_killed_process_releases_the_folder(tmp_path):
     ) as process:
         try:
             assert process.stdout is not None
-            process.stdout.readline()
+            assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
             with pytest.raises(ValueError, match=f"of process {process.pid},"):
                 RunFolder(str(tmp_path))
             process.kill()
