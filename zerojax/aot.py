@@ -96,8 +96,8 @@ def target_config(chip: str) -> str:
         '  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"',
         f'  dnn_version: "{".".join(map(str, _CUDNN))}" ecc_enabled: true',
     ]
-    if described.nvlink is not None:
-        lines.append("  device_interconnect_info { active_links: 18 }")
+    if described.nvlinks:
+        lines.append(f"  device_interconnect_info {{ active_links: {described.nvlinks} }}")
     body = "\n".join(lines)
     return (
         f'gpu_device_info {{\n{body}\n}}\nplatform_name: "CUDA"\n'

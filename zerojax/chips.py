@@ -57,6 +57,7 @@ class Chip:
       memory_rate: bytes a second of device memory.
       pcie: generation of its 16 lanes to the host.
       nvlink: bytes a second to other devices, both ways together; None without NVLink.
+      nvlinks: links that carry it together.
       devices_per_node: of the machine that it is commonly sold in.
       sheet: where the vendor printed the figures.
       detail: how the figures in 16 bits follow from it; empty where they stand there.
@@ -71,6 +72,7 @@ class Chip:
     memory_rate: float
     pcie: int
     nvlink: float | None = None
+    nvlinks: int = 0
     devices_per_node: int = 1
     sheet: str
     detail: str = ""
@@ -120,6 +122,7 @@ _ALL = (
         memory_rate=4.8e12,
         pcie=5,
         nvlink=900e9,
+        nvlinks=18,
         devices_per_node=8,
         sheet=_SHEET.format("H200", "SXM"),
         detail=_WITH_SPARSITY,
@@ -134,6 +137,7 @@ _ALL = (
         memory_rate=3.35e12,
         pcie=5,
         nvlink=900e9,
+        nvlinks=18,
         devices_per_node=8,
         sheet=_SHEET.format("H100", "SXM"),
         detail=_WITH_SPARSITY,
@@ -159,6 +163,7 @@ _ALL = (
         memory_rate=2.039e12,
         pcie=4,
         nvlink=600e9,
+        nvlinks=12,
         devices_per_node=8,
         sheet=_SHEET.format("A100", "80 GB, SXM"),
         die=_die(108, 1.41, 40, 164, 2048, fpus=64),
@@ -172,6 +177,7 @@ _ALL = (
         memory_rate=1.555e12,
         pcie=4,
         nvlink=600e9,
+        nvlinks=12,
         devices_per_node=8,
         sheet=_SHEET.format("A100", "40 GB, SXM"),
         die=_die(108, 1.41, 40, 164, 2048, fpus=64),
@@ -185,6 +191,7 @@ _ALL = (
         memory_rate=900e9,
         pcie=3,
         nvlink=300e9,
+        nvlinks=6,
         devices_per_node=8,
         sheet=_SHEET.format("V100", "SXM2"),
     ),
@@ -244,6 +251,7 @@ _ALL = (
         memory_rate=7.7e12,
         pcie=5,
         nvlink=1.8e12,
+        nvlinks=18,
         devices_per_node=8,
         sheet="NVIDIA HGX B200 data sheet",
         detail=f"an eighth of the board's, {_WITH_SPARSITY}",

@@ -50,7 +50,7 @@ def test_papers_zero_prints_the_memory_of_a_device(num_params):
 
 def test_papers_zero_prints_the_largest_models():
     """Rows of more model parallelism are, as printed, multiples of the first row as printed: 16 x 7.6, and not 122.3."""
-    device_bytes = zj.machine("v100-32").need("device_bytes")
+    device_bytes = zj.machine("dgx2").need("device_bytes")
     first = TABLE_2[1].split()
     for stage, text in enumerate(first):
         assert rounds_to(planner.largest_params(device_bytes, stage, 64) / 1e9, text)

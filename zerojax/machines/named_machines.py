@@ -68,11 +68,9 @@ _INFINITY = "ZeRO-Infinity (arXiv:2104.07857)"
 _V100 = _gpu(CHIPS["v100-32"])
 _V100 = dataclasses.replace(
     _V100,
-    device_bytes=32 * 10**9,
     flops={**_V100.flops, "fp16": 70e12},
     source={
         **_V100.source,
-        "device_bytes": f"{_INFINITY}: 32 GB",
         "flops.fp16": f"{_INFINITY}, section 4: 70 TFLOP/s attained of a V100's peak",
     },
 )
@@ -80,6 +78,7 @@ _DGX2 = dataclasses.replace(
     _V100,
     name="dgx2",
     devices_per_node=16,
+    device_bytes=32 * 10**9,
     host_bytes=1.5e12,
     disk_bytes=28e12,
     memory_rate=600e9,
@@ -93,6 +92,7 @@ _DGX2 = dataclasses.replace(
     disk_both=16 * 1.6e9,
     source={
         **_V100.source,
+        "device_bytes": f"{_INFINITY}: 32 GB",
         "host_bytes": f"{_INFINITY}, figure 2b",
         "disk_bytes": f"{_INFINITY}, figure 2b",
         "memory_rate": f"{_INFINITY}, figure 2b: the lower of 600-900 GB/s",
