@@ -269,12 +269,12 @@ def test_an_update_on_the_host_with_the_nvme_tier_is_accounted_for(config, tmp_p
     with program:
         report, state = program.memory(batch), program.init(jax.random.key(0))
         engine, traffic = program.swap.engine, program._runner.host.host.traffic
-        crossed = {"to_device": 0, "to_host": 0}  # by callbacks that move records to the device and from it
+        crossed: dict[str, list[int]] = {"to_device": [], "to_host": []}  # by callbacks of both devices, each on a thread of its own
 
         def counted(move: Any, way: str) -> Any:
             def call(kind: str, rank: int, layer: int, use: Any) -> None:
                 def used(views: Any) -> None:
-                    crossed[way] += sum(v.nbytes for v in views)
+                    crossed[way].append(sum(v.nbytes for v in views))  # whole under threads, as "+=" is not
                     use(views)
 
                 move(kind, rank, layer, used)
@@ -283,7 +283,7 @@ def test_an_update_on_the_host_with_the_nvme_tier_is_accounted_for(config, tmp_p
 
         engine.fetch, engine.store = counted(engine.fetch, "to_device"), counted(engine.store, "to_host")
         program.step(state, batch)
-        assert {way: n + getattr(traffic, way) for way, n in crossed.items()} == {
+        assert {way: sum(n) + getattr(traffic, way) for way, n in crossed.items()} == {
             way: 2 * n for way, n in report.callback_link.items()
         }
         assert report.host_link == report.callback_link
