@@ -1,14 +1,28 @@
-"""Which record moves at which tick of a train step: pure functions and data."""
+"""A step as a list of operations, and what is read off it: pure functions and data."""
 
+from host_offload.schedule.build import EndLeaf as EndLeaf
+from host_offload.schedule.build import EndsMove as EndsMove
+from host_offload.schedule.build import HostUpdate as HostUpdate
 from host_offload.schedule.build import advise as advise
+from host_offload.schedule.build import build_ends as build_ends
 from host_offload.schedule.build import build_schedule as build_schedule
 from host_offload.schedule.moves import Move as Move
 from host_offload.schedule.moves import Window as Window
 from host_offload.schedule.moves import horizon_of as horizon_of
 from host_offload.schedule.moves import moves_of as moves_of
+from host_offload.schedule.ops import END_PIECES as END_PIECES
+from host_offload.schedule.ops import HEAD as HEAD
+from host_offload.schedule.ops import HEAD_PIECES as HEAD_PIECES
+from host_offload.schedule.ops import LANES as LANES
+from host_offload.schedule.ops import LATE_ENDS as LATE_ENDS
+from host_offload.schedule.ops import LAYERS as LAYERS
+from host_offload.schedule.ops import Op as Op
+from host_offload.schedule.ops import Record as Record
 from host_offload.schedule.schedule import Phase as Phase
 from host_offload.schedule.schedule import Schedule as Schedule
+from host_offload.schedule.stacks import Part as Part
 from host_offload.schedule.stacks import StackedSchedule as StackedSchedule
+from host_offload.schedule.stacks import StepPlan as StepPlan
 from host_offload.schedule.stacks import layers_kind as layers_kind
 from host_offload.schedule.stacks import stacked_schedule as stacked_schedule
 from host_offload.schedule.tiles import TiledSchedule as TiledSchedule

@@ -16,15 +16,16 @@ out all the same: the sequence decides what to read early, never what is correct
 
 import bisect
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from host_offload.schedule.schedule import Phase, Schedule
-from host_offload.schedule.stacks import layers_kind
-from host_offload.schedule.tiles import TiledSchedule, TileLoops
+from host_offload.schedule.ops import Record
+from host_offload.schedule.schedule import Phase
+from host_offload.schedule.stacks import Part, StepPlan, layers_kind
+from host_offload.schedule.tiles import tiles_kind
 
 
 class Move(NamedTuple):
@@ -41,88 +42,51 @@ class Move(NamedTuple):
     writes: bool = False
 
 
-Kinds = tuple[str, ...]
-
-
 def moves_of(
-    schedule: Schedule,
+    steps: StepPlan,
     kinds: Collection[str],
     phases: Collection[str] | None = None,
-    besides: Mapping[str, tuple[Kinds, Kinds]] | None = None,
-    loops: Mapping[str, Sequence[tuple[TileLoops, str]]] | None = None,
-    stack: str = "",
-    activations: str = "",
+    names: Mapping[str, tuple[str, str]] | None = None,
 ) -> tuple[Move, ...]:
     """Return the moves of a step, or of some phases of it.
 
     Args:
-      schedule: of the step; where there are several stacks of layers, of one.
+      steps: everything that the step does.
       kinds: those that rest on disk. Records of "opt_state" are counted from the first layer that is not on the device, and
-        those of "activations" from the first layer of the schedule.
+        those of "activations" from the first layer of their schedule.
       phases: names of the phases wanted; all by default.
-      besides: phase -> kinds that a tick reads, and kinds that it writes, of its own layer. The schedule lacks them because the
-        device never has them: an update on the host uses them.
-      loops: phase -> the loops over tiles that each of its ticks runs, in order, and which of their phases each is.
-      stack: name of the stack of layers, by which its records are called (`layers_kind`).
-      activations: name of the records of activations, where several runs of a stack's layers have their own; "" as of a stack.
+      names: of each schedule of layers, by name: that of the stack by which its records are called (`layers_kind`), and that of
+        its records of activations, where several runs of a stack's layers have their own.
     """
     moves: list[Move] = []
-
-    def name_of(kind: str) -> str:
-        return activations if activations and kind == "activations" else layers_kind(kind, stack)
-
-    for phase in schedule.phases:
-        if phases is not None and phase.name not in phases:
-            continue
-
-        def tiles(layer: int, inside: Sequence[tuple[TileLoops, str]]) -> list[Move]:
-            """Return the moves of a tick's loops over tiles."""
-            tile_moves: list[Move] = []
-            for group, name in inside:
-                phase_moves = _moves_of_phase(group.phase(name), group.kind)
-                tile_moves += [Move(kind, layer * group.num_tiles + tile, writes) for kind, tile, writes in phase_moves]
-            return tile_moves
-
-        inside = (loops or {}).get(phase.name, ())
-        moves += _moves_of_phase(phase, name_of, (besides or {}).get(phase.name, ((), ())), partial(tiles, inside=inside))
-        if phase.name == "update" and isinstance(schedule, TiledSchedule):
-            for group in schedule.tiles:
-                moves += _moves_of_phase(group.phase("update"), group.kind)
+    for part in steps.parts:
+        if phases is None or part.name in phases:
+            moves += _moves_of_phase(part.phase, partial(_kind, part, names or {}))
     return tuple(move for move in moves if move.kind in kinds)
 
 
-def _moves_of_phase(
-    phase: Phase,
-    name: Callable[[str], str],
-    besides: tuple[Kinds, Kinds] = ((), ()),
-    inside: Callable[[int], list[Move]] = lambda layer: [],
-) -> list[Move]:
-    """Return the moves of one loop of records whose kinds are called `name(kind)`; each tick also has those `inside` it."""
-    moves: list[Move] = []
+def _kind(part: Part, names: Mapping[str, tuple[str, str]], record: Record) -> str:
+    """Return the name of the records on disk of which one is moved."""
+    if part.stack is None:
+        return f"{record.kind}.{record.leaves}"
+    if part.group:
+        return tiles_kind(record.kind, part.group)
+    stack, activations = names.get(part.stack, (part.stack, ""))
+    return activations if activations and record.kind == "activations" else layers_kind(record.kind, stack)
 
-    def add(names: Sequence[str], layer: int, writes: bool = False) -> None:
-        for kind in names:
-            # A layer whose optimizer state is on the device has no record of it, and a negative number.
-            before = {"opt_state": phase.device_layers, "activations": phase.first_layer}.get(kind, 0)
-            record = layer - before
-            if layer >= 0 and record >= 0:
-                moves.append(Move(name(kind), record, writes))
 
-    reads, writes = besides
-    add(phase.fetches, phase.first)
-    for layer in phase.preload.tolist():
-        add(phase.fetches, layer)
-    for tick, layer in enumerate(phase.layer.tolist()):
-        # The moves of a tick, in the order in which it makes them.
-        waits = not len(phase.preload)  # no ring: a tick fetches what it takes itself
-        add(phase.fetches, int(phase.consume[tick]) if waits else int(phase.fetch[tick]))
-        moves += inside(layer)
-        add((*phase.reads, *reads), layer)
-        add(phase.writes, int(phase.store[tick]), writes=True)
-        add(writes, layer, writes=True)
-    for layer in phase.drain.tolist():
-        add(phase.writes, layer, writes=True)
-    return moves
+def _moves_of_phase(phase: Phase, name: Callable[[Record], str]) -> Iterator[Move]:
+    """Yield the moves of a phase, whose records are called `name(record)`, in the order in which it makes them."""
+    # A layer whose optimizer state is on the device has no record of it.
+    before = {"opt_state": phase.device_layers, "activations": phase.first_layer}
+    for _, ops in phase.ticks():
+        for op in ops:
+            if op.inner is not None:
+                group, num_tiles = op.record.leaves, len(op.inner.layer)
+                for move in _moves_of_phase(op.inner, lambda record, group=group: tiles_kind(record.kind, group)):
+                    yield move._replace(layer=op.number * num_tiles + move.layer)
+            elif op.lane in ("read", "write"):
+                yield Move(name(op.record), op.number - before.get(op.record.kind, 0), op.lane == "write")
 
 
 def ready_after(moves: Sequence[Move]) -> np.ndarray:

@@ -1,6 +1,6 @@
-"""Which layer is fetched, taken, computed and stored at each tick of a train step: pure functions, int32 arrays, a table.
+"""Which layer is fetched, taken, computed and stored at each tick of a train step: phases and their tables, as data.
 
-A step over L equal layers is two or three loops, its **phases**, of L **ticks** each. One tick computes one layer. Where they
+A step over L equal layers is two or three passes, its **phases**, of L **ticks** each. One tick computes one layer. Where they
 are a part of a stack, layers have the numbers that they have in the stack, from `first_layer` on; here that is 0:
 
     forward   0 .. L-1   the layer's output from its input
@@ -10,7 +10,8 @@ are a part of a stack, layers have the numbers that they have in the stack, from
 With update="in_backward" a backward tick also updates its layer and there is no third phase.
 
 Records (the params, frozen params, grads, opt_state or activations of one layer) whose tier is not "device" move while the step
-runs. The loops read the arrays of a `Phase`, so an order is data and not code. Tick t of a loop does, in this order:
+runs. `host_offload.schedule.build` writes each phase as a list of operations (`host_offload.schedule.ops`), which the compiled
+step follows, so an order is data and not code. Tick t of a loop does, in this order:
 
     take     consume[t], out of ring slot use_slot[t]; forward and backward gather it: W[D_fsdp, F] -> W[D, F]
     fetch    fetch[t], which lands in fetch_slot[t]: that slot has just been emptied, so use_slot[t] = fetch_slot[t]
@@ -46,96 +47,181 @@ read in the tick that uses it: that copy hides behind the tick's own derivative,
 other direction than its loads, and in backward beside its own products. The first tick then stores nothing, and the record of
 the last one is stored after the loop (`drain`). Such an update phase has no ring: a tick loads the record that it updates.
 
-**Ends.** Leaves that are no stack of layers are updated beside such a backward (`ends`). What only the head uses has its
-gradient before the first tick, in which nothing else is stored: it is loaded before the loop, and stored in that tick. Of those
-that are larger than a record each of the first ticks loads and updates a piece, which the next tick stores (`head_pieces`). The
-others have their gradients after the last tick: they are loaded while its record is drained, and stored then. Those that are
-larger than a record come after that, in pieces: one is stored while the next one is loaded (`pieces`).
+**Ends.** Leaves that are no stack of layers are updated beside such a phase. What only the head uses has its gradient before
+backward, in whose first tick nothing else is stored: it is loaded before the loop, and stored in that tick. Of those that are
+larger than a record each of the first ticks loads and updates a piece, which the next tick stores. The others have their
+gradients after the last tick: they are loaded while its record is drained, in groups, of which each is stored while the next
+one is loaded. Those that are larger than a record come after that, in pieces: one is stored while the next one is loaded.
+
+An update on the host stores gradients, and loads new parameters, by callbacks in the ticks that make them.
 
 All ticks count the same here. A schedule bounds layers and bytes; seconds have to be measured.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from host_offload.schedule.ops import END_PIECES, HEAD, HEAD_PIECES, KINDS, LATE_ENDS, LAYERS, Loop, Op
 from host_offload.schedule.timeline import Box, Lane, Strip, draw_html, draw_svg, draw_text
 
-KINDS = ("params", "frozen", "grads", "opt_state", "activations")
 UPDATES = ("after_backward", "in_backward")
-SIZES = ("gathered", *KINDS)  # what record_bytes may hold
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EndsMove:
-    """When the optimizer state of leaves that are no stack of layers crosses the link, beside a loop.
-
-    Attributes:
-      name: of the leaves, "head", "head_pieces", "embed" or "pieces".
-      fetch: the tick beside which it is loaded; -1 is before the loop, the number of ticks is after it.
-      store: the tick beside which it is stored, after its update.
-      num_bytes: of it, on one device; of "pieces" those of the largest one.
-      count: how many ticks in a row move so much each, from `fetch` and from `store` on.
-    """
-
-    name: str
-    fetch: int
-    store: int
-    num_bytes: int = 0
-    count: int = 1
+SIZES = ("gathered", "derivative", "handed", "weights", "made", "swapped", *KINDS)  # what record_bytes may hold
+_ENDS = {
+    HEAD: "head",
+    HEAD_PIECES: "pieces of the head",
+    LATE_ENDS: "embedding and head",
+    END_PIECES: "pieces of larger leaves",
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Phase:
-    """One loop of a train step, T = num_layers ticks. Arrays are int32 and read-only; -1 means none.
+    """One pass of a train step over layers: T = num_layers ticks. Arrays are int32 and read-only; -1 means none.
 
     Attributes:
-      name: "forward", "backward" or "update".
-      layer: int32[T], the layer computed, or updated.
-      consume: int32[T], the layer whose record is taken, from the ring or not, and gathered in forward and backward.
-      use_slot: int32[T], the ring slot that it is taken from; -1 where the ring has nothing for this tick.
-      fetch: int32[T], the layer whose `fetches` start to move to the device.
-      fetch_slot: int32[T], the ring slot that they fill, after the take of the same tick.
-      store: int32[T], the layer whose `writes` are written.
-      drain: int32[n], layers whose `writes` are written after the last tick: one where stores are late, else none.
-      preload: int32[n], layers fetched before tick 0; not empty exactly where the phase has a ring.
-      preload_slot: int32[n], the slots that they fill.
-      first: the layer fetched and taken before tick 0, outside of the ring (gather_ahead), else -1.
-      fetches: kinds read ahead; a ring slot holds one record of each.
-      reads: kinds read in the tick that uses them.
-      writes: kinds written.
+      name: "forward", "backward" or "update"; where there are several stacks, "<stack>/<name>".
+      loops: its operations, in order (`host_offload.schedule.ops`).
       device_layers: opt_state of the layers below this one is on the device, whatever its tier.
       first_layer: the lowest layer, from which records of activations are counted.
-      ends: what else crosses the link beside the loop.
-      in_words: what moves and is in no array, such as by callbacks; or "".
+      leaves: what is done meanwhile leaf by leaf, where the layers are not what is updated.
     """
 
     name: str
-    layer: np.ndarray
-    consume: np.ndarray
-    use_slot: np.ndarray
-    fetch: np.ndarray
-    fetch_slot: np.ndarray
-    store: np.ndarray
-    drain: np.ndarray
-    preload: np.ndarray
-    preload_slot: np.ndarray
-    first: int
-    fetches: tuple[str, ...]
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
-    device_layers: int
+    loops: tuple[Loop, ...]
+    device_layers: int = 0
     first_layer: int = 0
-    ends: tuple[EndsMove, ...] = ()
-    in_words: str = ""
+    leaves: "Phase | None" = None
+
+    def ticks(self) -> Iterator[tuple[int, tuple[Op, ...]]]:
+        """Yield the number and the operations of each tick, before the loop, in it and after it."""
+        for loop in self.loops:
+            yield from loop
+
+    @functools.cached_property
+    def main(self) -> tuple[Loop, ...]:
+        """The loops whose ticks compute or update a layer."""
+        return tuple(loop for loop in self.loops if any(_is_main(op) for op in loop.ops))
+
+    def _kinds(self, *verbs: str) -> tuple[str, ...]:
+        found = (op.record for loop in self.loops for op in loop.ops if op.verb in verbs)
+        return tuple(dict.fromkeys(record.kind for record in found if record.leaves == LAYERS and record.kind in KINDS))
+
+    @functools.cached_property
+    def fetches(self) -> tuple[str, ...]:
+        """Kinds read ahead; a ring slot holds one record of each."""
+        return self._kinds("fetch")
+
+    @functools.cached_property
+    def reads(self) -> tuple[str, ...]:
+        """Kinds read in the tick that uses them."""
+        return self._kinds("load")
+
+    @functools.cached_property
+    def writes(self) -> tuple[str, ...]:
+        """Kinds written."""
+        return self._kinds("store")
+
+    def _column(self, wanted: Callable[[Op], bool]) -> np.ndarray:
+        """Return the index of an operation in each tick of the main loops: int32[T], -1 where a tick has none."""
+        columns: list[Any] = [np.zeros(0, np.int32)]
+        for loop in self.main:
+            first = next((op.number for op in loop.ops if op.record.leaves == LAYERS and wanted(op)), None)
+            columns.append(np.full(loop.trips, -1) if first is None else first + loop.step * np.arange(loop.trips))
+        return int32(np.concatenate(columns))
+
+    @functools.cached_property
+    def _firsts(self) -> list[Loop]:
+        """The loop that fetches and gathers the layer of tick 0 before it, if any."""
+        return [loop for loop in self.loops if loop.stop <= 0 and any(map(_is_gather, loop.ops))]
+
+    @functools.cached_property
+    def _preloads(self) -> list[Loop]:
+        """The loops that fill the ring."""
+        return [loop for loop in self.loops if loop.stop <= 0 and loop not in self._firsts]
+
+    @functools.cached_property
+    def _after(self) -> list[Loop]:
+        """The loops after the last layer."""
+        return [loop for loop in self.loops if self.main and loop.start >= self.main[-1].stop]
+
+    @functools.cached_property
+    def layer(self) -> np.ndarray:
+        """int32[T], the layer computed, or updated."""
+        return self._column(_is_main)
+
+    @functools.cached_property
+    def consume(self) -> np.ndarray:
+        """int32[T], the layer whose record is taken, from the ring or not, and gathered in forward and backward."""
+        return self._column(_is_gather) if self._gathers else self.layer
+
+    @functools.cached_property
+    def _gathers(self) -> bool:
+        return any(_is_gather(op) for loop in self.loops for op in loop.ops)
+
+    @functools.cached_property
+    def fetch(self) -> np.ndarray:
+        """int32[T], the layer whose `fetches` start to move to the device."""
+        return self._column(lambda op: op.verb == "fetch")
+
+    @functools.cached_property
+    def store(self) -> np.ndarray:
+        """int32[T], the layer whose `writes` are written."""
+        return self._column(lambda op: op.verb == "store" and op.record.kind in KINDS)
+
+    @functools.cached_property
+    def first(self) -> int:
+        """The layer fetched and taken before tick 0, outside of the ring (gather_ahead), else -1."""
+        return next((op.number for loop in self._firsts for op in loop.ops), -1)
+
+    @functools.cached_property
+    def preload(self) -> np.ndarray:
+        """int32[n], layers fetched before tick 0 for the ring; not empty exactly where the phase has one."""
+        found = [op.number for loop in self._preloads for _, ops in loop for op in ops if op.verb == "fetch"]
+        return int32(list(dict.fromkeys(found)))
+
+    @functools.cached_property
+    def preload_slot(self) -> np.ndarray:
+        """int32[n], the slots that they fill."""
+        return int32(np.arange(len(self.preload)))
+
+    @functools.cached_property
+    def use_slot(self) -> np.ndarray:
+        """int32[T], the ring slot that a tick takes from; -1 where the ring has nothing for it."""
+        num_slots, num_ticks = len(self.preload), len(self.layer)
+        num_takes = (num_slots + int((self.fetch >= 0).sum())) if num_slots else 0
+        return int32(np.where(np.arange(num_ticks) < num_takes, np.arange(num_ticks) % max(1, num_slots), -1))
+
+    @functools.cached_property
+    def fetch_slot(self) -> np.ndarray:
+        """int32[T], the ring slot that `fetch` fills, after the take of the same tick."""
+        return int32(np.where(self.fetch >= 0, self.use_slot, -1))
+
+    @functools.cached_property
+    def drain(self) -> np.ndarray:
+        """int32[n], layers whose `writes` are written after the last tick: one where stores are late, else none."""
+        found = [op.number for loop in self._after for op in loop.ops if _is_late_store(op)]
+        return int32(list(dict.fromkeys(found)))
 
     @property
     def stores_late(self) -> bool:
         """Whether a tick stores what the one before it updated."""
         return len(self.drain) > 0
+
+    def ticks_of(self, leaves: str, verb: str) -> list[int]:
+        """Return the ticks in which leaves that are no stack of layers are loaded, updated or stored."""
+        ticks = (
+            t for loop in self.loops for t, ops in loop if any((op.record.leaves, op.verb) == (leaves, verb) for op in ops)
+        )
+        return list(dict.fromkeys(ticks))
+
+    def off_device(self, kinds: tuple[str, ...], layer: int) -> tuple[str, ...]:
+        """Return those of some kinds that are off the device for a layer: all, or all but opt_state."""
+        return kinds if layer >= self.device_layers else tuple(kind for kind in kinds if kind != "opt_state")
 
     def kinds_of(self, tick: int) -> tuple[str, ...]:
         """Return those of `fetches` that are off the device for the layer of `tick`: all, or all but opt_state."""
@@ -146,72 +232,113 @@ class Phase:
         names = ("layer", "consume", "use_slot", "fetch", "fetch_slot", "store", "preload", "preload_slot")
         return {name: getattr(self, name) for name in names} | {"first": int32([self.first])}
 
-    def off_device(self, kinds: tuple[str, ...], layer: int) -> tuple[str, ...]:
-        """Return those of some kinds that are off the device for a layer: all, or all but opt_state."""
-        return kinds if layer >= self.device_layers else tuple(kind for kind in kinds if kind != "opt_state")
+    # --- bytes -------------------------------------------------------------------------------------------------------------
 
-    def _strip(self) -> Strip:
-        ring = len(self.preload)
+    def moved(self, *lanes: str, called: bool | None = None) -> int:
+        """Return the bytes that cross some lanes of a device, with those of the loops over tiles in each tick.
+
+        Args:
+          *lanes: "up", "down", "read" or "write".
+          called: count only what callbacks move, or only what they do not; None: everything.
+        """
+        total = 0
+        for loop in self.loops:
+            swapped = {op.record: op.num_bytes for op in loop.ops if op.verb in ("read", "write")}
+            for op in loop.ops:
+                if op.inner is not None:
+                    total += loop.trips * op.inner.moved(*lanes, called=called)
+                elif op.lane in lanes:
+                    by_callbacks = op.num_bytes if op.record.kind in _CALLED else min(op.num_bytes, swapped.get(op.record, 0))
+                    counted = {None: op.num_bytes, True: by_callbacks, False: op.num_bytes - by_callbacks}
+                    total += loop.trips * counted[called]
+        return total
+
+    def in_flight(self) -> np.ndarray:
+        """Return the bytes in flight on a device in each tick 0 .. T-1: int64[T] (`Schedule.in_flight`)."""
+        return np.concatenate([np.full(loop.trips, self._bytes(loop), np.int64) for loop in self.main])
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes in flight in a tick, also after the last layer."""
+        return max((self._bytes(loop) for loop in self.loops if loop.start >= 0), default=0)
+
+    @functools.cached_property
+    def _held(self) -> int:
+        """Bytes that all ticks hold: the ring, and the room for a record that is stored a tick late."""
+        ring = sum(loop.trips * op.num_bytes for loop in self._preloads for op in loop.ops if op.verb == "fetch")
+        return ring + sum(op.num_bytes for loop in self._after for op in loop.ops if _is_late_store(op))
+
+    def _bytes(self, loop: Loop) -> int:
+        """Return the bytes of one tick of a loop: what it loads, gathers and makes, and what waits for a later tick."""
+        tiles = max((op.inner.peak_bytes for op in loop.ops if op.inner is not None), default=0)
+        return self._held + tiles + sum(op.num_bytes for op in loop.ops if op.verb in _HOLD or _is_held(op, loop))
+
+    # --- tables and pictures -----------------------------------------------------------------------------------------------
+
+    def strip(self) -> Strip:
+        """Return the phase as lanes of boxes."""
         boxes: dict[str, list[Box]] = {name: [] for name in ("fetch", "read", "gather", "compute", "store")}
-        slots: dict[int, list[Box]] = {slot: [] for slot in range(ring)}
-
-        def put(boxes: list[Box], layer: int, kinds: tuple[str, ...], tick: int, ticks: int = 1) -> None:
-            if layer >= 0 and kinds:
-                boxes.append(Box(layer=layer, start=tick, stop=tick + ticks, kinds=kinds))
-
-        # What precedes tick 0 is drawn where a loop that had begun earlier would have it.
-        start = -ring - (self.first >= 0)
-        put(boxes["fetch"], self.first, self.off_device(self.fetches, self.first), start)
-        put(boxes["gather"], self.first, ("gathered",), -1)
-        # What is fetched in tick t is taken in tick t + ring, and has a slot in between.
-        fetched = [(slot - ring, layer, slot) for slot, layer in enumerate(self.preload.tolist())]
-        fetched += zip(range(len(self.fetch)), self.fetch.tolist(), self.fetch_slot.tolist(), strict=True)
-        for tick, layer, slot in fetched:
-            kinds = self.off_device(self.fetches, layer)
-            put(boxes["fetch"], layer, kinds, tick)
-            if slot >= 0:
-                put(slots[slot], layer, kinds, tick, ring)
-        for tick, layer in enumerate(self.layer.tolist()):
-            put(boxes["read"], layer, self.off_device(self.reads, layer), tick)
-            put(boxes["gather"], int(self.consume[tick]), ("gathered",) if self.name != "update" else (), tick)
-            put(boxes["compute"], layer, ("compute",), tick)
-            put(boxes["store"], int(self.store[tick]), self.off_device(self.writes, layer), tick)
-        for layer in self.drain.tolist():
-            put(boxes["store"], layer, self.off_device(self.writes, layer), len(self.layer))
+        slots: dict[int, list[Box]] = {slot: [] for slot in range(len(self.preload))}
+        of_ends: dict[str, list[Box]] = {"fetch ends": [], "store ends": []}
+        num_fetched = 0
+        for loop in self.loops:
+            for tick, ops in loop:
+                in_tick: dict[tuple[str, int], list[str]] = {}
+                for op in ops:
+                    lane = _lane_drawn(op)
+                    if op.record.leaves in _ENDS and lane in ("read", "store"):
+                        name = "fetch ends" if lane == "read" else "store ends"
+                        letter = op.record.leaves[0].upper()
+                        of_ends[name].append(Box(layer=letter, start=tick, stop=tick + 1, kinds=("opt_state",)))
+                    elif lane and op.record.leaves == LAYERS:
+                        in_tick.setdefault((lane, op.number), []).append(op.record.kind if lane != "compute" else "compute")
+                for (lane, layer), kinds in in_tick.items():
+                    kinds = tuple(dict.fromkeys(kinds))
+                    boxes[lane].append(Box(layer=layer, start=tick, stop=tick + 1, kinds=kinds))
+                    if lane == "fetch" and slots and loop not in self._firsts:
+                        # What is fetched in a tick is taken as many ticks later as the ring has slots.
+                        at = Box(layer=layer, start=tick, stop=tick + len(slots), kinds=kinds)
+                        slots[num_fetched % len(slots)].append(at)
+                        num_fetched += 1
         lanes = [Lane(name=name, boxes=tuple(b)) for name, b in boxes.items()]
         lanes += [Lane(name=f"slot {slot}", boxes=tuple(b)) for slot, b in slots.items()]
-        for name, ticks in (("fetch ends", [e.fetch for e in self.ends]), ("store ends", [e.store for e in self.ends])):
-            each = [
-                (e.name[0].upper(), t) for e, tick in zip(self.ends, ticks, strict=True) for t in range(tick, tick + e.count)
-            ]
-            ends = [Box(layer=letter, start=t, stop=t + 1, kinds=("opt_state",)) for letter, t in each]
-            lanes.append(Lane(name=name, boxes=tuple(ends)))
-        start = min([start, *(e.fetch for e in self.ends)])
-        stop = max([len(self.layer) + len(self.drain), *(e.store + e.count for e in self.ends)])
-        return Strip(name=self.name, note=self._note(), start=start, stop=stop, lanes=tuple(lanes))
+        lanes += [Lane(name=name, boxes=tuple(b)) for name, b in of_ends.items()]
+        start, stop = min(loop.start for loop in self.loops), max(loop.stop for loop in self.loops)
+        return Strip(name=self.name, note=self.note(), start=start, stop=stop, lanes=tuple(lanes))
 
-    def _note(self) -> str:
+    def note(self) -> str:
+        """Return what stands after the name in a heading: which kinds move, and what else does."""
         parts = (("fetches", self.fetches), ("reads", self.reads), ("writes", self.writes))
-        text = "; ".join(f"{verb} {', '.join(kinds)}" for verb, kinds in parts if kinds)
-        text += " a tick late" if self.stores_late else ""
-        for e in self.ends:
-            if e.name == "pieces":
-                text += "; pieces of larger leaves: after the last store"
+        texts = [f"{verb} {', '.join(kinds)}" for verb, kinds in parts if kinds]
+        if self.stores_late:
+            texts[-1] += " a tick late"
+        last = len(self.layer)
+        at = lambda tick: "before the loop" if tick < 0 else f"tick {tick}" if tick < last else "after the loop"  # noqa: E731
+        for leaves, name in _ENDS.items():
+            loaded, stored = self.ticks_of(leaves, "load"), self.ticks_of(leaves, "store")
+            if not loaded:
                 continue
-            if e.name == "head_pieces":
-                text += f"; {e.count} pieces of the head: one a tick"
+            if leaves in (HEAD_PIECES, END_PIECES):
+                texts.append(f"{len(loaded)} {name}: one a tick" if leaves == HEAD_PIECES else f"{name}: after the last store")
                 continue
-            at = [
-                "before the loop" if t < 0 else f"tick {t}" if t < len(self.layer) else "after the loop"
-                for t in (e.fetch, e.store)
-            ]
-            text += f"; {e.name}: fetched {at[0]}, stored {at[1]}" if at[0] != at[1] else f"; {e.name}: {at[0]}"
-        return f": {'; '.join(some for some in (text, self.in_words) if some) or 'nothing moves'}"
+            first, then = at(loaded[0]), at(stored[-1])
+            texts.append(f"{name}: fetched {first}, stored {then}" if first != then else f"{name}: {first}")
+        every = [op for loop in (*self.loops, *(self.leaves.loops if self.leaves else ())) for op in loop.ops]
+        if called := dict.fromkeys(op.record.kind for op in every if op.record.kind in _CALLED):
+            texts.append(f"callbacks move {', '.join(_CALLED[kind] for kind in called)}")
+        elif stored := [
+            op for op in every if op.record.leaves != LAYERS and (op.verb, op.record.kind) == ("store", "opt_state")
+        ]:
+            num_leaves = len({op.record.leaves for op in stored})
+            cut = len({op.record.leaves for op in stored if op.lag}) if self.leaves else 0
+            in_pieces = f", {cut} of {num_leaves} in pieces of rows" if cut else ""
+            texts += [f"opt_state is read and written leaf by leaf{in_pieces}"] if self.leaves else []
+        return f": {'; '.join(texts) or 'nothing moves'}"
 
-    def _rows(self) -> list[str]:
-        rows = []
-        if self.first >= 0:
-            rows.append(("before", self.first if self.fetches else -1, -1, self.first, -1, -1))
+    def rows(self) -> list[str]:
+        """Return the lines of a table: phase, tick, and the layers that are fetched, taken, computed and stored."""
+        fetched = self.first if self.fetches else -1
+        rows: list[tuple[Any, ...]] = [("before", fetched, -1, self.first, -1, -1)] if self.first >= 0 else []
         rows += [("before", layer, slot, -1, -1, -1) for layer, slot in zip(self.preload, self.preload_slot, strict=True)]
         # A fetch fills the slot that the take of its tick has emptied: where both are given they are equal.
         slot = np.maximum(self.use_slot, self.fetch_slot)
@@ -221,6 +348,40 @@ class Phase:
             f"{self.name:<8} {tick:>6}" + "".join(f" {layer if layer >= 0 else '-':>7}" for layer in layers)
             for tick, *layers in rows
         ]
+
+
+_HOLD = frozenset({"fetch", "load", "gather", "compute", "reduce", "update"})
+"""Verbs of operations whose bytes are on the device in their tick."""
+_CALLED = {"handed": "gradients down", "weights": "float32 weights down", "made": "new parameters up"}
+
+
+def _is_main(op: Op) -> bool:
+    """Tell whether an operation is what a tick is there for: it computes or updates a layer or tile."""
+    return op.record.kind == "layer"
+
+
+def _is_gather(op: Op) -> bool:
+    return op.verb == "gather" and op.record.kind == "gathered"
+
+
+def _is_late_store(op: Op) -> bool:
+    return op.verb == "store" and op.lag > 0 and op.record.leaves == LAYERS
+
+
+def _is_held(op: Op, loop: Loop) -> bool:
+    """Tell whether what a tick stores is there besides what the tick makes."""
+    if op.record.kind == "handed":  # backward has just reduced it
+        return not any(other.verb == "reduce" for other in loop.ops)
+    return op.record.kind == "weights" or (op.verb == "store" and op.lag > 0 and op.record.leaves != LAYERS)
+
+
+def _lane_drawn(op: Op) -> str:
+    """Return the lane of a picture in which an operation is drawn, or ""."""
+    if _is_main(op):
+        return "compute"
+    if op.record.kind not in (*KINDS, "gathered"):
+        return ""
+    return {"fetch": "fetch", "load": "read", "gather": "gather", "store": "store"}.get(op.verb, "")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -286,16 +447,7 @@ class Schedule:
     @property
     def peak_layers(self) -> int:
         """The largest number of layers in one tick that are computed, gathered, or in the ring and on their way to it."""
-        return max(int(self._layers(phase).max()) for phase in self.phases)
-
-    def _layers(self, phase: Phase) -> np.ndarray:
-        took = phase.use_slot >= 0
-        # After each tick: the preloaded records, and the fetches less the takes so far.
-        ring = len(phase.preload) + np.cumsum((phase.fetch_slot >= 0) * 1 - took)
-        return 1 + ring + (self._ahead(phase) & (phase.consume >= 0))
-
-    def _ahead(self, phase: Phase) -> bool:
-        return self.gather_ahead and phase.name != "update"
+        return max(int(_layers(phase).max()) for phase in self.phases)
 
     def in_flight(self) -> dict[str, np.ndarray]:
         """Return the bytes in flight on a device in each tick: phase name -> int64[T].
@@ -305,10 +457,9 @@ class Schedule:
           - the ring, all of its slots, and the record that lands while the one it replaces is in use;
           - the layer gathered, and with gather_ahead the next one, and what was taken for this layer a tick ago and is not
             used up by its gather (activations; params that the tick updates);
-          - `reads` and `writes` of the layer;
-          - in backward the layer's gradient, whatever the tier of gradients;
-          - of `ends` what a tick stores, and in such a tick the room for the record that it leaves to the next one; of their
-            pieces what it loads and stores.
+          - what the tick reads, and what it makes of it: new records, activations that are stored elsewhere;
+          - in backward the layer's gradient, whole and as it rests, whatever the tier of gradients;
+          - the room for a record that is stored a tick late, and leaves that are no stack of layers in their ticks.
 
         Arrays that stay on the device, and what a layer's own computation needs, are not counted; nor are the ticks before 0.
 
@@ -317,57 +468,29 @@ class Schedule:
         """
         if self.record_bytes is None:
             raise ValueError("record_bytes=None: bytes in flight are known where build_schedule is given record_bytes")
-        return {phase.name: self._bytes(phase, self.record_bytes) for phase in self.phases}
-
-    def _bytes(self, phase: Phase, size: Mapping[str, int]) -> np.ndarray:
-        total = np.zeros(self.num_layers, np.int64)
-
-        def add(kinds: Iterable[str], layers: np.ndarray) -> None:
-            for kind in kinds:
-                total[moved((kind,), layers, self.device_layers)] += size[kind]
-
-        if len(phase.preload):
-            total += self.distance * sum(size[kind] for kind in phase.fetches)
-        add(phase.fetches, phase.fetch)
-        add(phase.reads, phase.layer)
-        add(phase.writes, phase.store)
-        for move in phase.ends:
-            if move.name == "head_pieces":  # a piece is loaded while the one before it is stored
-                for first in (move.fetch, move.store):
-                    total[first : first + move.count] += move.num_bytes
-                continue
-            # The loop of that tick has the room that later ticks have for a record that was updated and is not stored yet.
-            room = sum(size[kind] for kind in phase.writes)
-            total[move.store : move.store + 1] += move.num_bytes + room
-        if phase.name != "update":
-            total += size["gathered"]
-        if phase.name == "backward" and "grads" not in phase.writes:
-            total += size["grads"]
-        if self._ahead(phase):
-            total[phase.consume >= 0] += size["gathered"]
-            # A gather copies what it takes. The tick still needs activations, and params where they are what is updated.
-            used = {"activations"} if self.master else {"activations", *phase.writes}
-            add(used.intersection(phase.fetches), phase.layer)
-        return total
+        return {phase.name: phase.in_flight() for phase in self.phases}
 
     @property
     def peak_bytes(self) -> int:
-        """The largest of `in_flight`."""
-        return max(int(total.max()) for total in self.in_flight().values())
+        """The most bytes in flight in any tick."""
+        self.in_flight()  # which tells if the schedule has no bytes
+        return max(phase.peak_bytes for phase in self.phases)
 
-    def _title(self) -> str:
+    def title(self) -> str:
+        """Return what stands above a table or a picture."""
         ahead = ", gather_ahead" if self.gather_ahead else ""
         size = f" ({self.peak_bytes} bytes)" if self.record_bytes else ""
         return f"{self.num_layers} layers, distance {self.distance}{ahead}, at most {self.peak_layers} in flight{size}"
 
     def __str__(self) -> str:
-        notes = [phase.name + phase._note() for phase in self.phases]
+        notes = [phase.name + phase.note() for phase in self.phases]
         names = f"{'phase':<8} {'tick':>6} {'fetch':>7} {'slot':>7} {'take':>7} {'compute':>7} {'store':>7}"
         between = [f"between layers: {self.stream}"] if self.stream else []
-        return "\n".join([self._title(), *between, *notes, names, *(row for phase in self.phases for row in phase._rows())])
+        return "\n".join([self.title(), *between, *notes, names, *(row for phase in self.phases for row in phase.rows())])
 
-    def _strips(self) -> list[Strip]:
-        return [phase._strip() for phase in self.phases]
+    def strips(self) -> list[Strip]:
+        """Return every phase as lanes of boxes."""
+        return [phase.strip() for phase in self.phases]
 
     def timeline(self, width: int = 80) -> str:
         """Return the phases as text: one row a lane (fetch, read, gather, compute, store, ring slots), one column a tick.
@@ -378,33 +501,30 @@ class Schedule:
         Args:
           width: characters of a line.
         """
-        return draw_text(self._title(), self._strips(), width)
+        return draw_text(self.title(), self.strips(), width)
 
     def timeline_svg(self) -> str:
         """Return the lanes of `timeline`, complete, as an SVG document: a box for each layer, coloured by kind.
 
         Every tick is drawn equally long, however long it takes.
         """
-        return draw_svg(self._title(), self._strips())
+        return draw_svg(self.title(), self.strips())
 
     def timeline_html(self) -> str:
         """Return an HTML file that holds the SVG and the table."""
-        return draw_html(self._title(), self._strips(), str(self))
+        return draw_html(self.title(), self.strips(), str(self))
 
 
-def moved(kinds: tuple[str, ...], layer, device_layers: int):
-    """Return for each layer whether any of `kinds` is off the device. All are, but opt_state of the first layers may not be."""
-    some = any(kind != "opt_state" for kind in kinds)
-    return (layer >= 0) & (some | (("opt_state" in kinds) & (layer >= device_layers)))
+def _layers(phase: Phase) -> np.ndarray:
+    """Return how many layers each tick has: computed, gathered ahead, in the ring."""
+    took = phase.use_slot >= 0
+    # After each tick: the preloaded records, and the fetches less the takes so far.
+    ring = len(phase.preload) + np.cumsum((phase.fetch_slot >= 0) * 1 - took)
+    return 1 + ring + ((phase.first >= 0) & (phase.consume >= 0))
 
 
-def int32(values) -> np.ndarray:
+def int32(values: Any) -> np.ndarray:
     """Return a read-only i32 array."""
     array = np.array(values, np.int32)
     array.flags.writeable = False
     return array
-
-
-def padded(values: np.ndarray, length: int) -> np.ndarray:
-    """Return an i32 array of `length`, the missing entries -1: no layer."""
-    return int32(np.append(values, np.full(length - len(values), -1)))

@@ -1,8 +1,12 @@
-"""The schedule of a step over several stacks of layers, such as an encoder and a decoder: those of the stacks, in turn.
+"""A whole step as one list of phases: those of each stack of layers, and those of the leaves that are no layers.
 
-    forward    stack by stack, the first one first
-    backward   stack by stack, the last one first
-    update     stack by stack, the first one first
+    embed
+    forward         stack by stack, the first one first
+    head
+    backward        stack by stack, the last one first
+    embed_backward
+    update          stack by stack, the first one first
+    ends            before the update of the layers, or after it
 
 The loops of a stack are those of a schedule of its own (`host_offload.schedule.schedule`). Rings are filled when a loop begins
 and empty when it ends, so that stacks share no slot, and the bytes in flight are those of one stack at a time. A part of a
@@ -10,18 +14,74 @@ stack, whose layers keep other values for backward than those beside it, has loo
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from host_offload.schedule.schedule import Phase, Schedule
-from host_offload.schedule.timeline import Strip
+from host_offload.schedule.tiles import TiledSchedule
 
 
 def layers_kind(kind: str, stack: str) -> str:
     """Return the name of the records of a kind that are a stack's layers; `stack` is its name, "" of the only one."""
     return f"{kind}.{stack}" if stack else kind
+
+
+class Part(NamedTuple):
+    """A phase of a step.
+
+    Attributes:
+      phase: of it.
+      name: "forward", "backward" or "update"; or that of a phase of the leaves that are no layers (`build_ends`).
+      stack: of layers, by name; None of the leaves that are no layers.
+      group: whose tiles it goes over, or "".
+    """
+
+    phase: Phase
+    name: str
+    stack: str | None = None
+    group: str = ""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepPlan:
+    """Everything that a step does, in order.
+
+    Attributes:
+      stacks: the schedule of each stack of layers by name, in order; "" is the name of the only one.
+      ends: the phases of the other leaves by name (`host_offload.schedule.build_ends`).
+      ends_first: the other leaves are updated before the layers.
+    """
+
+    stacks: Mapping[str, Schedule]
+    ends: Mapping[str, Phase] = dataclasses.field(default_factory=dict)
+    ends_first: bool = False
+
+    @functools.cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """All phases, in the order in which they run."""
+        update = ["ends", "update"] if self.ends_first else ["update", "ends"]
+        found = list[Part]()
+        for name in ("embed", "forward", "head", "backward", "embed_backward", *update):
+            found += [Part(self.ends[name], name)] if name in self.ends else []
+            for stack, schedule in (reversed if name == "backward" else list)(list(self.stacks.items())):
+                layers = [Part(phase, name, stack) for phase in schedule.phases if phase.name == name]
+                found += layers
+                # After the layers of a stack come the tiles of all of them, group by group.
+                groups = schedule.tiles if isinstance(schedule, TiledSchedule) and layers and name == "update" else ()
+                found += [Part(group.phase("update"), "update", stack, group.name) for group in groups]
+        return tuple(found)
+
+    def moved(self, *lanes: str, called: bool | None = None) -> int:
+        """Return the bytes that cross some lanes of a device in a step (`Phase.moved`)."""
+        return sum(part.phase.moved(*lanes, called=called) for part in self.parts)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes in flight in any tick: of the layers' loops, and of the update of the other leaves."""
+        return max(part.phase.peak_bytes for part in self.parts if part.stack is not None or part.name == "ends")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -34,10 +94,6 @@ class StackedSchedule(Schedule):
 
     stacks: Mapping[str, Schedule]
 
-    def arrays(self) -> dict[str, dict[str, np.ndarray]]:
-        """Return the int32 arrays of every loop of every stack, by "<stack>/<loop>"."""
-        return {_named(name, loop): a for name, stack in self.stacks.items() for loop, a in stack.arrays().items()}
-
     @property
     def num_slots(self) -> int:
         """The most slots that a ring has."""
@@ -48,6 +104,10 @@ class StackedSchedule(Schedule):
         """The most layers in flight of a stack."""
         return max(stack.peak_layers for stack in self.stacks.values())
 
+    def arrays(self) -> dict[str, dict[str, np.ndarray]]:
+        """Return the int32 arrays of every loop of every stack, by "<stack>/<loop>"."""
+        return {_named(name, loop): a for name, stack in self.stacks.items() for loop, a in stack.arrays().items()}
+
     def in_flight(self) -> dict[str, np.ndarray]:
         """Return the bytes in flight on a device in each tick of every loop, by "<stack>/<loop>".
 
@@ -56,28 +116,31 @@ class StackedSchedule(Schedule):
         """
         return {_named(name, loop): n for name, stack in self.stacks.items() for loop, n in stack.in_flight().items()}
 
-    def _title(self) -> str:
-        return "; ".join(f"{name}: {stack._title()}" for name, stack in self.stacks.items())
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes in flight of a stack."""
+        return max(stack.peak_bytes for stack in self.stacks.values())
+
+    def title(self) -> str:
+        """Return what stands above a table or a picture."""
+        return "; ".join(f"{name}: {stack.title()}" for name, stack in self.stacks.items())
 
     def __str__(self) -> str:
         return "\n\n".join(f"{name}: {stack}" for name, stack in self.stacks.items())
 
-    def _strips(self) -> list[Strip]:
-        of_stack = {_named(name, phase.name): phase for name, stack in self.stacks.items() for phase in stack.phases}
-        return [dataclasses.replace(of_stack[phase.name]._strip(), name=phase.name) for phase in self.phases]
-
 
 def stacked_schedule(stacks: Mapping[str, Schedule]) -> Schedule:
     """Return the schedule of a step over some stacks, given that of each by name; of one without a name, its own."""
-    names = list(stacks)
-    if names == [""]:
+    if list(stacks) == [""]:
         return stacks[""]
-    order = [("forward", names), ("backward", names[::-1]), ("update", names)]
-    phases: list[Phase] = []
-    for kind, run in order:
-        for name in run:
-            found = [phase for phase in stacks[name].phases if phase.name == kind]
-            phases += [dataclasses.replace(phase, name=_named(name, kind)) for phase in found]
+    order = [("forward", list), ("backward", reversed), ("update", list)]
+    phases = [
+        dataclasses.replace(phase, name=_named(name, kind))
+        for kind, run in order
+        for name, schedule in run(list(stacks.items()))
+        for phase in schedule.phases
+        if phase.name == kind
+    ]
     every = list(stacks.values())
     # A kind is where it is in some stack: a stack may have none of it.
     tiers = {kind: max((s.tiers[kind] for s in every), key=lambda tier: tier != "device") for kind in every[0].tiers}
@@ -90,4 +153,4 @@ def stacked_schedule(stacks: Mapping[str, Schedule]) -> Schedule:
 
 
 def _named(stack: str, loop: str) -> str:
-    return f"{stack}/{loop}"
+    return f"{stack}/{loop}" if stack else loop

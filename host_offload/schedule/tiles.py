@@ -19,8 +19,9 @@ from functools import partial
 
 import numpy as np
 
-from host_offload.schedule.build import advise, build_schedule
-from host_offload.schedule.schedule import KINDS, Phase, Schedule
+from host_offload.schedule.build import HostUpdate, advise, build_schedule
+from host_offload.schedule.ops import KINDS, Loop, Op, Record
+from host_offload.schedule.schedule import Phase, Schedule
 
 _SHOWN = 8  # ticks of a loop over tiles that a table shows at its begin, and at its end
 
@@ -58,15 +59,6 @@ class TileLoops:
         """Return the key of this group's arrays of a phase among those of the schedule."""
         return f"{phase}/{self.name}"
 
-    def in_flight(self, phase: str) -> int:
-        """Return the most bytes in flight in a tick of a phase."""
-        return int((self.flat if phase == "update" else self.inner).in_flight()[phase].max())
-
-    def with_bytes(self, record_bytes: Mapping[str, int]) -> "TileLoops":
-        """Return the same loops with other sizes."""
-        inner, flat = (dataclasses.replace(s, record_bytes=record_bytes) for s in (self.inner, self.flat))
-        return dataclasses.replace(self, inner=inner, flat=flat)
-
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class TiledSchedule(Schedule):
@@ -85,6 +77,20 @@ class TiledSchedule(Schedule):
             arrays |= {loops.plan(phase.name): loops.phase(phase.name).arrays() for phase in self.phases}
         return arrays
 
+    def with_tiles(self, runs: Mapping[str, Sequence[tuple[str, str]]]) -> "TiledSchedule":
+        """Return the schedule with the loops over tiles that each tick of a phase runs.
+
+        Args:
+          runs: phase -> (group, which of its phases) of each loop, in order.
+        """
+        of_group = {loops.name: loops for loops in self.tiles}
+
+        def with_runs(phase: Phase) -> Phase:
+            inner = [(name, of_group[name].phase(which)) for name, which in runs.get(phase.name, ())]
+            return dataclasses.replace(phase, loops=tuple(_with_inner(loop, inner) for loop in phase.loops))
+
+        return dataclasses.replace(self, phases=tuple(map(with_runs, self.phases)))
+
     def in_flight(self) -> dict[str, np.ndarray]:
         """Return the bytes in flight on a device in each tick of the layers' loops, and of update's loops over tiles.
 
@@ -94,16 +100,17 @@ class TiledSchedule(Schedule):
           ValueError: the schedule was built without record_bytes.
         """
         total = super().in_flight()
-        for phase in self.phases:
-            if phase.name == "update":
-                total |= {loops.plan("update"): loops.flat.in_flight()["update"] for loops in self.tiles}
-            else:
-                total[phase.name] = total[phase.name] + max((loops.in_flight(phase.name) for loops in self.tiles), default=0)
-        return total
+        updates = {loops.plan("update"): loops.phase("update") for loops in self.tiles if "update" in total}
+        return total | {name: phase.in_flight() for name, phase in updates.items()}
 
-    def _title(self) -> str:
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes in flight in any tick."""
+        return max(int(total.max()) for total in self.in_flight().values())
+
+    def title(self) -> str:
         groups = ", ".join(f"{loops.num_tiles} tiles of {loops.name}" for loops in self.tiles)
-        return f"{super()._title()}; a layer is one record and {groups}"
+        return f"{super().title()}; a layer is one record and {groups}"
 
     def __str__(self) -> str:
         text = [super().__str__()]
@@ -111,13 +118,25 @@ class TiledSchedule(Schedule):
             for phase in self.phases:
                 where = "after the layers" if phase.name == "update" else "in each tick"
                 inside = loops.phase(phase.name)
-                rows = inside._rows()
+                rows = inside.rows()
                 more = len(rows) - 2 * _SHOWN
                 # The line that stands for the others takes the place of one.
                 if more > 1:
                     rows = [*rows[:_SHOWN], f"{'':<8} {'...':>6} {more} more ticks", *rows[-_SHOWN:]]
-                text += [f"{loops.plan(phase.name)}, {where}{inside._note()}", *rows]
+                text += [f"{loops.plan(phase.name)}, {where}{inside.note()}", *rows]
         return "\n".join(text)
+
+
+def _with_inner(loop: Loop, inner: Sequence[tuple[str, Phase]]) -> Loop:
+    """Return a loop whose trips run loops over tiles, each (group, phase), before they use the rest of the layer."""
+    layer = next((op.number for op in loop.ops if op.record.kind == "layer"), None)
+    if layer is None:
+        return loop
+    ops = [op for op in loop.ops if op.inner is None]
+    # After what the tick takes, and before what it reads to update the layer.
+    at = next((n + 1 for n, op in enumerate(ops) if op.record.kind == "gathered"), 0)
+    tiles = [Op("tiles", Record("tiles", name), layer, "compute", inner=phase) for name, phase in inner]
+    return dataclasses.replace(loop, ops=(*ops[:at], *tiles, *ops[at:]))
 
 
 def build_tiled_schedule(
@@ -131,6 +150,8 @@ def build_tiled_schedule(
     master: bool = True,
     record_bytes: Mapping[str, int],
     budget_bytes: int | None = None,
+    host: HostUpdate | None = None,
+    regathers: bool = False,
     first_layer: int = 0,
 ) -> TiledSchedule:
     """Build the schedule of a step whose layers hold tiles.
@@ -145,6 +166,8 @@ def build_tiled_schedule(
       master: likewise.
       record_bytes: bytes of a layer's one record, tiles excluded.
       budget_bytes: the most bytes that may be in flight on a device.
+      host: likewise.
+      regathers: likewise.
       first_layer: likewise.
 
     Raises:
@@ -154,17 +177,19 @@ def build_tiled_schedule(
     of_tiles = {kind: tier for kind, tier in tiers.items() if kind != "activations"}
 
     def build(distance: int, gather_ahead: bool) -> TiledSchedule:
-        make = partial(build_schedule, distance=distance, update=update, master=master)
+        make = partial(build_schedule, distance=distance, update=update, master=master, host=host, regathers=regathers)
         layers = make(num_layers, tiers=tiers, record_bytes=record_bytes, first_layer=first_layer)
         tiles = []
         for (name, count), size in zip(groups.items(), group_bytes, strict=True):
             make_tiles = partial(make, tiers=of_tiles, record_bytes=size)
             inner, flat = make_tiles(count), make_tiles(num_layers * count, first_layer=first_layer * count)
             tiles.append(TileLoops(name=name, num_tiles=count, inner=inner, flat=flat))
+        names = [loops.name for loops in tiles]
+        runs = {"forward": [(name, "forward") for name in names], "backward": [(name, "backward") for name in names[::-1]]}
         fields = {field.name: getattr(layers, field.name) for field in dataclasses.fields(Schedule)}
         # `advise` passes it, but a step with tiles never gathers ahead.
         del gather_ahead
-        return TiledSchedule(**fields, tiles=tuple(tiles))
+        return TiledSchedule(**fields, tiles=tuple(tiles)).with_tiles(runs)
 
     assert set(of_tiles) <= set(KINDS)
     schedule = build(distance, False)

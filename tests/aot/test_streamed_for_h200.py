@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax as zj
 from host_offload.device import has_linear_fix
+from host_offload.schedule import END_PIECES, HEAD_PIECES
 from zerojax import aot, hlo
 from zerojax.memory.report import MemoryReport
 
@@ -357,8 +358,9 @@ def test_the_head_is_stored_beside_backward_and_the_embedding_is_loaded_while_th
 def test_ends_that_are_larger_than_a_layer_are_stored_while_their_next_rows_are_loaded():
     c = compiled("large_ends")
     of_piece = 4 * 16384 * HIDDEN // GPUS // 32
-    (move,) = (e for e in c.program.schedule.phase("backward").ends if e.name == "pieces")
-    assert move.num_bytes == 3 * of_piece  # a master and two moments
+    ticks = c.program.schedule.phase("backward").ticks()
+    loads = [op for _, ops in ticks for op in ops if (op.verb, op.record.leaves) == ("load", END_PIECES)]
+    assert [op.num_bytes for op in loads] == 32 * [3 * of_piece]  # a master and two moments
     spans = [s for s in hlo.spans(c.text) if s.times == 31 and s.kind in ("to_device", "to_host")]
     loops = sorted({s.computation for s in spans})
     assert len(loops) == 1  # of the embedding; the first piece and the last store are loops of their own
@@ -371,8 +373,10 @@ def test_ends_that_are_larger_than_a_layer_are_stored_while_their_next_rows_are_
 def test_a_head_that_is_larger_than_a_layer_crosses_the_link_beside_the_products_of_backward():
     c = compiled("large_ends")
     of_piece = 4 * 16384 * HIDDEN // GPUS // 8
-    (move,) = (e for e in c.program.schedule.phase("backward").ends if e.name == "head_pieces")
-    assert (move.num_bytes, move.fetch, move.store, move.count) == (3 * of_piece, 0, 1, 8)  # of 12 ticks
+    phase = c.program.schedule.phase("backward")
+    loads = {op.num_bytes for _, ops in phase.ticks() for op in ops if (op.verb, op.record.leaves) == ("load", HEAD_PIECES)}
+    ticks = [phase.ticks_of(HEAD_PIECES, verb) for verb in ("load", "store")]
+    assert (loads, ticks) == ({3 * of_piece}, [list(range(8)), list(range(1, 9))])  # of 12 ticks
     spans = [s for s in hlo.spans(c.text) if s.kind in ("to_device", "to_host") and s.num_bytes == of_piece]
     # The first tick stores nothing yet. Seven load a piece and store another one. The next one stores the last one.
     moved = collections.Counter((s.kind, s.times) for s in spans)

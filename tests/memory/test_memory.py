@@ -269,7 +269,10 @@ def test_an_update_on_the_host_with_the_nvme_tier_is_accounted_for(config, tmp_p
     with program:
         report, state = program.memory(batch), program.init(jax.random.key(0))
         engine, traffic = program.swap.engine, program._runner.host.host.traffic
-        crossed: dict[str, list[int]] = {"to_device": [], "to_host": []}  # by callbacks of both devices, each on a thread of its own
+        crossed: dict[str, list[int]] = {
+            "to_device": [],
+            "to_host": [],
+        }  # by callbacks of both devices, each on a thread of its own
 
         def counted(move: Any, way: str) -> Any:
             def call(kind: str, rank: int, layer: int, use: Any) -> None:

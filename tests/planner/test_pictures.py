@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import zerojax as zj
-from host_offload.schedule import build_schedule
-from zerojax.costs.timing import LANES, LayerWork, PhaseTime, Span, StepTime, step_time
+from host_offload.schedule import LANES, StepPlan, build_schedule
+from zerojax.costs.timing import LayerWork, PhaseTime, Span, StepTime, step_time
 from zerojax.machines import size_of
 from zerojax.planner import charts, plan
 from zerojax.planner.bars import draw_tiers
@@ -144,8 +144,8 @@ def test_pictures_boxes_are_where_the_work_is():
 
 
 def test_pictures_number_layers_through_the_model():
-    runs = [(build_schedule(n, 0), LayerWork(forward=1.0, backward=2.0)) for n in (2, 3)]
-    root = of_part(draw_step(step_time(runs)))
+    steps = StepPlan({f"{n}": build_schedule(n, record_bytes={}) for n in (2, 3)})
+    root = of_part(draw_step(step_time(steps, [LayerWork(forward=1.0, backward=2.0)] * 2)))
     names = [words(text) for text in with_id(root, "step-compute").iter(f"{SVG}text")]
     assert names == ["forward 0 to 4", "backward 0 to 4"]
 

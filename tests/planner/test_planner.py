@@ -307,7 +307,7 @@ def test_options_of_a_layer_are_counted_as_their_estimates_count_them():
         one, other = (
             search.estimate(zj.ZeroConfig(precision="bf16", activations=a)) for a in (segments, (segments[1], segments[1]))
         )
-        (_, with_option), (_, of_remat) = one.layers[0], other.layers[0]
+        with_option, of_remat = one.layers[0], other.layers[0]
         assert with_option.backward - stack.backward["save"] == pytest.approx(option.seconds)
         assert one.bytes["pinned_host"].get("activations", 0) == option.host_bytes
         kept = (n.bytes["device"]["activations"] for n in (one, other))

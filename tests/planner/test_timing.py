@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from host_offload.schedule import Phase, Schedule, build_schedule
-from zerojax.costs.timing import LANES, EndsWork, HostWork, LayerWork, Wires, step_time
+from host_offload.schedule import LANES, EndLeaf, HostUpdate, Phase, Schedule, StepPlan, build_ends, build_schedule
+from zerojax.costs.timing import EndsWork, LayerWork, Wires, step_time
 
 H, N = "pinned_host", "nvme"
 KINDS = ("params", "frozen", "grads", "opt_state", "activations")
@@ -71,10 +71,11 @@ class Simulation:
 
 
 class Step(Simulation):
-    """The tasks of a step, from the arrays of its schedules."""
+    """The tasks of a step, from the arrays of its schedules, and from the sizes and tiers that they were built of."""
 
-    def __init__(self, layers: Any, ends: EndsWork, wires: Wires, repeats: int) -> None:
+    def __init__(self, layers: Any, ends: Any, wires: Wires, repeats: int) -> None:
         super().__init__(wires)
+        ends, leaf = ends
         self.distance = max(1, max(schedule.distance for schedule, _ in layers))
         self.stored: dict[Any, int] = {}
         self.taken: dict[Any, list[int]] = collections.defaultdict(list)
@@ -83,9 +84,8 @@ class Step(Simulation):
         numbered = list(enumerate(layers))
         for _ in range(repeats):
             self.share({})
-            read = self.move("read", ends.load_read)
-            loaded = self.move("up", ends.load, read)
-            self.compute(ends.embed, self.task("network", ends.gather, loaded))
+            loaded = self.fetch_end(leaf, ["params"])
+            self.compute(ends.embed, self.task("network", ends.gather, loaded, self.last))
             for n, (schedule, work) in numbered:
                 self.loop(n, schedule, schedule.phase("forward"), work, self.last)
             begin = self.last
@@ -98,9 +98,9 @@ class Step(Simulation):
         later = [(n, s, w) for n, (s, w) in numbered if any(phase.name == "update" for phase in s.phases)]
         if later:
             self.task("compute", 0.0, *list(self.queues["network"])[-1:], in_order=True)
-        self.update_ends(ends)
         for n, schedule, work in later:
             self.loop(n, schedule, schedule.phase("update"), work, self.last)
+        self.update_ends(ends, leaf, has_master=layers[0][0].master, on_host=any(work.host for _, work in layers))
 
     def share(self, moved: Any) -> None:
         """Set the rates of lanes while so many bytes move in each."""
@@ -136,31 +136,63 @@ class Step(Simulation):
             self.taken[key].append(loaded)
         return loaded
 
+    def fetch_end(self, leaf: EndLeaf, kinds: list[str], *after: int) -> int:
+        """Load records of the leaf that is no layer, off the disk where they rest there."""
+        sizes = [leaf.sizes[kind] if leaf.tiers[kind] != "device" else 0 for kind in kinds]
+        reads = [self.move("read", n) for kind, n in zip(kinds, sizes, strict=True) if leaf.tiers[kind] == N]
+        return self.move("up", sum(sizes), *after, *reads)
+
     def store(self, n: int, schedule: Schedule, kinds: tuple[str, ...], layer: int, sizes: Any, after: int) -> None:
         there = self.move("down", sum(sizes.get(kind, 0) for kind in kinds), after)
         for kind in kinds:
             size = sizes.get(kind, 0) if schedule.tiers[kind] == N else 0
             self.stored[n, kind, layer] = self.move("write", size, there)
 
-    def update_on_host(self, n: Any, host: HostWork, after: int) -> None:
-        there, key = self.move("down", host.grads_down, after), (n, "opt_state")
-        needs = self.taken[key][-self.distance :][:1] if len(self.taken[key]) >= self.distance else []
-        done = self.task("host", host.seconds, there, self.move("read", host.read, *needs))
-        self.taken[key].append(done)
-        self.move("write", host.write, done)
-        self.updated.append(self.move("up", host.params_up, done))
+    def update_on_host(self, n: Any, tiers: Any, sizes: Any, seconds: float, has_master: bool, after: int) -> None:
+        """Hand gradients down, and weights that are their own masters; what rests on disk is updated where it is read to."""
+        given, weights = sizes["handed"], sizes["weights"] if not has_master else 0
+        there = self.move("down", weights, self.move("down", given, after)) if weights else self.move("down", given, after)
+        ready, read = [there], []
+        for kind in ["opt_state"] if has_master else ["params", "opt_state"]:
+            if tiers[kind] != N:
+                continue
+            key = (n, kind)
+            needs = self.taken[key][-self.distance :][:1] if len(self.taken[key]) >= self.distance else []
+            ready.append(self.move("read", sizes[kind], *needs))
+            read.append(key)
+        done = self.task("host", seconds, after, *ready)
+        for key in read:
+            self.taken[key].append(done)
+        for kind in ("params", "opt_state"):
+            if tiers[kind] == N:
+                self.move("write", sizes[kind], done)
+        self.updated.append(self.move("up", sizes["made"], done))
 
-    def update_ends(self, ends: EndsWork) -> None:
-        self.share({"up": ends.state_up, "down": ends.state_down})
-        if ends.host is not None:
-            return self.update_on_host("ends", ends.host, self.last)
-        read = self.move("read", ends.state_read)
-        done = self.compute(ends.update, self.move("up", ends.state_up, read, self.last), self.last)
-        self.move("write", ends.state_write, self.move("down", ends.state_down, done))
+    def update_ends(self, ends: EndsWork, leaf: EndLeaf, has_master: bool, on_host: bool) -> None:
+        away = {kind: n if leaf.tiers.get(kind, "device") != "device" else 0 for kind, n in leaf.sizes.items()}
+        own = 0 if has_master else away["params"]
+        if on_host:
+            on_disk = {kind: n if leaf.tiers.get(kind) == N else 0 for kind, n in leaf.sizes.items()}
+            read, write = (
+                on_disk["opt_state"] + (0 if has_master else on_disk["params"]),
+                on_disk["opt_state"] + on_disk["params"],
+            )
+            down = leaf.sizes["handed"] + (0 if has_master else leaf.sizes["weights"])
+            self.share({"up": leaf.sizes["made"], "down": down, "read": read, "write": write})
+            return self.update_on_host("ends", leaf.tiers, leaf.sizes, ends.host, has_master, self.last)
+        on_disk = {kind: n if leaf.tiers.get(kind) == N else 0 for kind, n in away.items()}
+        both = {"read": on_disk["opt_state"] + (0 if has_master else on_disk["params"])}
+        both |= {"write": on_disk["opt_state"] + on_disk["params"]}
+        self.share({"up": away["opt_state"] + own, "down": away["opt_state"] + away["params"]} | both)
+        start = self.last
+        done = self.compute(ends.update, self.fetch_end(leaf, [*([] if has_master else ["params"]), "opt_state"], start), start)
+        there = self.move("down", away["params"] + away["opt_state"], done)
+        for kind in ("params", "opt_state"):
+            self.move("write", on_disk[kind], there)
 
     def loop(self, n: int, schedule: Schedule, phase: Phase, work: LayerWork, begin: int) -> None:
         self.share(bytes_of_a_loop(schedule, phase, work))
-        read, updating = work.read, phase.name == ("backward" if schedule.update == "in_backward" else "update")
+        read, updating = schedule.record_bytes, phase.name == ("backward" if schedule.update == "in_backward" else "update")
         gathers = 0.0 if phase.name == "update" else work.gather
         ring: dict[int, int] = {}
         whole = begin
@@ -169,14 +201,14 @@ class Step(Simulation):
         def fetches(layer: int) -> tuple[str, ...]:
             return phase.off_device(phase.fetches, layer)
 
-        for layer, slot in zip(phase.preload, phase.preload_slot, strict=True):
-            ring[int(slot)] = self.fetch(n, schedule, fetches(layer), int(layer), read, begin)
         if phase.first >= 0:
             whole = self.task("network", gathers, self.fetch(n, schedule, fetches(phase.first), phase.first, read, begin))
+        for layer, slot in zip(phase.preload, phase.preload_slot, strict=True):
+            ring[int(slot)] = self.fetch(n, schedule, fetches(layer), int(layer), read, begin)
         for t, layer in enumerate(phase.layer.tolist()):
             begun, taken, slot = self.last, self.last, int(phase.use_slot[t])
             if unsaved is not None:
-                self.store(n, schedule, phase.off_device(phase.writes, unsaved[0]), unsaved[0], work.written, unsaved[1])
+                self.store(n, schedule, phase.off_device(phase.writes, unsaved[0]), unsaved[0], read, unsaved[1])
             taking = int(phase.consume[t])
             if slot >= 0:
                 taken = self.task("compute", 0.0, begun, ring[slot])
@@ -191,27 +223,27 @@ class Step(Simulation):
             besides = phase.off_device(phase.reads, layer)
             here = self.fetch(n, schedule, besides, layer, read, begun) if besides else begun
             if phase.name == "update":
-                made = self.compute(work.update, ready, here)
+                made = begun if work.host else self.compute(work.update, ready, here)
             else:
                 made = self.compute(work.backward if phase.name == "backward" else work.forward, ready)
             if phase.name == "backward":
                 made = self.task("network", work.reduce, made)
-                if updating and work.host is None:
+                if updating and not work.host:
                     made = self.compute(work.update, made, here)
             unsaved = None
             if updating:
                 gathered = self.task("network", work.regather, made)
-                if work.host is not None:
-                    self.update_on_host(n, work.host, gathered)
+                if work.host:
+                    self.update_on_host(n, schedule.tiers, read, work.host, schedule.master, gathered)
                     continue
             if phase.stores_late:
                 unsaved = (layer, made)
             elif (writes := phase.off_device(phase.writes, layer)) and phase.store[t] == layer:
-                self.store(n, schedule, writes, layer, work.written, made)
+                self.store(n, schedule, writes, layer, read, made)
         for layer in phase.drain.tolist():
             assert unsaved is not None
             assert unsaved[0] == layer
-            self.store(n, schedule, phase.off_device(phase.writes, layer), layer, work.written, unsaved[1])
+            self.store(n, schedule, phase.off_device(phase.writes, layer), layer, read, unsaved[1])
 
     def run(self) -> float:
         """Return the seconds of the step, which no wire exceeds with its bytes."""
@@ -223,14 +255,18 @@ class Step(Simulation):
 
 def bytes_of_a_loop(schedule: Schedule, phase: Phase, work: LayerWork) -> dict[str, float]:
     """Return the bytes of a tick that moves all that the phase moves, in each lane."""
-    fetched = [(kind, work.read.get(kind, 0)) for kind in (*phase.fetches, *phase.reads)]
-    stored = [(kind, work.written.get(kind, 0)) for kind in phase.writes]
-    moved: dict[str, float] = {"up": sum(n for _, n in fetched), "down": sum(n for _, n in stored)}
-    moved |= {"read": sum(n for kind, n in fetched if schedule.tiers[kind] == N)}
-    moved |= {"write": sum(n for kind, n in stored if schedule.tiers[kind] == N)}
-    host = work.host
-    if host is not None and (phase.name == "update" or schedule.update == "in_backward"):
-        beside = {"up": host.params_up, "down": host.grads_down, "read": host.read, "write": host.write}
+    assert schedule.record_bytes is not None
+    size, tiers, updating = schedule.record_bytes, schedule.tiers, phase.name == "update" or schedule.update == "in_backward"
+    on_host = bool(work.host) and phase.name != "forward"
+    moved: dict[str, float] = {"up": sum(size[kind] for kind in (*phase.fetches, *phase.reads))}
+    moved |= {"down": 0 if on_host else sum(size[kind] for kind in phase.writes)}
+    moved |= {"read": sum(size[kind] for kind in (*phase.fetches, *phase.reads) if tiers[kind] == N)}
+    moved |= {"write": 0 if on_host else sum(size[kind] for kind in phase.writes if tiers[kind] == N)}
+    if on_host and updating:
+        own = [] if schedule.master else ["params"]
+        beside = {"up": size["made"], "down": size["handed"] + (0 if schedule.master else size["weights"])}
+        beside |= {"read": sum(size[kind] for kind in ("opt_state", *own) if tiers[kind] == N)}
+        beside |= {"write": sum(size[kind] for kind in ("opt_state", "params") if tiers[kind] == N)}
         moved = {lane: n + beside[lane] for lane, n in moved.items()}
     return moved
 
@@ -246,34 +282,38 @@ def random_step(seed: int) -> dict[str, Any]:
         return draw.choice([0.0, draw.random() * scale])
 
     update = draw.choice(["after_backward", "in_backward"])
-    on_host, resident = draw.random() < 0.25, draw.random() < 0.2
+    on_host, resident, master = draw.random() < 0.25, draw.random() < 0.2, draw.random() < 0.5
     tiers = {kind: "device" if resident else draw.choice(["device", H, N]) for kind in KINDS}
     if on_host:
-        tiers |= {"opt_state": "device", "grads": "device"}
+        tiers |= {"grads": "device"}
     shares_cores = draw.random() < 0.3
     late = not on_host and not shares_cores and tiers["opt_state"] == H and N not in tiers.values() and draw.random() < 0.7
-    distance, ahead, host = draw.randint(0, 3), draw.random() < 0.4, None
-    if on_host:
-        host = HostWork(grads_down=some(9), params_up=some(9), seconds=some(3), read=some(9), write=some(9))
-    layers = []
-    for _ in range(draw.choice([1, 1, 2, 3])):
+    distance, ahead = draw.randint(0, 3), draw.random() < 0.4
+    host = HostUpdate(takes_weights=not master) if on_host else None
+    seconds_of_host = 0.1 + 3 * draw.random() if on_host else 0.0
+    schedules, works = {}, []
+    for n in range(draw.choice([1, 1, 2, 3])):
         num_layers = draw.randint(1, 6)
-        schedule = build_schedule(
-            num_layers, distance, tiers=tiers, update=update, gather_ahead=ahead, master=draw.random() < 0.5,
-            device_layers=0 if late or tiers["opt_state"] == "device" else draw.choice([0, draw.randint(0, num_layers)]),
-            stores_late=late,
+        sizes = {kind: draw.randint(0, 20) for kind in (*KINDS, "handed", "weights", "made")}
+        may_stay = not late and not on_host and tiers["opt_state"] != "device"
+        schedules[f"{n}"] = build_schedule(
+            num_layers, distance, tiers=tiers, update=update, gather_ahead=ahead, master=master,
+            device_layers=draw.choice([0, draw.randint(0, num_layers)]) if may_stay else 0,
+            stores_late=late, host=host, regathers=True, record_bytes=sizes,
         )  # fmt: skip
-        work = LayerWork(
+        works.append(LayerWork(
             forward=draw.random(), backward=2 * draw.random(), update=some(1), gather=some(1), reduce=some(1), regather=some(1),
-            read={kind: draw.randint(0, 20) for kind in KINDS}, written={kind: draw.randint(0, 20) for kind in KINDS},
-            host=host,
-        )  # fmt: skip
-        layers.append((schedule, work))
-    names = ("embed", "head", "embed_backward", "gather", "reduce", "load", "load_read", "state_up", "state_down", "state_read")
+            host=seconds_of_host,
+        ))  # fmt: skip
+    leaf = EndLeaf("ends", tiers, {kind: draw.randint(0, 3) for kind in ("params", "opt_state", "handed", "weights", "made")})
     rates = ("up", "down", "link_both", "read", "write", "disk_both")
+    names = ("embed", "head", "embed_backward", "gather", "reduce")
+    ends = EndsWork(**{name: some(2) for name in names}, update=some(1), host=seconds_of_host)
     return {
-        "layers": layers,
-        "ends": EndsWork(**{name: some(2) for name in names}, update=some(1), state_write=some(2), host=host),
+        "steps": StepPlan(schedules, build_ends([leaf], master, host)),
+        "layers": works,
+        "ends": ends,
+        "leaf": leaf,
         "wires": Wires(**{name: draw.choice([5.0, 50.0, 500.0]) * (0.5 + draw.random()) for name in rates},
                        shares_cores=shares_cores),
         "repeats": draw.randint(1, 3) if resident else 1,
@@ -281,12 +321,17 @@ def random_step(seed: int) -> dict[str, Any]:
 
 
 def predicted(step: Any) -> Any:
-    return step_time(step["layers"], step["ends"], step["wires"], repeats=step["repeats"])
+    return step_time(step["steps"], step["layers"], step["ends"], step["wires"], repeats=step["repeats"])
+
+
+def simulation_of(step: Any) -> Step:
+    layers = list(zip(step["steps"].stacks.values(), step["layers"], strict=True))
+    return Step(layers, (step["ends"], step["leaf"]), step["wires"], step["repeats"])
 
 
 def check_step(seed: int) -> None:
     step = random_step(seed)
-    time, simulated = predicted(step), Step(**step)
+    time, simulated = predicted(step), simulation_of(step)
     assert time.seconds == pytest.approx(simulated.run(), rel=1e-9), seed
     # Each lane has done its work, and what the cores waited for is no more than that; but at the end the seams of loops.
     for lane in LANES:
@@ -317,9 +362,14 @@ def test_step_time_is_that_of_a_simulation_of_more_events(first):
 BYTE_A_SECOND = Wires(up=1, down=1, link_both=2, read=1, write=1, disk_both=2)
 
 
-def run_of(num_layers: int, work: LayerWork, **fields: Any) -> Any:
-    """Return the seconds of one run of layers without ends, at a byte a second."""
-    return step_time([(build_schedule(num_layers, **fields), work)], wires=BYTE_A_SECOND)
+def run_of(
+    num_layers: int, work: LayerWork | None = None, distance: int = 0, wires: Wires = BYTE_A_SECOND, *,
+    ends: EndsWork | None = None, repeats: int = 1, sizes: Any = None, **fields: Any,
+) -> Any:  # fmt: skip
+    """Return the seconds of one run of layers whose other leaves move nothing, at a byte a second."""
+    schedule = build_schedule(num_layers, distance, regathers=True, record_bytes=sizes or {}, **fields)
+    steps = StepPlan({"": schedule}, build_ends([EndLeaf("ends", {}, {})], True))
+    return step_time(steps, [work or LayerWork()], ends, wires, repeats=repeats)
 
 
 def test_step_of_resident_layers_takes_what_they_compute():
@@ -332,14 +382,14 @@ def test_step_of_resident_layers_takes_what_they_compute():
 
 
 def test_step_without_a_ring_waits_for_every_fetch():
-    time = run_of(4, LayerWork(forward=1, backward=2, read={"params": 3}), distance=0, tiers={"params": H})
+    time = run_of(4, LayerWork(forward=1, backward=2), sizes={"frozen": 3}, distance=0, tiers={"frozen": H})
     assert time.seconds == 4 * (3 + 1) + 4 * (3 + 2)
     assert (time.busy["up"], time.exposed["up"], time.hidden["up"]) == (24, 24, 0)
 
 
 def test_step_bound_by_the_link_computes_beside_it():
     """Loads follow each other: 4 x 3 s and the last layer's compute, forward and backward."""
-    time = run_of(4, LayerWork(forward=1, backward=2, read={"params": 3}), distance=1, tiers={"params": H})
+    time = run_of(4, LayerWork(forward=1, backward=2), sizes={"frozen": 3}, distance=1, tiers={"frozen": H})
     assert time.seconds == (4 * 3 + 1) + (4 * 3 + 2)
     assert (time.busy["up"], time.exposed["up"], time.exposed["compute"]) == (24, 15, 12)
     assert time.bound_by == "up"
@@ -348,23 +398,22 @@ def test_step_bound_by_the_link_computes_beside_it():
 
 @pytest.mark.parametrize("distance", [1, 2])
 def test_step_bound_by_compute_hides_all_loads_but_the_first(distance):
-    time = run_of(4, LayerWork(forward=1, backward=2, read={"params": 1}), distance=distance, tiers={"params": H})
+    time = run_of(4, LayerWork(forward=1, backward=2), sizes={"frozen": 1}, distance=distance, tiers={"frozen": H})
     assert time.seconds == (1 + 4) + (1 + 8)
     assert time.hidden["up"] == 6
 
 
 def test_step_hides_no_slow_layer_behind_more_slots():
     """With two slots loads begin earlier, and none faster."""
-    works = LayerWork(forward=1, backward=1, read={"params": 2})
-    seconds = [run_of(4, works, distance=d, tiers={"params": H}).seconds for d in (0, 1, 2, 3)]
+    work = LayerWork(forward=1, backward=1)
+    seconds = [run_of(4, work, d, sizes={"frozen": 2}, tiers={"frozen": H}).seconds for d in (0, 1, 2, 3)]
     assert seconds == [24, 18, 18, 18]
 
 
 def test_step_bound_by_the_disk_reads_as_far_ahead_as_it_has_buffers():
     """5 s to read and 1 s to load: one buffer is read to when it was emptied, of two one is read while the other is loaded."""
-    work = LayerWork(forward=1, backward=1, read={"params": 5})
-    wires = dataclasses.replace(BYTE_A_SECOND, up=5, link_both=10)
-    time = [step_time([(build_schedule(3, d, tiers={"params": N}), work)], wires=wires) for d in (1, 2)]
+    work, wires = LayerWork(forward=1, backward=1), dataclasses.replace(BYTE_A_SECOND, up=5, link_both=10)
+    time = [run_of(3, work, d, wires, sizes={"frozen": 5}, tiers={"frozen": N}) for d in (1, 2)]
     assert time[0].seconds == 6 * (5 + 1) + 1
     assert time[1].seconds == 6 * 5 + 1 + 1
     assert [t.bound_by for t in time] == ["read", "read"]
@@ -372,29 +421,26 @@ def test_step_bound_by_the_disk_reads_as_far_ahead_as_it_has_buffers():
 
 def test_step_is_no_shorter_than_what_the_disk_has_to_do():
     """Reads and writes share a disk: 4 x (1 + 1) + 4 records of 3 bytes at 2 bytes a second, although no loop does both."""
-    work = LayerWork(read={"params": 3}, written={"params": 3})
-    wires = Wires(read=2, write=2, disk_both=2)
-    time = step_time([(build_schedule(4, 1, tiers={"params": N}, master=False), work)], wires=wires)
+    wires, moved = Wires(read=2, write=2, disk_both=2), {"sizes": {"params": 3}, "tiers": {"params": N}}
+    time = run_of(4, distance=1, wires=wires, master=False, **moved)
     assert time.seconds >= 4 * (3 * 3 + 3) / 2
-    slow = step_time([(build_schedule(4, 1, tiers={"params": N}), work)], wires=dataclasses.replace(wires, write=0.1))
+    slow = run_of(4, distance=1, wires=dataclasses.replace(wires, write=0.1), **moved)
     assert slow.seconds == pytest.approx(4 * 3 / 0.1)
     assert slow.bound_by == "write"
 
 
 def test_step_reads_back_what_was_stored_before():
     """What forward stores last at 10 s, backward loads first."""
-    work = LayerWork(forward=1, backward=1, read={"activations": 3}, written={"activations": 3})
-    wires = Wires(down=1, up=6, link_both=7)
+    work, wires = LayerWork(forward=1, backward=1), Wires(down=1, up=6, link_both=7)
     for tier in (H, N):
-        time = step_time([(build_schedule(3, 1, tiers={"activations": tier}), work)], wires=wires)
+        time = run_of(3, work, 1, wires, sizes={"activations": 3}, tiers={"activations": tier})
         assert time.seconds == (1 + 3 * 3) + 0.5 + 3
         assert (time.exposed["down"], time.exposed["up"], time.exposed["compute"]) == (7, 0.5, 6)
 
 
 def test_step_updates_what_was_stored_before():
     """A gradient is loaded for its update after the last one of backward was stored."""
-    work = LayerWork(backward=1, read={"grads": 4}, written={"grads": 4})
-    time = run_of(2, work, distance=1, tiers={"grads": H})
+    time = run_of(2, LayerWork(backward=1), 1, sizes={"grads": 4}, tiers={"grads": H})
     assert time.seconds == (1 + 4 + 4) + (4 + 4)
 
 
@@ -408,7 +454,7 @@ def test_gathers_are_waited_for_unless_they_are_ahead():
 
 def test_wait_for_a_gather_of_a_late_load_counts_for_both():
     """4 s of the link and 0.5 s of the network in each of 2 x 2 ticks; without a cause the network would have all of it."""
-    time = run_of(2, LayerWork(forward=1, backward=1, gather=0.5, read={"params": 4}), distance=0, tiers={"params": H})
+    time = run_of(2, LayerWork(forward=1, backward=1, gather=0.5), sizes={"frozen": 4}, tiers={"frozen": H})
     assert time.seconds == 4 * (4 + 0.5 + 1)
     assert (time.exposed["up"], time.exposed["network"]) == (16, 2)
     assert time.bound_by == "up"
@@ -416,8 +462,7 @@ def test_wait_for_a_gather_of_a_late_load_counts_for_both():
 
 def test_late_stores_cross_beside_the_next_load():
     """Each record 2 s up and 2 s down: a record after the other, or one beside the other."""
-    work = LayerWork(update=0.5, read={"opt_state": 2}, written={"opt_state": 2})
-    time = run_of(3, work, tiers={"opt_state": H}, stores_late=True)
+    time = run_of(3, LayerWork(update=0.5), sizes={"opt_state": 2}, tiers={"opt_state": H}, stores_late=True)
     assert time.seconds == 3 * (2 + 0.5) + 2
     assert time.exposed["down"] == 2
 
@@ -433,21 +478,22 @@ def test_ways_of_a_link_share_its_bandwidth():
 
 def test_host_update_reads_no_further_ahead_than_it_has_buffers():
     """The layers' states are read while forward computes, one or two of them, and the others as kernels free buffers."""
-    work = LayerWork(forward=10, host=HostWork(seconds=1, read=4))
-    fields = {"master": True}
-    one, two = (run_of(4, work, distance=d, **fields) for d in (1, 2))
+    work = LayerWork(forward=10, host=1)
+    moved = {"sizes": {"opt_state": 4}, "tiers": {"opt_state": N}, "host": HostUpdate()}
+    wires = dataclasses.replace(BYTE_A_SECOND, write=1e9, disk_both=1e9)
+    one, two = (run_of(4, work, d, wires, **moved) for d in (1, 2))
     assert one.seconds == 40 + 1 + 3 * (4 + 1)
     assert two.seconds == 40 + 1 + 1 + 4 - 1 + 4 + 1
     assert one.bound_by == two.bound_by == "compute"
 
 
 def test_cores_of_a_cpu_copy_and_update():
-    host = HostWork(grads_down=1, params_up=2, seconds=3)
-    work = LayerWork(forward=1, backward=1, host=host, read={"params": 2})
+    work, moved = (
+        LayerWork(forward=1, backward=1, host=3),
+        {"sizes": {"handed": 1, "made": 2, "frozen": 2}, "tiers": {"frozen": H}},
+    )
     times = [
-        step_time(
-            [(build_schedule(2, 1, tiers={"params": H}), work)], wires=dataclasses.replace(BYTE_A_SECOND, shares_cores=shares)
-        )
+        run_of(2, work, 1, dataclasses.replace(BYTE_A_SECOND, shares_cores=shares), host=HostUpdate(), **moved)
         for shares in (False, True)
     ]
     assert times[1].seconds == 2 * (1 + 1 + 1 + 2 + 3) + 4 * 2  # one thing after the other
@@ -456,9 +502,11 @@ def test_cores_of_a_cpu_copy_and_update():
 
 
 def test_repeats_run_forward_and_backward_again_and_update_once():
-    layers = [(build_schedule(3), LayerWork(forward=1, backward=2, update=4, reduce=0.5))]
-    ends = EndsWork(embed=0.25, head=0.5, embed_backward=0.25, update=1)
-    once, thrice = (step_time(layers, ends, repeats=n) for n in (1, 3))
+    work, ends = (
+        LayerWork(forward=1, backward=2, update=4, reduce=0.5),
+        EndsWork(embed=0.25, head=0.5, embed_backward=0.25, update=1),
+    )
+    once, thrice = (run_of(3, work, ends=ends, repeats=n) for n in (1, 3))
     assert thrice.seconds - once.seconds == 2 * (3 * 1 + 3 * 2 + 1)  # reductions hide, but for a part of the last
     assert [part.name for part in once.phases] == ["embed", "forward", "head", "backward", "update"]
     assert [(part.name, part.seconds) for part in thrice.phases] == [("microbatches", 3 * 10), ("update", 0.25 + 13)]
@@ -481,7 +529,7 @@ def test_more_bandwidth_is_never_slower():
 
 
 def test_step_time_prints_lanes_and_phases():
-    text = str(run_of(4, LayerWork(forward=1, backward=2, read={"params": 3}), distance=1, tiers={"params": H}))
+    text = str(run_of(4, LayerWork(forward=1, backward=2), sizes={"frozen": 3}, distance=1, tiers={"frozen": H}))
     assert text.splitlines()[0] == "27.0000 s a step, predicted: forward 13.0000 s (up), backward 14.0000 s (up)"
     assert [line.split() for line in text.splitlines()[2:]] == [
         ["compute", "12.0000", "0.0000", "12.0000"], ["up", "24.0000", "9.0000", "15.0000"],

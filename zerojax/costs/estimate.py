@@ -16,22 +16,32 @@ that takes no walk: no lane can do its work in less than its bytes over its rate
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from host_offload.device import has_linear_fix
-from host_offload.schedule import Schedule, build_schedule
+from host_offload.schedule import END_PIECES, LATE_ENDS, EndLeaf, EndsMove, Phase, Schedule, StepPlan, build_ends
 from host_offload.tiers import TIERS
 from zerojax.activations import MODES
 from zerojax.config import ZeroConfig, frozen_tier, grads_in_float32, reduces_once, streams
-from zerojax.costs.timing import EndsWork, HostWork, LayerWork, StepTime, Wires, step_time
+from zerojax.costs.timing import EndsWork, LayerWork, StepTime, Wires, step_time
 from zerojax.costs.workload import CHECKPOINTED, Grid, StackWork, Workload
 from zerojax.machines import Machine
 from zerojax.memory import state_bytes
 from zerojax.precision import PRECISIONS
 from zerojax.sharding import STAGES
+from zerojax.state import host_update
+from zerojax.streamed import RunFacts, run_schedule
 
 _has_linear_fix = functools.cache(has_linear_fix)  # it looks up a version in files, and is asked for every estimate
+_RESIDENT = {
+    "params": "device", "grads": "device", "opt_state": "device", "update_on": "device", "prefetch_distance": 0,
+    "gather_ahead": False, "opt_state_device_fraction": 0.0, "delayed_update": False,
+}  # fmt: skip
+"""Fields of a step whose layers stay on the device, as its schedule sees them."""
+_MOST_PIECES = 32
+"""In which embedding and head are updated (`zerojax.optim`)."""
 Bytes = dict[str, dict[str, int]]
 """Bytes of one device by tier and kind."""
 
@@ -44,8 +54,9 @@ class Estimate:
       config: of the step.
       tiles: in which the layers' MLPs run; 1: whole.
       bytes: of one device, by tier and kind.
-      layers: schedule and work of each run of layers.
-      ends: work of embedding and head.
+      steps: everything that the step does, in order, with bytes.
+      layers: seconds of a layer of each run of layers.
+      ends: seconds of embedding and head.
       wires: rates of link and disk, of one device.
       repeats: microbatches that a resident step runs one after the other.
       collectives: bytes that a device sends in a step, by collective.
@@ -55,7 +66,8 @@ class Estimate:
     config: ZeroConfig
     tiles: int
     bytes: Mapping[str, Mapping[str, int]]
-    layers: tuple[tuple[Schedule, LayerWork], ...]
+    steps: StepPlan
+    layers: tuple[LayerWork, ...]
     ends: EndsWork
     wires: Wires
     repeats: int
@@ -69,16 +81,16 @@ class Estimate:
     @functools.cached_property
     def time(self) -> StepTime:
         """Seconds of the step, by a walk through its schedule."""
-        return step_time(self.layers, self.ends, self.wires, repeats=self.repeats)
+        return step_time(self.steps, self.layers, self.ends, self.wires, repeats=self.repeats)
 
     def seconds_with(self, wires: Wires) -> float:
         """Return the seconds of the step at other rates of link and disk."""
-        return step_time(self.layers, self.ends, wires, repeats=self.repeats).seconds
+        return step_time(self.steps, self.layers, self.ends, wires, repeats=self.repeats).seconds
 
     @functools.cached_property
-    def moved(self) -> dict[str, float]:
+    def moved(self) -> dict[str, int]:
         """Bytes of one device in a step, by lane: "up", "down", "read" and "write"."""
-        return moved_bytes(self.layers, self.ends, self.repeats)
+        return {lane: self.steps.moved(lane) for lane in ("up", "down", "read", "write")}
 
     @functools.cached_property
     def least(self) -> float:
@@ -86,11 +98,11 @@ class Estimate:
         rates, moved = self.wires, self.moved
         compute = self.ends.embed + self.ends.head + self.ends.embed_backward
         network = host = 0.0
-        for schedule, work in self.layers:
+        for schedule, work in zip(self.steps.stacks.values(), self.layers, strict=True):
             n = schedule.num_layers
             compute += n * (work.forward + work.backward)
             network += n * (2 * work.gather if not schedule.gather_ahead else 0.0)
-            host += n * (0.0 if work.host is None else work.host.seconds)
+            host += n * work.host
         compute *= self.repeats
         link = max(moved["up"] / rates.up, moved["down"] / rates.down, (moved["up"] + moved["down"]) / rates.link_both)
         disk = max(moved["read"] / rates.read, moved["write"] / rates.write, (moved["read"] + moved["write"]) / rates.disk_both)
@@ -245,17 +257,25 @@ class _Estimator:
     # --- bytes -------------------------------------------------------------------------------------------------------------
 
     def record(self, elements: float, frozen: float = 0.0) -> dict[str, int]:
-        """Return the bytes of a record by kind, as `build_schedule` takes them."""
-        b, share = self.b, self.share
-        whole = elements * (4 if self.reduced == 4 else b.params)
+        """Return the bytes of a record by kind, as `host_offload.schedule.build_schedule` takes them."""
+        b, part, on_device = self.b, elements * self.share(self.row.opt_state), self.config.params == "device"
         sizes = {
-            "params": elements * b.params * share(self.row.params),
-            "gathered": elements * b.params + frozen,
-            "grads": whole,
-            "opt_state": elements * self.state * share(self.row.opt_state),
-            "frozen": frozen * share(self.row.params),
+            "params": elements * b.params * self.share(self.row.params),
+            "gathered": elements * b.params + frozen if self.is_gathered else 0,
+            "derivative": elements * (4 if self.reduced == 4 else b.params),
+            "grads": part * b.grads,
+            "opt_state": part * self.state,
+            "frozen": frozen * self.share(self.row.params),
+            "handed": part * b.grads,
+            "weights": 4 * part if on_device and not self.master else 0,
+            "made": part * b.params if on_device else 0,
         }
         return {kind: int(n) for kind, n in sizes.items()}
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether layers are made whole beside their shards."""
+        return (self.row.params and self.grid.fsdp > 1) or self.config.params != "device"
 
     def grads_shard(self, elements: float) -> int:
         """Return the bytes of a gradient at rest."""
@@ -265,65 +285,84 @@ class _Estimator:
         """Return the layers of a stack whose optimizer state stays on the device, the fraction rounded down."""
         return int(round(self.config.opt_state_device_fraction * stack.num_layers, 9))
 
-    def schedule(self, stack: StackWork, run: Kept, first: int) -> Schedule:
-        """Return the schedule of a run of layers, which begins at layer `first` of its stack."""
-        config = self.config
-        device_layers = min(max(0, self.device_layers(stack) - first), run.num_layers)
-        away = config if self.streamed else None
-        tiers = {
-            "params": away.params if away else "device",
-            "grads": "device" if self.on_host or not away or self.in_backward else away.grads,
-            "opt_state": "device" if self.on_host or not away else away.opt_state,
-            "activations": run.tier if away and run.away else "device",
-        }
-        if stack.frozen_bytes and away:
-            tiers["frozen"] = frozen_tier(config)
-        late = (
-            _has_linear_fix()  # of the jaxlib that is installed, and so plans for itself
-            and not self.wires.shares_cores
-            and tiers["opt_state"] == "pinned_host"
-            and "nvme" not in tiers.values()
-            and not device_layers
-            and run.num_layers > 1
-            and (config.prefetch_distance > 0 or tiers["params"] == "device")
-            and (self.in_backward or self.master or tiers["params"] == "device")
+    def schedule(self, stack: StackWork, run: Kept, first: int, elements: float, ends: Sequence[EndsMove]) -> Schedule:
+        """Return the schedule of a run of layers from layer `first` of its stack on, whose records have so many elements."""
+        config = self.config if self.streamed else dataclasses.replace(self.config, **_RESIDENT)
+        facts = RunFacts(
+            num_layers=run.num_layers,
+            device_layers=min(max(0, self.device_layers(stack) - first), run.num_layers) if self.streamed else 0,
+            activations=run.tier if self.streamed and run.away else "device",
+            frozen=frozen_tier(config) if self.streamed and stack.frozen_bytes else "device",
+            num_arrays=self.master + 2 * bool(self.workload.moment_bytes),
+            has_master=self.master,
+            # Of the jaxlib that is installed, and so plans for itself.
+            both_ways=_has_linear_fix() and not self.wires.shares_cores,
         )
-        return build_schedule(
-            run.num_layers,
-            config.prefetch_distance if self.streamed else 0,
-            tiers=tiers,
-            update=config.update or "after_backward",
-            gather_ahead=config.gather_ahead and self.streamed,
-            master=self.master or self.on_host,
-            device_layers=device_layers,
-            stores_late=late,
-            record_bytes=self.record(stack.largest / self.tiles, stack.frozen_bytes) | {"activations": run.away},
-        )
+        sizes = self.record(elements, stack.frozen_bytes) | {"activations": run.away}
+        return run_schedule(config, facts, sizes, ends=ends)
+
+    def steps(self, runs: Sequence[tuple[StackWork, Kept, int]], tiles: int = 1) -> StepPlan:
+        """Return everything that the step does, of layers whose records are cut into tiles."""
+        schedules = dict[str, Schedule]()
+        last = 0 if self.in_backward else len(runs) - 1  # the run that ends backward, or the update
+        leaf = self.end_leaf()
+        for n, (stack, run, first) in enumerate(runs):
+            elements = stack.gathered(tiles)
+            ends = [self.ends_beside(leaf, elements)] if n == last and leaf.tiers["opt_state"] != "device" else []
+            schedules[f"{n}" if len(runs) > 1 else ""] = self.schedule(stack, run, first, elements, ends)
+        late = any(phase.stores_late for phase in list(schedules.values())[last].phases)
+        leaves = [leaf._replace(is_beside=late), *self.frozen_leaf()]
+        return StepPlan(schedules, build_ends(leaves, self.master, host_update(self.config, self.master)))
+
+    def end_leaf(self) -> EndLeaf:
+        """Return embedding and head; of a plain Model all of it, which is updated at once."""
+        config, workload = self.config, self.workload
+        updated = workload.end_elements if workload.is_layered else workload.elements
+        tiers = {"params": config.params, "opt_state": config.opt_state if self.on_host or self.moves else "device"}
+        sizes = self.record(updated) | {"params": self.record(workload.end_elements)["params"]}
+        return EndLeaf("ends", tiers, sizes)
+
+    def frozen_leaf(self) -> list[EndLeaf]:
+        """Return what of embedding and head is frozen."""
+        size = self.workload.end_frozen_bytes * self.share(self.row.params)
+        return [EndLeaf("frozen", {"frozen": frozen_tier(self.config)}, {"frozen": int(size)}, frozen=True)] if size else []
+
+    def ends_beside(self, leaf: EndLeaf, elements: float) -> EndsMove:
+        """Return embedding and head as they are updated beside late stores of records: in pieces if they are larger."""
+        away = leaf.tiers["params"] != "device"
+        stored = leaf.sizes["opt_state"] + (leaf.sizes["params"] if away else 0)
+        loaded = leaf.sizes["opt_state"] + (leaf.sizes["params"] if away and not self.master else 0)
+        count = min(_MOST_PIECES, math.ceil(leaf.sizes["opt_state"] / max(1, self.record(elements)["opt_state"])))
+        if count <= 1:
+            return EndsMove(LATE_ENDS, (stored,), (), (loaded,))
+        return EndsMove(END_PIECES, (stored // count,), (count,), (loaded // count,))
 
     def estimate(self) -> Estimate:
-        """Return bytes, schedules and work."""
+        """Return bytes, steps and work."""
         config, workload = self.config, self.workload
-        layers, runs, skipped = list[tuple[Schedule, LayerWork]](), list[tuple[StackWork, Kept]](), 0
+        runs, skipped = list[tuple[StackWork, Kept, int]](), 0
         for stack in workload.stacks:
             first = 0
             for run in _runs(config, stack, skipped):
-                layers.append((self.schedule(stack, run, first), self.work(stack, run)))
-                runs.append((stack, run))
+                runs.append((stack, run, first))
                 first += run.num_layers
             skipped += stack.num_layers
+        steps = self.steps(runs)
+        in_tiles = self.steps(runs, self.tiles) if self.tiles > 1 else steps
         return Estimate(
             config=config,
             tiles=self.tiles,
-            bytes=self.bytes(layers, runs),
-            layers=tuple(layers),
+            bytes=self.bytes(in_tiles, runs),
+            steps=steps,
+            layers=tuple(self.work(stack, run) for stack, run, _ in runs),
             ends=self.ends(),
             wires=self.wires,
             repeats=1 if self.streamed else config.num_microbatches,
             collectives=self.collectives(),
-            again=sum(run.num_layers * (run.backward - stack.backward["save"]) for stack, run in runs),
+            again=sum(run.num_layers * (run.backward - stack.backward["save"]) for stack, run, _ in runs),
         )
 
-    def bytes(self, layers: list[tuple[Schedule, LayerWork]], runs: list[tuple[StackWork, Kept]]) -> Bytes:
+    def bytes(self, steps: StepPlan, runs: Sequence[tuple[StackWork, Kept, int]]) -> Bytes:
         """Return the bytes of a device by tier and kind."""
         config, workload, b, share = self.config, self.workload, self.b, self.share
         tiers: Bytes = {tier: {} for tier in TIERS}
@@ -348,36 +387,39 @@ class _Estimator:
         add("device", "grads", self.grads_shard(ends))
         add(tier, "grads", self.grads_shard(blocks))
         gathered = 0
-        if (self.grid.fsdp > 1 and self.row.params) or config.params != "device":
-            layer = max((s.largest / self.tiles * b.params + s.frozen_bytes for s in workload.stacks), default=0)
+        if self.is_gathered:
+            stacks = workload.stacks if workload.is_layered else ()  # a plain Model gathers leaf by leaf: `largest_end`
+            layer = max((s.gathered(self.tiles) * b.params + s.frozen_bytes for s in stacks), default=0)
             gathered = int(max(layer * (1 + config.gather_ahead), workload.largest_end * b.params))
         count = 1 if self.streamed else config.num_microbatches
-        for _, run in runs:
+        for _, run, _ in runs:
             add(run.tier if run.away else "device", "activations", run.num_layers * run.away / count)
         add("device", "batch", workload.batch_bytes)
         if reduces_once(config):  # whole sums of each device's own, beside the shards that `grads` counts
             sums = ends if self.streamed else 2 * every
             add("device", "unreduced", 4 * sums * (1 - share(self.row.opt_state)))
-        self.add_buffers(add, layers)
-        kept = sum(run.num_layers * run.device for _, run in runs) / count + (0 if self.streamed else workload.end_kept / count)
+        self.add_buffers(add, steps)
+        kept = sum(run.num_layers * run.device for _, run, _ in runs) / count + (
+            0 if self.streamed else workload.end_kept / count
+        )
         # What else is there in the phase that holds the most.
-        peak = max(self.phases(layers, runs, gathered, int(kept)), key=lambda kinds: sum(kinds.values()))
+        peak = max(self.phases(steps, runs, gathered, int(kept)), key=lambda kinds: sum(kinds.values()))
         for kind, n in peak.items():
             add("device", kind, n)
         return tiers
 
     def phases(
-        self, layers: list[tuple[Schedule, LayerWork]], runs: list[tuple[StackWork, Kept]], gathered: int, kept: int
+        self, steps: StepPlan, runs: Sequence[tuple[StackWork, Kept, int]], gathered: int, kept: int
     ) -> list[dict[str, int]]:
         """Return what head, backward and update each hold at once besides states, resting gradients and the batch, by kind."""
         config, workload = self.config, self.workload
-        loaded = int(self.ends().load)
-        in_flight = self.in_flight(layers, gathered)
-        working = int(max((run.working for _, run in runs), default=0) / config.num_microbatches)
+        loaded = steps.ends["embed"].moved("up")
+        in_flight = self.in_flight(steps)
+        working = int(max((run.working for _, run, _ in runs), default=0) / config.num_microbatches)
         head = int(workload.head_working / config.num_microbatches)
         held = {"activations": kept, "gathered": gathered}
         # What backward reads to update a layer comes when the layer's derivative is done, unless it crosses beside it.
-        in_tick = min((self._in_tick(schedule) for schedule, _ in layers), default=0)
+        in_tick = min(map(self._in_tick, steps.stacks.values()), default=0)
         backward = in_flight["backward"] + max(working + gathered - in_tick, 0)
         return [
             held | {"in_flight": loaded + in_flight["forward"], "working": head},
@@ -390,15 +432,15 @@ class _Estimator:
             {"in_flight": loaded + in_flight["update"]},
         ]
 
-    def in_flight(self, layers: list[tuple[Schedule, LayerWork]], gathered: int) -> dict[str, int]:
-        """Return the most bytes of records on their way in each phase, without what is gathered (`Schedule.in_flight`)."""
-        workload, ends = self.workload, self.ends()
-        most = {"forward": 0, "backward": 0, "update": int(ends.state_up + ends.state_down)}
+    def in_flight(self, steps: StepPlan) -> dict[str, int]:
+        """Return the most bytes of records on their way in each phase, without what is gathered (`Phase.peak_bytes`)."""
+        workload = self.workload
+        most = {"forward": 0, "backward": 0, "update": steps.ends["ends"].peak_bytes}
         if self.moves:
             # All ends at once, with gradients that are float32 in the place of those that rested. The first layer's record,
             # which the loop of updates reads before it begins, is there already.
             grads = (4 - self.b.grads) * workload.end_elements * self.share(self.row.opt_state)
-            most["update"] += int(grads) + sum(self._first_record(schedule, work) for schedule, work in layers[:1])
+            most["update"] += int(grads) + sum(map(self._first_record, list(steps.stacks.values())[:1]))
         if not self.streamed:
             whole = self.row.opt_state and not self.row.params and self.grid.fsdp > 1
             if self.repeats > 1:  # a microbatch's gradients, beside their sums
@@ -407,23 +449,18 @@ class _Estimator:
             leaf = workload.largest_leaf * (self.b.params if whole else 0.0)
             moved = 2 * workload.largest_leaf * self.state * self.share(self.row.opt_state) if self.moves else 0.0
             return most | {"update": int(leaf + moved) + self._whole_update()}
-        for schedule, work in layers:
+        for part in steps.parts:
+            if part.stack is None:
+                continue
+            schedule = steps.stacks[part.stack]
             assert schedule.record_bytes is not None
-            sizes = dict(schedule.record_bytes) | ({} if gathered else {"gathered": 0})
-            shard = work.read.get("grads", 0)
-            whole = sizes["gathered"] * (1 + schedule.gather_ahead)
-            # In backward the whole gradient is there beside the shard to which it is reduced.
-            for name, grads in (("forward", sizes["grads"]), ("backward", sizes["grads"] + shard), ("update", shard)):
-                of_sizes = dataclasses.replace(schedule, record_bytes=sizes | {"grads": grads})
-                if any(phase.name == name for phase in schedule.phases):
-                    peak = int(of_sizes.in_flight()[name].max()) - (whole if name != "update" else 0)
-                    if name == "backward" and self.config.num_microbatches > 1:
-                        # Sums over microbatches are float32, beside the gradient of one of them.
-                        peak += 4 * sizes["grads"] // (4 if self.reduced == 4 else self.b.params)
-                    most[name] = max(most[name], peak + self._copied(of_sizes, name))
-            if work.host is not None:
-                updating = "backward" if self.in_backward else "update"
-                most[updating] = max(most[updating], int(work.host.grads_down + work.host.params_up))
+            sizes = schedule.record_bytes
+            whole = sizes["gathered"] * (1 + schedule.gather_ahead) if part.name != "update" else 0
+            peak = part.phase.peak_bytes - whole + self._copied(schedule, part.phase)
+            if part.name == "backward" and self.config.num_microbatches > 1:
+                # Sums over microbatches are float32, beside the gradient of one of them.
+                peak += 4 * sizes["derivative"] // (4 if self.reduced == 4 else self.b.params)
+            most[part.name] = max(most[part.name], peak)
         if not self.by_record:
             most["update"] += self._whole_update()
         return most
@@ -435,44 +472,45 @@ class _Estimator:
         return int(2 * 4 * self.workload.elements * self.share(self.row.opt_state))
 
     @staticmethod
-    def _first_record(schedule: Schedule, work: LayerWork) -> int:
+    def _first_record(schedule: Schedule) -> int:
         """Return the bytes of the record that the loop of updates reads before it begins; 0 if there is no such loop."""
-        assert schedule.record_bytes is not None
-        sizes = dict(schedule.record_bytes) | {"grads": work.read.get("grads", 0)}
-        updates = [phase for phase in schedule.phases if phase.name == "update"]
-        return sum(sizes[kind] for phase in updates if phase.preload.size for kind in phase.fetches)
+        updates = [loop for phase in schedule.phases if phase.name == "update" for loop in phase.loops if loop.start == -1]
+        return sum(op.num_bytes for loop in updates for op in loop.ops if op.verb == "fetch")
 
     @staticmethod
     def _in_tick(schedule: Schedule) -> int:
         """Return the bytes that a tick of backward reads and writes to update its layer, one after the derivative."""
-        phase, sizes = schedule.phase("backward"), schedule.record_bytes
-        assert sizes is not None
-        is_beside = phase.stores_late or schedule.update != "in_backward"
-        return 0 if is_beside else sum(sizes[kind] for kind in (*phase.reads, *phase.writes))
+        phase = schedule.phase("backward")
+        if phase.stores_late or schedule.update != "in_backward":
+            return 0
+        return max(sum(op.num_bytes for op in loop.ops if op.verb in ("load", "update")) for loop in phase.main)
 
-    def _copied(self, schedule: Schedule, name: str) -> int:
+    def _copied(self, schedule: Schedule, phase: Phase) -> int:
         """Return the bytes by which a loop's peak differs from its schedule's, as compiled for an H200.
 
         A record is copied out of a ring of several slots. What rests on disk is updated where it was read, and so takes no
         second record, but its gradients in float32. What backward reads in its tick comes when the derivative is done, in the
         place of what that had at once.
         """
-        phase, sizes = schedule.phase(name), schedule.record_bytes
+        sizes = schedule.record_bytes
         assert sizes is not None
         taken = sum(sizes[kind] for kind in phase.fetches) if len(phase.preload) > 1 else 0
         if "opt_state" not in phase.writes or schedule.tiers["opt_state"] != "nvme":
             return taken
-        return taken - sizes["opt_state"] + int((4 / self.b.grads - 1) * sizes["grads"])
+        grads = sizes["grads"] + (sizes["derivative"] if phase.name == "backward" else 0)
+        return taken - sizes["opt_state"] + int((4 / self.b.grads - 1) * grads)
 
-    def add_buffers(self, add: Any, layers: list[tuple[Schedule, LayerWork]]) -> None:
+    def add_buffers(self, add: Any, steps: StepPlan) -> None:
         """Add the buffers in host memory of the nvme tier: of each kind of record as many to read as to write."""
         distance = self.config.prefetch_distance
-        for schedule, work in layers:
-            count = min(distance + 1, schedule.num_layers)
-            on_disk = [kind for kind, tier in schedule.tiers.items() if tier == "nvme"]
-            add("pinned_host", "buffers", 2 * count * sum(work.read.get(kind, 0) for kind in on_disk))
+        for schedule in steps.stacks.values():
+            count, sizes = min(distance + 1, schedule.num_layers), schedule.record_bytes
+            assert sizes is not None
+            held_by_host = ("opt_state", "grads") if self.on_host else ()
+            on_disk = [kind for kind, tier in schedule.tiers.items() if tier == "nvme" and kind not in held_by_host]
+            add("pinned_host", "buffers", 2 * count * sum(sizes[kind] for kind in on_disk))
             if self.on_host and self.config.opt_state == "nvme":  # updated in the buffers to which it is read
-                add("pinned_host", "buffers", min(2 * (distance + 1), schedule.num_layers) * work.read["opt_state"])
+                add("pinned_host", "buffers", min(2 * (distance + 1), schedule.num_layers) * sizes["opt_state"])
         workload = self.workload
         params = workload.end_elements * self.b.params * self.share(self.row.params) if self.config.params == "nvme" else 0.0
         on_disk = self.config.opt_state == "nvme"
@@ -517,26 +555,15 @@ class _Estimator:
         """Return the seconds in which the device updates so many elements."""
         return 0.0 if self.on_host else elements * self.share(self.row.opt_state) * self.workload.update
 
-    def host_work(self, elements: float) -> HostWork | None:
-        """Return the host's update of so many elements."""
+    def host_seconds(self, elements: float) -> float:
+        """Return the seconds of the host's update of so many elements."""
         if not self.on_host:
-            return None
+            return 0.0
         b, part = self.b, elements * self.share(self.row.opt_state)
         rate = self.machine.need("host_kernel") / self.machine.devices_per_node
-        state = self.state if self.config.opt_state == "nvme" else 0
-        params = b.params if self.config.params == "nvme" else 0
-        on_device = self.config.params == "device"
-        # Parameters on the device that are their own masters go down, too, and the host updates them.
-        weights = 4 if on_device and not self.master else 0
         # The kernel reads and writes masters and moments, reads gradients, and writes parameters in 16 bits.
         touched = 2 * (self.state if self.master else self.state + b.params) + b.grads + (b.params if self.master else 0)
-        return HostWork(
-            grads_down=part * (b.grads + weights),
-            params_up=part * b.params if on_device else 0.0,
-            seconds=part * touched / rate,
-            read=part * (state + (0 if self.master else params)),  # without masters they are themselves what is updated
-            write=part * (state + params),
-        )
+        return part * touched / rate
 
     def work(self, stack: StackWork, run: Kept) -> LayerWork:
         """Return the work of a layer."""
@@ -544,7 +571,6 @@ class _Estimator:
         updated = n if self.workload.is_layered else 0  # a plain Model is updated as one, by `ends`
         repeats = 1 if self.streamed else self.config.num_microbatches
         sent = stack.sent.get(run.mode, 0.0) / self._tensor_network() if self.grid.tensor > 1 else 0.0
-        read = self.record(n, stack.frozen_bytes) | {"grads": self.grads_shard(n), "activations": run.away}
         gathers = self.row.params
         return LayerWork(
             forward=(stack.forward + sent / 3) / repeats,
@@ -553,24 +579,14 @@ class _Estimator:
             gather=self.gather(n, stack.frozen_bytes) if gathers else 0.0,
             reduce=self.reduce(n) / repeats,
             regather=self.regather(n),
-            read=read,
-            written=read | ({"params": 0} if self.on_host else {}),  # the host's kernel writes them where they rest
-            host=self.host_work(updated) if updated else None,
+            host=self.host_seconds(updated),
         )
 
     def ends(self) -> EndsWork:
         """Return the work of embedding and head; of a plain Model the update of all of it."""
-        config, workload, share = self.config, self.workload, self.share
+        config, workload = self.config, self.workload
         n, repeats = workload.end_elements, 1 if self.streamed else config.num_microbatches
         updates = n if workload.is_layered else workload.elements
-        state = updates * self.state * share(self.row.opt_state) if self.moves else 0.0
-        params = n * self.b.params * share(self.row.params) if config.params != "device" else 0.0
-        # Parameters that are updated on the device go back to where they rest; those that are their own masters come first.
-        frozen_at = frozen_tier(config)
-        frozen = workload.end_frozen_bytes * share(self.row.params) if frozen_at != "device" else 0.0
-        updated = 0.0 if self.on_host else params
-        own = 0.0 if self.master else updated
-        state_on_disk, params_on_disk = config.opt_state == "nvme", config.params == "nvme"
         return EndsWork(
             embed=workload.embed / repeats,
             head=workload.head / repeats,
@@ -578,13 +594,7 @@ class _Estimator:
             update=self.update(updates),
             gather=self.gather(n, workload.end_frozen_bytes) / 2 * self.gathers_of_ends / repeats if self.row.params else 0.0,
             reduce=self.reduce(n) / repeats,
-            load=params + frozen,
-            load_read=params * params_on_disk + frozen * (frozen_at == "nvme"),
-            state_up=state + own,
-            state_down=state + updated,
-            state_read=state * state_on_disk + own * params_on_disk,
-            state_write=state * state_on_disk + updated * params_on_disk,
-            host=self.host_work(updates),
+            host=self.host_seconds(updates),
         )
 
     def collectives(self) -> dict[str, float]:
@@ -600,34 +610,3 @@ class _Estimator:
         sent = {"all_gather": gathered * (n - 1) / n} | self.reduces(work.elements)
         over = sum(s.num_layers * s.sent.get("save", 0.0) for s in self.workload.stacks)
         return {k: v for k, v in (sent | {"tensor": over}).items() if v}
-
-
-def moved_bytes(layers: Any, ends: EndsWork, repeats: int = 1) -> dict[str, float]:
-    """Return the bytes that a device moves in a step, by lane."""
-    total: dict[str, float] = dict.fromkeys(("up", "down", "read", "write"), 0.0)
-
-    def add(**moved: float) -> None:
-        for lane, n in moved.items():
-            total[lane] += n
-
-    add(up=ends.load, read=ends.load_read)
-    add(up=ends.state_up, down=ends.state_down, read=ends.state_read, write=ends.state_write)
-    if ends.host is not None:
-        add(up=ends.host.params_up, down=ends.host.grads_down, read=ends.host.read, write=ends.host.write)
-    del repeats
-    for schedule, work in layers:
-        for phase in schedule.phases:
-            fetched = [phase.first, *phase.preload.tolist(), *phase.fetch.tolist()]
-            reads = [(phase.fetches, layer) for layer in fetched if layer >= 0]
-            reads += [(phase.reads, layer) for layer in phase.layer.tolist()]
-            writes = [(phase.writes, layer) for layer in phase.layer.tolist()]
-            for moves, sizes, lane, disk in ((reads, work.read, "up", "read"), (writes, work.written, "down", "write")):
-                for kinds, layer in moves:
-                    for kind in phase.off_device(kinds, layer):
-                        add(**{lane: sizes.get(kind, 0)})
-                        if schedule.tiers[kind] == "nvme":
-                            add(**{disk: sizes.get(kind, 0)})
-        if work.host is not None:
-            n, host = schedule.num_layers, work.host
-            add(up=n * host.params_up, down=n * host.grads_down, read=n * host.read, write=n * host.write)
-    return total

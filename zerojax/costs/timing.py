@@ -33,12 +33,12 @@ import collections
 import dataclasses
 import itertools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
-from host_offload.schedule import Phase, Schedule
+from host_offload.schedule import LANES, LAYERS, Op, Part, Phase, Record, StepPlan
 
-LANES: tuple[str, ...] = ("compute", "network", "up", "down", "read", "write", "host")
 ON_CORES = frozenset({"up", "down", "host"})
 """What the cores do besides where the device is a CPU."""
 
@@ -100,37 +100,16 @@ class Wires:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class HostWork:
-    """What an update on the host does for one record.
-
-    Attributes:
-      grads_down: bytes of gradients to the host.
-      params_up: bytes of new parameters to the device.
-      seconds: of the kernel.
-      read: bytes read from disk.
-      write: bytes written to it.
-    """
-
-    grads_down: float = 0.0
-    params_up: float = 0.0
-    seconds: float = 0.0
-    read: float = 0.0
-    write: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWork:
-    """Work of one layer on one device, of all its microbatches.
+    """Seconds of one layer on one device, of all its microbatches.
 
     Attributes:
-      forward: seconds of compute.
+      forward: of compute.
       backward: likewise, of the derivative and of what it computes again.
-      update: seconds of the optimizer on the device.
-      gather: seconds of a gather of the parameters.
-      reduce: seconds of the reduction of the gradients.
-      regather: seconds of the gather after an update, of stages 1 and 2.
-      read: bytes of a record that is read, by kind of the schedule.
-      written: likewise, of one that is written.
+      update: of the optimizer on the device.
+      gather: of a gather of the parameters.
+      reduce: of the reduction of the gradients.
+      regather: of the gather after an update, of stages 1 and 2.
       host: of an update on the host.
     """
 
@@ -140,28 +119,30 @@ class LayerWork:
     gather: float = 0.0
     reduce: float = 0.0
     regather: float = 0.0
-    read: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    written: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    host: HostWork | None = None
+    host: float = 0.0
+
+    def seconds(self) -> dict[tuple[str, str], float]:
+        """Return the seconds of an operation by its verb and the name of its phase; others take none."""
+        both = {("gather", name): self.gather for name in ("forward", "backward")}
+        both |= {(verb, name): getattr(self, field) for name in ("backward", "update") for verb, field in _UPDATES.items()}
+        both |= {("compute", "forward"): self.forward, ("compute", "backward"): self.backward}
+        return both | {("reduce", "backward"): self.reduce}
+
+
+_UPDATES = {"update": "update", "host_update": "host", "regather": "regather"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EndsWork:
-    """Work of the leaves that are no layers: embedding and head.
+    """Seconds of the leaves that are no layers: embedding and head.
 
     Attributes:
-      embed: seconds of forward.
-      head: seconds of forward and derivative.
-      embed_backward: seconds of the derivative.
-      update: seconds of the optimizer on the device.
-      gather: seconds of a gather of each; both are gathered twice.
-      reduce: seconds of the reduction.
-      load: bytes of parameters that are loaded once a step.
-      load_read: those of them on disk.
-      state_up: bytes of optimizer state that the update loads.
-      state_down: bytes that it stores.
-      state_read: those of `state_up` on disk.
-      state_write: those of `state_down` on disk.
+      embed: of forward.
+      head: of forward and derivative.
+      embed_backward: of the derivative.
+      update: of the optimizer on the device.
+      gather: of a gather of each; both are gathered twice.
+      reduce: of the reduction.
       host: of an update on the host.
     """
 
@@ -171,13 +152,15 @@ class EndsWork:
     update: float = 0.0
     gather: float = 0.0
     reduce: float = 0.0
-    load: float = 0.0
-    load_read: float = 0.0
-    state_up: float = 0.0
-    state_down: float = 0.0
-    state_read: float = 0.0
-    state_write: float = 0.0
-    host: HostWork | None = None
+    host: float = 0.0
+
+    def seconds(self) -> dict[tuple[str, str], float]:
+        """Return the seconds of an operation by its verb and the name of its phase."""
+        names = ("embed", "head", "embed_backward")
+        found = {("compute", name): getattr(self, name) for name in names} | {("gather", name): self.gather for name in names}
+        return found | {
+            ("reduce", "embed_backward"): self.reduce, ("update", "ends"): self.update, ("host_update", "ends"): self.host,
+        }  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -309,115 +292,119 @@ class _Walk:
         self.clock, self.distance = _Clock(wires), max(1, distance)
         self.parts: list[tuple[str, float, float, Mapping[str, float]]] = []
         # When the records of a kind on disk were taken from the ring of buffers, in order; and when each was last stored.
-        self.taken: dict[str, collections.deque[Event]] = collections.defaultdict(
+        self.taken: dict[_Kind, collections.deque[Event]] = collections.defaultdict(
             lambda: collections.deque(maxlen=self.distance)
         )
-        self.written: dict[tuple[str, int], Event] = {}
+        self.written: dict[tuple[_Kind, int], Event] = {}
 
     # --- moves -------------------------------------------------------------------------------------------------------------
 
-    def fetch(
-        self, kinds: Iterable[str], layer: int, run: "_Run", *after: Event, sizes: Mapping[str, int] | None = None
-    ) -> Event:
-        """Bring a record to the device: off the disk first, where it rests there. Returns its arrival."""
-        clock, sizes = self.clock, run.work.read if sizes is None else sizes
-        here, total, read = _latest(*after), 0, list[str]()
-        for kind in kinds:
-            size = sizes.get(kind, 0)
-            if not size:
-                continue
-            total += size
-            key = f"{run.name}{kind}"
-            there = self.written.get((key, layer), Event(0.0, "down"))
-            if run.schedule.tiers[kind] == "nvme":
-                there = clock.move("read", size, self.room(key), there, label=f"read {kind}", layer=layer)
+    def load(self, stack: str | None, ops: Sequence[Op], *after: Event) -> Event:
+        """Bring records to the device: off the disk first, where they rest there. Returns their arrival."""
+        clock, here, read = self.clock, _latest(*after), list[_Kind]()
+        loads = [op for op in ops if op.verb != "read" and op.num_bytes]
+        for op in loads:
+            key = _Kind(stack, op.record)
+            there = self.written.get((key, op.number), Event(0.0, "down"))
+            if any(other.verb == "read" and other.record == op.record for other in ops):
+                label = f"read {op.record.kind}"
+                there = clock.move("read", op.num_bytes, self.room(key), there, label=label, layer=_layer(op))
                 read.append(key)
             here = _latest(here, there)
-        end = clock.move("up", total, here, label=f"load {', '.join(kinds)}", layer=layer)
+        label = f"load {', '.join(op.record.kind for op in ops if op.verb != 'read')}"
+        end = clock.move("up", sum(op.num_bytes for op in loads), here, label=label, layer=_layer(ops[0]))
         for key in read:
             self.taken[key].append(end)
         return end
 
-    def room(self, key: str) -> Event:
+    def room(self, key: "_Kind") -> Event:
         """Return when the next record of a kind on disk has a buffer to be read to."""
         ring = self.taken[key]
         return ring[0] if len(ring) == self.distance else Event(0.0, "read")
 
-    def store(self, kinds: Iterable[str], layer: int, run: "_Run", *after: Event) -> Event:
-        """Take a record off the device, and to the disk where it rests there. Returns when it rests."""
-        clock = self.clock
-        sizes = {kind: run.work.written.get(kind, 0) for kind in kinds}
-        label = f"store {', '.join(kinds)}"
-        end = clock.move("down", sum(sizes.values()), *after, label=label, layer=layer)
-        for kind, size in sizes.items():
-            on_disk = size and run.schedule.tiers[kind] == "nvme"
-            rests = clock.move("write", size, end, label=f"write {kind}", layer=layer) if on_disk else end
-            self.written[f"{run.name}{kind}", layer] = rests
+    def store(self, stack: str | None, ops: Sequence[Op], *after: Event) -> Event:
+        """Take records off the device, and to the disk where they rest there. Returns when they have left the device."""
+        clock, stores = self.clock, [op for op in ops if op.verb == "store"]
+        label = f"store {', '.join(op.record.kind for op in stores)}"
+        total = sum(op.num_bytes for op in stores if op.lane == "down")
+        end = clock.move("down", total, *after, label=label, layer=_layer(ops[0]))
+        for op in stores:
+            rests = end
+            for write in (other for other in ops if other.verb == "write" and other.record == op.record):
+                rests = clock.move("write", write.num_bytes, end, label=f"write {op.record.kind}", layer=_layer(op))
+            self.written[_Kind(stack, op.record), op.number] = rests
         return end
 
-    def update_on_host(self, host: HostWork, layer: int, *after: Event, name: str = "") -> Event:
-        """Run the host's update of one record. Returns when its parameters are where they rest."""
-        clock = self.clock
-        there = clock.move("down", host.grads_down, *after, label="gradients", layer=layer)
-        read = clock.move("read", host.read, self.room(name), label="read opt_state", layer=layer)
-        done = clock.run("host", host.seconds, there, read, label="update", layer=layer)
-        self.taken[name].append(done)
-        clock.move("write", host.write, done, label="write opt_state", layer=layer)
-        return clock.move("up", host.params_up, done, label="parameters", layer=layer)
+    def update_on_host(self, stack: str | None, ops: Sequence[Op], seconds: float, *after: Event) -> Event:
+        """Do what callbacks of the host's update do in a tick. Returns when the last of it is over for the device."""
+        clock, ready, end = self.clock, list[Event](), _latest(*after)
+        for op in ops:
+            layer, size = _layer(op), op.num_bytes
+            if op.verb == "store" and op.lane == "down":
+                end = clock.move("down", size, *after, label="gradients", layer=layer)
+                ready.append(end)
+            elif op.verb == "host_read":
+                key = _Kind(stack, op.record)
+                read = clock.move("read", size, self.room(key), label=f"read {op.record.kind}", layer=layer)
+                ready.append(read)
+                self.taken[key].append(read)
+            elif op.verb == "host_update":
+                end = clock.run("host", seconds, *after, *ready, label="update", layer=layer)
+                for other in (other for other in ops if other.verb == "host_read"):
+                    self.taken[_Kind(stack, other.record)][-1] = end
+            elif op.verb == "host_write":
+                clock.move("write", size, end, label=f"write {op.record.kind}", layer=layer)
+            elif op.verb == "load":
+                end = clock.move("up", size, end, label="parameters", layer=layer)
+        return end
 
-    # --- loops -------------------------------------------------------------------------------------------------------------
+    # --- phases ------------------------------------------------------------------------------------------------------------
 
-    def loop(self, phase: Phase, run: "_Run", begin: Event) -> Event:
-        """Run a phase whose first fetches may start at `begin`. Returns when the last store of the loop has ended."""
-        clock, work, slots = self.clock, run.work, dict[int, Event]()
-        clock.first = run.first
-        is_update, is_backward = phase.name == "update", phase.name == "backward"
-        ahead = run.schedule.gather_ahead and not is_update
-        updates = is_update or (is_backward and run.schedule.update == "in_backward")
-        clock.rates = clock.wires.sharing(_moved(phase, run))
-        off = phase.off_device
-        fetches = lambda layer: off(phase.fetches, layer)  # noqa: E731
-        for layer, slot in zip(phase.preload.tolist(), phase.preload_slot.tolist(), strict=True):
-            slots[slot] = self.fetch(fetches(layer), layer, run, begin)
-        gather = 0.0 if is_update else work.gather
-        gathered = begin
-        if phase.first >= 0:
-            arrived = self.fetch(fetches(phase.first), phase.first, run, begin)
-            gathered = clock.run("network", gather, arrived, label="gather", layer=phase.first)
+    def run(self, part: Part, seconds: Mapping[tuple[str, str], float], begin: Event, first: int = 0) -> Event:
+        """Run a phase whose first fetches may start at `begin`. Returns when the last of its stores has ended.
+
+        Args:
+          part: the phase.
+          seconds: of what it computes, by verb and name of the phase.
+          begin: when its first fetches may start.
+          first: the layer of the model that is the first of its stack.
+        """
+        clock, stack, name = self.clock, part.stack, part.name
+        clock.first, clock.rates = first, clock.wires.sharing(_moved(part.phase))
+        gathers = any(op.record.kind == "gathered" for loop in part.phase.loops for op in loop.ops)
+        arrived, gathered, made = dict[int, Event](), dict[int, Event](), dict[tuple[str, int], Event]()
         last = begin
-        columns = [getattr(phase, name).tolist() for name in ("layer", "consume", "use_slot", "fetch", "fetch_slot")]
-        for layer, consume, slot, fetched, fetch_slot in zip(*columns, strict=True):
-            start = clock.now
-            record = slots[slot] if slot >= 0 else start
-            if slot < 0 and consume >= 0 and fetches(consume):
-                record = self.fetch(fetches(consume), consume, run, start)
-            taken = _latest(record, start)
-            if fetched >= 0 and fetch_slot >= 0:
-                slots[fetch_slot] = self.fetch(fetches(fetched), fetched, run, taken)
-            ready = gathered
-            if consume >= 0:
-                gathered = clock.run("network", gather, taken, label="gather", layer=consume)
-            if not ahead:
-                ready = gathered
-            besides = off(phase.reads, layer)
-            read = self.fetch(besides, layer, run, start) if besides else start
-            if is_update:
-                done = clock.run("compute", work.update, ready, read, label="update", layer=layer)
-            else:
-                seconds = work.backward if is_backward else work.forward
-                done = clock.run("compute", seconds, ready, label=phase.name, layer=layer)
-            if is_backward:
-                done = clock.run("network", work.reduce, done, label="reduce", layer=layer)
-                if updates and work.host is None:
-                    done = clock.run("compute", work.update, done, read, label="update", layer=layer)
-            made = done  # what is stored: it need not be gathered first
-            if updates:
-                done = clock.run("network", work.regather, done, label="gather", layer=layer)
-            if updates and work.host is not None:
-                last = _latest(last, self.update_on_host(work.host, layer, done, name=f"{run.name}opt_state"))
-            # Stored late, a record waits for the next tick, which begins when this one has ended.
-            if (writes := off(phase.writes, layer)) and not (updates and work.host is not None):
-                last = _latest(last, self.store(writes, layer, run, made))
+
+        def run(op: Op, verb: str, *after: Event) -> Event:
+            label = {"compute": name, "regather": "gather"}.get(verb, verb)
+            return clock.run(op.lane, seconds.get((verb, name), 0.0), *after, label=label, layer=_layer(op))
+
+        for tick, ops in part.phase.ticks():
+            start = clock.now if tick >= 0 else begin
+            take = next((op.number for op in ops if op.record.kind == ("gathered" if gathers else "layer")), None)
+            taken = start if take is None or take not in arrived else _latest(arrived.pop(take), start)
+            done, read, called = taken, start, [op for op in ops if _is_called(op)]
+            for (verb, index, *_), group in itertools.groupby((op for op in ops if op not in called), partial(_step_of, ops)):
+                some = list(group)
+                if verb == "fetch" and index == take:
+                    taken = done = self.load(stack, some, start)
+                elif verb == "fetch":
+                    arrived[index] = self.load(stack, some, taken)
+                elif verb == "load":
+                    read = self.load(stack, some, start)
+                elif verb == "store":
+                    last = _latest(last, self.store(stack, some, made.get((some[0].record.leaves, index), done)))
+                elif verb == "gather":
+                    for op in some:  # one after the other: of head and embedding
+                        taken = gathered[index] = run(op, verb, taken)
+                elif verb == "regather":
+                    done = run(some[0], verb, done)
+                elif verb != "tiles":
+                    ready = gathered.get(index, taken) if verb == "compute" else done
+                    done = run(some[0], verb, ready, *([read] if verb == "update" else []))
+                    made[some[0].record.leaves, index] = done
+            if called:
+                last = _latest(last, self.update_on_host(stack, called, seconds.get(("host_update", name), 0.0), done))
             last = _latest(last, done)
         return last
 
@@ -452,93 +439,98 @@ class _Walk:
         return found
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Run:
-    """The loops over some layers.
+class _Kind(NamedTuple):
+    """Records of a kind, of one stack of layers; None: of leaves that are no layers."""
 
-    Attributes:
-      name: of them.
-      first: layer of the model that is the first of them.
-      schedule: of their loops.
-      work: of a layer.
-    """
+    stack: str | None
+    record: Record
 
-    name: str
-    first: int
-    schedule: Schedule
-    work: LayerWork
+
+def _layer(op: Op) -> int:
+    """Return the layer for which an operation is shown; -1 of leaves that are no layers."""
+    return op.number if op.record.leaves == LAYERS else -1
+
+
+def _is_called(op: Op) -> bool:
+    """Tell whether an operation is done by callbacks of the host's update."""
+    return op.record.kind in ("handed", "weights", "made") or op.lane == "host" or op.verb in ("host_read", "host_write")
+
+
+def _step_of(ops: Sequence[Op], op: Op) -> tuple[str, int, int]:
+    """Return what the operations of a tick that are done as one have in common: verb, index and lag."""
+    verb = op.verb
+    if verb == "read":
+        same = (other for other in ops if (other.record, other.number, other.lane) == (op.record, op.number, "up"))
+        verb = next(same).verb
+    if verb == "write":
+        verb = "store"
+    if verb == "gather" and op.record.kind == "params":
+        verb = "regather"
+    return verb, op.number, op.lag
 
 
 def step_time(
-    layers: Sequence[tuple[Schedule, LayerWork]], ends: EndsWork | None = None, wires: Wires | None = None, *, repeats: int = 1
+    steps: StepPlan,
+    layers: Sequence[LayerWork],
+    ends: EndsWork | None = None,
+    wires: Wires | None = None,
+    *,
+    repeats: int = 1,
 ) -> StepTime:
-    """Return the seconds of a step that follows some schedules.
+    """Return the seconds of a step.
 
     Args:
-      layers: the schedule of each stack or segment of layers, in order, and the work of one of its layers.
-      ends: work of embedding and head.
+      steps: what it does, with the bytes of each operation.
+      layers: seconds of one layer of each of its stacks, in order.
+      ends: seconds of embedding and head.
       wires: rates of link and disk; without, nothing that moves takes time.
-      repeats: how often forward and backward run: once for each microbatch of a resident step. The schedules of a streamed
-        step compute all microbatches in a tick.
+      repeats: how often forward and backward run: once for each microbatch of a resident step. The ticks of a streamed step
+        compute all microbatches.
     """
     ends, wires = ends or EndsWork(), wires or Wires()
-    firsts = [0, *itertools.accumulate(schedule.num_layers for schedule, _ in layers)]
-    runs = [_Run(name=f"{n}/" if n else "", first=firsts[n], schedule=s, work=w) for n, (s, w) in enumerate(layers)]
-    walk = _Walk(wires, max((s.distance for s, _ in layers), default=0))
+    walk = _Walk(wires, max((schedule.distance for schedule in steps.stacks.values()), default=0))
     clock = walk.clock
+    numbers = [0, *itertools.accumulate(schedule.num_layers for schedule in steps.stacks.values())]
+    firsts = {name: n - schedule.first_layer for (name, schedule), n in zip(steps.stacks.items(), numbers, strict=False)}
+    seconds = {name: work.seconds() for name, work in zip(steps.stacks, layers, strict=True)}
 
-    def phase(name: str, body: Any) -> Any:
+    def run(part: Part, begin: Event) -> Event:
+        if part.stack is None:
+            return walk.run(part, ends.seconds(), begin)
+        return walk.run(part, seconds[part.stack], begin, firsts[part.stack])
+
+    def parts(*names: str) -> list[Part]:
+        return [part for part in steps.parts if part.name in names]
+
+    def phase(name: str, body: Callable[[], None]) -> None:
         start, before = clock.now.time, dict(clock.exposed)
-        result = body()
+        body()
         walk.part(name, start, before)
-        return result
-
-    def embed() -> None:
-        clock.rates = wires.sharing({})
-        read = clock.move("read", ends.load_read, label="read ends")
-        here = clock.move("up", ends.load, read, label="load ends")
-        clock.run("compute", ends.embed, clock.run("network", ends.gather, here, label="gather"), label="embed")
-
-    def forward() -> None:
-        begin = clock.now
-        for run in runs:
-            walk.loop(run.schedule.phase("forward"), run, begin)
-            begin = clock.now
-
-    def head() -> None:
-        ready = clock.run("network", 2 * ends.gather, clock.now, label="gather")  # for its derivative, too
-        clock.run("compute", ends.head, ready, label="head")
-
-    def backward(begin: Event) -> Event:
-        last = begin
-        for run in reversed(runs):
-            last = _latest(last, walk.loop(run.schedule.phase("backward"), run, begin))
-            begin = clock.now
-        ready = clock.run("network", ends.gather, clock.now, label="gather")
-        done = clock.run("compute", ends.embed_backward, ready, label="embed, derivative")
-        clock.run("network", ends.reduce, done, label="reduce")
-        return _latest(last, clock.now, clock.free["network"])
 
     last = Event(0.0, "compute")
-    for _ in range(repeats):
-        phase("embed", embed)
-        phase("forward", forward)
-        begin = clock.now  # what backward fetches first may overlap the head, and not the layers
-        phase("head", head)
-        last = phase("backward", lambda begin=begin: backward(begin))
 
-    def update(last: Event) -> None:
-        after = [run for run in runs if any(p.name == "update" for p in run.schedule.phases)]
-        if after:  # the norm of all gradients is known once they are there
+    def each(some: Sequence[Part], begin: Event | None = None) -> None:
+        nonlocal last
+        for part in some:
+            last = _latest(last, run(part, clock.now if begin is None else begin))
+            begin = None
+
+    def update() -> None:
+        nonlocal last
+        last = _latest(last, clock.now, clock.free["network"])
+        if parts("update"):  # the norm of all gradients is known once they are there
             clock.wait(clock.free["network"])
-        ended = [last, walk_ends(walk, ends)]
-        for run in after:
-            begin = clock.now
-            ended.append(walk.loop(run.schedule.phase("update"), run, begin))
-        clock.wait(*ended, *(clock.free[lane] for lane in ("up", "down", "host", "network")))
+        each(parts("ends", "update"))
+        clock.wait(last, *(clock.free[lane] for lane in ("up", "down", "host", "network")))
         walk.rest()
 
-    phase("update", lambda: update(last))
+    for _ in range(repeats):
+        phase("embed", lambda: each(parts("embed")))
+        phase("forward", lambda: each(parts("forward")))
+        begin = clock.now  # what backward fetches first may overlap the head, and not the layers
+        phase("head", lambda: each(parts("head")))
+        phase("backward", lambda begin=begin: each(parts("backward", "embed_backward"), begin))
+    phase("update", update)
     return StepTime(
         seconds=clock.now.time,
         busy=dict(clock.busy),
@@ -548,35 +540,10 @@ def step_time(
     )
 
 
-def walk_ends(walk: _Walk, ends: EndsWork) -> Event:
-    """Update embedding and head; returns when they rest."""
-    clock = walk.clock
-    clock.rates = clock.wires.sharing({"up": ends.state_up, "down": ends.state_down})
-    if ends.host is not None:
-        return walk.update_on_host(ends.host, -1, clock.now)
-    read = clock.move("read", ends.state_read, label="read ends")
-    here = clock.move("up", ends.state_up, read, clock.now, label="load ends")
-    done = clock.run("compute", ends.update, here, clock.now, label="update ends")
-    end = clock.move("down", ends.state_down, done, label="store ends")
-    clock.move("write", ends.state_write, end, label="write ends")
-    return end
-
-
-def _moved(phase: Phase, run: _Run) -> dict[str, float]:
-    """Return the bytes that a loop moves in each lane, by which lanes share a wire."""
-    moved = collections.Counter[str]()
-    tiers, work = run.schedule.tiers, run.work
-    for kinds, sizes, lane, disk in (
-        ((*phase.fetches, *phase.reads), work.read, "up", "read"),
-        (phase.writes, work.written, "down", "write"),
-    ):
-        for kind in kinds:
-            moved[lane] += sizes.get(kind, 0)
-            moved[disk] += sizes.get(kind, 0) if tiers[kind] == "nvme" else 0
-    if work.host is not None and (phase.name == "update" or run.schedule.update == "in_backward"):
-        host = work.host
-        moved.update({"up": host.params_up, "down": host.grads_down, "read": host.read, "write": host.write})
-    return dict(moved)
+def _moved(phase: Phase) -> dict[str, float]:
+    """Return the bytes that a tick which does all that the phase does moves in each lane, by which lanes share a wire."""
+    each = {(op.lane, op.verb, op.record): op.num_bytes for loop in phase.loops for op in loop.ops}
+    return {lane: sum(n for (of, *_), n in each.items() if of == lane) for lane in ("up", "down", "read", "write")}
 
 
 def _joined(phases: Sequence[PhaseTime]) -> tuple[PhaseTime, ...]:

@@ -49,7 +49,7 @@ class StackWork:
       num_layers: L.
       elements: trained parameters of a layer.
       frozen_bytes: bytes of a layer's frozen parameters, as they rest.
-      largest: elements that are gathered at once: of a layer, or of the largest tile and what is beside it.
+      tiled: those of its elements that may be cut into tiles, of its MLP.
       x_bytes: bytes of a layer's input.
       kept: by mode, bytes that a layer keeps for backward, its input among them.
       working: by mode, bytes that a layer's backward has at once besides, of all rows.
@@ -63,7 +63,7 @@ class StackWork:
     num_layers: int
     elements: int
     frozen_bytes: int = 0
-    largest: int
+    tiled: int = 0
     x_bytes: int
     kept: Mapping[str, int]
     working: Mapping[str, int]
@@ -71,6 +71,10 @@ class StackWork:
     backward: Mapping[str, float]
     values: tuple[Value, ...] = ()
     sent: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def gathered(self, tiles: int) -> float:
+        """Return the elements that are gathered at once where the MLP runs in tiles: one of them, and what is beside it."""
+        return self.elements - self.tiled + self.tiled / tiles
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +180,7 @@ def workload_of_sizes(sizes: Sizes, machine: Machine, grid: Grid, precision: str
             StackWork(
                 num_layers=sizes.layers,
                 elements=-(-layer // t),
-                largest=-(-layer // t),
+                tiled=-(-sizes.hidden * sizes.mlp_width * (2 + sizes.gated) // t),
                 x_bytes=sbh,
                 kept=kept,
                 working=working,

@@ -17,7 +17,6 @@ from typing import Any
 from zerojax.memory.collectives import collectives_of_step
 from zerojax.memory.kept import KeptValues, bytes_gathered, kept_values, resident_kept, streamed_kept
 from zerojax.memory.leaves import bytes_by_tier
-from zerojax.memory.link import summed
 from zerojax.memory.report import MemoryReport
 from zerojax.memory.resident import resident_bytes
 from zerojax.memory.streamed import streamed_bytes
@@ -80,7 +79,7 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Any) -> 
     return MemoryReport(
         tiers={"device": device | running.device | slots, "pinned_host": host | running.host | buffers, "nvme": on_disk},
         collectives=collectives_of_step(layout, streamed) | over_tensor,
-        host_link=summed([running.link, running.called]),
+        host_link={way: n + running.called[way] for way, n in running.link.items()},
         callback_link=running.called,
         num_params=layout.num_params,
     )

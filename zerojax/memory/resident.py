@@ -9,9 +9,8 @@ from typing import Any
 
 from zerojax.memory.kept import resident_kept
 from zerojax.memory.leaves import gathered_bytes, grad_elements, grad_itemsize, unreduced_bytes
-from zerojax.memory.link import moved_by_updates, summed, swapped_by_updates, updated_alone
 from zerojax.memory.report import RunningBytes
-from zerojax.state import StateRecords
+from zerojax.state import StateRecords, steps_of_leaves
 
 
 def resident_bytes(records: StateRecords, pieces: Mapping[int, int], loss: Any, abstract_batch: Any) -> RunningBytes:
@@ -24,8 +23,7 @@ def resident_bytes(records: StateRecords, pieces: Mapping[int, int], loss: Any, 
       abstract_batch: tree of ShapeDtypeStruct with shardings.
     """
     layout = records.layout
-    copied, called = moved_by_updates(records, layout.ends)
-    alone = updated_alone(records, pieces)
+    steps = steps_of_leaves(records, pieces)
     device = {
         "grads": grad_elements(layout) * grad_itemsize(layout),
         # Sums over microbatches, and those that the microbatch which is computed adds to them.
@@ -33,9 +31,10 @@ def resident_bytes(records: StateRecords, pieces: Mapping[int, int], loss: Any, 
         "gathered": gathered_bytes(layout),
         "activations": sum(kept.num_bytes for kept in resident_kept(layout, loss, abstract_batch)),
         # The device updates one leaf at a time, or a piece of it. Callbacks bring all leaves at once.
-        "in_flight": max(alone, summed(called)["to_device"]),
+        "in_flight": steps.peak_bytes,
     }
-    swapped, link = summed(swapped_by_updates(records, layout.ends)), summed(copied)
-    # Callbacks move what rests on nvme, so it is no copy of the compiled program.
-    link = {way: link[way] - swapped[way] for way in link}
-    return RunningBytes(device, {"grads": 0, "activations": 0}, link, summed([*called, swapped]))
+    link, called = (
+        {"to_device": steps.moved("up", called=by_callbacks), "to_host": steps.moved("down", called=by_callbacks)}
+        for by_callbacks in (False, True)
+    )
+    return RunningBytes(device, {"grads": 0, "activations": 0}, link, called)

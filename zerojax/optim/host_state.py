@@ -19,7 +19,7 @@ from host_offload.calls import Calls
 from host_offload.device import view
 from host_offload.host_update import HostLeaves, OnRecord, QueuedStep, Rest
 from zerojax.runtime import AllProcesses
-from zerojax.state import FlatState, OnDisk, Pending, RecordSpec, StackLeaves, StateRecords, TrainState, allocate_all
+from zerojax.state import FlatState, OnDisk, Pending, RecordSpec, StateRecords, TrainState, allocate_all
 
 Array = jax.Array
 
@@ -73,19 +73,6 @@ class HostState:
             arrays += of_leaf
             specs += [self._partition(index)] * len(of_leaf)
         return arrays, specs
-
-    def moves(self, stack: StackLeaves) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Return the kinds of records of a stack that callbacks read and write in a tick of each phase.
-
-        {phase: (reads, writes)}. Parameters that are written are the schedule's own. Kinds are without the name of the stack.
-        """
-        on_disk = [r.disk_records for i in stack.blocks for r in self.specs(i) if r.disk_records is not None]
-        updated = tuple(dict.fromkeys(records.kind.split(".")[0] for records in on_disk if records.in_place))
-        writes = tuple(kind for kind in updated if kind != "params")
-        if self.config.update == "in_backward":
-            return {"backward": (updated, writes)}
-        grads = ("grads",) if any(i in self.on_disk for i in stack.blocks) else ()
-        return {"backward": ((), grads), "update": ((*grads, *updated), writes)}
 
     def shard_shape(self, index: int) -> tuple[int, ...]:
         """Return the shape of one device's part of a leaf, of all layers."""

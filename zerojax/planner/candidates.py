@@ -21,12 +21,12 @@ bound of bytes leaves out gradients and what is in flight. Neither asks for a sc
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from host_offload.tiers import TIERS
 from zerojax.activations import MODES
 from zerojax.choice import LayerOption
-from zerojax.config import ZeroConfig, check_unlayered, require_built
+from zerojax.config import ZeroConfig, check_unlayered, require_built, streams, whole_layers
 from zerojax.costs import CHECKPOINTED, Grid, Workload
 from zerojax.machines import Machine
 from zerojax.precision import PRECISIONS
@@ -45,6 +45,7 @@ PARTS = 16
 MOST_FRACTION = 1 - 1 / PARTS
 """Of a candidate it stands for the largest fraction that fits, which takes the bytes of an estimate to know."""
 _MOST_MICROBATCHES = 64
+_DEFAULT_FIELDS = {field.name: field.default for field in dataclasses.fields(ZeroConfig)}
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(ZeroConfig) if field.name in SEARCHED}
 _STEPS = {"device": 0, "pinned_host": 1, "nvme": 2}
 
@@ -143,7 +144,7 @@ class Space:
                 }  # fmt: skip
                 named = [first | named_fields(option) for option in self.options if activations == CHECKPOINTED]
                 for fields in itertools.chain.from_iterable(map(self._details, [first, *named])):
-                    for tiles in self.tiles if _may_tile(fields) else self.tiles[:1]:
+                    for tiles in self.tiles if whole_layers(self.view(fields)) is None else self.tiles[:1]:
                         yield Candidate(bound.seconds(fields), complexity(fields, tiles), fields, tiles)
 
     def _details(self, first: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -165,6 +166,14 @@ class Space:
     def _choices_if(self, matters: bool, name: str) -> list[Any]:
         """Return the choices of a field, or the plainest where the others leave it no meaning. What is fixed is that."""
         return self.choices(name) if matters else self.choices(name)[:1]
+
+    def view(self, fields: Mapping[str, Any]) -> ZeroConfig:
+        """Return a candidate's config as `zerojax.config` asks it, without building it."""
+        return cast(ZeroConfig, _Fields({**_DEFAULT_FIELDS, **self.fixed, **fields}))
+
+    def streams(self, fields: Mapping[str, Any]) -> bool:
+        """Tell whether a candidate's step is the streamed one."""
+        return self.workload.is_layered and streams(self.view(fields))
 
     def leaves_fraction(self, fields: Mapping[str, Any]) -> bool:
         """Tell whether a candidate's fraction of the optimizer's state on the device is still to be found."""
@@ -243,7 +252,7 @@ class Bound:
             least["device"] += work.num_layers * option.device_bytes
             least["pinned_host"] += work.num_layers * option.host_bytes
         elif isinstance(kept, str) and not self.space.fixed.get("offloaded_names"):
-            count = 1 if _streams(fields) else fields["num_microbatches"]
+            count = 1 if self.space.streams(fields) else fields["num_microbatches"]
             away = self.x if kept not in MODES else 0
             least["device"] += (self.kept[kept if kept in MODES else CHECKPOINTED] - away) / count
             least[kept if away else "device"] += away / count
@@ -278,7 +287,7 @@ class Bound:
         on_host = fields["update_on"] == "host"
         compute += 0.0 if on_host else work.elements * share * work.update
         if row.params and not fields["gather_ahead"] and n > 1:
-            times = fields["num_microbatches"] if not _streams(fields) else 1
+            times = fields["num_microbatches"] if not space.streams(fields) else 1
             compute += 2 * times * self.blocks * self.itemsize * (n - 1) / n / self._network()
         state = self.blocks * share * self._state(fields)
         params = self.blocks * self.itemsize * (1 / n if row.params else 1.0)
@@ -316,20 +325,13 @@ class Bound:
         return self._rate("network_in_node" if within else "network_between_nodes")
 
 
-def _streams(fields: Mapping[str, Any]) -> bool:
-    """Tell whether a LayeredModel of these fields streams, as `zerojax.config.streams`."""
-    away = {fields["params"], fields["grads"], fields["opt_state"]} != {"device"}
-    plain = fields["activations"] in ("save", "remat") and not _has_names(fields)
-    return away or not plain or bool(fields["update"]) or fields["gather_ahead"]
-
-
 def _has_names(fields: Mapping[str, Any]) -> bool:
     """Tell whether some values of a layer are kept or offloaded by name."""
     return bool(fields.get("saved_names") or fields.get("offloaded_names"))
 
 
-def _may_tile(fields: Mapping[str, Any]) -> bool:
-    """Tell whether the layers' MLPs may run in tiles, as `zerojax.config.whole_layers` says of a config."""
-    plain = (3, "device", False, 0.0)
-    names = ("stage", "update_on", "gather_ahead", "opt_state_device_fraction")
-    return tuple(fields[name] for name in names) == plain
+class _Fields:
+    """Fields of a `ZeroConfig` that was not built, for rules that ask one: a search asks them of very many."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self.__dict__.update(fields)

@@ -172,7 +172,7 @@ def _problem(search: Search, config: ZeroConfig, tiles: int, options: Sequence[L
     (stack,), limits = search.space.workload.stacks, search.limits
     streamed = (Segment(stack.num_layers, activations="remat"),)  # as layers that differ are, whatever else is chosen
     of_config = search.estimate(dataclasses.replace(config, num_microbatches=1, activations=streamed), tiles)
-    ((schedule, work),) = of_config.layers
+    (schedule,), (work,) = of_config.steps.stacks.values(), of_config.layers
     device = limits.device - (of_config.needed("device") - of_config.bytes["device"].get("activations", 0))
     host = limits.of("pinned_host") - of_config.needed("pinned_host")
     if limits.both is not None:
@@ -180,11 +180,13 @@ def _problem(search: Search, config: ZeroConfig, tiles: int, options: Sequence[L
     if device < 0 or host < 0:
         return None
 
-    def moved(phase: str, attribute: str, sizes: Any) -> float:
-        found = [p for p in schedule.phases if p.name == phase]
-        return float(sum(sizes.get(kind, 0) for p in found for kind in getattr(p, attribute) if kind != "activations"))
+    def moved(phase: str, lane: str) -> float:
+        """Return the most bytes that a tick moves, but for activations, which the choice is about."""
+        ticks = [loop.ops for each in schedule.phases if each.name == phase for loop in each.main]
+        counted = [[op.num_bytes for op in ops if op.lane == lane and op.record.kind != "activations"] for ops in ticks]
+        return float(max(map(sum, counted)))
 
-    wires, read = of_config.wires, work.read
+    wires = of_config.wires
     return Problem(
         num_layers=stack.num_layers,
         options=tuple(options),
@@ -196,9 +198,9 @@ def _problem(search: Search, config: ZeroConfig, tiles: int, options: Sequence[L
         distance=max(1, config.prefetch_distance),
         device_budget_bytes=device,
         host_budget_bytes=host,
-        up_forward_bytes=moved("forward", "fetches", read),
-        up_backward_bytes=moved("backward", "fetches", read) + moved("backward", "reads", read),
-        down_backward_bytes=moved("backward", "writes", work.written),
+        up_forward_bytes=moved("forward", "up"),
+        up_backward_bytes=moved("backward", "up"),
+        down_backward_bytes=moved("backward", "down"),
         max_segments=MAX_SEGMENTS,
     )
 

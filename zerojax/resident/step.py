@@ -23,7 +23,7 @@ import numpy as np
 import optax
 
 from host_offload.engine import DiskRecords
-from host_offload.schedule import Move, build_schedule, stacked_schedule
+from host_offload.schedule import Move, build_schedule, moves_of, stacked_schedule
 from zerojax.activations import Splits, keep_products
 from zerojax.float32_grads import float32_grads
 from zerojax.metrics import evaluation, with_own
@@ -44,7 +44,16 @@ from zerojax.models import (
 from zerojax.optim import HostUpdate, RecordUpdate, Update, build_update, update_by_record, update_on_host
 from zerojax.resident.segments import keep_by_segments
 from zerojax.sharding import STAGES, TENSOR, ActivationSpec, num_batch_shards, split_microbatches
-from zerojax.state import Layout, Leaf, StateRecords, TrainState, join_frozen, with_loss_scale, with_model_state
+from zerojax.state import (
+    Layout,
+    Leaf,
+    StateRecords,
+    TrainState,
+    join_frozen,
+    steps_of_leaves,
+    with_loss_scale,
+    with_model_state,
+)
 from zerojax.unreduced import reduced, unreduced_grads, unreduced_sharding
 
 Array = jax.Array
@@ -83,20 +92,11 @@ class ResidentStep:
         schedules = {name: build_schedule(num_layers) for name, num_layers in layers.items()}
         schedules = {name: dataclasses.replace(s, stream=stream) for name, s in schedules.items()}
         last = list(schedules)[-1]
-        told = (dataclasses.replace(p, in_words=self._moved() * (p.name == "update")) for p in schedules[last].phases)
+        pieces = {} if update is None else update.num_pieces()
+        leaves = None if update is None else steps_of_leaves(records, pieces).ends["ends"]
+        told = (dataclasses.replace(p, leaves=leaves if p.name == "update" else None) for p in schedules[last].phases)
         schedules[last] = dataclasses.replace(schedules[last], phases=tuple(told))
         self.schedule = stacked_schedule(schedules)
-
-    def _moved(self) -> str:
-        """Return what the update moves, in words: layers and their ticks have no part in it."""
-        if self.update is None:
-            return ""
-        if self.host is not None:
-            weights = "" if self.layout.has_master else ", float32 weights down"
-            return f"callbacks move gradients down{weights}, new parameters up"
-        pieces = self.update.num_pieces()
-        cut = sum(count > 1 for count in pieces.values())
-        return f"opt_state is read and written leaf by leaf{f', {cut} of {len(pieces)} in pieces of rows' if cut else ''}"
 
     def arrays(self) -> np.ndarray:
         """Return i32[] holding 1: the trips of loops that XLA must not unroll."""
@@ -161,12 +161,15 @@ class ResidentStep:
 
     def moves(self) -> tuple[Move, ...]:
         """Return what a step reads from disk and writes to it: the leaves of the state, one after the other."""
-        first, last = self.records.end_moves()
-        return (*first, *last)
+        return self._moves()
 
     def eval_moves(self) -> tuple[Move, ...]:
         """Return the same of an evaluation."""
-        return self.records.end_moves()[0]
+        return self._moves(("embed",))
+
+    def _moves(self, phases: tuple[str, ...] | None = None) -> tuple[Move, ...]:
+        disk = self.layout.disk
+        return () if disk is None else moves_of(steps_of_leaves(self.records, {}), disk.kinds.keys(), phases)
 
     def grads_moves(self) -> tuple[Move, ...]:
         """Return no moves: parameters are on the device, and the optimizer's state is not read."""

@@ -5,8 +5,6 @@ from zerojax.state.disk_layout import DiskLayout as DiskLayout
 from zerojax.state.encodings import Encoding as Encoding
 from zerojax.state.encodings import decoded as decoded
 from zerojax.state.encodings import is_encoded as is_encoded
-from zerojax.state.frozen import join_frozen as join_frozen
-from zerojax.state.frozen import split_frozen as split_frozen
 from zerojax.state.host_memory import allocate_all as allocate_all
 from zerojax.state.host_memory import check_host_reads as check_host_reads
 from zerojax.state.host_memory import is_away as is_away
@@ -27,6 +25,12 @@ from zerojax.state.opt_state import map_opt_state as map_opt_state
 from zerojax.state.ordering import Plan as Plan
 from zerojax.state.ordering import order_read_before_write as order_read_before_write
 from zerojax.state.ordering import wait_for as wait_for
+from zerojax.state.record_bytes import end_leaves as end_leaves
+from zerojax.state.record_bytes import host_update as host_update
+from zerojax.state.record_bytes import loaded_bytes as loaded_bytes
+from zerojax.state.record_bytes import record_bytes as record_bytes
+from zerojax.state.record_bytes import steps_of_leaves as steps_of_leaves
+from zerojax.state.record_bytes import stored_bytes as stored_bytes
 from zerojax.state.records import Index as Index
 from zerojax.state.records import OnDevice as OnDevice
 from zerojax.state.records import RecordSpec as RecordSpec
@@ -50,8 +54,10 @@ from zerojax.state.train_state import as_arguments as as_arguments
 from zerojax.state.train_state import as_leaves as as_leaves
 from zerojax.state.train_state import check_is_there as check_is_there
 from zerojax.state.train_state import is_stored as is_stored
+from zerojax.state.train_state import join_frozen as join_frozen
 from zerojax.state.train_state import masters as masters
 from zerojax.state.train_state import numbered_next as numbered_next
+from zerojax.state.train_state import split_frozen as split_frozen
 from zerojax.state.train_state import state_key as state_key
 from zerojax.state.train_state import with_loss_scale as with_loss_scale
 from zerojax.state.train_state import with_model_state as with_model_state

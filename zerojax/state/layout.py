@@ -51,7 +51,6 @@ from zerojax.sharding import (
 )
 from zerojax.state.disk_layout import DiskLayout
 from zerojax.state.encodings import Encoding, check_tiles, choose_encodings, decoded, decoding_model, encode_tree
-from zerojax.state.frozen import join_frozen, split_frozen
 from zerojax.state.leaves import Leaf, TileGroup, build_leaves, is_stacked
 from zerojax.state.opt_state import (
     OptStateMap,
@@ -62,7 +61,7 @@ from zerojax.state.opt_state import (
     traced_optimizer,
 )
 from zerojax.state.tile_groups import tile_groups, tiled_leaves
-from zerojax.state.train_state import DiskArgument, Pending, Split, TrainState, is_stored
+from zerojax.state.train_state import DiskArgument, Pending, Split, TrainState, is_stored, join_frozen, split_frozen
 
 logger = logging.getLogger("zerojax")
 

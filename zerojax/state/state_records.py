@@ -19,14 +19,13 @@ parameter (`OptStateMap`), so that checkpoints, init, reading and the counting o
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from host_offload.device import one_trip
-from host_offload.schedule import Move
 from zerojax.config import activations_of
 from zerojax.sharding import STAGES, stored_spec
 from zerojax.state.disk_layout import DiskLayout
@@ -221,19 +220,6 @@ class StateRecords:
         for place, (member, spec) in enumerate(zip(members, specs, strict=True)):
             member.specs[member.index] = dataclasses.replace(spec, disk_records=disk_records, leaf=place)
 
-    def end_moves(self) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
-        """Return what is moved of the leaves that are no stack of layers: before the layers, and by their update."""
-        first: list[Move] = []
-        last: list[Move] = []
-        for i in self.layout.ends:
-            opt = self.opt_records((i,))
-            # Without masters the parameter is the float32 weight, and the update reads it.
-            reads = opt if self.layout.has_master else [self.params[i], *opt]
-            first += _moves([self.params[i]], does_write=False)
-            last += _moves(reads, does_write=False) + _moves([self.params[i], *opt], does_write=True)
-        first += [move for i in self.layout.frozen_ends for move in _moves([self.weight(i)], does_write=False)]
-        return tuple(first), tuple(last)
-
     def weight(self, index: int) -> RecordSpec:
         """Return how a parameter leaf rests, trained or frozen, by its index among `Layout.all_leaves`."""
         return self.params[index] if index < len(self.leaves) else self.frozen[index - len(self.leaves)]
@@ -392,9 +378,3 @@ class StateRecords:
         if tokens := [a.token for a in (*opt, param) if isinstance(a, OnDisk)]:  # the next leaf waits for them, not for 1
             one, _ = wait_for(one, tokens, self.mesh)
         return self.replace(dataclasses.replace(states, params=params), (index,), opt), one
-
-
-def _moves(records: Iterable[RecordSpec], does_write: bool) -> list[Move]:
-    """Return a move of each kind of which some leaves are part."""
-    kinds = dict.fromkeys(r.disk_records.kind for r in records if r.disk_records is not None)
-    return [Move(kind, 0, does_write) for kind in kinds]

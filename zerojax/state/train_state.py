@@ -226,3 +226,22 @@ def with_loss_scale(before: TrainState, after: TrainState, has_fault: jax.Array 
 def masters(state: TrainState) -> Any:
     """Return the float32 parameters that the optimizer updates, where they rest."""
     return state.params if state.master is None else state.master
+
+
+# --- trained and frozen leaves: trees of which each has None in the place of the other's leaves ----------------------------
+
+
+def split_frozen(flags: Any, whole: Any) -> tuple[Any, Any]:
+    """Return the trained and the frozen part of a tree; `flags` is a tree of bool over the parameters, or None: none is."""
+    if flags is None:
+        return whole, None
+    pick = lambda wanted: jax.tree.map(lambda flag, leaf: leaf if flag == wanted else None, flags, whole)  # noqa: E731
+    return pick(False), pick(True)
+
+
+def join_frozen(trained: Any, frozen: Any) -> Any:
+    """Return the whole tree; `frozen` is None where nothing is frozen."""
+    if frozen is None:
+        return trained
+    is_leaf = lambda node: node is None or is_stored(node)  # noqa: E731
+    return jax.tree.map(lambda a, b: b if a is None else a, trained, frozen, is_leaf=is_leaf)

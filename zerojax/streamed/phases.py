@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from host_offload.device import one_trip
-from host_offload.schedule import Phase
+from host_offload.schedule import HEAD, HEAD_PIECES, Phase
 from zerojax.state import Index, OnDevice, Plan, wait_for
 
 Array = jax.Array
@@ -289,10 +289,8 @@ class _TickKind:
 def _kinds(phase: Phase, device_layers: int) -> list[_TickKind]:
     """Return the kind of each tick."""
     ticks = zip(phase.fetch, phase.consume, phase.use_slot, phase.layer, phase.store, range(len(phase.layer)), strict=True)
-    ends = [move.store for move in phase.ends if move.name == "head"]
-    pieces = [move for move in phase.ends if move.name == "head_pieces"]
-    loaded = [t for move in pieces for t in range(move.fetch, move.fetch + move.count)]
-    stored = [t for move in pieces for t in range(move.store, move.store + move.count)]
+    ends = phase.ticks_of(HEAD, "store")
+    loaded, stored = (phase.ticks_of(HEAD_PIECES, verb) for verb in ("load", "store"))
     # Where stores are not late, each tick of a phase does store, or what it stores is on the device as its state is.
     return [
         _TickKind(

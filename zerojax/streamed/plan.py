@@ -4,28 +4,25 @@ A layer's record of a kind is its shards of that kind on one device. The loops (
 (`zerojax.streamed.endings`) both read a `StreamedPlan`, and of each run of layers (`zerojax.state.runs`) its `StackPlan`. It
 computes little: it gathers a record, and takes means and squares of gradients.
 
-The engine reads from disk ahead, in the order of the moves that it is told:
-
-    ends read | layers of forward, backward, ... | ends updated | update of the layers, where the ends come before it
-
-The schedule (`zerojax.streamed.schedules`) knows the records of layers that the device fetches and stores. Three things are
-added to it: the ends, which are the leaves that are no stack of layers; the records that an update on the host reads and writes
-without the device; and the loops over tiles inside of a tick.
+The schedule (`zerojax.streamed.schedules`) has the records of layers. Two things are added to it: the ends, which are the
+leaves that are no stack of layers, and the loops over tiles inside of a tick, which are known when the block was traced.
 """
 
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from host_offload.schedule import (
+    LATE_ENDS,
     Move,
     Schedule,
+    StepPlan,
     TiledSchedule,
     TileLoops,
+    build_ends,
     moves_of,
     stacked_schedule,
 )
@@ -50,17 +47,21 @@ from zerojax.state import (
     StateRecords,
     TileGroup,
     TrainState,
+    end_leaves,
+    host_update,
     is_encoded,
     is_stored,
     pick,
     read_layer,
     runs_of,
 )
-from zerojax.streamed.schedules import cut_ends, early_ends, head_pieces, plan_schedules
+from zerojax.streamed.schedules import cut_ends, early_ends, end_groups, head_pieces, plan_schedules
 from zerojax.tiling import marked
 from zerojax.unreduced import reduced, unreduced_grads, unreduced_sharding
 
 Array = jax.Array
+Loops = Sequence[Mapping[str, Sequence[tuple[TileLoops, str]]]]
+"""Of each run of layers, the loops over tiles of a tick of each phase."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -124,7 +125,7 @@ class StackPlan:
     @property
     def drains_beside_ends(self) -> bool:
         """Whether the record that is updated last is stored while leaves that are no stack of layers are loaded."""
-        return any(move.name == "embed" for phase in self.schedule.phases for move in phase.ends)
+        return any(phase.ticks_of(LATE_ENDS, "load") for phase in self.schedule.phases)
 
     def number(self, layer: Any) -> Any:
         """Return the number of one of its layers among those of all stacks, of which keys are made."""
@@ -221,6 +222,26 @@ class StreamedPlan:
             on_disk = {i: self.grads[i] for i in layout.blocks if self.grads[i].disk_records is not None}
             self.host = HostUpdate(self.update, stashes=stashes, summed=self.count, on_disk=on_disk)
 
+    def steps(self, loops: Loops, ends_first: bool, activations: Mapping[str, Mapping[str, int]] | None = None) -> StepPlan:
+        """Return everything that a step does.
+
+        Args:
+          loops: over tiles, of each run of layers.
+          ends_first: whether the leaves that are no stack of layers are updated before the layers.
+          activations: bytes of what one layer of each run keeps for backward, by its name and by tier, where they are known.
+        """
+        kept = activations or {}
+        runs = [stack.run for stack in self.of_stacks]
+        schedules = plan_schedules(self.state_records, runs, self.cut_ends, self.head_pieces, kept)
+        pairs = zip(schedules.items(), loops, strict=True)
+        tiled = {name: with_tiles(schedule, inside) for (name, schedule), inside in pairs}
+        is_beside = any(phase.stores_late for schedule in schedules.values() for phase in schedule.phases)
+        late = self.drained is not None and is_beside
+        beside = {*self.early_ends, *self.head_pieces, *(self.late_ends if late else ())}
+        pieces = {} if self.update is None else self.update.num_pieces()
+        leaves, host = end_leaves(self.state_records, beside, pieces), host_update(self.config, self.layout.has_master)
+        return StepPlan(tiled, build_ends(leaves, self.layout.has_master, host), ends_first)
+
     def link_groups(self, part: Sequence[int]) -> int:
         """Return in how many groups the arrays of a record are in backward, of which one is loaded while another one is stored.
 
@@ -256,15 +277,7 @@ class StreamedPlan:
         The largest leaf comes first.
         """
         assert self.drained is not None
-        blocks, whole = self.drained.blocks, [i for i in self.late_ends if i not in self.cut_ends]
-        sizes = {i: math.prod(self.leaves[i].record_shape) for i in (*whole, *blocks)}
-        most, groups, filled = sum(sizes[i] for i in blocks), list[list[int]](), 0
-        for i in sorted(whole, key=lambda i: -sizes[i]):
-            if not groups or filled + sizes[i] > most:
-                groups, filled = [*groups, []], 0
-            groups[-1].append(i)
-            filled += sizes[i]
-        return groups
+        return end_groups(self.layout, [i for i in self.late_ends if i not in self.cut_ends], self.drained.blocks)
 
     def derivative(self, derivative: Derivative) -> Derivative:
         """Return a derivative whose gradients are summed in `reduce_dtype`; each device's own where they are reduced once."""
@@ -425,49 +438,17 @@ def _stack_plan(stack: StackModel, run: LayerRun, schedule: Schedule, layout: La
 
 # --- what is read from disk and written to it ----------------------------------------------------------------------------
 
-Loops = Sequence[Mapping[str, Sequence[tuple[TileLoops, str]]]]
-"""Of each run of layers, the loops over tiles of a tick of each phase."""
 
-
-def step_moves(plan: StreamedPlan, loops: Loops, ends_first: bool) -> tuple[Move, ...]:
-    """Return the moves of a step.
-
-    Args:
-      plan: of the step.
-      loops: over tiles.
-      ends_first: whether the ends are updated before the layers.
-    """
+def moves(plan: StreamedPlan, steps: StepPlan, phases: Collection[str] | None = None) -> tuple[Move, ...]:
+    """Return the moves of a step, or of some of its phases: the engine reads ahead in the order of the program."""
     if plan.layout.disk is None:
         return ()
-    first, last = plan.state_records.end_moves()
-    # The engine reads ahead in this order, so it must be the one in which the program fetches and stores.
-    layers, update = [*_moves(plan, "forward", loops), *_moves(plan, "backward", loops)], _moves(plan, "update")
-    return (*first, *layers, *last, *update) if ends_first else (*first, *layers, *update, *last)
+    names = {stack.run.name: (stack.name, stack.run.activations_kind) for stack in plan.of_stacks}
+    return moves_of(steps, plan.layout.disk.kinds.keys(), phases, names)
 
 
-def _moves(plan: StreamedPlan, phase: str, loops: Loops = ()) -> list[Move]:
-    """Return the moves of a phase of every run of layers: backward begins with the last one."""
-    assert plan.layout.disk is not None
-    kinds, moves = plan.layout.disk.kinds.keys(), []
-    for n, stack in (reversed if phase == "backward" else list)(list(enumerate(plan.of_stacks))):
-        by_host = {} if plan.host is None else plan.host.state.moves(stack.leaves)
-        inside, activations = loops[n] if loops else None, stack.run.activations_kind
-        moves += moves_of(stack.schedule, kinds, (phase,), by_host, inside, stack.name, activations)
-    return moves
-
-
-def eval_moves(plan: StreamedPlan, loops: Loops) -> tuple[Move, ...]:
-    """Return the moves of an evaluation: parameters alone."""
-    if plan.layout.disk is None:
-        return ()
-    # Forward of a step also writes activations. An evaluation keeps none. Tiles, ends and stacks have kinds of their own,
-    # "params.tiles.<group>", "params.<i>" and "params.<stack>".
-    forward = [move for move in _moves(plan, "forward", loops) if move.kind.split(".")[0] in ("params", "frozen")]
-    return (*plan.state_records.end_moves()[0], *forward)
-
-
-def grads_moves(plan: StreamedPlan, loops: Loops) -> tuple[Move, ...]:
-    """Return the moves of forward and backward alone, of a step that keeps gradients on the device."""
-    if plan.layout.disk is None:
-        return ()
-    return (*plan.state_records.end_moves()[0], *_moves(plan, "forward", loops), *_moves(plan, "backward", loops))
+def with_tiles(schedule: Schedule, loops: Mapping[str, Sequence[tuple[TileLoops, str]]]) -> Schedule:
+    """Return a schedule with the loops over tiles that a tick of each phase runs, as its block was traced."""
+    if not isinstance(schedule, TiledSchedule):
+        return schedule
+    return schedule.with_tiles({phase: [(group.name, which) for group, which in runs] for phase, runs in loops.items()})

@@ -6,55 +6,37 @@ are updated after its last tick, large ones likewise in pieces (`cut_ends`).
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
-from host_offload.schedule import Schedule, advise, build_schedule, build_tiled_schedule, stacked_schedule
+from host_offload.schedule import (
+    END_PIECES,
+    HEAD,
+    HEAD_PIECES,
+    LATE_ENDS,
+    EndsMove,
+    Schedule,
+    advise,
+    build_schedule,
+    build_tiled_schedule,
+    stacked_schedule,
+)
 from zerojax.activations import MODES
+from zerojax.config import ZeroConfig
 from zerojax.optim import Pieces, RecordUpdate
-from zerojax.sharding import STAGES, LeafSpec, Spec, local_elements, stored_spec
-from zerojax.state import LayerRun, Layout, StateRecords
-
-
-def record_bytes(records: StateRecords, part: Sequence[int], frozen: Sequence[int] = ()) -> dict[str, int]:
-    """Return the bytes of the records of some stacked leaves on each device, as `host_offload.build_schedule` takes them.
-
-    `part` are those that are trained, `frozen` those that are not.
-
-    "grads" is the record's whole gradient, which is there before it is reduced to its shards. Activations are not counted:
-    their shapes are known once there is a batch.
-    """
-    layout, mesh, stage = records.layout, records.mesh, STAGES[records.layout.config.stage]
-
-    def num_bytes(part: Sequence[int], spec_of: Callable[[LeafSpec], Spec], itemsize: int | None = None) -> int:
-        leaves = [layout.all_leaves[i] for i in part]
-        elements = [local_elements(leaf.record_shape, spec_of(leaf.spec)[leaf.lead :], mesh) for leaf in leaves]
-        return sum(n * (itemsize or leaf.dtype.itemsize) for n, leaf in zip(elements, leaves, strict=True))
-
-    # Masters are float32, and rest beside the optimizer state in one record.
-    opt_state = num_bytes(part, lambda s: stored_spec(s, stage.opt_state), 4) if layout.has_master else 0
-    if layout.updates_by_record:
-        opt_map = layout.opt_map
-        for j in opt_map.states_of(part):
-            # The shape of one record: a state leaf has the leading dims of the parameter that it mirrors.
-            shape = opt_map.leaves[j].shape[layout.leaves[opt_map.owner(j)].lead :]
-            opt_state += local_elements(shape, records.opt_record(j).spec, mesh) * opt_map.leaves[j].dtype.itemsize
-    whole, whole_frozen = (num_bytes(some, lambda s: s.base) for some in (part, frozen))
-    whole_grads = num_bytes(part, lambda s: s.base, 4) if layout.reduces_in_float32 else whole
-    # What rests encoded is whole twice: as it was gathered, and decoded.
-    for leaf in (layout.all_leaves[i].decodes for i in frozen):
-        if leaf is not None:
-            elements = local_elements(leaf.record_shape, leaf.spec.base[leaf.lead :], mesh)
-            whole_frozen += elements * leaf.dtype.itemsize
-    shards, frozen_shards = (num_bytes(some, lambda s: stored_spec(s, stage.params)) for some in (part, frozen))
-    sizes = {"params": shards, "gathered": whole + whole_frozen, "grads": whole_grads, "opt_state": opt_state}
-    return sizes | ({"frozen": frozen_shards} if layout.frozen else {})
+from zerojax.sharding import STAGES
+from zerojax.state import LayerRun, Layout, StateRecords, host_update, loaded_bytes, record_bytes, stored_bytes
 
 
 def plan_schedules(
-    records: StateRecords, runs: Sequence[LayerRun], cut: Mapping[int, int], pieces: Mapping[int, Pieces]
+    records: StateRecords,
+    runs: Sequence[LayerRun],
+    cut: Mapping[int, int],
+    pieces: Mapping[int, Pieces],
+    activations: Mapping[str, Mapping[str, int]] | None = None,
 ) -> dict[str, Schedule]:
     """Return the schedule of the loops over each run of layers, by its name.
 
@@ -63,15 +45,19 @@ def plan_schedules(
       runs: of layers.
       cut: the leaves that are updated in pieces after the layers, and in how many.
       pieces: `head_pieces`.
+      activations: bytes of what one layer of each run keeps for backward, by its name and by tier, once they are known.
 
     Raises:
       ValueError: they do not fit `device_budget_bytes`.
     """
     config = records.layout.config
+    kept = activations or {}
     distance, ahead, budget = config.prefetch_distance, config.gather_ahead, config.device_budget_bytes
 
     def build(distance: int, ahead: bool) -> dict[str, Schedule]:
-        return {run.name: _plan_schedule(records, runs, run, cut, pieces, distance, ahead) for run in runs}
+        return {
+            run.name: _plan_schedule(records, runs, run, cut, pieces, distance, ahead, kept.get(run.name, {})) for run in runs
+        }
 
     schedules = build(distance, ahead)
     peaks = {name: schedule.peak_bytes for name, schedule in schedules.items()}
@@ -86,6 +72,134 @@ def plan_schedules(
     return schedules
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What the schedule of a run of layers depends on, besides the config and the bytes of its records.
+
+    Attributes:
+      num_layers: of the run.
+      first_layer: number of its first layer in its stack.
+      device_layers: layers of the stack whose optimizer state stays on the device.
+      activations: tier of what a layer keeps off the device for backward, or "device".
+      frozen: tier of frozen parameters, "device" where there are none.
+      is_trained: whether anything of a layer is trained.
+      num_arrays: of a record of optimizer state, masters included.
+      num_tiles: T of each group of tiles whose records are tiles, by name.
+      has_master: parameters have float32 masters.
+      both_ways: copy engines move both directions of the link at once.
+    """
+
+    num_layers: int
+    first_layer: int = 0
+    device_layers: int = 0
+    activations: str = "device"
+    frozen: str = "device"
+    is_trained: bool = True
+    num_arrays: int = 3
+    num_tiles: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    has_master: bool = True
+    both_ways: bool = True
+
+    def tiers(self, config: ZeroConfig) -> dict[str, str]:
+        """Return where the records rest: a kind of which no layer has anything is fetched by nobody."""
+        kinds = ("params", "grads", "opt_state")
+        trained = {kind: getattr(config, kind) if self.is_trained else "device" for kind in kinds}
+        return trained | {"activations": self.activations, "frozen": self.frozen}
+
+    def stores_late(self, config: ZeroConfig) -> bool:
+        """Tell whether a record is stored a tick after it was updated, while the next one is loaded.
+
+        Only copy engines move both directions at once. An array of a record is loaded while another one is stored, so that
+        there must be two. Records on disk are moved by the engine, which has its own order. Parameters that are fetched in the
+        tick that takes them are read before its products, and there is nothing to store them beside. An update would have to
+        load parameters that are their own masters, too, where they rest off the device.
+        """
+        tiers = self.tiers(config)
+        if config.update == "in_backward":
+            possible = config.prefetch_distance > 0 or tiers["params"] == "device"
+        else:
+            possible = self.has_master or tiers["params"] == "device"
+        return (
+            possible
+            and self.both_ways
+            and config.update_on != "host"
+            and tiers["opt_state"] == "pinned_host"
+            and "nvme" not in tiers.values()
+            and not self.device_layers
+            and not self.num_tiles
+            and self.num_layers > 1
+            and self.num_arrays > 1
+        )
+
+
+def run_schedule(
+    config: ZeroConfig,
+    facts: RunFacts,
+    record_bytes: Mapping[str, int],
+    *,
+    tile_bytes: Sequence[Mapping[str, int]] = (),
+    ends: Sequence[EndsMove] = (),
+    distance: int | None = None,
+    gather_ahead: bool | None = None,
+) -> Schedule:
+    """Return the schedule of the loops over a run of layers.
+
+    Args:
+      config: of the step.
+      facts: of the run.
+      record_bytes: of one layer, as `host_offload.schedule.build_schedule` takes them.
+      tile_bytes: of a tile of each group.
+      ends: leaves that are no stack of layers and are updated beside this run, if its stores are late.
+      distance: in the place of the config's.
+      gather_ahead: likewise.
+    """
+    options: dict[str, Any] = {
+        "tiers": facts.tiers(config),
+        "update": config.update or "after_backward",
+        "master": facts.has_master,
+        "host": host_update(config, facts.has_master),
+        "regathers": STAGES[config.stage].opt_state and not STAGES[config.stage].params,
+        "record_bytes": record_bytes,
+        "first_layer": facts.first_layer,
+    }
+    distance = config.prefetch_distance if distance is None else distance
+    if facts.num_tiles:
+        return build_tiled_schedule(facts.num_layers, distance, groups=facts.num_tiles, group_bytes=tile_bytes, **options)
+    return build_schedule(
+        facts.num_layers,
+        distance,
+        gather_ahead=config.gather_ahead if gather_ahead is None else gather_ahead,
+        device_layers=min(facts.device_layers, facts.first_layer + facts.num_layers),
+        stores_late=facts.stores_late(config),
+        ends=ends,
+        **options,
+    )
+
+
+def facts_of(records: StateRecords, run: LayerRun) -> RunFacts:
+    """Return the facts of a run of layers of a program."""
+    layout, stack, segment = records.layout, run.stack, run.segment
+    # What a user's names keep in host memory is fetched with its layer, as a layer's input in host memory would be.
+    # Where its input rests off the device anyway, that is the tier, by which bytes are counted.
+    kept = "pinned_host" if segment.offloaded_names and segment.activations in MODES else segment.activations
+    return RunFacts(
+        num_layers=run.num_layers,
+        first_layer=run.first,
+        device_layers=stack.device_layers,
+        activations="device" if kept in MODES else kept,
+        frozen=layout.frozen_tier if layout.frozen and any(stack.frozen_parts) else "device",
+        is_trained=not layout.frozen or any(stack.parts),
+        num_arrays=len(records.opt_records(stack.blocks)),
+        num_tiles={group.name: group.num_tiles for group in stack.groups},
+        has_master=layout.has_master,
+        both_ways=records.linear_slices,
+    )
+
+
+def _stores_late(records: StateRecords, run: LayerRun) -> bool:
+    return facts_of(records, run).stores_late(records.layout.config)
+
+
 def _plan_schedule(
     records: StateRecords,
     runs: Sequence[LayerRun],
@@ -94,91 +208,69 @@ def _plan_schedule(
     pieces: Mapping[int, Pieces],
     distance: int,
     ahead: bool,
+    activations: Mapping[str, int],
 ) -> Schedule:
     """Return the schedule of the loops over one of the runs."""
-    layout, stack, tiers = records.layout, run.stack, _tiers(records, run)
-    config = layout.config
-    options: dict[str, Any] = {
-        "tiers": tiers,
-        "update": config.update or "after_backward",
-        # Without masters the device's update fetches the parameters; an update on the host reads them by itself.
-        "master": layout.has_master or config.update_on == "host",
-        "record_bytes": record_bytes(records, stack.blocks, stack.frozen_blocks),
-        "first_layer": run.first,
-    }
-    if stack.groups:
-        groups = {group.name: group.num_tiles for group in stack.groups}
-        sizes = [record_bytes(records, group.leaves, group.frozen) for group in stack.groups]
-        tiled = build_tiled_schedule(run.num_layers, distance, groups=groups, group_bytes=sizes, **options)
-        return _with_host_update(tiled, layout)
-    in_backward = config.update == "in_backward"
-    # Backward begins with the last run, which stores what the head completed; it ends with the first one. An update ends with
-    # the last one.
-    is_last = run is runs[0 if in_backward else -1]
-    early = early_ends(records, runs)
-    others = [i for i in layout.ends if i not in (*early, *cut, *pieces)]
-    of_piece = sum(_stored_bytes(records, (i,)) // some.count for i, some in pieces.items())
-    ends = {
-        **({"head": _stored_bytes(records, early)} if early and run is runs[-1] else {}),
-        **({"head_pieces": of_piece} if pieces and run is runs[-1] else {}),
-        **({"embed": _stored_bytes(records, others)} if others and is_last else {}),
-        **({"pieces": max(_stored_bytes(records, (i,)) // n for i, n in cut.items())} if cut and is_last else {}),
-    }
-    schedule = build_schedule(
-        run.num_layers,
-        distance,
+    stack, swapped = run.stack, activations.get("nvme", 0)
+    of_layer = {"activations": activations.get("pinned_host", 0) + swapped, "swapped": swapped}
+    return run_schedule(
+        records.layout.config,
+        facts_of(records, run),
+        record_bytes(records, stack.blocks, stack.frozen_blocks) | of_layer,
+        tile_bytes=[record_bytes(records, group.leaves, group.frozen) for group in stack.groups],
+        ends=_ends_beside(records, runs, run, cut, pieces),
+        distance=distance,
         gather_ahead=ahead,
-        device_layers=min(stack.device_layers, run.stop),
-        stores_late=_stores_late(records, run),
-        ends=ends,
-        num_head_pieces=next((some.count for some in pieces.values()), 0) if run is runs[-1] else 0,
-        **options,
-    )
-    if config.delayed_update:  # layers are updated beside the step, and taken over in backward
-        schedule = dataclasses.replace(schedule, phases=tuple(p for p in schedule.phases if p.name != "update"))
-    return _with_host_update(schedule, layout)
-
-
-def _with_host_update(schedule: Schedule, layout: Layout) -> Schedule:
-    """Return a schedule that tells what callbacks of an update on the host move, which is no part of its arrays."""
-    config = layout.config
-    if config.update_on != "host":
-        return schedule
-    on_device = config.params == "device"
-    up = ["new parameters up"] if on_device else []
-    weights = ["float32 weights down"] if on_device and not layout.has_master else []
-    if config.delayed_update or config.update == "in_backward":
-        moves = {"backward": ["gradients down", *weights, *up]}
-    elif config.grads == "device":
-        moves = {"update": ["gradients down", *weights, *up]}
-    else:
-        moves = {"backward": ["gradients down"], "update": [*weights, *up]}
-    told = {name: f"callbacks move {', '.join(some)}" for name, some in moves.items() if some}
-    return dataclasses.replace(
-        schedule, phases=tuple(dataclasses.replace(phase, in_words=told.get(phase.name, "")) for phase in schedule.phases)
     )
 
 
-def _tiers(records: StateRecords, run: LayerRun) -> dict[str, str]:
-    """Return where the records of a run rest, as its schedule takes it."""
-    layout, stack, segment = records.layout, run.stack, run.segment
-    config = layout.config
-    # What a user's names keep in host memory is fetched with its layer, as a layer's input in host memory would be.
-    # Where its input rests off the device anyway, that is the tier, by which bytes are counted.
-    activations = "pinned_host" if segment.offloaded_names and segment.activations in MODES else segment.activations
-    on_host = config.update_on == "host"  # then its callbacks read and write the state, and nothing of it is fetched
-    tiers = {
-        "params": config.params,
-        "grads": "device" if on_host else config.grads,
-        "opt_state": "device" if on_host else config.opt_state,
-        "activations": "device" if activations in MODES else activations,
-    }
-    if layout.frozen:
-        # A kind of which no layer has anything is fetched by nobody.
-        tiers["frozen"] = layout.frozen_tier if any(stack.frozen_parts) else "device"
-        for kind in ("params", "grads", "opt_state") if not any(stack.parts) else ():
-            tiers[kind] = "device"
-    return tiers
+def _ends_beside(
+    records: StateRecords, runs: Sequence[LayerRun], run: LayerRun, cut: Mapping[int, int], pieces: Mapping[int, Pieces]
+) -> list[EndsMove]:
+    """Return the leaves that are no stack of layers and are updated beside one of the runs, where its stores are late."""
+    layout = records.layout
+    moved: list[EndsMove] = []
+
+    def add(leaves: str, parts: Sequence[Sequence[int]], counts: Sequence[int] = ()) -> None:
+        pairs = list(zip(parts, counts or [1] * len(parts), strict=True))
+        stored = tuple(sum(stored_bytes(records, (i,)) // count for i in part) for part, count in pairs)
+        loaded = tuple(sum(loaded_bytes(records, (i,)) // count for i in part) for part, count in pairs)
+        moved.append(EndsMove(leaves, stored, tuple(counts), loaded))
+
+    # Backward begins with the last run, which stores what the head completed.
+    early = early_ends(records, runs)
+    if run is runs[-1] and early:
+        add(HEAD, [early])
+    if run is runs[-1] and pieces:
+        add(HEAD_PIECES, [list(pieces)], [next(iter(pieces.values())).count])
+    # It ends with the first one. An update ends with the last one.
+    others = [i for i in layout.ends if i not in (*early, *cut, *pieces)]
+    if run is runs[0 if layout.config.update == "in_backward" else -1]:
+        if others:
+            add(LATE_ENDS, end_groups(layout, others, run.stack.blocks))
+        if cut:
+            add(END_PIECES, [[i] for i in cut], list(cut.values()))
+    return moved
+
+
+def end_groups(layout: Layout, ends: Sequence[int], blocks: Sequence[int]) -> list[list[int]]:
+    """Return some leaves in groups, of which each is one leaf, or as many as are together no larger than a layer's record.
+
+    The largest leaf comes first.
+
+    Args:
+      layout: of the leaves.
+      ends: leaves that are no stack of layers.
+      blocks: the leaves of a layer's record.
+    """
+    sizes = {i: math.prod(layout.leaves[i].record_shape) for i in (*ends, *blocks)}
+    most, groups, filled = sum(sizes[i] for i in blocks), list[list[int]](), 0
+    for i in sorted(ends, key=lambda i: -sizes[i]):
+        if not groups or filled + sizes[i] > most:
+            groups, filled = [*groups, []], 0
+        groups[-1].append(i)
+        filled += sizes[i]
+    return groups
 
 
 def early_ends(records: StateRecords, runs: Sequence[LayerRun]) -> tuple[int, ...]:
@@ -190,9 +282,9 @@ def early_ends(records: StateRecords, runs: Sequence[LayerRun]) -> tuple[int, ..
     layout = records.layout
     if layout.config.update != "in_backward" or not _stores_late(records, runs[-1]):
         return ()
-    most, early = _stored_bytes(records, layout.stacks[-1].blocks), list[int]()
+    most, early = stored_bytes(records, layout.stacks[-1].blocks), list[int]()
     for i in _head_leaves(layout):
-        if _stored_bytes(records, (*early, i)) <= most:
+        if stored_bytes(records, (*early, i)) <= most:
             early.append(i)
     return tuple(early)
 
@@ -206,10 +298,10 @@ def head_pieces(records: StateRecords, runs: Sequence[LayerRun], update: RecordU
     early = early_ends(records, runs)
     if update is None or records.layout.config.update != "in_backward" or not _stores_late(records, runs[-1]):
         return {}
-    most, cut = _stored_bytes(records, runs[-1].stack.blocks), dict[int, Pieces]()
-    for i in sorted(set(_head_leaves(records.layout)) - set(early), key=lambda i: -_stored_bytes(records, (i,))):
+    most, cut = stored_bytes(records, runs[-1].stack.blocks), dict[int, Pieces]()
+    for i in sorted(set(_head_leaves(records.layout)) - set(early), key=lambda i: -stored_bytes(records, (i,))):
         pieces, others = update.pieces(i, runs[-1].num_layers), {some.count for some in cut.values()}
-        if pieces is None or _stored_bytes(records, (i,)) > most * pieces.count:
+        if pieces is None or stored_bytes(records, (i,)) > most * pieces.count:
             continue
         if others <= {pieces.count}:
             cut[i] = pieces
@@ -236,41 +328,9 @@ def cut_ends(
     run = runs[0 if in_backward else -1]
     if update is None or layout.config.update_on == "host" or not _stores_late(records, run):
         return {}
-    most, cut, early = _stored_bytes(records, run.stack.blocks), dict[int, int](), early_ends(records, runs)
+    most, cut, early = stored_bytes(records, run.stack.blocks), dict[int, int](), early_ends(records, runs)
     for i in (i for i in layout.ends if i not in (*early, *pieces)):
         some = update.pieces(i)
-        if some is not None and _stored_bytes(records, (i,)) * (1 - 1 / some.count) > most:
+        if some is not None and stored_bytes(records, (i,)) * (1 - 1 / some.count) > most:
             cut[i] = some.count
     return cut
-
-
-def _stored_bytes(records: StateRecords, part: Sequence[int]) -> int:
-    """Return the bytes that an update of some leaves stores off the device, of one record."""
-    sizes = record_bytes(records, part)
-    return sizes["opt_state"] + (sizes["params"] if any(records.params[i].is_away for i in part) else 0)
-
-
-def _stores_late(records: StateRecords, run: LayerRun) -> bool:
-    """Tell whether a run's record is stored a tick after it was updated, while the next one is loaded.
-
-    Only copy engines move both directions at once. An array of a record is loaded while another one is stored, so that there
-    must be two. Records on disk are moved by the engine, which has its own order. Parameters that are fetched in the tick that
-    takes them are read before its products, and there is nothing to store them beside. An update would have to load parameters
-    that are their own masters, too, where they rest off the device.
-    """
-    stack, tiers, config = run.stack, _tiers(records, run), records.layout.config
-    num_arrays = len(records.opt_records(stack.blocks))
-    if config.update == "in_backward":
-        possible = config.prefetch_distance > 0 or tiers["params"] == "device"
-    else:
-        possible = config.update_on != "host" and (records.layout.has_master or tiers["params"] == "device")
-    return (
-        records.linear_slices
-        and tiers["opt_state"] == "pinned_host"
-        and "nvme" not in tiers.values()
-        and possible
-        and not stack.device_layers
-        and not stack.groups
-        and run.num_layers > 1
-        and num_arrays > 1
-    )

@@ -26,7 +26,7 @@ it is made again in backward, and so is its derivative; a context's cotangents a
 stack, each of which keeps other values for backward (`zerojax.state.runs`), have loops of their own and share its context.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +35,7 @@ import numpy as np
 import optax
 
 from host_offload.engine import DiskRecords
-from host_offload.schedule import Move
+from host_offload.schedule import Move, StepPlan
 from zerojax.metrics import evaluation, with_own
 from zerojax.models import BLOCKS, LayeredModel, Loss, any_fault, divided, floating, joined, together, with_blocks
 from zerojax.optim import RecordUpdate
@@ -49,7 +49,7 @@ from zerojax.streamed.ends import Ends, ends_state
 from zerojax.streamed.loops import StackLoops
 from zerojax.streamed.microbatches import LayerInputs, Microbatches
 from zerojax.streamed.phases import ScheduleArrays
-from zerojax.streamed.plan import StreamedPlan, eval_moves, grads_moves, step_moves
+from zerojax.streamed.plan import StreamedPlan, moves
 from zerojax.streamed.residuals import check_names
 from zerojax.streamed.traced_block import TracedBlock
 
@@ -185,17 +185,23 @@ class StreamedStep:
         saved = [record for residuals in self.abstract_residuals(abstract_batch) for record in residuals.records]
         return list(dict.fromkeys(r.disk_records for r in (*saved, *self.plan.grads) if r.disk_records is not None))
 
+    def steps(self, activations: Mapping[str, Mapping[str, int]] | None = None) -> StepPlan:
+        """Return everything that a step does, in order; see `StreamedPlan.steps`."""
+        return self.plan.steps([loops.tracer.tile_loops() for loops in self.loops], self.ending.ends_first, activations)
+
     def moves(self) -> tuple[Move, ...]:
         """Return what a step reads from disk and writes to it, in order."""
-        return step_moves(self.plan, [loops.tracer.tile_loops() for loops in self.loops], self.ending.ends_first)
+        return moves(self.plan, self.steps())
 
     def eval_moves(self) -> tuple[Move, ...]:
-        """Return the same of an evaluation."""
-        return eval_moves(self.plan, [loops.tracer.eval_loops() for loops in self.loops])
+        """Return the same of an evaluation: parameters alone. A step's forward also writes activations."""
+        steps = self.plan.steps([loops.tracer.eval_loops() for loops in self.loops], self.ending.ends_first)
+        found = moves(self.plan, steps, ("embed", "forward"))
+        return tuple(move for move in found if move.kind.split(".")[0] in ("params", "frozen"))
 
     def grads_moves(self) -> tuple[Move, ...]:
-        """Return the same of `grads`."""
-        return grads_moves(self.plan, [loops.tracer.tile_loops() for loops in self.loops])
+        """Return the same of `grads`: forward and backward alone, of a step that keeps gradients on the device."""
+        return moves(self.plan, self.steps(), ("embed", "forward", "backward"))
 
     # --- the step ----------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from host_offload.schedule.build import build_schedule
 from host_offload.schedule.moves import Move, Window, moves_of, ready_after
-from host_offload.schedule.schedule import KINDS
+from host_offload.schedule.ops import KINDS
+from host_offload.schedule.stacks import StepPlan
 
 
 @st.composite
@@ -24,7 +25,7 @@ def sequences(draw):
         master=draw(st.booleans()),
         device_layers=draw(st.integers(0, num_layers)) if opt_on_disk else 0,
     )
-    return moves_of(schedule, kinds)
+    return moves_of(StepPlan({"": schedule}), kinds)
 
 
 def last_write_before(moves, turn):

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 import host_offload
 from host_offload.schedule.build import build_schedule
 from host_offload.schedule.moves import moves_of
-from host_offload.schedule.schedule import KINDS, SIZES
+from host_offload.schedule.ops import KINDS
+from host_offload.schedule.stacks import StepPlan
 
 FIELDS = {"layer", "consume", "use_slot", "fetch", "fetch_slot", "store", "preload", "preload_slot", "first"}
 SVG = "{http://www.w3.org/2000/svg}"
@@ -33,7 +34,9 @@ def settings_of_schedules(draw, max_layers=30):
 many = settings(max_examples=100, deadline=None)
 few = settings(max_examples=60, deadline=None)
 schedules = settings_of_schedules()
-bytes_of_records = st.fixed_dictionaries({}, optional={kind: st.integers(0, 1000) for kind in SIZES})
+bytes_of_records = st.fixed_dictionaries(
+    {}, optional={kind: st.integers(0, 1000) for kind in (*KINDS, "gathered", "derivative")}
+)
 
 
 def off_device(s, kinds, layer):
@@ -112,7 +115,7 @@ def test_schedule_of_a_part_of_a_stack_is_that_of_a_stack_with_other_numbers(kw,
             moved = numbers if name.endswith("slot") else np.where(numbers >= 0, numbers + first, -1)
             np.testing.assert_array_equal(b.arrays()[name], moved, err_msg=name)
         assert (b.fetches, b.reads, b.writes, b.drain.tolist()) == (a.fetches, a.reads, a.writes, [n + first for n in a.drain])
-    moves = [moves_of(s, (*KINDS, "kept"), activations="kept") for s in (whole, part)]
+    moves = [moves_of(StepPlan({"": s}), (*KINDS, "kept"), names={"": ("", "kept")}) for s in (whole, part)]
     counted_from = {"kept": 0, "opt_state": 0 if on_device else first}
     assert [(m.kind, m.layer + counted_from.get(m.kind, first), m.writes) for m in moves[0]] == [tuple(m) for m in moves[1]]
 
@@ -186,8 +189,7 @@ def test_schedule_arrays_are_int32_of_the_documented_shapes(kw):
 def brute_bytes(s, p, tick, master):
     """Bytes of a tick, record by record."""
     size, layer, consume = s.record_bytes, int(p.layer[tick]), int(p.consume[tick])
-    ring = len(p.preload) > 0
-    records = [k for k in p.fetches for _ in range(s.distance if ring else 0)]
+    records = [k for k in p.fetches for _ in p.preload]
     if p.fetch[tick] >= 0:
         records += off_device(s, p.fetches, p.fetch[tick])
     records += [*off_device(s, p.reads, layer), *off_device(s, p.writes, layer)]
@@ -197,8 +199,8 @@ def brute_bytes(s, p, tick, master):
             records += [k for k in p.fetches if k == "activations"]
             if p.name == "backward" and s.update == "in_backward" and not master:
                 records += [k for k in p.fetches if k == "params"]
-    if p.name == "backward" and "grads" not in p.writes:
-        records += ["grads"]
+    if p.name == "backward":
+        records += ["derivative", *(["grads"] if "grads" not in p.writes else [])]
     return sum(size[k] for k in records)
 
 
@@ -430,7 +432,7 @@ def test_schedule_with_the_device_alone_moves_nothing():
         ({"device_layers": 4}, "device_layers=4: 0 to 3"),
         ({"device_layers": -1}, "device_layers=-1: 0 to 3"),
         ({"device_layers": True}, "device_layers=True: an int"),
-        ({"record_bytes": {"param": 1}}, "record_bytes has 'param': known are gathered, params"),
+        ({"record_bytes": {"param": 1}}, "record_bytes has 'param': known are gathered, derivative"),
         ({"record_bytes": {"params": -1}}, r"record_bytes\['params'\]=-1: 0 or more"),
         ({"budget_bytes": 10}, "budget_bytes=10 needs record_bytes"),
         ({"budget_bytes": 1.5, "record_bytes": {}}, "budget_bytes=1.5: an int"),

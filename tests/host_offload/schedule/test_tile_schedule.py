@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from host_offload.schedule.build import build_schedule
 from host_offload.schedule.moves import Move, moves_of
+from host_offload.schedule.stacks import StepPlan
 from host_offload.schedule.tiles import build_tiled_schedule, tiles_kind
 
 TIERS = {"params": "nvme", "grads": "nvme", "opt_state": "nvme", "activations": "pinned_host"}
@@ -31,8 +32,7 @@ def test_every_tile_moves_once_a_loop_in_order(layers, distance, groups, update)
     schedule = build(layers, distance, groups, update)
     kinds = [kind for kind in TIERS if kind != "activations"]
     every = [*kinds, *(tiles_kind(kind, name) for kind in kinds for name in groups)]
-    loops = {"forward": [(g, "forward") for g in schedule.tiles], "backward": [(g, "backward") for g in schedule.tiles]}
-    moves = moves_of(schedule, every, loops=loops)
+    moves = moves_of(StepPlan({"": schedule}), every)
     counted = collections.Counter(moves)
     stored = update == "after_backward"
     for name, count in groups.items():
@@ -58,7 +58,7 @@ def test_bytes_in_flight_are_those_of_a_layer_and_of_one_group(layers, distance,
     plain = build_schedule(layers, distance, tiers=TIERS, update=update, record_bytes=BYTES | {"activations": 5})
     for name, total in plain.in_flight().items():
         if name != "update":
-            most = max(loops.in_flight(name) for loops in schedule.tiles)
+            most = max(loops.phase(name).peak_bytes for loops in schedule.tiles)
             np.testing.assert_array_equal(schedule.in_flight()[name], total + most)
     assert schedule.peak_bytes == max(int(total.max()) for total in schedule.in_flight().values())
     if update == "after_backward":

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from host_offload.engine.stats import Event
 from host_offload.schedule.build import build_schedule
 from host_offload.schedule.moves import Move, Window, moves_of
-from host_offload.schedule.schedule import KINDS
+from host_offload.schedule.ops import KINDS
+from host_offload.schedule.stacks import StepPlan
 from host_offload.trace.plan import (
     ASKED_TOO_LATE,
     DISK_BUSY,
@@ -48,7 +49,7 @@ def runs_of_a_program(draw):
         tiers={kind: "nvme" if kind in kinds else "device" for kind in KINDS},
         update=draw(st.sampled_from(["after_backward", "in_backward"])),
     )
-    moves = moves_of(schedule, kinds)
+    moves = moves_of(StepPlan({"": schedule}), kinds)
     other = tuple(move for move in moves if move.kind == "params" and not move.writes)
     names = draw(st.sampled_from([("step", "step"), ("step", "step", "step"), ("step", "eval", "step")]))
     duration = st.floats(1e-3, 1.0)

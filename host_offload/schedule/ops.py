@@ -1,0 +1,125 @@
+"""A step as a list of operations: the one place where its order is written.
+
+    phase    one pass over the layers of a stack: loops, one after the other
+    loop     trips that do the same, each with the next layer
+    op       one thing that a trip does with one record
+
+What a step computes, moves and holds is read off this list: the compiled loops, the moves of the disk, bytes in flight and over
+the link, seconds, tables and pictures.
+
+An operation has a **verb** and runs in a **lane**, which does one thing after another:
+
+    verb         lane      what it does
+    fetch        up        loads a record that a later trip takes, or this one at once where nothing is read ahead
+    load         up        loads a record in the trip that uses it
+    store        down      stores a record
+    read, write  read,     moves a record between the disk and a buffer in host memory; `read` comes before the load, `write`
+                 write     after the store
+    gather       network   makes a record whole on each device
+    tiles        compute   runs a loop over the tiles of a group, `inner`, as part of the layer
+    compute      compute   forward, or the derivative
+    reduce       network   reduces a gradient to shards
+    update       compute   runs the optimizer on the device
+    host_update  host      runs it on the host
+    host_read,   read,     moves a record between the disk and the buffer in which the host updates it
+    host_write   write
+
+Ticks number the trips of a phase. Tick t >= 0 computes the t-th layer that the phase visits; ticks before 0 fill the ring, and
+ticks after the last one drain what is left. The **lag** of an operation is the number of ticks from the one that computes with
+its record to the one that does the operation: -2 for a record that is fetched two ticks ahead, 1 for one that is stored a tick
+late.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from host_offload.schedule.schedule import Phase
+
+KINDS = ("params", "frozen", "grads", "opt_state", "activations")
+"""Kinds of records that rest somewhere from one step, or one phase, to the next."""
+LANES: tuple[str, ...] = ("compute", "network", "up", "down", "read", "write", "host")
+LAYERS = "layers"
+"""`Record.leaves` of a layer's one record."""
+HEAD, HEAD_PIECES, LATE_ENDS, END_PIECES = "head", "head_pieces", "late_ends", "end_pieces"
+"""`Record.leaves` of leaves that are no stack of layers, where they are updated beside backward or update."""
+
+
+class Record(NamedTuple):
+    """What an operation works on.
+
+    Attributes:
+      kind: one of KINDS; "gathered", a layer's parameters, whole; "handed", "weights" and "made", the gradient and the weights
+        that an update on the host is given, and the parameters that it gives back; "layer", what a tick computes or updates.
+      leaves: which of the model's: LAYERS, the name of a group of tiles, or leaves that are no stack of layers.
+    """
+
+    kind: str
+    leaves: str = LAYERS
+
+
+class Op(NamedTuple):
+    """One operation of a trip.
+
+    Attributes:
+      verb: what is done.
+      record: to what.
+      number: of the record among those of its kind, in the first trip of the loop: the number of a layer or tile.
+      lane: where.
+      num_bytes: of the record on one device; 0 where they are not known.
+      lag: ticks from the one that computes with the record to this one.
+      inner: of "tiles", the phase over the tiles of one layer.
+    """
+
+    verb: str
+    record: Record
+    number: int
+    lane: str
+    num_bytes: int = 0
+    lag: int = 0
+    inner: "Phase | None" = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """Trips that do the same operations, each with the next layer.
+
+    Attributes:
+      start: tick of the first trip.
+      trips: how many there are.
+      step: what a trip adds to the number of each operation: 1 or -1.
+      ops: of the first trip, in order.
+    """
+
+    start: int
+    trips: int
+    step: int
+    ops: tuple[Op, ...]
+
+    @property
+    def stop(self) -> int:
+        """The tick after the last trip."""
+        return self.start + self.trips
+
+    def at(self, tick: int) -> tuple[Op, ...]:
+        """Return the operations of a tick."""
+        moved = self.step * (tick - self.start)
+        return tuple(op._replace(number=op.number + moved) for op in self.ops)
+
+    def __iter__(self) -> Iterator[tuple[int, tuple[Op, ...]]]:
+        """Yield the number and the operations of each tick."""
+        for tick in range(self.start, self.stop):
+            yield tick, self.at(tick)
+
+
+def joined(loops: Iterable[Loop]) -> tuple[Loop, ...]:
+    """Return loops, of which those that go on where the one before them ends are one with it where their trips do the same."""
+    found: list[Loop] = []
+    for loop in loops:
+        last = found[-1] if found else None
+        if last is not None and (last.stop, last.step) == (loop.start, loop.step) and last.at(loop.start) == loop.ops:
+            found[-1] = dataclasses.replace(last, trips=last.trips + loop.trips)
+        else:
+            found.append(loop)
+    return tuple(found)

@@ -1,0 +1,124 @@
+"""Bytes of the records of a state, and what a step does with its leaves, as `host_offload.schedule` takes them."""
+
+from collections.abc import Callable, Container, Mapping, Sequence
+
+from host_offload.schedule import EndLeaf, HostUpdate, StepPlan, build_ends
+from zerojax.config import ZeroConfig
+from zerojax.sharding import FSDP, STAGES, LeafSpec, Spec, local_elements, stored_spec
+from zerojax.state.records import RecordSpec
+from zerojax.state.state_records import StateRecords
+
+
+def record_bytes(records: StateRecords, part: Sequence[int], frozen: Sequence[int] = ()) -> dict[str, int]:
+    """Return the bytes of the records of some stacked leaves on each device, as `host_offload.build_schedule` takes them.
+
+    `part` are those that are trained, `frozen` those that are not.
+
+    Activations are not counted: their shapes are known once there is a batch.
+    """
+    layout, mesh, stage = records.layout, records.mesh, STAGES[records.layout.config.stage]
+    on_device = layout.config.params == "device"
+
+    def num_bytes(part: Sequence[int], spec_of: Callable[[LeafSpec], Spec], itemsize: int | None = None) -> int:
+        leaves = [layout.all_leaves[i] for i in part]
+        elements = [local_elements(leaf.record_shape, spec_of(leaf.spec)[leaf.lead :], mesh) for leaf in leaves]
+        return sum(n * (itemsize or leaf.dtype.itemsize) for n, leaf in zip(elements, leaves, strict=True))
+
+    # Masters are float32, and rest beside the optimizer state in one record.
+    opt_state = num_bytes(part, lambda s: stored_spec(s, stage.opt_state), 4) if layout.has_master else 0
+    if layout.updates_by_record:
+        opt_map = layout.opt_map
+        for j in opt_map.states_of(part):
+            # The shape of one record: a state leaf has the leading dims of the parameter that it mirrors.
+            shape = opt_map.leaves[j].shape[layout.leaves[opt_map.owner(j)].lead :]
+            opt_state += local_elements(shape, records.opt_record(j).spec, mesh) * opt_map.leaves[j].dtype.itemsize
+    whole, whole_frozen = (num_bytes(some, lambda s: s.base) for some in (part, frozen))
+    whole_grads = num_bytes(part, lambda s: s.base, 4) if layout.reduces_in_float32 else whole
+    # What rests encoded is whole twice: as it was gathered, and decoded.
+    for leaf in (layout.all_leaves[i].decodes for i in frozen):
+        if leaf is not None:
+            elements = local_elements(leaf.record_shape, leaf.spec.base[leaf.lead :], mesh)
+            whole_frozen += elements * leaf.dtype.itemsize
+    shards, frozen_shards = (num_bytes(some, lambda s: stored_spec(s, stage.params)) for some in (part, frozen))
+    of_state = lambda s: stored_spec(s, stage.opt_state)  # noqa: E731
+    grads = sum(num_bytes([i], of_state, layout.grad_dtype(i).itemsize) for i in part)
+    sizes = {
+        "params": shards,
+        "gathered": whole + whole_frozen if is_gathered(records) else 0,
+        "derivative": whole_grads,
+        "grads": grads,
+        "opt_state": opt_state,
+        "handed": grads,
+        "weights": num_bytes(part, of_state, 4) if on_device and not layout.has_master else 0,
+        "made": num_bytes(part, of_state) if on_device else 0,
+    }
+    return sizes | ({"frozen": frozen_shards} if layout.frozen else {})
+
+
+def is_gathered(records: StateRecords) -> bool:
+    """Tell whether layers are made whole, and so held beside their shards: gathered, fetched or decoded."""
+    layout = records.layout
+    fetched = any(record.is_away for record in (*records.params, *records.frozen))
+    return bool(layout.encodings) or (STAGES[layout.config.stage].params and (layout.mesh.shape[FSDP] > 1 or fetched))
+
+
+def stored_bytes(records: StateRecords, part: Sequence[int]) -> int:
+    """Return the bytes that an update of some leaves stores off the device, of one record."""
+    sizes = record_bytes(records, part)
+    return sizes["opt_state"] + (sizes["params"] if any(records.params[i].is_away for i in part) else 0)
+
+
+def loaded_bytes(records: StateRecords, part: Sequence[int]) -> int:
+    """Return the bytes that it loads: parameters only where they are their own masters."""
+    return record_bytes(records, part)["opt_state"] if records.layout.has_master else stored_bytes(records, part)
+
+
+def end_leaves(records: StateRecords, beside: Container[int], pieces: Mapping[int, int]) -> list[EndLeaf]:
+    """Return the leaves that are no stack of layers, as `host_offload.schedule.build_ends` takes them.
+
+    Args:
+      records: how the state rests.
+      beside: trained leaves that are updated beside layers.
+      pieces: in how many pieces the others are updated, by leaf; 1 where a leaf is missing.
+    """
+
+    def tier_of(specs: Sequence[RecordSpec]) -> str:
+        return next((r.tier if r.disk_records is None else "nvme" for r in specs if r.is_away), "device")
+
+    layout, leaves = records.layout, list[EndLeaf]()
+    for i in (*layout.ends, *layout.frozen_ends):
+        leaf, weight = layout.all_leaves[i], records.weight(i)
+        size = local_elements(leaf.shape, weight.spec, records.mesh) * leaf.dtype.itemsize
+        if leaf.frozen:
+            name = str(i) if weight.disk_records is None else weight.disk_records.kind.partition(".")[2]
+            leaves.append(EndLeaf(name, {"frozen": tier_of([weight])}, {"frozen": size}, frozen=True))
+            continue
+        tiers = {"params": tier_of([weight]), "opt_state": tier_of(records.opt_records((i,)))}
+        sizes = record_bytes(records, (i,)) | {"params": size}
+        leaves.append(EndLeaf(str(i), tiers, sizes, num_pieces=pieces.get(i, 1), is_beside=i in beside))
+    return leaves
+
+
+def host_update(config: ZeroConfig, has_master: bool) -> HostUpdate | None:
+    """Return how callbacks update records on the host, or None; `has_master`: parameters have float32 masters."""
+    if config.update_on != "host":
+        return None
+    on_device = config.params == "device"
+    return HostUpdate(
+        stashes=config.update != "in_backward" and (config.grads != "device" or config.delayed_update),
+        is_delayed=config.delayed_update,
+        takes_weights=on_device and not has_master,
+        gives_params=on_device,
+    )
+
+
+def steps_of_leaves(records: StateRecords, pieces: Mapping[int, int]) -> StepPlan:
+    """Return everything that a resident step does: leaf by leaf, since none is a stack of layers that come and go.
+
+    Args:
+      records: how the state rests.
+      pieces: in how many pieces the device updates each leaf, by leaf; 1 where a leaf is missing.
+    """
+    layout = records.layout
+    host = host_update(layout.config, layout.has_master)
+    return StepPlan({}, build_ends(end_leaves(records, (), pieces), layout.has_master, host))
