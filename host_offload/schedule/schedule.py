@@ -265,8 +265,11 @@ class Phase:
     @functools.cached_property
     def _held(self) -> int:
         """Bytes that all ticks hold: the ring, and the room for a record that is stored a tick late."""
-        ring = sum(loop.trips * op.num_bytes for loop in self._preloads for op in loop.ops if op.verb == "fetch")
-        return ring + sum(op.num_bytes for loop in self._after for op in loop.ops if _is_late_store(op))
+        # All slots are alike: each has room for all kinds, also where a layer lacks one.
+        slot = {op.record: op.num_bytes for loop in self._preloads for op in loop.ops if op.verb == "fetch"}
+        return len(self.preload) * sum(slot.values()) + sum(
+            op.num_bytes for loop in self._after for op in loop.ops if _is_late_store(op)
+        )
 
     def _bytes(self, loop: Loop) -> int:
         """Return the bytes of one tick of a loop: what it loads, gathers and makes, and what waits for a later tick."""

@@ -15,11 +15,12 @@ stack, whose layers keep other values for backward than those beside it, has loo
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from host_offload.schedule.ops import LAYERS, Loop, Op
 from host_offload.schedule.schedule import Phase, Schedule
 from host_offload.schedule.tiles import TiledSchedule
 
@@ -73,6 +74,19 @@ class StepPlan:
                 groups = schedule.tiles if isinstance(schedule, TiledSchedule) and layers and name == "update" else ()
                 found += [Part(group.phase("update"), "update", stack, group.name) for group in groups]
         return tuple(found)
+
+    def __str__(self) -> str:
+        lines = [f"{'phase':<22} {'ticks':>11} {'operation':<12} {'of':<28} {'numbers':>11} {'lane':<8} {'bytes':>16}"]
+        for part in self.parts:
+            name = part.name if part.stack is None else _named(part.stack, part.name) + (f"/{part.group}" if part.group else "")
+            for depth, loop, op in _operations(part.phase):
+                record = op.record.kind if op.record.leaves == LAYERS else f"{op.record.kind} of {op.record.leaves}"
+                ticks, last = f"{loop.start} .. {loop.stop - 1}", op.number + loop.step * (loop.trips - 1)
+                numbers = f"{op.number} .. {last}" if loop.trips > 1 else f"{op.number}"
+                when = "" if not op.lag else f"  {abs(op.lag)} ticks {'late' if op.lag > 0 else 'ahead'}"
+                start = f"{name:<22} {ticks if loop.trips > 1 else loop.start:>11} {'  ' * depth + op.verb:<12} {record:<28}"
+                lines.append(f"{start} {numbers:>11} {op.lane:<8} {op.num_bytes:>16,}{when}")
+        return "\n".join(lines)
 
     def moved(self, *lanes: str, called: bool | None = None) -> int:
         """Return the bytes that cross some lanes of a device in a step (`Phase.moved`)."""
@@ -150,6 +164,14 @@ def stacked_schedule(stacks: Mapping[str, Schedule]) -> Schedule:
     # Records of different stacks have different sizes: those are told by the schedule of each.
     fields |= {"phases": tuple(phases), "tiers": tiers, "record_bytes": None}
     return StackedSchedule(**fields, stacks=stacks)
+
+
+def _operations(phase: Phase, depth: int = 0) -> Iterator[tuple[int, Loop, Op]]:
+    """Yield (how deep it is, its loop, operation) of each operation, with those of loops over tiles."""
+    for loop in phase.loops:
+        for op in loop.ops:
+            yield depth, loop, op
+            yield from _operations(op.inner, depth + 1) if op.inner is not None else ()
 
 
 def _named(stack: str, loop: str) -> str:

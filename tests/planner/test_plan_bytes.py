@@ -16,7 +16,7 @@ from zerojax.costs import sized_batch, sized_model, traced
 from zerojax.machines import Machine
 from zerojax.planner.planner import Planner
 from zerojax.planner.repairs import Repairs
-from zerojax.planner.search import Exact
+from zerojax.planner.search import Exact, Search
 from zerojax.tiling import tile_sum
 
 MACHINE = Machine(
@@ -148,6 +148,41 @@ def test_bytes_of_a_drawn_plan_are_its_programs(tmp_path):
 def test_bytes_of_many_drawn_plans_are_their_programs(block, tmp_path):
     seeds = range(100 + 12 * block, 112 + 12 * block)
     assert sum(check_drawn(seed, str(tmp_path)) for seed in seeds) >= 4
+
+
+def check_bounds(seed: int, folder: str, num_configs: int) -> int:
+    """Hold the bounds of drawn configs to what is estimated, and to the programs; return how many were built."""
+    rng = np.random.default_rng(seed)
+    model, n = drawn_model(rng), int(rng.choice([1, 2, 4]))
+    mesh = zj.make_mesh(fsdp=n, devices=jax.devices()[:n])
+    batch = {"tokens": jax.ShapeDtypeStruct((int(4 * rng.integers(1, 3)), int(4 * rng.integers(1, 5))), np.int32)}
+    fixed = {"swap_dir": folder, "precision": str(rng.choice(["fp32", "bf16"]))}
+    planner = Planner(model, optax.adamw(1e-3), mesh, batch, MACHINE, fixed, None)
+    search, built = Search(planner.space(), planner.limits), 0
+    candidates = list(search.space)
+    for number in rng.choice(len(candidates), num_configs):
+        candidate = candidates[number]
+        config = search.space.config(candidate.fields)
+        if config is None:
+            continue
+        estimated, least = search.estimate(config, candidate.tiles), search.bound.resting(candidate.fields)
+        assert max(candidate.seconds, estimated.least) <= estimated.time.seconds * (1 + 1e-9), (seed, config)
+        exact = planner.exact(config, candidate.tiles)
+        for tier, num_bytes in least.items():
+            assert int(num_bytes) <= estimated.needed(tier) + len(estimated.bytes[tier]), (seed, tier, config)  # each rounded
+            assert int(num_bytes) <= sum(exact.bytes[tier].values()), (seed, tier, config)
+        built += 1
+    return built
+
+
+def test_bounds_are_below_what_is_estimated_and_built(tmp_path):
+    assert check_bounds(13, str(tmp_path), 3) == 3
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(40))
+def test_bounds_are_below_what_is_estimated_and_built_of_many(seed, tmp_path):
+    assert check_bounds(seed, str(tmp_path), 12) >= 6
 
 
 def test_bytes_of_a_plan_of_sizes_are_those_of_the_transformer_they_stand_for():

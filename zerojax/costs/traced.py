@@ -134,8 +134,9 @@ class _Tracer:
     def moment_bytes(self, layout: Any) -> float:
         """Return the bytes of optimizer state for one parameter, in float32."""
         trained = sum(math.prod(leaf.shape) for leaf in layout.leaves)
-        state = layout.abstract_state.opt_state
-        total = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(state))
+        # Not the scalars, such as a count of steps, which all parameters share and which stay on the device.
+        own = [a for j, a in enumerate(layout.opt_map.leaves) if a.shape or j not in layout.opt_map.shared]
+        total = sum(math.prod(a.shape) * a.dtype.itemsize for a in own)
         return total / max(1, trained) * (2.0 if self.base.moments == "bfloat16" else 1.0)
 
     def elements(self, layout: Any, indices: Sequence[int]) -> int:

@@ -14,4 +14,5 @@ from zerojax.memory.kept import Kept as Kept
 from zerojax.memory.kept import KeptValues as KeptValues
 from zerojax.memory.program import kept_by_program as kept_by_program
 from zerojax.memory.program import program_memory as program_memory
+from zerojax.memory.program import steps_of_program as steps_of_program
 from zerojax.memory.report import MemoryReport as MemoryReport

@@ -2,27 +2,29 @@
 
 `program_memory` counts, leaf by leaf and with the specs and tiers that were chosen, what `closed_forms` has in closed form:
 leaves that do not divide, tensor parallelism and any optimizer's state are exact. Its `argument_bytes` are what a compiled step
-takes as arguments on the device, its `host_argument_bytes` those in pinned host memory. Of a streamed step it counts what the
-schedule moves:
+takes as arguments on the device, its `host_argument_bytes` those in pinned host memory. What moves is read off the list of the
+step's operations (`host_offload.schedule.StepPlan`):
 
-    in flight    the most that a tick of `Schedule.in_flight` holds, over all phases
-    host link    every fetch, read and write of every phase, once; unstacked leaves once a step
+    in flight    the most that a tick holds, over all phases
+    host link    every load and store, once
 
 With `update_on="host"` gradients go down, and compute-dtype parameters up where they rest on the device: 2P + 2P bytes in 16
 bits. Callbacks of the program move them, so the compiled program's own copies are the rest of `host_link`.
 """
 
+import dataclasses
 from typing import Any
 
+from host_offload.schedule import StepPlan
 from zerojax.memory.collectives import collectives_of_step
 from zerojax.memory.kept import KeptValues, bytes_gathered, kept_values, resident_kept, streamed_kept
 from zerojax.memory.leaves import bytes_by_tier
 from zerojax.memory.report import MemoryReport
 from zerojax.memory.resident import resident_bytes
-from zerojax.memory.streamed import streamed_bytes
+from zerojax.memory.streamed import streamed_bytes, streamed_steps
 from zerojax.memory.tensor import tensor_collectives
 from zerojax.resident import ResidentStep
-from zerojax.state import DiskLayout, StateRecords
+from zerojax.state import DiskLayout, StateRecords, steps_of_leaves
 from zerojax.streamed import StreamedStep
 
 
@@ -83,6 +85,25 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Any) -> 
         callback_link=running.called,
         num_params=layout.num_params,
     )
+
+
+def steps_of_program(records: StateRecords, step: object, abstract_batch: Any) -> StepPlan:
+    """Return everything that a step does with records, with the bytes of each operation.
+
+    Args:
+      records: how the states of the program rest.
+      step: of the program.
+      abstract_batch: tree of ShapeDtypeStruct with shardings.
+
+    Raises:
+      NotImplementedError: the step is of another kind.
+    """
+    if isinstance(step, StreamedStep):
+        return streamed_steps(step, abstract_batch)
+    if isinstance(step, ResidentStep):
+        steps = steps_of_leaves(records, {} if step.update is None else step.update.num_pieces())
+        return dataclasses.replace(steps, stacks=step.stacks)  # forward and backward: the update is leaf by leaf
+    raise NotImplementedError(f"the operations of a {type(step).__name__} are not listed in this version")
 
 
 def kept_by_program(records: StateRecords, step: object, abstract_batch: Any) -> KeptValues:

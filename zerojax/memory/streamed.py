@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from host_offload.schedule import StepPlan
 from zerojax.memory.leaves import (
     compute_itemsize,
     gathered_bytes,
@@ -24,23 +25,20 @@ from zerojax.streamed import ResidualPlan, StreamedStep
 
 def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) -> RunningBytes:
     """Return what a streamed step takes beside its arguments, and what it moves over the link."""
-    plan = streamed.plan
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract_batch)
-    pairs = list(zip(plan.of_stacks, streamed.abstract_residuals(shapes), strict=True))
-    saved = {stack.run.name: _saved_bytes(residuals) for stack, residuals in pairs}
+    plan, saved = streamed.plan, _saved(streamed, abstract_batch)
     steps = streamed.steps(saved)
     gathered = gathered_bytes(layout, 1 + layout.config.gather_ahead, any(r.is_away for r in plan.params))
     grads, host_grads = _resting_grads(layout, streamed)
 
     def kept(tier: str) -> int:
-        return sum(stack.num_layers * saved[stack.run.name][tier] for stack, _ in pairs)
+        return sum(stack.num_layers * saved[stack.run.name][tier] for stack in plan.of_stacks)
 
     device = {
         "grads": grads,
         # Those of embedding and head live through backward; a layer's are in flight in its tick.
         "unreduced": unreduced_bytes(layout, blocks=False),
         "gathered": gathered,
-        "activations": kept("device") + _entered_bytes(streamed, shapes),
+        "activations": kept("device") + _entered_bytes(streamed, _shapes(abstract_batch)),
         # What is loaded before forward stays. The peak includes what is gathered, which has a line of its own here.
         "in_flight": steps.ends["embed"].moved("up") + max(0, steps.peak_bytes - gathered),
     }
@@ -50,6 +48,22 @@ def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) 
         for by_callbacks in (False, True)
     )
     return RunningBytes(device, host, link, called)
+
+
+def streamed_steps(streamed: StreamedStep, abstract_batch: Any) -> StepPlan:
+    """Return everything that a streamed step does, with the bytes of a batch."""
+    return streamed.steps(_saved(streamed, abstract_batch))
+
+
+def _shapes(abstract_batch: Any) -> Any:
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract_batch)
+
+
+def _saved(streamed: StreamedStep, abstract_batch: Any) -> dict[str, dict[str, int]]:
+    """Return the bytes that one layer of each run keeps from forward to backward, by its name and by tier."""
+    plans = streamed.abstract_residuals(_shapes(abstract_batch))
+    pairs = zip(streamed.plan.of_stacks, plans, strict=True)
+    return {stack.run.name: _saved_bytes(residuals) for stack, residuals in pairs}
 
 
 def _saved_bytes(residuals: ResidualPlan) -> dict[str, int]:

@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from host_offload.schedule import Move, Schedule
+from host_offload.schedule import Move, Schedule, StepPlan
 from zerojax.activations import BlockProduct, SequenceParallelism
 from zerojax.config import streams
 from zerojax.hlo import HostTraffic, host_traffic, module_name, read_thunks
-from zerojax.memory import KeptValues, MemoryReport, kept_by_program, program_memory
+from zerojax.memory import KeptValues, MemoryReport, kept_by_program, program_memory, steps_of_program
 from zerojax.models import CACHE, LayeredModel, Model, split_faults, with_cache
 from zerojax.program.compile import CompiledStep, LoweredStep, ScratchMemory, StepCompiler
 from zerojax.program.fingerprint import batch_key, batch_lines, key_lines, trace_lines
@@ -169,6 +169,18 @@ class Program:
         self._check_shapes(batch)
         with jax.set_mesh(self.mesh):
             return program_memory(self.records, self._step, self.abstract_batch(batch))
+
+    @without_mesh
+    def operations(self, batch: Any) -> StepPlan:
+        """Return everything that a step does with records, in order: what it loads, gathers, computes, reduces and stores.
+
+        `program.schedule`, `program.memory` and the reads ahead of the disk follow from this list, and the planner predicts the
+        seconds of a step from one that is made in the same way. `print` shows it as a table: loops, their ticks, and for each
+        operation the numbers of its records, its lane and its bytes on one device.
+        """
+        self._check_shapes(batch)
+        with jax.set_mesh(self.mesh):
+            return steps_of_program(self.records, self._step, self.abstract_batch(batch))
 
     @without_mesh
     def kept(self, batch: Any) -> KeptValues:

@@ -91,6 +91,7 @@ class ResidentStep:
         stream = str(ActivationSpec(layout.mesh, is_stream=layout.config.sequence_parallel)) if layout.stack_layers else ""
         schedules = {name: build_schedule(num_layers) for name, num_layers in layers.items()}
         schedules = {name: dataclasses.replace(s, stream=stream) for name, s in schedules.items()}
+        self.stacks = {name: dataclasses.replace(s, phases=s.phases[:2]) for name, s in schedules.items()}
         last = list(schedules)[-1]
         pieces = {} if update is None else update.num_pieces()
         leaves = None if update is None else steps_of_leaves(records, pieces).ends["ends"]

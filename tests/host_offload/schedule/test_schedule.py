@@ -171,6 +171,28 @@ def test_schedule_never_reads_a_record_whose_write_is_pending(kw):
 
 
 @many
+@given(schedules, st.booleans())
+def test_operations_of_a_tick_are_of_the_layer_that_their_lag_says(kw, late):
+    """Ticks follow each other, each computes one layer, and a lag is the distance to the tick that computes with the record."""
+    s = build_schedule(**kw, stores_late=late and not kw["device_layers"], record_bytes=dict.fromkeys(KINDS, 1))
+    for p in s.phases:
+        ticks = [(tick, ops) for tick, ops in p.ticks() if any(op.record.kind == "layer" for op in ops)]
+        assert [tick for tick, _ in ticks] == list(range(s.num_layers))
+        layers = [op.number for _, ops in ticks for op in ops if op.record.kind == "layer"]
+        assert layers == p.layer.tolist()
+        for tick, ops in p.ticks():
+            assert len({(op.verb, op.record, op.number) for op in ops}) == len(ops), "done twice"
+            for op in ops:
+                if 0 <= tick - op.lag < s.num_layers and (tick >= 0 or op.verb == "fetch") and p.first != op.number:
+                    assert layers[tick - op.lag] == op.number, (p.name, tick, op)
+        # What a device loads, it loads once a phase; what it stores, once.
+        for lane, verbs in (("up", ("fetch", "load")), ("down", ("store",))):
+            moved = [(op.record, op.number) for _, ops in p.ticks() for op in ops if op.verb in verbs and op.lane == lane]
+            assert len(moved) == len(set(moved))
+            assert p.moved(lane) == len(moved)
+
+
+@many
 @given(schedules)
 def test_schedule_arrays_are_int32_of_the_documented_shapes(kw):
     s = build_schedule(**kw)
@@ -189,7 +211,8 @@ def test_schedule_arrays_are_int32_of_the_documented_shapes(kw):
 def brute_bytes(s, p, tick, master):
     """Bytes of a tick, record by record."""
     size, layer, consume = s.record_bytes, int(p.layer[tick]), int(p.consume[tick])
-    records = [k for k in p.fetches for _ in p.preload]
+    fetched = {k for layer in p.preload for k in off_device(s, p.fetches, layer)}
+    records = [k for k in fetched for _ in p.preload]
     if p.fetch[tick] >= 0:
         records += off_device(s, p.fetches, p.fetch[tick])
     records += [*off_device(s, p.reads, layer), *off_device(s, p.writes, layer)]
