@@ -17,7 +17,6 @@ PACKAGES = {"zerojax": {"host_offload", "pallas_kernels"}, "host_offload": set()
 ROOMS = {
     # files that are low floors under several folders
     "zerojax.jaxprs": (),
-    "zerojax.beside": ("jaxprs",),
     "zerojax.elements": ("jaxprs",),
     "zerojax.given": (),
     "zerojax.chips": (),
@@ -28,44 +27,42 @@ ROOMS = {
     "zerojax.metrics": ("precision",),
     "zerojax.config": ("given", "sharding", "precision"),
     "zerojax.aot": ("chips", "sharding"),
-    "zerojax.float32_grads": ("jaxprs",),
-    "zerojax.unreduced": ("activations", "float32_grads", "jaxprs", "sharding"),
     # folders, from the ground up
     "zerojax.sharding": ("given",),
     "zerojax.gather": ("activations", "jaxprs", "sharding"),
     "zerojax.tiling": ("given", "jaxprs", "sharding"),
     "zerojax.models": ("given", "tiling", "jaxprs", "sharding"),
     "zerojax.activations": ("models", "tiling", "jaxprs", "sharding", "vocabulary"),
+    "zerojax.grads": ("activations", "jaxprs", "sharding"),
+    "zerojax.formulas": ("activations", "sharding", "precision"),
     "zerojax.state": ("given", "models", "sharding", "aot", "config", "precision"),
     "zerojax.runtime": ("given", "state",),
     "zerojax.optim": ("given", "elements", "state", "runtime", "sharding", "jaxprs", "config", "precision", "metrics"),
     "zerojax.resident": (
-        "activations", "optim", "state", "models", "float32_grads", "unreduced", "sharding", "jaxprs", "metrics",
+        "activations", "grads", "optim", "state", "models", "sharding", "jaxprs", "metrics",
     ),
     "zerojax.streamed": (
-        "activations", "optim", "state", "models", "tiling", "float32_grads", "unreduced", "sharding", "beside", "jaxprs",
-        "config", "metrics",
+        "activations", "grads", "optim", "state", "models", "tiling", "sharding", "jaxprs", "config", "metrics",
     ),
-    "zerojax.memory": ("streamed", "resident", "state", "activations", "jaxprs", "sharding", "precision"),
+    "zerojax.memory": ("formulas", "streamed", "resident", "state", "activations", "jaxprs", "sharding", "precision"),
     "zerojax.program": (
-        "given", "activations", "memory", "streamed", "resident", "optim", "gather", "runtime", "state", "models", "sharding",
-        "aot", "chips", "config", "precision", "hlo", "jaxprs", "progress",
+        "activations", "memory", "streamed", "resident", "optim", "gather", "runtime", "state", "models", "sharding",
+        "aot", "config", "precision", "hlo", "jaxprs", "progress",
     ),
     "zerojax.checkpoint": ("given", "program", "runtime", "state", "models", "sharding", "precision", "progress"),
     "zerojax.inference": ("given", "program", "state", "models", "sharding", "config"),
     "zerojax.weights": ("checkpoint", "program", "state", "models", "jaxprs", "config", "progress", "sharding"),
     "zerojax.hf": ("given", "chips", "weights", "checkpoint", "program", "state", "models", "tiling", "sharding"),
-    "zerojax.machines": ("given", "chips", "memory", "sharding", "precision", "hlo"),
+    "zerojax.machines": ("given", "chips", "formulas", "sharding", "precision", "hlo"),
     "zerojax.choice": (),
     "zerojax.data": ("given", "progress"),
     "zerojax.costs": (
-        "given", "choice", "machines", "program", "memory", "streamed", "models", "activations", "tiling", "sharding", "aot",
-        "config", "precision", "jaxprs",
+        "given", "formulas", "choice", "machines", "program", "memory", "streamed", "state", "models", "activations", "tiling",
+        "sharding", "aot", "config", "precision", "jaxprs",
     ),
     "zerojax.planner": (
-        "given", "costs", "choice", "machines", "program", "memory", "models", "activations", "sharding", "aot",
-        "config",
-        "precision", "hlo",
+        "given", "chips", "costs", "choice", "machines", "program", "memory", "models", "activations", "sharding",
+        "aot", "config", "precision", "hlo",
     ),
     "zerojax.reporting": ("given", "planner", "machines", "memory", "program", "runtime", "progress"),
     "zerojax.hlo": ("chips",),
@@ -206,6 +203,22 @@ def test_floors_doors_name_what_they_offer():
             for node in body[1:]:
                 assert isinstance(node, ast.ImportFrom), f"{path} holds code"
                 assert all(a.asname == a.name for a in node.names), f"{path}: write 'x as x'"
+
+
+def test_floors_doors_offer_what_others_use():
+    """A name of a door is imported elsewhere, read off the folder as an attribute, or in the documentation."""
+    used, read = set[tuple[str, str]](), set[tuple[str, str]]()
+    for path in files_of(*PACKAGES, "tests", "benchmarks", "examples"):
+        own = room_of(module_of(path))
+        used |= {(module, name) for module, name in imported(path) if module != own and not module.startswith(f"{own}.")}
+        read |= set(re.findall(r"\b(?=(\w+)\.(\w+)\b)", path.read_text()))
+    documents = "\n".join(path.read_text() for path in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
+    words, tables = set(re.findall(r"\w+", documents)), (ROOT / "zerojax" / "__init__.py").read_text()
+    for folder, names in doors().items():
+        alias = folder.split(".")[-1]
+        idle = {n for n in names if (folder, n) not in used and (alias, n) not in read and n not in words}
+        idle = {n for n in idle if f'"{n}": "{folder}"' not in tables}  # imported when asked for
+        assert not idle, f"nobody uses what the door of {folder} offers: {sorted(idle)}"
 
 
 def test_floors_no_folder_is_too_full():

@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from zerojax.planner import PlanError as PlanError
     from zerojax.planner import Sizes as Sizes
     from zerojax.planner import StepWatch as StepWatch
+    from zerojax.planner import Tuned as Tuned
+    from zerojax.planner import autotune as autotune
     from zerojax.planner import machine as machine
     from zerojax.planner import plan as plan
     from zerojax.planner import probe as probe
     from zerojax.precision import LossScaling as LossScaling
     from zerojax.program import Program as Program
-    from zerojax.program import Tuned as Tuned
-    from zerojax.program import autotune as autotune
     from zerojax.program import build_train_step as build_train_step
     from zerojax.reporting import Run as Run
     from zerojax.runtime import Preemption as Preemption
@@ -85,9 +85,9 @@ _HOME = {
     "TiledDense": "zerojax.tiling",
     "TiledMLP": "zerojax.tiling",
     "TrainState": "zerojax.state",
-    "Tuned": "zerojax.program",
+    "Tuned": "zerojax.planner",
     "ZeroConfig": "zerojax.config",
-    "autotune": "zerojax.program",
+    "autotune": "zerojax.planner",
     "build_train_step": "zerojax.program",
     "export_hf": "zerojax.hf",
     "export_orbax": "zerojax.weights",

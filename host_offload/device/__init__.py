@@ -18,12 +18,10 @@ from host_offload.device.limits import pinned_pool_bytes as pinned_pool_bytes
 from host_offload.device.link import Link as Link
 from host_offload.device.link import link_of as link_of
 from host_offload.device.link import pointer as pointer
-from host_offload.device.link import pointers as pointers
 from host_offload.device.link import stream_of as stream_of
 from host_offload.device.link import view as view
 from host_offload.device.link import writable as writable
 from host_offload.device.loops import one_trip as one_trip
-from host_offload.device.self_test import LinearOrder as LinearOrder
 from host_offload.device.self_test import build_form as build_form
 from host_offload.device.self_test import check_host_slices as check_host_slices
 from host_offload.device.self_test import forms as forms

@@ -32,10 +32,7 @@ late.
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from host_offload.schedule.schedule import Phase
+from typing import Any, NamedTuple
 
 KINDS = ("params", "frozen", "grads", "opt_state", "activations")
 """Kinds of records that rest somewhere from one step, or one phase, to the next."""
@@ -69,7 +66,7 @@ class Op(NamedTuple):
       lane: where.
       num_bytes: of the record on one device; 0 where they are not known.
       lag: ticks from the one that computes with the record to this one.
-      inner: of "tiles", the phase over the tiles of one layer.
+      inner: of "tiles", the `host_offload.schedule.Phase` over the tiles of one layer; else None.
     """
 
     verb: str
@@ -78,7 +75,7 @@ class Op(NamedTuple):
     lane: str
     num_bytes: int = 0
     lag: int = 0
-    inner: "Phase | None" = None
+    inner: Any = None
 
 
 @dataclasses.dataclass(frozen=True)

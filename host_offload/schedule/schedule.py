@@ -373,8 +373,8 @@ def _is_late_store(op: Op) -> bool:
 
 def _is_held(op: Op, loop: Loop) -> bool:
     """Tell whether what a tick stores is there besides what the tick makes."""
-    if op.record.kind == "handed":  # backward has just reduced it
-        return not any(other.verb == "reduce" for other in loop.ops)
+    if op.record.kind == "handed":  # of a layer, a slice of the stack of gradients, unless backward has just reduced it
+        return op.record.leaves == LAYERS and not any(other.verb == "reduce" for other in loop.ops)
     return op.record.kind == "weights" or (op.verb == "store" and op.lag > 0 and op.record.leaves != LAYERS)
 
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import zerojax as zj
 from zerojax.activations import SequenceParallelism, flow, sequence_parallel
 from zerojax.activations.rings import RingProduct, column_products, row_product
-from zerojax.float32_grads import float32_grads
+from zerojax.grads import float32_grads
 from zerojax.jaxprs import flatten
 
 mesh_of = plain_rings.mesh_of

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import zerojax as zj
-from zerojax.float32_grads import float32_grads
+from zerojax.grads import float32_grads
 from zerojax.jaxprs import flatten
 
 N, D, F, V, LAYERS = 512, 8, 12, 10, 2

@@ -15,9 +15,9 @@ from host_offload.schedule import LANES, StepPlan, build_schedule
 from zerojax.costs.timing import LayerWork, PhaseTime, Span, StepTime, step_time
 from zerojax.machines import size_of
 from zerojax.planner import charts, plan
-from zerojax.planner.bars import draw_tiers
 from zerojax.planner.charts import CHAR, KINDS, LEFT, RIGHT, WIDTH, round_ticks
 from zerojax.planner.lanes import TALL, boxes_of, draw_step
+from zerojax.planner.pictures import draw_tiers
 
 SVG = "{http://www.w3.org/2000/svg}"
 DISK = {"params": "nvme", "grads": "nvme", "opt_state": "nvme", "activations": "nvme"}

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax as zj
 from zerojax import hlo
-from zerojax.unreduced import unreduced_grads
+from zerojax.grads import unreduced_grads
 
 LOSS, PARAMS = 2e-6, 1e-5  # relative; of a leaf's largest
 HOST, DISK = "pinned_host", "nvme"

@@ -13,7 +13,7 @@ import pytest
 
 import zerojax as zj
 from host_offload.schedule import HEAD, HEAD_PIECES, LATE_ENDS, LAYERS, EndsMove, build_schedule
-from zerojax.beside import beside, equal_parts
+from zerojax.grads.beside import beside, equal_parts
 from zerojax.state import state_records
 from zerojax.streamed.endings import crossing as crossings
 from zerojax.streamed.phases import Tick

@@ -9,7 +9,6 @@ from zerojax.activations.kept import attention_inner as attention_inner
 from zerojax.activations.kept import candidates as candidates
 from zerojax.activations.kept import depending as depending
 from zerojax.activations.kept import describe as describe
-from zerojax.activations.kept import is_cheap as is_cheap
 from zerojax.activations.recompute import Keeper as Keeper
 from zerojax.activations.recompute import Splits as Splits
 from zerojax.activations.recompute import keep_products as keep_products

@@ -2,7 +2,6 @@
 
 from zerojax.checkpoint.checkpointer import Checkpointer as Checkpointer
 from zerojax.checkpoint.directory import STATE as STATE
-from zerojax.checkpoint.directory import Directory as Directory
 from zerojax.checkpoint.directory import holds_checkpoint as holds_checkpoint
 from zerojax.checkpoint.directory import is_folder as is_folder
 from zerojax.checkpoint.directory import open_newest as open_newest
@@ -12,7 +11,6 @@ from zerojax.checkpoint.errors import IteratorError as IteratorError
 from zerojax.checkpoint.errors import explained as explained
 from zerojax.checkpoint.errors import explaining as explaining
 from zerojax.checkpoint.errors import unreadable as unreadable
-from zerojax.checkpoint.inspection import NoCheckpointError as NoCheckpointError
 from zerojax.checkpoint.inspection import inspect as inspect
 from zerojax.checkpoint.leaves import ENCODED as ENCODED
 from zerojax.checkpoint.leaves import INLINE_ELEMENTS as INLINE_ELEMENTS

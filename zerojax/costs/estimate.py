@@ -1,6 +1,6 @@
 """What a config needs of a machine, and how long its step takes, from a workload: bytes by tier, schedule, work of each lane.
 
-The bytes of a model's state are those of `zerojax.memory.closed_forms`, tier by tier: b bytes of a parameter in kind k, sharded
+The bytes of a model's state are those of `zerojax.formulas.memory`, tier by tier: b bytes of a parameter in kind k, sharded
 over N where its stage says so. To them come, as in `zerojax.memory.program`,
 
     gathered      the largest layer or end that is whole at once; two layers with gather_ahead
@@ -27,8 +27,8 @@ from zerojax.activations import MODES
 from zerojax.config import ZeroConfig, frozen_tier, grads_in_float32, reduces_once, streams
 from zerojax.costs.timing import EndsWork, LayerWork, StepTime, Wires, step_time
 from zerojax.costs.workload import CHECKPOINTED, Grid, StackWork, Workload
+from zerojax.formulas import state_bytes
 from zerojax.machines import Machine
-from zerojax.memory import state_bytes
 from zerojax.precision import PRECISIONS
 from zerojax.sharding import STAGES
 from zerojax.state import host_update

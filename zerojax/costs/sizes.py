@@ -16,10 +16,15 @@ import dataclasses
 import math
 from typing import Any
 
-from zerojax.costs.flops import flops_per_token, hardware_flops_per_token
-from zerojax.costs.papers import activations_working_bytes, states_working_bytes
+from zerojax.formulas import (
+    activations_working_bytes,
+    flops_per_token,
+    hardware_flops_per_token,
+    layer_activation_bytes,
+    states_working_bytes,
+    transformer_activation_bytes,
+)
 from zerojax.given import as_integer, as_number
-from zerojax.memory import layer_activation_bytes, transformer_activation_bytes
 
 MOST_LAYERS = 1000
 """That are planned: a plan walks through each layer of many schedules. Published transformers have up to 1,000 layers."""

@@ -142,8 +142,8 @@ class Workload:
 def workload_of_sizes(sizes: Sizes, machine: Machine, grid: Grid, precision: str) -> Workload:
     """Return a transformer's workload by closed forms.
 
-    A product of n tokens with W weights takes 2 n W FLOPs, attention 4 T h a token (`zerojax.costs.flops`); a derivative twice
-    as much. Beside them each value that Korthikanti et al. count of a layer (arXiv:2205.05198, table 2: 34 s b h bytes) crosses
+    A product of n tokens with W weights takes 2 n W FLOPs, attention 4 T h a token (`zerojax.formulas`); a derivative twice as
+    much. Beside them each value that Korthikanti et al. count of a layer (arXiv:2205.05198, table 2: 34 s b h bytes) crosses
     the device's memory once forward and twice backward. Attention is one kernel, which keeps no scores.
 
     Raises:

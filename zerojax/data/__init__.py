@@ -6,7 +6,6 @@ from zerojax.data.batches import batches_once as batches_once
 from zerojax.data.chat import prompt_tokens as prompt_tokens
 from zerojax.data.examples import Examples as Examples
 from zerojax.data.examples import tokenize as tokenize
-from zerojax.data.packing import Counts as Counts
 from zerojax.data.packing import Rows as Rows
 from zerojax.data.packing import best_fit as best_fit
 from zerojax.data.packing import pack as pack

@@ -1,14 +1,11 @@
 """Facts of compiled programs, read from their HLO: collectives, copies between host and device, overlap; and predictions."""
 
 from zerojax.hlo.callbacks import CALLBACKS as CALLBACKS
-from zerojax.hlo.communication import COLLECTIVES as COLLECTIVES
 from zerojax.hlo.communication import Collective as Collective
 from zerojax.hlo.communication import collective_bytes as collective_bytes
 from zerojax.hlo.communication import collectives as collectives
 from zerojax.hlo.communication import peak_gathered_bytes as peak_gathered_bytes
 from zerojax.hlo.host_link import Descriptor as Descriptor
-from zerojax.hlo.host_link import HostCopy as HostCopy
-from zerojax.hlo.host_link import HostSlice as HostSlice
 from zerojax.hlo.host_link import host_copies as host_copies
 from zerojax.hlo.host_link import host_link_bytes as host_link_bytes
 from zerojax.hlo.host_link import host_slices as host_slices
@@ -23,7 +20,6 @@ from zerojax.hlo.rates import Rates as Rates
 from zerojax.hlo.rates import rates_of as rates_of
 from zerojax.hlo.simulation import GRAPHS as GRAPHS
 from zerojax.hlo.simulation import STREAMS as STREAMS
-from zerojax.hlo.simulation import Loop as Loop
 from zerojax.hlo.simulation import Simulation as Simulation
 from zerojax.hlo.simulation import simulate as simulate
 from zerojax.hlo.thunks import Thunks as Thunks

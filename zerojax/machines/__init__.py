@@ -3,7 +3,6 @@
 from zerojax.machines.disk import report as report
 from zerojax.machines.machines import COUNTS as COUNTS
 from zerojax.machines.machines import FIGURES as FIGURES
-from zerojax.machines.machines import UNITS as UNITS
 from zerojax.machines.machines import Machine as Machine
 from zerojax.machines.machines import nearest as nearest
 from zerojax.machines.machines import size_of as size_of

@@ -19,7 +19,7 @@ import os
 import statistics
 
 from host_offload.disk import DIRECT, PLAIN, Bench, IoSettings, Rates, SwapError, SwapFolder, tune
-from zerojax.memory import StateBytes, state_bytes
+from zerojax.formulas import StateBytes, state_bytes
 
 _ROWS = tuple((precision, update) for precision in ("bf16", "fp32") for update in ("after_backward", "in_backward"))
 

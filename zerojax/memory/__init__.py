@@ -1,15 +1,14 @@
 """Bytes of memory and of communication: in closed form for a model's size, and leaf by leaf for one program."""
 
-from zerojax.memory.closed_forms import StateBytes as StateBytes
-from zerojax.memory.closed_forms import collective_elements as collective_elements
-from zerojax.memory.closed_forms import korthikanti_layer_bytes as korthikanti_layer_bytes
-from zerojax.memory.closed_forms import layer_activation_bytes as layer_activation_bytes
-from zerojax.memory.closed_forms import model_state_bytes as model_state_bytes
-from zerojax.memory.closed_forms import state_bytes as state_bytes
-from zerojax.memory.closed_forms import tiled_loss_pays as tiled_loss_pays
-from zerojax.memory.closed_forms import tiled_mlp_pays as tiled_mlp_pays
-from zerojax.memory.closed_forms import transformer_activation_bytes as transformer_activation_bytes
-from zerojax.memory.closed_forms import transformer_params as transformer_params
+from zerojax.formulas import collective_elements as collective_elements
+from zerojax.formulas import korthikanti_layer_bytes as korthikanti_layer_bytes
+from zerojax.formulas import layer_activation_bytes as layer_activation_bytes
+from zerojax.formulas import model_state_bytes as model_state_bytes
+from zerojax.formulas import state_bytes as state_bytes
+from zerojax.formulas import tiled_loss_pays as tiled_loss_pays
+from zerojax.formulas import tiled_mlp_pays as tiled_mlp_pays
+from zerojax.formulas import transformer_activation_bytes as transformer_activation_bytes
+from zerojax.formulas import transformer_params as transformer_params
 from zerojax.memory.kept import Kept as Kept
 from zerojax.memory.kept import KeptValues as KeptValues
 from zerojax.memory.program import kept_by_program as kept_by_program

@@ -12,7 +12,7 @@ are not counted, nor what XLA sends to partition the products of leaves that are
 
 import math
 
-from zerojax.memory.closed_forms import collective_elements
+from zerojax.formulas import collective_elements
 from zerojax.memory.leaves import reduced_itemsize
 from zerojax.sharding import DATA, FSDP, STAGES, axes_of, local_elements
 from zerojax.state import Layout, OwnedTransformation

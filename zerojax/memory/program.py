@@ -1,6 +1,6 @@
 """Bytes of one program: what a step holds in each tier, sends over the mesh and moves over the host link.
 
-`program_memory` counts, leaf by leaf and with the specs and tiers that were chosen, what `closed_forms` has in closed form:
+`program_memory` counts, leaf by leaf and with the specs and tiers that were chosen, what `zerojax.formulas` has in closed form:
 leaves that do not divide, tensor parallelism and any optimizer's state are exact. Its `argument_bytes` are what a compiled step
 takes as arguments on the device, its `host_argument_bytes` those in pinned host memory. What moves is read off the list of the
 step's operations (`host_offload.schedule.StepPlan`):

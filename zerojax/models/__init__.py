@@ -13,7 +13,6 @@ from zerojax.models.loss import Terms as Terms
 from zerojax.models.loss import any_fault as any_fault
 from zerojax.models.loss import divided as divided
 from zerojax.models.loss import joined as joined
-from zerojax.models.loss import quotient as quotient
 from zerojax.models.loss import split_faults as split_faults
 from zerojax.models.loss import summed as summed
 from zerojax.models.loss import together as together
@@ -24,7 +23,6 @@ from zerojax.models.model import Model as Model
 from zerojax.models.model import Stack as Stack
 from zerojax.models.model import StackModel as StackModel
 from zerojax.models.model import block_path as block_path
-from zerojax.models.model import by_stack as by_stack
 from zerojax.models.model import init_layered as init_layered
 from zerojax.models.model import init_params as init_params
 from zerojax.models.model import init_state as init_state
@@ -33,10 +31,8 @@ from zerojax.models.model import layered_specs as layered_specs
 from zerojax.models.model import of_every_stack as of_every_stack
 from zerojax.models.model import stacks_of as stacks_of
 from zerojax.models.objective import OVERWRITTEN as OVERWRITTEN
-from zerojax.models.objective import BlockOutput as BlockOutput
 from zerojax.models.objective import Given as Given
 from zerojax.models.objective import Objective as Objective
-from zerojax.models.objective import abstract_given as abstract_given
 from zerojax.models.objective import build_objective as build_objective
 from zerojax.models.objective import build_predict as build_predict
 from zerojax.models.objective import call_block as call_block

@@ -7,7 +7,6 @@ its own.
 """
 
 from zerojax.costs import OFFLOADED as OFFLOADED
-from zerojax.costs import OffloadCut as OffloadCut
 from zerojax.costs import Sizes as Sizes
 from zerojax.costs import activations_working_bytes as activations_working_bytes
 from zerojax.costs import arithmetic_intensity as arithmetic_intensity
@@ -20,7 +19,6 @@ from zerojax.costs import offload_cut as offload_cut
 from zerojax.costs import states_working_bytes as states_working_bytes
 from zerojax.machines import FIGURES as FIGURES
 from zerojax.machines import NAMED as NAMED
-from zerojax.machines import UNITS as UNITS
 from zerojax.machines import Link as Link
 from zerojax.machines import Machine as Machine
 from zerojax.machines import ProbeSizes as ProbeSizes
@@ -29,8 +27,6 @@ from zerojax.machines import machine_of as machine_of
 from zerojax.machines import measure_link as measure_link
 from zerojax.machines import probe as probe
 from zerojax.machines import report as report
-from zerojax.planner.bars import draw_tiers as draw_tiers
-from zerojax.planner.charts import CHAR as CHAR
 from zerojax.planner.charts import DARK as DARK
 from zerojax.planner.charts import EDGE as EDGE
 from zerojax.planner.charts import GREY as GREY
@@ -42,10 +38,13 @@ from zerojax.planner.charts import round_ticks as round_ticks
 from zerojax.planner.charts import text as text
 from zerojax.planner.command import run_plan as run_plan
 from zerojax.planner.pictures import draw_parts as draw_parts
+from zerojax.planner.pictures import draw_tiers as draw_tiers
 from zerojax.planner.planner import auto as auto
 from zerojax.planner.planner import plan as plan
 from zerojax.planner.plans import Plan as Plan
 from zerojax.planner.plans import PlanError as PlanError
 from zerojax.planner.plans import changed as changed
+from zerojax.planner.tuning import Tuned as Tuned
+from zerojax.planner.tuning import autotune as autotune
 from zerojax.planner.validate import validated as validated
 from zerojax.planner.watch import StepWatch as StepWatch

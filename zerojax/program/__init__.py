@@ -1,11 +1,8 @@
 """`build_train_step`, and the Program that it returns."""
 
-from zerojax.program.build import Parts as Parts
 from zerojax.program.build import assemble as assemble
 from zerojax.program.build import build_train_step as build_train_step
+from zerojax.program.compile import LoweredStep as LoweredStep
 from zerojax.program.program import Program as Program
-from zerojax.program.self_test import SelfTest as SelfTest
 from zerojax.program.skipped import FAULT as FAULT
 from zerojax.program.skipped import SkippedSteps as SkippedSteps
-from zerojax.program.tuning import Tuned as Tuned
-from zerojax.program.tuning import autotune as autotune

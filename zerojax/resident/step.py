@@ -25,7 +25,7 @@ import optax
 from host_offload.engine import DiskRecords
 from host_offload.schedule import Move, build_schedule, moves_of, stacked_schedule
 from zerojax.activations import Splits, keep_products
-from zerojax.float32_grads import float32_grads
+from zerojax.grads import float32_grads, reduced, unreduced_grads, unreduced_sharding
 from zerojax.metrics import evaluation, with_own
 from zerojax.models import (
     OVERWRITTEN,
@@ -54,7 +54,6 @@ from zerojax.state import (
     with_loss_scale,
     with_model_state,
 )
-from zerojax.unreduced import reduced, unreduced_grads, unreduced_sharding
 
 Array = jax.Array
 

@@ -5,7 +5,6 @@ from zerojax.runtime.cluster import find_place as find_place
 from zerojax.runtime.cluster import join_cluster as join_cluster
 from zerojax.runtime.interrupts import interrupts_wait as interrupts_wait
 from zerojax.runtime.peers import Calls as Calls
-from zerojax.runtime.peers import Peers as Peers
 from zerojax.runtime.peers import peers_of as peers_of
 from zerojax.runtime.preemption import Preemption as Preemption
 from zerojax.runtime.processes import AllProcesses as AllProcesses

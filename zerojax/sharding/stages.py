@@ -8,7 +8,7 @@
 
 The builder reads a row; nothing else asks which stage it is. Under XLA a stage-1 gradient is reduce-scattered where it is
 made, as stage 2's is: keeping it whole would cost an all_reduce and save nothing. Rows 1 and 2 therefore compile to the
-same program, with stage 2's memory; `zerojax.memory.closed_forms` says so.
+same program, with stage 2's memory; `zerojax.formulas.memory` says so.
 """
 
 import dataclasses

@@ -8,7 +8,6 @@ from zerojax.state.encodings import is_encoded as is_encoded
 from zerojax.state.host_memory import allocate_all as allocate_all
 from zerojax.state.host_memory import check_host_reads as check_host_reads
 from zerojax.state.host_memory import is_away as is_away
-from zerojax.state.host_memory import takes_linear_slices as takes_linear_slices
 from zerojax.state.layout import Layout as Layout
 from zerojax.state.layout import StackLeaves as StackLeaves
 from zerojax.state.layout import build_layout as build_layout
@@ -38,7 +37,6 @@ from zerojax.state.records import Tile as Tile
 from zerojax.state.records import load_leaves as load_leaves
 from zerojax.state.records import pick as pick
 from zerojax.state.records import read_layer as read_layer
-from zerojax.state.records import store_leaves as store_leaves
 from zerojax.state.records import write_layer as write_layer
 from zerojax.state.runs import LayerRun as LayerRun
 from zerojax.state.runs import runs_of as runs_of

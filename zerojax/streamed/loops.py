@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.beside import Turn, beside
+from zerojax.grads import Turn, beside
 from zerojax.models import Given, Loss, call_block, floating, summed
 from zerojax.sharding import ActivationSpec
 from zerojax.state import TrainState

@@ -26,7 +26,7 @@ from host_offload.schedule import (
     moves_of,
     stacked_schedule,
 )
-from zerojax.float32_grads import Derivative, float32_grads
+from zerojax.grads import Derivative, float32_grads, reduced, unreduced_grads, unreduced_sharding
 from zerojax.models import LayeredModel, StackModel, stacks_of
 from zerojax.optim import HostUpdate, RecordUpdate, unused_grads, used
 from zerojax.sharding import (
@@ -57,7 +57,6 @@ from zerojax.state import (
 )
 from zerojax.streamed.schedules import cut_ends, early_ends, end_groups, head_pieces, plan_schedules
 from zerojax.tiling import marked
-from zerojax.unreduced import reduced, unreduced_grads, unreduced_sharding
 
 Array = jax.Array
 Loops = Sequence[Mapping[str, Sequence[tuple[TileLoops, str]]]]

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from zerojax.activations import Apart, attention_inner, candidates, depending, describe, open_equations
 from zerojax.config import number_of
-from zerojax.float32_grads import Derivative
+from zerojax.grads import Derivative
 from zerojax.jaxprs import FlatJaxpr, flatten
 from zerojax.models import Given, floating
 from zerojax.streamed.linearized import linearized

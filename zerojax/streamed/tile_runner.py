@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from host_offload.schedule import TileLoops
-from zerojax.beside import beside
+from zerojax.grads import beside
 from zerojax.state import Tile, TileGroup
 from zerojax.streamed.endings.interface import RecordGrads
 from zerojax.streamed.microbatches import Microbatches

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.activations import Apart
-from zerojax.float32_grads import Derivative
+from zerojax.grads import Derivative
 from zerojax.jaxprs import FlatJaxpr, bind, read
 from zerojax.models import Given, Loss, floating, merged
 from zerojax.tiling import TileLoop

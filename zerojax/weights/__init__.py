@@ -12,7 +12,6 @@ from zerojax.weights.names import WeightFile as WeightFile
 from zerojax.weights.names import path_of as path_of
 from zerojax.weights.orbax import export_orbax as export_orbax
 from zerojax.weights.renamed import Place as Place
-from zerojax.weights.renamed import Rename as Rename
 from zerojax.weights.renamed import renaming as renaming
 from zerojax.weights.safetensors import export_safetensors as export_safetensors
 from zerojax.weights.safetensors import write_safetensors as write_safetensors

@@ -15,8 +15,8 @@ from host_offload.disk.folder import SwapFolder
 from host_offload.disk.tuning import IoSettings
 from host_offload.schedule.build import build_schedule
 from zerojax import cli
+from zerojax.formulas import state_bytes
 from zerojax.machines import disk as bench_io
-from zerojax.memory.closed_forms import state_bytes
 
 SETTINGS = IoSettings(2, 8192)
 MIB = 1 << 20

@@ -23,7 +23,7 @@ ZeRO-Infinity (arXiv:2104.07857), where b sequences of T tokens a device take 8 
 import dataclasses
 from collections.abc import Collection
 
-from zerojax.memory import StateBytes, model_state_bytes, state_bytes
+from zerojax.formulas.memory import StateBytes, model_state_bytes, state_bytes
 
 OFFLOADED = ("params", "grads", "update")
 """Nodes of ZeRO-Offload's graph that may rest on the host; "update" is the optimizer with the state that it alone uses."""

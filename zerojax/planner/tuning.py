@@ -23,9 +23,7 @@ from zerojax.config import ZeroConfig, streams
 from zerojax.given import whole_number
 from zerojax.hlo import Rates, Simulation, module_name, rates_of, read_thunks, simulate
 from zerojax.models import LayeredModel, Model
-from zerojax.program.build import build_train_step
-from zerojax.program.compile import LoweredStep
-from zerojax.program.program import Program
+from zerojax.program import LoweredStep, Program, build_train_step
 from zerojax.sharding import own_mesh, without_mesh
 
 DISTANCES = (1, 2, 4)

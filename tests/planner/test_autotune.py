@@ -10,7 +10,7 @@ import toys
 
 import zerojax as zj
 from zerojax import aot
-from zerojax.program import tuning
+from zerojax.planner import tuning
 from zerojax.state import state_records
 from zerojax.streamed import StreamedStep
 

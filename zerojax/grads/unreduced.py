@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.activations import ANY, Split, describe, outs_of
-from zerojax.float32_grads import Derivative
+from zerojax.grads.float32_grads import Derivative
 from zerojax.jaxprs import (
     LINEAR,
     FlatJaxpr,
