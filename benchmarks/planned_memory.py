@@ -2,6 +2,7 @@
 
     JAX_PLATFORMS=cpu python benchmarks/planned_memory.py            # 12 configs, two sizes; about a minute
     JAX_PLATFORMS=cpu python benchmarks/planned_memory.py --only nvme
+    JAX_PLATFORMS=cpu python benchmarks/planned_memory.py --drawn 30 # sizes and configs by chance, for 1 and 8 GPUs
 
 Each config is planned from numbers alone, every field fixed, and its step compiled. Of the compiled program the device's bytes
 are its arguments, temporaries, and results that are not donated; bytes on the host are its arguments in pinned memory.
@@ -12,6 +13,8 @@ import dataclasses
 import importlib.metadata
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 import zerojax as zj
 from zerojax.planner import plan, validated
@@ -66,6 +69,35 @@ NAMES = ("stage", "params", "grads", "opt_state", "activations", "update", "upda
          "prefetch_distance", "gather_ahead", "num_microbatches", "moments")  # fmt: skip
 
 
+def drawn(num: int, seed: int) -> list[Case]:
+    """Return cases of random sizes and fields, those that contradict each other left out."""
+    rng, cases = np.random.default_rng(seed), list[Case]()
+
+    def choice(*values: Any) -> Any:
+        return values[rng.integers(len(values))]
+
+    while len(cases) < num:
+        heads, each = choice(8, 16), choice(1, 8)
+        sizes = {"layers": choice(4, 6, 8, 12), "hidden": 128 * heads, "heads": heads, "seq": choice(512, 1024, 2048)}
+        sizes |= {"vocab": choice(4096, 16384, 32000), "gated": choice(False, True)}
+        fields: dict[str, Any] = {
+            "stage": choice(1, 2, 3, 3), "grads": choice("device", H, N), "opt_state": choice("device", H, N),
+            "params": choice("device", "device", H, N), "activations": choice("save", "remat", "selective", H, N),
+            "update": choice(None, "in_backward"), "prefetch_distance": choice(1, 2), "num_microbatches": choice(1, 1, 2),
+            "gather_ahead": choice(False, False, True),
+        }  # fmt: skip
+        if fields["params"] != "device":
+            fields["stage"] = 3
+        if fields["update"] == "in_backward":
+            fields["grads"] = "device"
+        if fields["opt_state"] != "device" and rng.random() < 0.25:
+            fields["update_on"] = "host"
+        plain = {name: value for name, value in fields.items() if value != getattr(zj.ZeroConfig(), name)}
+        name = ", ".join(f"{name}={value}" for name, value in plain.items()) or "the default"
+        cases.append(Case(name=name, sizes=sizes, each=each, batch=each * choice(2, 4), fields=fields))
+    return cases
+
+
 def planned(case: Case) -> tuple[zj.Plan, zj.Sizes]:
     """Return the plan of a case."""
     machine = dataclasses.replace(
@@ -87,16 +119,26 @@ def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--drawn", type=int, default=0, help="so many cases of random sizes and configs instead")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     options = parser.parse_args()
     print(f"jax {importlib.metadata.version('jax')}\n")
     sent = "sent GB a device, planned: gathers, reductions | compiled |"
     print(f"| config | layers x hidden, H200s | device GB, planned | compiled | off | host GB, planned | compiled | {sent}")
     print("|---|---|---|---|---|---|---|---|---|")
-    for case in (case for case in CASES if options.only in case.name):
-        made, sizes = planned(case)
+    cases, far = drawn(options.drawn, options.seed) if options.drawn else CASES, list[float]()
+    for case in (case for case in cases if options.only in case.name):
+        try:
+            made, sizes = planned(case)
+        except ValueError as error:
+            if not options.drawn:
+                raise
+            print(f"| {case.name} | not planned: {str(error)[:80]} |", flush=True)
+            continue
         v = validated(made, sizes, None, None, None)
         where = f"{sizes.layers} x {sizes.hidden}, {case.nodes * case.each}"
         off = v.planned_bytes / v.device_bytes - 1
+        far.append(abs(off))
         print(
             f"| {case.name} | {where} | {v.planned_bytes / 1e9:.3f} | {v.device_bytes / 1e9:.3f} | {off:+.1%} "
             f"| {v.planned_host_bytes / 1e9:.3f} | {v.host_bytes / 1e9:.3f} "
@@ -104,6 +146,7 @@ def main() -> None:
             f"| {' '.join(f'{n / 1e9:.3f}' for n in of_kinds(v.sent))} |",
             flush=True,
         )
+    print(f"\n{sum(off <= 0.05 for off in far)} of {len(far)} within 5 %; the farthest is {max(far, default=0.0):.1%} off")
 
 
 if __name__ == "__main__":

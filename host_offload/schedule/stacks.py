@@ -92,10 +92,14 @@ class StepPlan:
         """Return the bytes that cross some lanes of a device in a step (`Phase.moved`)."""
         return sum(part.phase.moved(*lanes, called=called) for part in self.parts)
 
+    def peak_of(self, name: str) -> int:
+        """Return the most bytes in flight in any tick of the phases of a name; 0 where there are none."""
+        return max((part.phase.peak_bytes for part in self.parts if part.name == name), default=0)
+
     @property
     def peak_bytes(self) -> int:
         """The most bytes in flight in any tick: of the layers' loops, and of the update of the other leaves."""
-        return max(part.phase.peak_bytes for part in self.parts if part.stack is not None or part.name == "ends")
+        return max(map(self.peak_of, ("forward", "backward", "update", "ends")))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

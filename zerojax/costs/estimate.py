@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from host_offload.device import has_linear_fix
-from host_offload.schedule import END_PIECES, LATE_ENDS, EndLeaf, EndsMove, Phase, Schedule, StepPlan, build_ends
+from host_offload.schedule import END_PIECES, LATE_ENDS, EndLeaf, EndsMove, Phase, Schedule, StepPlan, TiledSchedule, build_ends
 from host_offload.tiers import TIERS
 from zerojax.activations import MODES
 from zerojax.config import ZeroConfig, frozen_tier, grads_in_float32, reduces_once, streams
@@ -40,8 +40,8 @@ _RESIDENT = {
     "gather_ahead": False, "opt_state_device_fraction": 0.0, "delayed_update": False,
 }  # fmt: skip
 """Fields of a step whose layers stay on the device, as its schedule sees them."""
-_MOST_PIECES = 32
-"""In which embedding and head are updated (`zerojax.optim`)."""
+_MOST_PIECES, _LEAST_PIECE = 32, 1 << 20
+"""Pieces in which embedding and head are updated, and the bytes of the smallest (`zerojax.optim`)."""
 Bytes = dict[str, dict[str, int]]
 """Bytes of one device by tier and kind."""
 
@@ -285,21 +285,22 @@ class _Estimator:
         """Return the layers of a stack whose optimizer state stays on the device, the fraction rounded down."""
         return int(round(self.config.opt_state_device_fraction * stack.num_layers, 9))
 
-    def schedule(self, stack: StackWork, run: Kept, first: int, elements: float, ends: Sequence[EndsMove]) -> Schedule:
-        """Return the schedule of a run of layers from layer `first` of its stack on, whose records have so many elements."""
+    def schedule(self, stack: StackWork, run: Kept, first: int, tiles: int, ends: Sequence[EndsMove]) -> Schedule:
+        """Return the schedule of a run of layers from layer `first` of its stack on, whose MLPs are cut into tiles."""
         config = self.config if self.streamed else dataclasses.replace(self.config, **_RESIDENT)
         facts = RunFacts(
             num_layers=run.num_layers,
             device_layers=min(max(0, self.device_layers(stack) - first), run.num_layers) if self.streamed else 0,
             activations=run.tier if self.streamed and run.away else "device",
             frozen=frozen_tier(config) if self.streamed and stack.frozen_bytes else "device",
+            num_tiles={"mlp": tiles} if tiles > 1 else {},
             num_arrays=self.master + 2 * bool(self.workload.moment_bytes),
             has_master=self.master,
-            # Of the jaxlib that is installed, and so plans for itself.
-            both_ways=_has_linear_fix() and not self.wires.shares_cores,
+            both_ways=self.both_ways,
         )
-        sizes = self.record(elements, stack.frozen_bytes) | {"activations": run.away}
-        return run_schedule(config, facts, sizes, ends=ends)
+        own = stack.elements - (stack.tiled if tiles > 1 else 0)
+        sizes = self.record(own, stack.frozen_bytes) | {"activations": run.away}
+        return run_schedule(config, facts, sizes, tile_bytes=[self.record(stack.tiled / tiles)], ends=ends)
 
     def steps(self, runs: Sequence[tuple[StackWork, Kept, int]], tiles: int = 1) -> StepPlan:
         """Return everything that the step does, of layers whose records are cut into tiles."""
@@ -307,9 +308,8 @@ class _Estimator:
         last = 0 if self.in_backward else len(runs) - 1  # the run that ends backward, or the update
         leaf = self.end_leaf()
         for n, (stack, run, first) in enumerate(runs):
-            elements = stack.gathered(tiles)
-            ends = [self.ends_beside(leaf, elements)] if n == last and leaf.tiers["opt_state"] != "device" else []
-            schedules[f"{n}" if len(runs) > 1 else ""] = self.schedule(stack, run, first, elements, ends)
+            ends = [self.ends_beside(leaf, stack.elements)] if n == last and leaf.tiers["opt_state"] != "device" else []
+            schedules[f"{n}" if len(runs) > 1 else ""] = self.schedule(stack, run, first, tiles, ends)
         late = any(phase.stores_late for phase in list(schedules.values())[last].phases)
         leaves = [leaf._replace(is_beside=late), *self.frozen_leaf()]
         return StepPlan(schedules, build_ends(leaves, self.master, host_update(self.config, self.master)))
@@ -320,7 +320,15 @@ class _Estimator:
         updated = workload.end_elements if workload.is_layered else workload.elements
         tiers = {"params": config.params, "opt_state": config.opt_state if self.on_host or self.moves else "device"}
         sizes = self.record(updated) | {"params": self.record(workload.end_elements)["params"]}
-        return EndLeaf("ends", tiers, sizes)
+        # Its smallest array is cut into pieces of `_LEAST_PIECE` and more, where copy engines move it.
+        count = min(_MOST_PIECES, sizes["opt_state"] * 4 // max(1, int(self.state)) // _LEAST_PIECE)
+        cut = self.both_ways and config.opt_state == "pinned_host" and not self.on_host and workload.is_layered
+        return EndLeaf("ends", tiers, sizes, num_pieces=max(1, count) if cut else 1)
+
+    @property
+    def both_ways(self) -> bool:
+        """Whether copy engines move both directions of the link at once, with the jaxlib that is installed."""
+        return _has_linear_fix() and not self.wires.shares_cores
 
     def frozen_leaf(self) -> list[EndLeaf]:
         """Return what of embedding and head is frozen."""
@@ -429,14 +437,14 @@ class _Estimator:
                 "gathered": min(gathered, backward),
                 "working": max(0, min(working, backward - gathered)),
             },
-            {"in_flight": loaded + in_flight["update"]},
+            {"in_flight": in_flight["update"]},  # embedding and head are not read again
         ]
 
     def in_flight(self, steps: StepPlan) -> dict[str, int]:
         """Return the most bytes of records on their way in each phase, without what is gathered (`Phase.peak_bytes`)."""
         workload = self.workload
         most = {"forward": 0, "backward": 0, "update": steps.ends["ends"].peak_bytes}
-        if self.moves:
+        if self.moves and len(steps.ends["ends"].loops) == 1:
             # All ends at once, with gradients that are float32 in the place of those that rested. The first layer's record,
             # which the loop of updates reads before it begins, is there already.
             grads = (4 - self.b.grads) * workload.end_elements * self.share(self.row.opt_state)
@@ -456,6 +464,8 @@ class _Estimator:
             assert schedule.record_bytes is not None
             sizes = schedule.record_bytes
             whole = sizes["gathered"] * (1 + schedule.gather_ahead) if part.name != "update" else 0
+            if isinstance(schedule, TiledSchedule) and whole:
+                whole += max((loops.flat.record_bytes or {})["gathered"] for loops in schedule.tiles)
             peak = part.phase.peak_bytes - whole + self._copied(schedule, part.phase)
             if part.name == "backward" and self.config.num_microbatches > 1:
                 # Sums over microbatches are float32, beside the gradient of one of them.

@@ -39,8 +39,7 @@ def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) 
         "unreduced": unreduced_bytes(layout, blocks=False),
         "gathered": gathered,
         "activations": kept("device") + _entered_bytes(streamed, _shapes(abstract_batch)),
-        # What is loaded before forward stays. The peak includes what is gathered, which has a line of its own here.
-        "in_flight": steps.ends["embed"].moved("up") + max(0, steps.peak_bytes - gathered),
+        "in_flight": _in_flight(steps, gathered),
     }
     host = {"grads": 0, "activations": kept("pinned_host")} | host_grads
     link, called = (
@@ -48,6 +47,18 @@ def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) 
         for by_callbacks in (False, True)
     )
     return RunningBytes(device, host, link, called)
+
+
+def _in_flight(steps: StepPlan, gathered: int) -> int:
+    """Return the most bytes on their way at once, without what is gathered, which has a line of its own in a report.
+
+    What embedding and head load before forward stays until backward is over.
+    """
+    loaded = steps.ends["embed"].moved("up")
+    with_ends, without = (
+        max(max(0, steps.peak_of(name) - gathered) for name in names) for names in (("forward", "backward"), ("update", "ends"))
+    )
+    return max(loaded + with_ends, without)
 
 
 def streamed_steps(streamed: StreamedStep, abstract_batch: Any) -> StepPlan:

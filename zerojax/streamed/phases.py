@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from host_offload.device import one_trip
-from host_offload.schedule import HEAD, HEAD_PIECES, Phase
+from host_offload.schedule import HEAD, HEAD_PIECES, LAYERS, Op, Phase
 from zerojax.state import Index, OnDevice, Plan, wait_for
 
 Array = jax.Array
@@ -161,11 +160,10 @@ def run_phase(
     if arrays.linear is not None:
         # No index says that this loop comes after what the arrays come after, so the values that it carries do.
         carry, ring, columns = jax.lax.optimization_barrier((carry, ring, columns))
-    start = 0
-    # The numpy schedule decides which loops are compiled. Inside of them indices are read from the arrays, or linear.
-    for kind, ticks in itertools.groupby(_kinds(phase, device_layers)):
-        stop = start + len(list(ticks))
-        at = functools.partial(_index, phase, columns, range(start, stop), arrays.linear is not None)
+    # The operations decide which loops are compiled. Inside of them indices are read from the arrays, or linear.
+    for kind, ticks in _loops(phase, device_layers):
+        start, stop = ticks.start, ticks.stop
+        at = functools.partial(_index, phase, columns, ticks, arrays.linear is not None)
 
         def body(t: Array, state: Any, kind: _TickKind = kind, at: Callable[[str, Array], Array] = at) -> tuple[Any, Any]:
             carry, ring = state
@@ -205,7 +203,6 @@ def run_phase(
             # XLA unrolls a loop if it knows that it makes one trip, so the bound of such a loop is an argument.
             end = stop if stop - start > 1 else start + arrays.one
             carry, ring = jax.lax.fori_loop(start, end, body, (carry, ring))
-        start = stop
     if drain is not None:
         for layer in phase.drain.tolist():
             assert arrays.linear is not None
@@ -286,22 +283,32 @@ class _TickKind:
     stores_pieces: bool
 
 
-def _kinds(phase: Phase, device_layers: int) -> list[_TickKind]:
-    """Return the kind of each tick."""
-    ticks = zip(phase.fetch, phase.consume, phase.use_slot, phase.layer, phase.store, range(len(phase.layer)), strict=True)
-    ends = phase.ticks_of(HEAD, "store")
-    loaded, stored = (phase.ticks_of(HEAD_PIECES, verb) for verb in ("load", "store"))
-    # Where stores are not late, each tick of a phase does store, or what it stores is on the device as its state is.
-    return [
-        _TickKind(
-            int(f) >= 0,
-            int(c) >= 0,
-            int(slot) >= 0,
-            int(layer) < device_layers,
-            not phase.stores_late or int(s) >= 0,
-            t in ends,
-            t in loaded,
-            t in stored,
+def _loops(phase: Phase, device_layers: int) -> list[tuple[_TickKind, range]]:
+    """Return the loops that are compiled, each with the kind of its ticks: those of the phase's operations.
+
+    Loops that do the same one after the other, with layers that do not follow each other, are one.
+    """
+    found: list[tuple[_TickKind, range]] = []
+    for loop in phase.main:
+        ops, on_device = loop.ops, int(phase.layer[loop.start]) < device_layers
+        assert on_device == (int(phase.layer[loop.stop - 1]) < device_layers)
+        kind = _TickKind(
+            fetches=any(op.verb == "fetch" for op in ops),
+            takes=int(phase.consume[loop.start]) >= 0,
+            from_ring=int(phase.use_slot[loop.start]) >= 0,
+            on_device=on_device,
+            # Where stores are not late, each tick of a phase does store, or what it stores is on the device as its state is.
+            stores=not phase.stores_late or any(_moves(op, LAYERS, "store") for op in ops),
+            stores_ends=any(_moves(op, HEAD, "store") for op in ops),
+            loads_pieces=any(_moves(op, HEAD_PIECES, "load") for op in ops),
+            stores_pieces=any(_moves(op, HEAD_PIECES, "store") for op in ops),
         )
-        for f, c, slot, layer, s, t in ticks
-    ]
+        if found and found[-1][0] == kind:
+            found[-1] = (kind, range(found[-1][1].start, loop.stop))
+        else:
+            found.append((kind, range(loop.start, loop.stop)))
+    return found
+
+
+def _moves(op: Op, leaves: str, verb: str) -> bool:
+    return (op.record.leaves, op.verb) == (leaves, verb)
