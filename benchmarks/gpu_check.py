@@ -9,8 +9,8 @@
 Parts run apart, on one machine or on several, and join: each writes `PART.jsonl` in --out, line by line as its checks find
 something, so that a run that is cut off loses nothing that it had found. A part keeps its own limit. Where fewer seconds are
 left than a check needs, it runs in its short form: a step has 8 layers at most and no profile, and what other checks have found
-when their time is over stays. With less than a third of its seconds a check is listed as not run. One that crashes or hangs
-takes its process with it, and no other check. What lacks a package or a device says so, and fails nothing.
+when their time is over stays. Only a check with no time even to start is listed as not run. One that crashes or hangs takes its
+process with it, and no other check. What lacks a package or a device says so, and fails nothing.
 
 Steps have as many layers as the device's memory and the host's have room for, and a row says so where they are fewer. Each
 process pins as much host memory as its programs keep there, and never more than XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB of the
@@ -124,6 +124,7 @@ def copied(way: str) -> Check:
         compiled=copies.compile_copies(way),
         needs=needs,
         pinned=pinned,
+        shares="stacks",
     )
 
 
@@ -169,6 +170,7 @@ def stepped(
         compiled=llamas.compile_step(case),
         needs=needs,
         pinned=lambda sizes: pinned_bytes(mode, of(sizes)),
+        shares="states",
     )
 
 
@@ -453,11 +455,13 @@ def found_machine(options: argparse.Namespace) -> Machine:
 def pool_of(group: Group, sizes: Sizes, machine: Machine) -> int:
     """Return the limit in GiB of the pool of pinned memory of a group's process.
 
-    Steps of one mode share a program; what other checks keep is counted besides.
+    What checks share is counted once: the states of steps, and the stacks of copies.
     """
-    steps = [check.pinned(sizes) for check in group.checks if check.name.endswith("tokens")]
-    others = [check.pinned(sizes) for check in group.checks if not check.name.endswith("tokens")]
-    return machine.pool(max(steps, default=0) + sum(others))
+    pinned = dict[str, int]()
+    for check in group.checks:
+        shared = check.shares or check.name
+        pinned[shared] = max(pinned.get(shared, 0), check.pinned(sizes))
+    return machine.pool(sum(pinned.values()))
 
 
 def listed(mode: str) -> str:

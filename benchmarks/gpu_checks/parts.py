@@ -13,7 +13,9 @@ TIME_LIMIT = 480.0
 POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """The variable that names the most GiB of host memory that XLA pins; a worker's is what its checks keep there, and a little."""
 LEAST = 0.35
-"""The share of the seconds that a check needs without which it is not begun."""
+"""The share of the seconds which later checks need that is kept for them, so that they run in their short forms."""
+START = 5.0
+"""Seconds in which a process starts: with less, a check that needs more is not begun."""
 KNOWN = "known."
 """What a row's value is called, before its name, that later checks of the part are told."""
 
@@ -57,8 +59,7 @@ class Context:
 class Needs:
     """Seconds that a check is said to need, with the start of its process.
 
-    Where fewer are left it is begun all the same, in its short form, as long as `LEAST` of them are; what it has found when its
-    time is over stays.
+    If fewer are left it runs all the same, in its short form; what it has found when its time is over stays.
 
     Attributes:
       gpu: on one H200 with 16 cores; assumed, since no GPU has run them.
@@ -85,6 +86,7 @@ class Check:
       compiled: the same for an H200 that is not there; None where there is nothing to compile.
       needs: its time.
       pinned: bytes that it keeps in XLA's pool of pinned memory.
+      shares: what it keeps there together with the checks of its process that name the same; empty: nothing.
       measures: what it tells later checks it also tells later parts, of the same device and version of jax.
     """
 
@@ -93,6 +95,7 @@ class Check:
     compiled: Callable[[Context], Iterator[Row]] | None
     needs: Needs
     pinned: Callable[[Sizes], int] = _nothing
+    shares: str = ""
     measures: bool = False
 
 

@@ -6,9 +6,9 @@ A worker is a process that runs checks as they are asked for, over a pipe, a lin
                                      <-  {"facts": {..}}  {"check": .., "row": {..}}  ..  {"check": .., "end": {..}}
 
 The runner appends each line to `PART.jsonl` as it arrives: what was found stays, whatever ends the run. It keeps the time. A
-check that needs more seconds than are left runs in its short form, or not at all where too few are left. One that would cost a
-later check the seconds which that is said to need is stopped: the worker is killed, and the next check gets a new one, as after
-a crash. What is measured of the machine is kept in a file, which later parts read.
+check that gets fewer seconds than it needs runs in its short form, and only one with no time even to start is not run. A check
+whose seconds are over is stopped: the worker is killed, and the next check gets a new one, as after a crash. What is measured
+of the machine is kept in a file, which later parts read.
 """
 
 import contextlib
@@ -27,11 +27,25 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
-from gpu_checks.parts import KNOWN, LEAST, POOL, Check, Context, Group, Part, seconds_of
+from gpu_checks.parts import KNOWN, LEAST, POOL, START, Check, Context, Group, Part, seconds_of
 from gpu_checks.rows import Row, attempt, line
 
 DONE, CRASHED, STOPPED, NOT_RUN = "done", "crashed", "stopped", "not run"
 Write = Callable[[Mapping[str, Any]], None]
+
+
+def share_of(left: float, needs: float, later: float) -> float:
+    """Return the seconds that a check gets, of those that are left.
+
+    It gets all that later checks do not need. If seconds are short, it gets what it needs as long as the later checks keep
+    `LEAST` of theirs. If they are shorter still, all checks get the same share of what they need.
+
+    Args:
+      left: seconds of the part.
+      needs: seconds of the check.
+      later: seconds that the checks after it need together.
+    """
+    return max(left - later, min(needs, left - LEAST * later), left * needs / (needs + later))
 
 
 class Worker:
@@ -170,15 +184,14 @@ class Run:
                         rates = ", ".join(f"{name} {rate:.4g}" for name, rate in before[check.name].items())
                         self._end(write, check, DONE, Row(check.name, f"measured by an earlier part: {rates}"), 0.0)
                         continue
-                    if left < LEAST * needs:
+                    if left < min(needs, START):
                         why = f"not run: it needs {needs:.0f} s, and {max(0.0, left):.0f} s of {self.limit:g} s were left"
                         self._end(write, check, NOT_RUN, Row(check.name, why), 0.0)
                         continue
                     worker = worker or Worker(
                         [*self.command, self.part.name, str(index)], self._env(group, folder), self._errors()
                     )
-                    # A check that has fewer seconds than it needs takes what is left, and none of the later ones'.
-                    seconds = max(min(needs, left), left - later)
+                    seconds = share_of(left, needs, later)
                     status, why = worker.ask(check.name, known, seconds, write, is_short=seconds < needs)
                     found = measured.get(check.name, {})
                     # What failed halfway is measured again by the next part.

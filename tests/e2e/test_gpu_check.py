@@ -29,9 +29,9 @@ from gpu_checks.machine import Machine, described, grow, meminfo
 from gpu_checks.mixes import FEW, GPU, IN_BACKWARD, SMALL, Copied
 from gpu_checks.parts import TIME_LIMIT, Check, Context, Group, Needs, Part, seconds_of
 from gpu_checks.rows import Row, attempt, line
-from gpu_checks.runner import Run
+from gpu_checks.runner import Run, share_of
 from gpu_checks.speed import speed_rows
-from gpu_checks.steps import disks
+from gpu_checks.steps import disks, llamas
 from gpu_checks.steps.llamas import Case, Room, compared_rows, fitted, least_compute, measured_rows
 from gpu_checks.steps.needs import num_params, pinned_bytes
 from gpu_checks.steps.profile import DOWN, UP, events_of, measure
@@ -166,7 +166,16 @@ def raises(context):
     raise RuntimeError("broken | here")
 
 needs = Needs(gpu=1, compiled=1)
-named = {f.__name__: f for f in (good, crashes, hangs, shortened, raises)} | {"last": good}
+def half(context):
+    yield Row("found", "1", values={"known.found": 1.0})
+    raise RuntimeError("the second rate")
+
+def half_crashes(context):
+    yield Row("found", "1", values={"known.found": 1.0})
+    os._exit(3)
+
+checked = (good, crashes, hangs, shortened, raises, half, half_crashes)
+named = {f.__name__: f for f in checked} | {"last": good}
 checks = [Check(name=name, run=f, compiled=None, needs=needs) for name, f in named.items()]
 context = Context(sizes=SMALL, peer_python=None, keep=None, swap_dir="", ram_dir="")
 serve(checks, context, False, lambda: {"hardware": "some", "versions": {"jax": "1"}}, *pipes())
@@ -244,6 +253,34 @@ def test_a_check_with_few_seconds_left_runs_in_its_short_form(tmp_path):
     other()
     (found,) = joined.read_runs(tmp_path / "out" / "out")
     assert found.checks["shortened"].rows[0].figure == "False"
+
+
+def test_short_seconds_shorten_checks_and_drop_none(tmp_path):
+    """Seconds that are left, that the check needs, and that later ones need."""
+    assert share_of(100, 10, 60) == 40  # what nobody else needs
+    assert share_of(100, 60, 60) == 60  # the later ones keep two thirds
+    assert share_of(100, 90, 60) == 79  # and at least 35 %
+    assert share_of(30, 90, 60) == 18  # each a fifth
+    run = fake_run(tmp_path, {"good": 20, "shortened": 300, "last": 100}, limit=50)
+    run()
+    (found,) = joined.read_runs(tmp_path / "out")
+    assert {name: one.status for name, one in found.checks.items()} == dict.fromkeys(("good", "shortened", "last"), "done")
+    assert found.checks["shortened"].rows[0].figure == "True"
+
+
+@pytest.mark.parametrize("check", ["half", "half_crashes"])
+def test_rates_of_a_check_that_fails_halfway_are_measured_again(tmp_path, check):
+    run = fake_run(tmp_path, {check: 10, "last": 10}, limit=60)
+    first, last = run.part.groups[0].checks
+    run.part = dataclasses.replace(run.part, groups=(Group(checks=(dataclasses.replace(first, measures=True), last)),))
+    run.key = "an H100, jax 1"
+    for _ in range(2):
+        run()
+        found = joined.read_runs(tmp_path / "out")[-1]
+        assert found.checks[check].rows[0].figure == "1"
+        assert found.checks[check].rows[-1].ok is False
+        assert found.checks["last"].rows[0].figure == "1.0"  # a later check of the same part is told what there is
+        assert not (tmp_path / "out" / "rates.json").exists()
 
 
 def test_rates_are_measured_once_for_a_device_and_a_version_of_jax(tmp_path):
@@ -471,7 +508,8 @@ def test_a_profile_tells_idle_time_and_what_runs_beside_what():
         events_of(jax.profiler.ProfileData.from_text_proto('planes { name: "/host:CPU" }'))
 
 
-def test_bounds_of_a_step_hold_at_most_tokens_alone():
+def test_bounds_of_a_step_hold_at_most_tokens_alone(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
     found = measure(events_of(jax.profiler.ProfileData.from_text_proto(PROFILE)), (), num_steps=1)  # 0.6 of the step
     for mode, is_largest, ok in (
         ("opt_state on the host", True, False),
@@ -490,8 +528,9 @@ def test_bounds_of_a_step_hold_at_most_tokens_alone():
 
 def test_the_bound_of_compute_is_that_of_the_version_of_jax():
     mode = "params, grads, opt_state on the host"
-    assert [least_compute(mode, version) for version in ((0, 10, 2), (0, 11, 2), (0, 12, 0))] == [0.81, 0.81, 0.85]
-    assert least_compute("resident") is None
+    versions = ((0, 10, 2), (0, 11, 0), (0, 11, 2), (0, 12, 0))
+    assert [least_compute(mode, version) for version in versions] == [None, 0.81, 0.81, 0.85]
+    assert least_compute("resident", (0, 12, 0)) is None
 
 
 MODES = ("resident", "opt_state on the host", "params, grads, opt_state on the host", "the same, delayed_update")
@@ -517,6 +556,8 @@ def test_a_pool_is_what_is_needed_and_never_above_what_the_user_or_the_host_allo
     assert dataclasses.replace(free, pool_gib=110).pool(needed) == 80
     (group,) = (g for g in gpu_check.PARTS["steps-opt_state"].groups if g.checks[0].name == "16K tokens")
     assert gpu_check.pool_of(group, GPU, free) == 80  # both numbers of tokens are of one program
+    (group,) = (g for g in gpu_check.PARTS["first"].groups if g.checks[-1].name == "copies both")
+    assert gpu_check.pool_of(group, GPU, free) == 14  # GiB: two stacks of 5.4 for all ways, and 2 of the link's arrays
 
 
 def test_a_larger_device_has_more_layers():
@@ -569,6 +610,67 @@ def test_a_step_has_as_many_layers_as_host_memory_has_room_for():
     # A pool that the user keeps small cuts layers, too.
     half = Room(pool=pinned_bytes(case.mode, case.sizes) // 2)
     assert fitted(case, lambda one: Program(one.sizes.layers), half)[0].sizes.layers == 15
+
+
+@dataclasses.dataclass
+class Sized:
+    """A program that takes a byte of the device for each layer and token."""
+
+    layers: int
+    closed: bool = False
+
+    def memory(self, batch: Any) -> Any:
+        return type("Report", (), {"tiers": {"device": {"states": self.layers * batch["tokens"].size}}})
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Counting:
+    """Stands for the steps of a program; the state counts them."""
+
+    def __init__(self, case: Case, context: Context, program: Sized, state: int | None) -> None:
+        self.case, self.program, self.state = case, program, state
+
+    def rows(self):
+        self.state = (self.state or 0) + 1
+        values = {"layers": self.program.layers, "of": self.case.sizes.layers, "steps": self.state}
+        yield Row("step", "", values=values | {"is_largest": self.case.is_largest})
+
+
+@pytest.mark.parametrize(
+    ("device_bytes", "layers", "steps"), [(24 * 32768, (24, 20), 1), (2 * 24 * 32768, (32, 32), 2)], ids=["rebuilt", "kept"]
+)
+def test_a_program_of_fewer_tokens_is_fitted_again_to_more(monkeypatch, device_bytes, layers, steps):
+    built: list[Sized] = []
+
+    def build(case: Case, mesh: Any) -> Sized:
+        built.append(Sized(case.sizes.layers))
+        return built[-1]
+
+    monkeypatch.setattr(Case, "build", build)
+    monkeypatch.setattr(llamas, "Stepped", Counting)
+    context = Context(sizes=GPU, peer_python=None, keep=pathlib.Path(), swap_dir="", ram_dir="", device_bytes=device_bytes)
+    sizes = dataclasses.replace(GPU.llama, layers=32 if steps == 2 else 24)
+
+    def step(tokens: int) -> Mapping[str, float]:
+        case = Case(mode="resident", sizes=sizes, tokens=tokens, is_largest=tokens == 32768)
+        return list(llamas.check_step(lambda _: case)(context))[-1].values
+
+    assert step(16384) == {"layers": layers[0], "of": layers[0], "steps": 1, "is_largest": False}
+    assert step(32768) == {"layers": layers[1], "of": layers[1], "steps": steps, "is_largest": steps == 2}
+    assert [program.closed for program in built] == [True] * (len(built) - 1) + [False]
+    assert len(built) == (1 if steps == 2 else 2)
+
+
+def test_a_step_from_a_disk_has_fewer_layers_if_seconds_are_short(monkeypatch):
+    monkeypatch.setattr(disks, "rooms", lambda context: {disks.RAM: 10**12, disks.DISK: 10**12})
+    context = Context(sizes=GPU, peer_python=None, keep=pathlib.Path(), swap_dir="", ram_dir="")
+    for where in disks.MODES:
+        layers = [
+            disks.case_of(where, dataclasses.replace(context, is_short=is_short)).sizes.layers for is_short in (False, True)
+        ]
+        assert layers == [18, llamas.SHORT_LAYERS]
 
 
 def test_the_layers_on_a_disk_are_as_many_as_fit():

@@ -15,7 +15,7 @@ from gpu_checks.jobs import one_device
 from gpu_checks.mixes import LlamaSizes
 from gpu_checks.parts import KNOWN, Context
 from gpu_checks.rows import Row, attempt
-from gpu_checks.steps.llamas import Case, Stepped, fitted, judges, room_of
+from gpu_checks.steps.llamas import Case, Stepped, fitted, judges, room_of, shortened
 from gpu_checks.swap import measure_disk
 
 HOST, RAM, DISK = "host", "RAM disk", "disk"
@@ -61,9 +61,9 @@ def fitting(sizes: LlamaSizes, room: Mapping[str, int], where: str) -> LlamaSize
 
 
 def case_of(where: str, context: Context) -> Case:
-    """Return what is run: the same model in each place, at the first number of tokens."""
+    """Return what is run: the same model in each place, at the first number of tokens; fewer layers if seconds are short."""
     sizes = fitting(context.sizes.on_disk, rooms(context), where)
-    return Case(mode=MODES[where], sizes=sizes, tokens=sizes.tokens[0])
+    return shortened(Case(mode=MODES[where], sizes=sizes, tokens=sizes.tokens[0]), context)
 
 
 def compiled_case(where: str) -> Callable[[Context], Case]:

@@ -52,7 +52,7 @@ COMPUTE: Sequence[tuple[tuple[int, int], Mapping[str, float]]] = (
         },
     ),
     (
-        (0, 0),
+        (0, 11),
         {
             "opt_state on the host": 0.88,
             "params, grads, opt_state on the host": 0.81,
@@ -61,7 +61,8 @@ COMPUTE: Sequence[tuple[tuple[int, int], Mapping[str, float]]] = (
     ),
 )
 """By the least version of jax and by mode, the least that compute alone is to be of a step of most tokens: a little less than
-`hlo.simulate` predicts of the program that this version compiles. Before 0.12 downloads block uploads behind them."""
+`hlo.simulate` predicts of the program that this version compiles. Before 0.12 downloads block uploads behind them. Before 0.11
+there is no bound: 0.45 and 0.39 are predicted."""
 HOST_BYTES = 200e9
 """Bytes a second of the host's kernel, from which on `COMPUTE` holds for an update on the host."""
 TERAFLOPS = {"opt_state on the host": 400.0}
@@ -266,27 +267,52 @@ def fewer_layers(given: Case, asked: Case, context: Context) -> Iterator[Row]:
         yield Row("layers", text, values={"layers": float(given.sizes.layers)})
 
 
+def shortened(case: Case, context: Context) -> Case:
+    """Return a case with `SHORT_LAYERS` at most if seconds are short."""
+    layers = min(case.sizes.layers, SHORT_LAYERS) if context.is_short else case.sizes.layers
+    return dataclasses.replace(case, sizes=dataclasses.replace(case.sizes, layers=layers))
+
+
+@dataclasses.dataclass(kw_only=True)
+class Held:
+    """A program that checks of one mode and process hand on.
+
+    Attributes:
+      sizes: of the model, with the layers that fit.
+      room: that the program is fitted to.
+      program: that runs the steps, of any number of tokens; None before it is built.
+      state: after the last step; None before the first one, and after a check that failed.
+    """
+
+    sizes: LlamaSizes
+    room: "Room"
+    program: Any = None
+    state: Any = None
+
+
 def check_step(case: Callable[[Context], Case]) -> Callable[[Context], Iterator[Row]]:
-    """Return a check that runs a case on the first device; checks of one mode and process hand the state on."""
+    """Return a check that runs a case on the first device; checks of one mode and process hand the state on.
+
+    More tokens take more memory: a program that no longer fits is built again, with fewer layers and a new state.
+    """
 
     def rows(context: Context) -> Iterator[Row]:
-        asked = given = case(context)
-        key = (given.mode, given.sizes, given.link_groups, given.cuda_graphs)
-        if key not in context.shared:
-            context.shared.clear()  # of another program: its state would take the room of this one's
-            if context.is_short:
-                layers = min(given.sizes.layers, SHORT_LAYERS)
-                given = dataclasses.replace(given, sizes=dataclasses.replace(given.sizes, layers=layers))
-            fits, program = fitted(given, lambda one: one.build(one_device()), room_of(context))
-            context.shared[key] = fits.sizes, program, None
-        sizes, program, state = context.shared[key]
+        asked = case(context)
+        key = (asked.mode, asked.sizes, asked.link_groups, asked.cuda_graphs)
+        held = context.shared.pop(key, None)
+        context.shared.clear()  # of another program: its state would take the room of this one's
+        held = held or Held(sizes=shortened(asked, context).sizes, room=room_of(context))
+        given = dataclasses.replace(asked, sizes=held.sizes)
+        given, program = fitted(given, lambda one: one.build(one_device()), held.room, held.program)
+        if program is not held.program:
+            held.sizes, held.program, held.state = given.sizes, program, None
+        context.shared[key] = held
         # Bounds are those of the whole model.
-        given = dataclasses.replace(given, sizes=sizes, is_largest=asked.is_largest and sizes == asked.sizes)
+        given = dataclasses.replace(given, is_largest=asked.is_largest and given.sizes == asked.sizes)
         yield from fewer_layers(given, asked, context)
-        context.shared[key] = sizes, program, None  # a step that fails takes its state with it
-        stepped = Stepped(given, context, program, state)
+        stepped, held.state = Stepped(given, context, program, held.state), None  # a step that fails takes its state along
         yield from stepped.rows()
-        context.shared[key] = sizes, program, stepped.state
+        held.state = stepped.state
 
     return rows
 
@@ -429,11 +455,12 @@ def judges(context: Context) -> bool:
 
 
 def least_compute(mode: str, version: tuple[int, ...] | None = None) -> float | None:
-    """Return the bound of `COMPUTE` for a version of jax, the installed one by default; None for a mode without one."""
+    """Return the bound of `COMPUTE` for a version of jax, the installed one by default; None if it or the mode has none."""
     import jax
 
     version = jax.__version_info__ if version is None else version
-    return next(bounds for least, bounds in COMPUTE if version >= least).get(mode)
+    bounds = next((bounds for least, bounds in COMPUTE if version >= least), None)
+    return None if bounds is None else bounds.get(mode)
 
 
 def measured_rows(found: Measured, case: Case, judged: bool, both: float | None = None) -> Iterator[Row]:
@@ -507,14 +534,20 @@ def room_of(context: Context) -> Room:
     )
 
 
-def fitted(case: Case, build: Callable[[Case], Any], room: Room) -> tuple[Case, Any]:
+def fitted(case: Case, build: Callable[[Case], Any], room: Room, program: Any = None) -> tuple[Case, Any]:
     """Return a case with as many layers as leave what it keeps within the room of each memory, and its program.
+
+    Args:
+      case: with the most layers.
+      build: returns the program of a case.
+      room: bytes that there are.
+      program: of the case, if it is built already; it is closed if it does not fit.
 
     Raises:
       NotImplementedError: not one layer fits.
     """
     while True:
-        program, asked = build(case), case.sizes.layers
+        program, asked = build(case) if program is None else program, case.sizes.layers
         tiers = {tier: sum(kinds.values()) for tier, kinds in program.memory(case.abstract_batch()).tiers.items()}
         needs = (
             ("host memory", tiers.get("pinned_host", 0), room.host),
@@ -525,6 +558,7 @@ def fitted(case: Case, build: Callable[[Case], Any], room: Room) -> tuple[Case, 
         if not too_much:
             return case, program
         program.close()
+        program = None
         layers = min(asked - 1, *(int(asked * most / size) for _, size, most in too_much))
         if layers < 1:
             name, size, most = too_much[0]
