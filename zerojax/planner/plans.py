@@ -51,7 +51,7 @@ class Validated:
     """What the compiled program takes of one device, beside the plan.
 
     Attributes:
-      device_bytes: arguments, results that are not donated, and temporaries.
+      device_bytes: arguments, results that are not donated, and temporaries; and what records take beside the program.
       planned_bytes: of the plan.
       host_bytes: of arguments in pinned host memory.
       planned_host_bytes: of the plan.
