@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
 from zerojax.chips import CHIPS as ALL_CHIPS
-from zerojax.chips import Chip
+from zerojax.chips import LANES, Chip
 from zerojax.sharding import make_mesh
 
 CHIPS: Mapping[str, Chip] = MappingProxyType({name: chip for name, chip in ALL_CHIPS.items() if chip.die is not None})
@@ -38,8 +38,8 @@ CHIPS: Mapping[str, Chip] = MappingProxyType({name: chip for name, chip in ALL_C
 
 _CUDNN = (9, 10, 0)
 """The version of cuDNN that chips are described with."""
-_PCIE = MappingProxyType({4: 16 << 30, 5: 32 << 30})
-"""What XLA is told of PCIe's bandwidth, in bytes a second by generation."""
+_LANE_BYTES = 1 << 28
+"""Bytes a second of a lane of PCIe's first generation, as XLA's driver counts. Each generation has twice as many."""
 _ACCELERATED = ((9, 0), (10, 0), (12, 0))
 """Compute capabilities with instructions of their own, "9.0a" and so on."""
 
@@ -82,7 +82,7 @@ def target_config(chip: str) -> str:
         "registers_per_core_limit": 65536,
         "registers_per_block_limit": 65536,
         "device_address_bits": 64,
-        "pcie_bandwidth": _PCIE[described.pcie],
+        "pcie_bandwidth": LANES * _LANE_BYTES << (described.pcie - 1),
         "memory_bandwidth": round(described.memory_rate),
         "device_memory_size": described.memory_bytes,
         "clock_rate_ghz": die.clock_ghz,

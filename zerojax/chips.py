@@ -15,8 +15,10 @@ from types import MappingProxyType
 MIB = 2**20
 RESERVED_BYTES = 1536 * MIB
 """Bytes of a device's memory that no program gets: of the driver, and of the context of one process. Assumed."""
+LANES = 16
+"""Lanes of PCIe between a GPU and its host."""
 PCIE: Mapping[int, float] = MappingProxyType({3: 15.75e9, 4: 31.5e9, 5: 63e9})
-"""Bytes a second one way of 16 lanes, by generation: 8, 16 and 32 GT/s a lane, of which 128 of 130 bits are data."""
+"""Bytes a second one way of `LANES`, by generation: 8, 16 and 32 GT/s a lane, of which 128 of 130 bits are data."""
 _SHEET = "NVIDIA {} Tensor Core GPU data sheet ({})"
 _WITH_SPARSITY = "half of what it prints with sparsity"
 
@@ -55,7 +57,7 @@ class Chip:
       memory_bytes: bytes of device memory, as `nvidia-smi` prints the total.
       peak: FLOP/s of dense products by precision: those in 16 bits summed in float32, "fp32" without tensor cores.
       memory_rate: bytes a second of device memory.
-      pcie: generation of its 16 lanes to the host.
+      pcie: generation of its `LANES` to the host.
       nvlink: bytes a second to other devices, both ways together; None without NVLink.
       nvlinks: links that carry it together.
       devices_per_node: of the machine that it is commonly sold in.

@@ -47,12 +47,14 @@ def test_programs_are_compiled_for_the_tables_chip(name):
         ("memory_bandwidth", round(chip.memory_rate)),
         ("core_count", chip.die.cores),
         ("l2_cache_size", chip.die.l2_bytes),
+        ("pcie_bandwidth", {4: 32 << 30, 5: 64 << 30}[chip.pcie]),  # XLA's cuda_executor.cc: 0.25 GiB a lane, doubled
     ):
         assert re.findall(rf"{field}: (\d+)", text) == [str(value)]
     links = [str(chip.nvlinks)] if chip.nvlinks else []
     assert re.findall(r"active_links: (\d+)", text) == links
     assert f'name: "{chip.device_kinds[0]}"' in text
     assert f"major: {chip.capability[0]}" in text
+    assert chip.link_rate < int(re.findall(r"pcie_bandwidth: (\d+)", text)[0]) < 1.1 * chip.link_rate
 
 
 @pytest.mark.parametrize("name", [*aot.CHIPS])

@@ -18,15 +18,17 @@ _MOST = 1e30
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What a machine does in a second; the defaults are those of one H200 on PCIe 5 and are assumed, not measured.
+    """What a machine does in a second; the defaults are for one H200 on PCIe 5 and are assumed, not measured.
+
+    The vendor's figures are in `zerojax.chips`.
 
     Attributes:
-      products: FLOPs a second of products in 16 bits. 989e12 is the vendor's, 0.7 of it assumed.
-      products_float32: FLOPs a second of products whose left side is float32. 67e12 is the vendor's, 0.9 of it assumed.
+      products: FLOPs a second of products in 16 bits; about 0.7 of the vendor's figure, assumed.
+      products_float32: FLOPs a second of products whose left side is float32; about 0.9 of the vendor's, assumed.
       attention: FLOPs a second of cuDNN's attention forward; assumed.
       attention_backward: the same backward; assumed.
-      memory: bytes a second from and to device memory. 4.8e12 is the vendor's, 0.83 of it assumed.
-      link: bytes a second each way by a copy engine. 63e9 is what PCIe 5 x16 can do, 0.87 of it assumed.
+      memory: bytes a second from and to device memory; about 0.83 of the vendor's, assumed.
+      link: bytes a second each way by a copy engine; about 0.87 of what PCIe's lanes can carry, assumed.
       graph_link: the same by a copy that is a node of a CUDA graph; assumed to be as on a stream.
       kernel_link: bytes a second each way of a kernel that reads or writes host memory; assumed.
       launch_seconds: the least that a kernel or a copy takes; assumed.
@@ -71,24 +73,45 @@ class Rates:
                 raise ValueError(f"{field.name} = {value!r}: it is {kind}, and finite")
 
 
+def rates_with(*, products: float, products_float32: float, memory: float, link: float, **others: float) -> Rates:
+    """Return the rates of a machine of which a few figures are known.
+
+    Attention is in proportion to products, and the link of kernels and of graphs to the link, as for an H200. The rest is the
+    H200's, unless `others` replaces it.
+
+    Args:
+      products: as in `Rates`.
+      products_float32: as in `Rates`.
+      memory: as in `Rates`.
+      link: as in `Rates`.
+      **others: fields of `Rates` by name, such as `disk_read`.
+    """
+    base = Rates()
+    return dataclasses.replace(
+        base,
+        products=products,
+        products_float32=products_float32,
+        attention=base.attention * (products / base.products),
+        attention_backward=base.attention_backward * (products / base.products),
+        memory=memory,
+        link=link,
+        graph_link=base.graph_link * (link / base.link),
+        kernel_link=base.kernel_link * (link / base.link),
+        **others,
+    )
+
+
 def rates_of_chip(chip: Chip) -> Rates:
     """Return what is assumed of one chip: of each of its vendor's figures the share that `Rates` assumes of an H200's.
 
     What a data sheet does not have (launches, callbacks, the host and its disk) is as for an H200.
     """
     base, of = Rates(), CHIPS["h200"]
-    products = base.products * (chip.half_peak / of.half_peak)
-    link = base.link * (chip.link_rate / of.link_rate)
-    return dataclasses.replace(
-        base,
-        products=products,
+    return rates_with(
+        products=base.products * (chip.half_peak / of.half_peak),
         products_float32=base.products_float32 * (chip.peak["fp32"] / of.peak["fp32"]),
-        attention=base.attention * (products / base.products),
-        attention_backward=base.attention_backward * (products / base.products),
         memory=base.memory * (chip.memory_rate / of.memory_rate),
-        link=link,
-        graph_link=base.graph_link * (link / base.link),
-        kernel_link=base.kernel_link * (link / base.link),
+        link=base.link * (chip.link_rate / of.link_rate),
     )
 
 

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from zerojax.given import as_int_or_float, as_integer, as_number
-from zerojax.hlo import RATES, Rates
+from zerojax.hlo import Rates, rates_with
 from zerojax.machines.machine_files import to_text
 from zerojax.precision import PRECISIONS
 
@@ -221,23 +221,12 @@ class Machine:
         Raises:
           ValueError: products in 16 bits or float32, memory or the link are not given.
         """
-        base, figures = RATES["h200"], self.figures
+        figures = self.figures
         half = "flops.fp16" if "flops.bf16" not in figures and "flops.fp16" in figures else "flops.bf16"
         products, single, memory, up, down = self.needs(half, "flops.fp32", "memory_rate", "link_up", "link_down")
         link = min(up, down)  # Rates has one for each way
         given = {name: figures[name] for name in ("disk_read", "disk_write", "host_kernel") if name in figures}
-        return dataclasses.replace(
-            base,
-            products=products,
-            products_float32=single,
-            attention=base.attention * (products / base.products),
-            attention_backward=base.attention_backward * (products / base.products),
-            memory=memory,
-            link=link,
-            graph_link=base.graph_link * (link / base.link),
-            kernel_link=base.kernel_link * (link / base.link),
-            **given,
-        )
+        return rates_with(products=products, products_float32=single, memory=memory, link=link, **given)
 
     def to_toml(self) -> str:
         """Return the machine as the text of a file that `zj.machine` reads."""

@@ -1,8 +1,8 @@
 """Machines by name: a vendor's figures and what is assumed of them; and machines from files.
 
-A vendor's data sheet has peaks of a GPU (`zerojax.chips`). What programs attain of them is what `zerojax.hlo.RATES` assumes:
-0.71 of products in 16 bits, 0.9 of those in float32, 0.83 of memory, 0.87 of PCIe; and 0.8 of NVLink one way. No run stands
-behind these; `zerojax probe` measures. The DGX-2's are those that the authors of ZeRO-Infinity measured.
+`zerojax.chips` has the figures that vendors print, and `zerojax.hlo.RATES` what programs are assumed to attain of them. A
+machine's `source` names the share. Only NVLink's share is assumed here. No run stands behind these; `zerojax probe` measures.
+The authors of ZeRO-Infinity measured the figures of the DGX-2.
 """
 
 import dataclasses
@@ -11,44 +11,38 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from zerojax.chips import CHIPS, MIB, RESERVED_BYTES, Chip, chip_of
+from zerojax.chips import CHIPS, LANES, MIB, RESERVED_BYTES, Chip, chip_of
 from zerojax.hlo import RATES
 from zerojax.machines.machine_files import read
 from zerojax.machines.machines import BY_DTYPE, COUNTS, FIGURES, Machine, nearest, what_is_wrong
 
-_BASE, _OF = RATES["h200"], CHIPS["h200"]
-_SHARES = {
-    "fp32": _BASE.products_float32 / _OF.peak["fp32"],
-    "16 bits": _BASE.products / _OF.peak["bf16"],
-    "memory": _BASE.memory / _OF.memory_rate,
-    "link": _BASE.link / _OF.link_rate,
-    "nvlink": 0.8,
-}
-"""What is assumed of a vendor's figure: but for NVLink, what `zerojax.hlo.RATES` assumes over the H200's data sheet."""
+_NVLINK_SHARE = 0.8
+"""The share of NVLink's bandwidth one way that collectives attain; assumed."""
 
 
 def _gpu(chip: Chip) -> Machine:
     """Return nodes of one kind of GPU."""
-    shares = {dtype: _SHARES["fp32" if dtype == "fp32" else "16 bits"] for dtype in chip.peak}
     rates, sheet = RATES[chip.name], chip.sheet
     flops = {dtype: rates.products_float32 if dtype == "fp32" else rates.products for dtype in chip.peak}
 
-    def assumed(share: float, of: str) -> str:
-        return f"assumed: share {share:.2g} of {of}"
+    nvlink = None if chip.nvlink is None else _NVLINK_SHARE * chip.nvlink / 2
+
+    def assumed(rate: float, printed: float, where: str) -> str:
+        return f"assumed: share {rate / printed:.2g} of {printed:.4g}, {where}"
 
     details = {dtype: f"{sheet}, {chip.detail}" if chip.detail and dtype != "fp32" else sheet for dtype in chip.peak}
     source = {"device_bytes": f"nvidia-smi's total of {chip.memory_bytes // MIB} MiB, less {RESERVED_BYTES // MIB} MiB assumed"}
     source |= {f"peak_flops.{dtype}": text for dtype, text in details.items()}
-    source |= {f"flops.{dtype}": assumed(shares[dtype], f"{chip.peak[dtype]:.4g}, {sheet}") for dtype in chip.peak}
+    source |= {f"flops.{dtype}": assumed(flops[dtype], chip.peak[dtype], sheet) for dtype in chip.peak}
+    link = assumed(rates.link, chip.link_rate, f"PCIe {chip.pcie} x{LANES}, {sheet}")
     source |= {
-        "memory_rate": assumed(_SHARES["memory"], f"{chip.memory_rate:.4g}, {sheet}"),
-        **dict.fromkeys(
-            ("link_up", "link_down"), assumed(_SHARES["link"], f"{chip.link_rate:.4g}, PCIe {chip.pcie} x16, {sheet}")
-        ),
+        "memory_rate": assumed(rates.memory, chip.memory_rate, sheet),
+        "link_up": link,
+        "link_down": link,
         "link_both": "assumed: the two ways do not slow each other",
     }
-    if chip.nvlink is not None:
-        source["network_in_node"] = assumed(_SHARES["nvlink"], f"{chip.nvlink / 2:.4g}, NVLink one way, {sheet}")
+    if chip.nvlink is not None and nvlink is not None:
+        source["network_in_node"] = assumed(nvlink, chip.nvlink / 2, f"NVLink one way, {sheet}")
     return Machine(
         name=chip.name,
         devices_per_node=chip.devices_per_node,
@@ -59,7 +53,7 @@ def _gpu(chip: Chip) -> Machine:
         link_up=rates.link,
         link_down=rates.link,
         link_both=2 * rates.link,
-        network_in_node=None if chip.nvlink is None else _SHARES["nvlink"] * chip.nvlink / 2,
+        network_in_node=nvlink,
         source=source,
     )
 
