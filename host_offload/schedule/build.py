@@ -366,11 +366,13 @@ class _Writer:
         for move in ends:
             if move.leaves == HEAD:
                 yield Loop(-1, 1, step, tuple(self._update_of_ends(move, 0, makes=False)))
-        # What a tick does changes here, and where what changes was fetched.
-        turns = {1, num_ticks - 1, num_takes, len(each.order[0]), self._first_on_device(each)}
+        # What a tick does changes here: in its own layer, in the one that it gathers, and in the one that it fetches.
+        borders, ahead = {len(each.order[0]), self._first_on_device(each)}, distance + is_ahead
+        turns = {turn - n for turn in borders for n in (0, is_ahead, ahead)} | {num_takes - distance}
+        turns |= {num_ticks - 1} if is_ahead else set()
+        turns |= {1, *(turn + 1 for turn in borders)} if self._is_late(each) else set()
         turns |= {n for move in ends if move.leaves == HEAD_PIECES for n in (move.counts[0], move.counts[0] + 1)}
-        near = {turn + n for turn in turns for n in (-distance - 1, -distance, -1, 0, 1)}
-        cuts = sorted({0, num_ticks} | {tick for tick in near if 0 < tick < num_ticks})
+        cuts = sorted({0, num_ticks} | {tick for tick in turns if 0 < tick < num_ticks})
         for start, stop in itertools.pairwise(cuts):
             yield Loop(start, stop - start, step, tuple(self._tick(each, start, num_takes, is_ahead, ends)))
         if self._is_late(each):
@@ -417,9 +419,10 @@ class _Writer:
         for move in ends:
             if move.leaves == HEAD and tick == 0:
                 ops.append(self._store_of_ends(move, 0))
-            if move.leaves == HEAD_PIECES:
-                ops += self._update_of_ends(move, tick, makes=False) if tick < move.counts[0] else []
-                ops += [self._store_of_ends(move, tick - 1)] if 0 < tick <= move.counts[0] else []
+            if move.leaves == HEAD_PIECES:  # the last one first, as layers
+                piece = move.counts[0] - 1 - tick
+                ops += self._update_of_ends(move, piece, makes=False) if piece >= 0 else []
+                ops += [self._store_of_ends(move, piece + 1)] if tick and piece >= -1 else []
         return ops
 
     def _kept_ahead(self, each: _Pass, is_ahead: bool) -> int:
@@ -477,7 +480,7 @@ class _Writer:
         pending = list(last)
         for move in ends:
             if move.leaves == HEAD_PIECES and move.counts[0] == tick:
-                pending.append(self._store_of_ends(move, tick - 1))
+                pending.append(self._store_of_ends(move, 0))
         for move in (move for move in ends if move.leaves == LATE_ENDS):
             for n in range(len(move.num_bytes)):
                 yield Loop(tick, 1, step, (*pending, *self._update_of_ends(move, n, makes=True)))

@@ -77,6 +77,11 @@ class Op(NamedTuple):
     lag: int = 0
     inner: Any = None
 
+    def moved(self, number: int) -> "Op":
+        """Return the operation with a record so many further. A planner asks for very many."""
+        verb, record, first, lane, num_bytes, lag, inner = self
+        return tuple.__new__(Op, (verb, record, first + number, lane, num_bytes, lag, inner))
+
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
@@ -102,7 +107,7 @@ class Loop:
     def at(self, tick: int) -> tuple[Op, ...]:
         """Return the operations of a tick."""
         moved = self.step * (tick - self.start)
-        return tuple(op._replace(number=op.number + moved) for op in self.ops)
+        return tuple([op.moved(moved) for op in self.ops])
 
     def __iter__(self) -> Iterator[tuple[int, tuple[Op, ...]]]:
         """Yield the number and the operations of each tick."""

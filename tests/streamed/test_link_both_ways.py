@@ -225,6 +225,9 @@ def test_a_large_head_is_updated_in_pieces_beside_the_first_ticks(count, more, l
     schedule, plain = build_schedule(4, 1, ends=[pieces, others], **options), build_schedule(4, 1, **options)
     assert (schedule.in_flight()["backward"] - plain.in_flight()["backward"]).tolist() == more
     assert f"; {count} pieces of the head: one a tick" in str(schedule)
+    ticks = schedule.phase("backward").ticks()
+    loaded = [op.number for _, ops in ticks for op in ops if (op.verb, op.record.leaves) == ("load", HEAD_PIECES)]
+    assert loaded == list(range(count))[::-1]  # as the layers beside which they are updated
     drawn = [line.split() for line in schedule.timeline().splitlines() if "ends" in line]
     assert [" ".join([*words[:2], "".join(words[2:])]) for words in drawn] == lanes
     with pytest.raises(ValueError, match="counts of head_pieces=5: 1 to 4"):

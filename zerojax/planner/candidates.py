@@ -19,6 +19,7 @@ bound of bytes leaves out gradients and what is in flight. Neither asks for a sc
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -167,9 +168,13 @@ class Space:
         """Return the choices of a field, or the plainest where the others leave it no meaning. What is fixed is that."""
         return self.choices(name) if matters else self.choices(name)[:1]
 
+    @functools.cached_property
+    def _given(self) -> dict[str, Any]:
+        return {**_DEFAULT_FIELDS, **self.fixed}
+
     def view(self, fields: Mapping[str, Any]) -> ZeroConfig:
         """Return a candidate's config as `zerojax.config` asks it, without building it."""
-        return cast(ZeroConfig, _Fields({**_DEFAULT_FIELDS, **self.fixed, **fields}))
+        return cast(ZeroConfig, _Fields({**self._given, **fields}))
 
     def streams(self, fields: Mapping[str, Any]) -> bool:
         """Tell whether a candidate's step is the streamed one."""
