@@ -27,7 +27,8 @@ environment. Rates of the machine are measured once and kept in `rates.json` in 
     equality*, nvme   steps with mixes of tiers against the resident step: losses, parameters
     memory, mixes     peak device memory over `program.memory`; mixes of tiers in turn with the resident step
 
-What each does is in `gpu_checks`. A GPU's seconds in `Needs` are assumed, since no GPU has run this version.
+What each does is in `gpu_checks`. The seconds in `Needs` were measured on an H200 for the checks that it has run
+(`benchmarks/results/gpu_check_h200_202611.md`), and are assumed for the others.
 """
 
 import argparse
@@ -99,7 +100,7 @@ def measured_rates() -> Check:
         name="rates",
         run=rates.check_rates,
         compiled=None,
-        needs=Needs(gpu=35, compiled=10, small=12),
+        needs=Needs(gpu=15, compiled=10, small=12),
         pinned=lambda sizes: 2 * sizes.link_bytes,
         measures=True,
     )
@@ -107,7 +108,7 @@ def measured_rates() -> Check:
 
 def host_kernel() -> Check:
     """Return the check of the host's kernel."""
-    needs = Needs(gpu=30, compiled=10, small=12)
+    needs = Needs(gpu=10, compiled=10, small=12)
     return Check(name="host kernel", run=rates.check_host_kernel, compiled=None, needs=needs, measures=True)
 
 
@@ -116,7 +117,10 @@ def copied(way: str) -> Check:
     needs = Needs(gpu=30, compiled=20, small=15)
 
     def pinned(sizes: Sizes) -> int:
-        return 2 * 4 * math.prod(sizes.copied.shape)
+        # XLA's pool grows by pieces whose sizes are powers of two, and a stack lies within one piece.
+        stack_bytes = 4 * math.prod(sizes.copied.shape)
+        piece_bytes = 1 << (stack_bytes - 1).bit_length()
+        return 2 * piece_bytes
 
     return Check(
         name=f"copies {way}",
@@ -222,9 +226,9 @@ def alone(*checks: Check, env: Mapping[str, str] = MappingProxyType({})) -> tupl
     return tuple(Group(checks=(check,), env=env) for check in checks)
 
 
-FORMS = of_jobs("slices", slices.check_slices, lambda _: [], Needs(gpu=40, compiled=25, small=25))
-MACHINE = Check(name="machine", run=check_machine, compiled=None, needs=Needs(gpu=30, compiled=10, small=10))
-SHORT = Needs(gpu=70, compiled=60, small=30)
+FORMS = of_jobs("slices", slices.check_slices, lambda _: [], Needs(gpu=10, compiled=25, small=25))
+MACHINE = Check(name="machine", run=check_machine, compiled=None, needs=Needs(gpu=10, compiled=10, small=10))
+SHORT = Needs(gpu=50, compiled=60, small=30)
 PARTS: Mapping[str, Part] = {
     part.name: part
     for part in (
@@ -252,7 +256,7 @@ PARTS: Mapping[str, Part] = {
             what="10 steps with every mix of tiers against the resident step: losses, parameters, gradients",
             groups=alone(
                 FORMS,
-                equal("fp32", Needs(gpu=90, compiled=150, small=60)),
+                equal("fp32", Needs(gpu=300, compiled=150, small=60)),
                 of_jobs(
                     "activations",
                     lambda sizes: equality.compare_jobs(equality.activation_jobs(sizes)),
@@ -261,12 +265,12 @@ PARTS: Mapping[str, Part] = {
                 ),
             ),
         ),
-        steps_part("opt_state", "opt_state on the host", "opt_state in host memory", (180, 100)),
+        steps_part("opt_state", "opt_state on the host", "opt_state in host memory", (110, 60)),
         steps_part("host", "opt_state on the host, update_on host", 'update_on="host"', (180, 100), (host_kernel(),)),
         Part(
             name="nvme",
             what="10 steps with mixes on disk against the resident step; the disk's speed; time and stall of such steps",
-            groups=alone(of_jobs("nvme", swap.check_swap, swap.swap_jobs, Needs(gpu=240, compiled=130, small=150))),
+            groups=alone(of_jobs("nvme", swap.check_swap, swap.swap_jobs, Needs(gpu=300, compiled=130, small=150))),
         ),
         Part(
             name="peers",

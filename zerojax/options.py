@@ -101,8 +101,8 @@ def _parser() -> OneLineParser:
     simulation.add_argument(
         "--graphs",
         choices=list(GRAPHS),
-        default="copies",
-        help="who makes copies in CUDA graphs; " + "; ".join(f"{k}: {v}" for k, v in GRAPHS.items()),
+        default="in_turn",
+        help="how copies in CUDA graphs are made; " + "; ".join(f"{k}: {v}" for k, v in GRAPHS.items()),
     )
     simulation.add_argument(
         "--callbacks",

@@ -129,13 +129,13 @@ def on_disk(job: Job, folder: str | None) -> Job:
 
 
 def compare_jobs(all_jobs: Sequence[Job]) -> Iterator[Row]:
-    """Train every job, several at a time, and compare the mixes with the resident step."""
+    """Train every job, several at a time, and compare each mix with the resident step as soon as both are trained."""
     mesh, platform = one_device(), platform_name()
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # they compile for longer than they run
         trained = {job.name: pool.submit(job.train, mesh) for job in all_jobs}
-        for job in all_jobs:
-            if job.name.startswith(RESIDENT_STEP):
-                continue
+        mixes = {trained[job.name]: job for job in all_jobs if not job.name.startswith(RESIDENT_STEP)}
+        for future in concurrent.futures.as_completed(mixes):
+            job = mixes[future]
 
             def rows(job: Job = job) -> Iterator[Row]:
                 right = trained[reference_of(job.fields)[0]]

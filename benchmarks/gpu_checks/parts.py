@@ -62,7 +62,7 @@ class Needs:
     If fewer are left it runs all the same, in its short form; what it has found when its time is over stays.
 
     Attributes:
-      gpu: on one H200 with 16 cores; assumed, since no GPU has run them.
+      gpu: on one H200 with 16 cores; measured for the checks that one has run, and assumed for the others.
       compiled: by --compile-only, measured on 2 cores and rounded up.
       small: by --small, with or without --compile-only; the same.
     """

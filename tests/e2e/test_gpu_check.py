@@ -557,7 +557,7 @@ def test_a_pool_is_what_is_needed_and_never_above_what_the_user_or_the_host_allo
     (group,) = (g for g in gpu_check.PARTS["steps-opt_state"].groups if g.checks[0].name == "16K tokens")
     assert gpu_check.pool_of(group, GPU, free) == 80  # both numbers of tokens are of one program
     (group,) = (g for g in gpu_check.PARTS["first"].groups if g.checks[-1].name == "copies both")
-    assert gpu_check.pool_of(group, GPU, free) == 14  # GiB: two stacks of 5.4 for all ways, and 2 of the link's arrays
+    assert gpu_check.pool_of(group, GPU, free) == 19  # GiB: pieces of 8 for two stacks of 5.4, and 2 for the link's arrays
 
 
 def test_a_larger_device_has_more_layers():

@@ -158,14 +158,14 @@ def test_copies_in_graphs_are_told_from_those_on_streams(tmp_path):
 def test_a_prediction_says_who_makes_the_copies_in_graphs(tmp_path):
     thunks = hlo.read_thunks(dump(tmp_path, after_passes=IN_GRAPH.replace("005: kCustomKernel", "005: kCopy")))
     rates = hlo.Rates(link=1e6, graph_link=0.5e6, kernel_link=0.25e6, launch_seconds=0, issue_seconds=0)
-    seconds = {who: hlo.simulate(TEXT, rates=rates, thunks=thunks, graphs=who).seconds for who in ("copies", "kernels")}
+    seconds = {who: hlo.simulate(TEXT, rates=rates, thunks=thunks, graphs=who).seconds for who in hlo.GRAPHS}
     # A loop of 4 turns, 256 bytes up and 256 down in each, waited for one after the other; before it a copy on a stream.
     assert seconds["copies"] == pytest.approx(8 * 256 / 0.5e6 + 32 / 1e6, rel=0.01)
     assert seconds["kernels"] == pytest.approx(8 * 256 / 0.25e6 + 32 / 1e6, rel=0.01)
     told = str(hlo.simulate(TEXT, rates=rates, thunks=thunks, graphs="kernels"))
     assert "of the copies 0.00 GB are nodes of CUDA graphs, assumed to be made by the cores" in told
     assert not hlo.simulate(TEXT, rates=rates).graphs
-    with pytest.raises(ValueError, match="graphs='engines': choose from copies, kernels"):
+    with pytest.raises(ValueError, match="graphs='engines': choose from in_turn, copies, kernels"):
         hlo.simulate(TEXT, graphs="engines")
 
 

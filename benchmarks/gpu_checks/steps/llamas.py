@@ -237,7 +237,7 @@ def compile_step(case: Callable[[Context], Case]) -> Callable[[Context], Iterato
         asked = case(context)
         mesh = aot.gpu_mesh(context.chip, gpus_per_host=1)
         given, program = fitted(asked, lambda one: one.build(mesh), room_of(context))
-        yield from fewer_layers(given, asked, context)
+        yield from fewer_layers(given, asked)
         with program:
             batch = given.abstract_batch()
             read = compile_case(program, batch, {"xla_gpu_enable_triton_gemm": False})
@@ -259,10 +259,17 @@ def compile_step(case: Callable[[Context], Case]) -> Callable[[Context], Iterato
     return rows
 
 
-def fewer_layers(given: Case, asked: Case, context: Context) -> Iterator[Row]:
-    """Say that a case has fewer layers than were asked for, and why."""
+def fewer_layers(given: Case, asked: Case, is_short: bool = False) -> Iterator[Row]:
+    """Say that a case has fewer layers than were asked for, and why.
+
+    Args:
+      given: the case as it is run.
+      asked: the case as it was asked for.
+      is_short: whether the state has few layers because the check that made it was short of seconds.
+    """
     if given.sizes.layers < asked.sizes.layers:
-        why = "seconds are short" if context.is_short else "device or host memory has no room for more"
+        was_cut_for_time = is_short and given.sizes.layers == min(asked.sizes.layers, SHORT_LAYERS)
+        why = "seconds are short" if was_cut_for_time else "device or host memory has no room for more"
         text = f"{given.sizes.layers} of {asked.sizes.layers}: {why}"
         yield Row("layers", text, values={"layers": float(given.sizes.layers)})
 
@@ -280,12 +287,14 @@ class Held:
     Attributes:
       sizes: of the model, with the layers that fit.
       room: that the program is fitted to.
+      is_short: whether the check that made the state was short of seconds, so that it has `SHORT_LAYERS` at most.
       program: that runs the steps, of any number of tokens; None before it is built.
       state: after the last step; None before the first one, and after a check that failed.
     """
 
     sizes: LlamaSizes
     room: "Room"
+    is_short: bool = False
     program: Any = None
     state: Any = None
 
@@ -301,7 +310,7 @@ def check_step(case: Callable[[Context], Case]) -> Callable[[Context], Iterator[
         key = (asked.mode, asked.sizes, asked.link_groups, asked.cuda_graphs)
         held = context.shared.pop(key, None)
         context.shared.clear()  # of another program: its state would take the room of this one's
-        held = held or Held(sizes=shortened(asked, context).sizes, room=room_of(context))
+        held = held or Held(sizes=shortened(asked, context).sizes, room=room_of(context), is_short=context.is_short)
         given = dataclasses.replace(asked, sizes=held.sizes)
         given, program = fitted(given, lambda one: one.build(one_device()), held.room, held.program)
         if program is not held.program:
@@ -309,7 +318,7 @@ def check_step(case: Callable[[Context], Case]) -> Callable[[Context], Iterator[
         context.shared[key] = held
         # Bounds are those of the whole model.
         given = dataclasses.replace(given, is_largest=asked.is_largest and given.sizes == asked.sizes)
-        yield from fewer_layers(given, asked, context)
+        yield from fewer_layers(given, asked, held.is_short)
         stepped, held.state = Stepped(given, context, program, held.state), None  # a step that fails takes its state along
         yield from stepped.rows()
         held.state = stepped.state
