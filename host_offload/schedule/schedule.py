@@ -260,7 +260,17 @@ class Phase:
     @property
     def peak_bytes(self) -> int:
         """The most bytes in flight in a tick, also after the last layer."""
-        return max((self._bytes(loop) for loop in self.loops if loop.start >= 0), default=0)
+        return max(self.layers_peak_bytes, self.drain_peak_bytes)
+
+    @property
+    def layers_peak_bytes(self) -> int:
+        """The most bytes in flight in a tick that computes or updates a layer."""
+        return max((self._bytes(loop) for loop in self.main), default=0)
+
+    @property
+    def drain_peak_bytes(self) -> int:
+        """The most bytes in flight in a tick after the last layer, which stores records or updates embedding and head."""
+        return max((self._bytes(loop) for loop in self._after), default=0)
 
     @functools.cached_property
     def _held(self) -> int:

@@ -419,7 +419,10 @@ class _Estimator:
     def phases(
         self, steps: StepPlan, runs: Sequence[tuple[StackWork, Kept, int]], gathered: int, kept: int
     ) -> list[dict[str, int]]:
-        """Return what head, backward and update each hold at once besides states, resting gradients and the batch, by kind."""
+        """Return what each phase holds at once besides states, resting gradients and the batch, by kind.
+
+        The phases are the head, backward, the ticks after its last layer, and the update.
+        """
         config, workload = self.config, self.workload
         loaded = steps.ends["embed"].moved("up")
         in_flight = self.in_flight(steps)
@@ -437,13 +440,18 @@ class _Estimator:
                 "gathered": min(gathered, backward),
                 "working": max(0, min(working, backward - gathered)),
             },
-            {"in_flight": in_flight["update"]},  # embedding and head are not read again
+            # Neither needs what forward kept, nor reads embedding and head again.
+            {"in_flight": in_flight["drain"]},
+            {"in_flight": in_flight["update"]},
         ]
 
     def in_flight(self, steps: StepPlan) -> dict[str, int]:
-        """Return the most bytes of records on their way in each phase, without what is gathered (`Phase.peak_bytes`)."""
+        """Return the most bytes of records on their way in each phase, without what is gathered.
+
+        The "drain" comes after the last layer of backward: records that are stored late, and the updates of embedding and head.
+        """
         workload = self.workload
-        most = {"forward": 0, "backward": 0, "update": steps.ends["ends"].peak_bytes}
+        most = {"forward": 0, "backward": 0, "drain": 0, "update": steps.ends["ends"].peak_bytes}
         if self.moves and len(steps.ends["ends"].loops) == 1:
             # All ends at once, with gradients that are float32 in the place of those that rested. The first layer's record,
             # which the loop of updates reads before it begins, is there already.
@@ -466,8 +474,12 @@ class _Estimator:
             whole = sizes["gathered"] * (1 + schedule.gather_ahead) if part.name != "update" else 0
             if isinstance(schedule, TiledSchedule) and whole:
                 whole += max((loops.flat.record_bytes or {})["gathered"] for loops in schedule.tiles)
-            peak = part.phase.peak_bytes - whole + self._copied(schedule, part.phase)
-            if part.name == "backward" and self.config.num_microbatches > 1:
+            is_backward = part.name == "backward"
+            most_of_phase = part.phase.layers_peak_bytes if is_backward else part.phase.peak_bytes
+            peak = most_of_phase - whole + self._copied(schedule, part.phase)
+            if is_backward:
+                most["drain"] = max(most["drain"], part.phase.drain_peak_bytes)
+            if is_backward and self.config.num_microbatches > 1:
                 # Sums over microbatches are float32, beside the gradient of one of them.
                 peak += 4 * sizes["derivative"] // (4 if self.reduced == 4 else self.b.params)
             most[part.name] = max(most[part.name], peak)
