@@ -3,6 +3,7 @@
     JAX_PLATFORMS=cpu python benchmarks/planned_memory.py            # 12 configs, two sizes; about a minute
     JAX_PLATFORMS=cpu python benchmarks/planned_memory.py --only nvme
     JAX_PLATFORMS=cpu python benchmarks/planned_memory.py --drawn 30 # sizes and configs by chance, for 1 and 8 GPUs
+    JAX_PLATFORMS=cpu python benchmarks/planned_memory.py --measured # plans of the steps that an H200 has run
 
 Each config is planned from numbers alone, every field fixed, and its step compiled. Of the compiled program the device's bytes
 are its arguments, temporaries, and results that are not donated; bytes on the host are its arguments in pinned memory.
@@ -65,6 +66,41 @@ CASES = (
     Case(name="all on the host, gather_ahead", sizes=LARGE, nodes=8, each=8, batch=64,
          fields=ALL_ON_HOST | {"gather_ahead": True}),
 )  # fmt: skip
+_LLAMA = {"hidden": 4096, "heads": 32, "seq": 2048, "vocab": 32000, "mlp": 11008, "gated": True}
+_EIGHT = _LLAMA | {"layers": 8, "params": 1_881_214_976}
+_ALL = _LLAMA | {"layers": 32, "params": 6_738_415_616}
+_IN_BACKWARD = {"activations": "remat", "opt_state": H, "update": "in_backward"}
+_ON_HOST = _IN_BACKWARD | {"update_on": "host"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A step that an H200 has run: `benchmarks/results/gpu_check_h200_202611.md`.
+
+    Attributes:
+      case: what was run.
+      device_gib: the device's bytes by the compiler's count, in GiB; the device's own count agrees where the process ran no
+        other program before.
+      seconds: of a step.
+    """
+
+    case: Case
+    device_gib: float
+    seconds: float
+
+
+MEASURED = (
+    Measured(
+        case=Case(name="resident", sizes=_EIGHT, batch=8, fields={"activations": "remat"}), device_gib=31.78, seconds=0.413
+    ),
+    Measured(case=Case(name="opt_state", sizes=_EIGHT, batch=8, fields=_IN_BACKWARD), device_gib=11.29, seconds=0.6919),
+    Measured(case=Case(name="opt_state", sizes=_EIGHT, batch=16, fields=_IN_BACKWARD), device_gib=14.71, seconds=0.9423),
+    Measured(case=Case(name="opt_state", sizes=_ALL, batch=8, fields=_IN_BACKWARD), device_gib=23.33, seconds=2.362),
+    Measured(case=Case(name="opt_state", sizes=_ALL, batch=16, fields=_IN_BACKWARD), device_gib=29.76, seconds=3.257),
+    Measured(case=Case(name="updated on the host", sizes=_EIGHT, batch=8, fields=_ON_HOST), device_gib=8.183, seconds=0.6878),
+)
+MEASURED_HOST_KERNEL = 122e9
+"""Bytes a second of the host's kernel on the same machine, with bfloat16 gradients and parameters."""
 NAMES = ("stage", "params", "grads", "opt_state", "activations", "update", "update_on", "opt_state_device_fraction",
          "prefetch_distance", "gather_ahead", "num_microbatches", "moments")  # fmt: skip
 
@@ -98,15 +134,33 @@ def drawn(num: int, seed: int) -> list[Case]:
     return cases
 
 
-def planned(case: Case) -> tuple[zj.Plan, zj.Sizes]:
-    """Return the plan of a case."""
+def planned(case: Case, host_kernel: float = 2e11) -> tuple[zj.Plan, zj.Sizes]:
+    """Return the plan of a case, and its sizes; `host_kernel` is the rate of an update on the host in bytes a second."""
     machine = dataclasses.replace(
-        zj.machine("h200", nodes=case.nodes, devices_per_node=case.each), host_bytes=2e12, host_kernel=2e11, disk_bytes=3e13,
-        disk_read=6e9, disk_write=4e9, disk_both=7e9, network_between_nodes=4e10,
+        zj.machine("h200", nodes=case.nodes, devices_per_node=case.each), host_bytes=2e12, host_kernel=host_kernel,
+        disk_bytes=3e13, disk_read=6e9, disk_write=4e9, disk_both=7e9, network_between_nodes=4e10,
     )  # fmt: skip
     sizes, default = zj.Sizes(batch=case.batch, **case.sizes), zj.ZeroConfig()
     fixed = {name: getattr(default, name) for name in NAMES} | {"precision": "bf16"} | case.fields
     return plan(sizes, machine=machine, fixed=fixed, tiles=(case.tiles,)), sizes
+
+
+def measured_table() -> str:
+    """Return a table of plans beside what an H200 measured."""
+    rows = [
+        "| states | layers | tokens | device GiB, planned | measured | off | s, planned | measured | off |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for step in MEASURED:
+        made, sizes = planned(step.case, MEASURED_HOST_KERNEL)
+        device_gib = made.peak_bytes / 2**30
+        cells = [
+            step.case.name, f"{sizes.layers}", f"{sizes.tokens:,}",
+            f"{device_gib:.2f}", f"{step.device_gib:.2f}", f"{device_gib / step.device_gib - 1:+.1%}",
+            f"{made.seconds:.2f}", f"{step.seconds:.2f}", f"{made.seconds / step.seconds - 1:+.1%}",
+        ]  # fmt: skip
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
 def of_kinds(sent: Mapping[str, float]) -> tuple[float, float]:
@@ -121,8 +175,12 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--drawn", type=int, default=0, help="so many cases of random sizes and configs instead")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
+    parser.add_argument("--measured", action="store_true", help="plan the steps that an H200 has run; nothing is compiled")
     options = parser.parse_args()
     print(f"jax {importlib.metadata.version('jax')}\n")
+    if options.measured:
+        print(measured_table())
+        return
     sent = "sent GB a device, planned: gathers, reductions | compiled |"
     print(f"| config | layers x hidden, H200s | device GB, planned | compiled | off | host GB, planned | compiled | {sent}")
     print("|---|---|---|---|---|---|---|---|---|")
