@@ -24,11 +24,11 @@ PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_g
 """Equations that cost too much to repeat in backward, or whose result is data of its own (lookups)."""
 LINEAR = frozenset(
     {"add", "sub", "neg", "convert_element_type", "transpose", "reshape", "broadcast_in_dim", "squeeze", "expand_dims",
-     "copy", "copy_p", "reduce_precision", "name", "slice", "concatenate", "split", "reduce_sum", "add_any"}
+     "copy", "reduce_precision", "name", "slice", "concatenate", "split", "reduce_sum", "add_any"}
 )  # fmt: skip
 """Equations whose derivative does not need their operands."""
 ELEMENTWISE = frozenset(
-    {"convert_element_type", "copy", "copy_p", "name", "reduce_precision", "stop_gradient", "add", "sub", "neg", "mul", "div",
+    {"convert_element_type", "copy", "name", "reduce_precision", "stop_gradient", "add", "sub", "neg", "mul", "div",
      "max", "min", "exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "rsqrt", "sqrt", "cbrt", "square", "integer_pow",
      "pow", "abs", "sign", "erf", "erf_inv", "erfc", "sin", "cos", "tan", "floor", "ceil", "round", "clamp"}
 )  # fmt: skip
@@ -46,7 +46,10 @@ POINTWISE = ELEMENTWISE | {
 """Equations whose result at one index reads its operands at that index alone (of a bitcast: where it keeps the shape)."""
 FILLS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
 """Equations that turn an array of equal elements into an array of the same elements in another shape."""
-_INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
+INLINED = frozenset({"jit", "closed_call", "eval_jaxpr"})
+"""Equations that call a jaxpr once, as it is. From jax 0.11 on "eval_jaxpr" stands for "closed_call"."""
+REMAT = "remat2"
+"""The equation that `jax.checkpoint` makes."""
 
 
 _FUSED_ATTENTION = {"dot_product_attention_fwd_wrapper": 1.0, "dot_product_attention_bwd_wrapper": 2.5}
@@ -155,7 +158,7 @@ def flatten(
 
         for eqn in jaxpr.eqns:
             ins = [ref_of(v) for v in eqn.invars]
-            if eqn.primitive.name in _INLINED and not is_opaque(eqn):
+            if eqn.primitive.name in INLINED and not is_opaque(eqn):
                 # Primitives differ in the name of the parameter, and in whether it holds the constants too.
                 inner: Any = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
                 is_closed = isinstance(inner, jex.ClosedJaxpr)
@@ -223,11 +226,9 @@ def mapped_by_shards(
 ) -> list[Any]:
     """Apply a `jax.shard_map` with another function, and other specs of its results, in the place of its own."""
     params = eqn.params
-    # The parameter's name depends on the version of JAX.
-    axes = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
     mapped = jax.shard_map(
-        function, mesh=params["mesh"], in_specs=params["in_specs"], check_vma=params["check_vma"], axis_names=axes,
-        out_specs=params["out_specs"] if out_specs is None else out_specs,
+        function, mesh=params["mesh"], in_specs=params["in_specs"], check_vma=params["check_vma"],
+        axis_names=params["newly_manual_axes"], out_specs=params["out_specs"] if out_specs is None else out_specs,
     )  # fmt: skip
     return list(mapped(*values))
 

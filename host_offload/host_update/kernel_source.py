@@ -121,9 +121,9 @@ UNSIGNED = {
 }
 """Of uint32: modulo 2^32."""
 BOOLEANS = {"and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} != {1}", "not": "not {0}"}
-SAME = frozenset({"copy", "copy_p", "name"})
+SAME = frozenset({"copy", "name"})
 SHAPED = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
-INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})
+INLINED = frozenset({"jit", "closed_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call"})
 
 
 class Writer:

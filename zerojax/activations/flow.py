@@ -22,7 +22,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from zerojax.jaxprs import POINTWISE, REDUCTIONS, FlatJaxpr, flatten, scan_arity
+from zerojax.jaxprs import POINTWISE, REDUCTIONS, REMAT, FlatJaxpr, flatten, scan_arity
 from zerojax.sharding import TENSOR, Spec, axes_of, pad_spec
 
 ANY: Any = object()
@@ -382,9 +382,7 @@ def _scan(eqn: jex.JaxprEqn, ins: Sequence[Split | None], sizes: Mapping[str, in
 
 def inside_of(eqn: jex.JaxprEqn, ins: Sequence[Split | None]) -> list[Split | None]:
     """Return how the operands of a `shard_map` are split inside of it: over the axes that it leaves to the partitioner."""
-    params = eqn.params
-    # The parameter's name depends on the version of JAX.
-    manual = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
+    manual = eqn.params["newly_manual_axes"]
 
     def rest(entry: Any) -> Any:
         return entry if entry is ANY else tuple(axis for axis in entry if axis not in manual)
@@ -406,9 +404,11 @@ def _shard_map(eqn: jex.JaxprEqn, ins: Sequence[Split | None], sizes: Mapping[st
     return [joined(spec, out, v) for spec, out, v in zip(eqn.params["out_specs"], outs, eqn.outvars, strict=True)]
 
 
-_ENTERED: dict[str, _Rule] = dict.fromkeys(
-    ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "remat", "remat2", "checkpoint", "jit", "pjit"), _call
-) | {"cond": _cond, "scan": _scan, "shard_map": _shard_map}  # pyright: ignore[reportAssignmentType]
+_ENTERED: dict[str, _Rule] = dict.fromkeys(("custom_jvp_call", "custom_vjp_call", "jit", REMAT), _call) | {
+    "cond": _cond,
+    "scan": _scan,
+    "shard_map": _shard_map,
+}  # pyright: ignore[reportAssignmentType]
 _RULES: dict[str, _Rule] = {
     **dict.fromkeys(POINTWISE, _pointwise),
     **dict.fromkeys((*REDUCTIONS, "argmax", "argmin", "reduce_xor"), _reduction),

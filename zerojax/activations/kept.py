@@ -30,7 +30,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from zerojax.activations.sequence_ops import is_gather, is_scatter
-from zerojax.jaxprs import CHEAP, POINTWISE, REDUCTIONS, FlatJaxpr, Instruction
+from zerojax.jaxprs import CHEAP, INLINED, POINTWISE, REDUCTIONS, FlatJaxpr, Instruction
 
 _ALSO_CHEAP = frozenset(
     {"stop_gradient", "argmax", "argmin", "sharding_constraint", "random_wrap", "random_unwrap", "random_fold_in",
@@ -46,7 +46,7 @@ def is_cheap(eqn: jex.JaxprEqn) -> bool:
     """Tell whether an equation's result is better made again than kept; of a custom derivative: whether all inside of it is."""
     if eqn.primitive.name in _REPEATED:
         return True
-    enters = eqn.primitive.name.startswith("custom_") or eqn.primitive.name in ("jit", "pjit", "closed_call", "core_call")
+    enters = eqn.primitive.name.startswith("custom_") or eqn.primitive.name in INLINED
     inner = list(jex.jaxprs_in_params(eqn.params)) if enters else []
     return bool(inner) and all(is_cheap(e) for jaxpr in inner for e in jaxpr.eqns)
 

@@ -13,12 +13,11 @@ from zerojax.activations.flow import ANY, Split, as_spec, outs_of, tensor_dims
 from zerojax.activations.rings import RingProduct, column_products, ring_product, row_product
 from zerojax.activations.sequence_ops import constrain, gather_sequence, holds_gather, scatter_sequence
 from zerojax.activations.sequence_tiles import Entries, Walked
-from zerojax.jaxprs import FlatJaxpr, Instruction, bind, flatten, product_of, read
+from zerojax.jaxprs import REMAT, FlatJaxpr, Instruction, bind, flatten, product_of, read
 from zerojax.sharding import BATCH_AXES, TENSOR, Spec, axes_of, num_batch_shards, without_axis
 from zerojax.tiling import TileLoop, parse
 
 Array = jax.Array
-_REGIONS = ("checkpoint", "remat", "remat2")
 _OTHER_PRODUCTS = ("conv_general_dilated", "ragged_dot", "ragged_dot_general")
 _AROUND = {"column": "its operand comes around a ring beside it", "row": "its sum goes around a ring beside it"}
 
@@ -119,7 +118,7 @@ class Walk:
             return self.plain(i, values, splits)
         if (dot := product_of(i.eqn)) is not None:
             return self.product(i, dot, values, splits)
-        if i.eqn.primitive.name in _REGIONS:
+        if i.eqn.primitive.name == REMAT:
             return self.region(i, values, splits)
         if (loop := parse(i.eqn)) is not None:
             return self.loop(i, loop, values, splits)

@@ -30,7 +30,7 @@ from zerojax.jaxprs import scan_arity
 from zerojax.sharding import TENSOR, Spec, axes_of, pad_spec
 
 _SUMS = frozenset(
-    {"add", "sub", "add_any", "neg", "reshape", "transpose", "squeeze", "broadcast_in_dim", "name", "copy", "copy_p"}
+    {"add", "sub", "add_any", "neg", "reshape", "transpose", "squeeze", "broadcast_in_dim", "name", "copy"}
 )  # fmt: skip
 """Equations that act on parts of a sum as on the sum."""
 _REDUCED = ("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin")

@@ -38,7 +38,20 @@ import jax.numpy as jnp
 from zerojax.activations import keeps
 from zerojax.gather.lazy import HERE, Lazy, Move, Node, Rule, Shard, Whole, gathered, move_spec, tie, total_bytes, union
 from zerojax.gather.look_up import is_look_up, look_up
-from zerojax.jaxprs import CHEAP, LINEAR, PRODUCTS, REDUCTIONS, Instruction, bind, evaluate, flatten, read, scan_arity, switch
+from zerojax.jaxprs import (
+    CHEAP,
+    LINEAR,
+    PRODUCTS,
+    REDUCTIONS,
+    REMAT,
+    Instruction,
+    bind,
+    evaluate,
+    flatten,
+    read,
+    scan_arity,
+    switch,
+)
 from zerojax.sharding import Spec, without_axis
 
 Array = jax.Array
@@ -419,11 +432,8 @@ def _never_gathered(policy: Callable[..., Any] | None) -> Callable[..., Any] | N
     return wrapped
 
 
-# The name of the rematerialisation primitive depends on the version of JAX.
 _HANDLERS: dict[str, Callable[[_Walk, jex.JaxprEqn, list[Any]], list[Any]]] = {
     "scan": _scan,
     "cond": _cond,
-    "remat": _remat,
-    "remat2": _remat,
-    "checkpoint": _remat,
+    REMAT: _remat,
 }

@@ -29,13 +29,24 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from zerojax.jaxprs import FlatJaxpr, Instruction, Ref, bind, flatten, mapped_by_shards, rematerialised, scan_arity, switch
+from zerojax.jaxprs import (
+    REMAT,
+    FlatJaxpr,
+    Instruction,
+    Ref,
+    bind,
+    flatten,
+    mapped_by_shards,
+    rematerialised,
+    scan_arity,
+    switch,
+)
 
 Array = jax.Array
 Derivative = Callable[[Any, Any, Any], tuple[Any, Any]]
 """`derivative(cotangents, data, params) -> (gradients, others)`, of trees of arrays."""
 _LAYOUT = frozenset(
-    {"transpose", "reshape", "squeeze", "expand_dims", "slice", "rev", "copy", "copy_p", "neg", "name", "sharding_constraint",
+    {"transpose", "reshape", "squeeze", "expand_dims", "slice", "rev", "copy", "neg", "name", "sharding_constraint",
      "reshard", "convert_element_type"}
 )  # fmt: skip
 _LINEAR = _LAYOUT | {
@@ -385,7 +396,6 @@ _HANDLERS: dict[str, Callable[[_Walk, Instruction], list[Any]]] = {
     "scatter-add": _scatter_add,
     "scan": _scan,
     "cond": _cond,
-    # The name of the rematerialisation primitive depends on the version of JAX.
-    **dict.fromkeys(("remat", "remat2", "checkpoint"), _remat),
+    REMAT: _remat,
     "shard_map": _shard_map,
 }

@@ -37,6 +37,7 @@ from zerojax.activations import ANY, Split, describe, outs_of
 from zerojax.grads.float32_grads import Derivative
 from zerojax.jaxprs import (
     LINEAR,
+    REMAT,
     FlatJaxpr,
     Instruction,
     Ref,
@@ -56,7 +57,7 @@ _Chain = Sequence[tuple[jex.JaxprEqn, Ref]]
 """Equations of an island, one after the other, each with its operand."""
 logger = logging.getLogger("zerojax")
 _REDUCED = frozenset({"psum", "psum_invariant", "reduce_scatter"})
-_MOVED = frozenset({"transpose", "convert_element_type", "copy", "copy_p", "name", "pvary"})
+_MOVED = frozenset({"transpose", "convert_element_type", "copy", "name", "pvary"})
 """What may stand beside a reduction in an island: it acts on the whole as on a shard."""
 _BILINEAR = frozenset({"mul", "div", "dot_general", "conv_general_dilated"})
 """A cotangent is one of the operands, and the others are none."""
@@ -66,8 +67,8 @@ _LINEAR_IN_SUMS = LINEAR | _ADDITIVE | _BILINEAR | _MOVED | frozenset(
     {"rev", "pad", "select_n", "gather", "dynamic_slice", "cumsum", "sharding_constraint", "reduce", "real", "imag", "conj",
      "optimization_barrier", "all_to_all", "fft", "triangular_solve", "stop_gradient", "reshard"}
 )  # fmt: skip
-_LOOPS = frozenset({"scan", "cond", "remat", "remat2", "checkpoint"})
-"""Equations whose jaxprs are entered. The name of the rematerialisation primitive depends on the version of JAX."""
+_LOOPS = frozenset({"scan", "cond", REMAT})
+"""Equations whose jaxprs are entered."""
 
 
 def unreduced_grads(
@@ -624,8 +625,7 @@ _HANDLERS: dict[str, Callable[[_Walk, Instruction], list[Any]]] = {
     "conv_general_dilated": _convolution,
     "scan": _scan,
     "cond": _cond,
-    # The name of the rematerialisation primitive depends on the version of JAX.
-    **dict.fromkeys(("remat", "remat2", "checkpoint"), _remat),
+    REMAT: _remat,
     "shard_map": _shard_map,
 }
 """Others are mapped."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from zerojax.activations import describe, label_of, numbered_labels
-from zerojax.jaxprs import scan_arity
+from zerojax.jaxprs import INLINED, REMAT, scan_arity
 from zerojax.memory.leaves import local_record_bytes
 from zerojax.sharding import TENSOR, ActivationSpec, Spec, axes_of, local_elements, pad_spec
 from zerojax.state import LayerRun, Layout, join_frozen
@@ -152,7 +152,7 @@ def _resident_value(v: jex.Var, jaxpr: jex.Jaxpr, layout: Layout, batch_size: in
     return Kept(name, shape, aval.dtype, spec, "device", stacked, num_bytes)
 
 
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
+_CALLS = (*INLINED, REMAT)
 _PASSED_ON = ("reduce_precision", "optimization_barrier")
 
 

@@ -25,7 +25,7 @@ from zerojax.jaxprs import Constant, FlatJaxpr, Instruction, Ref, evaluate, flat
 from zerojax.state import Layout, is_stored
 
 LEARNING_RATE = "learning_rate"
-_SAME = frozenset({"convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy", "copy_p"})
+_SAME = frozenset({"convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy"})
 """Equations that change a scalar's dtype or shape alone."""
 
 

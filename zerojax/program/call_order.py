@@ -333,7 +333,7 @@ def _binary(function: Callable[..., Any]) -> Callable[..., Any]:
 
 _SAME: Callable[..., Any] = lambda params, a, *_: a  # noqa: E731
 _RULES: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("convert_element_type", "copy", "copy_p", "stop_gradient", "name"), _SAME),
+    **dict.fromkeys(("convert_element_type", "copy", "stop_gradient", "name"), _SAME),
     **dict.fromkeys(("sharding_constraint", "pvary", "pcast", "reshard", "mesh_cast"), _SAME),
     "add": _binary(np.add), "sub": _binary(np.subtract), "mul": _binary(np.multiply), "max": _binary(np.maximum),
     "min": _binary(np.minimum), "lt": _binary(np.less), "le": _binary(np.less_equal), "gt": _binary(np.greater),

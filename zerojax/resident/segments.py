@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.activations import Keeper, Splits, keeps
-from zerojax.jaxprs import PRODUCTS, FlatJaxpr, Instruction, evaluate, flatten, scan_arity
+from zerojax.jaxprs import PRODUCTS, REMAT, FlatJaxpr, Instruction, evaluate, flatten, scan_arity
 
 SLACK = 1.25
 """A cut may hold so many times the least live bytes."""
-_OWN = ("scan", "remat", "remat2", "checkpoint")
+_OWN = ("scan", REMAT)
 
 
 def keep_by_segments(loss: Callable[..., Any], mode: str = "remat", splits: Splits | None = None) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from zerojax.jaxprs import FlatJaxpr, evaluate, flatten
+from zerojax.jaxprs import REMAT, FlatJaxpr, evaluate, flatten
 
 Array = jax.Array
 NAME = "zerojax_tiles"
@@ -267,11 +267,11 @@ def parse(eqn: jex.JaxprEqn) -> TileLoop | None:
     name = str(eqn.params.get("name", ""))
     # In full: a user's function may have a name that begins so.
     is_named = re.fullmatch(rf"{NAME}(_\d+){{8}}", name) is not None
-    if eqn.primitive.name not in ("jit", "pjit") or not is_named or len(eqn.outvars) != 1:
+    if eqn.primitive.name != "jit" or not is_named or len(eqn.outvars) != 1:
         return None
     *sizes, num_tiles, num_out, summed, _ = map(int, name.removeprefix(f"{NAME}_").split("_"))
     scans = [e for e in eqn.params["jaxpr"].jaxpr.eqns if e.primitive.name == "scan"]
-    units = [e.params["jaxpr"] for s in scans for e in s.params["jaxpr"].jaxpr.eqns if e.primitive.name in _CHECKPOINT]
+    units = [e.params["jaxpr"] for s in scans for e in s.params["jaxpr"].jaxpr.eqns if e.primitive.name == REMAT]
     accumulates = summed == 2
     # A transformation keeps the name and may rewrite what is inside. A loop as written is one scan of one checkpointed unit.
     if len(scans) != 1 or len(units) != 1 or len(eqn.invars) != sum(sizes):
@@ -282,9 +282,6 @@ def parse(eqn: jex.JaxprEqn) -> TileLoop | None:
     result = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
     loop = TileLoop(units[0], tuple(sizes), num_tiles, num_out, bool(summed), result, accumulates)  # pyright: ignore[reportArgumentType]
     return loop if _name(loop, [v.aval for v in eqn.invars]) == name else None
-
-
-_CHECKPOINT = ("checkpoint", "remat", "remat2")
 
 
 def find_loops(program: FlatJaxpr) -> dict[int, TileLoop]:

@@ -23,7 +23,7 @@ import numpy as np
 from zerojax.checkpoint import INLINE_ELEMENTS
 from zerojax.jaxprs import FILLS, POINTWISE, Constant, Instruction, bind, flatten
 
-_COPIES = frozenset({"copy", "copy_p", "convert_element_type", "reshape", "name", "stop_gradient"})
+_COPIES = frozenset({"copy", "convert_element_type", "reshape", "name", "stop_gradient"})
 
 
 @dataclasses.dataclass(frozen=True)
