@@ -409,7 +409,7 @@ class _Writer:
         if each.name == "update" and not self.host:
             ops.append(Op("update", Record("layer"), layer, "compute", made))
         if self.regathers and (each.name == "update" or (each.name == "backward" and self.in_backward)):
-            ops.append(Op("gather", Record("params"), layer, "network"))
+            ops.append(self._op("gather", "params", layer, "network"))
         if self.host and each.name != "forward":
             ops += self._called(each, layer, self.host)
         elif not is_late:

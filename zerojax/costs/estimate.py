@@ -21,7 +21,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from host_offload.device import has_linear_fix
-from host_offload.schedule import END_PIECES, LATE_ENDS, EndLeaf, EndsMove, Phase, Schedule, StepPlan, TiledSchedule, build_ends
+from host_offload.schedule import (
+    END_PIECES,
+    LATE_ENDS,
+    EndLeaf,
+    EndsMove,
+    Op,
+    Phase,
+    Schedule,
+    StepPlan,
+    TiledSchedule,
+    build_ends,
+)
 from host_offload.tiers import TIERS
 from zerojax.activations import MODES
 from zerojax.config import ZeroConfig, frozen_tier, grads_in_float32, reduces_once, streams
@@ -215,6 +226,11 @@ def estimate(
     return _Estimator(workload, config, grid, machine, shares_cores, tiles).estimate()
 
 
+def _is_regather(op: Op) -> bool:
+    """Tell whether an operation gathers updated parameters, which every device has whole (stages 1 and 2)."""
+    return (op.verb, op.record.kind) == ("gather", "params")
+
+
 class _Estimator:
     def __init__(
         self, workload: Workload, config: ZeroConfig, grid: Grid, machine: Machine, shares_cores: bool, tiles: int
@@ -297,6 +313,7 @@ class _Estimator:
             num_arrays=self.master + 2 * bool(self.workload.moment_bytes),
             has_master=self.master,
             both_ways=self.both_ways,
+            is_split=self.grid.fsdp > 1,
         )
         own = stack.elements - (stack.tiled if tiles > 1 else 0)
         sizes = self.record(own, stack.frozen_bytes) | {"activations": run.away}
@@ -517,6 +534,9 @@ class _Estimator:
         sizes = schedule.record_bytes
         assert sizes is not None
         taken = sum(sizes[kind] for kind in phase.fetches) if len(phase.preload) > 1 else 0
+        # The layer's weights are copied out of a stack that the same tick writes.
+        if phase.name == "backward" and any(_is_regather(op) for loop in phase.main for op in loop.ops):
+            taken += sizes["params"]
         if "opt_state" not in phase.writes or schedule.tiers["opt_state"] != "nvme":
             return taken
         grads = sizes["grads"] + (sizes["derivative"] if phase.name == "backward" else 0)

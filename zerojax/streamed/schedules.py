@@ -27,7 +27,7 @@ from host_offload.schedule import (
 from zerojax.activations import MODES
 from zerojax.config import ZeroConfig
 from zerojax.optim import Pieces, RecordUpdate
-from zerojax.sharding import STAGES
+from zerojax.sharding import FSDP, STAGES
 from zerojax.state import LayerRun, Layout, StateRecords, host_update, loaded_bytes, record_bytes, stored_bytes
 
 
@@ -87,6 +87,7 @@ class RunFacts:
       num_tiles: T of each group of tiles whose records are tiles, by name.
       has_master: parameters have float32 masters.
       both_ways: copy engines move both directions of the link at once.
+      is_split: states are split over more than one device.
     """
 
     num_layers: int
@@ -99,6 +100,7 @@ class RunFacts:
     num_tiles: Mapping[str, int] = dataclasses.field(default_factory=dict)
     has_master: bool = True
     both_ways: bool = True
+    is_split: bool = True
 
     def tiers(self, config: ZeroConfig) -> dict[str, str]:
         """Return where the records rest: a kind of which no layer has anything is fetched by nobody."""
@@ -158,7 +160,7 @@ def run_schedule(
         "update": config.update or "after_backward",
         "master": facts.has_master,
         "host": host_update(config, facts.has_master),
-        "regathers": STAGES[config.stage].opt_state and not STAGES[config.stage].params,
+        "regathers": facts.is_split and STAGES[config.stage].opt_state and not STAGES[config.stage].params,
         "record_bytes": record_bytes,
         "first_layer": facts.first_layer,
     }
@@ -193,6 +195,7 @@ def facts_of(records: StateRecords, run: LayerRun) -> RunFacts:
         num_tiles={group.name: group.num_tiles for group in stack.groups},
         has_master=layout.has_master,
         both_ways=records.linear_slices,
+        is_split=records.mesh.shape[FSDP] > 1,
     )
 
 
