@@ -162,11 +162,26 @@ def test_a_prediction_says_who_makes_the_copies_in_graphs(tmp_path):
     # A loop of 4 turns, 256 bytes up and 256 down in each, waited for one after the other; before it a copy on a stream.
     assert seconds["copies"] == pytest.approx(8 * 256 / 0.5e6 + 32 / 1e6, rel=0.01)
     assert seconds["kernels"] == pytest.approx(8 * 256 / 0.25e6 + 32 / 1e6, rel=0.01)
+    # Graphs go before the streams that are asked for.
+    for who in hlo.GRAPHS:
+        assert hlo.simulate(TEXT, rates=rates, thunks=thunks, streams="turns", graphs=who).seconds == seconds[who]
     told = str(hlo.simulate(TEXT, rates=rates, thunks=thunks, graphs="kernels"))
     assert "of the copies 0.00 GB are nodes of CUDA graphs, assumed to be made by the cores" in told
     assert not hlo.simulate(TEXT, rates=rates).graphs
     with pytest.raises(ValueError, match="graphs='engines': choose from in_turn, copies, kernels"):
         hlo.simulate(TEXT, graphs="engines")
+
+
+def test_nodes_of_a_graph_run_one_after_another(tmp_path):
+    thunks = hlo.read_thunks(dump(tmp_path, after_passes=IN_GRAPH.replace("005: kCustomKernel", "005: kCopy")))
+    sum_beside_get = f"""  %last = {PART} get-tuple-element(%p), index=3
+  %busy = {PART} add(%last, %last)
+  %got = """
+    text = TEXT.replace("  %got = ", sum_beside_get)
+    rates = hlo.Rates(link=1e6, graph_link=1e6, memory=2e6, launch_seconds=0, issue_seconds=0)
+    beside, in_turn = (hlo.simulate(text, rates=rates, thunks=thunks, graphs=who).seconds for who in ("copies", "in_turn"))
+    # Each of 4 turns reads and writes 256 bytes at 2 MB/s, while 256 bytes come up at 1 MB/s.
+    assert in_turn - beside == pytest.approx(4 * 256e-6, rel=0.01)
 
 
 def test_thunks_of_another_program_are_refused(tmp_path):

@@ -59,7 +59,7 @@ GRAPHS: Mapping[str, str] = MappingProxyType(
         "kernels": "by the cores, as a kernel does",
     }
 )
-"""Who makes the copies in CUDA graphs, by name."""
+"""How copies in CUDA graphs are made, by name."""
 
 _NUM_STREAMS = 4
 _TO_DEVICE, _TO_HOST = "to_device", "to_host"
@@ -114,7 +114,7 @@ class Simulation:
       loops: of the entry, in order.
       not_priced: targets of library calls that count as their bytes alone, since their FLOPs are not in the text.
       streams: how asynchronous operations were dealt out, in words.
-      graphs: who was assumed to make the copies in CUDA graphs, in words; empty where there are none.
+      graphs: how copies in CUDA graphs were assumed to be made, in words; empty where there are none.
       rates: assumed.
       notes: what makes the prediction doubtful, such as a program compiled for a CPU.
     """
@@ -280,8 +280,9 @@ class _Walk:
 
     def _lanes(self, thunks: Thunks | None, streams: str | None) -> tuple[Mapping[str, str], str]:
         """Return the stream of each asynchronous start, and in words where that is from."""
+        names = frozenset[str]() if thunks is None else thunks.in_graphs
+        in_graph = {name: MAIN if self.graphs == "in_turn" else name for name in names}
         if streams is None and thunks is not None:
-            in_graph = {name: MAIN if self.graphs == "in_turn" else name for name in thunks.in_graphs}
             lanes = {name: in_graph.get(name, stream) for name, stream in thunks.streams.items()}
             return lanes, "as the program's thunks name them"
         installed = importlib.metadata.version("jaxlib")
@@ -290,11 +291,14 @@ class _Walk:
         lanes = dict[str, str]()
         for number, (computation, i) in enumerate(starts):
             way = self._way(computation, i)
-            lanes[i.result] = {
-                "turns": f"stream {number % _NUM_STREAMS}",
-                "direction": f"stream {way}" if way else f"stream {number % _NUM_STREAMS}",
-                "each": i.result,
-            }[rule]
+            lanes[i.result] = (
+                in_graph.get(i.result)
+                or {
+                    "turns": f"stream {number % _NUM_STREAMS}",
+                    "direction": f"stream {way}" if way else f"stream {number % _NUM_STREAMS}",
+                    "each": i.result,
+                }[rule]
+            )
         assumed = "" if streams else f" (assumed: jaxlib {installed} is installed)"
         return lanes, STREAMS[rule] + assumed
 

@@ -242,6 +242,27 @@ def test_schedule_counts_bytes_in_flight_record_by_record(kw, sizes):
 
 
 @many
+@given(schedules, bytes_of_records)
+def test_schedule_parts_the_peak_of_its_layers_from_that_of_its_drain(kw, sizes):
+    schedule = build_schedule(**kw, record_bytes=sizes)
+    for phase in schedule.phases:
+        assert phase.layers_peak_bytes == phase.in_flight().max()
+        assert phase.peak_bytes == max(phase.layers_peak_bytes, phase.drain_peak_bytes)
+
+
+def test_schedule_counts_the_parameters_that_are_gathered_after_an_update():
+    sizes = {"params": 7, "opt_state": 30, "grads": 10, "derivative": 11, "gathered": 0}
+    tiers = dict.fromkeys(("params", "grads", "opt_state", "activations"), "device")
+    peaks = [
+        build_schedule(4, 1, tiers=tiers, update="in_backward", regathers=gathers, record_bytes=sizes)
+        .phase("backward")
+        .peak_bytes
+        for gathers in (False, True)
+    ]
+    assert peaks[1] - peaks[0] == sizes["params"]
+
+
+@many
 @given(schedules, bytes_of_records, st.integers(1, 5000))
 def test_schedule_budget_is_exact_and_its_advice_fits(kw, sizes, less):
     peak = build_schedule(**kw, record_bytes=sizes).peak_bytes
