@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import host_offload
-from host_offload.schedule.build import build_schedule
+from host_offload.schedule.build import EndsMove, build_schedule
 from host_offload.schedule.moves import moves_of
-from host_offload.schedule.ops import KINDS
+from host_offload.schedule.ops import END_PIECES, KINDS
 from host_offload.schedule.stacks import StepPlan
 
 FIELDS = {"layer", "consume", "use_slot", "fetch", "fetch_slot", "store", "preload", "preload_slot", "first"}
@@ -248,6 +248,19 @@ def test_schedule_parts_the_peak_of_its_layers_from_that_of_its_drain(kw, sizes)
     for phase in schedule.phases:
         assert phase.layers_peak_bytes == phase.in_flight().max()
         assert phase.peak_bytes == max(phase.layers_peak_bytes, phase.drain_peak_bytes)
+
+
+def test_schedule_counts_the_pieces_that_are_updated_after_the_last_layer():
+    sizes = {"params": 0, "opt_state": 30, "grads": 0, "derivative": 0, "gathered": 0}
+    tiers = {"params": "device", "grads": "device", "opt_state": "pinned_host", "activations": "device"}
+    pieces = EndsMove(END_PIECES, num_bytes=(100,), counts=(2,))
+    phase = build_schedule(4, 1, tiers=tiers, update="in_backward", stores_late=True, ends=[pieces], record_bytes=sizes).phase(
+        "backward"
+    )
+    # Room for the last layer's record; a piece that is loaded, one that is made of it, and one that is stored a tick late.
+    assert phase.drain_peak_bytes == 30 + 3 * 100
+    assert phase.layers_peak_bytes == 30 + 30
+    assert phase.peak_bytes == phase.drain_peak_bytes
 
 
 def test_schedule_counts_the_parameters_that_are_gathered_after_an_update():
