@@ -31,6 +31,7 @@ from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
 from zerojax.chips import CHIPS as ALL_CHIPS
 from zerojax.chips import LANES, Chip
+from zerojax.compat import compiler_level
 from zerojax.sharding import make_mesh
 
 CHIPS: Mapping[str, Chip] = MappingProxyType({name: chip for name, chip in ALL_CHIPS.items() if chip.die is not None})
@@ -190,10 +191,8 @@ def compile_with_callbacks(lowered: jax.stages.Lowered, mesh: Mesh, options: Map
     build.use_spmd_partitioning = build.use_shardy_partitioner = True
     build.device_assignment = xla_client.DeviceAssignment.create(np.arange(size).reshape(1, size))
     given = dict(options or {})
-    levels = getattr(compiler, "CompilerEffortLevel", None)  # as of jax 0.11, which takes names such as "O1", too
     for name in _LEVELS & given.keys() & set(dir(build)):
-        level = given.pop(name)
-        setattr(build, name, level if levels is None else levels(level).value)
+        setattr(build, name, compiler_level(compiler, given.pop(name)))
     compile_options.env_option_overrides = list(given.items())
     devices = tuple(mesh.devices.flat)
     compiled = devices[0].client.compile(lowered.compiler_ir("stablehlo"), _jax.DeviceList(devices), compile_options)

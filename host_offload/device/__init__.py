@@ -22,10 +22,9 @@ from host_offload.device.link import stream_of as stream_of
 from host_offload.device.link import view as view
 from host_offload.device.link import writable as writable
 from host_offload.device.loops import one_trip as one_trip
+from host_offload.device.loops import run_loop as run_loop
 from host_offload.device.self_test import build_form as build_form
 from host_offload.device.self_test import check_host_slices as check_host_slices
 from host_offload.device.self_test import forms as forms
-from host_offload.device.self_test import has_linear_fix as has_linear_fix
 from host_offload.device.self_test import linear_order as linear_order
-from host_offload.device.self_test import linear_slices_are_right as linear_slices_are_right
 from host_offload.device.self_test import records as records

@@ -37,6 +37,21 @@ def one_trip(tick: int, body: Callable[[Array, T], T], carry: T, mesh: Mesh | No
     return jax.lax.fori_loop(tick, tick + 1, kept, carry)
 
 
+def run_loop(start: int, stop: int, body: Callable[[Array, T], T], carry: T, mesh: Mesh | None = None) -> T:
+    """Return `carry` after `body(tick, carry)` for the ticks start .. stop - 1, in a loop that XLA keeps.
+
+    Args:
+      start: the first tick.
+      stop: the tick after the last one.
+      body: (i32[], carry) -> carry.
+      carry: at least one array.
+      mesh: of the program, where it is partitioned.
+    """
+    if stop - start == 1:
+        return one_trip(start, body, carry, mesh)
+    return jax.lax.fori_loop(start, stop, body, carry)
+
+
 def _draw(mesh: Mesh | None) -> Array:
     """Draw a number, and use it for nothing."""
     draw = lambda: jax.lax.rng_uniform(jnp.float32(0), jnp.float32(1), ())  # noqa: E731

@@ -1,31 +1,28 @@
-"""Check, once, that this device slices a stack in host memory at the records it is asked for.
+"""Does this device read and write the right records of host memory? The check of a bug in XLA that trains on wrong layers.
 
-A streamed step slices stacks `W[L, D, F]` in pinned host memory inside compiled loops. There are two forms of index:
+A streamed step slices stacks `W[L, D, F]` in pinned host memory inside compiled loops. The index is linear in the counter i
+of the loop, `first + step * i`. XLA derives the address `offset + stride * i` when it compiles, and a copy engine moves the
+record, which leaves the cores to the products. A record whose index is not linear is moved by a kernel, whose threads read host
+memory over the link.
 
-    array     order[i], read from an argument of the program: no function of the loop's counter i, read where it is used.
-              XLA moves the record by a kernel, whose threads read host memory over the link.
-    linear    first + step * i, in a loop whose bounds XLA knows. XLA derives the address `offset + stride * i` when it
-              compiles, and moves the record by a copy engine, which leaves the cores to the products.
-
-Up to jaxlib 0.11.0 XLA derives that address as if the index were i itself (openxla/xla 46231, fixed by 46308 of 2026-07-27 and
-in jaxlib from 0.11.1 on). Then wrong layers are trained, without any error. CPUs compute all of it correctly, so no test
-without a GPU sees it. Each form below slices both ways, as the streamed step does, on records of distinct integers, and is
-compared exactly with numpy:
+Up to jaxlib 0.11.0 XLA for GPUs derives that address as if the index were i itself (openxla/xla 46231, fixed by 46308 of
+2026-07-27 and in jaxlib from 0.11.1 on). Then wrong layers are trained, without any error. CPUs compute the right address, so
+no test without a GPU sees the bug. Each form below slices in both directions, as the streamed step does, on records of distinct
+integers, and is compared exactly with numpy:
 
     read           load order[i]
-    read_ahead     load order[i + d] into a ring of d slots, take the one loaded d ticks ago
+    read_ahead     load order[i + d] into a ring of d slots, take the record loaded d ticks ago
     update         load order[i], compute, store at order[i], in place
     update_ahead   the same with the next record loaded before this one is stored
     activations    store at order[i], then a second loop loads in the reverse order
 
-A tick without another of its kind is a loop of one trip (`host_offload.device.loops`) where the index is linear.
-`zerojax.hlo.host_link` finds the same fault in a program that was compiled and not run.
+A tick without another of its kind is a loop of one trip (`host_offload.device.loops`). `zerojax.hlo.host_link` finds the same
+bug in a program that was compiled and not run.
 """
 
 import dataclasses
 import functools
 import importlib.metadata
-import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -37,16 +34,14 @@ from jax.sharding import SingleDeviceSharding
 
 from host_offload.device.loops import one_trip
 
-LINEAR_SINCE = (0, 11, 1)
-"""The first jaxlib whose XLA derives the address of a linear index rightly."""
 DISTANCE = 2
 """d, the ring's slots in `read_ahead`."""
 _SHAPE = (6, 32, 128)  # L, D, F: 16 KiB a record
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LinearOrder:
-    """An order that is linear in the tick: `order[i] = first + step * i`, of which nothing is read from an array.
+class Order:
+    """The layer of each tick, linear in the tick: `order[i] = first + step * i`.
 
     Attributes:
       first: order[0].
@@ -65,17 +60,13 @@ class LinearOrder:
         return jnp.int32(self.first) + jnp.int32(self.step) * i
 
 
-Order = jax.Array | LinearOrder
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Form:
     """One way in which a step uses a stack.
 
     Attributes:
-      run: (order, stack[L, D, F] in host memory, kind) -> (stack, taken[L, D, F] in device memory), jittable with kind static.
-        The order is an int32[L], or a LinearOrder, which is static. `taken[i]` is the record that tick i computed with. The
-        stack may be donated.
+      run: (order, stack[L, D, F] in host memory, kind) -> (stack, taken[L, D, F] in device memory), jittable with order and
+        kind static. `taken[i]` is the record that tick i computed with. The stack may be donated.
       expect: the same with numpy: (order, stack) -> (stack, taken).
     """
 
@@ -84,7 +75,7 @@ class Form:
 
 
 def check_host_slices(device: Any = None) -> None:
-    """Run every form on `device` with an index read from an array, up and down; once for each device of a process.
+    """Run every form on `device`, with the layers in ascending and in descending order; once for each device of a process.
 
     Args:
       device: a jax.Device; the first local one by default.
@@ -92,7 +83,7 @@ def check_host_slices(device: Any = None) -> None:
     Raises:
       RuntimeError: a form loaded or stored the wrong record.
     """
-    wrong = _wrong_forms(_given(device), False)
+    wrong = _wrong_forms(jax.local_devices()[0] if device is None else device)
     if wrong:
         versions = f"jax {jax.__version__}, jaxlib {importlib.metadata.version('jaxlib')}"
         raise RuntimeError(
@@ -102,36 +93,15 @@ def check_host_slices(device: Any = None) -> None:
         )
 
 
-def has_linear_fix() -> bool:
-    """Tell whether this jaxlib is said to have the fix of openxla/xla issue 46231. `linear_slices_are_right` asks a device."""
-    # Of "0.12.0rc1" and "0.11.1.dev20260801" as well.
-    return tuple(map(int, re.findall(r"\d+", importlib.metadata.version("jaxlib"))[:3])) >= LINEAR_SINCE
-
-
-def linear_slices_are_right(device: Any = None) -> bool:
-    """Run every form on `device` with a linear index, up and down; once for each device of a process.
-
-    Args:
-      device: a jax.Device; the first local one by default.
-
-    Returns:
-      Whether each loaded and stored the right records.
-    """
-    return not _wrong_forms(_given(device), True)
-
-
-def _given(device: Any) -> Any:
-    return jax.local_devices()[0] if device is None else device
-
-
 @functools.cache
-def _wrong_forms(device: Any, is_linear: bool) -> tuple[str, ...]:
+def _wrong_forms(device: Any) -> tuple[str, ...]:
     wrong = []
     for name, form in forms().items():
-        program = build_form(form, device, is_linear=is_linear)
-        # The fault reads record i instead of order[i]. In ascending order these may be the same.
-        for direction, order in (("ascending", range(_SHAPE[0])), ("descending", reversed(range(_SHAPE[0])))):
-            order, stack = np.array(list(order), np.int32), records()
+        program = build_form(form, device)
+        # The bug reads record i instead of order[i]. In ascending order these may be the same.
+        for direction, order in (("ascending", range(_SHAPE[0])), ("descending", range(_SHAPE[0])[::-1])):
+            order = np.array(order, np.int32)
+            stack = records()
             outputs = program(order, stack)
             if not all(np.array_equal(f, e) for f, e in zip(outputs, form.expect(order, stack), strict=True)):
                 wrong.append(f"{name} {direction}")
@@ -143,31 +113,26 @@ def forms() -> Mapping[str, Form]:
     return _FORMS
 
 
-def build_form(
-    form: Form, device: Any, kind: str = "pinned_host", is_linear: bool = False
-) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """Build (order: int32[L], stack) -> (stack, taken) on `device`, with the stack in memory of `kind`.
+def build_form(form: Form, device: Any, kind: str = "pinned_host") -> Callable[[Any, Any], tuple[Any, Any]]:
+    """Build (order: int32[L] of numpy, stack) -> (stack, taken) on `device`, with the stack in memory of `kind`.
 
-    The first call compiles; where the index is linear, of each order. Both arguments are copied to the device first, and the
-    copy of the stack is donated.
+    The first call with an order compiles. The stack is copied to the device first, and the copy is donated.
 
     Raises:
-      ValueError: when called, an order that is not linear where the index is to be.
+      ValueError: when called, an order that is not linear.
     """
-    here, there = SingleDeviceSharding(device, memory_kind="device"), SingleDeviceSharding(device, memory_kind=kind)
-    jitted = functools.partial(jax.jit, donate_argnums=1, out_shardings=(there, here))
-    of_array = jitted(lambda order, stack: form.run(order, stack, kind))
-    of_linear = jitted(lambda order, stack: form.run(order, stack, kind), static_argnums=0)
+    here = SingleDeviceSharding(device, memory_kind="device")
+    there = SingleDeviceSharding(device, memory_kind=kind)
 
-    def run(order: Any, stack: Any) -> tuple[Any, Any]:
-        step, order = (of_linear, linear_order(order)) if is_linear else (of_array, jax.device_put(order, here))
-        return jax.block_until_ready(step(order, jax.device_put(stack, there, may_alias=False)))
+    def run_form(order: Order, stack: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return form.run(order, stack, kind)
 
-    return run
+    step = jax.jit(run_form, static_argnums=0, donate_argnums=1, out_shardings=(there, here))
+    return lambda order, stack: jax.block_until_ready(step(linear_order(order), jax.device_put(stack, there, may_alias=False)))
 
 
-def linear_order(order: np.ndarray) -> LinearOrder:
-    """Return the same order as a linear one.
+def linear_order(order: np.ndarray) -> Order:
+    """Return the order of an int32[L].
 
     Raises:
       ValueError: it is not linear.
@@ -175,7 +140,7 @@ def linear_order(order: np.ndarray) -> LinearOrder:
     steps = np.diff(order)
     if len(set(steps.tolist())) > 1:
         raise ValueError(f"the order {order.tolist()} is not linear: its steps are {steps.tolist()}")
-    return LinearOrder(int(order[0]), int(steps[0]) if len(steps) else 1, len(order))
+    return Order(int(order[0]), int(steps[0]) if len(steps) else 1, len(order))
 
 
 def records(shape: tuple[int, int, int] = _SHAPE) -> np.ndarray:
@@ -201,11 +166,6 @@ def _empty(stack: jax.Array) -> jax.Array:
 
 def _compute(record: Any) -> Any:
     return 3 * record + 1
-
-
-def _once(order: Order, tick: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-    """Run one tick. With an index from an array it may be inlined: its slice reads the array all the same."""
-    return one_trip(tick, body, carry) if isinstance(order, LinearOrder) else body(tick, carry)
 
 
 def _read(order: Order, stack: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
@@ -257,9 +217,9 @@ def _update_ahead(order: Order, stack: jax.Array, kind: str) -> tuple[jax.Array,
         stack, ahead = jax.lax.optimization_barrier((stack, ahead))  # a write may not pass the read, or it copies the stack
         return _store(stack, _compute(record), order[i], kind), ahead, taken.at[i].set(record)
 
-    record = _once(order, 0, lambda i, record: record + _load(stack, order[i]), jnp.zeros(stack.shape[1:], stack.dtype))
+    record = one_trip(0, lambda i, record: record + _load(stack, order[i]), jnp.zeros(stack.shape[1:], stack.dtype))
     carry = jax.lax.fori_loop(0, last, tick, (stack, record, _empty(stack)))
-    stack, _, taken = _once(order, last, functools.partial(tick, fetches=False), carry)
+    stack, _, taken = one_trip(last, functools.partial(tick, fetches=False), carry)
     return stack, taken
 
 
@@ -275,7 +235,7 @@ def _activations(order: Order, stack: jax.Array, kind: str) -> tuple[jax.Array, 
         x = _load(stack, order[num - 1 - i])
         return taken.at[i].set(x + total), total + x
 
-    x = _once(order, 0, lambda i, x: x + _load(stack, order[i]), jnp.zeros(stack.shape[1:], stack.dtype))
+    x = one_trip(0, lambda i, x: x + _load(stack, order[i]), jnp.zeros(stack.shape[1:], stack.dtype))
     stack, _ = jax.lax.fori_loop(0, num, forward, (stack, x))
     taken, _ = jax.lax.fori_loop(0, num, backward, (_empty(stack), jnp.zeros_like(x)))
     return stack, taken

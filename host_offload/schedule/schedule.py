@@ -180,14 +180,9 @@ class Phase:
 
     @functools.cached_property
     def preload(self) -> np.ndarray:
-        """int32[n], layers fetched before tick 0 for the ring; not empty exactly where the phase has one."""
+        """int32[n], layers fetched before tick 0, each into the next slot of the ring; not empty if the phase has a ring."""
         found = [op.number for loop in self._preloads for _, ops in loop for op in ops if op.verb == "fetch"]
         return int32(list(dict.fromkeys(found)))
-
-    @functools.cached_property
-    def preload_slot(self) -> np.ndarray:
-        """int32[n], the slots that they fill."""
-        return int32(np.arange(len(self.preload)))
 
     @functools.cached_property
     def use_slot(self) -> np.ndarray:
@@ -226,11 +221,6 @@ class Phase:
     def kinds_of(self, tick: int) -> tuple[str, ...]:
         """Return those of `fetches` that are off the device for the layer of `tick`: all, or all but opt_state."""
         return self.off_device(self.fetches, int(self.layer[tick]))
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Return the int32 arrays by field name, `first` as int32[1]."""
-        names = ("layer", "consume", "use_slot", "fetch", "fetch_slot", "store", "preload", "preload_slot")
-        return {name: getattr(self, name) for name in names} | {"first": int32([self.first])}
 
     # --- bytes -------------------------------------------------------------------------------------------------------------
 
@@ -352,7 +342,7 @@ class Phase:
         """Return the lines of a table: phase, tick, and the layers that are fetched, taken, computed and stored."""
         fetched = self.first if self.fetches else -1
         rows: list[tuple[Any, ...]] = [("before", fetched, -1, self.first, -1, -1)] if self.first >= 0 else []
-        rows += [("before", layer, slot, -1, -1, -1) for layer, slot in zip(self.preload, self.preload_slot, strict=True)]
+        rows += [("before", layer, slot, -1, -1, -1) for slot, layer in enumerate(self.preload)]
         # A fetch fills the slot that the take of its tick has emptied: where both are given they are equal.
         slot = np.maximum(self.use_slot, self.fetch_slot)
         rows += zip(range(len(self.layer)), self.fetch, slot, self.consume, self.layer, self.store, strict=True)
@@ -447,10 +437,6 @@ class Schedule:
                 return phase
         names = ", ".join(phase.name for phase in self.phases)
         raise ValueError(f"phase {name!r}: a schedule with update={self.update!r} has the phases {names}")
-
-    def arrays(self) -> dict[str, dict[str, np.ndarray]]:
-        """Return the int32 arrays of every phase: phase name -> field name -> array, `first` as int32[1]."""
-        return {phase.name: phase.arrays() for phase in self.phases}
 
     @property
     def num_slots(self) -> int:

@@ -122,10 +122,6 @@ class StackedSchedule(Schedule):
         """The most layers in flight of a stack."""
         return max(stack.peak_layers for stack in self.stacks.values())
 
-    def arrays(self) -> dict[str, dict[str, np.ndarray]]:
-        """Return the int32 arrays of every loop of every stack, by "<stack>/<loop>"."""
-        return {_named(name, loop): a for name, stack in self.stacks.items() for loop, a in stack.arrays().items()}
-
     def in_flight(self) -> dict[str, np.ndarray]:
         """Return the bytes in flight on a device in each tick of every loop, by "<stack>/<loop>".
 

@@ -70,13 +70,6 @@ class TiledSchedule(Schedule):
 
     tiles: tuple[TileLoops, ...] = ()
 
-    def arrays(self) -> dict[str, dict[str, np.ndarray]]:
-        """Return the int32 arrays of every phase, and of every group in it by `TileLoops.plan`."""
-        arrays = super().arrays()
-        for loops in self.tiles:
-            arrays |= {loops.plan(phase.name): loops.phase(phase.name).arrays() for phase in self.phases}
-        return arrays
-
     def with_tiles(self, runs: Mapping[str, Sequence[tuple[str, str]]]) -> "TiledSchedule":
         """Return the schedule with the loops over tiles that each tick of a phase runs.
 

@@ -88,7 +88,7 @@ def test_a_resident_step_moves_nothing():
 @pytest.mark.exhaustive
 @pytest.mark.xdist_group("h200")
 def test_autotune_predicts_each_setting_from_its_compiled_program(monkeypatch):
-    monkeypatch.setattr(state_records, "takes_linear_slices", lambda mesh: True)
+    monkeypatch.setattr(state_records, "crosses_link", lambda mesh: True)
     base = program(params=H, opt_state=H)
     tuned = zj.autotune(
         base.model, base.tx, base.config, base.mesh, BATCH, distances=(1, 2), groups=(2, 3), rates=hlo.Rates(link=1e6)

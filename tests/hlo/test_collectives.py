@@ -90,6 +90,13 @@ def test_an_asynchronous_copy_is_one_array():
     assert hlo.peak_gathered_bytes(between) == hlo.peak_gathered_bytes(TEXT)
 
 
+def test_tuples_of_the_same_tuples_do_not_multiply_what_is_gathered():
+    """Forty pairs of the pair before are a gathered array once, and not 2**40 times."""
+    pairs = [f"  %pair{n + 1} = (f32[128]{{0}}, f32[128]{{0}}) tuple(%pair{n}, %pair{n})" for n in range(40)]
+    text = TEXT.replace("  %loop =", "\n".join(["  %pair0 = (f32[128]{0}) tuple(%kept)", *pairs, "  %loop ="]))
+    assert hlo.peak_gathered_bytes(text) == hlo.peak_gathered_bytes(TEXT)
+
+
 def test_loop_without_a_trip_count_is_refused():
     with pytest.raises(ValueError, match="trip count"):
         hlo.collectives(TEXT.replace("known_trip_count", "other"))

@@ -69,7 +69,7 @@ def both(monkeypatch, model, data, fields, axes):
         return in_pieces.update_in_pieces(*args)
 
     monkeypatch.setattr(by_record, "update_in_pieces", update)
-    monkeypatch.setattr(state_records, "takes_linear_slices", lambda mesh: True)
+    monkeypatch.setattr(state_records, "crosses_link", lambda mesh: True)
     whole, _ = train(model, data, fields, axes)
     assert not cut
     monkeypatch.setattr(in_pieces, "LEAST_BYTES", 1)
@@ -98,7 +98,7 @@ def test_embedding_and_head_are_updated_in_pieces_to_the_same_numbers(case, monk
 @pytest.mark.parametrize("where", ["head", "layer"])
 def test_the_whole_head_is_updated_or_none_of_it(where, monkeypatch):
     """Its gradient is known before the first tick. One of a layer that is not finite stops the layers below it alone."""
-    monkeypatch.setattr(state_records, "takes_linear_slices", lambda mesh: True)
+    monkeypatch.setattr(state_records, "crosses_link", lambda mesh: True)
     monkeypatch.setattr(in_pieces, "LEAST_BYTES", 1)
     plain = large_ends(12)
 
@@ -152,7 +152,7 @@ def test_arrays_are_in_the_groups_whose_turns_take_least(sizes, groups):
 
 
 def test_an_optimizer_that_combines_elements_updates_whole_leaves(monkeypatch):
-    monkeypatch.setattr(state_records, "takes_linear_slices", lambda mesh: True)
+    monkeypatch.setattr(state_records, "crosses_link", lambda mesh: True)
     monkeypatch.setattr(in_pieces, "LEAST_BYTES", 1)
     config = zj.ZeroConfig(stage=3, opt_state=HOST, update="in_backward")
     for tx, is_cut in ((optax.adamw(1e-2), True), (optax.lamb(1e-2), False)):

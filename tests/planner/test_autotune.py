@@ -52,7 +52,7 @@ def tuned(monkeypatch, fields, seconds, num_bytes=lambda config: 100, linear=Tru
     monkeypatch.setattr(tuning, "_predicted", predicted)
     if not lowers:
         monkeypatch.setattr(zj.Program, "lower", lower)
-    monkeypatch.setattr(state_records, "takes_linear_slices", lambda mesh: linear)
+    monkeypatch.setattr(state_records, "crosses_link", lambda mesh: linear)
     config = zj.ZeroConfig(precision="bf16", activations="remat", **fields)
     mesh = aot.gpu_mesh("h200", gpus_per_host=1)
     batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), toys.batches(1)[0])
@@ -167,7 +167,7 @@ def test_link_groups_are_checked():
 
 @pytest.mark.exhaustive
 def test_link_groups_change_no_number(monkeypatch):
-    monkeypatch.setattr(state_records, "takes_linear_slices", lambda mesh: True)
+    monkeypatch.setattr(state_records, "crosses_link", lambda mesh: True)
     losses = []
     for groups in (None, 2, 3):
         config = zj.ZeroConfig(link_groups=groups, **IN_BACKWARD)

@@ -203,8 +203,8 @@ class Step(Simulation):
 
         if phase.first >= 0:
             whole = self.task("network", gathers, self.fetch(n, schedule, fetches(phase.first), phase.first, read, begin))
-        for layer, slot in zip(phase.preload, phase.preload_slot, strict=True):
-            ring[int(slot)] = self.fetch(n, schedule, fetches(layer), int(layer), read, begin)
+        for slot, layer in enumerate(phase.preload.tolist()):
+            ring[slot] = self.fetch(n, schedule, fetches(layer), layer, read, begin)
         for t, layer in enumerate(phase.layer.tolist()):
             begun, taken, slot = self.last, self.last, int(phase.use_slot[t])
             if unsaved is not None:

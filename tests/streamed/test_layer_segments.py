@@ -128,22 +128,22 @@ def test_segmented_steps_of_every_pair_equal_the_uniform_one(case, tmp_path, req
     test_segmented_steps_equal_the_uniform_one(case, tmp_path, request)
 
 
-@pytest.mark.exhaustive  # by default test_linear_indices.py compares them without segments
+@pytest.mark.exhaustive  # by default test_late_stores.py compares them without segments
 @pytest.mark.parametrize(
     "fields",
     [{"update": "in_backward", "gather_ahead": True, "prefetch_distance": 2}, {"clip_norm": 0.5}, {"update_on": "host"}],
     ids=["in_backward", "after_backward", "on_host"],
 )
-def test_linear_indices_of_segments_are_those_of_arrays(fields, monkeypatch):
-    """Of a program whose records move by copy engines: stores are late, and run by run in the order of backward."""
+def test_late_stores_of_segments_equal_stores_in_time(fields, monkeypatch):
+    """Stores are late if records cross a link, run by run in the order of backward."""
     case = {"params": HOST, "grads": HOST, "opt_state": HOST, "activations": MIXES["host"], **fields}
     config = zj.ZeroConfig(stage=3, **case)
-    of_arrays = train(config, devices=1)
-    monkeypatch.setattr(state_records, "takes_linear_slices", lambda mesh: True)
-    linear = train(config, devices=1)
-    np.testing.assert_allclose(linear[0], of_arrays[0], rtol=1e-6)
-    for piece, tree in linear[1].items():
-        toys.assert_trees_close(tree, of_arrays[1][piece], atol=2e-6)
+    in_time = train(config, devices=1)
+    monkeypatch.setattr(state_records, "crosses_link", lambda mesh: True)
+    late = train(config, devices=1)
+    np.testing.assert_allclose(late[0], in_time[0], rtol=1e-6)
+    for piece, tree in late[1].items():
+        toys.assert_trees_close(tree, in_time[1][piece], atol=2e-6)
 
 
 OF_TWO_STACKS = {
@@ -242,12 +242,11 @@ def test_bytes_of_segments_are_those_of_their_layers(tmp_path):
         state, _ = program.step(state, batch)
         stacks = program._scratch.stacks("residuals")
         assert [a.shape[0] for a in stacks] == [1]  # of the middle layer alone
-        indices = 4 + 4 * sum(a.size for arrays in program.schedule.arrays().values() for a in arrays.values())
         leaves = jax.tree.leaves((state, batch, stacks))
         held = {kind: sum(a.addressable_shards[0].data.nbytes for a in leaves if a.sharding.memory_kind == kind)
                 for kind in (HOST, "device")}  # fmt: skip
         assert report.host_argument_bytes == held[HOST]
-        assert report.argument_bytes == held["device"] + indices
+        assert report.argument_bytes == held["device"]
         compiled = program.lower(batch).compile().memory_analysis()
         assert report.argument_bytes + report.host_argument_bytes >= compiled.argument_size_in_bytes > 0
 

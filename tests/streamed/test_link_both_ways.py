@@ -258,7 +258,7 @@ def test_two_stacks_update_ends_beside_the_last_store_to_the_same_numbers(fields
     """In backward the head is stored by the last stack's first tick."""
     config = zj.ZeroConfig(stage=3, opt_state=HOST, num_microbatches=2, **fields)
     expected, plain = two_stacks(config)
-    monkeypatch.setattr(state_records, "takes_linear_slices", lambda mesh: True)
+    monkeypatch.setattr(state_records, "crosses_link", lambda mesh: True)
     found, schedule = two_stacks(config)
     moves = {phase.name: [leaves for leaves, *_ in ends_of(phase)] for phase in schedule.phases if ends_of(phase)}
     assert moves == expected_moves

@@ -20,7 +20,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from host_offload.device import has_linear_fix
 from host_offload.schedule import (
     END_PIECES,
     LATE_ENDS,
@@ -45,7 +44,6 @@ from zerojax.sharding import STAGES
 from zerojax.state import host_update
 from zerojax.streamed import RunFacts, run_schedule
 
-_has_linear_fix = functools.cache(has_linear_fix)  # it looks up a version in files, and is asked for every estimate
 _RESIDENT = {
     "params": "device", "grads": "device", "opt_state": "device", "update_on": "device", "prefetch_distance": 0,
     "gather_ahead": False, "opt_state_device_fraction": 0.0, "delayed_update": False,
@@ -344,8 +342,8 @@ class _Estimator:
 
     @property
     def both_ways(self) -> bool:
-        """Whether copy engines move both directions of the link at once, with the jaxlib that is installed."""
-        return _has_linear_fix() and not self.wires.shares_cores
+        """Whether copy engines move both directions of the link at once."""
+        return not self.wires.shares_cores
 
     def frozen_leaf(self) -> list[EndLeaf]:
         """Return what of embedding and head is frozen."""

@@ -180,7 +180,9 @@ def _gathered_buffers(instructions: list[Instruction]) -> list[_Buffer]:
     buffers: list[_Buffer] = []
     constants = {i.result for i in instructions if i.op in ("constant", "iota")}
     for index, i in enumerate(instructions):
-        reads = [buffer for operand in i.operands for buffer in viewed.get(operand, ())]
+        # Each buffer once: tuples of tuples would otherwise name it twice as often each time.
+        found = {id(buffer): buffer for operand in i.operands for buffer in viewed.get(operand, ())}
+        reads = list(found.values())
         for buffer in reads:
             buffer.last = index
         # A fusion that reads data too makes an activation, which is no gathered parameter.

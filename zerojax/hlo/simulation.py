@@ -35,6 +35,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
+from zerojax.compat import streams_of
 from zerojax.hlo.callbacks import CALLBACKS, CORES, DISK, DOWN, HOST, HOST_KERNEL, MAIN, UP, WAIT, Callbacks
 from zerojax.hlo.check import MOST_TRIPS, checked_module
 from zerojax.hlo.communication import COLLECTIVES
@@ -237,12 +238,6 @@ def simulate(
     walk.check_length()
     walk.run(walk.module.entry)
     return walk.result()
-
-
-def streams_of(version: str) -> str:
-    """Return how the XLA of a jaxlib deals asynchronous operations out: "turns" before 0.12, else "direction"."""
-    major, minor = (int(n) for n in version.split(".")[:2])
-    return "turns" if (major, minor) < (0, 12) else "direction"
 
 
 class _Walk:

@@ -48,14 +48,10 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Any) -> 
     streamed = step if isinstance(step, StreamedStep) else None
     if streamed is not None:
         running = streamed_bytes(layout, streamed, abstract_batch)
-        # Arguments of the program too: the schedule's i32 arrays, and the 1 that bounds loops of one trip.
-        scalars += 4 + 4 * sum(a.size for arrays in streamed.schedule.arrays().values() for a in arrays.values())
     else:
         assert isinstance(step, ResidentStep)
         pieces = {} if step.update is None else step.update.num_pieces()
         running = resident_bytes(records, pieces, step.objective, abstract_batch)
-        # The 1 that bounds loops of one trip: i32[].
-        scalars += 4 if layout.updates_by_record else 0
     kinds = {
         "params": bytes_by_tier(state.params),
         "master": bytes_by_tier(state.master),

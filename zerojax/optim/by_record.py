@@ -179,7 +179,6 @@ class RecordUpdate:
         shared: Sequence[Array],
         loss: Array,
         ok: Array,
-        one: Array,
         ready: Callable[[Array], Array] = lambda grad: grad,
     ) -> FlatState:
         """Update leaves that are no stack of layers, one after the other; large ones in pieces, where they may be cut.
@@ -190,11 +189,11 @@ class RecordUpdate:
           shared: the scalars of the optimizer state before the step.
           loss: f32[].
           ok: bool[].
-          one: i32[] holding 1, an argument of the program.
           ready: elements of a gradient -> those to update with, float32.
         """
+        begin = jnp.int32(0)
         for index, grad in grads.items():
-            states, one = self._update_leaf(states, index, grad, ready, shared, loss, ok, one)
+            states, begin = self._update_leaf(states, index, grad, ready, shared, loss, ok, begin)
         return states
 
     def load_end(self, states: FlatState, index: int) -> list[Array]:
@@ -238,7 +237,7 @@ class RecordUpdate:
         shared: Sequence[Array],
         loss: Array,
         ok: Array,
-        one: Array,
+        begin: Array,
     ) -> tuple[FlatState, Array]:
         if (pieces := self.pieces(index)) is not None:
 
@@ -246,7 +245,7 @@ class RecordUpdate:
                 (value,), after = self._move((index,), (ready(grad),), (old,), opt, shared, loss, ok)
                 return value, after
 
-            return update_in_pieces(self.records, states, index, grad, move, pieces, one)
+            return update_in_pieces(self.records, states, index, grad, move, pieces, begin)
         records, masters = self.records.opt_records((index,)), int(states.master is not None)
 
         def new(param: Any, opt: list[Any]) -> tuple[Array, list[Array]]:
@@ -256,16 +255,11 @@ class RecordUpdate:
             (value,), after = self._move((index,), (ready(grad),), (old,), leaves[masters:], shared, loss, ok)
             return value, after
 
-        return self.records.put_leaf(states, index, new, one)
+        return self.records.put_leaf(states, index, new, begin)
 
 
-def update_by_record(update: RecordUpdate, one: Array) -> Update:
-    """Return the update of a resident step whose optimizer state is off the device: one leaf after the other.
-
-    Args:
-      update: of a program without stacked layers.
-      one: i32[] holding 1, an argument of the program.
-    """
+def update_by_record(update: RecordUpdate) -> Update:
+    """Return the update of a resident step whose optimizer state is off the device: one leaf after the other."""
     records, config = update.records, update.layout.config
 
     def step_update(state: TrainState, value: Array, grads: Any) -> tuple[TrainState, dict[str, Array]]:
@@ -274,7 +268,7 @@ def update_by_record(update: RecordUpdate, one: Array) -> Update:
         states = records.flat(state)
         by_leaf = dict(zip(update.layout.ends, jax.tree.leaves(grads), strict=True))
         shared = records.shared_of(states)
-        states = update.update_ends(states, by_leaf, shared, value, finite, one, measured.scaled)
+        states = update.update_ends(states, by_leaf, shared, value, finite, measured.scaled)
         states = records.with_shared(states, update.shared(states, value, finite))
         return finish(state, *records.trees(state, states), value, measured.norm, finite, config.loss_scaling)
 

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from host_offload.device import one_trip
+from host_offload.device import one_trip, run_loop
 from zerojax.sharding import axes_of, local_elements, place
 from zerojax.state import FlatState, RecordSpec, StateRecords
 
@@ -93,7 +93,7 @@ class Pieces:
 def pieces_of(records: StateRecords, index: int, most: int = MOST_PIECES) -> Pieces | None:
     """Return how a leaf that is no stack of layers is cut, into `most` pieces at most; None: it crosses the link as a whole.
 
-    It does where kernels move host memory, which move one direction at a time; where there is but one array to load; and where
+    It does where no link loads and stores at once; where there is but one array to load; and where
     rows do not divide into pieces that are worth a copy each.
     """
     leaf, layout = records.leaves[index], records.layout
@@ -105,7 +105,7 @@ def pieces_of(records: StateRecords, index: int, most: int = MOST_PIECES) -> Pie
         specs, itemsizes = [*specs, param], [*itemsizes, leaf.dtype.itemsize]
     loaded = [(r, itemsize) for r, itemsize in zip(specs, itemsizes, strict=True) if r.is_away]
     on_disk = any(r.disk_records is not None for r in (param, *specs))
-    if not records.linear_slices or len(loaded) < 2 or on_disk or not leaf.shape:
+    if not records.both_ways or len(loaded) < 2 or on_disk or not leaf.shape:
         return None
     splits = {axes_of(r.spec[0]) for r, _ in loaded}
     shards = math.prod(records.mesh.shape[axis] for axis in next(iter(splits)))
@@ -139,7 +139,7 @@ def _turns(sizes: Sequence[int]) -> list[list[int]]:
 
 
 def update_in_pieces(
-    records: StateRecords, states: FlatState, index: int, grad: Array, move: Move, pieces: Pieces, one: Array
+    records: StateRecords, states: FlatState, index: int, grad: Array, move: Move, pieces: Pieces, begin: Array
 ) -> tuple[FlatState, Array]:
     """Update a leaf that is no stack of layers, piece by piece.
 
@@ -150,10 +150,10 @@ def update_in_pieces(
       grad: of it, sharded as its optimizer state is.
       move: the optimizer.
       pieces: how the leaf is cut.
-      one: i32[] holding 1, known when this may begin.
+      begin: i32[] zero, known when this may begin.
 
     Returns:
-      The states, and 1 when it is done.
+      The states, and a zero that is known when this is done.
     """
     # The parameter comes last. It is loaded where it is the weight, and stored where it rests.
     specs, last = [*records.opt_records((index,)), records.params[index]], len(records.opt_records((index,)))
@@ -171,7 +171,7 @@ def update_in_pieces(
         return [pieces.write(specs[n], a, piece, pending[n]) if n in stores[turn] else a for n, a in enumerate(arrays)]
 
     def tick(piece: Array, carry: Any, is_first: bool = False) -> Any:
-        arrays, pending, one = carry
+        arrays, pending, begin = carry
         loaded: dict[int, Array] = {}
         for turn, group in enumerate(groups):
             if turn:
@@ -187,23 +187,23 @@ def update_in_pieces(
         after = [*([weight] if has_master else []), *opt, records.cast(index, weight)]
         # What rests on the device is written in place.
         arrays = [a if r.is_away else pieces.write(r, a, piece, v) for r, a, v in zip(specs, arrays, after, strict=True)]
-        return arrays, {n: v for n, v in enumerate(after) if specs[n].is_away}, one
+        return arrays, {n: v for n, v in enumerate(after) if specs[n].is_away}, begin
 
     def drain(piece: Array, carry: Any) -> Any:
-        arrays, pending, one = carry
+        arrays, pending, begin = carry
         for turn in range(len(groups)):
             arrays = store(arrays, pending, turn, piece)
-        return arrays, pending, one
+        return arrays, pending, begin
 
     def first(piece: Array, carry: Any) -> Any:
-        arrays, _, one = carry
-        return tick(piece, (arrays, {}, one), is_first=True)
+        arrays, _, begin = carry
+        return tick(piece, (arrays, {}, begin), is_first=True)
 
-    _, shapes, _ = jax.eval_shape(first, jax.ShapeDtypeStruct((), jnp.int32), (arrays, {}, one))
+    _, shapes, _ = jax.eval_shape(first, jax.ShapeDtypeStruct((), jnp.int32), (arrays, {}, begin))
     empty = {n: jax.lax.with_sharding_constraint(jnp.zeros(a.shape, a.dtype), specs[n].sharding) for n, a in shapes.items()}
-    carry = one_trip(0, first, (arrays, empty, one), records.mesh)
-    carry = jax.lax.fori_loop(1, pieces.count, tick, carry)
-    arrays, _, one = one_trip(pieces.count - 1, drain, carry, records.mesh)
+    carry = one_trip(0, first, (arrays, empty, begin), records.mesh)
+    carry = run_loop(1, pieces.count, tick, carry, records.mesh)
+    arrays, _, begin = one_trip(pieces.count - 1, drain, carry, records.mesh)
     arrays = [pieces.join(a) for a in arrays]
     params = [*states.params[:index], arrays[-1], *states.params[index + 1 :]]
-    return records.replace(dataclasses.replace(states, params=params), (index,), arrays[:-1]), one
+    return records.replace(dataclasses.replace(states, params=params), (index,), arrays[:-1]), begin

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from zerojax.activations import SequenceParallelism, sequence_parallel
 from zerojax.aot import is_there
+from zerojax.compat import check_gpu_version
 from zerojax.config import ZeroConfig, activations_of, check_unlayered, require_built, streams
 from zerojax.models import LayeredModel, Model
 from zerojax.optim import RecordUpdate, by_layer, check_ema, keep_in_bfloat16
@@ -52,11 +53,12 @@ def build_train_step(
     Raises:
       ValueError: what cannot work, with names, numbers and the repair; or another process has another model, optimizer,
         config or mesh.
-      RuntimeError: another process left.
+      RuntimeError: another process left, or the devices are GPUs and jaxlib is older than 0.11.1.
       NotImplementedError: a setting that this version does not build.
       SwapError: the nvme tier's folder cannot be written to, or another program uses it.
     """
     mesh = own_mesh(mesh, axes)
+    check_gpu_version(mesh.devices.flat[0].platform, runs=is_there(mesh))
     parts = assemble(model, tx, config, mesh)
     program = Program(model, parts.tx, parts.records, parts.step, parts.gathered_early, parts.sequence)
     if batch is not None:

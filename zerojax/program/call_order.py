@@ -1,8 +1,7 @@
 """In which order each callback of a traced program asks for records: the program's own computation of indices, carried out.
 
-A program computes the index of a record from the counters of its loops and from the arrays of the schedule, which are arguments
-with known values. No index depends on data. So its indices are computed here as the program will, with everything else left
-out:
+A program computes the index of a record from the counters of its loops. No index depends on data. So its indices are computed
+here as the program will, with everything else left out:
 
     while, scan     run as often as they will: bounds are known as indices are
     cond            the branch that will be taken, where that is known
@@ -37,18 +36,17 @@ class _Parts:
     values: tuple[Any, ...]
 
 
-def order_calls(closed: jex.ClosedJaxpr, known: Sequence[np.ndarray | None]) -> list[Site]:
+def order_calls(closed: jex.ClosedJaxpr) -> list[Site]:
     """Tell each site of a program the order of its calls.
 
     Args:
       closed: the traced program.
-      known: of each argument its value, or None where it is not known.
 
     Returns:
       The sites.
     """
     walk = _Walk()
-    walk.run(closed.jaxpr, closed.consts, known, frozenset())
+    walk.run(closed.jaxpr, closed.consts, [None] * len(closed.jaxpr.invars), frozenset())
     for site, layers in walk.layers.items():
         site.order = layers
     for calls in {site.calls for site in walk.layers}:

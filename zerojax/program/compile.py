@@ -1,9 +1,9 @@
 """The compiled forms of a step: one for each shape of batch, and the host memory that they share.
 
-    step     (state, batch, arrays, scratch) -> ((state, scratch), metrics)        state and scratch donated
-    eval     (params, model_state, batch, arrays) -> loss, or a dict of it and metrics
-    apply    (params, model_state, batch, arrays) -> outputs of the model
-    grads    (state, batch, arrays, scratch) -> ((loss, gradients), scratch)       scratch donated
+    step     (state, batch, scratch) -> ((state, scratch), metrics)        state and scratch donated
+    eval     (params, model_state, batch) -> loss, or a dict of it and metrics
+    apply    (params, model_state, batch) -> outputs of the model
+    grads    (state, batch, scratch) -> ((loss, gradients), scratch)       scratch donated
 
 A step is jitted when the first batch of a shape comes. The shardings of all that it takes and returns are stated, memory kinds
 included: JAX then pairs a donated argument with a result in the same memory.
@@ -12,12 +12,10 @@ included: JAX then pairs a donated argument with a result in the same memory.
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from host_offload.engine import DiskRecords
@@ -101,7 +99,7 @@ class CompiledStep:
     """The step for batches of one shape.
 
     Attributes:
-      step: `step(state, batch, arrays, scratch) -> ((state, scratch), metrics)`, jitted.
+      step: `step(state, batch, scratch) -> ((state, scratch), metrics)`, jitted.
       abstract_args: shapes and shardings of its arguments.
       abstract_scratch: those of the last one.
       written: records on disk that it writes before it reads them.
@@ -111,7 +109,7 @@ class CompiledStep:
     """
 
     step: Any
-    abstract_args: tuple[Any, Any, Any, Scratch]
+    abstract_args: tuple[Any, Any, Scratch]
     written: Sequence[DiskRecords] = ()
     run: Any = None
     is_ordered: bool = False
@@ -123,7 +121,7 @@ class CompiledStep:
     @property
     def abstract_scratch(self) -> Scratch:
         """Shapes and shardings of the host memory that it uses while it runs."""
-        return self.abstract_args[3]
+        return self.abstract_args[2]
 
 
 class StepCompiler:
@@ -143,18 +141,6 @@ class StepCompiler:
         self._rates = learning_rates(layout)
         self._ordered: dict[int, Any] = {}  # traced programs by their ids
 
-    @cached_property
-    def arrays(self) -> Any:
-        """The arrays of the schedule, which `step` and `eval` take as an argument, whole on each device of the mesh."""
-        # Placed as the step says that it takes them: elsewhere, the first call would trace the step again.
-        whole = named(self._layout.mesh, ())
-
-        def placed(array: np.ndarray) -> jax.Array:
-            array = np.asarray(array, np.int32)
-            return jax.make_array_from_callback(array.shape, whole, lambda index: array[index])
-
-        return jax.tree.map(placed, self._step.arrays())
-
     def step(self, batch: Any) -> CompiledStep:
         """Return the step for batches of this shape, abstract or not. To be called under the mesh."""
         key = _shape_of(batch)
@@ -162,28 +148,24 @@ class StepCompiler:
             self._by_shape[key] = self._jit(batch)
         return self._by_shape[key]
 
-    def order(self, program: Any, args: Sequence[Any], schedule_at: int) -> Any:
+    def order(self, program: Any, args: Sequence[Any]) -> Any:
         """Tell the callbacks of a jitted program in which order they are called; returns the program as it was traced.
 
         To be called under the mesh, before the program runs: a call with the same arguments is not traced again.
 
         Args:
-          program: takes `arrays`, among others.
+          program: jitted.
           args: its arguments, abstract or not.
-          schedule_at: which of them is `arrays`.
         """
         traced = program.trace(*args)
         closed = traced.jaxpr
         if id(closed) not in self._ordered:
-            known: list[Any] = []
-            for place, arg in enumerate(args):
-                known += jax.tree.leaves(self._step.arrays()) if place == schedule_at else [None] * len(jax.tree.leaves(arg))
-            order_calls(closed, known)
+            order_calls(closed)
             self._ordered[id(closed)] = closed
         return traced
 
     def eval(self, rows: Rows | None) -> Any:
-        """Return `eval(params, model_state, batch, arrays)`, jitted, for batches of any shape.
+        """Return `eval(params, model_state, batch)`, jitted, for batches of any shape.
 
         Args:
           rows: those of a padded batch that count; None: all.
@@ -193,7 +175,7 @@ class StepCompiler:
         return self._evals[rows]
 
     def apply(self, rows: Rows | None, *args: Any) -> Any:
-        """Return `apply(params, model_state, batch, arrays)`, jitted for a batch of the shape in `args`.
+        """Return `apply(params, model_state, batch)`, jitted for a batch of the shape in `args`.
 
         Outputs whose dim 0 is the batch's are split as the batch is, where it divides; the others are on every device.
         """
@@ -215,10 +197,10 @@ class StepCompiler:
         if rows is None:
             return function
         mesh = self._layout.mesh
-        return lambda params, model_state, batch, arrays: function(params, model_state, rows.cut(batch, mesh), arrays)
+        return lambda params, model_state, batch: function(params, model_state, rows.cut(batch, mesh))
 
     def grads(self, batch: Any) -> Any:
-        """Return `grads(state, batch, arrays, scratch)`, jitted, for batches of this shape. To be called under the mesh."""
+        """Return `grads(state, batch, scratch)`, jitted, for batches of this shape. To be called under the mesh."""
         key = _shape_of(batch)
         if key not in self._grads_by_shape:
             layout, scalar = self._layout, named(self._layout.mesh, ())
@@ -226,7 +208,7 @@ class StepCompiler:
             host = jax.tree.map(lambda a: a.sharding, self.step(batch).abstract_scratch)
             self._grads_by_shape[key] = jax.jit(
                 self._step.grads,
-                donate_argnums=3,
+                donate_argnums=2,
                 out_shardings=((explicit(scalar), at), host),
                 compiler_options=self.options,
             )
@@ -245,15 +227,14 @@ class StepCompiler:
         # State and scratch are donated, so that memory of the host, too, is updated in place.
         jitted = jax.jit(
             run if layout.disk is None else with_next_number(run),
-            donate_argnums=(0, 3),
-            in_shardings=(state, explicit(batches), whole, host),
+            donate_argnums=(0, 2),
+            in_shardings=(state, explicit(batches), host),
             out_shardings=((state, host), whole),
             compiler_options=self.options,
         )
         args = (
             layout.abstract_state,
             jax.tree.map(lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), abstract, batches),
-            jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.int32, sharding=scalar), step.arrays()),
             scratch,
         )
         return CompiledStep(jitted, args, written)

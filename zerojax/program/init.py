@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from host_offload.device import one_trip, run_loop
 from zerojax.models import (
     LayeredModel,
     Model,
@@ -79,8 +80,8 @@ class StateInit:
         whole = explicit(named(layout.mesh, ()))
         self.jitted = jax.jit(
             _init_by_records(model, tx, records, update),
-            donate_argnums=3,
-            in_shardings=(whole, whole, whole, [a.sharding for a in self._stacks()], whole),
+            donate_argnums=1,
+            in_shardings=(whole, [a.sharding for a in self._stacks()], whole),
             out_shardings=explicit(layout.shardings),
         )
 
@@ -101,7 +102,7 @@ class StateInit:
         if not self._by_records:
             return (key,)
         check_host_reads(self._layout.mesh)
-        return key, self._layout.order, jnp.int32(1), allocate_all(self._stacks()), jnp.int32(number)
+        return key, allocate_all(self._stacks()), jnp.int32(number)
 
 
 def _first_state(
@@ -163,16 +164,15 @@ def _whole_trained(tx: optax.GradientTransformation, layout: Layout, trained: An
 
 def _init_by_records(
     model: Model | LayeredModel, tx: optax.GradientTransformation, records: StateRecords, update: RecordUpdate | None
-) -> Callable[[Array, Array, Array, list[Array], Array], TrainState]:
-    """Return `init(key, order, one, empty, number) -> state`.
+) -> Callable[[Array, list[Array], Array], TrainState]:
+    """Return `init(key, empty, number) -> state`.
 
-    Its arguments are a key, i32[n] holding 0, 1, .. for as many layers, and tiles of one, as there are, i32[] holding 1, one
-    empty array, donated, for each leaf of the abstract state in host memory, in order, and i32[], the number of the state,
-    which leaves on disk carry.
+    Its arguments are a key; an empty array, donated, for each leaf of the abstract state in host memory, in order; and i32[],
+    the number of the state, which leaves on disk carry.
     """
     layout, abstract = records.layout, records.layout.abstract_state
 
-    def init(key: Array, order: Array, one: Array, empty: list[Array], number: Array) -> TrainState:
+    def init(key: Array, empty: list[Array], number: Array) -> TrainState:
         # In the order of the leaves of the state, which is that of `_stacks`.
         stacks = iter(empty)
 
@@ -194,16 +194,16 @@ def _init_by_records(
         else:
             states = records.flat_of(*rooms((abstract.params, abstract.master, abstract.opt_state)))
             states = records.with_shared(states, update.first_shared())
-            states = _fill_ends(update, states, weights, one)
+            states = _fill_ends(update, states, weights)
             for stack, leaves in _stacks(model, layout):
-                states = _fill_blocks(stack, leaves, update, states, keys, order)
+                states = _fill_blocks(stack, leaves, update, states, keys)
             params, master, opt_state = records.trees(abstract, states)
         # Zeros, so `ready` is False: the first step has no update to take over.
         pending = jax.tree.map(room, abstract.pending)
         frozen = rooms(abstract.frozen)
         if frozen is not None:
             leaves, tree = jax.tree.flatten(frozen, is_leaf=is_stored)
-            frozen = jax.tree.unflatten(tree, _fill_frozen(model, records, leaves, weights, keys, order, one))
+            frozen = jax.tree.unflatten(tree, _fill_frozen(model, records, leaves, weights, keys))
         return _first_state(model, layout, key, params, master, opt_state, pending, frozen)
 
     return init
@@ -239,16 +239,16 @@ def _by_index(layout: Layout, indices: Sequence[int], params: Any) -> dict[int, 
     return dict(zip(indices, leaves, strict=True))
 
 
-def _fill_ends(update: RecordUpdate, states: FlatState, weights: Mapping[int, Array], one: Array) -> FlatState:
+def _fill_ends(update: RecordUpdate, states: FlatState, weights: Mapping[int, Array]) -> FlatState:
     """Put every unstacked leaf that is trained, and its state, in place, one after the other."""
-    records = update.records
+    records, begin = update.records, jnp.int32(0)
     for index in records.layout.ends:
 
         def new(_: Any, __: Any, index: int = index, value: Array = weights[index]) -> tuple[Array, list[Array]]:
             value = jax.lax.with_sharding_constraint(value, records.grads[index].sharding)
             return value, update.first_states((index,), (value,))
 
-        states, one = records.put_leaf(states, index, new, one)
+        states, begin = records.put_leaf(states, index, new, begin)
     return states
 
 
@@ -258,7 +258,6 @@ def _fill_blocks(
     update: RecordUpdate,
     states: FlatState,
     keys: Array,
-    order: Array,
 ) -> FlatState:
     """Make the layers of a stack one by one, and their tiles one by one.
 
@@ -271,9 +270,7 @@ def _fill_blocks(
         return records.write_layer(states, part, index, values, update.first_states(part, values))
 
     def body(on_device: bool) -> Callable[[Array, FlatState], FlatState]:
-        def tick(t: Array, states: FlatState) -> FlatState:
-            # Read from an argument, and not t itself: see `zerojax.state.records`.
-            layer = order[t]
+        def tick(layer: Array, states: FlatState) -> FlatState:
             key = keys[stack.first + layer]
             leaves = _block_leaves(stack, of_stack, records.layout, key)
             values = [jax.lax.with_sharding_constraint(leaves[i], records.grads[i].sharding) for i in of_stack.blocks]
@@ -281,22 +278,23 @@ def _fill_blocks(
             for group in of_stack.groups:
 
                 def tile(k: Array, states: FlatState, group: TileGroup = group) -> FlatState:
-                    index = Tile(layer, order[k], group.num_tiles)
+                    index = Tile(layer, k, group.num_tiles)
                     values = _tile_values(stack, of_stack, records, leaves, key, index, group.leaves)
                     pairs = zip(group.leaves, values, strict=True)
                     values = [jax.lax.with_sharding_constraint(v, records.grads[i].sharding) for i, v in pairs]
                     return put(states, group.leaves, index, values)
 
                 # A loop inside of the layers' loop, so that one tile at a time is made and written.
-                states = jax.lax.fori_loop(0, group.num_tiles, tile, states)
+                states = run_loop(0, group.num_tiles, tile, states, records.mesh)
             return states
 
         return tick
 
     # Two loops, because a layer whose state stays on the device has an index of another type.
     on_device = of_stack.device_layers
-    states = jax.lax.fori_loop(0, on_device, body(True), states) if on_device else states
-    return jax.lax.fori_loop(on_device, of_stack.num_layers, body(False), states)
+    if on_device:
+        states = run_loop(0, on_device, body(True), states, records.mesh)
+    return run_loop(on_device, of_stack.num_layers, body(False), states, records.mesh)
 
 
 def _block_leaves(stack: StackModel, of_stack: StackLeaves, layout: Layout, key: Array) -> dict[int, Array]:
@@ -327,8 +325,6 @@ def _fill_frozen(
     frozen: Sequence[Any],
     weights: Mapping[int, Array],
     keys: Array,
-    order: Array,
-    one: Array,
 ) -> list[Any]:
     """Put every frozen leaf in place: the only time that it is written.
 
@@ -338,38 +334,39 @@ def _fill_frozen(
       frozen: rooms, in the order of `Layout.frozen`.
       weights: the leaves that are no stack of layers, by index.
       keys: of the layers.
-      order: i32[n] holding 0, 1, ..
-      one: i32[] holding 1.
     """
     layout = records.layout
     rooms = dict(enumerate(frozen, len(layout.leaves)))
     for i in layout.frozen_ends:
-        store = lambda _, room, i=i: records.weight(i).store(weights[i], room)  # noqa: E731
+
+        def store(_: Any, room: Any, i: int = i) -> Any:
+            return records.weight(i).store(weights[i], room)
+
         # One leaf after the other, as `StateRecords.put_leaf` says.
-        rooms[i] = jax.lax.fori_loop(0, one, store, rooms[i]) if records.weight(i).is_away else store(0, rooms[i])
+        rooms[i] = one_trip(0, store, rooms[i], records.mesh) if records.weight(i).is_away else store(0, rooms[i])
 
     def write(rooms: dict[int, Any], part: Sequence[int], index: Index, values: Sequence[Array]) -> dict[int, Any]:
         stacks = write_layer([records.weight(i) for i in part], pick(rooms, part), index, values)
         return rooms | dict(zip(part, stacks, strict=True))
 
-    def tick(t: Array, rooms: dict[int, Any], stack: StackModel, of_stack: StackLeaves) -> dict[int, Any]:
-        layer = order[t]
+    def tick(layer: Array, rooms: dict[int, Any], stack: StackModel, of_stack: StackLeaves) -> dict[int, Any]:
         key = keys[stack.first + layer]
         leaves = _block_leaves(stack, of_stack, layout, key)
         rooms = write(rooms, of_stack.frozen_blocks, layer, pick(leaves, of_stack.frozen_blocks))
         for group in of_stack.groups:
 
             def tile(k: Array, rooms: dict[int, Any], group: TileGroup = group) -> dict[int, Any]:
-                index = Tile(layer, order[k], group.num_tiles)
+                index = Tile(layer, k, group.num_tiles)
                 values = _tile_values(stack, of_stack, records, leaves, key, index, group.frozen)
                 return write(rooms, group.frozen, index, values)
 
-            rooms = jax.lax.fori_loop(0, group.num_tiles, tile, rooms) if group.frozen else rooms
+            if group.frozen:
+                rooms = run_loop(0, group.num_tiles, tile, rooms, records.mesh)
         return rooms
 
     for stack, of_stack in _stacks(model, layout):
         frozen_leaves = [i for part in of_stack.frozen_parts for i in part]
         body = functools.partial(tick, stack=stack, of_stack=of_stack)
         if frozen_leaves:
-            rooms |= jax.lax.fori_loop(0, of_stack.num_layers, body, {i: rooms[i] for i in frozen_leaves})
+            rooms |= run_loop(0, of_stack.num_layers, body, {i: rooms[i] for i in frozen_leaves}, records.mesh)
     return list(rooms.values())

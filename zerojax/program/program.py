@@ -251,7 +251,7 @@ class Program:
         with jax.set_mesh(self.mesh):
             compiled = self._compiler.step(self.abstract_batch(abstract_batch))
             if self._runner.calls_back:
-                lowered = self._compiler.order(compiled.step, compiled.abstract_args, 2).lower()
+                lowered = self._compiler.order(compiled.step, compiled.abstract_args).lower()
             else:
                 lowered = compiled.step.lower(*compiled.abstract_args)
         return LoweredStep(lowered, self.mesh, self._compiler.options, self._runner.calls_back, compiled)
@@ -340,12 +340,12 @@ class Program:
             # Before the moves: these follow from the block's loops over tiles, which a trace finds.
             compiled = self._compiler.step(batch)
             scratch = self._scratch.take(compiled.abstract_scratch, self.mesh)
-            args = (state, batch, self._compiler.arrays, scratch)
+            args = (state, batch, scratch)
             if is_first:
                 self._compare_step(compiled, args)
             with nullcontext() if compiled.has_run else working("compile"):
                 if self._runner.calls_back and not compiled.is_ordered:
-                    self._compiler.order(compiled.step, as_arguments(args), 2)
+                    self._compiler.order(compiled.step, as_arguments(args))
                     compiled.is_ordered = True
                 addresses = self._runner.begin_step(state, self._moves, compiled.written)
                 if addresses_of is not None:
@@ -469,14 +469,14 @@ class Program:
                 with_cache(model, length), self.tx, self.records, None, build_gather(self.layout, self._gathered_early)
             )
 
-            def run(params: Any, model_state: Any, cache: Any, batch: Any, one: Any) -> Any:
-                return step.apply(params, model_state, batch if cache is None else {**batch, CACHE: cache}, one)
+            def run(params: Any, model_state: Any, cache: Any, batch: Any) -> Any:
+                return step.apply(params, model_state, batch if cache is None else {**batch, CACHE: cache})
 
             self._cached[length] = jax.jit(run, donate_argnums=2, compiler_options=self._compiler.options)
         with self.calling(), jax.set_mesh(self.mesh):
             state = self.check_state(state)
             params = self.layout.join(state)
-            return self._cached[length](params, state.model_state, cache, batch, self._compiler.arrays)
+            return self._cached[length](params, state.model_state, cache, batch)
 
     def _any_batch(self, call: str, state: TrainState, batch: Any) -> tuple[Any, Rows | None]:
         check_is_there(state)
@@ -489,10 +489,10 @@ class Program:
         with self.calling(), jax.set_mesh(self.mesh):
             state = self.check_state(state)
             params = self.layout.join(state)
-            args = (params, state.model_state, batch, self._compiler.arrays)
+            args = (params, state.model_state, batch)
             program = compiled(*as_arguments(args))
             if self.swap is not None:  # which loops over tiles it has, and so its moves, are known once it is traced
-                self._compiler.order(program, as_arguments(args), 3)
+                self._compiler.order(program, as_arguments(args))
             return self._runner.run(name, program, *args, reads=params, moves=self._eval_moves)
 
     @without_mesh
@@ -524,9 +524,9 @@ class Program:
             scratch = self._scratch.take(step.abstract_scratch, self.mesh)
             # What is not read stays where it rests.
             reads = dataclasses.replace(state, master=None, opt_state=None, pending=None)
-            args = (reads, batch, self._compiler.arrays, scratch)
+            args = (reads, batch, scratch)
             if self._runner.calls_back:
-                self._compiler.order(program, as_arguments(args), 2)
+                self._compiler.order(program, as_arguments(args))
             result, scratch = self._runner.run(
                 "grads", program, *args, reads=reads, moves=self._grads_moves, written=step.written
             )

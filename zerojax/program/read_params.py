@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from host_offload.device import run_loop
 from zerojax.models import LayeredModel, Model, block_path
 from zerojax.optim import ema_of_each
 from zerojax.program.runner import Runner
@@ -78,9 +79,8 @@ class ParamReader:
         for number, stack in enumerate(self.layout.stacks):
             for layer in range(stack.num_layers):
                 check_is_there(state)
-                where, order = layer < stack.device_layers, self.layout.order
-                # The layer is an argument: one compiled program reads all of a stack, and XLA cannot derive the index.
-                args = (jnp.int32(layer), order, where, ema, number)
+                # The layer is an argument: one compiled program reads all of a stack.
+                args = (jnp.int32(layer), layer < stack.device_layers, ema, number)
                 yield "/".join((*block_path(stack.name), str(layer))), self._read(self._layer, state, *args)
         yield "head", jax.tree.map(lambda i: self._leaf(state, i, ema), ends["head"], is_leaf=is_encoded)
 
@@ -152,7 +152,7 @@ class ParamReader:
 
     @cached_property
     def _layer(self) -> Any:
-        """Return `read(state, layer, order, on_device, ema, number)`: one layer of a stack, in any tier, by its number."""
+        """Return `read(state, layer, on_device, ema, number)`: one layer of a stack, in any tier, by its number."""
         records, layout = self.records, self.layout
 
         def read_frozen(state: TrainState, part: Sequence[int], index: Index) -> list[jax.Array]:
@@ -160,7 +160,7 @@ class ParamReader:
             stacks = [frozen[i - len(layout.leaves)] for i in part]
             return [_widened(a) for a in read_layer([records.weight(i) for i in part], stacks, index)]
 
-        def read(state: TrainState, layer: jax.Array, order: jax.Array, on_device: bool, ema: bool, number: int) -> Any:
+        def read(state: TrainState, layer: jax.Array, on_device: bool, ema: bool, number: int) -> Any:
             states, stack = records.flat(state), layout.stacks[number]
             whole = OnDevice(layer) if on_device else layer
             leaves = dict(zip(stack.blocks, self._read_record(states, stack.blocks, whole, ema), strict=True))
@@ -173,12 +173,12 @@ class ParamReader:
                     return trained + read_frozen(state, group.frozen, index)
 
                 # A layer is wanted whole here, so its tiles are stacked again.
-                leaves |= zip(group.weights, jax.lax.map(tile, order[: group.num_tiles]), strict=True)
+                leaves |= zip(group.weights, jax.lax.map(tile, jnp.arange(group.num_tiles)), strict=True)
             decode = lambda leaf: _widened(self._decode(leaf)) if is_encoded(leaf) else leaf  # noqa: E731
             tree = jax.tree.unflatten(layout.block_tree(stack.name), [leaves[i] for i in stack.in_tree])
             return jax.tree.map(decode, tree, is_leaf=is_encoded)
 
-        return jax.jit(read, static_argnums=(3, 4, 5))
+        return jax.jit(read, static_argnums=(2, 3, 4))
 
     # --- averages as a step has the parameters -----------------------------------------------------------------------------
 
@@ -223,7 +223,7 @@ class ParamReader:
         stacks = _empty([leaves[i] for i in layout.stacked])
         layers = [(n, stack, layer) for n, stack in enumerate(layout.stacks) for layer in range(stack.num_layers)]
         for number, stack, layer in layers:
-            args = (state, stacks, jnp.int32(layer), layout.order, layer < stack.device_layers, number)
+            args = (state, stacks, jnp.int32(layer), layer < stack.device_layers, number)
             with self._runner.calling():
                 check_is_there(state)
                 stacks = self._runner.run("read", self._put_layer, *args, reads=state)
@@ -232,12 +232,10 @@ class ParamReader:
 
     @cached_property
     def _put_layer(self) -> Any:
-        """Return `put(state, stacks, layer, order, on_device, number)`: `stacks`, donated, with one layer's averages."""
+        """Return `put(state, stacks, layer, on_device, number)`: `stacks`, donated, with one layer's averages."""
         layout, records = self.layout, self.records
 
-        def put(
-            state: TrainState, stacks: list[Any], layer: jax.Array, order: jax.Array, on_device: bool, number: int
-        ) -> list[Any]:
+        def put(state: TrainState, stacks: list[Any], layer: jax.Array, on_device: bool, number: int) -> list[Any]:
             of_stack = layout.stacks[number]
             states, after = records.flat(state), dict(zip(layout.stacked, stacks, strict=True))
 
@@ -251,14 +249,14 @@ class ParamReader:
             for group in of_stack.groups:
 
                 def tile(k: jax.Array, after: dict[int, Any], group: TileGroup = group) -> dict[int, Any]:
-                    index = Tile(layer, order[k], group.num_tiles)
+                    index = Tile(layer, k, group.num_tiles)
                     return write(after, group.leaves, index, index)
 
-                after = jax.lax.fori_loop(0, group.num_tiles, tile, after)
+                after = run_loop(0, group.num_tiles, tile, after, layout.mesh)
             return [after[i] for i in layout.stacked]
 
         shardings = jax.tree.leaves(layout.shardings.params)
-        return jax.jit(put, static_argnums=(4, 5), donate_argnums=1, out_shardings=[shardings[i] for i in layout.stacked])
+        return jax.jit(put, static_argnums=(3, 4), donate_argnums=1, out_shardings=[shardings[i] for i in layout.stacked])
 
 
 def _empty(abstract: Sequence[Any]) -> list[Any]:

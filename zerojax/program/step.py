@@ -40,19 +40,12 @@ class Step(Protocol):
         """The order in which layers are gathered, computed and released."""
         ...
 
-    def arrays(self) -> Any:
-        """Return what `step` and `eval` take as `arrays`: a tree of int32 numpy arrays, equal in every call."""
-        ...
-
-    def step(
-        self, state: TrainState, batch: Any, arrays: Any, scratch: Scratch
-    ) -> tuple[tuple[TrainState, Scratch], dict[str, jax.Array]]:
+    def step(self, state: TrainState, batch: Any, scratch: Scratch) -> tuple[tuple[TrainState, Scratch], dict[str, jax.Array]]:
         """Run one step; to be jitted with `state` and `scratch` donated.
 
         Args:
           state: as the layout has it.
           batch: global batch.
-          arrays: those of `arrays()`. They are arguments of the program, so that XLA does not know the indices in them.
           scratch: like `abstract_scratch`; its contents are overwritten.
 
         Returns:
@@ -60,22 +53,21 @@ class Step(Protocol):
         """
         ...
 
-    def eval(self, params: Any, model_state: Any, batch: Any, arrays: Any) -> Any:
+    def eval(self, params: Any, model_state: Any, batch: Any) -> Any:
         """Return the loss of a batch without keys, f32[]; where the model has metrics, a dict of both. To be jitted."""
         ...
 
-    def apply(self, params: Any, model_state: Any, batch: Any, arrays: Any) -> Any:
+    def apply(self, params: Any, model_state: Any, batch: Any) -> Any:
         """Return what the model's `predict` gives of a batch, without keys. To be jitted."""
         ...
 
-    def grads(self, state: TrainState, batch: Any, arrays: Any, scratch: Scratch) -> tuple[tuple[Any, Any], Scratch]:
+    def grads(self, state: TrainState, batch: Any, scratch: Scratch) -> tuple[tuple[Any, Any], Scratch]:
         """Differentiate the loss as `step` does, with its keys; to be jitted with `scratch` donated.
 
         Args:
           state: without masters, optimizer state and what is pending.
           batch: global batch.
-          arrays: as of `step`.
-          scratch: likewise.
+          scratch: like `abstract_scratch`.
 
         Returns:
           (loss, as `eval` returns it, and gradients), and the scratch. Gradients are float32, like the trained parameters.

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from host_offload.engine import DiskRecords
@@ -98,37 +97,31 @@ class ResidentStep:
         schedules[last] = dataclasses.replace(schedules[last], phases=tuple(told))
         self.schedule = stacked_schedule(schedules)
 
-    def arrays(self) -> np.ndarray:
-        """Return i32[] holding 1: the trips of loops that XLA must not unroll."""
-        return np.asarray(1, np.int32)
-
     def step(
-        self, state: TrainState, batch: Any, arrays: Array, scratch: dict[str, list[Any]]
+        self, state: TrainState, batch: Any, scratch: dict[str, list[Any]]
     ) -> tuple[tuple[TrainState, dict[str, list[Any]]], dict[str, Array]]:
-        """Run one step; `arrays` is i32[] holding 1, and there is no scratch."""
+        """Run one step; there is no scratch."""
         result = build_grads(self.model, self.layout, self.evaluated)(state, batch)
-        after, metrics = self._update(arrays)(state, result.loss, result.grads)
+        after, metrics = self._update()(state, result.loss, result.grads)
         after = with_loss_scale(state, after, any_fault(result.metrics))
         return (with_model_state(state, after, result.model_state), scratch), with_own(metrics, divided(result.metrics))
 
-    def _update(self, one: Array) -> Update:
+    def _update(self) -> Update:
         if self.host is not None:
             return update_on_host(self.host)
-        return build_update(self.tx, self.layout) if self.update is None else update_by_record(self.update, one)
+        return build_update(self.tx, self.layout) if self.update is None else update_by_record(self.update)
 
     def evaluated(self, params: Any, batch: Any, key: Any, model_state: Any) -> tuple[Terms, Any]:
         """Return the objective over parameters as stored, their gradients reduced to where the stage keeps them."""
         return self._gather(self._stored_objective, params, batch, key, model_state)
 
-    def eval(self, params: Any, model_state: Any, batch: Any, arrays: Array) -> Array | dict[str, Array]:
+    def eval(self, params: Any, model_state: Any, batch: Any) -> Array | dict[str, Array]:
         """Return the loss of a batch, without keys; where there are metrics, a dict of both."""
-        del arrays
         terms, _ = self.evaluated(params, batch, None, model_state)
         return evaluation(terms.value(), divided(terms.metrics))
 
-    def apply(self, params: Any, model_state: Any, batch: Any, arrays: Array) -> Any:
+    def apply(self, params: Any, model_state: Any, batch: Any) -> Any:
         """Return what the model's `predict` does, without keys."""
-        del arrays
         layout, model = self.layout, self.model
         model = layout.decoding(model) if isinstance(model, LayeredModel) else model
         predict = build_predict(model, ActivationSpec(layout.mesh).constrain)
@@ -137,10 +130,9 @@ class ResidentStep:
         return self._gather(predict, params, batch, model_state)
 
     def grads(
-        self, state: TrainState, batch: Any, arrays: Array, scratch: dict[str, list[Any]]
+        self, state: TrainState, batch: Any, scratch: dict[str, list[Any]]
     ) -> tuple[tuple[Any, Any], dict[str, list[Any]]]:
         """Return (what `eval` returns, of a step) and the unscaled gradients, float32; and the scratch."""
-        del arrays
         result = build_grads(self.model, self.layout, self.evaluated)(state, batch)
         scale = None if state.loss_scale is None else state.loss_scale.scale
         grads = result.grads if scale is None else jax.tree.map(lambda g: g / scale, result.grads)

@@ -21,7 +21,7 @@ from zerojax.state.opt_state import call_update as call_update
 from zerojax.state.opt_state import check_optimizer as check_optimizer
 from zerojax.state.opt_state import init_opt_state_shape as init_opt_state_shape
 from zerojax.state.opt_state import map_opt_state as map_opt_state
-from zerojax.state.ordering import Plan as Plan
+from zerojax.state.ordering import adds_order as adds_order
 from zerojax.state.ordering import order_read_before_write as order_read_before_write
 from zerojax.state.ordering import wait_for as wait_for
 from zerojax.state.record_bytes import end_leaves as end_leaves
@@ -34,6 +34,7 @@ from zerojax.state.records import Index as Index
 from zerojax.state.records import OnDevice as OnDevice
 from zerojax.state.records import RecordSpec as RecordSpec
 from zerojax.state.records import Tile as Tile
+from zerojax.state.records import TileNumber as TileNumber
 from zerojax.state.records import load_leaves as load_leaves
 from zerojax.state.records import pick as pick
 from zerojax.state.records import read_layer as read_layer

@@ -1,8 +1,5 @@
 """Host memory for state that rests there."""
 
-import functools
-import importlib.metadata
-import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,11 +8,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from host_offload.device import check_host_memory, check_host_slices, has_linear_fix, host_memory_error, linear_slices_are_right
-from zerojax.aot import is_there
+from host_offload.device import check_host_memory, check_host_slices, host_memory_error
 
 Array = jax.Array
-logger = logging.getLogger("zerojax")
 
 
 def is_away(leaf: Any) -> bool:
@@ -24,38 +19,18 @@ def is_away(leaf: Any) -> bool:
 
 
 def check_host_reads(mesh: Mesh) -> None:
-    """Test, once a process, that the devices read the right records of host memory; a CPU does.
+    """Test, once a process, that the devices read and write the right records of host memory. CPUs always do.
 
     Raises:
-      RuntimeError: this device and jaxlib read wrong ones.
+      RuntimeError: this device and jaxlib slice host memory at wrong records.
     """
-    # XLA for GPUs may slice host memory at another index than it is given (openxla/xla 46231); XLA for CPUs does not.
     if mesh.devices.flat[0].platform != "cpu":
         check_host_slices(mesh.local_devices[0])
 
 
-def takes_linear_slices(mesh: Mesh) -> bool:
-    """Tell whether a step's slices of host memory may have indices that are linear in the counters of its loops.
-
-    XLA for GPUs moves such a slice by a copy engine, and one whose index is read from an array by a kernel. It is asked of the
-    devices once, by running both (`host_offload.device.self_test`); of devices that are not there, of the version alone. On a
-    CPU there is no link to a host, and nothing to win.
-    """
-    if mesh.devices.flat[0].platform == "cpu":
-        return False
-    version = importlib.metadata.version("jaxlib")
-    if not has_linear_fix():
-        _say_once(f"jaxlib {version}: records move between host and device by kernels; from 0.11.1 on, by copy engines")
-        return False
-    if is_there(mesh) and not linear_slices_are_right(mesh.local_devices[0]):
-        _say_once(f"jaxlib {version}: this device slices host memory wrongly at a linear index; records move by kernels")
-        return False
-    return True
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    logger.warning(text)
+def crosses_link(mesh: Mesh) -> bool:
+    """Return whether records in host memory cross a link to the device, which carries both directions at once: on GPUs."""
+    return mesh.devices.flat[0].platform != "cpu"
 
 
 def allocate_all(abstract: Sequence[Any]) -> list[Array]:

@@ -290,12 +290,6 @@ class Layout:
         """Whether the optimizer is applied to a layer or a leaf at a time: some state rests off the device."""
         return updates_by_parts(self.config)
 
-    @property
-    def order(self) -> jax.Array:
-        """Indices 0, 1, .. of as many layers, and tiles of a layer, as there are: i32[n], to be an argument of programs."""
-        # XLA must not know what is in it, or it derives indices of slices from loop counters (`zerojax.state.records`).
-        return jnp.arange(max(self.num_layers or 0, *(group.num_tiles for group in self.groups), 0))
-
     def block_tree(self, stack: str) -> Any:
         """Return the structure of the parameters of a stack's layers."""
         node = self.abstract_whole

@@ -4,8 +4,8 @@ On GPUs an `optimization_barrier` states the order. XLA for CPUs removes barrier
 made to depend on a value of what comes before it: this costs a scalar operation, and changes no number.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,26 +14,31 @@ from jax.sharding import Mesh
 Array = jax.Array
 
 
-Plan = Mapping[str, Array]
-"""The int32 arrays of one phase."""
-PlanT = TypeVar("PlanT", bound=Plan | Mapping[str, Plan] | Array)
+def wait_for(begin: Array, values: Any, mesh: Mesh) -> tuple[Array, Any]:
+    """Return `begin` and `values`. What depends on the returned `begin` comes after `values`.
 
+    XLA for CPUs drops barriers. There a zero is added to `begin` that is computed from one of the values in a way that XLA does
+    not see through: it does not simplify `x != x`, which holds for NaN, nor what is made of it.
 
-def wait_for(plan: PlanT, values: Any, mesh: Mesh) -> tuple[PlanT, Any]:
-    """Return i32 arrays, such as a phase's, and `values`. What reads the arrays then comes after `values`.
-
-    XLA for CPUs drops barriers. There a zero is added to the arrays that is computed from one of the values in a way that XLA
-    does not see through: it does not simplify `x != x`, which holds of NaN, nor what is made of it.
+    Args:
+      begin: i32, such as the i32[] zero that says when a loop may begin, or the token of a callback.
+      values: a tree of arrays.
+      mesh: of the program.
     """
-    plan, values = jax.lax.optimization_barrier((plan, values))
-    if mesh.devices.flat[0].platform != "cpu":
-        return plan, values
+    begin, values = jax.lax.optimization_barrier((begin, values))
+    if not adds_order(mesh):
+        return begin, values
     array = next((a for a in jax.tree.leaves(values) if a.size), None)
     if array is None:
-        return plan, values
+        return begin, values
     # One element will do: an array is there as a whole.
     never = is_never(jnp.ravel(array)[0])
-    return jax.tree.map(lambda a: a + never.astype(a.dtype), plan), values
+    return begin + never.astype(begin.dtype), values
+
+
+def adds_order(mesh: Mesh) -> bool:
+    """Return whether an index has to depend on what comes before it, since XLA keeps no barriers: on CPUs."""
+    return mesh.devices.flat[0].platform == "cpu"
 
 
 @jax.jit
@@ -64,7 +69,7 @@ def order_read_before_write(
       values: what was read.
       mesh: the device mesh.
     """
-    if mesh.devices.flat[0].platform == "cpu":
+    if adds_order(mesh):
         return jax.lax.cond(ok, lambda v: _opaque(update(v)), lambda v: _opaque(keep(v)), values)
     # One barrier after the reads, one before the writes.
     values = jax.lax.optimization_barrier(values)

@@ -1,14 +1,13 @@
 """Reads and writes of one record inside of a jitted loop: how layers and tiles move between tiers.
 
 A stack holds one leaf of all layers, `[L, ...]`, in its tier. Reading layer l slices it and moves the slice to the device;
-writing moves a value to the tier and puts it in place. An index is linear in the counter of the loop, where XLA derives the
-address rightly (`takes_linear_slices`): a copy engine moves the record. Elsewhere it is read from the schedule's arrays, which
-enter the program as arguments: the XLA of jaxlib up to 0.11.0 (openxla/xla 46231) compiles a host-memory slice whose index it
-can derive from the loop counter as if it were the counter itself, so that l+1, or L-1-l, would silently read another layer.
+writing moves a value to the tier and puts it in place. An index is linear in the counter of its loop, so that XLA for GPUs
+knows the address of each record, and copy engines move it (`host_offload.device.self_test`).
 
-    for t in ticks:     take = ring[use_slot[t]];  ring[fetch_slot[t]] = read(stack, fetch[t]);  tick(take)
+    for t in ticks:     take = ring[t mod d];  ring[t mod d] = read(stack, l(t + d));  tick(take)
 
-Of a stack of tiles, `[L, T, ...]`, a record is one tile, and its index a pair.
+A stack of tiles, `[L, T, ...]`, has one record for each tile. Inside a tick of the layers' loop the index of a tile is a pair;
+in a loop over all tiles it is the tile's number l T + k.
 
 A fetch is issued in the tick that frees its slot and is taken `distance` ticks later. Where a phase writes the stacks that it
 fetches from, a write waits for the fetch of its tick: XLA copies a stack whose reads and writes it cannot order.
@@ -33,8 +32,8 @@ class Tile(NamedTuple):
     """The index of one tile of one layer.
 
     Attributes:
-      layer: i32[], read from an array of the schedule.
-      tile: i32[], likewise.
+      layer: i32[].
+      tile: i32[].
       of: T, tiles of a layer.
     """
 
@@ -42,24 +41,29 @@ class Tile(NamedTuple):
     tile: Array
     of: int
 
-    @staticmethod
-    def numbered(record: Array, of: int) -> "Tile":
-        """Return the index of record number l T + k."""
-        return Tile(record // of, record % of, of)
+
+class TileNumber(NamedTuple):
+    """The index of one tile among those of all layers.
+
+    Attributes:
+      number: i32[], l T + k.
+    """
+
+    number: Array
 
 
 class OnDevice(NamedTuple):
     """The index of a layer whose optimizer state and masters stay on the device: of a Split, it is in the first part.
 
     Attributes:
-      layer: i32[], read from an array of the schedule.
+      layer: i32[].
     """
 
     layer: Array
 
 
-Index = Array | OnDevice | Tile
-"""Of a record: i32[] layer, a layer that stays on the device, or a tile of a layer. It says where in a stack the record is."""
+Index = Array | OnDevice | Tile | TileNumber
+"""The index of a record in a stack: i32[] layer, a layer that stays on the device, or a tile."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +97,7 @@ class RecordSpec:
         """Return one record of a stack, on the device.
 
         Args:
-          stack: [L, ...], a Split, or [L, T, ...] where the index is a Tile.
+          stack: [L, ...], a Split, or [L, T, ...] if the index is that of a tile.
           index: of the record.
         """
         if isinstance(index, Tile):
@@ -101,6 +105,9 @@ class RecordSpec:
             start = (index.layer, index.tile, *(0,) * (stack.ndim - 2))
             value = jax.lax.dynamic_slice(stack, start, (1, 1, *stack.shape[2:])).reshape(stack.shape[2:])
             return self.load(value) if self.is_away else value
+        if isinstance(index, TileNumber):
+            # One dim over all tiles: as two, the indices of a number would not be linear in it.
+            return self.read(stack.reshape(-1, *stack.shape[2:]), index.number)
         if isinstance(stack, Split) and isinstance(index, OnDevice):
             return jax.lax.dynamic_index_in_dim(stack.device, index.layer, 0, keepdims=False)
         # Sliced where it rests, and moved then: one record crosses the link, and not the stack.
@@ -113,6 +120,8 @@ class RecordSpec:
         if isinstance(index, Tile):
             start = (index.layer, index.tile, *(0,) * value.ndim)
             return jax.lax.dynamic_update_slice(stack, self.store(value)[None, None], start)
+        if isinstance(index, TileNumber):
+            return self.write(stack.reshape(-1, *value.shape), index.number, value).reshape(stack.shape)
         if isinstance(stack, Split) and isinstance(index, OnDevice):
             value = jax.lax.with_sharding_constraint(value, self.sharding)
             return Split(jax.lax.dynamic_update_index_in_dim(stack.device, value, index.layer, 0), stack.host)
@@ -139,7 +148,7 @@ def read_layer(records: Sequence[RecordSpec], stacks: Sequence[Any], index: Inde
 
     Args:
       records: how each rests. Those on disk are all the leaves of one kind, in its order.
-      stacks: [L, ...] each, Splits, or OnDisk; [L, T, ...] where the index is a Tile.
+      stacks: [L, ...] each, Splits, or OnDisk; [L, T, ...] if the index is that of a tile.
       index: of the record.
     """
     on_disk = [i for i, stack in enumerate(stacks) if _on_disk(stack, index) is not None]
@@ -207,7 +216,9 @@ def _on_disk(stack: Any, index: Index) -> OnDisk | None:
 
 def _number(stack: Any, index: Index) -> Array:
     """Return the number of a record on disk."""
-    return index.layer * index.of + index.tile if isinstance(index, Tile) else _rest(stack, index)[1]
+    if isinstance(index, Tile):
+        return index.layer * index.of + index.tile
+    return index.number if isinstance(index, TileNumber) else _rest(stack, index)[1]
 
 
 def _disk_records(record: RecordSpec) -> DiskRecords:

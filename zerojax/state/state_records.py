@@ -29,7 +29,7 @@ from host_offload.device import one_trip
 from zerojax.config import activations_of
 from zerojax.sharding import STAGES, stored_spec
 from zerojax.state.disk_layout import DiskLayout
-from zerojax.state.host_memory import takes_linear_slices
+from zerojax.state.host_memory import crosses_link
 from zerojax.state.layout import Layout
 from zerojax.state.ordering import wait_for
 from zerojax.state.records import Index, RecordSpec, pick, read_layer, store_leaves, write_layer
@@ -118,11 +118,11 @@ class StateRecords:
             self._declare_frozen(layout.disk)
 
     @functools.cached_property
-    def linear_slices(self) -> bool:
-        """Whether indices of host memory are linear in the counters of loops: records then move by copy engines."""
+    def both_ways(self) -> bool:
+        """Whether records cross a link to host memory that loads and stores at once."""
         config = self.layout.config
         tiers = (config.params, config.grads, config.opt_state, *activations_of(config), self.layout.frozen_tier)
-        return "pinned_host" in tiers and takes_linear_slices(self.mesh)
+        return "pinned_host" in tiers and crosses_link(self.mesh)
 
     # --- on disk -----------------------------------------------------------------------------------------------------------
 
@@ -342,39 +342,47 @@ class StateRecords:
         return self.opt_records((index,)), self.opt_states(states, (index,))
 
     def put_leaf(
-        self, states: FlatState, index: int, new: Callable[[Any, list[Any]], tuple[Array, list[Array]]], one: Array
+        self, states: FlatState, index: int, new: Callable[[Any, list[Any]], tuple[Array, list[Array]]], begin: Array
     ) -> tuple[FlatState, Array]:
         """Write a leaf that is no stack of layers, and its state.
 
-        What is off the device is written in a loop of one trip that XLA does not unroll. Unrolled, XLA would start the copies
-        of all such leaves at the top of the program, and hold all their state on the device at once.
+        What is off the device is written in a loop of one trip, which XLA keeps. Inlined, XLA would start the copies of all
+        such leaves at the top of the program, and hold all their state on the device at once.
 
         Args:
           states: all leaves.
           index: of the leaf.
           new: (parameter, `opt_states`), where they rest -> (float32 weight, leaves of the optimizer state), on the device.
-          one: i32[] holding 1, known when this may begin.
+          begin: i32[] zero, known when this may begin.
 
         Returns:
-          The states, and 1 when it is done.
+          The states, and a zero that is known when this is done.
         """
         records, has_master = self.opt_records((index,)), states.master is not None
 
         def body(_: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
-            (param, opt), trips = carry
+            (param, opt), begin = carry
             value, after = new(param, opt)
             opt = store_leaves(records, [*([value] if has_master else []), *after], opt)
-            return (self.params[index].store(self.cast(index, value), param), opt), trips
+            return (self.params[index].store(self.cast(index, value), param), opt), begin
 
-        carry = ((states.params[index], self.opt_states(states, (index,))), one)
-        away = any(r.is_away for r in (self.params[index], *records))
-        if not away:
-            (param, opt), one = body(one, carry)
-        elif self.linear_slices:
-            (param, opt), one = one_trip(0, body, carry, self.mesh)
+        param, opt = self._begun((states.params[index], self.opt_states(states, (index,))), begin)
+        carry = ((param, opt), begin)
+        if any(r.is_away for r in (self.params[index], *records)):
+            (param, opt), begin = one_trip(0, body, carry, self.mesh)
         else:
-            (param, opt), one = jax.lax.fori_loop(0, one, body, carry)
+            (param, opt), begin = body(begin, carry)
         params = [*states.params[:index], param, *states.params[index + 1 :]]
-        if tokens := [a.token for a in (*opt, param) if isinstance(a, OnDisk)]:  # the next leaf waits for them, not for 1
-            one, _ = wait_for(one, tokens, self.mesh)
-        return self.replace(dataclasses.replace(states, params=params), (index,), opt), one
+        if tokens := [a.token for a in (*opt, param) if isinstance(a, OnDisk)]:  # the next leaf waits for them, too
+            begin, _ = wait_for(begin, tokens, self.mesh)
+        return self.replace(dataclasses.replace(states, params=params), (index,), opt), begin
+
+    def _begun(self, leaves: tuple[Any, list[Any]], begin: Array) -> tuple[Any, list[Any]]:
+        """Return stored leaves whose reads from disk come after `begin` is known: the engine is told one order of its calls."""
+
+        def after(leaf: Any) -> Any:
+            if not isinstance(leaf, OnDisk):
+                return leaf
+            return dataclasses.replace(leaf, token=wait_for(leaf.token, begin, self.mesh)[0])
+
+        return jax.tree.map(after, leaves, is_leaf=is_stored)

@@ -16,7 +16,7 @@ from zerojax.streamed.activations import BlockTracer, ResidualPlan
 from zerojax.streamed.endings.crossing import Crossed, Crossing
 from zerojax.streamed.endings.interface import GradsTaker, RecordGrads, loss_scale
 from zerojax.streamed.microbatches import LayerInputs, Microbatches, key_of
-from zerojax.streamed.phases import ScheduleArrays, Tick, fetch_first, run_phase
+from zerojax.streamed.phases import Tick, fetch_first, run_phase
 from zerojax.streamed.plan import StackPlan, StreamedPlan
 from zerojax.streamed.tile_runner import TileRunner
 
@@ -47,7 +47,7 @@ class StackLoops:
         blocks: Any,
         x: Any,
         inputs: LayerInputs,
-        arrays: ScheduleArrays,
+        begin: Array,
         residuals: ResidualPlan | None,
         stacks: list[Array],
     ) -> tuple[Any, list[Array], Loss | None]:
@@ -57,14 +57,14 @@ class StackLoops:
           blocks: the model's stacked parameters, trained and frozen.
           x: the first layer's input.
           inputs: what all layers read.
-          arrays: of the schedule.
+          begin: i32[] zero, known when the loops may begin.
           residuals: what to save, and how; None in an evaluation, which has one microbatch.
           stacks: of it, empty.
 
         Returns:
           The last layer's output, `stacks`, filled, and what the layers add to the loss, a mean over microbatches, or None.
         """
-        plan, stack, phase = self.plan, self.stack, arrays.phase("forward")
+        plan, stack, phase = self.plan, self.stack, self.stack.schedule.phase("forward")
         microbatches = Microbatches(self.mesh, 1) if residuals is None else self.microbatches
         tiled = self.tracer.without_residuals(x, inputs) if residuals is None else residuals.tiled
         block = self._plain_block if residuals is None else residuals.block.forward
@@ -82,24 +82,24 @@ class StackLoops:
                 y, added, values, next_full, landing = self._run_block(block, full, x, inputs, now, next_full, microbatches)
             else:
                 x = microbatches.constrain(x)
-                tiles = TileRunner(plan, stack, microbatches, arrays, now, lambda carried: params)
+                tiles = TileRunner(plan, stack, microbatches, begin, now, lambda carried: params)
                 keys = microbatches.keys_of(inputs.keys, stack.number(now.layer))
                 given = inputs.given_all(now.layer, microbatches)
                 y, added, values = tiled.forward(self.tracer.operands(full), x, keys, given, tiles.run)
                 y, landing = microbatches.constrain(y), now.landing
             if residuals is not None:
-                stacks = residuals.write(stacks, now.write, x, values)  # x is the input of this layer
+                stacks = residuals.write(stacks, now.layer, x, values)  # x is the input of this layer
             return (y, next_full, stacks, _accumulated(total, added, microbatches.count)), landing
 
         # With gather_ahead a tick is handed its layer gathered: the first one has no tick before it that does so.
         first = None
         if self.config.gather_ahead:
-            record = fetch_first(stack.schedule.phase("forward"), phase, partial(fetch, None))
-            first = plan.gather(plan.take_params(params, stack.layer, record, phase.columns["first"][0]), stack.layer)
+            record = fetch_first(phase, begin, partial(fetch, None), self.mesh)
+            first = plan.gather(plan.take_params(params, stack.layer, record, jnp.int32(phase.first)), stack.layer)
         adds = self.tracer.abstract_added(x, inputs, microbatches.count)
         none = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), adds)
         carry = (x, first, stacks, none)
-        y, _, stacks, total = run_phase(stack.schedule.phase("forward"), phase, carry, tick, fetch=fetch)
+        y, _, stacks, total = run_phase(phase, begin, carry, tick, mesh=self.mesh, fetch=fetch)
         return y, stacks, total
 
     def _run_block(
@@ -144,7 +144,7 @@ class StackLoops:
         taker: GradsTaker[Any],
         state: TrainState,
         inputs: LayerInputs,
-        arrays: ScheduleArrays,
+        begin: Array,
         residuals: ResidualPlan,
         stacks: list[Array],
         dy: Any,
@@ -157,7 +157,7 @@ class StackLoops:
           taker: of the gradients.
           state: before the step.
           inputs: what all layers read.
-          arrays: of the schedule.
+          begin: i32[] zero, known when the loops may begin.
           residuals: what forward saved, and how.
           stacks: of it.
           dy: cotangent of the last output.
@@ -168,9 +168,10 @@ class StackLoops:
           The cotangents of the first layer's input, and of the context's floating leaves where they depend on parameters, in
           float32, and `carried`.
         """
-        plan, stack, phase, ahead = self.plan, self.stack, arrays.phase("backward"), self.config.gather_ahead
+        plan, stack, ahead = self.plan, self.stack, self.config.gather_ahead
+        phase = stack.schedule.phase("backward")
         num_params = len(plan.away(stack.layer))  # a fetched record: parameters, then residuals
-        frozen, stores_late = plan.frozen_stacks(state), stack.schedule.phase("backward").stores_late
+        frozen, stores_late = plan.frozen_stacks(state), phase.stores_late
 
         def params(carried: Any) -> list[Any]:
             return [*taker.params(state, carried), *frozen]
@@ -201,7 +202,7 @@ class StackLoops:
                 derived = self._derive_block(residuals, full, values, inputs, dx, d_added, now, next_full, crossing)
                 grads, dx, of_context, next_full, landing, crossed = derived
             else:
-                tiles, use = TileRunner(plan, stack, self.microbatches, arrays, now, params, carried), partial(taker.use, state)
+                tiles, use = TileRunner(plan, stack, self.microbatches, begin, now, params, carried), partial(taker.use, state)
                 grads, dx, of_context = self._derive_tiles(residuals, full, values, inputs, dx, d_added, tiles, use)
                 landing, carried = now.landing, tiles.carried
             # Summed over layers in float32, which each read the same context.
@@ -222,8 +223,8 @@ class StackLoops:
         first = fetched = None
         if ahead:
             # The layer of the first tick is gathered before the loop, and its residuals come with it.
-            record = fetch_first(stack.schedule.phase("backward"), phase, partial(fetch, (carried,)))
-            shards = plan.take_params(params(carried), stack.layer, record[:num_params], phase.columns["first"][0])
+            record = fetch_first(phase, begin, partial(fetch, (carried,)), self.mesh)
+            shards = plan.take_params(params(carried), stack.layer, record[:num_params], jnp.int32(phase.first))
             first, fetched = plan.gather(shards, stack.layer), record[num_params:]
         # Backward reads optimizer state only if it updates.
         on_device = stack.run.device_layers if self.config.update == "in_backward" else 0
@@ -232,7 +233,7 @@ class StackLoops:
             zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)), context)
             d_context = self.microbatches.constrain(zeros)
         dx, d_context, _, _, carried = run_phase(
-            stack.schedule.phase("backward"), phase, (dy, d_context, first, fetched, carried), tick,
+            phase, begin, (dy, d_context, first, fetched, carried), tick, mesh=self.mesh,
             fetch=fetch, device_layers=on_device, drain=None if stack.drains_beside_ends else drain,
         )  # fmt: skip
         return dx, d_context, carried

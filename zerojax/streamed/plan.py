@@ -26,6 +26,7 @@ from host_offload.schedule import (
     moves_of,
     stacked_schedule,
 )
+from zerojax.compat import most_link_groups, num_update_groups
 from zerojax.grads import Derivative, float32_grads, reduced, unreduced_grads, unreduced_sharding
 from zerojax.models import LayeredModel, StackModel, stacks_of
 from zerojax.optim import HostUpdate, RecordUpdate, unused_grads, used
@@ -248,27 +249,11 @@ class StreamedPlan:
         """
         if self.config.link_groups is not None:
             return self.config.link_groups
-        # Simulated for a Llama of 6.7 B with `opt_state` on the host of one H200, milliseconds a step of 16K and 32K tokens:
-        #   groups      2           3           4           5           6           8           10          12
-        #   jax 0.12                            1983, 3221  1935, 3008  1991, 2955  2042, 3055  2000, 2962  2106, 3100
-        #   jax 0.11.2  3118, 3894  2983, 3733  2679, 3410  2693, 3383  2623, 3209  2251, 3117  2173, 3115  2274, 3180
-        # Before 0.12 XLA deals the copies of both directions out to four streams in turn, where loads wait for stores: the
-        # smaller a group is, the shorter is the wait.
-        most = 6 if jax.__version_info__ >= (0, 12) else 10
-        return max(2, min(most, 2 * sum(len(self.leaves[i].record_shape) > 1 for i in part)))
+        return max(2, min(most_link_groups(), 2 * sum(len(self.leaves[i].record_shape) > 1 for i in part)))
 
     def update_groups(self) -> int:
-        """Return the same of an update after backward, where no products part the turns.
-
-        Each more only waits for the longer of two directions, but for the streams of XLA before 0.12.
-        """
-        # Simulated as above, with clip_norm, milliseconds a step of 16K tokens:
-        #   groups      2     3     4     6     10    20
-        #   jax 0.12    2960  2960  3002  3026  2960  3534
-        #   jax 0.11.2  4054  3864  3687  3636  3128  3562
-        if self.config.link_groups is not None:
-            return self.config.link_groups
-        return 2 if jax.__version_info__ >= (0, 12) else 10
+        """Return the same of an update after backward, where no products part the turns."""
+        return self.config.link_groups or num_update_groups()
 
     def end_groups(self) -> list[list[int]]:
         """Return those of `late_ends` that are not cut in groups: one leaf, or as many as are together no larger than a layer.

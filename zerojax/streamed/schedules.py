@@ -194,7 +194,7 @@ def facts_of(records: StateRecords, run: LayerRun) -> RunFacts:
         num_arrays=len(records.opt_records(stack.blocks)),
         num_tiles={group.name: group.num_tiles for group in stack.groups},
         has_master=layout.has_master,
-        both_ways=records.linear_slices,
+        both_ways=records.both_ways,
         is_split=records.mesh.shape[FSDP] > 1,
     )
 

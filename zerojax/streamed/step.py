@@ -7,7 +7,7 @@
     update     for t:  g, w, s = take(l[t]);  scale by the global norm;  update;  write back
 
 Nothing is differentiated through a transfer: backward is a loop of its own, which takes the derivative of one layer at a time
-(`residuals`). Order, prefetches and buffer slots are arrays of `host_offload.schedule`. Every tier runs the same loops
+(`residuals`). Order and prefetches are operations of `host_offload.schedule`. Every tier runs the same loops
 (ZeRO-Infinity, arXiv:2104.07857, section 5), and where the bytes rest does not change a number.
 
 Microbatches run inside a tick: a layer is fetched and gathered once in forward and once in backward for all of them, its
@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from host_offload.engine import DiskRecords
@@ -39,7 +38,7 @@ from host_offload.schedule import Move, StepPlan
 from zerojax.metrics import evaluation, with_own
 from zerojax.models import BLOCKS, LayeredModel, Loss, any_fault, divided, floating, joined, together, with_blocks
 from zerojax.optim import RecordUpdate
-from zerojax.state import StateRecords, TrainState, with_loss_scale, with_model_state
+from zerojax.state import StateRecords, TrainState, wait_for, with_loss_scale, with_model_state
 from zerojax.streamed.activations import ResidualPlan, Scratch
 from zerojax.streamed.endings.in_backward import InBackward
 from zerojax.streamed.endings.interface import BackwardResult, Ending, GradsTaker, HeadDone, loss_scale
@@ -48,7 +47,6 @@ from zerojax.streamed.endings.stored import ByLayers, GradsAlone, WholeTree
 from zerojax.streamed.ends import Ends, ends_state
 from zerojax.streamed.loops import StackLoops
 from zerojax.streamed.microbatches import LayerInputs, Microbatches
-from zerojax.streamed.phases import ScheduleArrays
 from zerojax.streamed.plan import StreamedPlan, moves
 from zerojax.streamed.residuals import check_names
 from zerojax.streamed.traced_block import TracedBlock
@@ -132,11 +130,6 @@ class StreamedStep:
 
     # --- what a step needs, from shapes alone ------------------------------------------------------------------------------
 
-    def arrays(self) -> ScheduleArrays:
-        """Return the schedule's arrays, in numpy."""
-        linear = self.mesh if self.plan.state_records.linear_slices else None
-        return ScheduleArrays(self.schedule.arrays(), np.asarray(1, np.int32), linear)
-
     def abstract_residuals(self, abstract_batch: Any) -> list[ResidualPlan]:
         """Return what forward saves of a batch, of a layer of each run."""
         state = self.layout.abstract_arrays
@@ -205,30 +198,27 @@ class StreamedStep:
 
     # --- the step ----------------------------------------------------------------------------------------------------------
 
-    def step(
-        self, state: TrainState, batch: Any, arrays: ScheduleArrays, scratch: Scratch
-    ) -> tuple[tuple[TrainState, Scratch], dict[str, Array]]:
+    def step(self, state: TrainState, batch: Any, scratch: Scratch) -> tuple[tuple[TrainState, Scratch], dict[str, Array]]:
         """Run one step.
 
         Args:
           state: donated.
           batch: global batch.
-          arrays: of the schedule.
           scratch: stacks in host memory that live from forward to update; donated and returned.
         """
         batch, keys = self._split(state, batch)
-        run = self._derive(state, batch, keys, arrays, scratch, self.ending, self._first_token(state))
+        run = self._derive(state, batch, keys, scratch, self.ending, self._first_token(state))
         after, metrics = self.ending.end(run.backward)
         after = with_loss_scale(state, after, any_fault(run.own))
         if state.model_state is not None:
             after = with_model_state(state, after, {**state.model_state, **run.ends_state})
         return (after, run.scratch), with_own(metrics, divided(run.own))
 
-    def grads(self, state: TrainState, batch: Any, arrays: ScheduleArrays, scratch: Scratch) -> tuple[tuple[Any, Any], Scratch]:
+    def grads(self, state: TrainState, batch: Any, scratch: Scratch) -> tuple[tuple[Any, Any], Scratch]:
         """Return (what `eval` returns, of a step) and the unscaled gradients, float32; and the scratch."""
         ending = GradsAlone(self.plan)
         batch, keys = self._split(state, batch)
-        run = self._derive(state, batch, keys, arrays, scratch, ending, jnp.int32(0))
+        run = self._derive(state, batch, keys, scratch, ending, jnp.int32(0))
         return (evaluation(run.backward.loss, divided(run.own)), ending.tree(run.backward)), run.scratch
 
     def check_grads(self) -> None:
@@ -251,14 +241,13 @@ class StreamedStep:
         state: TrainState,
         batch: Any,
         keys: Any,
-        arrays: ScheduleArrays,
         scratch: Scratch,
         taker: GradsTaker[Any],
         token: Array,
     ) -> "_Derived":
         """Run forward, head and backward, whose gradients go to `taker`; `token` is what its callbacks wait for."""
         # Before the layers, as the disk was told (`step_moves`).
-        params = self.layout.join(state)
+        params, begin = self.layout.join(state), jnp.int32(0)
         ends = self.ends.load(params)
         before = ends_state(state.model_state)
         y, states, read_by_head = self.ends.embed_all(ends, batch, keys, before)
@@ -266,7 +255,7 @@ class StreamedStep:
         entered, inputs = y, LayerInputs()
         for loops in self.loops:
             if passes:  # what these layers fetch first may overlap the end of those before them, and no more
-                arrays, y = arrays.after(y, self.mesh)
+                begin, y = wait_for(begin, y, self.mesh)
             x = y
             if loops.stack.run.starts_stack:
                 entered = y
@@ -274,12 +263,12 @@ class StreamedStep:
                 inputs = self.ends.inputs(loops.stack, context, keys, state.model_state)
             residuals = loops.tracer.plan_residuals(x, inputs, self.microbatches.count)
             mine, in_memory = in_memory[: len(residuals.in_memory)], in_memory[len(residuals.in_memory) :]
-            stacks, of_run = loops.tracer.stacks(residuals, mine), arrays.of_run(loops.stack.run.name)
-            y, stacks, added = loops.forward(params[BLOCKS], x, inputs, of_run, residuals, stacks)
+            stacks = loops.tracer.stacks(residuals, mine)
+            y, stacks, added = loops.forward(params[BLOCKS], x, inputs, begin, residuals, stacks)
             passes.append(_Pass(loops, entered, inputs, residuals, stacks))
             all_added.append(added)
         # What backward fetches first may overlap the head, and not the layers.
-        arrays, y = arrays.after(y, self.mesh)
+        begin, y = wait_for(begin, y, self.mesh)
         y, loaded = taker.load_ends(state, y)
         head = self.ends.head_and_grads(ends, y, batch, keys, loss_scale(state), read_by_head)
         loss, own = _with_added(head.loss, head.metrics, together(all_added))
@@ -287,10 +276,10 @@ class StreamedStep:
         dx, g_ends, d_context = head.dy, head.grads, None
         for done in reversed(passes):
             if done is not passes[-1]:
-                arrays, dx = arrays.after(dx, self.mesh)
-            stack, of_run = done.loops.stack, arrays.of_run(done.loops.stack.run.name)
+                begin, dx = wait_for(begin, dx, self.mesh)
+            stack = done.loops.stack
             dx, d_context, carried = done.loops.backward(
-                taker, state, done.inputs, of_run, done.residuals, done.stacks, dx, d_context, carried
+                taker, state, done.inputs, begin, done.residuals, done.stacks, dx, d_context, carried
             )
             if stack.run.starts_stack:
                 of_enter, d_context = _as_context(d_context, done.inputs.context), None
@@ -299,35 +288,33 @@ class StreamedStep:
         # Scratch goes out as it came in, so that the next step is given the same host memory.
         in_memory = [done.stacks[i] for done in passes for i in done.residuals.in_memory]
         scratch = {"grads": taker.grads(carried), "residuals": in_memory}
-        return _Derived(BackwardResult(state, loss, carried, g_ends, arrays), own, head.state, scratch)
+        return _Derived(BackwardResult(state, loss, carried, g_ends, begin), own, head.state, scratch)
 
-    def eval(self, params: Any, model_state: Any, batch: Any, arrays: ScheduleArrays) -> Any:
+    def eval(self, params: Any, model_state: Any, batch: Any) -> Any:
         """Return the loss of a batch, without keys, as one microbatch; where there are metrics, a dict of both."""
-        ends, y, added, state = self._eval_layers(params, model_state, batch, arrays)
+        ends, y, added, state = self._eval_layers(params, model_state, batch)
         loss, _ = self.ends_of_eval.head(ends, y, batch, None, state)
         value, own = _with_added(with_blocks(loss, None).value(), dict(loss.metrics), added)
         return evaluation(value, divided(own))
 
-    def apply(self, params: Any, model_state: Any, batch: Any, arrays: ScheduleArrays) -> Any:
+    def apply(self, params: Any, model_state: Any, batch: Any) -> Any:
         """Return what the model's `predict` does, without keys, as one microbatch."""
-        ends, y, _, state = self._eval_layers(params, model_state, batch, arrays)
+        ends, y, _, state = self._eval_layers(params, model_state, batch)
         return self.ends_of_eval.predict(ends, y, batch, state)
 
-    def _eval_layers(
-        self, params: Any, model_state: Any, batch: Any, arrays: ScheduleArrays
-    ) -> tuple[Any, Any, Loss | None, Any]:
+    def _eval_layers(self, params: Any, model_state: Any, batch: Any) -> tuple[Any, Any, Loss | None, Any]:
         """Return the leaves of the ends, the last layer's output, what the layers add to the loss, and the ends' state."""
         ends = self.ends.load(params)
         y, state = self.ends_of_eval.embed(ends, batch, None, ends_state(model_state))
-        all_added, inputs = list[Loss | None](), LayerInputs()
+        all_added, inputs, begin = list[Loss | None](), LayerInputs(), jnp.int32(0)
         for loops in self.loops:
             if all_added:
-                arrays, y = arrays.after(y, self.mesh)
+                begin, y = wait_for(begin, y, self.mesh)
             if loops.stack.run.starts_stack:
                 y, context = self.ends_of_eval.enter(loops.stack, ends, y, batch, None)
                 inputs = self.ends_of_eval.inputs(loops.stack, context, None, model_state)
             # Nothing is saved, so there are no stacks to fill.
-            y, _, added = loops.forward(params[BLOCKS], y, inputs, arrays.of_run(loops.stack.run.name), None, [])
+            y, _, added = loops.forward(params[BLOCKS], y, inputs, begin, None, [])
             all_added.append(added)
         added = together(all_added)
         return ends, y, added, state

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 
 from host_offload.schedule import TileLoops
 from zerojax.grads import beside
-from zerojax.state import Tile, TileGroup
+from zerojax.state import Tile, TileGroup, wait_for
 from zerojax.streamed.endings.interface import RecordGrads
 from zerojax.streamed.microbatches import Microbatches
-from zerojax.streamed.phases import ScheduleArrays, Tick, run_phase
+from zerojax.streamed.phases import Tick, run_phase
 from zerojax.streamed.plan import StackPlan, StreamedPlan
 from zerojax.streamed.tiled_block import TileLoopCall
 
@@ -40,7 +40,7 @@ class TileRunner:
         plan: StreamedPlan,
         stack: StackPlan,
         microbatches: Microbatches,
-        arrays: ScheduleArrays,
+        begin: Array,
         now: Tick,
         stacks: Callable[[Any], Sequence[Any]],
         carried: Any = None,
@@ -51,12 +51,12 @@ class TileRunner:
           plan: of the step.
           stack: of which the layer is.
           microbatches: of the step.
-          arrays: of the schedule.
+          begin: i32[] zero, known when the loops may begin.
           now: the tick.
           stacks: of parameters, as a function of what is carried.
           carried: by the ending, in backward.
         """
-        self.plan, self.stack, self.microbatches, self.arrays, self.now = plan, stack, microbatches, arrays, now
+        self.plan, self.stack, self.microbatches, self.begin, self.now = plan, stack, microbatches, begin, now
         self.stacks, self.carried = stacks, carried
         self._before: Array | None = None  # a result of the last loop
 
@@ -150,8 +150,7 @@ class TileRunner:
             # As for a layer: what uses the gradients waits for what is computed besides.
             grads, cotangents = jax.lax.optimization_barrier((grads, cotangents))
             # An ending reads and writes records, and this one is a tile: its index is that of the layer and that of the tile.
-            here, there = (Tile(self.now.layer, k, group.num_tiles) for k in (now.layer, now.write))
-            now = dataclasses.replace(now, layer=here, write=there)
+            now = dataclasses.replace(now, layer=Tile(self.now.layer, now.layer, group.num_tiles))
             if group.leaves:  # else all of the group is frozen, and there is nothing to use
                 by_index = dict(zip(self._in_tree(group), full, strict=True))
                 record = RecordGrads(now, group.leaves, grads, [by_index[i] for i in group.leaves], landing)
@@ -185,11 +184,10 @@ class TileRunner:
             shards = self.plan.take_params(self.stacks(carried(carry)), group.weights, now.record or [], index)
             return tick(carry, dataclasses.replace(now, record=shards))
 
-        # The index of a tile is that of its layer and its own, from the counters of two loops: XLA knows no address for it.
-        arrays = dataclasses.replace(self.arrays.phase(loops.plan(phase)), linear=None)
+        begin, mesh = self.begin, self.plan.mesh
         if self._before is not None and self.plan.layout.disk is not None:  # the disk sees one order
-            arrays = arrays.after(self._before, self.plan.mesh)
-        after = run_phase(loops.phase(phase), arrays, carry, take, fetch=read)
+            begin, _ = wait_for(begin, self._before, mesh)
+        after = run_phase(loops.phase(phase), begin, carry, take, mesh=mesh, fetch=read)
         # Any result will do: all results of a loop are there at once.
         self._before = jax.tree.leaves(after)[0]
         return after

@@ -155,8 +155,6 @@ def check_copies(way: str) -> Callable[[Context], Iterator[Row]]:
     """Return the check of one way."""
 
     def rows(context: Context) -> Iterator[Row]:
-        from host_offload.device import has_linear_fix
-
         copied, mesh = context.sizes.copied, one_device()
         if "arrays" not in context.shared:
             context.shared["arrays"] = Arrays.make(copied, mesh)
@@ -175,10 +173,8 @@ def check_copies(way: str) -> Callable[[Context], Iterator[Row]]:
             step, name = jit_loop(way, index, 0, copied, mesh), f"{way}, {index} index"
             seen = np.asarray(arrays.run(step))
             wrong = wrong_records(way, seen, np.asarray(arrays.down))
-            # Up to jaxlib 0.11.0 the linear form is known to take wrong records on a GPU, and the step does not use it.
-            told = index == LINEAR and not has_linear_fix() and platform_name() == "gpu"
             figure = f"{wrong} of {num} records wrong" if wrong else "right"
-            yield Row(f"{name}: records", figure, "" if told else "right", None if told else not wrong, {"wrong": wrong})
+            yield Row(f"{name}: records", figure, "right", not wrong, {"wrong": wrong})
             seconds = arrays.seconds(step)
             rate = num * per_tick / seconds
             share = rate / best if best else float("nan")
@@ -227,7 +223,6 @@ def compile_copies(way: str) -> Callable[[Context], Iterator[Row]]:
         import jax
         import jax.numpy as jnp
 
-        from host_offload.device import has_linear_fix
         from zerojax import aot, hlo
         from zerojax.sharding import named
 
@@ -250,7 +245,7 @@ def compile_copies(way: str) -> Callable[[Context], Iterator[Row]]:
             moved = sum((*traffic.by_copies.values(), *traffic.by_kernels.values()))
             records = 4 * math.prod(copied.shape) * (2 if way == "both" else 1)
             share = traffic.share_of_copies
-            judged = index == LINEAR and has_linear_fix()
+            judged = index == LINEAR
             yield Row(
                 f"{way}, {index} index, {products} products",
                 f"{moved / records:.3f} of the records' bytes, {100 * share:.1f} % of them by copies; predicted "

@@ -14,14 +14,13 @@ def check_slices(sizes: Sizes) -> Iterator[Row]:
     """Run each form of access to host memory, in both directions."""
     import jax
 
-    from host_offload.device import build_form, forms, has_linear_fix, records
+    from host_offload.device import build_form, forms, records
 
     del sizes
-    kinds = (("", False), (", linear", True)) if has_linear_fix() else (("", False),)
-    for name, form, is_linear in [(name + of, form, linear) for name, form in forms().items() for of, linear in kinds]:
+    for name, form in forms().items():
 
-        def rows(name: str = name, form: Any = form, is_linear: bool = is_linear) -> Iterator[Row]:
-            program, wrong = build_form(form, jax.devices()[0], is_linear=is_linear), []
+        def rows(name: str = name, form: Any = form) -> Iterator[Row]:
+            program, wrong = build_form(form, jax.devices()[0]), []
             stack = records()
             for direction, order in (("ascending", range(len(stack))), ("descending", reversed(range(len(stack))))):
                 order = np.array(list(order), np.int32)
@@ -37,26 +36,20 @@ def compile_forms(mesh: Any, judged: Callable[[str, Any, float], Row]) -> Iterat
     """Compile the forms of access to host memory."""
     import jax
 
-    from host_offload.device import forms, has_linear_fix, linear_order, records
+    from host_offload.device import forms, linear_order, records
     from zerojax.sharding import named
 
     stack = records()
     descending = linear_order(np.arange(len(stack), dtype=np.int32)[::-1])
-    kinds = (("", False), (", linear", True)) if has_linear_fix() else (("", False),)
-    for name, form, is_linear in [(name + of, form, linear) for name, form in forms().items() for of, linear in kinds]:
+    for name, form in forms().items():
 
-        def rows(name: str = name, form: Any = form, is_linear: bool = is_linear) -> Iterator[Row]:
+        def rows(name: str = name, form: Any = form) -> Iterator[Row]:
             start = time.perf_counter()
             with jax.set_mesh(mesh):
                 here, there = named(mesh, ()), named(mesh, (), H)
-                order = jax.ShapeDtypeStruct(stack.shape[:1], np.int32, sharding=here)
                 given = jax.ShapeDtypeStruct(stack.shape, stack.dtype, sharding=there)
-
-                def run(order: Any, stack: Any) -> Any:
-                    return form.run(descending if is_linear else order, stack, H)
-
-                step = jax.jit(run, donate_argnums=1, out_shardings=(there, here))
-                compiled = step.lower(order, given).compile()
+                run = lambda stack: form.run(descending, stack, H)  # noqa: E731
+                compiled = jax.jit(run, donate_argnums=0, out_shardings=(there, here)).lower(given).compile()
             yield judged(name, compiled, time.perf_counter() - start)
 
         yield from attempt(name, rows)

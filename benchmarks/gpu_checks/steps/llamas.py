@@ -180,7 +180,6 @@ def compile_case(program: Any, batch: Any, options: dict[str, Any]) -> Read:
 
 def program_rows(read: Read) -> Iterator[Row]:
     """Say what moves over the link, and by whom."""
-    from host_offload.device import has_linear_fix
     from zerojax import hlo
 
     if read.why is not None:
@@ -190,7 +189,7 @@ def program_rows(read: Read) -> Iterator[Row]:
     traffic = hlo.host_traffic(read.text, read.thunks, unknown_trips=1)
     copies, kernels, graphs = traffic.by_copies, traffic.by_kernels, traffic.in_graphs
     crosses = sum(copies.values()) + sum(kernels.values()) > 0
-    judged = crosses and has_linear_fix() and not traffic.has_callbacks
+    judged = crosses and not traffic.has_callbacks
     share = traffic.share_of_copies
     text = (
         f"by copies {copies['to_device'] / 1e9:.2f} GB up, {copies['to_host'] / 1e9:.2f} down; by kernels "

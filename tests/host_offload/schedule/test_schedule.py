@@ -13,7 +13,7 @@ from host_offload.schedule.moves import moves_of
 from host_offload.schedule.ops import END_PIECES, KINDS
 from host_offload.schedule.stacks import StepPlan
 
-FIELDS = {"layer", "consume", "use_slot", "fetch", "fetch_slot", "store", "preload", "preload_slot", "first"}
+COLUMNS = ("layer", "consume", "use_slot", "fetch", "fetch_slot", "store", "preload")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -63,7 +63,7 @@ def expected_kinds(s, master, name):
 def run(phase, distance):
     """Run the ticks of a phase over a ring: the (tick, layer) taken from off the device; asserts what a loop relies on."""
     ring, took = {}, []
-    for i, (layer, slot) in enumerate(zip(phase.preload, phase.preload_slot, strict=True)):
+    for i, (layer, slot) in enumerate(zip(phase.preload, range(len(phase.preload)), strict=True)):
         assert slot not in ring
         ring[slot] = (layer, i - distance)  # as if fetched `distance` ticks before its use
     for tick in range(len(phase.layer)):
@@ -111,9 +111,10 @@ def test_schedule_of_a_part_of_a_stack_is_that_of_a_stack_with_other_numbers(kw,
     shifted = {**kw, "first_layer": first, "device_layers": on_device and on_device + first}
     whole, part = build_schedule(**kw), build_schedule(**shifted)
     for a, b in zip(whole.phases, part.phases, strict=True):
-        for name, numbers in a.arrays().items():
+        for name in COLUMNS:
+            numbers = getattr(a, name)
             moved = numbers if name.endswith("slot") else np.where(numbers >= 0, numbers + first, -1)
-            np.testing.assert_array_equal(b.arrays()[name], moved, err_msg=name)
+            np.testing.assert_array_equal(getattr(b, name), moved, err_msg=name)
         assert (b.fetches, b.reads, b.writes, b.drain.tolist()) == (a.fetches, a.reads, a.writes, [n + first for n in a.drain])
     moves = [moves_of(StepPlan({"": s}), (*KINDS, "kept"), names={"": ("", "kept")}) for s in (whole, part)]
     counted_from = {"kept": 0, "opt_state": 0 if on_device else first}
@@ -194,18 +195,13 @@ def test_operations_of_a_tick_are_of_the_layer_that_their_lag_says(kw, late):
 
 @many
 @given(schedules)
-def test_schedule_arrays_are_int32_of_the_documented_shapes(kw):
-    s = build_schedule(**kw)
-    arrays = s.arrays()
-    assert list(arrays) == [p.name for p in s.phases]
-    for p in s.phases:
-        assert arrays[p.name].keys() == FIELDS
-        for name, array in arrays[p.name].items():
-            n = {"preload": len(p.preload), "preload_slot": len(p.preload), "first": 1}.get(name, s.num_layers)
-            assert array.dtype == np.int32
-            assert array.shape == (n,)
-            assert not array.flags.writeable
-        assert arrays[p.name]["first"].tolist() == [p.first]
+def test_columns_of_a_phase_are_int32_with_an_entry_for_each_tick(kw):
+    for p in build_schedule(**kw).phases:
+        for name in COLUMNS:
+            column = getattr(p, name)
+            assert column.dtype == np.int32
+            assert column.shape == (len(p.preload) if name == "preload" else kw["num_layers"],)
+            assert not column.flags.writeable
 
 
 def brute_bytes(s, p, tick, master):
@@ -444,7 +440,7 @@ def test_schedule_prints_a_row_for_each_tick_and_preload(kw):
 def test_schedule_golden_ring_of_two():
     s = build_schedule(5, 2, tiers={"params": "nvme"}, gather_ahead=True, update="in_backward")
     p = s.phase("backward")
-    assert (p.first, p.preload.tolist(), p.preload_slot.tolist()) == (4, [3, 2], [0, 1])
+    assert (p.first, p.preload.tolist()) == (4, [3, 2])
     assert p.consume.tolist() == [3, 2, 1, 0, -1]
     assert p.use_slot.tolist() == [0, 1, 0, 1, -1]
     assert p.fetch.tolist() == [1, 0, -1, -1, -1]
@@ -472,7 +468,7 @@ def test_schedule_with_the_device_alone_moves_nothing():
         assert p.fetches == p.reads == p.writes == ()
         for array in (p.fetch, p.use_slot, p.fetch_slot, p.store):
             assert (array == -1).all()
-        assert p.preload.size == p.preload_slot.size == 0
+        assert p.preload.size == 0
 
 
 @pytest.mark.parametrize(

@@ -70,13 +70,12 @@ def test_a_tile_takes_the_same_bytes_however_many_there_are():
     assert few == many
 
 
-def test_arrays_are_those_of_each_loop():
+def test_the_loops_of_a_group_go_over_the_tiles_of_a_layer_or_of_all_layers():
     schedule = build(3, 1, {"mlp": 4})
-    arrays = schedule.arrays()
-    assert set(arrays) == {f"{phase}{tiles}" for phase in ("forward", "backward", "update") for tiles in ("", "/mlp")}
-    assert arrays["forward/mlp"]["layer"].tolist() == [0, 1, 2, 3]
-    assert arrays["backward/mlp"]["layer"].tolist() == [3, 2, 1, 0]
-    assert arrays["update/mlp"]["layer"].tolist() == list(range(12))
+    (loops,) = schedule.tiles
+    assert loops.phase("forward").layer.tolist() == [0, 1, 2, 3]
+    assert loops.phase("backward").layer.tolist() == [3, 2, 1, 0]
+    assert loops.phase("update").layer.tolist() == list(range(12))
     assert "update/mlp, after the layers: fetches params" not in str(schedule)  # masters take the parameters' place
     assert "update/mlp, after the layers: fetches grads, opt_state; writes opt_state, params" in str(schedule)
 

@@ -22,7 +22,6 @@ def end_beside_drain(
     ready: Callable[[Array], Array],
     loss: Array,
     ok: Array,
-    one: Array,
 ) -> FlatState:
     """Update leaves while the record that was updated last is stored; each group is stored while the next one is loaded.
 
@@ -37,7 +36,6 @@ def end_beside_drain(
       ready: a gradient -> the one to update with, float32.
       loss: f32[].
       ok: bool[], whether to update at all.
-      one: i32[] holding 1, an argument of the program.
     """
     records, groups, last = update.records, plan.end_groups(), plan.drained
     assert last is not None
@@ -63,4 +61,4 @@ def end_beside_drain(
     (layer,) = (n for phase in last.schedule.phases for n in phase.drain.tolist())
     states = one_trip(layer, body, states, plan.mesh)
     in_pieces = {i: grads[i] for i in plan.cut_ends}
-    return update.update_ends(states, in_pieces, records.shared_of(states), loss, ok, one, ready)
+    return update.update_ends(states, in_pieces, records.shared_of(states), loss, ok, ready)

@@ -134,7 +134,7 @@ class InBackward:
         # A sum that is not finite stays so: no later layer of this step is updated either.
         shared, mean, ok = records.shared_of(states), [plan.mean(g) for g in record.grads], jnp.isfinite(squares)
         states, landing = self.record_update.update_layer(
-            states, part, now.write_index(), mean, arrays, shared, carried.loss, ok, record.landing
+            states, part, now.index(), mean, arrays, shared, carried.loss, ok, record.landing
         )
         return dataclasses.replace(carried, states=states, squares=squares), landing
 
@@ -209,13 +209,13 @@ class InBackward:
 
     def end(self, result: BackwardResult[UpdatedState]) -> Result:
         plan, update, states, norm = self.plan, self.record_update, result.carried.states, self.norm(result)
-        ends, ok, one = self._late_ends(result), jnp.isfinite(norm), result.arrays.one
+        ends, ok = self._late_ends(result), jnp.isfinite(norm)
         if plan.drained is not None:
             drain = partial(self._drained, plan.drained, result.carried.pending)
-            states = end_beside_drain(plan, update, states, drain, ends, plan.mean, result.loss, ok, one)
+            states = end_beside_drain(plan, update, states, drain, ends, plan.mean, result.loss, ok)
         else:
             shared = self.records.shared_of(states)
-            states = update.update_ends(states, ends, shared, result.loss, ok, one, plan.mean)
+            states = update.update_ends(states, ends, shared, result.loss, ok, plan.mean)
         states = _with_pieces(self.records, states, plan.head_pieces, Pieces.join)
         return closed(update, result, states, norm)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from zerojax.optim import RecordUpdate, finish
 from zerojax.state import FlatState, Pending, TrainState
 from zerojax.streamed.endings.crossing import Crossed, Crossing
-from zerojax.streamed.phases import ScheduleArrays, Tick
+from zerojax.streamed.phases import Tick
 from zerojax.streamed.plan import StackPlan
 
 Array = jax.Array
@@ -29,14 +29,14 @@ class BackwardResult(Generic[Carried]):
       loss: f32[], the mean over microbatches.
       carried: by backward.
       ends: summed gradients of the leaves that are no stack of layers.
-      arrays: of the schedule.
+      begin: i32[] zero, known when backward may begin: the update, too, comes after what it waits for.
     """
 
     state: TrainState
     loss: Array
     carried: Carried
     ends: list[Array]
-    arrays: ScheduleArrays
+    begin: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RecordGrads:
     """What a tick of backward makes of a record, a layer or a tile of one.
 
     Attributes:
-      now: the tick; `now.layer` and `now.write` are the record's index.
+      now: the tick; `now.layer` is the record's index.
       part: indices of the record's leaves.
       grads: summed over microbatches, on their shards.
       params: of these leaves, gathered.

@@ -49,7 +49,7 @@ class HostInBackward(InBackward):
         if record.now.lands_first:  # the new parameters are written to the stacks that it comes from
             grads, landing = jax.lax.optimization_barrier((grads, landing))
         states, token, handed = self.host.update_layer(
-            carried.states, record.part, record.now.write, grads, old, jnp.isfinite(squares), carried.scalars, carried.token,
+            carried.states, record.part, record.now.layer, grads, old, jnp.isfinite(squares), carried.scalars, carried.token,
             carried.handed,
         )  # fmt: skip
         return dataclasses.replace(carried, states=states, squares=squares, token=token, handed=handed), landing
@@ -84,9 +84,9 @@ class OnHost(StoredGrads):
     def of_layers(self, result: BackwardResult[GradStacks], tick: Callable[[Sequence[int], Any, Tick], Any], carry: Any) -> Any:
         """Run `tick(leaves, carry, now)` for the layers of every run."""
         for stack in self.plan.of_stacks:
-            arrays, run = result.arrays.of_run(stack.run.name).phase("update"), partial(tick, stack.blocks)
+            phase, run = stack.schedule.phase("update"), partial(tick, stack.blocks)
             # Nothing is fetched to the device: the callbacks work on host memory, and on the disk's buffers.
-            carry = run_phase(stack.schedule.phase("update"), arrays, carry, run, fetch=_nothing)
+            carry = run_phase(phase, result.begin, carry, run, mesh=self.plan.mesh, fetch=_nothing)
         return carry
 
     def end(self, result: BackwardResult[GradStacks]) -> Result:
@@ -102,7 +102,7 @@ class OnHost(StoredGrads):
             # Stashed gradients wait in host memory or on disk, where the kernels find them by layer.
             grads = [] if host.stashes else self.read_grads(result.carried, part, now.layer)
             old = records.read_params(states, part, now.layer) if host.needs_weights else []
-            return host.update_layer(states, part, now.write, grads, old, ok, scalars, token, handed), now.landing
+            return host.update_layer(states, part, now.layer, grads, old, ok, scalars, token, handed), now.landing
 
         states, token, handed = self.of_layers(result, tick, (states, result.carried.token, host.nothing_handed()))
         states, _ = host.update_ends(states, result.ends, ok, scalars, token, handed)
@@ -130,7 +130,7 @@ class Delayed(OnHost):
             return carried, landing
         assert state.pending is not None
         # After the gradients were handed over, and so after the layer's last use.
-        params, token = self.host.install(carried.params, record.part, record.now.write, state.pending, carried.token)
+        params, token = self.host.install(carried.params, record.part, record.now.layer, state.pending, carried.token)
         return dataclasses.replace(carried, params=params, token=token), landing
 
     def end(self, result: BackwardResult[GradStacks]) -> Result:

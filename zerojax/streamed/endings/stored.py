@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,11 +12,22 @@ import optax
 from host_offload.schedule import Phase
 from zerojax.models import BLOCKS
 from zerojax.optim import RecordUpdate, build_update, clip_factor
-from zerojax.state import FlatState, Index, Tile, TrainState, is_stored, pick, read_layer, write_layer
+from zerojax.state import (
+    FlatState,
+    Index,
+    TileNumber,
+    TrainState,
+    adds_order,
+    is_stored,
+    pick,
+    read_layer,
+    wait_for,
+    write_layer,
+)
 from zerojax.streamed.endings.beside_drain import end_beside_drain
 from zerojax.streamed.endings.crossing import Crossing, LateRecord, kept_for_later
 from zerojax.streamed.endings.interface import BackwardResult, HeadDone, RecordGrads, Result, closed
-from zerojax.streamed.phases import PhaseArrays, Tick, run_phase
+from zerojax.streamed.phases import Tick, run_phase
 from zerojax.streamed.plan import StackPlan, StreamedPlan
 
 Array = jax.Array
@@ -72,7 +82,7 @@ class StoredGrads:
 
     def store(self, carried: GradStacks, record: RecordGrads) -> GradStacks:
         plan, part = self.plan, record.part
-        after = write_layer(pick(plan.grads, part), plan.pick(carried.grads, part), record.now.write, record.grads)
+        after = write_layer(pick(plan.grads, part), plan.pick(carried.grads, part), record.now.layer, record.grads)
         return dataclasses.replace(carried, grads=plan.put(carried.grads, part, after))
 
     def crossing(self, carried: GradStacks, now: Tick, part: Sequence[int], ends: Mapping[int, list[Array]]) -> Crossing | None:
@@ -138,7 +148,7 @@ class ByLayers(StoredGrads):
     def end(self, result: BackwardResult[GradStacks]) -> Result:
         plan, update, records, state = self.plan, self.record_update, self.records, result.state
         # What the update fetches first comes after backward, not before it.
-        arrays, squares = result.arrays.after(result.carried.squares, plan.mesh)
+        begin, squares = wait_for(result.begin, result.carried.squares, plan.mesh)
         result = dataclasses.replace(result, carried=dataclasses.replace(result.carried, squares=squares))
         norm = self.norm(result)
         ok, factor = jnp.isfinite(norm), clip_factor(norm, self.config.clip_norm)
@@ -153,26 +163,23 @@ class ByLayers(StoredGrads):
         shared = records.shared_of(states)
         ends = dict(zip(plan.ends, result.ends, strict=True))
         if self.ends_first:
-            states = update.update_ends(states, ends, shared, result.loss, ok, arrays.one, ready)
+            states = update.update_ends(states, ends, shared, result.loss, ok, ready)
             # The engine was told that the layers' records come after those of the ends (`step_moves`).
             if (token := records.end_token(states)) is not None:
-                arrays, _ = arrays.after(token, plan.mesh)
+                begin, _ = wait_for(begin, token, plan.mesh)
         # Of each run the layers' records, then all L T tiles of each group: as the engine reads ahead (`moves_of`).
         loops = []
         for stack in plan.of_stacks:
-            mine, on_device = arrays.of_run(stack.run.name), stack.run.device_layers
+            on_device = stack.run.device_layers
             phase, is_last = stack.schedule.phase("update"), stack is plan.drained
             follows = bool(loops) and not stack.run.starts_stack
-            loops.append(UpdateLoop(phase, mine.phase("update"), stack.blocks, on_device, is_last=is_last, follows=follows))
+            loops.append(UpdateLoop(phase, begin, stack.blocks, on_device, is_last=is_last, follows=follows))
             for group, tiles in stack.loops:
-                at = partial(Tile.numbered, of=group.num_tiles)
-                # A record's number makes two indices, of which neither is linear in it.
-                of_tiles = dataclasses.replace(mine.phase(tiles.plan("update")), linear=None)
-                loops.append(UpdateLoop(tiles.phase("update"), of_tiles, group.leaves, 0, at))
+                loops.append(UpdateLoop(tiles.phase("update"), begin, group.leaves, 0, TileNumber))
         tokens, pending = list[Array](), dict[int, list[Array]]()
         for number, loop in enumerate(loops):
             if tokens:  # the engine reads and writes records in one order, so loops over them may not be exchanged
-                loop = dataclasses.replace(loop, arrays=loop.arrays.after(tokens, plan.mesh))
+                loop = dataclasses.replace(loop, begin=wait_for(loop.begin, tokens, plan.mesh)[0])
             elif loop.follows and plan.grads_away and loops[number - 1].part:
                 loop, states = self._after(loop, loops[number - 1], states)
             if loop.phase.stores_late:
@@ -188,9 +195,9 @@ class ByLayers(StoredGrads):
             def drain(layer: Array, states: FlatState) -> FlatState:
                 return LateRecord(records, part).store(states, layer, values)
 
-            states = end_beside_drain(plan, update, states, drain, ends, ready, result.loss, ok, arrays.one)
+            states = end_beside_drain(plan, update, states, drain, ends, ready, result.loss, ok)
         elif not self.ends_first:
-            states = update.update_ends(states, ends, shared, result.loss, ok, arrays.one, ready)
+            states = update.update_ends(states, ends, shared, result.loss, ok, ready)
         return closed(update, result, states, norm)
 
     def _after(self, loop: "UpdateLoop", before: "UpdateLoop", states: FlatState) -> tuple["UpdateLoop", FlatState]:
@@ -198,14 +205,14 @@ class ByLayers(StoredGrads):
 
         What it fetches of the state does, since the loop before it returns the state. Gradients are only read.
         """
-        mesh, arrays = self.plan.mesh, loop.arrays
-        if mesh.devices.flat[0].platform != "cpu":
-            columns, states = jax.lax.optimization_barrier((arrays.columns, states))
-            return dataclasses.replace(loop, arrays=dataclasses.replace(arrays, columns=columns)), states
+        mesh = self.plan.mesh
+        if not adds_order(mesh):
+            begin, states = jax.lax.optimization_barrier((loop.begin, states))
+            return dataclasses.replace(loop, begin=begin), states
         # XLA for CPUs drops barriers (`wait_for`): there the least of what the loop before it wrote last is read.
         least = min(before.part, key=lambda i: math.prod(self.plan.leaves[i].record_shape))
         written = self.records.params[least].read(states.params[least], before.at(jnp.int32(before.phase.layer[-1])))
-        return dataclasses.replace(loop, arrays=arrays.after(written, mesh)), states
+        return dataclasses.replace(loop, begin=wait_for(loop.begin, written, mesh)[0]), states
 
     def update_records(
         self,
@@ -241,7 +248,7 @@ class ByLayers(StoredGrads):
         def tick(states: FlatState, now: Tick) -> tuple[FlatState, Any]:
             # What was fetched ahead is taken apart in the order of `fetch`: gradients, parameters, masters and optimizer state.
             # What was not fetched ahead is read here.
-            record, here, there = list(now.record or []), now.index(at), now.write_index(at)
+            record, here = list(now.record or []), now.index(at)
             grads = self.read_grads(result.carried, part, here) if not plan.grads_away else record[:num]
             record = record[num:] if plan.grads_away else record
             old: list[Array] = []
@@ -249,9 +256,9 @@ class ByLayers(StoredGrads):
                 old, record = (record[:num], record[num:]) if old_away else (records.read_params(states, part, here), record)
             opt = record if opt_ahead and not now.on_device else records.read_opt(states, part, here)
             mean = [ready(g) for g in grads]
-            return self.record_update.update_layer(states, part, there, mean, old + opt, shared, result.loss, ok, now.landing)
+            return self.record_update.update_layer(states, part, here, mean, old + opt, shared, result.loss, ok, now.landing)
 
-        return run_phase(loop.phase, loop.arrays, states, tick, fetch=fetch, device_layers=loop.on_device)
+        return run_phase(loop.phase, loop.begin, states, tick, mesh=plan.mesh, fetch=fetch, device_layers=loop.on_device)
 
     def update_records_late(
         self,
@@ -288,7 +295,13 @@ class ByLayers(StoredGrads):
 
         carry = states, late.empty(states)
         states, pending = run_phase(
-            loop.phase, loop.arrays, carry, tick, fetch=lambda carry, layer: [], drain=None if loop.is_last else drain
+            loop.phase,
+            loop.begin,
+            carry,
+            tick,
+            mesh=self.plan.mesh,
+            fetch=lambda carry, layer: [],
+            drain=None if loop.is_last else drain,
         )
         return states, {part[0]: pending}
 
@@ -299,7 +312,7 @@ class UpdateLoop:
 
     Attributes:
       phase: of the schedule.
-      arrays: of the phase.
+      begin: i32[] zero, known when the loop may begin.
       part: the leaves of a record.
       on_device: layers whose optimizer state stays on the device.
       at: number of a record -> its index.
@@ -308,7 +321,7 @@ class UpdateLoop:
     """
 
     phase: Phase
-    arrays: PhaseArrays
+    begin: Array
     part: Sequence[int]
     on_device: int
     at: Callable[[Array], Index] = lambda layer: layer
