@@ -22,8 +22,8 @@ from zerojax.optim.in_pieces import MOST_PIECES, Pieces, pieces_of, update_in_pi
 from zerojax.optim.layer_wise import Gathered, LayerTransformation, check_whole_leaves, why_not_by_leaf
 from zerojax.optim.leaf_rule import LeafRule
 from zerojax.optim.unused import unused_grads
-from zerojax.optim.whole_tree import Update, finish, measure_grads, update_if
-from zerojax.state import FlatState, Index, StateRecords, TrainState, load_leaves, order_read_before_write
+from zerojax.optim.whole_tree import Update, finish, measure_grads
+from zerojax.state import FlatState, StateRecords, TrainState, load_leaves, order_read_before_write
 
 Array = jax.Array
 
@@ -94,33 +94,29 @@ class RecordUpdate:
         # A skipped step is no step to the optimizer: its count, and with it bias corrections and schedules, stays.
         return [jnp.where(ok, a, b) for a, b in zip(after, before, strict=True)]
 
-    def update_layer(
+    def update(
         self,
-        states: FlatState,
         part: Sequence[int],
-        index: Index,
         grads: Sequence[Array],
         read: Sequence[Array],
         shared: Sequence[Array],
         loss: Array,
         ok: Array,
         landing: Any = None,
-    ) -> tuple[FlatState, Any]:
-        """Update one layer, or one tile, and write it back.
+    ) -> tuple[list[Array], list[Array], Any]:
+        """Update one record: a layer, a tile, an unstacked leaf, or some rows of one.
 
         Args:
-          states: all leaves; those of the part are replaced.
           part: indices of the leaves of the record.
-          index: of the record, to write at.
           grads: float32, sharded.
-          read: what `StateRecords.read_opt` returned, after the parameters where there are no masters.
+          read: the float32 weights, and then the optimizer state, as `StateRecords.read_opt` returns it.
           shared: the scalars of the optimizer state before the step.
           loss: f32[].
           ok: bool[], whether to update at all.
-          landing: what this tick fetches from the same stacks, if anything: it is read before they are written.
+          landing: what the tick fetches from the same stacks, if anything: it is read before the update is written.
 
         Returns:
-          The states, and `landing`.
+          The float32 weights and the optimizer state after the update, to be written now or later, and `landing`.
         """
         count = len(part)
 
@@ -132,34 +128,8 @@ class RecordUpdate:
             _, read, landing = values
             return list(read[:count]), list(read[count:]), landing
 
-        values = (list(grads), list(read), landing)
         # An order of reads and writes that XLA does not see makes it copy the whole stack.
-        weights, opt, landing = order_read_before_write(ok, move, keep, values, self.mesh)
-        return self.records.write_layer(states, part, index, weights, opt), landing
-
-    def updated_layer(
-        self,
-        part: Sequence[int],
-        grads: Sequence[Array],
-        read: Sequence[Array],
-        shared: Sequence[Array],
-        loss: Array,
-        ok: Array,
-    ) -> tuple[list[Array], list[Array]]:
-        """Return the float32 weights and the optimizer state of one layer after its update, to be written later.
-
-        Args and order are those of `update_layer`.
-        """
-        count = len(part)
-        grads, read = jax.lax.optimization_barrier((list(grads), list(read)))
-        return jax.lax.optimization_barrier(self._move(part, grads, read[:count], read[count:], shared, loss, ok))
-
-    def _move(
-        self, part: Sequence[int], grads: Any, old: Any, opt: Any, shared: Any, loss: Array, ok: Array
-    ) -> tuple[list[Array], list[Array]]:
-        """Return the weights and the optimizer state of one record after its update; unchanged unless `ok`."""
-        before = list(old), list(opt)
-        return update_if(ok, lambda b: self._updated(part, grads, b, shared, loss), before, self.layout.platform)
+        return order_read_before_write(ok, move, keep, (list(grads), list(read), landing), self.mesh)
 
     def _updated(
         self, part: Sequence[int], grads: Any, before: tuple[Any, Any], shared: Any, loss: Array
@@ -197,11 +167,13 @@ class RecordUpdate:
         return states
 
     def load_end(self, states: FlatState, index: int) -> list[Array]:
-        """Return the weight and the optimizer state of a leaf that is no stack of layers, on the device."""
-        records = self.records
-        # Without masters the parameter is the weight.
-        weight = [records.params[index].load(states.params[index])] if states.master is None else []
-        return weight + load_leaves(records.opt_records((index,)), records.opt_states(states, (index,)))
+        """Return the weight and the optimizer state of an unstacked leaf, on the device."""
+        return self._loaded(index, states.params[index], self.records.opt_states(states, (index,)), states.master is not None)
+
+    def _loaded(self, index: int, param: Any, opt: Sequence[Any], has_master: bool) -> list[Array]:
+        loaded = load_leaves(self.records.opt_records((index,)), opt)
+        # A master leads its record. Without one the parameter is the weight.
+        return loaded if has_master else [self.records.params[index].load(param), *loaded]
 
     def updated_end(
         self, states: FlatState, index: int, grad: Array, loaded: Sequence[Array], loss: Array, ok: Array
@@ -221,7 +193,7 @@ class RecordUpdate:
           and the parameter where it rests off the device.
         """
         records = self.records
-        weights, after = self.updated_layer((index,), [grad], loaded, records.shared_of(states), loss, ok)
+        weights, after, _ = self.update((index,), [grad], loaded, records.shared_of(states), loss, ok)
         values, param = [*(weights if states.master is not None else ()), *after], records.cast(index, weights[0])
         if records.params[index].is_away:
             return states, [*values, param]
@@ -239,21 +211,16 @@ class RecordUpdate:
         ok: Array,
         begin: Array,
     ) -> tuple[FlatState, Array]:
+        def move(grad: Array, loaded: list[Array]) -> tuple[Array, list[Array]]:
+            (value,), after, _ = self.update((index,), [ready(grad)], loaded, shared, loss, ok)
+            return value, after
+
         if (pieces := self.pieces(index)) is not None:
-
-            def move(grad: Array, old: Array, opt: list[Array]) -> tuple[Array, list[Array]]:
-                (value,), after = self._move((index,), (ready(grad),), (old,), opt, shared, loss, ok)
-                return value, after
-
             return update_in_pieces(self.records, states, index, grad, move, pieces, begin)
-        records, masters = self.records.opt_records((index,)), int(states.master is not None)
+        has_master = states.master is not None
 
         def new(param: Any, opt: list[Any]) -> tuple[Array, list[Array]]:
-            # Masters lead their record; without them the parameter is the weight.
-            leaves = load_leaves(records, opt)
-            old = leaves[0] if masters else self.records.params[index].load(param)
-            (value,), after = self._move((index,), (ready(grad),), (old,), leaves[masters:], shared, loss, ok)
-            return value, after
+            return move(grad, self._loaded(index, param, opt, has_master))
 
         return self.records.put_leaf(states, index, new, begin)
 

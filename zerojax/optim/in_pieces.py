@@ -26,8 +26,8 @@ from zerojax.sharding import axes_of, local_elements, place
 from zerojax.state import FlatState, RecordSpec, StateRecords
 
 Array = jax.Array
-Move = Callable[[Array, Array, list[Array]], tuple[Array, list[Array]]]
-"""(gradient, weight, optimizer state) of some rows -> the weight, float32, and the optimizer state after the update."""
+Move = Callable[[Array, list[Array]], tuple[Array, list[Array]]]
+"""(gradient, [weight, *optimizer state]) of some rows -> the weight, float32, and the optimizer state after the update."""
 
 MOST_PIECES = 32
 """Of a leaf. Nothing is stored beside the first piece, and nothing is loaded beside the last store."""
@@ -180,10 +180,9 @@ def update_in_pieces(
             if not is_first:
                 arrays = store(arrays, pending, turn, piece - 1)
         old = [loaded[n] if n in loaded else pieces.read(specs[n], arrays[n], piece) for n in read]
-        # Masters lead their record; without them the parameter is the weight.
-        weight, opt = (old[0], old[1:]) if has_master else (old[-1], old[:-1])
-        values = jax.lax.optimization_barrier((pieces.read(of_grad, grads, piece), weight, opt))
-        weight, opt = jax.lax.optimization_barrier(move(*values))
+        # A master leads its record. Without one the parameter, which is read last, is the weight.
+        loaded_piece = old if has_master else [old[-1], *old[:-1]]
+        weight, opt = move(pieces.read(of_grad, grads, piece), loaded_piece)
         after = [*([weight] if has_master else []), *opt, records.cast(index, weight)]
         # What rests on the device is written in place.
         arrays = [a if r.is_away else pieces.write(r, a, piece, v) for r, a, v in zip(specs, arrays, after, strict=True)]

@@ -123,36 +123,29 @@ class InBackward:
         return [carried.states.params[i] for i in self.plan.stacked]
 
     def use(self, state: TrainState, carried: UpdatedState, record: RecordGrads) -> tuple[UpdatedState, Any]:
-        if record.crossing is not None:
-            return self._use_late(state, carried, record)
         plan, records, states, now, part = self.plan, self.records, carried.states, record.now, record.part
+        crossing, landing, fetched = record.crossing, record.landing, list[Array]()
+        if crossing is None:
+            opt = records.read_opt(states, part, now.index())
+        else:
+            assert record.crossed is not None
+            states = crossing.states_of(record.crossed)
+            opt, fetched = crossing.loaded(record.crossed)
         # The gathered layer is at hand: its shard is cut out of it, and not fetched again.
         old = plan.on_shards(record.params, part) if states.master is None else []
-        arrays = old + records.read_opt(states, part, now.index())
-        squares = carried.squares + plan.squares(record.grads, record.part, state)
+        squares = carried.squares + plan.squares(record.grads, part, state)
         # Neither clipped nor checked against the layers that are still to come: the norm is known when all are updated.
         # A sum that is not finite stays so: no later layer of this step is updated either.
         shared, mean, ok = records.shared_of(states), [plan.mean(g) for g in record.grads], jnp.isfinite(squares)
-        states, landing = self.record_update.update_layer(
-            states, part, now.index(), mean, arrays, shared, carried.loss, ok, record.landing
-        )
-        return dataclasses.replace(carried, states=states, squares=squares), landing
-
-    def _use_late(self, state: TrainState, carried: UpdatedState, record: RecordGrads) -> tuple[UpdatedState, Any]:
-        """Update what was loaded beside the products, and leave it on the device: the next tick stores it."""
-        plan, records, part, crossed = self.plan, self.records, record.part, record.crossed
-        assert record.crossing is not None
-        assert crossed is not None
-        states, (opt, fetched) = record.crossing.states_of(crossed), record.crossing.loaded(crossed)
-        old = plan.on_shards(record.params, part) if states.master is None else []
-        squares = carried.squares + plan.squares(record.grads, part, state)
-        # As in `use`.
-        shared, mean, ok = records.shared_of(states), [plan.mean(g) for g in record.grads], jnp.isfinite(squares)
-        moved = self.record_update.updated_layer(part, mean, old + opt, shared, carried.loss, ok)
-        states, updated = kept_for_later(records, states, part, record.now.layer, *moved)
+        weights, opt, landing = self.record_update.update(part, mean, old + opt, shared, carried.loss, ok, landing)
+        if crossing is None:
+            states = records.write_layer(states, part, now.index(), weights, opt)
+            return dataclasses.replace(carried, states=states, squares=squares), landing
+        # What was updated stays on the device: the next tick stores it.
+        states, updated = kept_for_later(records, states, part, now.layer, weights, opt)
         states, of_pieces = self._updated_pieces(carried, record, states, shared)
         pending = carried.pending | {part[0]: [*updated, *of_pieces]}
-        landing = None if record.now.fetch is None else [*fetched, *(record.landing or ())]
+        landing = None if now.fetch is None else [*fetched, *(landing or ())]
         return dataclasses.replace(carried, states=states, squares=squares, pending=pending), landing
 
     def _updated_pieces(
@@ -173,8 +166,7 @@ class InBackward:
                 weight = loaded[num_opt] if spec.is_away else pieces.read(spec, params[i], piece)
                 loaded = [weight, *loaded[:num_opt]]
             grad = self.plan.mean(pieces.read(records.grads[i], carried.head.grads[i], piece))
-            moved = self.record_update.updated_layer((i,), [grad], loaded, shared, carried.loss, carried.head.ok)
-            (weight,), opt = moved
+            (weight,), opt, _ = self.record_update.update((i,), [grad], loaded, shared, carried.loss, carried.head.ok)
             pending += [*([weight] if states.master is not None else []), *opt]
             if spec.is_away:
                 pending.append(records.cast(i, weight))

@@ -176,21 +176,18 @@ class ByLayers(StoredGrads):
             loops.append(UpdateLoop(phase, begin, stack.blocks, on_device, is_last=is_last, follows=follows))
             for group, tiles in stack.loops:
                 loops.append(UpdateLoop(tiles.phase("update"), begin, group.leaves, 0, TileNumber))
-        tokens, pending = list[Array](), dict[int, list[Array]]()
+        tokens, pending = list[Array](), list[Array]()
         for number, loop in enumerate(loops):
             if tokens:  # the engine reads and writes records in one order, so loops over them may not be exchanged
                 loop = dataclasses.replace(loop, begin=wait_for(loop.begin, tokens, plan.mesh)[0])
             elif loop.follows and plan.grads_away and loops[number - 1].part:
                 loop, states = self._after(loop, loops[number - 1], states)
-            if loop.phase.stores_late:
-                states, pending = self.update_records_late(result, states, loop, ready, ok)
-            else:
-                states = self.update_records(result, states, loop, ready, ok)
+            states, pending = self.update_records(result, states, loop, ready, ok)
             # A loop with nothing on disk has no tokens: the next one waits for those of the loop before it.
             tokens = records.tokens(states, loop.part) or tokens
         if plan.drained is not None:
             part = plan.drained.blocks
-            values = dict(enumerate(pending[part[0]]))
+            values = dict(enumerate(pending))
 
             def drain(layer: Array, states: FlatState) -> FlatState:
                 return LateRecord(records, part).store(states, layer, values)
@@ -221,7 +218,7 @@ class ByLayers(StoredGrads):
         loop: "UpdateLoop",
         ready: Callable[[Array], Array],
         ok: Array,
-    ) -> FlatState:
+    ) -> tuple[FlatState, list[Array]]:
         """Update the records of one loop.
 
         Args:
@@ -230,80 +227,85 @@ class ByLayers(StoredGrads):
           loop: over the records.
           ready: a stored gradient -> the one to update with.
           ok: bool[], whether to update at all.
+
+        Returns:
+          The states, and the last record if stores are late: it is stored with the unstacked leaves, or was stored.
         """
-        plan, records, part, at = self.plan, self.records, loop.part, loop.at
+        records, part, late = self.records, loop.part, None
         shared = records.shared_of(states)
-        old_away = states.master is None and plan.params_away
-        opt_away = self.config.opt_state != "device"
-        # A ring holds records of one form. Where some layers fetch gradients or parameters, and their state is on the device,
-        # no layer's optimizer state is part of the record.
-        opt_ahead = opt_away and not (loop.on_device and (old_away or plan.grads_away))
-        num = len(part)
+        ring = _Ring(self, result.carried, loop, states)
+        if loop.phase.stores_late:
+            late = LateRecord(records, part)
 
-        def fetch(states: FlatState, layer: Array) -> list[Array]:
-            record = self.read_grads(result.carried, part, at(layer)) if plan.grads_away else []
-            record += records.read_params(states, part, at(layer)) if old_away else []
-            return record + (records.read_opt(states, part, at(layer)) if opt_ahead else [])
-
-        def tick(states: FlatState, now: Tick) -> tuple[FlatState, Any]:
-            # What was fetched ahead is taken apart in the order of `fetch`: gradients, parameters, masters and optimizer state.
-            # What was not fetched ahead is read here.
-            record, here = list(now.record or []), now.index(at)
-            grads = self.read_grads(result.carried, part, here) if not plan.grads_away else record[:num]
-            record = record[num:] if plan.grads_away else record
-            old: list[Array] = []
-            if states.master is None:
-                old, record = (record[:num], record[num:]) if old_away else (records.read_params(states, part, here), record)
-            opt = record if opt_ahead and not now.on_device else records.read_opt(states, part, here)
-            mean = [ready(g) for g in grads]
-            return self.record_update.update_layer(states, part, here, mean, old + opt, shared, result.loss, ok, now.landing)
-
-        return run_phase(loop.phase, loop.begin, states, tick, mesh=plan.mesh, fetch=fetch, device_layers=loop.on_device)
-
-    def update_records_late(
-        self,
-        result: BackwardResult[GradStacks],
-        states: FlatState,
-        loop: "UpdateLoop",
-        ready: Callable[[Array], Array],
-        ok: Array,
-    ) -> tuple[FlatState, dict[int, list[Array]]]:
-        """Update the records of one loop, each stored while the next one is loaded.
-
-        Args are those of `update_records`. Returns the states, and the last record where it is stored with the ends.
-        """
-        records, part, shared = self.records, loop.part, self.records.shared_of(states)
-        late = LateRecord(records, part)
-
-        def tick(carry: Any, now: Tick) -> tuple[Any, None]:
+        def tick(carry: Any, now: Tick) -> tuple[Any, Any]:
             states, pending = carry
-            grads, old = self.read_grads(result.carried, part, now.layer), list[Array]()
-            crossing = Crossing(late, self.plan.update_groups(), now, pending, states)
-            crossed = crossing.begin()
-            for number in range(1, crossing.num_turns):
-                crossed = crossing.turn(number, jax.lax.optimization_barrier(crossed))
-            states, (opt, _) = crossing.states_of(crossed), crossing.loaded(crossed)
-            if states.master is None:
-                old = records.read_params(states, part, now.layer)
+            if late is None:
+                grads, old = ring.take(states, now)
+            else:
+                states, old = self._cross(late, now, pending, states)
+                grads = self.read_grads(result.carried, part, now.layer)
             mean = [ready(g) for g in grads]
-            moved = self.record_update.updated_layer(part, mean, old + opt, shared, result.loss, ok)
-            return kept_for_later(records, states, part, now.layer, *moved), None
+            weights, opt, landing = self.record_update.update(part, mean, old, shared, result.loss, ok, now.landing)
+            if late is None:
+                return (records.write_layer(states, part, now.index(loop.at), weights, opt), pending), landing
+            return kept_for_later(records, states, part, now.layer, weights, opt), None
 
         def drain(layer: Array, carry: Any) -> Any:
             states, pending = carry
+            assert late is not None
             return late.store(states, layer, dict(enumerate(pending))), pending
 
-        carry = states, late.empty(states)
-        states, pending = run_phase(
-            loop.phase,
-            loop.begin,
-            carry,
-            tick,
-            mesh=self.plan.mesh,
-            fetch=lambda carry, layer: [],
+        return run_phase(
+            loop.phase, loop.begin, (states, [] if late is None else late.empty(states)), tick, mesh=self.plan.mesh,
+            fetch=lambda carry, layer: ring.fetch(carry[0], layer), device_layers=loop.on_device,
             drain=None if loop.is_last else drain,
-        )
-        return states, {part[0]: pending}
+        )  # fmt: skip
+
+    def _cross(self, late: LateRecord, now: Tick, pending: list[Array], states: FlatState) -> tuple[FlatState, list[Array]]:
+        """Load the record of a tick while the one before it is stored; returns the states, and what `update` reads."""
+        crossing = Crossing(late, self.plan.update_groups(), now, pending, states)
+        crossed = crossing.begin()
+        for number in range(1, crossing.num_turns):
+            crossed = crossing.turn(number, jax.lax.optimization_barrier(crossed))
+        states, (opt, _) = crossing.states_of(crossed), crossing.loaded(crossed)
+        old = self.records.read_params(states, late.part, now.layer) if states.master is None else []
+        return states, old + opt
+
+
+class _Ring:
+    """What an update fetches ahead of a record, and what it reads in the record's own tick."""
+
+    def __init__(self, ending: ByLayers, carried: GradStacks, loop: "UpdateLoop", states: FlatState) -> None:
+        plan = ending.plan
+        self.ending, self.records, self.carried, self.loop = ending, ending.records, carried, loop
+        self.grads_away = plan.grads_away
+        self.old_away = states.master is None and plan.params_away
+        # A ring holds records of one form. Where some layers fetch gradients or parameters, and their state is on the device,
+        # no layer's optimizer state is part of the record.
+        some_on_device = loop.on_device and (self.old_away or plan.grads_away)
+        self.opt_ahead = plan.config.opt_state != "device" and not some_on_device
+
+    def fetch(self, states: FlatState, number: Array) -> list[Array]:
+        """Fetch a record by its number."""
+        part, at = self.loop.part, self.loop.at(number)
+        record = self.ending.read_grads(self.carried, part, at) if self.grads_away else []
+        record += self.records.read_params(states, part, at) if self.old_away else []
+        return record + (self.records.read_opt(states, part, at) if self.opt_ahead else [])
+
+    def take(self, states: FlatState, now: Tick) -> tuple[list[Array], list[Array]]:
+        """Return the gradients of a tick's record and what `RecordUpdate.update` reads, in the order of `fetch`."""
+        part, here, record = self.loop.part, now.index(self.loop.at), list(now.record or [])
+        num, old = len(part), list[Array]()
+        if self.grads_away:
+            grads, record = record[:num], record[num:]
+        else:
+            grads = self.ending.read_grads(self.carried, part, here)
+        if self.old_away:
+            old, record = record[:num], record[num:]
+        elif states.master is None:
+            old = self.records.read_params(states, part, here)
+        opt = record if self.opt_ahead and not now.on_device else self.records.read_opt(states, part, here)
+        return grads, old + opt
 
 
 @dataclasses.dataclass(frozen=True)
