@@ -9,12 +9,15 @@ import logging
 import re
 from typing import Any
 
-import jax
-
 logger = logging.getLogger("zerojax")
 
 GPU_JAXLIB = (0, 11, 1)
 """The first jaxlib whose XLA slices host memory at the right address on a GPU (`host_offload.device.self_test`)."""
+
+
+def jax_version() -> tuple[int, ...]:
+    """Return the version of jax as numbers. JAX is not imported: the command line reads versions, too."""
+    return version_numbers(importlib.metadata.version("jax"))
 
 
 def jaxlib_version() -> tuple[int, ...]:
@@ -78,7 +81,7 @@ def most_link_groups() -> int:
 
     Before 0.12 loads wait for stores (`streams_of`): the smaller a group is, the shorter is the wait.
     """
-    return 6 if jax.__version_info__ >= (0, 12) else 10
+    return 6 if jax_version() >= (0, 12) else 10
 
 
 def num_update_groups() -> int:
@@ -90,7 +93,7 @@ def num_update_groups() -> int:
         jax 0.12    2960  2960  3002  3026  2960  3534
         jax 0.11.2  4054  3864  3687  3636  3128  3562
     """
-    return 2 if jax.__version_info__ >= (0, 12) else 10
+    return 2 if jax_version() >= (0, 12) else 10
 
 
 def compiler_level(kind: Any, level: Any) -> Any:

@@ -91,7 +91,7 @@ def build_schedule(
     gather_ahead: bool = False,
     master: bool = True,
     device_layers: int = 0,
-    stores_late: bool = False,
+    stores_late: int = 0,
     ends: Sequence[EndsMove] = (),
     host: HostUpdate | None = None,
     regathers: bool = False,
@@ -109,7 +109,7 @@ def build_schedule(
       gather_ahead: take and gather the next layer while one computes; two layers are then whole at once.
       master: parameters have float32 masters, which rest and move with opt_state; without, an update reads the parameters.
       device_layers: opt_state of layers below this one stays on the device.
-      stores_late: what updates, backward or update, stores each record in the tick after the one that updated it.
+      stores_late: how many ticks after its update a record is stored by what updates, backward or update; at most num_layers.
       ends: leaves that are no stack of layers, updated beside a phase whose stores are late.
       host: how callbacks update records on the host; None: the device updates them.
       regathers: devices update shards of parameters that each of them has whole, and gather them after it.
@@ -126,6 +126,7 @@ def build_schedule(
     _check_int("num_layers", num_layers, 1)
     _check_int("distance", distance, 0)
     _check_int("first_layer", first_layer, 0)
+    _check_int("stores_late", int(stores_late), 0, num_layers)
     _check_int("device_layers", device_layers, 0, first_layer + num_layers)
     _check_names("tiers", tiers or {}, KINDS)
     _check_names("ends", [move.leaves for move in ends], (HEAD, HEAD_PIECES, LATE_ENDS, END_PIECES))
@@ -148,7 +149,7 @@ def build_schedule(
     def build(distance: int, gather_ahead: bool) -> Schedule:
         writer = _Writer(
             range(first_layer, first_layer + num_layers), distance, where, update == "in_backward", gather_ahead, master,
-            device_layers, stores_late, tuple(ends), host, regathers, size or {},
+            device_layers, int(stores_late), tuple(ends), host, regathers, size or {},
         )  # fmt: skip
         return Schedule(
             num_layers=num_layers,
@@ -293,7 +294,7 @@ class _Writer:
     gather_ahead: bool
     master: bool
     device_layers: int
-    stores_late: bool
+    stores_late: int
     ends: tuple[EndsMove, ...]
     host: HostUpdate | None
     regathers: bool
@@ -362,7 +363,8 @@ class _Writer:
         for n in range(num_slots):
             ops = self._loads("fetch", each.fetches, each.layer(n + is_ahead), -num_slots - is_ahead)
             yield Loop(n - num_slots, 1, step, tuple(ops))
-        ends = [move for move in self.ends if self._is_late(each)]
+        lag = self._lag(each)
+        ends = [move for move in self.ends if lag]
         for move in ends:
             if move.leaves == HEAD:
                 yield Loop(-1, 1, step, tuple(self._update_of_ends(move, 0, makes=False)))
@@ -370,26 +372,28 @@ class _Writer:
         borders, ahead = {len(each.order[0]), self._first_on_device(each)}, distance + is_ahead
         turns = {turn - n for turn in borders for n in (0, is_ahead, ahead)} | {num_takes - distance}
         turns |= {num_ticks - 1} if is_ahead else set()
-        turns |= {1, *(turn + 1 for turn in borders)} if self._is_late(each) else set()
-        turns |= {n for move in ends if move.leaves == HEAD_PIECES for n in (move.counts[0], move.counts[0] + 1)}
+        turns |= {lag, *(turn + lag for turn in borders)} if lag else set()
+        turns |= {1} if any(move.leaves == HEAD for move in ends) else set()
+        turns |= {n for move in ends if move.leaves == HEAD_PIECES for n in (move.counts[0], move.counts[0] + lag)}
         cuts = sorted({0, num_ticks} | {tick for tick in turns if 0 < tick < num_ticks})
         for start, stop in itertools.pairwise(cuts):
             yield Loop(start, stop - start, step, tuple(self._tick(each, start, num_takes, is_ahead, ends)))
-        if self._is_late(each):
-            last = self._stores(each, each.layer(num_ticks - 1), lag=1)
-            yield from self._drain(last, [*ends], num_ticks, step)
+        if lag:
+            yield from self._drain(each, lag, ends, num_ticks, step)
 
     def _first_on_device(self, each: _Pass) -> int:
         """Return the first tick whose layer's state rests in another tier than that of the tick before it."""
         num = max(0, self.device_layers - self.layers.start)
         return num if each.order[0].step == 1 else len(self.layers) - num
 
-    def _is_late(self, each: _Pass) -> bool:
-        return self.stores_late and each.name == ("backward" if self.in_backward else "update") and bool(each.writes)
+    def _lag(self, each: _Pass) -> int:
+        """Return how many ticks after its update a phase stores a record; 0 if it stores none late."""
+        is_updating = each.name == ("backward" if self.in_backward else "update") and bool(each.writes)
+        return self.stores_late if is_updating else 0
 
     def _tick(self, each: _Pass, tick: int, num_takes: int, is_ahead: bool, ends: Sequence[EndsMove]) -> list[Op]:
         """Return the operations of a tick, in order."""
-        layer, is_late, take = each.layer(tick), self._is_late(each), tick + is_ahead
+        layer, lag, take = each.layer(tick), self._lag(each), tick + is_ahead
         ops = list[Op]()
         if tick + self.distance < num_takes:
             ahead = self.distance + is_ahead
@@ -397,7 +401,7 @@ class _Writer:
         if each.name != "update" and take < len(self.layers):
             ops.append(self._op("gather", "gathered", each.layer(take), "network", -is_ahead))
         ops += self._loads("load", each.reads, layer, 0)
-        made = 0 if is_late else sum(self._size(kind) for kind in self._off(each.writes, layer))
+        made = 0 if lag else sum(self._size(kind) for kind in self._off(each.writes, layer))
         if each.name == "forward":
             ops.append(Op("compute", Record("layer"), layer, "compute", self._kept_ahead(each, is_ahead) + made))
         if each.name == "backward":
@@ -412,18 +416,21 @@ class _Writer:
             ops.append(self._op("gather", "params", layer, "network"))
         if self.host and each.name != "forward":
             ops += self._called(each, layer, self.host)
-        elif not is_late:
-            ops += self._stores(each, layer)
-        elif tick:
-            ops += self._stores(each, each.layer(tick - 1), lag=1)
+        elif tick >= lag:
+            ops += self._stores(each, each.layer(tick - lag), lag)
         for move in ends:
             if move.leaves == HEAD and tick == 0:
                 ops.append(self._store_of_ends(move, 0))
-            if move.leaves == HEAD_PIECES:  # the last one first, as layers
-                piece = move.counts[0] - 1 - tick
+            if move.leaves == HEAD_PIECES:
+                piece = move.counts[0] - 1 - tick  # the last one first, as layers
                 ops += self._update_of_ends(move, piece, makes=False) if piece >= 0 else []
-                ops += [self._store_of_ends(move, piece + 1)] if tick and piece >= -1 else []
+                ops += self._piece_stored(move, tick, lag)
         return ops
+
+    def _piece_stored(self, move: EndsMove, tick: int, lag: int) -> list[Op]:
+        """Return the store of the piece of the head that was updated `lag` ticks before, if there is one."""
+        piece = move.counts[0] - 1 - (tick - lag)
+        return [self._store_of_ends(move, piece, lag)] if 0 <= piece < move.counts[0] else []
 
     def _kept_ahead(self, each: _Pass, is_ahead: bool) -> int:
         """Return the bytes that a layer which was gathered a tick ago still has: whole, and what its gather has not used up."""
@@ -471,16 +478,22 @@ class _Writer:
             Op("update", record, number, "compute", size if makes else 0),
         ]
 
-    def _store_of_ends(self, move: EndsMove, number: int) -> Op:
+    def _store_of_ends(self, move: EndsMove, number: int, lag: int = 1) -> Op:
         size = move.num_bytes[number if len(move.num_bytes) > 1 else 0]
-        return Op("store", Record("opt_state", move.leaves), number, "down", size, lag=1)
+        return Op("store", Record("opt_state", move.leaves), number, "down", size, lag)
 
-    def _drain(self, last: list[Op], ends: Sequence[EndsMove], tick: int, step: int) -> Iterator[Loop]:
-        """Yield the loops after the last layer, whose record they store."""
-        pending = list(last)
-        for move in ends:
-            if move.leaves == HEAD_PIECES and move.counts[0] == tick:
-                pending.append(self._store_of_ends(move, 0))
+    def _drain(self, each: _Pass, lag: int, ends: Sequence[EndsMove], num_ticks: int, step: int) -> Iterator[Loop]:
+        """Yield the loops after the last layer: they store the records of the last `lag` layers."""
+        pieces = [move for move in ends if move.leaves == HEAD_PIECES]
+        pending = list[Op]()
+        tick = num_ticks
+        for late in range(num_ticks, num_ticks + lag):
+            if pending:
+                yield Loop(tick, 1, step, tuple(pending))
+                tick += 1
+            pending = self._stores(each, each.layer(late - lag), lag)
+            for move in pieces:
+                pending += self._piece_stored(move, late, lag)
         for move in (move for move in ends if move.leaves == LATE_ENDS):
             for n in range(len(move.num_bytes)):
                 yield Loop(tick, 1, step, (*pending, *self._update_of_ends(move, n, makes=True)))

@@ -43,9 +43,10 @@ updated. The optimizer state of layers 0 .. device_layers-1 may stay on the devi
 visits these layers last, and fetches nothing for them unless another kind is off the device. In backward the optimizer state is
 read in the tick that uses it: that copy hides behind the tick's own derivative, and so takes no slot.
 
-**Late stores.** What is updated may be stored a tick late: tick t stores what tick t - 1 updated, store[t] = layer[t-1], in the
-other direction than its loads, and in backward beside its own products. The first tick then stores nothing, and the record of
-the last one is stored after the loop (`drain`). Such an update phase has no ring: a tick loads the record that it updates.
+**Late stores.** What is updated may be stored some ticks later: with a lag of 1, tick t stores what tick t - 1 updated,
+store[t] = layer[t-1], in the other direction than its loads, and in backward beside its own products. The first tick then
+stores nothing, and the record of the last one is stored after the loop (`drain`). Such an update phase has no ring: a tick
+loads the record that it updates.
 
 **Ends.** Leaves that are no stack of layers are updated beside such a phase. What only the head uses has its gradient before
 backward, in whose first tick nothing else is stored: it is loaded before the loop, and stored in that tick. Of those that are
@@ -198,14 +199,14 @@ class Phase:
 
     @functools.cached_property
     def drain(self) -> np.ndarray:
-        """int32[n], layers whose `writes` are written after the last tick: one where stores are late, else none."""
-        found = [op.number for loop in self._after for op in loop.ops if _is_late_store(op)]
+        """int32[n], layers whose `writes` are written after the last tick: as many as stores are ticks late."""
+        found = [op.number for loop in self._after for _, ops in loop for op in ops if _is_late_store(op)]
         return int32(list(dict.fromkeys(found)))
 
     @property
-    def stores_late(self) -> bool:
-        """Whether a tick stores what the one before it updated."""
-        return len(self.drain) > 0
+    def stores_late(self) -> int:
+        """How many ticks after its update a record is stored."""
+        return max((op.lag for loop in self._after for op in loop.ops if _is_late_store(op)), default=0)
 
     def ticks_of(self, leaves: str, verb: str) -> list[int]:
         """Return the ticks in which leaves that are no stack of layers are loaded, updated or stored."""
@@ -268,7 +269,7 @@ class Phase:
         # All slots are alike: each has room for all kinds, also where a layer lacks one.
         slot = {op.record: op.num_bytes for loop in self._preloads for op in loop.ops if op.verb == "fetch"}
         return len(self.preload) * sum(slot.values()) + sum(
-            op.num_bytes for loop in self._after for op in loop.ops if _is_late_store(op)
+            loop.trips * op.num_bytes for loop in self._after for op in loop.ops if _is_late_store(op)
         )
 
     def _bytes(self, loop: Loop) -> int:
@@ -314,7 +315,7 @@ class Phase:
         parts = (("fetches", self.fetches), ("reads", self.reads), ("writes", self.writes))
         texts = [f"{verb} {', '.join(kinds)}" for verb, kinds in parts if kinds]
         if self.stores_late:
-            texts[-1] += " a tick late"
+            texts[-1] += " a tick late" if self.stores_late == 1 else f" {self.stores_late} ticks late"
         last = len(self.layer)
         at = lambda tick: "before the loop" if tick < 0 else f"tick {tick}" if tick < last else "after the loop"  # noqa: E731
         for leaves, name in _ENDS.items():

@@ -9,6 +9,7 @@ import toys
 
 import zerojax as zj
 from zerojax.state import state_records
+from zerojax.streamed import schedules
 
 HOST, DISK = "pinned_host", "nvme"
 ALL = {"params": HOST, "grads": HOST, "opt_state": HOST, "activations": HOST}
@@ -45,14 +46,16 @@ def train(config, tiles):
         return np.asarray(losses), *map(np.asarray, leaves)
 
 
-@pytest.mark.by_default("in_backward")
+@pytest.mark.by_default("1-in_backward", "2-in_backward", "3-opt_state")
 @pytest.mark.parametrize("case", CASES)
-def test_ten_steps_with_late_stores_equal_those_with_stores_in_time(case, tmp_path, monkeypatch):
+@pytest.mark.parametrize("lag", [1, 2, 3])
+def test_ten_steps_with_late_stores_equal_those_with_stores_in_time(case, lag, tmp_path, monkeypatch):
     """But for last bits: XLA for CPUs fuses the loops in another way."""
     fields = dict(CASES[case])
     tiles = fields.pop("tiles", False)
     config = zj.ZeroConfig(stage=3, swap_dir=tmp_path if DISK in fields.values() else None, **fields)
     in_time = train(config, tiles)
     monkeypatch.setattr(state_records, "crosses_link", lambda mesh: True)
+    monkeypatch.setattr(schedules, "LAG", lag)
     for a, b in zip(train(config, tiles), in_time, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.max(np.abs(b)))

@@ -213,8 +213,8 @@ class StackLoops:
             )
             return (dx, d_context, next_full, next_fetched, carried), landing
 
-        def drain(layer: Array, carry: Any) -> Any:
-            return (*carry[:-1], taker.drain(stack, layer, carry[-1]))
+        def drain(number: int, layer: Array, carry: Any) -> Any:
+            return (*carry[:-1], taker.drain(stack, number, layer, carry[-1]))
 
         # Not carried by the loops: the first tick alone uses them.
         carried, ends = taker.split_ends(carried)
@@ -234,7 +234,7 @@ class StackLoops:
             d_context = self.microbatches.constrain(zeros)
         dx, d_context, _, _, carried = run_phase(
             phase, begin, (dy, d_context, first, fetched, carried), tick, mesh=self.mesh,
-            fetch=fetch, device_layers=on_device, drain=None if stack.drains_beside_ends else drain,
+            fetch=fetch, device_layers=on_device, drain=drain, drains_last=not stack.drains_beside_ends,
         )  # fmt: skip
         return dx, d_context, carried
 

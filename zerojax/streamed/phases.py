@@ -14,6 +14,8 @@ from host_offload.schedule import HEAD, HEAD_PIECES, LAYERS, Op, Phase
 from zerojax.state import Index, OnDevice, adds_order
 
 Array = jax.Array
+Drain = Callable[[int, Array, Any], Any]
+"""Stores a record after the last tick of a phase: (number of the layer, the same as an i32[], carry) -> carry."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +30,10 @@ class Tick:
       takes_record: whether a record is taken in this tick.
       on_device: whether the layer's optimizer state stays on the device.
       fetch: i32[], the layer whose record the tick fetches itself, where stores are late; else None.
-      stored: i32[], the layer that the tick before updated, where this tick stores it (`Phase.stores_late`); else None.
+      stored: i32[], the layer that an earlier tick updated and this tick stores (`Phase.stores_late`); else None.
       stores_ends: whether it stores the records of leaves that the head completed (`Phase.ends`).
       loads_pieces: whether it loads and updates a piece of such leaves that are larger than a record.
-      stores_pieces: whether it stores the piece that the tick before updated.
+      stores_pieces: whether it stores the piece that the same earlier tick updated.
       lands_first: the phase writes the stacks that it fetches from: what the tick writes there has to wait for `landing`.
     """
 
@@ -62,7 +64,8 @@ def run_phase(
     mesh: Mesh,
     fetch: Callable[[Any, Array], list[Array]],
     device_layers: int = 0,
-    drain: Callable[[Array, Any], Any] | None = None,
+    drain: Drain | None = None,
+    drains_last: bool = True,
 ) -> Any:
     """Run the ticks of a phase as loops.
 
@@ -79,8 +82,9 @@ def run_phase(
       mesh: of the program.
       fetch: `fetch(carry, layer) -> record`, the arrays that are fetched ahead.
       device_layers: layers whose optimizer state stays on the device.
-      drain: `drain(layer, carry) -> carry` stores what the last tick updated, where stores are late; None: whoever runs the
-        phase stores it.
+      drain: `drain(number, layer, carry) -> carry` stores a record after the last tick, if stores are late: that of a layer, by
+        its number as an int and as an i32[].
+      drains_last: whether the last record is stored, too; else the caller stores it.
     """
     num_slots = len(phase.preload)
     single = num_slots == 1  # one slot is carried as it is
@@ -127,9 +131,9 @@ def run_phase(
             return carry, ring
 
         carry, ring = run_loop(loop.start, loop.stop, body, (carry, ring), mesh)
-    if drain is not None:
-        for layer in phase.drain.tolist():
-            carry = one_trip(layer, drain, carry, mesh)
+    for layer in phase.drain.tolist()[: None if drains_last else -1]:
+        assert drain is not None
+        carry = one_trip(layer, functools.partial(drain, layer), carry, mesh)
     return carry
 
 

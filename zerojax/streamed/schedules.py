@@ -72,6 +72,10 @@ def plan_schedules(
     return schedules
 
 
+LAG = 1
+"""Ticks from the update of a record to its store, where stores are late. The device holds as many records that wait."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """What the schedule of a run of layers depends on, besides the config and the bytes of its records.
@@ -108,8 +112,8 @@ class RunFacts:
         trained = {kind: getattr(config, kind) if self.is_trained else "device" for kind in kinds}
         return trained | {"activations": self.activations, "frozen": self.frozen}
 
-    def stores_late(self, config: ZeroConfig) -> bool:
-        """Tell whether a record is stored a tick after it was updated, while the next one is loaded.
+    def stores_late(self, config: ZeroConfig) -> int:
+        """Return how many ticks after its update a record is stored, while another one is loaded; 0: in its own tick.
 
         Only copy engines move both directions at once. An array of a record is loaded while another one is stored, so that
         there must be two. Records on disk are moved by the engine, which has its own order. Parameters that are fetched in the
@@ -121,7 +125,7 @@ class RunFacts:
             possible = config.prefetch_distance > 0 or tiers["params"] == "device"
         else:
             possible = self.has_master or tiers["params"] == "device"
-        return (
+        is_late = (
             possible
             and self.both_ways
             and config.update_on != "host"
@@ -132,6 +136,7 @@ class RunFacts:
             and self.num_layers > 1
             and self.num_arrays > 1
         )
+        return min(LAG, self.num_layers) if is_late else 0
 
 
 def run_schedule(
@@ -199,7 +204,7 @@ def facts_of(records: StateRecords, run: LayerRun) -> RunFacts:
     )
 
 
-def _stores_late(records: StateRecords, run: LayerRun) -> bool:
+def _stores_late(records: StateRecords, run: LayerRun) -> int:
     return facts_of(records, run).stores_late(records.layout.config)
 
 

@@ -104,10 +104,10 @@ def test_schedule_visits_each_layer_once_a_phase_in_order(kw):
 
 
 @few
-@given(schedules, st.integers(1, 9), st.booleans())
+@given(schedules, st.integers(1, 9), st.integers(0, 3))
 def test_schedule_of_a_part_of_a_stack_is_that_of_a_stack_with_other_numbers(kw, first, late):
     """And so are its records on disk, but for those of activations, which are counted from its first layer."""
-    kw, on_device = {**kw, "stores_late": late and not kw["device_layers"]}, int(kw["device_layers"])
+    kw, on_device = {**kw, "stores_late": 0 if kw["device_layers"] else min(late, kw["num_layers"])}, int(kw["device_layers"])
     shifted = {**kw, "first_layer": first, "device_layers": on_device and on_device + first}
     whole, part = build_schedule(**kw), build_schedule(**shifted)
     for a, b in zip(whole.phases, part.phases, strict=True):
@@ -172,10 +172,12 @@ def test_schedule_never_reads_a_record_whose_write_is_pending(kw):
 
 
 @many
-@given(schedules, st.booleans())
+@given(schedules, st.integers(0, 3))
 def test_operations_of_a_tick_are_of_the_layer_that_their_lag_says(kw, late):
     """Ticks follow each other, each computes one layer, and a lag is the distance to the tick that computes with the record."""
-    s = build_schedule(**kw, stores_late=late and not kw["device_layers"], record_bytes=dict.fromkeys(KINDS, 1))
+    s = build_schedule(
+        **kw, stores_late=0 if kw["device_layers"] else min(late, kw["num_layers"]), record_bytes=dict.fromkeys(KINDS, 1)
+    )
     for p in s.phases:
         ticks = [(tick, ops) for tick, ops in p.ticks() if any(op.record.kind == "layer" for op in ops)]
         assert [tick for tick, _ in ticks] == list(range(s.num_layers))
@@ -191,6 +193,16 @@ def test_operations_of_a_tick_are_of_the_layer_that_their_lag_says(kw, late):
             moved = [(op.record, op.number) for _, ops in p.ticks() for op in ops if op.verb in verbs and op.lane == lane]
             assert len(moved) == len(set(moved))
             assert p.moved(lane) == len(moved)
+
+
+def test_records_are_stored_as_many_ticks_late_as_asked_for():
+    options = {"tiers": {"opt_state": "pinned_host"}, "record_bytes": {"opt_state": 10}}
+    phase = build_schedule(5, 1, stores_late=3, **options).phase("update")
+    assert (phase.store.tolist(), phase.drain.tolist(), phase.stores_late) == ([-1, -1, -1, 0, 1], [2, 3, 4], 3)
+    assert "writes opt_state 3 ticks late" in phase.note()
+    assert phase.peak_bytes == 3 * 10 + 10  # the records that wait, and the one that is updated
+    with pytest.raises(ValueError, match="stores_late=6: 0 to 5"):
+        build_schedule(5, 1, stores_late=6, **options)
 
 
 @many

@@ -7,7 +7,7 @@ import jax
 from host_offload.device import one_trip
 from zerojax.optim import RecordUpdate
 from zerojax.state import FlatState
-from zerojax.streamed.endings.crossing import record_specs, with_ends
+from zerojax.streamed.endings.crossing import LateRecord, Pending, record_specs, with_ends
 from zerojax.streamed.plan import StreamedPlan
 
 Array = jax.Array
@@ -17,7 +17,8 @@ def end_beside_drain(
     plan: StreamedPlan,
     update: RecordUpdate,
     states: FlatState,
-    drain: Callable[[Array, FlatState], FlatState],
+    late: LateRecord,
+    pending: Pending,
     grads: Mapping[int, Array],
     ready: Callable[[Array], Array],
     loss: Array,
@@ -31,7 +32,8 @@ def end_beside_drain(
       plan: of the step.
       update: of records.
       states: all leaves.
-      drain: (layer, states) -> the states with the record that was updated last.
+      late: how the record that was updated last is stored.
+      pending: that record.
       grads: by leaf.
       ready: a gradient -> the one to update with, float32.
       loss: f32[].
@@ -39,26 +41,26 @@ def end_beside_drain(
     """
     records, groups, last = update.records, plan.end_groups(), plan.drained
     assert last is not None
+    number = [n for phase in last.schedule.phases for n in phase.drain.tolist()][-1]
 
     def load(states: FlatState, group: Sequence[int]) -> dict[int, list[Array]]:
         return {i: update.load_end(states, i) for i in group}
 
     def body(layer: Array, states: FlatState) -> FlatState:
-        states = drain(layer, states)
+        states, _ = late.drain(states, number, layer, pending)
         loaded = load(states, groups[0])
-        for number, group in enumerate(groups):
+        for turn, group in enumerate(groups):
             stored = dict[int, list[Array]]()
             for i in group:
                 states, stored[i] = update.updated_end(states, i, ready(grads[i]), loaded[i], loss, ok)
-            if number + 1 < len(groups):
+            if turn + 1 < len(groups):
                 stored, following = jax.lax.optimization_barrier((stored, states))
-                loaded = load(following, groups[number + 1])
+                loaded = load(following, groups[turn + 1])
             for i, values in stored.items():
                 specs = record_specs(records, (i,))
                 states = with_ends(records, states, {i: [s.store(v) for s, v in zip(specs, values, strict=True)]})
         return states
 
-    (layer,) = (n for phase in last.schedule.phases for n in phase.drain.tolist())
-    states = one_trip(layer, body, states, plan.mesh)
+    states = one_trip(number, body, states, plan.mesh)
     in_pieces = {i: grads[i] for i in plan.cut_ends}
     return update.update_ends(states, in_pieces, records.shared_of(states), loss, ok, ready)

@@ -1,4 +1,4 @@
-"""What crosses the link beside the products of a tick: the record that it updates comes, the one of the tick before goes."""
+"""What crosses the link beside the products of a tick: the record that it updates comes, that of an earlier tick goes."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -30,8 +30,12 @@ class Crossed:
     ends: dict[int, list[Any]]
 
 
+Pending = list[list[Array]]
+"""The arrays of the records that earlier ticks updated and later ticks store, on the device; the oldest record first."""
+
+
 class Crossing:
-    """Loads of what a tick updates, and stores of what the tick before updated, beside its products.
+    """Loads of what a tick updates, and stores of what an earlier tick updated, beside its products.
 
     It is a `LateRecord`. Of its parameters in host memory the tick loads what a later tick takes. A link carries both
     directions at once. But no array may be read and written at once: XLA would copy it. So the arrays are dealt out to groups
@@ -47,7 +51,7 @@ class Crossing:
         record: "LateRecord",
         num_groups: int,
         now: Tick,
-        pending: list[Array],
+        pending: "Pending",
         states: FlatState,
         ends: Mapping[int, list[Array]] | None = None,
     ) -> None:
@@ -57,12 +61,12 @@ class Crossing:
           record: what crosses.
           num_groups: at most.
           now: the tick.
-          pending: what the tick before updated, on the device.
+          pending: what earlier ticks updated, on the device.
           states: all leaves.
           ends: updated records of leaves that are no stack of layers, by leaf, on the device: this tick stores them.
         """
-        self.record, self.now, self.pending, self.states, self.ends = record, now, pending, states, ends or {}
-        self.groups = dealt([a.size * a.dtype.itemsize for a in pending], num_groups)
+        self.record, self.now, self.pending, self.states, self.ends = record, now, pending[0], states, ends or {}
+        self.groups = dealt([a.size * a.dtype.itemsize for a in self.pending], num_groups)
 
     @property
     def num_turns(self) -> int:
@@ -113,7 +117,7 @@ class Crossing:
 
 
 class LateRecord:
-    """What is loaded, updated, and stored a tick later: a layer's record, and a piece of each of some leaves that are none.
+    """What is loaded, updated, and stored some ticks later: a layer's record, and a piece of each of some leaves that are none.
 
     Its arrays are masters, where there are any, and optimizer state of the layer, its parameters where they rest in host
     memory, and then the same of each piece. Piece k belongs to the tick of layer `lowest` + k.
@@ -175,13 +179,27 @@ class LateRecord:
         """Return the number of the pieces that belong to the tick of a layer."""
         return layer - self.lowest if self.lowest else layer
 
-    def empty(self, states: FlatState) -> list[Array]:
-        """Return room for what was updated and not stored yet."""
+    def empty(self, states: FlatState, lag: int) -> Pending:
+        """Return room for what was updated in the last `lag` ticks and is not stored yet."""
         stacks, found = self._stacks(states), list[Array]()
         for n, (spec, stack) in enumerate(zip(self._specs, stacks, strict=True)):
             shape = stack.shape[1:] if n < self.num_own else self.pieces[self._leaf_of[n]].shape(stack)
             found.append(jax.lax.with_sharding_constraint(jnp.zeros(shape, stack.dtype), spec.sharding))
-        return found
+        return [found] * lag
+
+    def drain(self, states: FlatState, number: int, layer: Array, pending: Pending) -> tuple[FlatState, Pending]:
+        """Store the oldest record after the last tick; returns the states, and the records with the next one first.
+
+        Args:
+          states: all leaves.
+          number: of the layer.
+          layer: the same, i32[].
+          pending: what is not stored yet.
+        """
+        oldest, *others = pending
+        # Of fewer pieces than layers the last ones have no piece.
+        values = oldest if number >= self.lowest else oldest[: self.num_own]
+        return self.store(states, layer, dict(enumerate(values))), [*others, oldest]
 
     def _stacks(self, states: FlatState) -> list[Any]:
         of_pieces = [stack for i in self.pieces for stack in record_stacks(self.records, states, (i,))]

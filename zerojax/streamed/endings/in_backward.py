@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 from zerojax.optim import Handed, Pieces, RecordUpdate
 from zerojax.state import FlatState, StateRecords, TrainState
 from zerojax.streamed.endings.beside_drain import end_beside_drain
-from zerojax.streamed.endings.crossing import Crossing, LateRecord, kept_for_later
+from zerojax.streamed.endings.crossing import Crossing, LateRecord, Pending, kept_for_later
 from zerojax.streamed.endings.interface import BackwardResult, HeadDone, RecordGrads, Result, closed
 from zerojax.streamed.phases import Tick
 from zerojax.streamed.plan import StackPlan, StreamedPlan
@@ -30,7 +29,7 @@ class UpdatedState:
       squares: f32[], the sum of squares of the unscaled gradients so far.
       states: of layers whose backward is over, after the step.
       token: orders the callbacks of the host's update.
-      pending: of each stack whose stores are late, by the first of its leaves, what the tick before updated (`LateRecord`).
+      pending: of each stack whose stores are late, by the first of its leaves, what is not stored yet (`LateRecord`).
       handed: layers that the host updates, and whose parameters were not taken yet.
       ends: updated records of leaves whose gradients the head completed, by leaf, which the first tick stores.
       head: what of such leaves is updated in pieces, or None.
@@ -41,7 +40,7 @@ class UpdatedState:
     squares: Array
     states: FlatState
     token: Array
-    pending: dict[int, list[Array]]
+    pending: dict[int, Pending]
     ends: dict[int, list[Array]]
     handed: dict[int, Handed] = dataclasses.field(default_factory=dict)
     head: "_HeadPieces | None" = None
@@ -93,8 +92,8 @@ class InBackward:
             states, ends[i] = self.record_update.updated_end(states, i, plan.mean(of_head[i]), head.loaded[i], head.loss, ok)
         cut = {i: pieces.split(of_head[i]) for i, pieces in plan.head_pieces.items()}
         states = _with_pieces(self.records, states, plan.head_pieces, Pieces.split)
-        late = {s.blocks for s in plan.of_stacks if s.schedule.phase("backward").stores_late}
-        pending = {part[0]: self._late(part).empty(states) for part in late}
+        lags = {stack.blocks: stack.schedule.phase("backward").stores_late for stack in plan.of_stacks}
+        pending = {part[0]: self._late(part).empty(states, lag) for part, lag in lags.items() if lag}
         pieces = _HeadPieces(cut, ok) if cut else None
         return UpdatedState(head.loss, None, squares, states, token, pending, ends, head=pieces)
 
@@ -141,10 +140,10 @@ class InBackward:
         if crossing is None:
             states = records.write_layer(states, part, now.index(), weights, opt)
             return dataclasses.replace(carried, states=states, squares=squares), landing
-        # What was updated stays on the device: the next tick stores it.
+        # What was updated stays on the device: a later tick stores it.
         states, updated = kept_for_later(records, states, part, now.layer, weights, opt)
         states, of_pieces = self._updated_pieces(carried, record, states, shared)
-        pending = carried.pending | {part[0]: [*updated, *of_pieces]}
+        pending = carried.pending | {part[0]: [*carried.pending[part[0]][1:], [*updated, *of_pieces]]}
         landing = None if now.fetch is None else [*fetched, *(landing or ())]
         return dataclasses.replace(carried, states=states, squares=squares, pending=pending), landing
 
@@ -157,7 +156,7 @@ class InBackward:
         assert crossed is not None
         late = crossing.record
         if not now.loads_pieces or carried.head is None:
-            return states, carried.pending[record.part[0]][late.num_own :]
+            return states, carried.pending[record.part[0]][-1][late.num_own :]
         piece, pending = late.piece(now.layer), list[Array]()
         for i, pieces in late.pieces.items():
             loaded, params = crossing.loaded_piece(crossed, i), list(states.params)
@@ -175,15 +174,10 @@ class InBackward:
                 states = dataclasses.replace(states, params=params)
         return states, pending
 
-    def drain(self, stack: StackPlan, layer: Array, carried: UpdatedState) -> UpdatedState:
-        return dataclasses.replace(carried, states=self._drained(stack, carried.pending, layer, carried.states))
-
-    def _drained(self, stack: StackPlan, pending: Mapping[int, Sequence[Array]], layer: Array, states: FlatState) -> FlatState:
-        """Return the state with what the last tick of a run of layers updated."""
-        late, values = self._late(stack.blocks), pending[stack.blocks[0]]
-        # Of fewer pieces than layers the last one was stored by a tick.
-        has_piece = stack is self.plan.of_stacks[-1] and late.lowest == stack.run.first
-        return late.store(states, layer, dict(enumerate(values if has_piece else values[: late.num_own])))
+    def drain(self, stack: StackPlan, number: int, layer: Array, carried: UpdatedState) -> UpdatedState:
+        part = stack.blocks
+        states, pending = self._late(part).drain(carried.states, number, layer, carried.pending[part[0]])
+        return dataclasses.replace(carried, states=states, pending=carried.pending | {part[0]: pending})
 
     def grads(self, carried: UpdatedState) -> list[Array]:
         del carried
@@ -203,8 +197,9 @@ class InBackward:
         plan, update, states, norm = self.plan, self.record_update, result.carried.states, self.norm(result)
         ends, ok = self._late_ends(result), jnp.isfinite(norm)
         if plan.drained is not None:
-            drain = partial(self._drained, plan.drained, result.carried.pending)
-            states = end_beside_drain(plan, update, states, drain, ends, plan.mean, result.loss, ok)
+            part = plan.drained.blocks
+            pending = result.carried.pending[part[0]]
+            states = end_beside_drain(plan, update, states, self._late(part), pending, ends, plan.mean, result.loss, ok)
         else:
             shared = self.records.shared_of(states)
             states = update.update_ends(states, ends, shared, result.loss, ok, plan.mean)

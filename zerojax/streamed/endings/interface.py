@@ -107,8 +107,8 @@ class GradsTaker(Protocol[Carried]):
         """
         ...
 
-    def drain(self, stack: StackPlan, layer: Array, carried: Carried) -> Carried:
-        """Store what the last tick of a run of layers updated, where stores are late."""
+    def drain(self, stack: StackPlan, number: int, layer: Array, carried: Carried) -> Carried:
+        """Store a record after the last tick of a run of layers, if stores are late; the layer as an int and as an i32[]."""
         ...
 
     def grads(self, carried: Carried) -> list[Array]:

@@ -25,7 +25,7 @@ from zerojax.state import (
     write_layer,
 )
 from zerojax.streamed.endings.beside_drain import end_beside_drain
-from zerojax.streamed.endings.crossing import Crossing, LateRecord, kept_for_later
+from zerojax.streamed.endings.crossing import Crossing, LateRecord, Pending, kept_for_later
 from zerojax.streamed.endings.interface import BackwardResult, HeadDone, RecordGrads, Result, closed
 from zerojax.streamed.phases import Tick, run_phase
 from zerojax.streamed.plan import StackPlan, StreamedPlan
@@ -89,8 +89,8 @@ class StoredGrads:
         del carried, now, part, ends
         return None
 
-    def drain(self, stack: StackPlan, layer: Array, carried: GradStacks) -> GradStacks:
-        raise AssertionError(f"gradients are not stored late: {stack.name}, {layer}")
+    def drain(self, stack: StackPlan, number: int, layer: Array, carried: GradStacks) -> GradStacks:
+        raise AssertionError(f"gradients are not stored late: {stack.name}, {number}")
 
     def grads(self, carried: GradStacks) -> list[Array]:
         return carried.grads if self.plan.grads_in_memory else []
@@ -176,7 +176,7 @@ class ByLayers(StoredGrads):
             loops.append(UpdateLoop(phase, begin, stack.blocks, on_device, is_last=is_last, follows=follows))
             for group, tiles in stack.loops:
                 loops.append(UpdateLoop(tiles.phase("update"), begin, group.leaves, 0, TileNumber))
-        tokens, pending = list[Array](), list[Array]()
+        tokens, pending = list[Array](), Pending()
         for number, loop in enumerate(loops):
             if tokens:  # the engine reads and writes records in one order, so loops over them may not be exchanged
                 loop = dataclasses.replace(loop, begin=wait_for(loop.begin, tokens, plan.mesh)[0])
@@ -186,13 +186,8 @@ class ByLayers(StoredGrads):
             # A loop with nothing on disk has no tokens: the next one waits for those of the loop before it.
             tokens = records.tokens(states, loop.part) or tokens
         if plan.drained is not None:
-            part = plan.drained.blocks
-            values = dict(enumerate(pending))
-
-            def drain(layer: Array, states: FlatState) -> FlatState:
-                return LateRecord(records, part).store(states, layer, values)
-
-            states = end_beside_drain(plan, update, states, drain, ends, ready, result.loss, ok)
+            late = LateRecord(records, plan.drained.blocks)
+            states = end_beside_drain(plan, update, states, late, pending, ends, ready, result.loss, ok)
         elif not self.ends_first:
             states = update.update_ends(states, ends, shared, result.loss, ok, ready)
         return closed(update, result, states, norm)
@@ -218,7 +213,7 @@ class ByLayers(StoredGrads):
         loop: "UpdateLoop",
         ready: Callable[[Array], Array],
         ok: Array,
-    ) -> tuple[FlatState, list[Array]]:
+    ) -> tuple[FlatState, Pending]:
         """Update the records of one loop.
 
         Args:
@@ -229,13 +224,15 @@ class ByLayers(StoredGrads):
           ok: bool[], whether to update at all.
 
         Returns:
-          The states, and the last record if stores are late: it is stored with the unstacked leaves, or was stored.
+          The states, and the last record if it is stored late, with the unstacked leaves.
         """
         records, part, late = self.records, loop.part, None
         shared = records.shared_of(states)
         ring = _Ring(self, result.carried, loop, states)
+        pending = Pending()
         if loop.phase.stores_late:
             late = LateRecord(records, part)
+            pending = late.empty(states, loop.phase.stores_late)
 
         def tick(carry: Any, now: Tick) -> tuple[Any, Any]:
             states, pending = carry
@@ -248,21 +245,21 @@ class ByLayers(StoredGrads):
             weights, opt, landing = self.record_update.update(part, mean, old, shared, result.loss, ok, now.landing)
             if late is None:
                 return (records.write_layer(states, part, now.index(loop.at), weights, opt), pending), landing
-            return kept_for_later(records, states, part, now.layer, weights, opt), None
+            states, updated = kept_for_later(records, states, part, now.layer, weights, opt)
+            return (states, [*pending[1:], updated]), None
 
-        def drain(layer: Array, carry: Any) -> Any:
-            states, pending = carry
+        def drain(number: int, layer: Array, carry: Any) -> Any:
             assert late is not None
-            return late.store(states, layer, dict(enumerate(pending))), pending
+            return late.drain(carry[0], number, layer, carry[1])
 
         return run_phase(
-            loop.phase, loop.begin, (states, [] if late is None else late.empty(states)), tick, mesh=self.plan.mesh,
+            loop.phase, loop.begin, (states, pending), tick, mesh=self.plan.mesh,
             fetch=lambda carry, layer: ring.fetch(carry[0], layer), device_layers=loop.on_device,
-            drain=None if loop.is_last else drain,
+            drain=drain, drains_last=not loop.is_last,
         )  # fmt: skip
 
-    def _cross(self, late: LateRecord, now: Tick, pending: list[Array], states: FlatState) -> tuple[FlatState, list[Array]]:
-        """Load the record of a tick while the one before it is stored; returns the states, and what `update` reads."""
+    def _cross(self, late: LateRecord, now: Tick, pending: Pending, states: FlatState) -> tuple[FlatState, list[Array]]:
+        """Load the record of a tick while an earlier one is stored; returns the states, and what `update` reads."""
         crossing = Crossing(late, self.plan.update_groups(), now, pending, states)
         crossed = crossing.begin()
         for number in range(1, crossing.num_turns):
