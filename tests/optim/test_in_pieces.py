@@ -11,7 +11,7 @@ import pytest
 import toys
 
 import zerojax as zj
-from zerojax.optim import by_record, in_pieces
+from zerojax.optim import by_record, late_records
 from zerojax.state import state_records
 
 HOST, VOCAB, HIDDEN = "pinned_host", 48, 8
@@ -66,13 +66,13 @@ def both(monkeypatch, model, data, fields, axes):
 
     def update(*args):
         cut.append(args[-2])
-        return in_pieces.update_in_pieces(*args)
+        return late_records.update_in_pieces(*args)
 
     monkeypatch.setattr(by_record, "update_in_pieces", update)
     monkeypatch.setattr(state_records, "crosses_link", lambda mesh: True)
     whole, _ = train(model, data, fields, axes)
     assert not cut
-    monkeypatch.setattr(in_pieces, "LEAST_BYTES", 1)
+    monkeypatch.setattr(late_records, "LEAST_BYTES", 1)
     found, schedule = train(model, data, fields, axes)
     return whole, found, schedule, cut
 
@@ -99,7 +99,7 @@ def test_embedding_and_head_are_updated_in_pieces_to_the_same_numbers(case, monk
 def test_the_whole_head_is_updated_or_none_of_it(where, monkeypatch):
     """Its gradient is known before the first tick. One of a layer that is not finite stops the layers below it alone."""
     monkeypatch.setattr(state_records, "crosses_link", lambda mesh: True)
-    monkeypatch.setattr(in_pieces, "LEAST_BYTES", 1)
+    monkeypatch.setattr(late_records, "LEAST_BYTES", 1)
     plain = large_ends(12)
 
     def block(p, x, key):
@@ -148,18 +148,18 @@ def test_a_resident_model_is_updated_in_pieces_to_the_same_numbers(monkeypatch):
     ],
 )
 def test_arrays_are_in_the_groups_whose_turns_take_least(sizes, groups):
-    assert in_pieces._turns(sizes) == groups
+    assert late_records._turns(sizes) == groups
 
 
 def test_an_optimizer_that_combines_elements_updates_whole_leaves(monkeypatch):
     monkeypatch.setattr(state_records, "crosses_link", lambda mesh: True)
-    monkeypatch.setattr(in_pieces, "LEAST_BYTES", 1)
+    monkeypatch.setattr(late_records, "LEAST_BYTES", 1)
     config = zj.ZeroConfig(stage=3, opt_state=HOST, update="in_backward")
     for tx, is_cut in ((optax.adamw(1e-2), True), (optax.lamb(1e-2), False)):
         with zj.build_train_step(large_ends(), tx, config, zj.make_mesh(devices=jax.devices()[:1])) as program:
             assert ("pieces of larger leaves" in str(program.schedule)) == is_cut
     for least, told in ((1, "update: opt_state is read and written leaf by leaf, "), (1 << 40, "leaf by leaf\n")):
-        monkeypatch.setattr(in_pieces, "LEAST_BYTES", least)
+        monkeypatch.setattr(late_records, "LEAST_BYTES", least)
         config = zj.ZeroConfig(opt_state=HOST)
         with zj.build_train_step(
             toys.unrolled(), optax.adamw(1e-2), config, zj.make_mesh(devices=jax.devices()[:1])

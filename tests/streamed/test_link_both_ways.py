@@ -14,8 +14,8 @@ import pytest
 import zerojax as zj
 from host_offload.schedule import HEAD, HEAD_PIECES, LATE_ENDS, LAYERS, EndsMove, build_schedule
 from zerojax.grads.beside import beside, equal_parts
+from zerojax.optim import late_records as crossings
 from zerojax.state import state_records
-from zerojax.streamed.endings import crossing as crossings
 from zerojax.streamed.phases import Tick
 
 HOST = "pinned_host"

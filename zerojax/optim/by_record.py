@@ -18,7 +18,7 @@ import optax
 
 from zerojax.config import reason
 from zerojax.optim.elementwise import ElementwiseUpdate, elementwise_update
-from zerojax.optim.in_pieces import MOST_PIECES, Pieces, pieces_of, update_in_pieces
+from zerojax.optim.late_records import MOST_PIECES, Pieces, pieces_of, update_in_pieces
 from zerojax.optim.layer_wise import Gathered, LayerTransformation, check_whole_leaves, why_not_by_leaf
 from zerojax.optim.leaf_rule import LeafRule
 from zerojax.optim.unused import unused_grads

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from zerojax.grads import Turn, beside
 from zerojax.models import Given, Loss, call_block, floating, summed
+from zerojax.optim import Crossed, Crossing
 from zerojax.sharding import ActivationSpec
 from zerojax.state import TrainState
 from zerojax.streamed.activations import BlockTracer, ResidualPlan
-from zerojax.streamed.endings.crossing import Crossed, Crossing
 from zerojax.streamed.endings.interface import GradsTaker, RecordGrads, loss_scale
 from zerojax.streamed.microbatches import LayerInputs, Microbatches, key_of
 from zerojax.streamed.phases import Tick, fetch_first, run_phase

@@ -16,7 +16,6 @@ carries the stacks of gradients, and `InBackward` the state that it is updating.
 those of all layers are known. An update in backward comes before that, and so it cannot clip.
 
     interface       of endings, and what backward hands to them
-    crossing        what crosses the link beside a tick's products
     stored          WholeTree, ByLayers, and GradsAlone, which updates nothing
     in_backward     InBackward
     beside_drain    the leaves that are no stack of layers, updated while the last record is stored

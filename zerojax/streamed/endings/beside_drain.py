@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 
 from host_offload.device import one_trip
-from zerojax.optim import RecordUpdate
+from zerojax.optim import LateRecord, Pending, RecordUpdate, record_specs, with_ends
 from zerojax.state import FlatState
-from zerojax.streamed.endings.crossing import LateRecord, Pending, record_specs, with_ends
 from zerojax.streamed.plan import StreamedPlan
 
 Array = jax.Array

@@ -1,16 +1,25 @@
 """The ending that updates a layer in the tick that makes its gradient."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from zerojax.optim import Handed, Pieces, RecordUpdate
-from zerojax.state import FlatState, StateRecords, TrainState
+from zerojax.optim import (
+    Crossing,
+    Handed,
+    LateRecord,
+    Pending,
+    Pieces,
+    RecordUpdate,
+    kept_for_later,
+    update_piece,
+    with_pieces,
+)
+from zerojax.state import FlatState, TrainState
 from zerojax.streamed.endings.beside_drain import end_beside_drain
-from zerojax.streamed.endings.crossing import Crossing, LateRecord, Pending, kept_for_later
 from zerojax.streamed.endings.interface import BackwardResult, HeadDone, RecordGrads, Result, closed
 from zerojax.streamed.phases import Tick
 from zerojax.streamed.plan import StackPlan, StreamedPlan
@@ -91,7 +100,7 @@ class InBackward:
         for i in plan.early_ends:
             states, ends[i] = self.record_update.updated_end(states, i, plan.mean(of_head[i]), head.loaded[i], head.loss, ok)
         cut = {i: pieces.split(of_head[i]) for i, pieces in plan.head_pieces.items()}
-        states = _with_pieces(self.records, states, plan.head_pieces, Pieces.split)
+        states = with_pieces(self.records, states, plan.head_pieces, Pieces.split)
         lags = {stack.blocks: stack.schedule.phase("backward").stores_late for stack in plan.of_stacks}
         pending = {part[0]: self._late(part).empty(states, lag) for part, lag in lags.items() if lag}
         pieces = _HeadPieces(cut, ok) if cut else None
@@ -151,28 +160,23 @@ class InBackward:
         self, carried: UpdatedState, record: RecordGrads, states: FlatState, shared: Sequence[Array]
     ) -> tuple[FlatState, list[Array]]:
         """Update the tick's pieces of the head's leaves; returns the states, and what a later tick stores."""
-        crossing, crossed, now, records = record.crossing, record.crossed, record.now, self.records
+        crossing, crossed, now = record.crossing, record.crossed, record.now
         assert crossing is not None
         assert crossed is not None
         late = crossing.record
         if not now.loads_pieces or carried.head is None:
             return states, carried.pending[record.part[0]][-1][late.num_own :]
-        piece, pending = late.piece(now.layer), list[Array]()
-        for i, pieces in late.pieces.items():
-            loaded, params = crossing.loaded_piece(crossed, i), list(states.params)
-            num_opt, spec = len(records.opt_records((i,))), records.params[i]
-            if states.master is None:  # the parameter is the weight
-                weight = loaded[num_opt] if spec.is_away else pieces.read(spec, params[i], piece)
-                loaded = [weight, *loaded[:num_opt]]
-            grad = self.plan.mean(pieces.read(records.grads[i], carried.head.grads[i], piece))
-            (weight,), opt, _ = self.record_update.update((i,), [grad], loaded, shared, carried.loss, carried.head.ok)
-            pending += [*([weight] if states.master is not None else []), *opt]
-            if spec.is_away:
-                pending.append(records.cast(i, weight))
-            else:  # on the device it is written in place
-                params[i] = pieces.write(spec, params[i], piece, records.cast(i, weight))
-                states = dataclasses.replace(states, params=params)
-        return states, pending
+        updated, head = list[Array](), carried.head
+        for i, grad in head.grads.items():
+
+            def move(grad: Array, loaded: list[Array], i: int = i) -> tuple[Array, list[Array]]:
+                mean = [self.plan.mean(grad)]
+                (weight,), opt, _ = self.record_update.update((i,), mean, loaded, shared, carried.loss, head.ok)
+                return weight, opt
+
+            states, of_leaf = update_piece(late, crossing, crossed, i, grad, move, states)
+            updated += of_leaf
+        return states, updated
 
     def drain(self, stack: StackPlan, number: int, layer: Array, carried: UpdatedState) -> UpdatedState:
         part = stack.blocks
@@ -203,7 +207,7 @@ class InBackward:
         else:
             shared = self.records.shared_of(states)
             states = update.update_ends(states, ends, shared, result.loss, ok, plan.mean)
-        states = _with_pieces(self.records, states, plan.head_pieces, Pieces.join)
+        states = with_pieces(self.records, states, plan.head_pieces, Pieces.join)
         return closed(update, result, states, norm)
 
 
@@ -213,15 +217,3 @@ def _rounded(grad: Array) -> Array:
         return grad
     bits = jnp.finfo(grad.dtype)
     return jax.lax.reduce_precision(grad, bits.nexp, bits.nmant)
-
-
-def _with_pieces(
-    records: StateRecords, states: FlatState, cut: Mapping[int, Pieces], change: Callable[[Pieces, Array], Array]
-) -> FlatState:
-    """Return the state with leaves cut into pieces, or joined again, by `Pieces.split` or `Pieces.join`."""
-    for i, pieces in cut.items():
-        params = list(states.params)
-        params[i] = change(pieces, params[i])
-        opt = [change(pieces, a) for a in records.opt_states(states, (i,))]
-        states = records.replace(dataclasses.replace(states, params=params), (i,), opt)
-    return states

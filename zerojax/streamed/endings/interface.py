@@ -7,9 +7,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 
-from zerojax.optim import RecordUpdate, finish
+from zerojax.optim import Crossed, Crossing, RecordUpdate, finish
 from zerojax.state import FlatState, Pending, TrainState
-from zerojax.streamed.endings.crossing import Crossed, Crossing
 from zerojax.streamed.phases import Tick
 from zerojax.streamed.plan import StackPlan
 

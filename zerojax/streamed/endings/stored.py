@@ -11,7 +11,7 @@ import optax
 
 from host_offload.schedule import Phase
 from zerojax.models import BLOCKS
-from zerojax.optim import RecordUpdate, build_update, clip_factor
+from zerojax.optim import Crossing, LateRecord, Pending, RecordUpdate, build_update, clip_factor, kept_for_later
 from zerojax.state import (
     FlatState,
     Index,
@@ -25,7 +25,6 @@ from zerojax.state import (
     write_layer,
 )
 from zerojax.streamed.endings.beside_drain import end_beside_drain
-from zerojax.streamed.endings.crossing import Crossing, LateRecord, Pending, kept_for_later
 from zerojax.streamed.endings.interface import BackwardResult, HeadDone, RecordGrads, Result, closed
 from zerojax.streamed.phases import Tick, run_phase
 from zerojax.streamed.plan import StackPlan, StreamedPlan
@@ -261,9 +260,7 @@ class ByLayers(StoredGrads):
     def _cross(self, late: LateRecord, now: Tick, pending: Pending, states: FlatState) -> tuple[FlatState, list[Array]]:
         """Load the record of a tick while an earlier one is stored; returns the states, and what `update` reads."""
         crossing = Crossing(late, self.plan.update_groups(), now, pending, states)
-        crossed = crossing.begin()
-        for number in range(1, crossing.num_turns):
-            crossed = crossing.turn(number, jax.lax.optimization_barrier(crossed))
+        crossed = crossing.cross()
         states, (opt, _) = crossing.states_of(crossed), crossing.loaded(crossed)
         old = self.records.read_params(states, late.part, now.layer) if states.master is None else []
         return states, old + opt

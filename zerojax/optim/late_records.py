@@ -1,0 +1,512 @@
+"""Records in host memory that are updated in one tick and stored in a later one, beside the load of the next.
+
+A link carries both directions at once. So a tick loads the record that it updates while it stores one that an earlier tick
+updated. No array may be read and written at once: XLA would copy it. The arrays of a record, such as its master and its
+moments, are dealt out to groups of equal bytes, and in each turn one group is loaded while another one is stored:
+
+    turn   0             1           2
+    load   master[k]     mu[k]       nu[k]
+    store  mu[k-1]       nu[k-1]     master[k-1]
+
+A record is a layer of a stack, or a **piece** of an unstacked leaf that is larger than a layer, such as an embedding. Loaded as
+a whole, updated and then stored, such a leaf would let one direction rest while the other one works, and the device would hold
+all of its state. An elementwise optimizer may update some rows by themselves. So the leaf is seen as a stack of K pieces,
+W[V, D] -> W[K, V/K, D]. Where dim 0 is split over n shards, each device cuts its own rows, W[V_fsdp, D] ->
+W[n_fsdp, K, V/(n K), D]: no row leaves its device.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from host_offload.device import one_trip, run_loop
+from zerojax.sharding import axes_of, local_elements, place
+from zerojax.state import FlatState, RecordSpec, StateRecords, read_layer, write_layer
+
+Array = jax.Array
+Move = Callable[[Array, list[Array]], tuple[Array, list[Array]]]
+"""(gradient, [weight, *optimizer state]) of some rows -> the weight, float32, and the optimizer state after the update."""
+
+MOST_PIECES = 32
+"""Of a leaf. Nothing is stored beside the first piece, and nothing is loaded beside the last store."""
+LEAST_BYTES = 1 << 20
+"""Of a piece of an array on one device. PCIe 5 moves so much in 20 microseconds, of which a copy takes 3 to start."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """How a leaf is cut into rows.
+
+    Attributes:
+      count: K, pieces.
+      shards: n, into which dim 0 is split.
+    """
+
+    count: int
+    shards: int
+
+    @property
+    def _lead(self) -> tuple[int, ...]:
+        """The dims in front of the rows of a piece. A piece's number is the index of the last of them."""
+        return (self.count,) if self.shards == 1 else (self.shards, self.count)
+
+    def split(self, array: Array) -> Array:
+        """Return an array [V, ...] as [n, K, V/(n K), ...], where it rests."""
+        rows = array.shape[0] // (self.shards * self.count)
+        return array.reshape(*self._lead, rows, *array.shape[1:])
+
+    def join(self, array: Array) -> Array:
+        """Return what `split` took."""
+        dims = len(self._lead) + 1
+        return array.reshape(math.prod(array.shape[:dims]), *array.shape[dims:])
+
+    def shape(self, array: Any) -> tuple[int, ...]:
+        """Return the shape of a piece of what `split` returned: [V/K, ...]."""
+        lead, rest = array.shape[: len(self._lead) - 1], array.shape[len(self._lead) :]
+        return (math.prod(lead) * rest[0], *rest[1:])
+
+    def read(self, record: RecordSpec, array: Array, piece: Array) -> Array:
+        """Return a piece of what `split` returned, on the device: [V/K, ...], sharded as the leaf is."""
+        value = jax.lax.dynamic_index_in_dim(array, piece, len(self._lead) - 1, keepdims=False)
+        if record.is_away:
+            value = jax.device_put(value, self._sharding(record, "device"))
+        if self.shards > 1:
+            value = value.reshape(value.shape[0] * value.shape[1], *value.shape[2:])
+        return jax.lax.with_sharding_constraint(value, record.sharding)
+
+    def write(self, record: RecordSpec, array: Array, piece: Array, value: Array) -> Array:
+        """Return what `split` returned, with another piece."""
+        value = jax.lax.with_sharding_constraint(value, record.sharding)
+        if self.shards > 1:
+            value = value.reshape(self.shards, value.shape[0] // self.shards, *value.shape[1:])
+        if record.is_away:
+            value = jax.device_put(value, self._sharding(record, record.tier))
+        return jax.lax.dynamic_update_index_in_dim(array, value, piece, len(self._lead) - 1)
+
+    def _sharding(self, record: RecordSpec, tier: str) -> Any:
+        spec = record.spec if self.shards == 1 else (record.spec[0], None, *record.spec[1:])
+        return place(record.mesh, spec, tier)
+
+
+def pieces_of(records: StateRecords, index: int, most: int = MOST_PIECES) -> Pieces | None:
+    """Return how a leaf that is no stack of layers is cut, into `most` pieces at most; None: it crosses the link as a whole.
+
+    It does where no link loads and stores at once; where there is but one array to load; and where
+    rows do not divide into pieces that are worth a copy each.
+    """
+    leaf, layout = records.leaves[index], records.layout
+    specs, param = records.opt_records((index,)), records.params[index]
+    itemsizes = [layout.opt_map.leaves[j].dtype.itemsize for j in layout.opt_map.states_of((index,))]
+    if layout.has_master:
+        itemsizes = [4, *itemsizes]
+    else:  # the parameter is the weight, and loaded
+        specs, itemsizes = [*specs, param], [*itemsizes, leaf.dtype.itemsize]
+    loaded = [(r, itemsize) for r, itemsize in zip(specs, itemsizes, strict=True) if r.is_away]
+    on_disk = any(r.disk_records is not None for r in (param, *specs))
+    if not records.both_ways or len(loaded) < 2 or on_disk or not leaf.shape:
+        return None
+    splits = {axes_of(r.spec[0]) for r, _ in loaded}
+    shards = math.prod(records.mesh.shape[axis] for axis in next(iter(splits)))
+    if len(splits) > 1 or leaf.shape[0] % shards:
+        return None
+    smallest = min(itemsize * local_elements(leaf.shape, r.spec, r.mesh) for r, itemsize in loaded)
+    rows, most = leaf.shape[0] // shards, min(most, smallest // LEAST_BYTES)
+    count = max((n for n in range(1, most + 1) if rows % n == 0), default=1)
+    return Pieces(count, shards) if count > 1 else None
+
+
+def dealt(sizes: Sequence[int], num_groups: int) -> list[list[int]]:
+    """Deal arrays out to groups of bytes as equal as the largest ones allow; returns the places of each group's arrays."""
+    groups: list[list[int]] = [[] for _ in range(min(num_groups, len(sizes)))]
+    filled = [0] * len(groups)
+    for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
+        least = filled.index(min(filled))
+        groups[least].append(n)
+        filled[least] += sizes[n]
+    return groups
+
+
+def _turns(sizes: Sequence[int]) -> list[list[int]]:
+    """Return the groups with which the turns take least: each takes as long as the larger of what it loads and stores."""
+
+    def bytes_of(groups: list[list[int]]) -> int:
+        filled = [sum(sizes[n] for n in group) for group in groups]
+        return sum(max(up, down) for up, down in zip(filled, [*filled[1:], filled[0]], strict=True))
+
+    return min((dealt(sizes, num) for num in range(2, len(sizes) + 1)), key=bytes_of)
+
+
+class LateTick(Protocol):
+    """What a tick says of the records that cross the link in it; see `zerojax.streamed.phases.Tick`."""
+
+    @property
+    def layer(self) -> Any:
+        """i32[], the layer updated, or the number of a piece."""
+        ...
+
+    @property
+    def fetch(self) -> Array | None:
+        """i32[], the layer whose parameters are loaded for a later tick, if any."""
+        ...
+
+    @property
+    def stored(self) -> Array | None:
+        """i32[], the layer stored, if any."""
+        ...
+
+    @property
+    def loads_pieces(self) -> bool:
+        """Whether pieces are loaded and updated."""
+        ...
+
+    @property
+    def stores_pieces(self) -> bool:
+        """Whether pieces are stored."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class _PieceTick:
+    """A tick that updates a piece, and no layer."""
+
+    layer: Array
+    stored: Array | None
+    fetch: Array | None = None
+    loads_pieces: bool = True
+    stores_pieces: bool = True
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Crossed:
+    """The state, and what was loaded of it, while a tick computes.
+
+    Attributes:
+      states: all leaves, of which the stacks in host memory are written in turns.
+      loaded: what was loaded so far, by its place in the record.
+      ends: records of leaves that are no stack of layers, by leaf, which the tick stores; `states` lacks them meanwhile.
+    """
+
+    states: FlatState
+    loaded: dict[int, Array]
+    ends: dict[int, list[Any]]
+
+
+Pending = list[list[Array]]
+"""The arrays of the records that earlier ticks updated and later ticks store, on the device; the oldest record first."""
+
+
+class Crossing:
+    """Loads of what a tick updates, and stores of what an earlier tick updated, beside its products.
+
+    Of the parameters of a `LateRecord` in host memory the tick loads what a later tick takes.
+    """
+
+    def __init__(
+        self,
+        record: "LateRecord",
+        num_groups: int,
+        now: LateTick,
+        pending: "Pending",
+        states: FlatState,
+        ends: Mapping[int, list[Array]] | None = None,
+    ) -> None:
+        """Plan the turns of a tick.
+
+        Args:
+          record: what crosses.
+          num_groups: at most.
+          now: the tick.
+          pending: what earlier ticks updated, on the device.
+          states: all leaves.
+          ends: updated records of leaves that are no stack of layers, by leaf, on the device: this tick stores them.
+        """
+        self.record, self.now, self.pending, self.states, self.ends = record, now, pending[0], states, ends or {}
+        self.groups = dealt([a.size * a.dtype.itemsize for a in self.pending], num_groups)
+
+    @property
+    def num_turns(self) -> int:
+        """As many as there are groups."""
+        return len(self.groups)
+
+    def begin(self) -> Crossed:
+        """Start the first turn."""
+        states = without_ends(self.record.records, self.states, list(self.ends))
+        return self.turn(0, Crossed(states, {}, {i: [] for i in self.ends}))
+
+    def cross(self) -> Crossed:
+        """Take all turns, one after the other, with nothing beside them."""
+        crossed = self.begin()
+        for number in range(1, self.num_turns):
+            crossed = self.turn(number, jax.lax.optimization_barrier(crossed))
+        return crossed
+
+    def turn(self, number: int, crossed: Crossed) -> Crossed:
+        """Start a turn. What the turns before it started has to be done."""
+        record, now = self.record, self.now
+        up, down = self.groups[number], self.groups[(number + self.num_turns // 2) % self.num_turns]
+        loaded, states = record.load(crossed.states, up, now), crossed.states
+        if now.stored is not None:
+            num = len(self.pending) if now.stores_pieces else record.num_own
+            states = record.store(states, now.stored, {n: self.pending[n] for n in down if n < num})
+        return Crossed(states, crossed.loaded | loaded, self._ends_of(number, crossed.ends))
+
+    def _ends_of(self, number: int, stored: dict[int, list[Any]]) -> dict[int, list[Any]]:
+        """Start the stores of a turn's share of other leaves. XLA starts a store as late as its turn allows."""
+        each = [
+            (i, spec, a)
+            for i, some in self.ends.items()
+            for spec, a in zip(record_specs(self.record.records, (i,)), some, strict=True)
+        ]
+        stored = {i: list(arrays) for i, arrays in stored.items()}
+        for n, (i, spec, value) in enumerate(each):
+            if n * self.num_turns // len(each) == number:
+                stored[i].append(spec.store(value))
+        return stored
+
+    def states_of(self, crossed: Crossed) -> FlatState:
+        """Return the state, when all turns were taken."""
+        return with_ends(self.record.records, crossed.states, crossed.ends)
+
+    def loaded(self, crossed: Crossed) -> tuple[list[Array], list[Array]]:
+        """Return what was loaded: of the record that is updated, and parameters of the one that is taken later."""
+        record = self.record
+        arrays = [crossed.loaded[n] for n in sorted(crossed.loaded) if n < record.num_own]
+        return arrays[: record.num_opt], arrays[record.num_opt :]
+
+    def loaded_piece(self, crossed: Crossed, leaf: int) -> list[Array]:
+        """Return what was loaded of a piece of a leaf: its master, if there is one, its optimizer state, its parameter."""
+        return [crossed.loaded[n] for n in self.record.places[leaf] if n in crossed.loaded]
+
+
+class LateRecord:
+    """What is loaded, updated, and stored some ticks later: a layer's record, and a piece of each of some leaves that are none.
+
+    Its arrays are masters, where there are any, and optimizer state of the layer, its parameters where they rest in host
+    memory, and then the same of each piece. Piece k belongs to the tick of layer `lowest` + k.
+
+    Attributes:
+      records: how the state rests.
+      part: indices of the leaves of the layer.
+      pieces: how each of the other leaves is cut; the state holds them as `Pieces.split` returns them.
+      lowest: the layer whose tick updates piece 0.
+      num_opt: arrays of masters and optimizer state of the layer, which come first.
+      num_own: arrays of the layer.
+      places: of the arrays of each piece, by its leaf.
+    """
+
+    def __init__(
+        self, records: StateRecords, part: Sequence[int], pieces: Mapping[int, Pieces] | None = None, lowest: int = 0
+    ) -> None:
+        self.records, self.part, self.pieces, self.lowest = records, part, pieces or {}, lowest
+        self._specs, self.num_opt = record_specs(records, part), len(records.opt_records(part))
+        self.num_own, self.places = len(self._specs), dict[int, range]()
+        self._leaf_of = dict[int, int]()
+        for i in self.pieces:
+            specs = record_specs(records, (i,))
+            self.places[i] = range(len(self._specs), len(self._specs) + len(specs))
+            self._leaf_of |= dict.fromkeys(self.places[i], i)
+            self._specs += specs
+
+    def load(self, states: FlatState, places: Sequence[int], now: LateTick) -> dict[int, Array]:
+        """Return arrays by their places, on the device: those of them that a tick loads."""
+        stacks, loaded = self._stacks(states), dict[int, Array]()
+        for n in places:
+            if n >= self.num_own:
+                i = self._leaf_of[n]
+                # A parameter whose master is updated is stored alone.
+                is_weight = states.master is None or n - self.places[i].start < len(self.records.opt_records((i,)))
+                if now.loads_pieces and is_weight:
+                    loaded[n] = self.pieces[i].read(self._specs[n], stacks[n], self.piece(now.layer))
+                continue
+            index = now.layer if n < self.num_opt else now.fetch
+            if index is not None:
+                (loaded[n],) = read_layer([self._specs[n]], [stacks[n]], index)
+        return loaded
+
+    def store(self, states: FlatState, layer: Array, values: Mapping[int, Array]) -> FlatState:
+        """Return the state with some arrays, by their places, as those of the tick of a layer."""
+        stacks = self._stacks(states)
+        for n, value in values.items():
+            if n >= self.num_own:
+                stacks[n] = self.pieces[self._leaf_of[n]].write(self._specs[n], stacks[n], self.piece(layer), value)
+            else:
+                (stacks[n],) = write_layer([self._specs[n]], [stacks[n]], layer, [value])
+        params = list(states.params)
+        for i, stack in zip(_away(self.records, self.part), stacks[self.num_opt : self.num_own], strict=True):
+            params[i] = stack
+        states = self.records.replace(dataclasses.replace(states, params=params), self.part, stacks[: self.num_opt])
+        return with_ends(self.records, states, {i: [stacks[n] for n in places] for i, places in self.places.items()})
+
+    def num_loaded(self, states: FlatState) -> int:
+        """Return how many arrays a tick loads if it updates pieces alone: not a parameter whose master is updated."""
+        ends = [len(self.records.opt_records((i,))) for i in self.pieces]
+        return sum(ends) if states.master is not None else len(self._specs)
+
+    def piece(self, layer: Array) -> Array:
+        """Return the number of the pieces that belong to the tick of a layer."""
+        return layer - self.lowest if self.lowest else layer
+
+    def empty(self, states: FlatState, lag: int) -> Pending:
+        """Return room for what was updated in the last `lag` ticks and is not stored yet."""
+        stacks, found = self._stacks(states), list[Array]()
+        for n, (spec, stack) in enumerate(zip(self._specs, stacks, strict=True)):
+            shape = stack.shape[1:] if n < self.num_own else self.pieces[self._leaf_of[n]].shape(stack)
+            found.append(jax.lax.with_sharding_constraint(jnp.zeros(shape, stack.dtype), spec.sharding))
+        return [found] * lag
+
+    def drain(self, states: FlatState, number: int, layer: Array, pending: Pending) -> tuple[FlatState, Pending]:
+        """Store the oldest record after the last tick; returns the states, and the records with the next one first.
+
+        Args:
+          states: all leaves.
+          number: of the layer.
+          layer: the same, i32[].
+          pending: what is not stored yet.
+        """
+        oldest, *others = pending
+        # Of fewer pieces than layers the last ones have no piece.
+        values = oldest if number >= self.lowest else oldest[: self.num_own]
+        return self.store(states, layer, dict(enumerate(values))), [*others, oldest]
+
+    def _stacks(self, states: FlatState) -> list[Any]:
+        of_pieces = [stack for i in self.pieces for stack in record_stacks(self.records, states, (i,))]
+        return [*record_stacks(self.records, states, self.part), *of_pieces]
+
+
+def record_specs(records: StateRecords, part: Sequence[int]) -> list[RecordSpec]:
+    """Return how the arrays of a record rest, in its order: masters and optimizer state, then parameters off the device."""
+    return [*records.opt_records(part), *(records.params[i] for i in _away(records, part))]
+
+
+def record_stacks(records: StateRecords, states: FlatState, part: Sequence[int]) -> list[Any]:
+    """Return the stacks of the same arrays."""
+    return [*records.opt_states(states, part), *(states.params[i] for i in _away(records, part))]
+
+
+def with_ends(records: StateRecords, states: FlatState, ends: Mapping[int, Sequence[Any]]) -> FlatState:
+    """Return the state with other records of leaves that are no stack of layers, where they rest, in their order."""
+    for i, arrays in ends.items():
+        num_opt, params = len(records.opt_records((i,))), list(states.params)
+        params[i : i + 1] = arrays[num_opt:] or params[i : i + 1]
+        states = records.replace(dataclasses.replace(states, params=params), (i,), arrays[:num_opt])
+    return states
+
+
+def without_ends(records: StateRecords, states: FlatState, ends: Sequence[int]) -> FlatState:
+    """Return the state with nothing in place of these leaves' records: their old arrays are over as soon as new ones begin."""
+    return with_ends(records, states, {i: [None] * len(record_specs(records, (i,))) for i in ends})
+
+
+def _away(records: StateRecords, part: Sequence[int]) -> list[int]:
+    return [i for i in part if records.params[i].is_away]
+
+
+def kept_for_later(
+    records: StateRecords, states: FlatState, part: Sequence[int], layer: Array, weights: list[Array], opt: list[Array]
+) -> tuple[FlatState, list[Array]]:
+    """Return the state with a layer's new parameters, where they rest on the device, and the record that is stored later."""
+    params = [records.cast(i, w) for i, w in zip(part, weights, strict=True)]
+    if not any(records.params[i].is_away for i in part):  # on the device they are written in place
+        states, params = records.write_params(states, part, layer, params), []
+    return states, [*(weights if states.master is not None else ()), *opt, *params]
+
+
+def update_piece(
+    record: "LateRecord", crossing: "Crossing", crossed: "Crossed", index: int, grad: Array, move: Move, states: FlatState
+) -> tuple[FlatState, list[Array]]:
+    """Update a tick's piece of an unstacked leaf.
+
+    Args:
+      record: what the tick loads.
+      crossing: its turns, all of which were taken.
+      crossed: what they loaded.
+      index: of the leaf.
+      grad: of the leaf, as `Pieces.split` returns it.
+      move: the optimizer.
+      states: all leaves.
+
+    Returns:
+      The states, and the arrays of the piece that a later tick stores.
+    """
+    records, pieces, piece = record.records, record.pieces[index], record.piece(crossing.now.layer)
+    loaded, spec = crossing.loaded_piece(crossed, index), records.params[index]
+    num_opt, has_master = len(records.opt_records((index,))), states.master is not None
+    if not has_master:  # the parameter is the weight
+        weight = loaded[num_opt] if spec.is_away else pieces.read(spec, states.params[index], piece)
+        loaded = [weight, *loaded[:num_opt]]
+    weight, opt = move(pieces.read(records.grads[index], grad, piece), loaded)
+    updated, param = [*([weight] if has_master else []), *opt], records.cast(index, weight)
+    if spec.is_away:
+        return states, [*updated, param]
+    params = list(states.params)  # on the device it is written in place
+    params[index] = pieces.write(spec, params[index], piece, param)
+    return dataclasses.replace(states, params=params), updated
+
+
+def update_in_pieces(
+    records: StateRecords, states: FlatState, index: int, grad: Array, move: Move, pieces: Pieces, begin: Array
+) -> tuple[FlatState, Array]:
+    """Update an unstacked leaf, piece by piece.
+
+    Args:
+      records: how the state rests.
+      states: all leaves.
+      index: of the leaf.
+      grad: of it, sharded as its optimizer state is.
+      move: the optimizer.
+      pieces: how the leaf is cut.
+      begin: i32[] zero, known when this may begin.
+
+    Returns:
+      The states, and a zero that is known when this is done.
+    """
+    record, grads = LateRecord(records, (), {index: pieces}), pieces.split(grad)
+    cut = _alone(records, with_pieces(records, states, record.pieces, Pieces.split), index)
+    room = record.empty(cut, 1)
+    num_groups = len(_turns([a.size * a.dtype.itemsize for a in room[0][: record.num_loaded(cut)]]))
+
+    def tick(piece: Array, carry: Any, stored: bool = True) -> Any:
+        states, pending, begin = carry
+        now = _PieceTick(piece, piece - 1 if stored else None)
+        crossing = Crossing(record, num_groups, now, pending, states)
+        crossed = crossing.cross()
+        states, updated = update_piece(record, crossing, crossed, index, grads, move, crossing.states_of(crossed))
+        return states, [*pending[1:], updated], begin
+
+    def drain(piece: Array, carry: Any) -> Any:
+        states, pending, begin = carry
+        return *record.drain(states, pieces.count - 1, piece, pending), begin
+
+    carry = one_trip(0, partial(tick, stored=False), (cut, room, begin), records.mesh)
+    carry = run_loop(1, pieces.count, tick, carry, records.mesh)
+    cut, _, begin = one_trip(pieces.count - 1, drain, carry, records.mesh)
+    cut = with_pieces(records, cut, record.pieces, Pieces.join)
+    params = [*states.params[:index], cut.params[index], *states.params[index + 1 :]]
+    opt = records.opt_states(cut, (index,))
+    return records.replace(dataclasses.replace(states, params=params), (index,), opt), begin
+
+
+def _alone(records: StateRecords, states: FlatState, index: int) -> FlatState:
+    """Return the state with one unstacked leaf alone: a loop carries no more than it changes."""
+    kept = {*records.opt_map.states_of((index,))}
+    only = lambda leaves: [leaf if i == index else None for i, leaf in enumerate(leaves)]  # noqa: E731
+    opt = [leaf if j in kept else None for j, leaf in enumerate(states.opt)]
+    return FlatState(only(states.params), None if states.master is None else only(states.master), opt)
+
+
+def with_pieces(
+    records: StateRecords, states: FlatState, cut: Mapping[int, Pieces], change: Callable[[Pieces, Array], Array]
+) -> FlatState:
+    """Return the state with leaves cut into pieces, or joined again, by `Pieces.split` or `Pieces.join`."""
+    for i, pieces in cut.items():
+        params = list(states.params)
+        params[i] = change(pieces, params[i])
+        opt = [change(pieces, a) for a in records.opt_states(states, (i,))]
+        states = records.replace(dataclasses.replace(states, params=params), (i,), opt)
+    return states
