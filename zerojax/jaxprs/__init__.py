@@ -40,6 +40,7 @@ from zerojax.jaxprs.primitives import POINTWISE as POINTWISE
 from zerojax.jaxprs.primitives import PRODUCTS as PRODUCTS
 from zerojax.jaxprs.primitives import REDUCTIONS as REDUCTIONS
 from zerojax.jaxprs.primitives import REMAT as REMAT
+from zerojax.jaxprs.regions import Function as Function
 from zerojax.jaxprs.regions import Region as Region
 from zerojax.jaxprs.regions import checkpointed as checkpointed
 from zerojax.jaxprs.regions import rebind as rebind
