@@ -11,6 +11,7 @@
 Interpreters import these names from here.
 """
 
+from zerojax.jaxprs.analysis import Analysis as Analysis
 from zerojax.jaxprs.entered import ENTERED as ENTERED
 from zerojax.jaxprs.flat import BY_POSITION as BY_POSITION
 from zerojax.jaxprs.flat import Constant as Constant
@@ -31,7 +32,6 @@ from zerojax.jaxprs.parameters import called as called
 from zerojax.jaxprs.parameters import manual_axes as manual_axes
 from zerojax.jaxprs.parameters import scan_arity as scan_arity
 from zerojax.jaxprs.primitives import CHEAP as CHEAP
-from zerojax.jaxprs.primitives import CUSTOM_DERIVATIVES as CUSTOM_DERIVATIVES
 from zerojax.jaxprs.primitives import ELEMENTWISE as ELEMENTWISE
 from zerojax.jaxprs.primitives import FILLS as FILLS
 from zerojax.jaxprs.primitives import INLINED as INLINED
@@ -47,6 +47,3 @@ from zerojax.jaxprs.regions import rebind as rebind
 from zerojax.jaxprs.regions import rebind_scan as rebind_scan
 from zerojax.jaxprs.regions import rebind_shard_map as rebind_shard_map
 from zerojax.jaxprs.regions import regions_of as regions_of
-from zerojax.jaxprs.compat import mapped_by_shards as mapped_by_shards
-from zerojax.jaxprs.compat import rematerialised as rematerialised
-from zerojax.jaxprs.compat import switch as switch
