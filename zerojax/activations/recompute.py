@@ -33,6 +33,7 @@ from zerojax.jaxprs import (
     Instruction,
     Region,
     bind,
+    is_among,
     read,
     rebind,
     regions_of,
@@ -208,7 +209,7 @@ class Keeper:
 
     def depend_on_data(self, i: Instruction) -> list[bool]:
         """Return whether each operand of an instruction depends on data."""
-        return [isinstance(ref, int) and ref in self.of_data for ref in i.ins]
+        return [is_among(ref, self.of_data) for ref in i.ins]
 
 
 def _named(value: Any, label: str) -> Any:

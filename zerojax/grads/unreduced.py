@@ -45,7 +45,6 @@ from zerojax.jaxprs import (
     Region,
     bind,
     evaluate,
-    flatten,
     is_among,
     read,
     rebind,
@@ -285,14 +284,14 @@ class UnreducedGradRewriter(GradRewriter):
         """Return the results of an instruction that can have rows."""
         name = i.eqn.primitive.name
         if name == "optimization_barrier":
-            return [out for ref, out in zip(i.ins, i.outs, strict=True) if isinstance(ref, int) and ref in self.sums]
+            return [out for ref, out in zip(i.ins, i.outs, strict=True) if is_among(ref, self.sums)]
         if name == "shard_map":
             return [out for out, chain in zip(i.outs, _reductions(self.rule, i.eqn), strict=True) if chain is not None]
         if self.is_opaque(i.eqn):
             return ()
         if self.cut_dims(i) is not None:
             return i.outs
-        of_sums = [n for n, ref in enumerate(i.ins) if isinstance(ref, int) and ref in self.sums]
+        of_sums = [n for n, ref in enumerate(i.ins) if is_among(ref, self.sums)]
         # A derivative of the model's own may do anything with a gradient: clip it, divide by its norm.
         if not of_sums or name not in _LINEAR_IN_SUMS:
             return ()
@@ -502,7 +501,8 @@ def _enter(rewriter: UnreducedGradRewriter, i: Instruction) -> list[Any]:
 
 def _reductions(rule: _Rule, eqn: jex.JaxprEqn) -> list[_Chain | None]:
     """Return, of each result of a shard_map, the chain from a sum over the batch's axes to the result; None where none is."""
-    program = flatten(eqn.params["jaxpr"], ())
+    (region,) = regions_of(eqn)
+    program = region.flatten()
     makers = {out: i for i in program.instructions for out in i.outs}
     batch = {axis for axis in BATCH_AXES if rule.mesh.shape[axis] > 1}
     found: list[_Chain | None] = []
@@ -528,7 +528,8 @@ def _axes_of(eqn: jex.JaxprEqn) -> set[str]:
 
 def _shard_map(rewriter: UnreducedGradRewriter, i: Instruction) -> list[Any]:
     params, rule = i.eqn.params, rewriter.rule
-    program, chains = flatten(params["jaxpr"], ()), _reductions(rule, i.eqn)
+    (region,), chains = regions_of(i.eqn), _reductions(rule, i.eqn)
+    program = region.flatten()
     chains = [chain if out in rewriter.own else None for out, chain in zip(i.outs, chains, strict=True)]
 
     def value_of(chain: _Chain, slots: dict[int, Any]) -> Any:

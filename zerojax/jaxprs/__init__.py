@@ -30,7 +30,6 @@ from zerojax.jaxprs.flops import flops_of as flops_of
 from zerojax.jaxprs.flops import product_of as product_of
 from zerojax.jaxprs.parameters import called as called
 from zerojax.jaxprs.parameters import manual_axes as manual_axes
-from zerojax.jaxprs.parameters import scan_arity as scan_arity
 from zerojax.jaxprs.primitives import CHEAP as CHEAP
 from zerojax.jaxprs.primitives import ELEMENTWISE as ELEMENTWISE
 from zerojax.jaxprs.primitives import FILLS as FILLS
