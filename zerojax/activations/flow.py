@@ -22,7 +22,15 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from zerojax.jaxprs import ENTERED, POINTWISE, REDUCTIONS, Analysis, FlatJaxpr, Instruction, manual_axes
+from zerojax.jaxprs import (
+    ENTERED,
+    POINTWISE,
+    REDUCTIONS,
+    Analysis,
+    FlatJaxpr,
+    Instruction,
+    manual_axes,
+)
 from zerojax.sharding import TENSOR, Spec, axes_of, pad_spec
 
 ANY: Any = object()

@@ -103,7 +103,7 @@ def is_scatter(eqn: jex.JaxprEqn) -> bool:
 
 
 def is_gather_call(name: str, params: dict[str, Any]) -> bool:
-    """Return `is_gather` for a primitive's name and parameters: a checkpoint's policy has no more."""
+    """Return `is_gather` for what a checkpoint's policy is given of an equation."""
     return name == "custom_jvp_call" and _holds_name(params, GATHER)
 
 

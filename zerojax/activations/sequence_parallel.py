@@ -33,7 +33,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.activations.flow import Split
 from zerojax.activations.sequence_ops import constrain, scatter_sequence
-from zerojax.activations.sequence_walk import BlockProduct, Rule, SequenceInterpreter, split_as_batch
+from zerojax.activations.sequence_walk import (
+    BlockProduct,
+    Rule,
+    SequenceInterpreter,
+    split_as_batch,
+)
 from zerojax.jaxprs import trace
 from zerojax.models import LayeredModel, stacks_of
 from zerojax.sharding import BATCH_AXES, FSDP, TENSOR, Spec, axes_of, num_batch_shards, param_specs, without_axis

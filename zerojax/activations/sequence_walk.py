@@ -11,7 +11,12 @@ from jax.sharding import Mesh
 
 from zerojax.activations.flow import ANY, Split, as_spec, outs_of, tensor_dims
 from zerojax.activations.rings import RingProduct, column_products, ring_product, row_product
-from zerojax.activations.sequence_ops import constrain, gather_sequence, is_gather_call, scatter_sequence
+from zerojax.activations.sequence_ops import (
+    constrain,
+    gather_sequence,
+    is_gather_call,
+    scatter_sequence,
+)
 from zerojax.activations.sequence_tiles import Entries, Walked
 from zerojax.jaxprs import (
     ENTERED,

@@ -122,8 +122,10 @@ class TensorTrafficCounter(Analysis[_Value]):
             operands += [*carry, *(_Value(split, times=times) for split in slices)]
             outs = counter.region(region, operands)
             # What is not known of a carry is known after an iteration.
-            after = [tuple(map(_first_known, a, b.split)) for a, b in zip(splits, outs, strict=False)]
-            found = {n for n, v in enumerate(carry) if outs[n].is_part and (sums is None or v.is_part)}
+            pairs = zip(splits, outs, strict=False)
+            after = [tuple(map(_first_known, split, out.split)) for split, out in pairs]
+            stay = [n for n, v in enumerate(carry) if sums is None or v.is_part]
+            found = {n for n in stay if outs[n].is_part}
             if after == splits and found == sums:
                 break
             sums = found if after == splits else None
@@ -133,8 +135,9 @@ class TensorTrafficCounter(Analysis[_Value]):
             [v for n, v in enumerate(region.jaxpr.outvars) if n not in found],
         )
         self.sent.update(counter.sent)
-        stacked = [_Value(((), *out.split), times=self.times) for out in outs[len(carry) :]]
-        return [*(_Value(split, n in found, self.times) for n, split in enumerate(splits)), *stacked]
+        carried = [_Value(split, n in found, self.times) for n, split in enumerate(splits)]
+        stacks = [_Value(((), *out.split), times=self.times) for out in outs[len(carry) :]]
+        return [*carried, *stacks]
 
     def cond(self, eqn: jex.JaxprEqn, ins: Sequence[_Value]) -> list[_Value]:
         """Return the results of the branch that sends most."""
@@ -155,9 +158,8 @@ class TensorTrafficCounter(Analysis[_Value]):
         (region,) = regions_of(eqn)
         splits = [v.split for v in ins]
         self.inside(region.jaxpr, SplitAnalysis(self.sizes).of_shards(eqn, splits), self.times)
-        outs = list[_Value]()
-        found = zip(outs_of(eqn, splits, self.sizes), eqn.params["out_specs"], eqn.outvars, strict=True)
-        for split, spec, v in found:
+        outs, found = list[_Value](), outs_of(eqn, splits, self.sizes)
+        for split, spec, v in zip(found, eqn.params["out_specs"], eqn.outvars, strict=True):
             by_spec = tuple(map(axes_of, pad_spec(spec, _ndim(v.aval))))
             outs.append(_Value(by_spec if split is None else split, times=self.times))
         return outs

@@ -21,13 +21,13 @@ What is not known (a kernel, a `while_loop`) makes its gradient in its own dtype
 partitioner sums over devices right after it, is summed as it comes.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from zerojax.grads.rewriter import Derivative, GradRewriter, IsOpaque, TracedDerivative
+from zerojax.grads.rewriter import Derivative, GradRewriter, IsOpaque, Rules, TracedDerivative
 from zerojax.jaxprs import (
     BY_POSITION,
     ENTERED,
@@ -53,7 +53,11 @@ _LINEAR = _LAYOUT | {
 _PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"})
 
 
-def float32_grads(derivative: Derivative, platform: str, is_opaque: IsOpaque = lambda eqn: False) -> Derivative:
+def float32_grads(
+    derivative: Derivative,
+    platform: str,
+    is_opaque: IsOpaque = lambda eqn: False,
+) -> Derivative:
     """Return a derivative whose gradients are summed in float32.
 
     Args:
@@ -146,10 +150,10 @@ class Float32GradRewriter(GradRewriter):
         """
         super().__init__(program, cotangents, data, outputs, is_opaque)
         self.platform, self._input_dtypes = platform, dtypes
-        avals: dict[int, Any] = {
-            out: v.aval for i in program.instructions for out, v in zip(i.outs, i.eqn.outvars, strict=True)
-        }
-        self._dtypes: dict[int, Any] = {out: aval.dtype for out, aval in avals.items()}
+        self._dtypes = dict[int, Any]()
+        for i in program.instructions:
+            avals: list[Any] = [v.aval for v in i.eqn.outvars]
+            self._dtypes.update(zip(i.outs, (aval.dtype for aval in avals), strict=True))
         pairs = zip(program.outputs, outputs, strict=True)
         self.wanted = {ref: True for ref, is_wide in pairs if is_wide and isinstance(ref, int) and ref in cotangents}
         # What reads a slot comes after what makes it, so that all is known of a result when its maker is looked at.
@@ -157,6 +161,7 @@ class Float32GradRewriter(GradRewriter):
             if any(self.wanted.get(out) for out in i.outs):
                 for slot, is_followed in self._made_of(i):
                     self.wanted[slot] = self.wanted.get(slot, False) or is_followed
+        self.rewritten = self.wanted.keys()
 
     # --- which slots -------------------------------------------------------------------------------------------------------
 
@@ -213,13 +218,6 @@ class Float32GradRewriter(GradRewriter):
         self._dtypes.update(zip(self.program.inputs, dtypes, strict=True))
         return super().run(inputs)
 
-    def is_rewritten(self, i: Instruction) -> bool:
-        return not self.wanted.keys().isdisjoint(i.outs)
-
-    def apply(self, i: Instruction) -> Sequence[Any]:
-        rule = _RULES.get(i.eqn.primitive.name)
-        return self.apply_plain(i) if rule is None else rule(self, i)
-
     def has_form(self, slot: int, value: Any) -> bool:
         return _dtype(value) != self._dtypes[slot]
 
@@ -250,77 +248,77 @@ class Float32GradRewriter(GradRewriter):
             [aval.dtype for aval in avals] if region.is_loop else None,
         )
 
+    # --- equations whose result is wanted in float32 -----------------------------------------
 
-# --- equations whose result is wanted in float32 ---------------------------------------------------------------------------
+    def linear(self, i: Instruction) -> list[Any]:
+        """Apply the same equation to operands in float32."""
+        return bind(i.eqn, [_widened(self.best(ref)) for ref in i.ins])
 
+    def by_position(self, i: Instruction) -> list[Any]:
+        def value(ref: Ref, out: int) -> Any:
+            return _widened(self.best(ref)) if out in self.wanted else self.plain(ref)
 
-def _linear(rewriter: Float32GradRewriter, i: Instruction) -> list[Any]:
-    """Apply the same equation to operands in float32."""
-    return bind(i.eqn, [_widened(rewriter.best(ref)) for ref in i.ins])
+        pairs = zip(i.ins, i.outs, strict=True)
+        return bind(i.eqn, [value(ref, out) for ref, out in pairs])
 
+    def convert(self, i: Instruction) -> list[Any]:
+        """Leave out what rounds: a cast of float32, or of what was made in it."""
+        value, after = self.best(i.ins[0]), jnp.dtype(i.eqn.params["new_dtype"])
+        if _dtype(value) == jnp.float32 and (_is_narrow(after) or after == jnp.float32):
+            return [value]
+        return bind(i.eqn, [value])
 
-def _by_position(rewriter: Float32GradRewriter, i: Instruction) -> list[Any]:
-    pairs = zip(i.ins, i.outs, strict=True)
-    return bind(i.eqn, [_widened(rewriter.best(ref)) if out in rewriter.wanted else rewriter.plain(ref) for ref, out in pairs])
+    def product(self, i: Instruction) -> list[Any]:
+        """Return a product as it was summed.
 
+        Its operands stay as they are, unless they are sums in float32 themselves.
+        """
+        aval: Any = i.eqn.outvars[0].aval
+        params, dtype = i.eqn.params, aval.dtype
+        # The result of a named algorithm has the dtype that the algorithm says.
+        is_named = not isinstance(params.get("precision"), tuple | jax.lax.Precision | None)
+        if is_named or not (_is_narrow(dtype) or dtype == jnp.float32):
+            return self.apply_plain(i)
+        values = [self.plain(ref) for ref in i.ins]
+        # Operands of 32 bits have the same values, and cost more. XLA:CPU multiplies in float32
+        # anyway, and refuses a product of 16 bits that returns 32, over several dims, where a
+        # transpose follows.
+        if self.platform == "cpu" or any(self.is_wide(ref) for ref in i.ins):
+            values = [_widened(self.best(ref)) for ref in i.ins]
+        params = {**params, "preferred_element_type": jnp.dtype(jnp.float32)}
+        return bind(i.eqn.replace(params=params), values)
 
-def _convert(rewriter: Float32GradRewriter, i: Instruction) -> list[Any]:
-    """Leave out what rounds: a cast of float32, or of what was made in it."""
-    value, after = rewriter.best(i.ins[0]), jnp.dtype(i.eqn.params["new_dtype"])
-    if _dtype(value) == jnp.float32 and (_is_narrow(after) or after == jnp.float32):
-        return [value]
-    return bind(i.eqn, [value])
+    def reduce(self, i: Instruction) -> list[Any]:
+        dims = _summed_dims(i)
+        if dims is None:
+            return self.apply_plain(i)
+        value, first = (jnp.asarray(_widened(self.best(ref))) for ref in i.ins)
+        # Not the equation itself: its parameters hold an addition in its own dtype.
+        return [jax.lax.reduce(value, first, jax.lax.add, dims)]
 
+    def scatter_add(self, i: Instruction) -> list[Any]:
+        total, ids, rows = (self.best(ref) for ref in i.ins)
+        names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+        options = {name: i.eqn.params[name] for name in names}
+        # not the equation itself, as above
+        return [jax.lax.scatter_add(_widened(total), ids, _widened(rows), **options)]
 
-def _product(rewriter: Float32GradRewriter, i: Instruction) -> list[Any]:
-    """Return a product as it was summed. Its operands stay as they are, unless they are sums in float32 themselves."""
-    params, aval = i.eqn.params, i.eqn.outvars[0].aval
-    # Of a named algorithm the result has the dtype that it says.
-    is_named = not isinstance(params.get("precision"), tuple | jax.lax.Precision | None)
-    if is_named or not (_is_narrow(aval.dtype) or aval.dtype == jnp.float32):  # pyright: ignore[reportAttributeAccessIssue]
-        return bind(i.eqn, [rewriter.plain(ref) for ref in i.ins])
-    values = [rewriter.plain(ref) for ref in i.ins]
-    # Operands of 32 bits have the same values, and cost more. XLA:CPU multiplies in float32 anyway, and refuses a product of
-    # 16 bits that returns 32, over several dims, where a transpose follows.
-    if rewriter.platform == "cpu" or any(rewriter.is_wide(ref) for ref in i.ins):
-        values = [_widened(rewriter.best(ref)) for ref in i.ins]
-    return bind(i.eqn.replace(params={**params, "preferred_element_type": jnp.dtype(jnp.float32)}), values)
+    def enter(self, i: Instruction) -> list[Any]:
+        """Rewrite what an instruction holds. A loop carries sums over its iterations in float32."""
+        regions = regions_of(i.eqn)
+        values = [self.plain(ref) for ref in i.ins]
+        for position, out in zip(regions[0].carried, i.outs, strict=False):
+            if out in self.wanted:
+                values[position] = _widened(self.best(i.ins[position]))
+        return rebind(i.eqn, [self.inside(i, region).run for region in regions], values)
 
-
-def _reduce(rewriter: Float32GradRewriter, i: Instruction) -> list[Any]:
-    dims = _summed_dims(i)
-    if dims is None:
-        return bind(i.eqn, [rewriter.plain(ref) for ref in i.ins])
-    value, first = (jnp.asarray(_widened(rewriter.best(ref))) for ref in i.ins)
-    # Not the equation itself: its parameters hold an addition in its own dtype.
-    return [jax.lax.reduce(value, first, jax.lax.add, dims)]
-
-
-def _scatter_add(rewriter: Float32GradRewriter, i: Instruction) -> list[Any]:
-    total, ids, rows = (rewriter.best(ref) for ref in i.ins)
-    names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
-    options = {name: i.eqn.params[name] for name in names}
-    # Likewise.
-    return [jax.lax.scatter_add(_widened(total), ids, _widened(rows), **options)]
-
-
-def _enter(rewriter: Float32GradRewriter, i: Instruction) -> list[Any]:
-    """Rewrite what an instruction holds. A loop carries sums over its iterations in float32."""
-    regions = regions_of(i.eqn)
-    values = [rewriter.plain(ref) for ref in i.ins]
-    for position, out in zip(regions[0].carried, i.outs, strict=False):
-        if out in rewriter.wanted:
-            values[position] = _widened(rewriter.best(i.ins[position]))
-    return rebind(i.eqn, [rewriter.inside(i, region).run for region in regions], values)
-
-
-_RULES: dict[str, Callable[[Float32GradRewriter, Instruction], list[Any]]] = {
-    **dict.fromkeys(_LINEAR, _linear),
-    **dict.fromkeys(BY_POSITION, _by_position),
-    **dict.fromkeys(_PRODUCTS, _product),
-    "convert_element_type": _convert,
-    "reduce_sum": _linear,
-    "reduce": _reduce,
-    "scatter-add": _scatter_add,
-    **dict.fromkeys(ENTERED["float32_grads"] - INLINED, _enter),
-}
+    rules: ClassVar[Rules] = {
+        **dict.fromkeys(_LINEAR, linear),
+        **dict.fromkeys(BY_POSITION, by_position),
+        **dict.fromkeys(_PRODUCTS, product),
+        "convert_element_type": convert,
+        "reduce_sum": linear,
+        "reduce": reduce,
+        "scatter-add": scatter_add,
+        **dict.fromkeys(ENTERED["float32_grads"] - INLINED, enter),
+    }

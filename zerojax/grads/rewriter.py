@@ -11,8 +11,8 @@ A value that is read in the form that it does not have is converted, once. Contr
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, ClassVar
 
 import jax
 import jax.extend.core as jex
@@ -71,6 +71,10 @@ class TracedDerivative:
         return jax.tree.unflatten(self.structure, results)
 
 
+Rules = Mapping[str, Callable[[Any, Instruction], Sequence[Any]]]
+"""By primitive, a method of a `GradRewriter` that applies an instruction."""
+
+
 class GradRewriter:
     """The rewriting of one jaxpr. A subclass says what the other form is, and which values have it.
 
@@ -81,7 +85,12 @@ class GradRewriter:
       outputs: whether each result is to have the other form.
       is_opaque: whether a `jit` is one equation.
       makers: the instruction that makes each slot.
+      rewritten: slots that are made in the other form, if there is a rule; set by a subclass.
+      rules: what is done, by primitive, with an instruction that makes such a slot.
     """
+
+    rewritten: Set[int]
+    rules: ClassVar[Rules]
 
     def __init__(
         self,
@@ -104,14 +113,6 @@ class GradRewriter:
 
     # --- given by a subclass -------------------------------------------------------------------
 
-    def is_rewritten(self, i: Instruction) -> bool:
-        """Return whether an instruction makes a value in the other form."""
-        raise NotImplementedError
-
-    def apply(self, i: Instruction) -> Sequence[Any]:
-        """Apply an instruction that makes a value in the other form."""
-        raise NotImplementedError
-
     def has_form(self, slot: int, value: Any) -> bool:
         """Return whether the value that was made for a slot has the other form."""
         raise NotImplementedError
@@ -132,14 +133,24 @@ class GradRewriter:
         self.formed_values: dict[int, Any] = {}
         self._write(self.program.inputs, inputs)
         for i in self.program.instructions:
-            outs = self.apply(i) if self.is_rewritten(i) else self.apply_plain(i)
-            self._write(i.outs, outs)
+            self._write(i.outs, self.apply(i))
         is_formed = [
             is_wanted and not self._is_made_opaque(ref)
             for ref, is_wanted in zip(self.program.outputs, self.outputs, strict=True)
         ]
         pairs = zip(self.program.outputs, is_formed, strict=True)
         return [self.as_output(ref) if is_formed else self.plain(ref) for ref, is_formed in pairs]
+
+    def apply(self, i: Instruction) -> Sequence[Any]:
+        """Apply an instruction, by a rule if it makes a value in the other form."""
+        if self.rewritten.isdisjoint(i.outs):
+            return self.apply_plain(i)
+        rule = self.rules.get(i.eqn.primitive.name)
+        return self.by_default(i) if rule is None else rule(self, i)
+
+    def by_default(self, i: Instruction) -> list[Any]:
+        """Apply an instruction that makes a value in the other form, if it has no rule."""
+        return self.apply_plain(i)
 
     def apply_plain(self, i: Instruction) -> list[Any]:
         """Apply an instruction as it is."""

@@ -25,8 +25,8 @@ from dim 0 of what comes in (`zerojax.activations.flow`). A sum in which it is n
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.extend.core as jex
@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.activations import ANY, Split, describe, outs_of
-from zerojax.grads.rewriter import Derivative, GradRewriter, IsOpaque, TracedDerivative
+from zerojax.grads.rewriter import Derivative, GradRewriter, IsOpaque, Rules, TracedDerivative
 from zerojax.jaxprs import (
     ENTERED,
     INLINED,
@@ -73,7 +73,11 @@ _ENTERED = ENTERED["unreduced_grads"] - INLINED - {"shard_map"}
 """Equations whose jaxprs are rewritten. In a `jax.shard_map` only reductions are left out."""
 
 
-def unreduced_grads(derivative: Derivative, mesh: Mesh, is_opaque: IsOpaque = lambda eqn: False) -> Derivative:
+def unreduced_grads(
+    derivative: Derivative,
+    mesh: Mesh,
+    is_opaque: IsOpaque = lambda eqn: False,
+) -> Derivative:
     """Return a derivative whose gradients are each device's own: g[R_(data, fsdp), ...] in place of g[...].
 
     Args:
@@ -205,7 +209,7 @@ class UnreducedGradRewriter(GradRewriter):
         splits: Sequence[Split],
         given: set[int],
     ) -> None:
-        """Choose what has rows: `given` inputs come so, `outputs` says which results are wanted so."""
+        """Choose what has rows: `given` inputs come so, and `outputs` are wanted so."""
         super().__init__(program, cotangents, data, outputs, is_opaque)
         self.rule = rule
         self.splits: dict[int, Split] = dict(zip(program.inputs, splits, strict=True))
@@ -223,6 +227,7 @@ class UnreducedGradRewriter(GradRewriter):
         for i in reversed(program.instructions):
             if not self.own.isdisjoint(i.outs):
                 self.own.update(slot for slot in self._made_of(i) if slot in self.sums)
+        self.rewritten = self.own
 
     # --- which slots -------------------------------------------------------------------------------------------------------
 
@@ -347,12 +352,6 @@ class UnreducedGradRewriter(GradRewriter):
 
     # --- values ------------------------------------------------------------------------------------------------------------
 
-    def is_rewritten(self, i: Instruction) -> bool:
-        return not self.own.isdisjoint(i.outs)
-
-    def apply(self, i: Instruction) -> Sequence[Any]:
-        return _RULES.get(i.eqn.primitive.name, _mapped)(self, i)
-
     def has_form(self, slot: int, value: Any) -> bool:
         return slot in self.own
 
@@ -372,7 +371,12 @@ class UnreducedGradRewriter(GradRewriter):
             self.formed_values[ref] = self.rule.lift(self.plain(ref))
         return self.formed_values[ref]
 
-    def inside(self, i: Instruction, region: Region, is_own: Sequence[bool]) -> "UnreducedGradRewriter":
+    def inside(
+        self,
+        i: Instruction,
+        region: Region,
+        is_own: Sequence[bool],
+    ) -> "UnreducedGradRewriter":
         """Return the rewriting of a region of an instruction of `_ENTERED`.
 
         Args:
@@ -382,7 +386,8 @@ class UnreducedGradRewriter(GradRewriter):
         """
         program, cotangents, data = self.flatten(i, region)
         splits = []
-        for position, (ref, v) in enumerate(zip(i.ins[region.first :], region.jaxpr.invars, strict=True)):
+        pairs = zip(i.ins[region.first :], region.jaxpr.invars, strict=True)
+        for position, (ref, v) in enumerate(pairs):
             ndim = _ndim(v)
             split = self.splits[ref] if isinstance(ref, int) else (ANY,) * ndim
             if position in region.carried:
@@ -392,51 +397,136 @@ class UnreducedGradRewriter(GradRewriter):
             splits.append(split[len(split) - ndim :])  # of what is scanned over, one slice
         pairs = zip(region.carried, is_own, strict=False)
         given = {program.inputs[position] for position, own in pairs if own}
-        return UnreducedGradRewriter(program, cotangents, data, is_own, self.is_opaque, self.rule, splits, given)
+        of_slots = (program, cotangents, data, is_own)
+        return UnreducedGradRewriter(*of_slots, self.is_opaque, self.rule, splits, given)
 
+    # --- equations whose result has rows -----------------------------------------------------
 
-# --- equations whose result has rows -----------------------------------------------------------------------------------------
+    def by_default(self, i: Instruction) -> list[Any]:
+        """Apply an equation to each piece of what it sums, or to each row of a sum."""
+        dims, rule = self.cut_dims(i), self.rule
+        is_additive = dims is None and i.eqn.primitive.name not in _BILINEAR
+        mapped: dict[int, Any] = {}
+        for position, ref in enumerate(i.ins):
+            if dims is not None and position in dims:
+                mapped[position] = rule.cut(self.plain(ref), dims[position])
+            elif (
+                (dims is not None and _starts(i, position))
+                or is_among(ref, self.own)
+                or (is_additive and is_among(ref, self.cotangents))
+                or (dims is None and _counts_once(i, position))
+            ):
+                mapped[position] = self.rows(ref)
+        # Closed over, and not mapped with None: a literal keeps its weak type.
+        others = {n: self.plain(ref) for n, ref in enumerate(i.ins) if n not in mapped}
 
+        def one(values: dict[int, Any]) -> list[Any]:
+            every = others | values
+            return bind(i.eqn, [every[position] for position in range(len(i.ins))])
 
-def _mapped(rewriter: UnreducedGradRewriter, i: Instruction) -> list[Any]:
-    """Apply an equation to each piece of what it sums, or to each row of what is summed already."""
-    dims, rule = rewriter.cut_dims(i), rewriter.rule
-    is_additive = dims is None and i.eqn.primitive.name not in _BILINEAR
-    mapped: dict[int, Any] = {}
-    for position, ref in enumerate(i.ins):
-        if dims is not None and position in dims:
-            mapped[position] = rule.cut(rewriter.plain(ref), dims[position])
-        elif (
-            (dims is not None and _starts(i, position))
-            or (isinstance(ref, int) and (ref in rewriter.own or (is_additive and ref in rewriter.cotangents)))
-            or (dims is None and _counts_once(i, position))
-        ):
-            mapped[position] = rewriter.rows(ref)
-    # Closed over, and not mapped with None: a literal keeps its weak type.
-    others = {position: rewriter.plain(ref) for position, ref in enumerate(i.ins) if position not in mapped}
+        return [rule.constrain(out) for out in jax.vmap(one)(mapped)]
 
-    def one(values: dict[int, Any]) -> list[Any]:
-        every = others | values
-        return bind(i.eqn, [every[position] for position in range(len(i.ins))])
+    def convolution(self, i: Instruction) -> list[Any]:
+        """Apply a convolution that sums the batch to each device's part.
 
-    return [rule.constrain(out) for out in jax.vmap(one)(mapped)]
+        If it were mapped, the partitioner would gather what it sums.
+        """
+        dims, rule = self.cut_dims(i), self.rule
+        if dims is None:
+            return self.by_default(i)
+        specs = tuple(PartitionSpec(*(None,) * dims[n], BATCH_AXES) for n in range(len(i.ins)))
 
+        def one(*values: Any) -> Array:
+            return i.eqn.primitive.bind(*values, **i.eqn.params)[None]
 
-def _convolution(rewriter: UnreducedGradRewriter, i: Instruction) -> list[Any]:
-    """Apply a convolution that sums the batch to each device's part: mapped, the partitioner would gather what it sums."""
-    dims, rule = rewriter.cut_dims(i), rewriter.rule
-    if dims is None:
-        return _mapped(rewriter, i)
-    specs = tuple(PartitionSpec(*(None,) * dims[position], BATCH_AXES) for position in range(len(i.ins)))
+        axes = set(BATCH_AXES) if rule.mesh.shape[TENSOR] > 1 else set(rule.mesh.axis_names)
+        run = jax.shard_map(
+            one,
+            mesh=rule.mesh,
+            in_specs=specs,
+            out_specs=PartitionSpec(BATCH_AXES),
+            axis_names=axes,
+            check_vma=False,
+        )
+        return [run(*(self.plain(ref) for ref in i.ins))]
 
-    def one(*values: Any) -> Array:
-        return i.eqn.primitive.bind(*values, **i.eqn.params)[None]
+    def barrier(self, i: Instruction) -> list[Any]:
+        pairs = zip(i.ins, (out in self.own for out in i.outs), strict=True)
+        return bind(i.eqn, [self.rows(ref) if own else self.plain(ref) for ref, own in pairs])
 
-    axes = set(BATCH_AXES) if rule.mesh.shape[TENSOR] > 1 else set(rule.mesh.axis_names)
-    run = jax.shard_map(
-        one, mesh=rule.mesh, in_specs=specs, out_specs=PartitionSpec(BATCH_AXES), axis_names=axes, check_vma=False
-    )
-    return [run(*(rewriter.plain(ref) for ref in i.ins))]
+    def constraint(self, i: Instruction) -> list[Any]:
+        """Keep what a constraint says of other axes: those of the batch split the rows."""
+        spec = getattr(i.eqn.params["sharding"], "spec", None)
+        value = self.rows(i.ins[0])
+        if spec is None:
+            return [self.rule.constrain(value)]
+        return [self.rule.constrain(value, *_without_batch(pad_spec(spec, value.ndim - 1)))]
+
+    def enter(self, i: Instruction) -> list[Any]:
+        """Rewrite what an instruction holds. A loop carries sums over its iterations with rows."""
+        regions, is_own = regions_of(i.eqn), [out in self.own for out in i.outs]
+        inner = [self.inside(i, region, is_own) for region in regions]
+        carried = regions[0].carried
+        own_carry = {n for n, own in zip(carried, is_own, strict=False) if own}
+        values = [
+            # sums that go round, and everything else
+            self.rows(ref) if n in own_carry else self.plain(ref)
+            for n, ref in enumerate(i.ins)
+        ]
+        if not regions[0].is_loop:
+            return rebind(i.eqn, [one.run for one in inner], values)
+        constrain = self.rule.constrain
+
+        def body(values: Sequence[Any]) -> list[Any]:
+            outs = zip(inner[0].run(values), is_own, strict=True)
+            return [constrain(out) if own else out for out, own in outs]
+
+        outs = rebind_scan(i.eqn, body, values)
+        for n, own in enumerate(is_own):
+            if own and n >= len(carried):
+                # Behind the iterations: ys[L, R, ...] -> [R, L, ...]. No data moves on a device
+                # that holds one row.
+                outs[n] = constrain(jnp.moveaxis(outs[n], 1, 0))
+        return outs
+
+    def shard_map(self, i: Instruction) -> list[Any]:
+        (region,) = regions_of(i.eqn)
+        program, chains = region.flatten(), _reductions(self.rule, i.eqn)
+        pairs = zip(i.outs, chains, strict=True)
+        chains = [chain if out in self.own else None for out, chain in pairs]
+
+        def value_of(chain: _Chain, slots: dict[int, Any]) -> Any:
+            """Return a result without the sums over the batch's axes."""
+            value = read(chain[0][1], slots)
+            for eqn, _ in chain:
+                if eqn.primitive.name not in _REDUCED:
+                    (value,) = bind(eqn, [value])
+                elif rest := tuple(sorted(_axes_of(eqn) - set(BATCH_AXES))):
+                    value = jax.lax.psum(value, rest)
+            return jnp.asarray(value)[None]
+
+        def run(values: Sequence[Any]) -> list[Any]:
+            slots: dict[int, Any] = dict(zip(program.inputs, values, strict=True))
+            evaluate(program.instructions, slots)
+            outs = zip(program.results(slots), chains, strict=True)
+            return [out if chain is None else value_of(chain, slots) for out, chain in outs]
+
+        def with_rows(spec: PartitionSpec, v: Any) -> PartitionSpec:
+            return PartitionSpec(BATCH_AXES, *_without_batch(pad_spec(spec, _ndim(v))))
+
+        out_specs = tuple(
+            spec if chain is None else with_rows(spec, v)
+            for spec, chain, v in zip(i.eqn.params["out_specs"], chains, i.eqn.outvars, strict=True)
+        )
+        return rebind_shard_map(i.eqn, run, [self.plain(ref) for ref in i.ins], out_specs)
+
+    rules: ClassVar[Rules] = {
+        "optimization_barrier": barrier,
+        "sharding_constraint": constraint,
+        "conv_general_dilated": convolution,
+        **dict.fromkeys(_ENTERED, enter),
+        "shard_map": shard_map,
+    }
 
 
 def _counts_once(i: Instruction, position: int) -> bool:
@@ -454,49 +544,12 @@ def _starts(i: Instruction, position: int) -> bool:
     return (i.eqn.primitive.name, position) in (("scatter-add", 0), ("reduce", 1))
 
 
-def _barrier(rewriter: UnreducedGradRewriter, i: Instruction) -> list[Any]:
-    pairs = zip(i.ins, i.outs, strict=True)
-    return bind(i.eqn, [rewriter.rows(ref) if out in rewriter.own else rewriter.plain(ref) for ref, out in pairs])
-
-
-def _constraint(rewriter: UnreducedGradRewriter, i: Instruction) -> list[Any]:
-    """Keep what a constraint says of other axes: those of the batch split the rows."""
-    spec = getattr(i.eqn.params["sharding"], "spec", None)
-    value = rewriter.rows(i.ins[0])
-    if spec is None:
-        return [rewriter.rule.constrain(value)]
-    return [rewriter.rule.constrain(value, *_without_batch(pad_spec(spec, value.ndim - 1)))]
-
-
 def _without_batch(spec: Sequence[Any]) -> tuple[Any, ...]:
     free = PartitionSpec.UNCONSTRAINED
     rest = tuple(None if entry is free else entry for entry in spec)
     for axis in BATCH_AXES:
         rest = without_axis(rest, axis)
     return tuple(free if entry is free else kept for entry, kept in zip(spec, rest, strict=True))
-
-
-def _enter(rewriter: UnreducedGradRewriter, i: Instruction) -> list[Any]:
-    """Rewrite what an instruction holds. A loop carries sums over its iterations with rows."""
-    regions, is_own = regions_of(i.eqn), [out in rewriter.own for out in i.outs]
-    inner = [rewriter.inside(i, region, is_own) for region in regions]
-    carried = regions[0].carried
-    own_carry = {position for position, own in zip(carried, is_own, strict=False) if own}
-    values = [rewriter.rows(ref) if position in own_carry else rewriter.plain(ref) for position, ref in enumerate(i.ins)]
-    if not regions[0].is_loop:
-        return rebind(i.eqn, [one.run for one in inner], values)
-    constrain = rewriter.rule.constrain
-
-    def body(values: Sequence[Any]) -> list[Any]:
-        outs = zip(inner[0].run(values), is_own, strict=True)
-        return [constrain(out) if own else out for out, own in outs]
-
-    outs = rebind_scan(i.eqn, body, values)
-    for n, own in enumerate(is_own):
-        if own and n >= len(carried):
-            # Behind the iterations: ys[L, R, ...] -> [R, L, ...]. A device that holds one row moves no data.
-            outs[n] = constrain(jnp.moveaxis(outs[n], 1, 0))
-    return outs
 
 
 def _reductions(rule: _Rule, eqn: jex.JaxprEqn) -> list[_Chain | None]:
@@ -524,42 +577,3 @@ def _axes_of(eqn: jex.JaxprEqn) -> set[str]:
     """Return the axes over which a reduction in an island sums."""
     axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
     return set(axes_of(axes))
-
-
-def _shard_map(rewriter: UnreducedGradRewriter, i: Instruction) -> list[Any]:
-    params, rule = i.eqn.params, rewriter.rule
-    (region,), chains = regions_of(i.eqn), _reductions(rule, i.eqn)
-    program = region.flatten()
-    chains = [chain if out in rewriter.own else None for out, chain in zip(i.outs, chains, strict=True)]
-
-    def value_of(chain: _Chain, slots: dict[int, Any]) -> Any:
-        """Return a result without the sums over the batch's axes."""
-        value = read(chain[0][1], slots)
-        for eqn, _ in chain:
-            if eqn.primitive.name not in _REDUCED:
-                (value,) = bind(eqn, [value])
-            elif rest := tuple(sorted(_axes_of(eqn) - set(BATCH_AXES))):
-                value = jax.lax.psum(value, rest)
-        return jnp.asarray(value)[None]
-
-    def run(values: Sequence[Any]) -> list[Any]:
-        slots: dict[int, Any] = dict(zip(program.inputs, values, strict=True))
-        evaluate(program.instructions, slots)
-        pairs = zip(program.outputs, chains, strict=True)
-        return [read(ref, slots) if chain is None else value_of(chain, slots) for ref, chain in pairs]
-
-    out_specs = tuple(
-        spec if chain is None else PartitionSpec(BATCH_AXES, *_without_batch(pad_spec(spec, _ndim(v))))
-        for spec, chain, v in zip(params["out_specs"], chains, i.eqn.outvars, strict=True)
-    )
-    return rebind_shard_map(i.eqn, run, [rewriter.plain(ref) for ref in i.ins], out_specs)
-
-
-_RULES: dict[str, Callable[[UnreducedGradRewriter, Instruction], list[Any]]] = {
-    "optimization_barrier": _barrier,
-    "sharding_constraint": _constraint,
-    "conv_general_dilated": _convolution,
-    **dict.fromkeys(_ENTERED, _enter),
-    "shard_map": _shard_map,
-}
-"""Others are mapped."""

@@ -12,12 +12,12 @@ control flow, the same way for all facts:
     shard_map    facts about whole arrays become facts about shards, and back
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax.extend.core as jex
 
-from zerojax.jaxprs.flat import FlatJaxpr, Instruction
+from zerojax.jaxprs.flat import FlatJaxpr, Instruction, Ref
 from zerojax.jaxprs.regions import Region, regions_of
 
 Fact = TypeVar("Fact")
@@ -68,14 +68,17 @@ class Analysis(Generic[Fact]):
         """Return the fact of every slot of a program, given those of its inputs."""
         facts = dict(zip(program.inputs, inputs, strict=True))
         for i in program.instructions:
-            ins = [facts[ref] if isinstance(ref, int) else self.constant(ref.value) for ref in i.ins]
+            ins = [self.read(ref, facts) for ref in i.ins]
             facts.update(zip(i.outs, self.instruction(i, ins), strict=True))
         return facts
 
-    def results(self, program: FlatJaxpr, facts: dict[int, Fact]) -> list[Fact]:
+    def results(self, program: FlatJaxpr, facts: Mapping[int, Fact]) -> list[Fact]:
         """Return the facts of a program's results, given those of its slots."""
-        refs = program.outputs
-        return [facts[ref] if isinstance(ref, int) else self.constant(ref.value) for ref in refs]
+        return [self.read(ref, facts) for ref in program.outputs]
+
+    def read(self, ref: Ref, facts: Mapping[int, Fact]) -> Fact:
+        """Return the fact of an operand."""
+        return facts[ref] if isinstance(ref, int) else self.constant(ref.value)
 
     def instruction(self, i: Instruction, ins: Sequence[Fact]) -> Sequence[Fact]:
         """Return the facts of an instruction's results."""

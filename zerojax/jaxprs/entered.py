@@ -18,14 +18,14 @@ ENTERED: Mapping[str, frozenset[str]] = MappingProxyType(
 )
 """The primitives whose jaxprs an interpreter enters, by the name of the interpreter.
 
-    interpreter        where                       jit  custom_*  remat  scan  cond  while  shard_map
-    flow               activations/flow             x      x        x      x     x     -        x
-    traffic            activations/traffic          x      x        x      x     x     -        x
-    float32_grads      grads/float32_grads          x      -        x      x     x     -        x
-    unreduced_grads    grads/unreduced              x      -        x      x     x     -        (1)
-    gather_on_use      gather/on_use                x     (2)       x      x     x     -        -
-    keep_products      activations/recompute        x     (3)      (3)     x     x     -        -
-    sequence_parallel  activations/sequence_walk    x     (4)       x      -     -     -        -
+    interpreter        where                      jit  custom_*  remat  scan  cond  while  shard_map
+    flow               activations/flow            x      x        x      x     x     -        x
+    traffic            activations/traffic         x      x        x      x     x     -        x
+    float32_grads      grads/float32_grads         x      -        x      x     x     -        x
+    unreduced_grads    grads/unreduced             x      -        x      x     x     -        (1)
+    gather_on_use      gather/on_use               x     (2)       x      x     x     -        -
+    keep_products      activations/recompute       x     (3)      (3)     x     x     -        -
+    sequence_parallel  activations/sequence_walk   x     (4)       x      -     -     -        -
 
 `jit` is inlined when a program is flattened, except for a call that is to stay one equation. An
 equation that is not entered stays as it is: an analysis knows nothing of its results, and a

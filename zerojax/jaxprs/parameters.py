@@ -1,4 +1,4 @@
-"""Parameters of equations that hold jaxprs, whose names differ between primitives and versions of jax.
+"""Parameters of equations that hold jaxprs. Names differ between primitives and versions of jax.
 
 They are read here alone, so that a new version of jax is met in one place.
 """

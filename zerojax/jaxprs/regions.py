@@ -1,4 +1,4 @@
-"""Equations with control flow: the jaxprs that they hold, and the same equations with others in their place.
+"""Equations with control flow: the jaxprs in them, and the equations with others in their place.
 
 An interpreter that enters an equation needs to know which operands each of its jaxprs takes, what
 a loop carries, and how the equation is applied again around something else. That is the same for
@@ -115,7 +115,8 @@ def rebind(eqn: jex.JaxprEqn, functions: Sequence[Function], values: Sequence[An
     if name == "cond":
         return rebind_cond(eqn, functions, values)
     (function,) = functions
-    return {"scan": rebind_scan, REMAT: rebind_remat, "shard_map": rebind_shard_map}[name](eqn, function, values)
+    rebinds = {"scan": rebind_scan, REMAT: rebind_remat, "shard_map": rebind_shard_map}
+    return rebinds[name](eqn, function, values)
 
 
 def rebind_scan(
@@ -144,7 +145,11 @@ def rebind_scan(
     return [*carry, *ys]
 
 
-def rebind_cond(eqn: jex.JaxprEqn, functions: Sequence[Function], values: Sequence[Any]) -> list[Any]:
+def rebind_cond(
+    eqn: jex.JaxprEqn,
+    functions: Sequence[Function],
+    values: Sequence[Any],
+) -> list[Any]:
     """Choose a branch as a cond does, with other functions in the place of its branches.
 
     A `jax.lax.platform_dependent` stays one: a platform compiles its own branch alone, and may
@@ -171,7 +176,12 @@ def rebind_remat(eqn: jex.JaxprEqn, function: Function, values: Sequence[Any]) -
     return bind(eqn.replace(params={**eqn.params, "jaxpr": jaxpr}), [*closed.consts, *values])
 
 
-def rebind_shard_map(eqn: jex.JaxprEqn, function: Function, values: Sequence[Any], out_specs: Any = None) -> list[Any]:
+def rebind_shard_map(
+    eqn: jex.JaxprEqn,
+    function: Function,
+    values: Sequence[Any],
+    out_specs: Any = None,
+) -> list[Any]:
     """Apply a `jax.shard_map` with another function, and other specs of its results if given."""
     params = eqn.params
     mapped = jax.shard_map(

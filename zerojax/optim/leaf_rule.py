@@ -30,7 +30,17 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import optax
 
-from zerojax.jaxprs import POINTWISE, REDUCTIONS, FlatJaxpr, Instruction, Ref, evaluate, flatten, read, regions_of
+from zerojax.jaxprs import (
+    POINTWISE,
+    REDUCTIONS,
+    FlatJaxpr,
+    Instruction,
+    Ref,
+    evaluate,
+    flatten,
+    read,
+    regions_of,
+)
 
 Array = jax.Array
 Slots = dict[int, Any]

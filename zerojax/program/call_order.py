@@ -49,13 +49,15 @@ def order_calls(closed: jex.ClosedJaxpr, known: Sequence[np.ndarray | None]) -> 
     """
     evaluator = IndexEvaluator()
     evaluator.run(closed.jaxpr, closed.consts, known, frozenset())
-    for site, layers in evaluator.layers.items():
+    orders = evaluator.layers
+    for site, layers in orders.items():
         site.order = layers
-    for calls in {site.calls for site in evaluator.layers}:
-        calls.reserve(sum(len(layers or ()) for site, layers in evaluator.layers.items() if site.calls is calls))
-    if waiting := sorted({site.name for site, layers in evaluator.layers.items() if layers is None}):
+    for calls in {site.calls for site in orders}:
+        of_calls = [layers for site, layers in orders.items() if site.calls is calls]
+        calls.reserve(sum(len(layers or ()) for layers in of_calls))
+    if waiting := sorted({site.name for site, layers in orders.items() if layers is None}):
         logger.warning("callbacks whose order depends on data wait for the device at each call: %s", ", ".join(waiting))
-    return list(evaluator.layers)
+    return list(orders)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,7 +265,8 @@ class IndexEvaluator:
         trips = range(params["length"])
         for t in reversed(trips) if params["reverse"] else trips:
             slices = [x[t] if _is_known(x) else None for x in xs]
-            carry = self.run(body.jaxpr, body.consts, [*consts, *carry, *slices], wanted)[: len(carry)]
+            operands = [*consts, *carry, *slices]
+            carry = self.run(body.jaxpr, body.consts, operands, wanted)[: len(carry)]
         # Stacked results: no index is made of them.
         return [*carry, *[None] * (len(eqn.outvars) - len(carry))]
 
