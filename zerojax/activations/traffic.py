@@ -105,8 +105,8 @@ class TensorTrafficCounter(Analysis[_Value]):
     def scan(self, eqn: jex.JaxprEqn, ins: Sequence[_Value]) -> list[_Value]:
         """Return the results of a loop, whose body sends what it sends in each iteration.
 
-        A sum to which a loop only adds parts is reduced after it. Which these are is known once
-        the splits are: all of them at first, then fewer in each round.
+        A sum that a loop only adds parts to is reduced after the loop. Once the splits are known,
+        every carried part may be one; each round drops those that the body reads whole.
         """
         self.add_all_parts(ins, eqn.invars)
         (region,) = regions_of(eqn)

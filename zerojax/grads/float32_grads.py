@@ -241,7 +241,7 @@ class Float32GradRewriter(GradRewriter):
         """Return the rewriting of a region of an instruction, whose results are those of both."""
         avals: list[Any] = [v.aval for v in region.jaxpr.invars]
         return Float32GradRewriter(
-            *self.flatten(i, region),
+            *self.flatten_region(i, region),
             [out in self.wanted for out in i.outs],
             self.is_opaque,
             self.platform,

@@ -384,7 +384,7 @@ class UnreducedGradRewriter(GradRewriter):
           region: what it holds, or one of several branches.
           is_own: whether each result is to have rows.
         """
-        program, cotangents, data = self.flatten(i, region)
+        program, cotangents, data = self.flatten_region(i, region)
         splits = []
         pairs = zip(i.ins[region.first :], region.jaxpr.invars, strict=True)
         for position, (ref, v) in enumerate(pairs):
