@@ -16,7 +16,6 @@ PACKAGES = {"zerojax": {"host_offload", "pallas_kernels"}, "host_offload": set()
 
 ROOMS = {
     # files that are low floors under several folders
-    "zerojax.jaxprs": (),
     "zerojax.elements": ("jaxprs",),
     "zerojax.given": (),
     "zerojax.chips": (),
@@ -30,6 +29,7 @@ ROOMS = {
     "zerojax.aot": ("chips", "compat", "sharding"),
     # folders, from the ground up
     "zerojax.sharding": ("given",),
+    "zerojax.jaxprs": (),
     "zerojax.gather": ("activations", "jaxprs", "sharding"),
     "zerojax.tiling": ("given", "jaxprs", "sharding"),
     "zerojax.models": ("given", "tiling", "jaxprs", "sharding"),

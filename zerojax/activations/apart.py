@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.activations.kept import is_cheap
-from zerojax.jaxprs import Constant, FlatJaxpr, Instruction, evaluate, flatten, read
+from zerojax.jaxprs import Constant, FlatJaxpr, Instruction, trace
 
 Array = jax.Array
 
@@ -46,9 +46,7 @@ class Apart:
 
     def forward(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Return the results, and what is kept for the derivative."""
-        slots: dict[int, Any] = dict(zip(self.program.inputs, operands, strict=True))
-        evaluate(self.program.instructions, slots)
-        values = [read(ref, slots) for ref in self.program.outputs]
+        values = self.program.run(operands)
         return values[: self.num_outs], values[self.num_outs :]
 
     def read_by_backward(self, operands: Sequence[Any], outs: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
@@ -112,8 +110,7 @@ def take_apart(i: Instruction, run: Callable[[Sequence[Any]], list[Any]]) -> Apa
         structures.append(structure)
         return outs, leaves
 
-    closed = jax.make_jaxpr(split)(*avals)
-    program, num_outs = flatten(closed.jaxpr, closed.consts), len(i.outs)
+    program, num_outs = trace(split, *avals)[0], len(i.outs)
     outs, leaves = program.outputs[:num_outs], program.outputs[num_outs:]
     kept = list(dict.fromkeys(ref for ref in leaves if isinstance(ref, int) and ref not in (*program.inputs, *outs)))
 

@@ -22,7 +22,15 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from zerojax.jaxprs import POINTWISE, REDUCTIONS, REMAT, FlatJaxpr, flatten, scan_arity
+from zerojax.jaxprs import (
+    ENTERED,
+    POINTWISE,
+    REDUCTIONS,
+    Analysis,
+    FlatJaxpr,
+    Instruction,
+    manual_axes,
+)
 from zerojax.sharding import TENSOR, Spec, axes_of, pad_spec
 
 ANY: Any = object()
@@ -53,7 +61,8 @@ def flow(
     given: list[Split | None] = [None if spec is None else tuple(map(axes_of, spec)) for spec in inputs]
     # What an equation returns besides, when it is taken apart, comes last.
     shapes = {out: v.aval for i in program.instructions for out, v in zip(i.outs, i.eqn.outvars, strict=False)}
-    return {slot: spec_of(split, shapes.get(slot)) for slot, split in _run(program, given, axis_sizes, apart).items()}
+    splits = SplitAnalysis(axis_sizes, apart).run(program, given)
+    return {slot: spec_of(split, shapes.get(slot)) for slot, split in splits.items()}
 
 
 def spec_of(split: Split | None, aval: Any) -> Spec | None:
@@ -77,45 +86,89 @@ def tensor_dims(split: Split) -> list[int]:
     return [d for d, entry in enumerate(split) if entry is not ANY and TENSOR in entry]
 
 
-def _run(
-    program: FlatJaxpr,
-    inputs: Sequence[Split | None],
+def outs_of(
+    eqn: jex.JaxprEqn,
+    ins: Sequence[Split | None],
     sizes: Mapping[str, int],
-    apart: Mapping[int, FlatJaxpr] = MappingProxyType({}),
-) -> dict[int, Split | None]:
-    """Return how every slot is split."""
-    slots: dict[int, Split | None] = dict(zip(program.inputs, inputs, strict=True))
-    for i in program.instructions:
-        ins = [slots[ref] if isinstance(ref, int) else (ANY,) * _ndim(v) for ref, v in zip(i.ins, i.eqn.invars, strict=True)]
-        inner = apart.get(i.outs[0]) if i.outs else None
-        outs = outs_of(i.eqn, ins, sizes) if inner is None else _results(inner, _run(inner, ins, sizes))
-        slots.update(zip(i.outs, outs, strict=True))
-    return slots
-
-
-def _results(program: FlatJaxpr, slots: Mapping[int, Split | None]) -> list[Split | None]:
-    """Return how the results of a program are split, given that of all slots."""
-    return [slots[ref] if isinstance(ref, int) else (ANY,) * jnp.ndim(ref.value) for ref in program.outputs]
-
-
-def outs_of(eqn: jex.JaxprEqn, ins: Sequence[Split | None], sizes: Mapping[str, int]) -> list[Split | None]:
+) -> list[Split | None]:
     """Return how the results of one equation are split."""
-    name = eqn.primitive.name
-    unknown: list[Split | None] = [None] * len(eqn.outvars)
-    free: list[Split | None] = [(ANY,) * _ndim(v) for v in eqn.outvars]
-    # Random bits are made of a key, on each device those that it needs.
-    if name.startswith("random_") or name == "iota":
-        return free
-    rule = _RULES.get(name)
-    if any(split is None for split in ins) and name not in _ENTERED:  # an inner program may use what is known of the rest
-        return unknown
-    if rule is None:
-        return free if all(entry is ANY for split in ins if split is not None for entry in split) else unknown
-    try:
-        outs = list(rule(eqn, ins, sizes))  # pyright: ignore[reportArgumentType]
-    except _Unclear:
-        return unknown
-    return [None if out is None or _is_twice(out) else out for out in outs]
+    return SplitAnalysis(sizes).equation(eqn, ins)
+
+
+class SplitAnalysis(Analysis[Split | None]):
+    """How every value is split, or None where the rules leave a choice."""
+
+    enters = ENTERED["flow"]
+
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        apart: Mapping[int, FlatJaxpr] = MappingProxyType({}),
+    ) -> None:
+        """Follow values over a mesh of these axes; see `flow` for `apart`."""
+        self.sizes, self.apart = sizes, apart
+
+    def constant(self, value: Any) -> Split:
+        return (ANY,) * jnp.ndim(value)
+
+    def instruction(self, i: Instruction, ins: Sequence[Split | None]) -> list[Split | None]:
+        program = self.apart.get(i.outs[0]) if i.outs else None
+        if program is None:
+            return self.equation(i.eqn, ins)
+        return self.results(program, SplitAnalysis(self.sizes).run(program, ins))
+
+    def equation(self, eqn: jex.JaxprEqn, ins: Sequence[Split | None]) -> list[Split | None]:
+        try:
+            outs = super().equation(eqn, ins)
+        except _Unclear:
+            return [None] * len(eqn.outvars)
+        return [None if out is None or _is_twice(out) else out for out in outs]
+
+    def apply(self, eqn: jex.JaxprEqn, ins: Sequence[Split | None]) -> Sequence[Split | None]:
+        name, free = eqn.primitive.name, [(ANY,) * _ndim(v) for v in eqn.outvars]
+        # Random bits are made of a key, on each device those that it needs.
+        if name.startswith("random_") or name == "iota":
+            return free
+        known = [split for split in ins if split is not None]
+        if len(known) < len(ins) or name in self.enters:
+            raise _Unclear
+        if (rule := _RULES.get(name)) is not None:
+            return rule(eqn, known, self.sizes)
+        if all(entry is ANY for split in known for entry in split):
+            return free
+        raise _Unclear
+
+    def join(self, facts: Sequence[Split | None]) -> Split | None:
+        known = [split for split in facts if split is not None]
+        return _meet_all(known) if len(known) == len(facts) else None
+
+    def sliced(self, fact: Split | None) -> Split | None:
+        return None if fact is None else _unsplit(fact, (0,))[1:]
+
+    def stacked(self, fact: Split | None) -> Split | None:
+        return None if fact is None else ((), *fact)
+
+    def of_shards(self, eqn: jex.JaxprEqn, ins: Sequence[Split | None]) -> list[Split | None]:
+        """Return how operands are split inside: over the axes that are left to the partitioner."""
+        manual = manual_axes(eqn)
+
+        def rest(entry: Any) -> Any:
+            return entry if entry is ANY else tuple(axis for axis in entry if axis not in manual)
+
+        return [None if split is None else tuple(map(rest, split)) for split in ins]
+
+    def of_wholes(self, eqn: jex.JaxprEqn, outs: Sequence[Split | None]) -> list[Split | None]:
+        """Return how results are split: by their specs, and by what is inside."""
+
+        def joined(spec: PartitionSpec, split: Split | None, v: Any) -> Split | None:
+            if split is None:
+                return None
+            # The island's axes come first: others split what one of its devices has.
+            pairs = zip(map(axes_of, pad_spec(spec, _ndim(v))), split, strict=True)
+            return tuple((a or ANY) if b is ANY else (*a, *b) for a, b in pairs)
+
+        triples = zip(eqn.params["out_specs"], outs, eqn.outvars, strict=True)
+        return [joined(spec, out, v) for spec, out, v in triples]
 
 
 def _ndim(v: Any) -> int:
@@ -341,74 +394,6 @@ def _same(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> 
     return ins
 
 
-def _call(eqn: jex.JaxprEqn, ins: Sequence[Split | None], sizes: Mapping[str, int]) -> list[Split | None]:
-    """Enter a custom derivative, a rematerialised region, or a `jit` that was left one equation."""
-    params = eqn.params
-    inner: Any = next((params[name] for name in ("call_jaxpr", "fun_jaxpr", "jaxpr") if name in params), None)
-    jaxpr, consts = (inner.jaxpr, inner.consts) if isinstance(inner, jex.ClosedJaxpr) else (inner, ())
-    if jaxpr is None or len(jaxpr.invars) != len(ins):
-        raise _Unclear
-    return _through(jaxpr, consts, ins, sizes)
-
-
-def _through(
-    jaxpr: jex.Jaxpr, consts: Sequence[Any], ins: Sequence[Split | None], sizes: Mapping[str, int]
-) -> list[Split | None]:
-    """Return how the results of a jaxpr are split."""
-    program = flatten(jaxpr, consts)
-    slots = _run(program, ins, sizes)
-    return _results(program, slots)
-
-
-def _cond(eqn: jex.JaxprEqn, ins: Sequence[Split | None], sizes: Mapping[str, int]) -> list[Split | None]:
-    branches = [_through(b.jaxpr, b.consts, ins[1:], sizes) for b in eqn.params["branches"]]
-    return [None if None in outs else _meet_all(outs) for outs in zip(*branches, strict=True)]
-
-
-def _scan(eqn: jex.JaxprEqn, ins: Sequence[Split | None], sizes: Mapping[str, int]) -> list[Split | None]:
-    """A carry is split as what comes in meets what goes out; a dim that is scanned over must be whole."""
-    num_consts, num_carry = scan_arity(eqn.params, len(ins))
-    closed = eqn.params["jaxpr"]
-    consts, carry = list(ins[:num_consts]), list(ins[num_consts : num_consts + num_carry])
-    slices = [None if split is None else _unsplit(split, (0,))[1:] for split in ins[num_consts + num_carry :]]
-    while True:
-        outs = _through(closed.jaxpr, closed.consts, [*consts, *carry, *slices], sizes)
-        after = [None if a is None or b is None else _meet_all([a, b]) for a, b in zip(carry, outs[:num_carry], strict=True)]
-        if after == carry:  # each round splits a dim more, or finds one unclear
-            break
-        carry = after
-    return [*carry, *(None if split is None else ((), *split) for split in outs[num_carry:])]
-
-
-def inside_of(eqn: jex.JaxprEqn, ins: Sequence[Split | None]) -> list[Split | None]:
-    """Return how the operands of a `shard_map` are split inside of it: over the axes that it leaves to the partitioner."""
-    manual = eqn.params["newly_manual_axes"]
-
-    def rest(entry: Any) -> Any:
-        return entry if entry is ANY else tuple(axis for axis in entry if axis not in manual)
-
-    return [None if split is None else tuple(map(rest, split)) for split in ins]
-
-
-def _shard_map(eqn: jex.JaxprEqn, ins: Sequence[Split | None], sizes: Mapping[str, int]) -> list[Split | None]:
-    """Of the axes of an island its specs say it, of the others what is inside."""
-    outs = _through(eqn.params["jaxpr"], (), inside_of(eqn, ins), sizes)
-
-    def joined(spec: PartitionSpec, split: Split | None, v: Any) -> Split | None:
-        if split is None:
-            return None
-        # The island's axes come first: others split what one of its devices has.
-        pairs = zip(map(axes_of, pad_spec(spec, _ndim(v))), split, strict=True)
-        return tuple((a or ANY) if b is ANY else (*a, *b) for a, b in pairs)
-
-    return [joined(spec, out, v) for spec, out, v in zip(eqn.params["out_specs"], outs, eqn.outvars, strict=True)]
-
-
-_ENTERED: dict[str, _Rule] = dict.fromkeys(("custom_jvp_call", "custom_vjp_call", "jit", REMAT), _call) | {
-    "cond": _cond,
-    "scan": _scan,
-    "shard_map": _shard_map,
-}  # pyright: ignore[reportAssignmentType]
 _RULES: dict[str, _Rule] = {
     **dict.fromkeys(POINTWISE, _pointwise),
     **dict.fromkeys((*REDUCTIONS, "argmax", "argmin", "reduce_xor"), _reduction),
@@ -430,5 +415,4 @@ _RULES: dict[str, _Rule] = {
     "dot_product_attention_fwd_wrapper": _fused_attention,
     "dot_product_attention_bwd_wrapper": _fused_attention,
     "sharding_constraint": _constraint,
-    **_ENTERED,
 }

@@ -25,7 +25,20 @@ from pallas_kernels.linear_cross_entropy.vjp import LSE
 from zerojax.activations.apart import Apart, is_openable, take_apart
 from zerojax.activations.flow import flow
 from zerojax.activations.kept import candidates, depending, describe, is_cheap
-from zerojax.jaxprs import FlatJaxpr, Instruction, bind, flatten, read, scan_arity, switch
+from zerojax.jaxprs import (
+    ENTERED,
+    INLINED,
+    FlatJaxpr,
+    Function,
+    Instruction,
+    Region,
+    bind,
+    is_among,
+    read,
+    rebind,
+    regions_of,
+    trace,
+)
 from zerojax.sharding import ActivationSpec, Spec
 
 PREFIX = "zerojax_kept "
@@ -96,8 +109,7 @@ def keep_products(
     """
 
     def run(params: Any, *data: Any) -> Any:
-        closed, out = jax.make_jaxpr(function, return_shape=True)(params, *data)
-        program = flatten(closed.jaxpr, closed.consts)
+        program, out = trace(function, params, *data)
         # A checkpoint refuses callbacks, and would print twice.
         if any(i.eqn.effects for i in program.instructions):
             return function(params, *data)
@@ -106,9 +118,7 @@ def keep_products(
 
         @partial(jax.checkpoint, policy=keeps, prevent_cse=prevent_cse)
         def region(*values: Any) -> list[Any]:
-            slots: dict[int, Any] = dict(zip(program.inputs, values, strict=True))
-            keeper.run(program.instructions, slots)
-            return [read(ref, slots) for ref in program.outputs]
+            return program.run(values, keeper.run)
 
         return jax.tree.unflatten(jax.tree.structure(out), region(*jax.tree.leaves((params, *data))))
 
@@ -199,7 +209,7 @@ class Keeper:
 
     def depend_on_data(self, i: Instruction) -> list[bool]:
         """Return whether each operand of an instruction depends on data."""
-        return [isinstance(ref, int) and ref in self.of_data for ref in i.ins]
+        return [is_among(ref, self.of_data) for ref in i.ins]
 
 
 def _named(value: Any, label: str) -> Any:
@@ -214,60 +224,30 @@ def _has_rule(i: Instruction) -> bool:
     return is_openable(i) and i.eqn.primitive.name not in _ENTERED
 
 
-_ENTERED = ("scan", "cond")
+_ENTERED = ENTERED["keep_products"] - INLINED
 
 
 def _run(i: Instruction, values: Sequence[Any], of_data: Sequence[bool]) -> list[Any]:
-    """Return the results of one equation; inside of loops and branches, what is kept is named."""
-    if not any(of_data) or i.eqn.effects or is_cheap(i.eqn):
+    """Return the results of one equation. In loops and branches, what is kept is named."""
+    is_entered = i.eqn.primitive.name in _ENTERED and any(of_data)
+    if not is_entered or i.eqn.effects or is_cheap(i.eqn):
         return bind(i.eqn, values)
-    enter = {"scan": _scan, "cond": _cond}.get(i.eqn.primitive.name)
-    return bind(i.eqn, values) if enter is None else enter(i.eqn, values, of_data)
+    return rebind(i.eqn, [_inside(region, of_data) for region in regions_of(i.eqn)], values)
 
 
-def _inside(jaxpr: Any, of_data: Sequence[bool]) -> Callable[[Sequence[Any]], list[Any]]:
-    """Return a function that runs a closed jaxpr, and names what is kept.
+def _inside(region: Region, of_data: Sequence[bool]) -> Function:
+    """Return a function that runs a loop's body, or a branch, and names what is kept.
 
     Args:
-      jaxpr: of a loop's body, or of a branch.
-      of_data: whether each of its operands depends on data.
+      region: of the equation.
+      of_data: whether each operand of the equation depends on data.
     """
-    program = flatten(jaxpr.jaxpr, jaxpr.consts)
-    keeper = Keeper(program, [slot for slot, of in zip(program.inputs, of_data, strict=True) if of])
-
-    def run(values: Sequence[Any]) -> list[Any]:
-        slots: dict[int, Any] = dict(zip(program.inputs, values, strict=True))
-        keeper.run(program.instructions, slots)
-        return [read(ref, slots) for ref in program.outputs]
-
-    return run
-
-
-def _scan(eqn: Any, values: Sequence[Any], of_data: Sequence[bool]) -> list[Any]:
-    params = eqn.params
-    num_consts, num_carry = scan_arity(params, len(values))
-    consts, carry, xs = (
-        values[:num_consts],
-        list(values[num_consts : num_consts + num_carry]),
-        list(values[num_consts + num_carry :]),
-    )
+    program = region.flatten()
     # What is carried meets data sooner or later.
-    flags = [*of_data[:num_consts], *(True,) * num_carry, *of_data[num_consts + num_carry :]]
-    inside = _inside(params["jaxpr"], flags)
-
-    def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = inside([*consts, *carry, *xs])
-        return outs[:num_carry], outs[num_carry:]
-
-    options = {name: params[name] for name in ("length", "reverse", "unroll")}
-    carry, ys = jax.lax.scan(body, carry, xs, **options)
-    return [*carry, *ys]
-
-
-def _cond(eqn: Any, values: Sequence[Any], of_data: Sequence[bool]) -> list[Any]:
-    index, *operands = values
-    branches = [_inside(branch, of_data[1:]) for branch in eqn.params["branches"]]
-    return switch(eqn, index, [lambda *v, run=run: run(v) for run in branches], operands)
+    flags = [of or p in region.carried for p, of in enumerate(of_data[region.first :])]
+    pairs = zip(program.inputs, flags, strict=True)
+    keeper = Keeper(program, [slot for slot, of in pairs if of])
+    return lambda values: program.run(values, keeper.run)
 
 
 def open_equations(

@@ -93,8 +93,8 @@ def constrain(x: Array, spec: Sequence[Any], mesh: Mesh) -> Array:
 
 
 def is_gather(eqn: jex.JaxprEqn) -> bool:
-    """Tell whether an equation is a `gather_sequence`, whose result is never kept."""
-    return eqn.primitive.name == "custom_jvp_call" and holds_gather(eqn.params)
+    """Return whether an equation is a `gather_sequence`, whose result is never kept."""
+    return is_gather_call(eqn.primitive.name, eqn.params)
 
 
 def is_scatter(eqn: jex.JaxprEqn) -> bool:
@@ -102,9 +102,9 @@ def is_scatter(eqn: jex.JaxprEqn) -> bool:
     return eqn.primitive.name == "custom_jvp_call" and _holds_name(eqn.params, SCATTER)
 
 
-def holds_gather(params: dict[str, Any]) -> bool:
-    """Tell it by the parameters of a custom_jvp_call, which is what a checkpoint's policy is given."""
-    return _holds_name(params, GATHER)
+def is_gather_call(name: str, params: dict[str, Any]) -> bool:
+    """Return `is_gather` for what a checkpoint's policy is given of an equation."""
+    return name == "custom_jvp_call" and _holds_name(params, GATHER)
 
 
 def _holds_name(params: dict[str, Any], name: str) -> bool:

@@ -33,8 +33,13 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.activations.flow import Split
 from zerojax.activations.sequence_ops import constrain, scatter_sequence
-from zerojax.activations.sequence_walk import BlockProduct, Rule, Walk, split_as_batch
-from zerojax.jaxprs import flatten
+from zerojax.activations.sequence_walk import (
+    BlockProduct,
+    Rule,
+    SequenceInterpreter,
+    split_as_batch,
+)
+from zerojax.jaxprs import trace
 from zerojax.models import LayeredModel, stacks_of
 from zerojax.sharding import BATCH_AXES, FSDP, TENSOR, Spec, axes_of, num_batch_shards, param_specs, without_axis
 from zerojax.tiling import parse
@@ -155,8 +160,7 @@ def _entered(
 
     def run(*args: Any) -> Any:
         params, x, rest = args[: len(specs)], args[len(specs)], args[len(specs) + 1 :]
-        closed, out = jax.make_jaxpr(function, return_shape=True)(*args)
-        program = flatten(closed.jaxpr, closed.consts, lambda eqn: parse(eqn) is not None)
+        program, out = trace(function, *args, is_opaque=lambda eqn: parse(eqn) is not None)
         values, splits = list[Any](jax.tree.leaves(params)), list[Split | None]()
         paths = dict[int, tuple[str, ...]]()
         for tree, of_tree in zip(params, specs, strict=True):
@@ -182,7 +186,7 @@ def _entered(
                 f"x is {leaves}. Leave sequence_parallel=False"
             )
         shapes = {jnp.shape(a)[:2] for n, a in enumerate(jax.tree.leaves(x)) if n in streams}
-        walk = Walk(dataclasses.replace(rule, streams=shapes, products=[]), paths)
+        walk = SequenceInterpreter(dataclasses.replace(rule, streams=shapes, products=[]), paths)
         outs, _ = walk.run(program, values, splits)
         traced(walk.rule.products)
         for n, spec in streams.items() if returns_stream else ():

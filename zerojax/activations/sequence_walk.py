@@ -1,7 +1,7 @@
 """A traced function, run with the operations of sequence parallelism beside its products."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -11,13 +11,30 @@ from jax.sharding import Mesh
 
 from zerojax.activations.flow import ANY, Split, as_spec, outs_of, tensor_dims
 from zerojax.activations.rings import RingProduct, column_products, ring_product, row_product
-from zerojax.activations.sequence_ops import constrain, gather_sequence, holds_gather, scatter_sequence
+from zerojax.activations.sequence_ops import (
+    constrain,
+    gather_sequence,
+    is_gather_call,
+    scatter_sequence,
+)
 from zerojax.activations.sequence_tiles import Entries, Walked
-from zerojax.jaxprs import REMAT, FlatJaxpr, Instruction, bind, flatten, product_of, read
+from zerojax.jaxprs import (
+    ENTERED,
+    INLINED,
+    FlatJaxpr,
+    Instruction,
+    bind,
+    checkpointed,
+    flatten,
+    product_of,
+    read,
+    regions_of,
+)
 from zerojax.sharding import BATCH_AXES, TENSOR, Spec, axes_of, num_batch_shards, without_axis
 from zerojax.tiling import TileLoop, parse
 
 Array = jax.Array
+_ENTERED = ENTERED["sequence_parallel"] - INLINED
 _OTHER_PRODUCTS = ("conv_general_dilated", "ragged_dot", "ragged_dot_general")
 _AROUND = {"column": "its operand comes around a ring beside it", "row": "its sum goes around a ring beside it"}
 
@@ -63,7 +80,7 @@ class Rule:
     recomputed: bool = False
 
 
-class Walk:
+class SequenceInterpreter:
     """Runs a program, and puts the two operations in."""
 
     def __init__(self, rule: Rule, params: Mapping[int, tuple[str, ...]]) -> None:
@@ -118,7 +135,7 @@ class Walk:
             return self.plain(i, values, splits)
         if (dot := product_of(i.eqn)) is not None:
             return self.product(i, dot, values, splits)
-        if i.eqn.primitive.name == REMAT:
+        if i.eqn.primitive.name in _ENTERED:
             return self.region(i, values, splits)
         if (loop := parse(i.eqn)) is not None:
             return self.loop(i, loop, values, splits)
@@ -276,17 +293,18 @@ class Walk:
         self, i: Instruction, values: list[Any], splits: list[Split | None]
     ) -> tuple[Sequence[Any], Sequence[Split | None]]:
         """Enter a rematerialised region. What is gathered in it is never kept, whatever its policy keeps."""
-        params = i.eqn.params
-        inner = flatten(params["jaxpr"], (), lambda eqn: parse(eqn) is not None)
+        (region,) = regions_of(i.eqn)
+        inner = region.flatten(lambda eqn: parse(eqn) is not None)
         results: list[Any] = []
 
         def run(*values: Any) -> list[Any]:
-            walk = Walk(dataclasses.replace(self.rule, products=[], recomputed=True), self.inner_params(i, inner.inputs))
-            outs, of_outs = walk.run(inner, values, splits)
-            results[:] = [of_outs, walk.rule.products]
+            rule = dataclasses.replace(self.rule, products=[], recomputed=True)
+            interpreter = SequenceInterpreter(rule, self.inner_params(i, inner.inputs))
+            outs, of_outs = interpreter.run(inner, values, splits)
+            results[:] = [of_outs, rule.products]
             return outs
 
-        outs = jax.checkpoint(run, policy=_never_gathered(params["policy"]), prevent_cse=params["prevent_cse"])(*values)
+        outs = checkpointed(i.eqn, run, is_gather_call)(*values)
         of_outs, products = results
         self.rule.products.extend(products)
         return outs, of_outs
@@ -305,11 +323,12 @@ class Walk:
         unit = flatten(loop.unit, ())
         params = self.inner_params(i, unit.inputs)
 
-        def walked(splits: Sequence[Split | None]) -> Walk:
-            """Walk the unit over shapes alone."""
+        def walked(splits: Sequence[Split | None]) -> SequenceInterpreter:
+            """Run the unit over shapes alone."""
             stacked = (*loop.tiles, *loop.parts)
             of_tile = [s[1:] if n in stacked and s is not None else s for n, s in enumerate(splits)]
-            walk = Walk(dataclasses.replace(self.rule, products=[], overlap=False), params)
+            rule = dataclasses.replace(self.rule, products=[], overlap=False)
+            walk = SequenceInterpreter(rule, params)
             avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in loop.unit.invars]  # pyright: ignore[reportAttributeAccessIssue]
             jax.eval_shape(lambda *values: walk.run(unit, values, of_tile)[0], *avals)
             return walk
@@ -399,16 +418,3 @@ def _kind(
     if set(tensor_dims(data)) & set(summed_of_data):
         return "left alone", "its operand is split in a dim that is summed"
     return "column", "its operand is gathered"
-
-
-def _never_gathered(policy: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """Return a checkpoint's policy, except that it never saves what is gathered."""
-    if policy is None:
-        return None
-
-    def wrapped(prim: Any, *args: Any, **params: Any) -> Any:
-        if prim.name == "custom_jvp_call" and holds_gather(params):
-            return False
-        return policy(prim, *args, **params)
-
-    return wrapped

@@ -25,8 +25,8 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from zerojax.activations.flow import ANY, Split, inside_of, outs_of
-from zerojax.jaxprs import scan_arity
+from zerojax.activations.flow import ANY, Split, SplitAnalysis, outs_of
+from zerojax.jaxprs import ENTERED, Analysis, flatten, regions_of
 from zerojax.sharding import TENSOR, Spec, axes_of, pad_spec
 
 _SUMS = frozenset(
@@ -58,66 +58,113 @@ def sent_over_tensor(jaxpr: Any, inputs: Sequence[Spec | None], mesh: Mesh) -> d
       inputs: of each argument its spec, one entry a dim, or None where it is split as what it meets.
       mesh: the device mesh.
     """
-    walk = _Walk(mesh.shape)
+    counter = TensorTrafficCounter(mesh.shape)
+    program = flatten(jaxpr.jaxpr, jaxpr.consts)
     avals: list[Any] = [v.aval for v in jaxpr.jaxpr.invars]
     given = [
         _Value((ANY,) * _ndim(aval) if spec is None else tuple(map(axes_of, spec)))
         for spec, aval in zip(inputs, avals, strict=True)
     ]
-    outs = walk.run(jaxpr.jaxpr, given, 1)
-    for out, v in zip(outs, jaxpr.jaxpr.outvars, strict=True):
-        walk.add_parts(out, v.aval)
-    return dict(walk.sent)
+    outs = counter.results(program, counter.run(program, given))
+    counter.add_all_parts(outs, jaxpr.jaxpr.outvars)
+    return dict(counter.sent)
 
 
 def _ndim(aval: Any) -> int:
     return len(getattr(aval, "shape", ()))
 
 
-class _Walk:
-    """Follows splits through equations, and adds up what is sent."""
+class TensorTrafficCounter(Analysis[_Value]):
+    """Follows splits through equations, and adds up what is sent.
 
-    def __init__(self, sizes: Mapping[str, int]) -> None:
-        """Follow values over a mesh of these axes."""
-        self.sizes, self.tensor = sizes, sizes[TENSOR]
+    Attributes:
+      sent: bytes that each device sends, by collective.
+    """
+
+    enters = ENTERED["traffic"]
+
+    def __init__(self, sizes: Mapping[str, int], times: float = 1) -> None:
+        """Follow values over a mesh of these axes, in a jaxpr that runs so many times."""
+        self.sizes, self.tensor, self.times = sizes, sizes[TENSOR], times
         self.sent: collections.Counter[str] = collections.Counter()
 
-    def run(self, jaxpr: jex.Jaxpr, inputs: Sequence[_Value], times: float) -> list[_Value]:
-        """Return the results of a jaxpr that runs so many times."""
-        env: dict[Any, _Value] = {v: _Value((ANY,) * _ndim(v.aval)) for v in jaxpr.constvars}
-        env.update(zip(jaxpr.invars, inputs, strict=True))
+    def constant(self, value: Any) -> _Value:
+        return _Value((ANY,) * jnp.ndim(value))
 
-        def value(atom: Any) -> _Value:
-            return _Value((ANY,) * _ndim(atom.aval)) if isinstance(atom, jex.Literal) else env[atom]
-
-        for eqn in jaxpr.eqns:
-            env.update(zip(eqn.outvars, self.apply(eqn, [value(v) for v in eqn.invars], times), strict=True))
-        return [value(v) for v in jaxpr.outvars]
-
-    def apply(self, eqn: jex.JaxprEqn, ins: list[_Value], times: float) -> list[_Value]:
-        """Return the results of one equation."""
-        name, inner = eqn.primitive.name, list(jex.jaxprs_in_params(eqn.params))
-        if name == "sharding_constraint":
-            return [self.constrained(eqn, ins[0], times)]
-        if name not in ("scan", "while", "cond", "shard_map") and len(inner) == 1 and len(inner[0].invars) == len(ins):
-            return self.run(inner[0], ins, times)  # parts stay parts in a call
-        if name not in _SUMS:
-            for v, read in zip(ins, eqn.invars, strict=True):
-                self.add_parts(v, read.aval)
-        if name == "scan":
-            return self.scan(eqn, ins, times)
-        if name == "shard_map":
-            self.inside(inner[0], inside_of(eqn, [v.split for v in ins]), times)
-            specs = zip(eqn.params["out_specs"], eqn.outvars, outs_of(eqn, [v.split for v in ins], self.sizes), strict=True)
-            return [
-                _Value(tuple(map(axes_of, pad_spec(spec, _ndim(v.aval)))) if found is None else found, times=times)
-                for spec, v, found in specs
-            ]
-        if name == "cond":
-            return self.cond(eqn, ins, times)
+    def apply(self, eqn: jex.JaxprEqn, ins: Sequence[_Value]) -> list[_Value]:
+        if eqn.primitive.name == "sharding_constraint":
+            return [self.constrained(eqn, ins[0])]
+        if eqn.primitive.name not in _SUMS:
+            self.add_all_parts(ins, eqn.invars)
         self.gather_operand(eqn, ins)
         splits = self.splits(eqn, [v.split for v in ins])
-        return [_Value(s, self.is_part(eqn, ins), times) for s in splits]
+        return [_Value(split, self.is_part(eqn, ins), self.times) for split in splits]
+
+    # --- control flow: parts stay parts in a call; others read whole values --------------------
+
+    def scan(self, eqn: jex.JaxprEqn, ins: Sequence[_Value]) -> list[_Value]:
+        """Return the results of a loop, whose body sends what it sends in each iteration.
+
+        A sum that a loop only adds parts to is reduced after the loop. Once the splits are known,
+        every carried part may be one; each round drops those that the body reads whole.
+        """
+        self.add_all_parts(ins, eqn.invars)
+        (region,) = regions_of(eqn)
+        times = self.times * eqn.params["length"]
+        consts, carry, xs = region.split(ins)
+        splits, slices = [v.split for v in carry], [v.split[1:] for v in xs]
+        sums: set[int] | None = None
+        while True:
+            counter = TensorTrafficCounter(self.sizes, times)
+            # what a loop reads whole each time is made whole once
+            operands = [_Value(v.split, times=v.times) for v in consts]
+            carry = [_Value(split, n in (sums or ()), times) for n, split in enumerate(splits)]
+            operands += [*carry, *(_Value(split, times=times) for split in slices)]
+            outs = counter.region(region, operands)
+            # What is not known of a carry is known after an iteration.
+            pairs = zip(splits, outs, strict=False)
+            after = [tuple(map(_first_known, split, out.split)) for split, out in pairs]
+            stay = [n for n, v in enumerate(carry) if sums is None or v.is_part]
+            found = {n for n in stay if outs[n].is_part}
+            if after == splits and found == sums:
+                break
+            sums = found if after == splits else None
+            splits = after
+        counter.add_all_parts(
+            [out for n, out in enumerate(outs) if n not in found],
+            [v for n, v in enumerate(region.jaxpr.outvars) if n not in found],
+        )
+        self.sent.update(counter.sent)
+        carried = [_Value(split, n in found, self.times) for n, split in enumerate(splits)]
+        stacks = [_Value(((), *out.split), times=self.times) for out in outs[len(carry) :]]
+        return [*carried, *stacks]
+
+    def cond(self, eqn: jex.JaxprEqn, ins: Sequence[_Value]) -> list[_Value]:
+        """Return the results of the branch that sends most."""
+        self.add_all_parts(ins, eqn.invars)
+        branches = list[tuple[TensorTrafficCounter, list[_Value]]]()
+        for region in regions_of(eqn):
+            counter = TensorTrafficCounter(self.sizes, self.times)
+            outs = counter.region(region, [_Value(v.split, times=v.times) for v in ins])
+            counter.add_all_parts(outs, region.jaxpr.outvars)
+            branches.append((counter, outs))
+        counter, outs = max(branches, key=lambda branch: sum(branch[0].sent.values()))
+        self.sent.update(counter.sent)
+        return outs
+
+    def shard_map(self, eqn: jex.JaxprEqn, ins: Sequence[_Value]) -> list[_Value]:
+        """Return the results of an island, and count the collectives that it spells out."""
+        self.add_all_parts(ins, eqn.invars)
+        (region,) = regions_of(eqn)
+        splits = [v.split for v in ins]
+        self.inside(region.jaxpr, SplitAnalysis(self.sizes).of_shards(eqn, splits), self.times)
+        outs, found = list[_Value](), outs_of(eqn, splits, self.sizes)
+        for split, spec, v in zip(found, eqn.params["out_specs"], eqn.outvars, strict=True):
+            by_spec = tuple(map(axes_of, pad_spec(spec, _ndim(v.aval))))
+            outs.append(_Value(by_spec if split is None else split, times=self.times))
+        return outs
+
+    # --- one equation --------------------------------------------------------------------------
 
     def gather_operand(self, eqn: jex.JaxprEqn, ins: Sequence[_Value]) -> None:
         """All_gather an operand that has to be whole: of a reshape across its shards, or of two that are split in free dims."""
@@ -154,59 +201,19 @@ class _Walk:
             return any(_has(ins[0].split[d]) for d in eqn.params["dimension_numbers"].collapsed_slice_dims)
         return False
 
-    def constrained(self, eqn: jex.JaxprEqn, v: _Value, times: float) -> _Value:
+    def constrained(self, eqn: jex.JaxprEqn, v: _Value) -> _Value:
         """Return a value as a constraint splits it."""
         out: Any = eqn.outvars[0].aval
         (split,) = self.splits(eqn, [v.split])
         was, now = (any(map(_has, s)) for s in (v.split, split))
         if v.is_part and now and not was:
             whole = self.bytes(out, split) * self.tensor
-            self.send("reduce_scatter", whole, times)
-            return _Value(split, times=times)
+            self.send("reduce_scatter", whole, self.times)
+            return _Value(split, times=self.times)
         self.add_parts(v, out)
         if was and not now:
-            self.send("all_gather", self.bytes(out, split), times)
-        return _Value(split, times=times)
-
-    def scan(self, eqn: jex.JaxprEqn, ins: Sequence[_Value], times: float) -> list[_Value]:
-        """Return the results of a loop, whose body sends what it sends in each iteration."""
-        num_consts, num_carry = scan_arity(eqn.params, len(ins))
-        body, length = eqn.params["jaxpr"].jaxpr, eqn.params["length"]
-        carry = [v.split for v in ins[num_consts : num_consts + num_carry]]
-        fixed, slices = [v.split for v in ins[:num_consts]], [v.split[1:] for v in ins[num_consts + num_carry :]]
-        sums: set[int] | None = None  # what a loop only adds parts to is reduced after it
-        while True:
-            walk = _Walk(self.sizes)
-            made = [v.times for v in ins[:num_consts]]  # what a loop reads whole each time is made whole once
-            consts = [_Value(s, times=n) for s, n in zip(fixed, made, strict=True)]
-            carried = [_Value(s, n in (sums or ()), times * length) for n, s in enumerate(carry)]
-            outs = walk.run(body, [*consts, *carried, *(_Value(s, times=times * length) for s in slices)], times * length)
-            # What is not known of a carry is known after an iteration.
-            after = [tuple(map(_first_known, s, out.split)) for s, out in zip(carry, outs, strict=False)]
-            found = {n for n, v in enumerate(carried) if outs[n].is_part and (sums is None or (n in sums and v.is_part))}
-            if after == carry and found == sums:
-                break
-            carry, sums = after, found if after == carry else None
-        assert sums is not None
-        for n, (out, v) in enumerate(zip(outs, body.outvars, strict=True)):
-            if n not in sums:
-                walk.add_parts(out, v.aval)
-        self.sent.update(walk.sent)
-        stacked = [_Value(((), *out.split), times=times) for out in outs[num_carry:]]
-        return [*(_Value(s, n in sums, times) for n, s in enumerate(carry)), *stacked]
-
-    def cond(self, eqn: jex.JaxprEqn, ins: Sequence[_Value], times: float) -> list[_Value]:
-        """Return the results of the branch that sends most."""
-        runs = list[tuple[float, _Walk, list[_Value]]]()
-        for branch in eqn.params["branches"]:
-            walk = _Walk(self.sizes)
-            outs = walk.run(branch.jaxpr, [_Value(v.split, times=v.times) for v in ins[1:]], times)
-            for out, v in zip(outs, branch.jaxpr.outvars, strict=True):
-                walk.add_parts(out, v.aval)
-            runs.append((sum(walk.sent.values()), walk, outs))
-        _, walk, outs = max(runs, key=lambda run: run[0])
-        self.sent.update(walk.sent)
-        return outs
+            self.send("all_gather", self.bytes(out, split), self.times)
+        return _Value(split, times=self.times)
 
     def inside(self, jaxpr: jex.Jaxpr, splits: Sequence[Split | None], times: float) -> None:
         """Count the collectives that a shard_map spells out, on the arrays of one device.
@@ -232,6 +239,11 @@ class _Walk:
             for inner in jex.jaxprs_in_params(eqn.params):
                 splits = ins if len(inner.invars) == len(ins) else [None] * len(inner.invars)
                 self.inside(inner, splits, times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1))
+
+    def add_all_parts(self, values: Sequence[_Value], atoms: Sequence[Any]) -> None:
+        """Reduce what is a part among values, whose variables are given."""
+        for v, atom in zip(values, atoms, strict=True):
+            self.add_parts(v, atom.aval)
 
     def add_parts(self, v: _Value, aval: Any) -> None:
         """All_reduce a value of which each device has a part; afterwards it is whole for whoever reads it."""

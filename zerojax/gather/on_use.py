@@ -23,7 +23,7 @@ What the interpreter knows:
 - a look-up in a table sends the gradient of its rows to the table's shards, where these are fewer (`zerojax.gather.look_up`);
 - a custom derivative is one equation: its operands are gathered for it, its rule is kept;
 - neighbouring uses share one unit, hence one barrier and collectives that XLA can combine, while the unit gathers no
-  more than `budget_bytes` and repeats no matrix product (`_Walk.group`);
+  more than `budget_bytes` and repeats no matrix product (`GatherInterpreter.group`);
 - what it does not know (`while_loop`, `shard_map`, a carry) gets its parameters gathered just before, and is reported.
 """
 
@@ -40,17 +40,23 @@ from zerojax.gather.lazy import HERE, Lazy, Move, Node, Rule, Shard, Whole, gath
 from zerojax.gather.look_up import is_look_up, look_up
 from zerojax.jaxprs import (
     CHEAP,
+    ENTERED,
     LINEAR,
     PRODUCTS,
     REDUCTIONS,
     REMAT,
+    FlatJaxpr,
+    Function,
     Instruction,
+    Region,
     bind,
+    checkpointed,
     evaluate,
-    flatten,
     read,
-    scan_arity,
-    switch,
+    rebind,
+    rebind_scan,
+    regions_of,
+    trace,
 )
 from zerojax.sharding import Spec, without_axis
 
@@ -73,21 +79,20 @@ def gather_on_use(
     Returns:
       What `loss` returns. Differentiable with respect to `params`; gradients arrive with the specs in `cotangents`.
     """
-    closed, out_shape = jax.make_jaxpr(loss, return_shape=True)(params, *args)
+    program, out_shape = trace(loss, params, *args)
     inputs: list[Any] = []
     for key_path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         path = jax.tree_util.keystr(key_path)
         inputs.append(Lazy((Shard(path, leaf, stored[path], cotangents[path]),)))
-    outs = _Walk(rule, closed.jaxpr, closed.consts, inputs + jax.tree.leaves(args)).run()
+    outs = GatherInterpreter(rule, program, inputs + jax.tree.leaves(args)).run()
     return jax.tree.unflatten(jax.tree.structure(out_shape), outs)
 
 
-class _Walk:
+class GatherInterpreter:
     """The interpreter for one jaxpr. Slots hold arrays, or Lazy values."""
 
-    def __init__(self, rule: Rule, jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> None:
-        self.rule = rule
-        self.program = flatten(jaxpr, consts)
+    def __init__(self, rule: Rule, program: FlatJaxpr, args: Sequence[Any]) -> None:
+        self.rule, self.program = rule, program
         self.slots: dict[int, Any] = dict(zip(self.program.inputs, args, strict=True))
         self.done: set[int] = set()
         self.constants: set[int] = set()  # slots that depend on nothing
@@ -119,8 +124,8 @@ class _Walk:
             self.defer(instruction)
         elif self.slices_shard(instruction):
             self.slice_shard(instruction)
-        elif (handler := _HANDLERS.get(instruction.eqn.primitive.name)) is not None:
-            self.write(instruction, handler(self, instruction.eqn, values))
+        elif instruction.eqn.primitive.name in ENTERED["gather_on_use"]:
+            self.write(instruction, self.enter(instruction.eqn, values))
         else:
             # A custom derivative is never entered, since that would lose its rule; it is no reason for a report.
             if instruction.has_jaxpr and not instruction.eqn.primitive.name.startswith("custom_"):
@@ -305,6 +310,95 @@ class _Walk:
         self.slots.update(zip(results, outs, strict=True))
         self.done.update(group)
 
+    # --- control flow --------------------------------------------------------------------------
+
+    def enter(self, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
+        """Apply an equation whose jaxprs are entered, some of whose operands are lazy."""
+        if eqn.primitive.name == "scan":
+            return self.scan(eqn, values)
+        if eqn.primitive.name == REMAT:
+            return self.region(eqn, values)
+        # A branch gathers what it uses.
+        index, *operands = values
+        index = self.gather_now(index, "a cond's predicate")
+        branches = [self.inside(region, operands) for region in regions_of(eqn)]
+        return rebind(eqn, branches, [index, *_data(operands)])
+
+    def inside(self, region: Region, operands: Sequence[Any]) -> Function:
+        """Return a function of the data among `operands` that interprets a region.
+
+        It closes over the lazy operands.
+        """
+
+        def run(data: Sequence[Any]) -> list[Any]:
+            rest = iter(data)
+            values = [v if isinstance(v, Lazy) else next(rest) for v in operands]
+            return GatherInterpreter(self.rule, region.flatten(), values).run()
+
+        return run
+
+    def scan(self, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
+        """Enter a scan: loop-invariant parameters stay sharded, stacked ones are sliced so."""
+        (region,) = regions_of(eqn)
+        consts, carry, xs = region.split(values)
+        # A carry is replaced by what the body returns, so it cannot stay a shard.
+        carry = [self.gather_now(v, "a scan's carry") for v in carry]
+        stacks = [self.stack(v) for v in xs]
+
+        def body(values: Sequence[Any]) -> list[Any]:
+            consts, carry, slices = region.split(values)
+            slices = [_slice_of(v, one) for v, one in zip(stacks, slices, strict=True)]
+            # Each unit of the body gathers the lazy constants that it uses.
+            values = [*consts, *carry, *slices]
+            return GatherInterpreter(self.rule, region.flatten(), values).run()
+
+        arrays = [v.sources[0].moved() if isinstance(v, Lazy) else v for v in stacks]
+        return rebind_scan(eqn, body, [*consts, *carry, *arrays])
+
+    def stack(self, value: Any) -> Any:
+        """Return an operand that is scanned over: still lazy, if its shards can be sliced."""
+        if not isinstance(value, Lazy):
+            return value
+        source = value.sources[0]
+        # An iteration takes one index of dim 0. If that is split, only some devices have the slice.
+        if value.node is None and not source.stored[0] and not source.cotangent[0]:
+            return value
+        return self.gather_now(value, "scanned over a dim that is sharded or computed")
+
+    def region(self, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
+        """Enter a rematerialised region: its gathers wait for its input.
+
+        If it is most of the model, it is run unit by unit.
+        """
+        (region,) = regions_of(eqn)
+        sources = union([v for v in values if isinstance(v, Lazy)])
+        # A region this large would hold most of the model whole if it were gathered at its top.
+        # One that keeps what costs is no layer that is run again, and may be a whole model. The
+        # equations of both are units.
+        is_large = total_bytes(sources) > self.rule.region_bytes
+        if self.rule.remat and (eqn.params["policy"] is keeps or is_large):
+            return checkpointed(eqn, self.inside(region, values), _is_gather)(_data(values))
+
+        # the region itself is repeated in backward
+        rule = dataclasses.replace(self.rule, remat=False)
+
+        def run(shards: list[Array], data: list[Any]) -> list[Any]:
+            shards = tie(shards, data) if self.rule.remat else shards
+            pairs = zip(sources, shards, strict=True)
+            inputs = {s: dataclasses.replace(s, value=value) for s, value in pairs}
+            # Inside, values start from sources. What was computed from them is made whole here.
+            postponed = union([v for v in values if isinstance(v, Lazy) and v.node is not None])
+            whole = Whole({s: self.rule.gather(inputs[s]) for s in postponed})
+
+            def inside(v: Lazy) -> Any:
+                return Lazy((inputs[v.sources[0]],)) if v.node is None else whole.value(v)
+
+            rest = iter(data)
+            operands = [inside(v) if isinstance(v, Lazy) else next(rest) for v in values]
+            return GatherInterpreter(rule, region.flatten(), operands).run()
+
+        return checkpointed(eqn, run, _is_gather)([s.value for s in sources], _data(values))
+
 
 def _reduced(lazy: Lazy) -> Lazy:
     """Compute a small value from shards, without a gather, and return it as a source of its own.
@@ -325,115 +419,22 @@ def _reduced(lazy: Lazy) -> Lazy:
     return Lazy((Shard(path, value, whole, whole),))
 
 
-def _scan(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
-    """Enter a scan. Loop-invariant parameters stay sharded; stacked ones are sliced while sharded."""
-    params = eqn.params
-    num_consts, num_carry = scan_arity(params, len(values))
-    consts, carry, xs = values[:num_consts], values[num_consts : num_consts + num_carry], values[num_consts + num_carry :]
-    # A carry is replaced by what the body returns, so it cannot stay a shard.
-    carry = [walk.gather_now(v, "a scan's carry") for v in carry]
-    stacks: list[Any] = []
-    for v in xs:
-        # Each iteration takes one index of dim 0. Were that dim split, the slice would be on some of the devices alone.
-        if isinstance(v, Lazy) and (v.node is not None or v.sources[0].stored[0] or v.sources[0].cotangent[0]):
-            v = walk.gather_now(v, "scanned over a dim that is sharded or computed")
-        stacks.append(v)
-
-    def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-        def slice_of(v: Any, value: Any) -> Any:
-            if not isinstance(v, Lazy):
-                return value
-            # The slice of an iteration is a shard like the stack, without the layer dim.
-            source = v.sources[0]
-            return Lazy((Shard(source.path, value, source.stored[1:], source.cotangent[1:]),))
-
-        inner = [slice_of(v, value) for v, value in zip(stacks, slices, strict=True)]
-        closed = params["jaxpr"]
-        # Lazy constants are closed over: each unit of the body gathers those that it uses.
-        outs = _Walk(walk.rule, closed.jaxpr, closed.consts, [*consts, *carry, *inner]).run()
-        return outs[:num_carry], outs[num_carry:]
-
-    carry, ys = jax.lax.scan(
-        body,
-        carry,
-        [v.sources[0].moved() if isinstance(v, Lazy) else v for v in stacks],
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-    )
-    return [*carry, *ys]
-
-
-def _cond(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
-    """Enter a cond. Each branch gathers what it uses."""
-    index, *operands = values
-    index = walk.gather_now(index, "a cond's predicate")
-    branches = [_entered(walk.rule, b.jaxpr, b.consts, operands) for b in eqn.params["branches"]]
-    return switch(eqn, index, branches, [_data(operands)])
-
-
-def _remat(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
-    """Enter a rematerialised region: its gathers wait for its input; if it is most of the model, it is run unit by unit."""
-    jaxpr, policy, prevent_cse = eqn.params["jaxpr"], eqn.params["policy"], eqn.params["prevent_cse"]
-    sources = union([v for v in values if isinstance(v, Lazy)])
-
-    def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
-        return jax.checkpoint(fn, policy=_never_gathered(policy), prevent_cse=prevent_cse)
-
-    # A region this large would hold most of the model whole if it were gathered at its top. One that keeps what costs is no
-    # layer that is run again, and may be a whole model: its equations are units.
-    if walk.rule.remat and (policy is keeps or total_bytes(sources) > walk.rule.region_bytes):
-        return checkpoint(_entered(walk.rule, jaxpr, (), values))(_data(values))
-
-    inner_rule = dataclasses.replace(walk.rule, remat=False)  # the region itself is repeated in backward
-
-    def region(shards: list[Array], data: list[Any]) -> list[Any]:
-        shards = tie(shards, data) if walk.rule.remat else shards
-        inputs = {s: dataclasses.replace(s, value=v) for s, v in zip(sources, shards, strict=True)}
-        # The inner walk starts from sources. What was computed from them outside is made whole here.
-        postponed = union([v for v in values if isinstance(v, Lazy) and v.node is not None])
-        whole = Whole({s: walk.rule.gather(inputs[s]) for s in postponed})
-        rest = iter(data)
-        inner = [
-            next(rest) if not isinstance(v, Lazy) else Lazy((inputs[v.sources[0]],)) if v.node is None else whole.value(v)
-            for v in values
-        ]
-        return _Walk(inner_rule, jaxpr, (), inner).run()
-
-    return checkpoint(region)([s.value for s in sources], _data(values))
-
-
 def _data(values: Sequence[Any]) -> list[Any]:
     return [v for v in values if not isinstance(v, Lazy)]
 
 
-def _entered(rule: Rule, jaxpr: jex.Jaxpr, consts: Sequence[Any], operands: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
-    """Return a function of the data among `operands` that interprets `jaxpr`; it closes over the lazy ones."""
-
-    def run(data: list[Any]) -> list[Any]:
-        rest = iter(data)
-        return _Walk(rule, jaxpr, consts, [v if isinstance(v, Lazy) else next(rest) for v in operands]).run()
-
-    return run
+def _slice_of(stack: Any, value: Any) -> Any:
+    """Return an iteration's slice: the slice of a shard is a shard, without the layer dim."""
+    if not isinstance(stack, Lazy):
+        return value
+    source = stack.sources[0]
+    return Lazy((Shard(source.path, value, source.stored[1:], source.cotangent[1:]),))
 
 
-def _never_gathered(policy: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """Return `policy`, except that it never saves the result of a gather."""
-    if policy is None:
-        return None
+def _is_gather(name: str, params: dict[str, Any]) -> bool:
+    """Return whether an equation may be part of a gather, which a policy would save whole.
 
-    def wrapped(prim: Any, *args: Any, **params: Any) -> Any:
-        # What a gather looks like to a policy, which would otherwise save the whole parameter: its constraints where it is
-        # differentiated, and one call where it is not, behind a stop_gradient.
-        if prim.name in ("sharding_constraint", "custom_jvp_call", "optimization_barrier"):
-            return False
-        return policy(prim, *args, **params)
-
-    return wrapped
-
-
-_HANDLERS: dict[str, Callable[[_Walk, jex.JaxprEqn, list[Any]], list[Any]]] = {
-    "scan": _scan,
-    "cond": _cond,
-    REMAT: _remat,
-}
+    A gather is its constraints where it is differentiated, and one call where it is not, behind a
+    stop_gradient.
+    """
+    return name in ("sharding_constraint", "custom_jvp_call", "optimization_barrier")

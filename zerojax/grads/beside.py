@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from zerojax.jaxprs import Instruction, evaluate, flatten, flops_of
+from zerojax.jaxprs import Instruction, evaluate, flops_of, trace
 
 SHARE_OF_WAIT = 3 / 5
 """Share of FLOPs after which a product waits for the work. What is tied to the last product could start only before it."""
@@ -40,8 +40,7 @@ def beside(function: Callable[..., Any], args: tuple[Any, ...], work: Any, turns
     """
     if not turns and not jax.tree.leaves(work):
         return function(*args), work
-    closed, out = jax.make_jaxpr(function, return_shape=True)(*args)
-    program = flatten(closed.jaxpr, closed.consts)
+    program, out = trace(function, *args)
     slots: dict[int, Any] = dict(zip(program.inputs, jax.tree.leaves(args), strict=True))
     # XLA drops what nothing reads, such as the last product of a forward pass that is computed again for its gradients. Turns
     # in front of it would have no products between them.

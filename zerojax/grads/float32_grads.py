@@ -21,30 +21,26 @@ What is not known (a kernel, a `while_loop`) makes its gradient in its own dtype
 partitioner sums over devices right after it, is summed as it comes.
 """
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 
+from zerojax.grads.rewriter import Derivative, GradRewriter, IsOpaque, Rules, TracedDerivative
 from zerojax.jaxprs import (
-    REMAT,
+    BY_POSITION,
+    ENTERED,
+    INLINED,
     FlatJaxpr,
     Instruction,
     Ref,
+    Region,
     bind,
-    flatten,
-    mapped_by_shards,
-    rematerialised,
-    scan_arity,
-    switch,
+    rebind,
+    regions_of,
 )
 
-Array = jax.Array
-Derivative = Callable[[Any, Any, Any], tuple[Any, Any]]
-"""`derivative(cotangents, data, params) -> (gradients, others)`, of trees of arrays."""
 _LAYOUT = frozenset(
     {"transpose", "reshape", "squeeze", "expand_dims", "slice", "rev", "copy", "neg", "name", "sharding_constraint",
      "reshard", "convert_element_type"}
@@ -54,13 +50,13 @@ _LINEAR = _LAYOUT | {
     "dynamic_slice", "dynamic_update_slice",
 }  # fmt: skip
 """Linear in a cotangent, and the same equation in float32. Floating operands have one dtype."""
-_BY_POSITION = frozenset({"optimization_barrier", "psum", "psum_invariant", "reduce_scatter", "pvary"})
-"""Result k is made of operand k."""
 _PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"})
 
 
 def float32_grads(
-    derivative: Derivative, platform: str, is_opaque: Callable[[jex.JaxprEqn], bool] = lambda eqn: False
+    derivative: Derivative,
+    platform: str,
+    is_opaque: IsOpaque = lambda eqn: False,
 ) -> Derivative:
     """Return a derivative whose gradients are summed in float32.
 
@@ -75,25 +71,19 @@ def float32_grads(
     """
 
     def run(cotangents: Any, data: Any, params: Any) -> Any:
-        args = (cotangents, data, params)
-        closed, out = jax.make_jaxpr(derivative, return_shape=True)(*args)
-        program = flatten(closed.jaxpr, closed.consts, is_opaque)
-        counts = [len(jax.tree.leaves(tree)) for tree in args]
-        of_cotangents, of_data = program.inputs[: counts[0]], program.inputs[counts[0] : counts[0] + counts[1]]
-        is_grad = jax.tree.leaves((jax.tree.map(lambda _: True, out[0]), jax.tree.map(lambda _: False, out[1])))
-        rule = _Rule(platform, is_opaque)
-        walk = _Walk(rule, program, _reached(program, of_cotangents), _reached(program, of_data), is_grad)
-        return jax.tree.unflatten(jax.tree.structure(out), [jnp.asarray(a) for a in walk.run(jax.tree.leaves(args))])
+        traced = TracedDerivative.of(derivative, (cotangents, data, params), is_opaque)
+        program = traced.program
+        rewriter = Float32GradRewriter(
+            program,
+            program.reached(traced.cotangents, by_result=True),
+            program.reached(traced.data, by_result=True),
+            traced.is_grad,
+            is_opaque,
+            platform,
+        )
+        return traced.rewritten(rewriter)
 
     return run
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rule:
-    """What is the same for all jaxprs of a derivative: the arguments of `float32_grads`."""
-
-    platform: str
-    is_opaque: Callable[[jex.JaxprEqn], bool]
 
 
 def _dtype(value: Any) -> Any:
@@ -108,22 +98,6 @@ def _is_narrow(dtype: Any) -> bool:
 def _widened(value: Any) -> Any:
     """Return a value in float32, if its dtype is a narrower floating one."""
     return jnp.asarray(value).astype(jnp.float32) if _is_narrow(_dtype(value)) else value
-
-
-def _reached(program: FlatJaxpr, starts: Sequence[int]) -> set[int]:
-    """Return the slots in `starts`, and every slot computed from them. A barrier computes each result of its own operand."""
-    reached = set(starts)
-    for i in program.instructions:
-        if i.eqn.primitive.name in _BY_POSITION:
-            reached.update(out for ref, out in zip(i.ins, i.outs, strict=True) if ref in reached)
-        elif i.eqn.primitive.name == "shard_map":
-            # Data may go around a ring beside cotangents (`zerojax.activations.rings`).
-            inner = flatten(i.eqn.params["jaxpr"], ())
-            inside = _reached(inner, [slot for slot, ref in zip(inner.inputs, i.ins, strict=True) if ref in reached])
-            reached.update(out for ref, out in zip(inner.outputs, i.outs, strict=True) if ref in inside)
-        elif not reached.isdisjoint(i.reads):
-            reached.update(i.outs)
-    return reached
 
 
 def _summed_dims(i: Instruction) -> tuple[int, ...] | None:
@@ -145,22 +119,41 @@ def _sums_ones(i: Instruction) -> bool:
     return all(aval.shape[dim] == 1 for dim in dims)
 
 
-class _Walk:
-    """The rewriting of one jaxpr.
+class Float32GradRewriter(GradRewriter):
+    """The rewriting of one jaxpr, whose other form is float32.
 
     Attributes:
-      rule: of the derivative.
-      program: the jaxpr.
-      cotangents: slots that depend on cotangents.
-      data: slots that depend on data. What is in neither set is made of parameters and constants.
+      platform: on which the program runs.
       wanted: slots to have in float32, each with whether what it is made of is followed.
     """
 
-    def __init__(self, rule: _Rule, program: FlatJaxpr, cotangents: set[int], data: set[int], outputs: Sequence[bool]) -> None:
-        """Choose what to have in float32, given which of the outputs."""
-        self.rule, self.program, self.cotangents, self.data = rule, program, cotangents, data
-        self._wide_outputs = outputs
-        self._makers = {out: i for i in program.instructions for out in i.outs}
+    def __init__(
+        self,
+        program: FlatJaxpr,
+        cotangents: set[int],
+        data: set[int],
+        outputs: Sequence[bool],
+        is_opaque: IsOpaque,
+        platform: str,
+        dtypes: Sequence[Any] | None = None,
+    ) -> None:
+        """Choose what to have in float32, given which of the outputs.
+
+        Args:
+          program: the jaxpr.
+          cotangents: slots that depend on cotangents.
+          data: slots that depend on data.
+          outputs: whether each result is to be float32.
+          is_opaque: see `float32_grads`.
+          platform: on which the program runs.
+          dtypes: of the inputs in the program, if some are given in float32; else theirs.
+        """
+        super().__init__(program, cotangents, data, outputs, is_opaque)
+        self.platform, self._input_dtypes = platform, dtypes
+        self._dtypes = dict[int, Any]()
+        for i in program.instructions:
+            avals: list[Any] = [v.aval for v in i.eqn.outvars]
+            self._dtypes.update(zip(i.outs, (aval.dtype for aval in avals), strict=True))
         pairs = zip(program.outputs, outputs, strict=True)
         self.wanted = {ref: True for ref, is_wide in pairs if is_wide and isinstance(ref, int) and ref in cotangents}
         # What reads a slot comes after what makes it, so that all is known of a result when its maker is looked at.
@@ -168,13 +161,14 @@ class _Walk:
             if any(self.wanted.get(out) for out in i.outs):
                 for slot, is_followed in self._made_of(i):
                     self.wanted[slot] = self.wanted.get(slot, False) or is_followed
+        self.rewritten = self.wanted.keys()
 
     # --- which slots -------------------------------------------------------------------------------------------------------
 
     def _made_of(self, i: Instruction) -> list[tuple[int, bool]]:
         """Return the operands that are wanted in float32 for a result to be, each with whether it is followed."""
         name, of_cotangents = i.eqn.primitive.name, [slot for slot in i.reads if slot in self.cotangents]
-        if name in _BY_POSITION:
+        if name in BY_POSITION:
             pairs = zip(i.ins, i.outs, strict=True)
             return [(ref, True) for ref, out in pairs if ref in of_cotangents and out in self.wanted and isinstance(ref, int)]
         if name in _LINEAR or _sums_ones(i):
@@ -199,7 +193,7 @@ class _Walk:
             return []
         if self._is_sum(ref):
             return [(ref, True)]
-        maker = self._makers.get(ref)
+        maker = self.makers.get(ref)
         return [(ref, False)] if maker is not None and maker.eqn.primitive.name == "mul" else []
 
     def _is_sum(self, slot: int) -> bool:
@@ -207,7 +201,7 @@ class _Walk:
 
         Products that make cotangents of data multiply by parameters, or they have batch dims, as those of attention.
         """
-        maker = self._makers.get(slot)
+        maker = self.makers.get(slot)
         if maker is None:
             return False
         name = maker.eqn.primitive.name
@@ -219,183 +213,112 @@ class _Walk:
 
     # --- their values ------------------------------------------------------------------------------------------------------
 
-    def run(self, inputs: Sequence[Any], dtypes: Sequence[Any] | None = None) -> list[Any]:
-        """Return the outputs; of those that are to be so, narrower ones in float32.
+    def run(self, inputs: Sequence[Any]) -> list[Any]:
+        dtypes = self._input_dtypes or [_dtype(value) for value in inputs]
+        self._dtypes.update(zip(self.program.inputs, dtypes, strict=True))
+        return super().run(inputs)
 
-        Args:
-          inputs: of the program.
-          dtypes: those that the program has them in, where some are given in float32; None: those of `inputs`.
-        """
-        self._plain: dict[int, Any] = {}
-        self._wide: dict[int, Any] = {}
-        self._dtypes: dict[int, Any] = {}
-        dtypes = [_dtype(value) for value in inputs] if dtypes is None else dtypes
-        self._write(self.program.inputs, inputs, dtypes)
-        for i in self.program.instructions:
-            handler = _HANDLERS.get(i.eqn.primitive.name) if any(out in self.wanted for out in i.outs) else None
-            outs = bind(i.eqn, [self.plain(ref) for ref in i.ins]) if handler is None else handler(self, i)
-            avals: list[Any] = [v.aval for v in i.eqn.outvars]
-            self._write(i.outs, outs, [aval.dtype for aval in avals])
-        outputs = zip(self.program.outputs, self._wide_outputs, strict=True)
-        return [
-            _widened(self.best(ref)) if is_wide and not self._is_opaque(ref) else self.plain(ref) for ref, is_wide in outputs
-        ]
+    def has_form(self, slot: int, value: Any) -> bool:
+        return _dtype(value) != self._dtypes[slot]
 
-    def _is_opaque(self, ref: Ref) -> bool:
-        """Tell whether an opaque equation made a value: then whoever runs that one chooses its dtype."""
-        maker = self._makers.get(ref) if isinstance(ref, int) else None
-        return maker is not None and self.rule.is_opaque(maker.eqn)
+    def as_plain(self, slot: int, value: Any) -> Any:
+        return value.astype(self._dtypes[slot])
 
-    def _write(self, slots: Sequence[int], values: Sequence[Any], dtypes: Sequence[Any]) -> None:
-        for slot, value, dtype in zip(slots, values, dtypes, strict=True):
-            (self._plain if _dtype(value) == dtype else self._wide)[slot] = value
-            self._dtypes[slot] = dtype
-
-    def plain(self, ref: Ref) -> Any:
-        """Return a value in the dtype that the program has it in."""
-        if not isinstance(ref, int):
-            return ref.value
-        if ref not in self._plain:
-            self._plain[ref] = self._wide[ref].astype(self._dtypes[ref])
-        return self._plain[ref]
+    def as_output(self, ref: Ref) -> Any:
+        return _widened(self.best(ref))
 
     def best(self, ref: Ref) -> Any:
         """Return a value in float32 where it was made so, else as the program has it."""
-        return self._wide[ref] if isinstance(ref, int) and ref in self._wide else self.plain(ref)
+        if isinstance(ref, int) and ref in self.formed_values:
+            return self.formed_values[ref]
+        return self.plain(ref)
 
     def is_wide(self, ref: Ref) -> bool:
-        """Tell whether a value was made in float32 where the program has it in a narrower dtype."""
-        return isinstance(ref, int) and ref in self._wide
+        """Return whether a value was made in float32 that is narrower in the program."""
+        return isinstance(ref, int) and ref in self.formed_values
 
-    def entered(
-        self, i: Instruction, jaxpr: jex.Jaxpr, consts: Sequence[Any], ins: Sequence[Ref], carry: range = range(0)
-    ) -> "_Walk":
-        """Return the rewriting of a jaxpr that an instruction holds, and whose results are the instruction's.
+    def inside(self, i: Instruction, region: Region) -> "Float32GradRewriter":
+        """Return the rewriting of a region of an instruction, whose results are those of both."""
+        avals: list[Any] = [v.aval for v in region.jaxpr.invars]
+        return Float32GradRewriter(
+            *self.flatten_region(i, region),
+            [out in self.wanted for out in i.outs],
+            self.is_opaque,
+            self.platform,
+            [aval.dtype for aval in avals] if region.is_loop else None,
+        )
 
-        Args:
-          i: the instruction.
-          jaxpr: what it holds.
-          consts: of the jaxpr.
-          ins: the operands that the jaxpr takes.
-          carry: positions among these of what a loop carries; the first results take their place.
+    # --- equations whose result is wanted in float32 -----------------------------------------
+
+    def linear(self, i: Instruction) -> list[Any]:
+        """Apply the same equation to operands in float32."""
+        return bind(i.eqn, [_widened(self.best(ref)) for ref in i.ins])
+
+    def by_position(self, i: Instruction) -> list[Any]:
+        def value(ref: Ref, out: int) -> Any:
+            return _widened(self.best(ref)) if out in self.wanted else self.plain(ref)
+
+        pairs = zip(i.ins, i.outs, strict=True)
+        return bind(i.eqn, [value(ref, out) for ref, out in pairs])
+
+    def convert(self, i: Instruction) -> list[Any]:
+        """Leave out what rounds: a cast of float32, or of what was made in it."""
+        value, after = self.best(i.ins[0]), jnp.dtype(i.eqn.params["new_dtype"])
+        if _dtype(value) == jnp.float32 and (_is_narrow(after) or after == jnp.float32):
+            return [value]
+        return bind(i.eqn, [value])
+
+    def product(self, i: Instruction) -> list[Any]:
+        """Return a product as it was summed.
+
+        Its operands stay as they are, unless they are sums in float32 themselves.
         """
-        program = flatten(jaxpr, consts, self.rule.is_opaque)
+        aval: Any = i.eqn.outvars[0].aval
+        params, dtype = i.eqn.params, aval.dtype
+        # The result of a named algorithm has the dtype that the algorithm says.
+        is_named = not isinstance(params.get("precision"), tuple | jax.lax.Precision | None)
+        if is_named or not (_is_narrow(dtype) or dtype == jnp.float32):
+            return self.apply_plain(i)
+        values = [self.plain(ref) for ref in i.ins]
+        # Operands of 32 bits have the same values, and cost more. XLA:CPU multiplies in float32
+        # anyway, and refuses a product of 16 bits that returns 32, over several dims, where a
+        # transpose follows.
+        if self.platform == "cpu" or any(self.is_wide(ref) for ref in i.ins):
+            values = [_widened(self.best(ref)) for ref in i.ins]
+        params = {**params, "preferred_element_type": jnp.dtype(jnp.float32)}
+        return bind(i.eqn.replace(params=params), values)
 
-        def reached(outside: set[int]) -> set[int]:
-            pairs = zip(program.inputs, ins, strict=True)
-            starts = {slot for slot, ref in pairs if isinstance(ref, int) and ref in outside}
-            while True:
-                reached = _reached(program, sorted(starts))
-                after = starts | {program.inputs[p] for p, ref in zip(carry, program.outputs, strict=False) if ref in reached}
-                if after == starts:
-                    return reached
-                starts = after
+    def reduce(self, i: Instruction) -> list[Any]:
+        dims = _summed_dims(i)
+        if dims is None:
+            return self.apply_plain(i)
+        value, first = (jnp.asarray(_widened(self.best(ref))) for ref in i.ins)
+        # Not the equation itself: its parameters hold an addition in its own dtype.
+        return [jax.lax.reduce(value, first, jax.lax.add, dims)]
 
-        is_wide = [out in self.wanted for out in i.outs]
-        return _Walk(self.rule, program, reached(self.cotangents), reached(self.data), is_wide)
+    def scatter_add(self, i: Instruction) -> list[Any]:
+        total, ids, rows = (self.best(ref) for ref in i.ins)
+        names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+        options = {name: i.eqn.params[name] for name in names}
+        # not the equation itself, as above
+        return [jax.lax.scatter_add(_widened(total), ids, _widened(rows), **options)]
 
+    def enter(self, i: Instruction) -> list[Any]:
+        """Rewrite what an instruction holds. A loop carries sums over its iterations in float32."""
+        regions = regions_of(i.eqn)
+        values = [self.plain(ref) for ref in i.ins]
+        for position, out in zip(regions[0].carried, i.outs, strict=False):
+            if out in self.wanted:
+                values[position] = _widened(self.best(i.ins[position]))
+        return rebind(i.eqn, [self.inside(i, region).run for region in regions], values)
 
-# --- equations whose result is wanted in float32 ---------------------------------------------------------------------------
-
-
-def _linear(walk: _Walk, i: Instruction) -> list[Any]:
-    """Apply the same equation to operands in float32."""
-    return bind(i.eqn, [_widened(walk.best(ref)) for ref in i.ins])
-
-
-def _by_position(walk: _Walk, i: Instruction) -> list[Any]:
-    pairs = zip(i.ins, i.outs, strict=True)
-    return bind(i.eqn, [_widened(walk.best(ref)) if out in walk.wanted else walk.plain(ref) for ref, out in pairs])
-
-
-def _convert(walk: _Walk, i: Instruction) -> list[Any]:
-    """Leave out what rounds: a cast of float32, or of what was made in it."""
-    value, after = walk.best(i.ins[0]), jnp.dtype(i.eqn.params["new_dtype"])
-    if _dtype(value) == jnp.float32 and (_is_narrow(after) or after == jnp.float32):
-        return [value]
-    return bind(i.eqn, [value])
-
-
-def _product(walk: _Walk, i: Instruction) -> list[Any]:
-    """Return a product as it was summed. Its operands stay as they are, unless they are sums in float32 themselves."""
-    params, aval = i.eqn.params, i.eqn.outvars[0].aval
-    # Of a named algorithm the result has the dtype that it says.
-    is_named = not isinstance(params.get("precision"), tuple | jax.lax.Precision | None)
-    if is_named or not (_is_narrow(aval.dtype) or aval.dtype == jnp.float32):  # pyright: ignore[reportAttributeAccessIssue]
-        return bind(i.eqn, [walk.plain(ref) for ref in i.ins])
-    values = [walk.plain(ref) for ref in i.ins]
-    # Operands of 32 bits have the same values, and cost more. XLA:CPU multiplies in float32 anyway, and refuses a product of
-    # 16 bits that returns 32, over several dims, where a transpose follows.
-    if walk.rule.platform == "cpu" or any(walk.is_wide(ref) for ref in i.ins):
-        values = [_widened(walk.best(ref)) for ref in i.ins]
-    return bind(i.eqn.replace(params={**params, "preferred_element_type": jnp.dtype(jnp.float32)}), values)
-
-
-def _reduce(walk: _Walk, i: Instruction) -> list[Any]:
-    dims = _summed_dims(i)
-    if dims is None:
-        return bind(i.eqn, [walk.plain(ref) for ref in i.ins])
-    value, first = (jnp.asarray(_widened(walk.best(ref))) for ref in i.ins)
-    # Not the equation itself: its parameters hold an addition in its own dtype.
-    return [jax.lax.reduce(value, first, jax.lax.add, dims)]
-
-
-def _scatter_add(walk: _Walk, i: Instruction) -> list[Any]:
-    total, ids, rows = (walk.best(ref) for ref in i.ins)
-    names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
-    options = {name: i.eqn.params[name] for name in names}
-    # Likewise.
-    return [jax.lax.scatter_add(_widened(total), ids, _widened(rows), **options)]
-
-
-def _scan(walk: _Walk, i: Instruction) -> list[Any]:
-    params = i.eqn.params
-    num_consts, num_carry = scan_arity(params, len(i.ins))
-    carried = range(num_consts, num_consts + num_carry)
-    inner = walk.entered(i, params["jaxpr"].jaxpr, params["jaxpr"].consts, i.ins, carried)
-    values = [walk.plain(ref) for ref in i.ins]
-    for position, out in zip(carried, i.outs, strict=False):
-        if out in walk.wanted:  # a sum over iterations
-            values[position] = _widened(walk.best(i.ins[position]))
-    consts, xs = values[:num_consts], values[carried.stop :]
-    avals: list[Any] = [v.aval for v in params["jaxpr"].jaxpr.invars]
-    dtypes = [aval.dtype for aval in avals]
-
-    def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = inner.run([*consts, *carry, *x], dtypes)
-        return outs[:num_carry], outs[num_carry:]
-
-    options = {name: params[name] for name in ("length", "reverse", "unroll")}
-    carry, ys = jax.lax.scan(body, values[num_consts : carried.stop], xs, **options)
-    return [*carry, *ys]
-
-
-def _cond(walk: _Walk, i: Instruction) -> list[Any]:
-    branches = [walk.entered(i, b.jaxpr, b.consts, i.ins[1:]) for b in i.eqn.params["branches"]]
-    index, *operands = (walk.plain(ref) for ref in i.ins)
-    return switch(i.eqn, index, [lambda *values, b=b: b.run(values) for b in branches], operands)
-
-
-def _remat(walk: _Walk, i: Instruction) -> list[Any]:
-    inner, values = walk.entered(i, i.eqn.params["jaxpr"], (), i.ins), [walk.plain(ref) for ref in i.ins]
-    return rematerialised(i.eqn, lambda *values: inner.run(values), values)
-
-
-def _shard_map(walk: _Walk, i: Instruction) -> list[Any]:
-    inner = walk.entered(i, i.eqn.params["jaxpr"], (), i.ins)
-    return mapped_by_shards(i.eqn, lambda *values: tuple(inner.run(values)), [walk.plain(ref) for ref in i.ins])
-
-
-_HANDLERS: dict[str, Callable[[_Walk, Instruction], list[Any]]] = {
-    **dict.fromkeys(_LINEAR, _linear),
-    **dict.fromkeys(_BY_POSITION, _by_position),
-    **dict.fromkeys(_PRODUCTS, _product),
-    "convert_element_type": _convert,
-    "reduce_sum": _linear,
-    "reduce": _reduce,
-    "scatter-add": _scatter_add,
-    "scan": _scan,
-    "cond": _cond,
-    REMAT: _remat,
-    "shard_map": _shard_map,
-}
+    rules: ClassVar[Rules] = {
+        **dict.fromkeys(_LINEAR, linear),
+        **dict.fromkeys(BY_POSITION, by_position),
+        **dict.fromkeys(_PRODUCTS, product),
+        "convert_element_type": convert,
+        "reduce_sum": linear,
+        "reduce": reduce,
+        "scatter-add": scatter_add,
+        **dict.fromkeys(ENTERED["float32_grads"] - INLINED, enter),
+    }

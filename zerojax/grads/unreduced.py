@@ -25,8 +25,8 @@ from dim 0 of what comes in (`zerojax.activations.flow`). A sum in which it is n
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.extend.core as jex
@@ -34,21 +34,23 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.activations import ANY, Split, describe, outs_of
-from zerojax.grads.float32_grads import Derivative
+from zerojax.grads.rewriter import Derivative, GradRewriter, IsOpaque, Rules, TracedDerivative
 from zerojax.jaxprs import (
+    ENTERED,
+    INLINED,
     LINEAR,
-    REMAT,
     FlatJaxpr,
     Instruction,
     Ref,
+    Region,
     bind,
     evaluate,
-    flatten,
-    mapped_by_shards,
+    is_among,
     read,
-    rematerialised,
-    scan_arity,
-    switch,
+    rebind,
+    rebind_scan,
+    rebind_shard_map,
+    regions_of,
 )
 from zerojax.sharding import BATCH_AXES, DATA, FSDP, TENSOR, axes_of, num_batch_shards, pad_spec, without_axis
 
@@ -67,12 +69,14 @@ _LINEAR_IN_SUMS = LINEAR | _ADDITIVE | _BILINEAR | _MOVED | frozenset(
     {"rev", "pad", "select_n", "gather", "dynamic_slice", "cumsum", "sharding_constraint", "reduce", "real", "imag", "conj",
      "optimization_barrier", "all_to_all", "fft", "triangular_solve", "stop_gradient", "reshard"}
 )  # fmt: skip
-_LOOPS = frozenset({"scan", "cond", REMAT})
-"""Equations whose jaxprs are entered."""
+_ENTERED = ENTERED["unreduced_grads"] - INLINED - {"shard_map"}
+"""Equations whose jaxprs are rewritten. In a `jax.shard_map` only reductions are left out."""
 
 
 def unreduced_grads(
-    derivative: Derivative, mesh: Mesh, is_opaque: Callable[[jex.JaxprEqn], bool] = lambda eqn: False
+    derivative: Derivative,
+    mesh: Mesh,
+    is_opaque: IsOpaque = lambda eqn: False,
 ) -> Derivative:
     """Return a derivative whose gradients are each device's own: g[R_(data, fsdp), ...] in place of g[...].
 
@@ -87,23 +91,26 @@ def unreduced_grads(
     """
 
     def run(cotangents: Any, data: Any, params: Any) -> Any:
-        args = (cotangents, data, params)
-        closed, out = jax.make_jaxpr(derivative, return_shape=True)(*args)
-        program = flatten(closed.jaxpr, closed.consts, is_opaque)
-        leaves, num_data = jax.tree.leaves(args), len(jax.tree.leaves((cotangents, data)))
-        shapes = [jnp.shape(a) for a in leaves]
+        traced = TracedDerivative.of(derivative, (cotangents, data, params), is_opaque)
+        program, num_data = traced.program, len(traced.cotangents) + len(traced.data)
+        shapes = [jnp.shape(a) for a in traced.leaves]
         rows = next((shape[0] for shape in shapes[:num_data] if shape), 0)
-        rule = _Rule(mesh, is_opaque, rows)
+        rule = _Rule(mesh, rows)
         splits = [rule.given(shape, rows if n < num_data else 0) for n, shape in enumerate(shapes)]
-        num_cotangents = len(jax.tree.leaves(cotangents))
-        of_cotangents = set(program.inputs[:num_cotangents])
         # A cotangent of rows is data too: what is summed of it is a sum over the batch.
-        of_data = set(program.inputs[num_cotangents:num_data]) | {
-            slot for slot, split in zip(program.inputs, splits, strict=True) if slot in of_cotangents and rule.dim(split) >= 0
-        }
-        is_grad = jax.tree.leaves((jax.tree.map(lambda _: True, out[0]), jax.tree.map(lambda _: False, out[1])))
-        walk = _Walk(rule, program, splits, _reached(program, of_cotangents), _reached(program, of_data), set(), is_grad)
-        results = jax.tree.unflatten(jax.tree.structure(out), [jnp.asarray(a) for a in walk.run(leaves)])
+        pairs = zip(traced.cotangents, splits, strict=False)
+        of_data = [*traced.data, *(slot for slot, split in pairs if rule.dim(split) >= 0)]
+        rewriter = UnreducedGradRewriter(
+            program,
+            program.reached(traced.cotangents, by_result=True),
+            program.reached(of_data, by_result=True),
+            traced.is_grad,
+            is_opaque,
+            rule,
+            splits,
+            given=set(),
+        )
+        results = traced.rewritten(rewriter)
         for what in dict.fromkeys(rule.lifted):
             logger.warning("reduce_every='step': where %s sums the batch is not known: it is reduced in each microbatch", what)
         return results
@@ -135,13 +142,11 @@ class _Rule:
 
     Attributes:
       mesh: the device mesh.
-      is_opaque: of `unreduced_grads`.
       rows: of a microbatch.
       lifted: what was reduced where it is made, in words.
     """
 
     mesh: Mesh
-    is_opaque: Callable[[jex.JaxprEqn], bool]
     rows: int
     lifted: list[str] = dataclasses.field(default_factory=list)
 
@@ -182,33 +187,11 @@ def _ndim(v: Any) -> int:
     return len(getattr(v.aval, "shape", ()))
 
 
-def _reached(program: FlatJaxpr, starts: set[int]) -> set[int]:
-    """Return the slots in `starts`, and every slot computed from them. A barrier computes each result of its own operand."""
-    reached = set(starts)
-    for i in program.instructions:
-        if i.eqn.primitive.name == "optimization_barrier":
-            reached.update(out for ref, out in zip(i.ins, i.outs, strict=True) if isinstance(ref, int) and ref in reached)
-        elif not reached.isdisjoint(i.reads):
-            reached.update(i.outs)
-    return reached
-
-
-def _carried(i: Instruction) -> range:
-    """Return the positions of what a scan carries among its operands; its first results take their place."""
-    if i.eqn.primitive.name != "scan":
-        return range(0)
-    num_consts, num_carry = scan_arity(i.eqn.params, len(i.ins))
-    return range(num_consts, num_consts + num_carry)
-
-
-class _Walk:
-    """The rewriting of one jaxpr.
+class UnreducedGradRewriter(GradRewriter):
+    """The rewriting of one jaxpr, whose other form has a row for each device's batch.
 
     Attributes:
       rule: of the derivative.
-      program: the jaxpr.
-      cotangents: slots that depend on cotangents.
-      data: slots that depend on data. What is in neither set is made of parameters and constants.
       splits: how each slot is split, as far as the batch goes.
       sums: slots that are sums over the batch, or made of such: they can have rows.
       lost: slots that may be sums over the batch, made in a way that is not known.
@@ -217,22 +200,22 @@ class _Walk:
 
     def __init__(
         self,
-        rule: _Rule,
         program: FlatJaxpr,
-        splits: Sequence[Split],
         cotangents: set[int],
         data: set[int],
-        given: set[int],
         outputs: Sequence[bool],
+        is_opaque: IsOpaque,
+        rule: _Rule,
+        splits: Sequence[Split],
+        given: set[int],
     ) -> None:
-        """Choose what has rows: `given` are the inputs that come so, `outputs` says which results are wanted so."""
-        self.rule, self.program, self.cotangents, self.data = rule, program, cotangents, data
-        self._wanted = outputs
-        self._makers = {out: i for i in program.instructions for out in i.outs}
+        """Choose what has rows: `given` inputs come so, and `outputs` are wanted so."""
+        super().__init__(program, cotangents, data, outputs, is_opaque)
+        self.rule = rule
         self.splits: dict[int, Split] = dict(zip(program.inputs, splits, strict=True))
         self.sums, self.lost = set(given), set[int]()
         for i in program.instructions:
-            if i.eqn.primitive.name in _LOOPS:
+            if i.eqn.primitive.name in _ENTERED:
                 self._look_into(i)
             else:
                 self.splits.update(zip(i.outs, self._splits_of(i), strict=True))
@@ -244,6 +227,7 @@ class _Walk:
         for i in reversed(program.instructions):
             if not self.own.isdisjoint(i.outs):
                 self.own.update(slot for slot in self._made_of(i) if slot in self.sums)
+        self.rewritten = self.own
 
     # --- which slots -------------------------------------------------------------------------------------------------------
 
@@ -259,21 +243,23 @@ class _Walk:
 
     def _look_into(self, i: Instruction) -> None:
         """Find out how the results of an instruction are split that holds jaxprs, and which of them are sums."""
-        carry = _carried(i)
+        regions = regions_of(i.eqn)
+        carry = regions[0].carried
         # As what comes in, until it is known what goes round.
         self.splits |= {out: self._split(i.ins[p], i.eqn.invars[p]) for p, out in zip(carry, i.outs, strict=False)}
         while True:
-            walks = self.inside(i, [False] * len(i.outs))
+            inner = [self.inside(i, region, [False] * len(i.outs)) for region in regions]
             again = False
             for n, (out, v) in enumerate(zip(i.outs, i.eqn.outvars, strict=True)):
-                found = [walk.splits[ref] for walk in walks if isinstance(ref := walk.program.outputs[n], int)]
+                refs = [(rewriter, rewriter.program.outputs[n]) for rewriter in inner]
+                found = [rewriter.splits[ref] for rewriter, ref in refs if isinstance(ref, int)]
                 split = next((split for split in found if self.rule.dim(split) >= 0), found[0] if found else (ANY,) * _ndim(v))
                 split = ((),) * (_ndim(v) - len(split)) + split  # of what a scan stacks, one slice
                 again |= n < len(carry) and self.rule.dim(split) >= 0 > self.rule.dim(self.splits[out])
                 if n >= len(carry) or self.rule.dim(split) >= 0:
                     self.splits[out] = split
-                refs = [(walk, walk.program.outputs[n]) for walk in walks]
-                if out in self.cotangents and any(isinstance(ref, int) and ref in walk.sums for walk, ref in refs):
+                is_sum = any(is_among(ref, rewriter.sums) for rewriter, ref in refs)
+                if out in self.cotangents and is_sum:
                     self.sums.add(out)
             if not again:
                 return
@@ -303,14 +289,14 @@ class _Walk:
         """Return the results of an instruction that can have rows."""
         name = i.eqn.primitive.name
         if name == "optimization_barrier":
-            return [out for ref, out in zip(i.ins, i.outs, strict=True) if isinstance(ref, int) and ref in self.sums]
+            return [out for ref, out in zip(i.ins, i.outs, strict=True) if is_among(ref, self.sums)]
         if name == "shard_map":
             return [out for out, chain in zip(i.outs, _reductions(self.rule, i.eqn), strict=True) if chain is not None]
-        if self.rule.is_opaque(i.eqn):
+        if self.is_opaque(i.eqn):
             return ()
         if self.cut_dims(i) is not None:
             return i.outs
-        of_sums = [n for n, ref in enumerate(i.ins) if isinstance(ref, int) and ref in self.sums]
+        of_sums = [n for n, ref in enumerate(i.ins) if is_among(ref, self.sums)]
         # A derivative of the model's own may do anything with a gradient: clip it, divide by its norm.
         if not of_sums or name not in _LINEAR_IN_SUMS:
             return ()
@@ -325,8 +311,8 @@ class _Walk:
         name = i.eqn.primitive.name
         if name == "optimization_barrier":
             return [ref for ref, out in zip(i.ins, i.outs, strict=True) if out in self.own and isinstance(ref, int)]
-        if name in _LOOPS:  # what comes in stays as it is, but sums that go round
-            pairs = zip((i.ins[p] for p in _carried(i)), i.outs, strict=False)
+        if name in _ENTERED:  # what comes in stays as it is, but sums that go round
+            pairs = zip((i.ins[p] for p in regions_of(i.eqn)[0].carried), i.outs, strict=False)
             return [ref for ref, out in pairs if out in self.own and isinstance(ref, int)]
         return [] if name == "shard_map" else list(i.reads)
 
@@ -366,134 +352,181 @@ class _Walk:
 
     # --- values ------------------------------------------------------------------------------------------------------------
 
-    def run(self, args: Sequence[Any]) -> list[Any]:
-        """Return the results; those that are wanted so have rows, as `given` inputs have."""
-        self._plain: dict[int, Any] = {}
-        self._rows: dict[int, Any] = {}
-        for slot, value in zip(self.program.inputs, args, strict=True):
-            (self._rows if slot in self.own else self._plain)[slot] = value
-        for i in self.program.instructions:
-            if self.own.isdisjoint(i.outs):
-                self._plain.update(zip(i.outs, bind(i.eqn, [self.plain(ref) for ref in i.ins]), strict=True))
-                continue
-            outs = _HANDLERS.get(i.eqn.primitive.name, _mapped)(self, i)
-            for slot, value in zip(i.outs, outs, strict=True):
-                (self._rows if slot in self.own else self._plain)[slot] = value
-        pairs = zip(self.program.outputs, self._wanted, strict=True)
-        return [self.rows(ref) if is_wanted and not self._is_opaque(ref) else self.plain(ref) for ref, is_wanted in pairs]
+    def has_form(self, slot: int, value: Any) -> bool:
+        return slot in self.own
 
-    def _is_opaque(self, ref: Ref) -> bool:
-        """Tell whether an opaque equation made a value: then whoever runs that one chooses its form."""
-        maker = self._makers.get(ref) if isinstance(ref, int) else None
-        return maker is not None and self.rule.is_opaque(maker.eqn)
+    def as_plain(self, slot: int, value: Any) -> Any:
+        return jnp.sum(value, 0, dtype=value.dtype)
 
-    def plain(self, ref: Ref) -> Any:
-        """Return a value as the program has it."""
-        if not isinstance(ref, int):
-            return ref.value
-        if ref not in self._plain:
-            self._plain[ref] = jnp.sum(self._rows[ref], 0, dtype=self._rows[ref].dtype)
-        return self._plain[ref]
+    def as_output(self, ref: Ref) -> Any:
+        return self.rows(ref)
 
     def rows(self, ref: Ref) -> Any:
         """Return a value with rows."""
         if not isinstance(ref, int):
             return self.rule.lift(ref.value)
-        if ref not in self._rows:
+        if ref not in self.formed_values:
             if ref in self.lost:
-                self.rule.lifted.append(describe(self._makers[ref].eqn))
-            self._rows[ref] = self.rule.lift(self.plain(ref))
-        return self._rows[ref]
+                self.rule.lifted.append(describe(self.makers[ref].eqn))
+            self.formed_values[ref] = self.rule.lift(self.plain(ref))
+        return self.formed_values[ref]
 
-    def inside(self, i: Instruction, is_own: Sequence[bool]) -> list["_Walk"]:
-        """Return the rewriting of what an instruction of `_LOOPS` holds: of a cond, one of each branch.
-
-        Args:
-          i: the instruction, whose results are those of each.
-          is_own: whether each result is to have rows.
-        """
-        params = i.eqn.params
-        if i.eqn.primitive.name == "cond":
-            return [self._inside(i, is_own, b.jaxpr, b.consts, i.ins[1:]) for b in params["branches"]]
-        jaxpr = params["jaxpr"]
-        closed = jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jex.ClosedJaxpr(jaxpr, ())
-        return [self._inside(i, is_own, closed.jaxpr, closed.consts, i.ins, _carried(i))]
-
-    def _inside(
+    def inside(
         self,
         i: Instruction,
+        region: Region,
         is_own: Sequence[bool],
-        jaxpr: jex.Jaxpr,
-        consts: Sequence[Any],
-        ins: Sequence[Ref],
-        carry: range = range(0),
-    ) -> "_Walk":
-        program = flatten(jaxpr, consts, self.rule.is_opaque)
+    ) -> "UnreducedGradRewriter":
+        """Return the rewriting of a region of an instruction of `_ENTERED`.
 
-        def reached(outside: set[int]) -> set[int]:
-            pairs = zip(program.inputs, ins, strict=True)
-            starts = {slot for slot, ref in pairs if isinstance(ref, int) and ref in outside}
-            while True:
-                reached = _reached(program, starts)
-                pairs = zip(carry, program.outputs, strict=False)
-                after = starts | {program.inputs[p] for p, ref in pairs if isinstance(ref, int) and ref in reached}
-                if after == starts:
-                    return reached
-                starts = after
-
+        Args:
+          i: the instruction, whose results are those of the region.
+          region: what it holds, or one of several branches.
+          is_own: whether each result is to have rows.
+        """
+        program, cotangents, data = self.flatten_region(i, region)
         splits = []
-        for position, (ref, v) in enumerate(zip(ins, jaxpr.invars, strict=True)):
+        pairs = zip(i.ins[region.first :], region.jaxpr.invars, strict=True)
+        for position, (ref, v) in enumerate(pairs):
             ndim = _ndim(v)
             split = self.splits[ref] if isinstance(ref, int) else (ANY,) * ndim
-            if position in carry and self.rule.dim(out := self.splits[i.outs[position - carry.start]]) >= 0:
-                split = out  # what goes round tells where what comes in does not
+            if position in region.carried:
+                out = self.splits[i.outs[position - region.carried.start]]
+                # what goes round shows where the batch is, if what comes in does not
+                split = out if self.rule.dim(out) >= 0 else split
             splits.append(split[len(split) - ndim :])  # of what is scanned over, one slice
-        given = {program.inputs[p] for p, own in zip(carry, is_own, strict=False) if own}
-        return _Walk(self.rule, program, splits, reached(self.cotangents), reached(self.data), given, is_own)
+        pairs = zip(region.carried, is_own, strict=False)
+        given = {program.inputs[position] for position, own in pairs if own}
+        of_slots = (program, cotangents, data, is_own)
+        return UnreducedGradRewriter(*of_slots, self.is_opaque, self.rule, splits, given)
 
+    # --- equations whose result has rows -----------------------------------------------------
 
-# --- equations whose result has rows -----------------------------------------------------------------------------------------
+    def by_default(self, i: Instruction) -> list[Any]:
+        """Apply an equation to each piece of what it sums, or to each row of a sum."""
+        dims, rule = self.cut_dims(i), self.rule
+        is_additive = dims is None and i.eqn.primitive.name not in _BILINEAR
+        mapped: dict[int, Any] = {}
+        for position, ref in enumerate(i.ins):
+            if dims is not None and position in dims:
+                mapped[position] = rule.cut(self.plain(ref), dims[position])
+            elif (
+                (dims is not None and _starts(i, position))
+                or is_among(ref, self.own)
+                or (is_additive and is_among(ref, self.cotangents))
+                or (dims is None and _counts_once(i, position))
+            ):
+                mapped[position] = self.rows(ref)
+        # Closed over, and not mapped with None: a literal keeps its weak type.
+        others = {n: self.plain(ref) for n, ref in enumerate(i.ins) if n not in mapped}
 
+        def one(values: dict[int, Any]) -> list[Any]:
+            every = others | values
+            return bind(i.eqn, [every[position] for position in range(len(i.ins))])
 
-def _mapped(walk: _Walk, i: Instruction) -> list[Any]:
-    """Apply an equation to each piece of what it sums, or to each row of what is summed already."""
-    dims, rule = walk.cut_dims(i), walk.rule
-    is_additive = dims is None and i.eqn.primitive.name not in _BILINEAR
-    mapped: dict[int, Any] = {}
-    for position, ref in enumerate(i.ins):
-        if dims is not None and position in dims:
-            mapped[position] = rule.cut(walk.plain(ref), dims[position])
-        elif (
-            (dims is not None and _starts(i, position))
-            or (isinstance(ref, int) and (ref in walk.own or (is_additive and ref in walk.cotangents)))
-            or (dims is None and _counts_once(i, position))
-        ):
-            mapped[position] = walk.rows(ref)
-    # Closed over, and not mapped with None: a literal keeps its weak type.
-    others = {position: walk.plain(ref) for position, ref in enumerate(i.ins) if position not in mapped}
+        return [rule.constrain(out) for out in jax.vmap(one)(mapped)]
 
-    def one(values: dict[int, Any]) -> list[Any]:
-        every = others | values
-        return bind(i.eqn, [every[position] for position in range(len(i.ins))])
+    def convolution(self, i: Instruction) -> list[Any]:
+        """Apply a convolution that sums the batch to each device's part.
 
-    return [rule.constrain(out) for out in jax.vmap(one)(mapped)]
+        If it were mapped, the partitioner would gather what it sums.
+        """
+        dims, rule = self.cut_dims(i), self.rule
+        if dims is None:
+            return self.by_default(i)
+        specs = tuple(PartitionSpec(*(None,) * dims[n], BATCH_AXES) for n in range(len(i.ins)))
 
+        def one(*values: Any) -> Array:
+            return i.eqn.primitive.bind(*values, **i.eqn.params)[None]
 
-def _convolution(walk: _Walk, i: Instruction) -> list[Any]:
-    """Apply a convolution that sums the batch to each device's part: mapped, the partitioner would gather what it sums."""
-    dims, rule = walk.cut_dims(i), walk.rule
-    if dims is None:
-        return _mapped(walk, i)
-    specs = tuple(PartitionSpec(*(None,) * dims[position], BATCH_AXES) for position in range(len(i.ins)))
+        axes = set(BATCH_AXES) if rule.mesh.shape[TENSOR] > 1 else set(rule.mesh.axis_names)
+        run = jax.shard_map(
+            one,
+            mesh=rule.mesh,
+            in_specs=specs,
+            out_specs=PartitionSpec(BATCH_AXES),
+            axis_names=axes,
+            check_vma=False,
+        )
+        return [run(*(self.plain(ref) for ref in i.ins))]
 
-    def one(*values: Any) -> Array:
-        return i.eqn.primitive.bind(*values, **i.eqn.params)[None]
+    def barrier(self, i: Instruction) -> list[Any]:
+        pairs = zip(i.ins, (out in self.own for out in i.outs), strict=True)
+        return bind(i.eqn, [self.rows(ref) if own else self.plain(ref) for ref, own in pairs])
 
-    axes = set(BATCH_AXES) if rule.mesh.shape[TENSOR] > 1 else set(rule.mesh.axis_names)
-    run = jax.shard_map(
-        one, mesh=rule.mesh, in_specs=specs, out_specs=PartitionSpec(BATCH_AXES), axis_names=axes, check_vma=False
-    )
-    return [run(*(walk.plain(ref) for ref in i.ins))]
+    def constraint(self, i: Instruction) -> list[Any]:
+        """Keep what a constraint says of other axes: those of the batch split the rows."""
+        spec = getattr(i.eqn.params["sharding"], "spec", None)
+        value = self.rows(i.ins[0])
+        if spec is None:
+            return [self.rule.constrain(value)]
+        return [self.rule.constrain(value, *_without_batch(pad_spec(spec, value.ndim - 1)))]
+
+    def enter(self, i: Instruction) -> list[Any]:
+        """Rewrite what an instruction holds. A loop carries sums over its iterations with rows."""
+        regions, is_own = regions_of(i.eqn), [out in self.own for out in i.outs]
+        inner = [self.inside(i, region, is_own) for region in regions]
+        carried = regions[0].carried
+        own_carry = {n for n, own in zip(carried, is_own, strict=False) if own}
+        values = [
+            # sums that go round, and everything else
+            self.rows(ref) if n in own_carry else self.plain(ref)
+            for n, ref in enumerate(i.ins)
+        ]
+        if not regions[0].is_loop:
+            return rebind(i.eqn, [one.run for one in inner], values)
+        constrain = self.rule.constrain
+
+        def body(values: Sequence[Any]) -> list[Any]:
+            outs = zip(inner[0].run(values), is_own, strict=True)
+            return [constrain(out) if own else out for out, own in outs]
+
+        outs = rebind_scan(i.eqn, body, values)
+        for n, own in enumerate(is_own):
+            if own and n >= len(carried):
+                # Behind the iterations: ys[L, R, ...] -> [R, L, ...]. No data moves on a device
+                # that holds one row.
+                outs[n] = constrain(jnp.moveaxis(outs[n], 1, 0))
+        return outs
+
+    def shard_map(self, i: Instruction) -> list[Any]:
+        (region,) = regions_of(i.eqn)
+        program, chains = region.flatten(), _reductions(self.rule, i.eqn)
+        pairs = zip(i.outs, chains, strict=True)
+        chains = [chain if out in self.own else None for out, chain in pairs]
+
+        def value_of(chain: _Chain, slots: dict[int, Any]) -> Any:
+            """Return a result without the sums over the batch's axes."""
+            value = read(chain[0][1], slots)
+            for eqn, _ in chain:
+                if eqn.primitive.name not in _REDUCED:
+                    (value,) = bind(eqn, [value])
+                elif rest := tuple(sorted(_axes_of(eqn) - set(BATCH_AXES))):
+                    value = jax.lax.psum(value, rest)
+            return jnp.asarray(value)[None]
+
+        def run(values: Sequence[Any]) -> list[Any]:
+            slots: dict[int, Any] = dict(zip(program.inputs, values, strict=True))
+            evaluate(program.instructions, slots)
+            outs = zip(program.results(slots), chains, strict=True)
+            return [out if chain is None else value_of(chain, slots) for out, chain in outs]
+
+        def with_rows(spec: PartitionSpec, v: Any) -> PartitionSpec:
+            return PartitionSpec(BATCH_AXES, *_without_batch(pad_spec(spec, _ndim(v))))
+
+        out_specs = tuple(
+            spec if chain is None else with_rows(spec, v)
+            for spec, chain, v in zip(i.eqn.params["out_specs"], chains, i.eqn.outvars, strict=True)
+        )
+        return rebind_shard_map(i.eqn, run, [self.plain(ref) for ref in i.ins], out_specs)
+
+    rules: ClassVar[Rules] = {
+        "optimization_barrier": barrier,
+        "sharding_constraint": constraint,
+        "conv_general_dilated": convolution,
+        **dict.fromkeys(_ENTERED, enter),
+        "shard_map": shard_map,
+    }
 
 
 def _counts_once(i: Instruction, position: int) -> bool:
@@ -511,20 +544,6 @@ def _starts(i: Instruction, position: int) -> bool:
     return (i.eqn.primitive.name, position) in (("scatter-add", 0), ("reduce", 1))
 
 
-def _barrier(walk: _Walk, i: Instruction) -> list[Any]:
-    pairs = zip(i.ins, i.outs, strict=True)
-    return bind(i.eqn, [walk.rows(ref) if out in walk.own else walk.plain(ref) for ref, out in pairs])
-
-
-def _constraint(walk: _Walk, i: Instruction) -> list[Any]:
-    """Keep what a constraint says of other axes: those of the batch split the rows."""
-    spec = getattr(i.eqn.params["sharding"], "spec", None)
-    value = walk.rows(i.ins[0])
-    if spec is None:
-        return [walk.rule.constrain(value)]
-    return [walk.rule.constrain(value, *_without_batch(pad_spec(spec, value.ndim - 1)))]
-
-
 def _without_batch(spec: Sequence[Any]) -> tuple[Any, ...]:
     free = PartitionSpec.UNCONSTRAINED
     rest = tuple(None if entry is free else entry for entry in spec)
@@ -533,41 +552,10 @@ def _without_batch(spec: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(free if entry is free else kept for entry, kept in zip(spec, rest, strict=True))
 
 
-def _scan(walk: _Walk, i: Instruction) -> list[Any]:
-    params = i.eqn.params
-    carried, is_own = _carried(i), [out in walk.own for out in i.outs]
-    num_consts, num_carry = carried.start, len(carried)
-    (inner,) = walk.inside(i, is_own)
-    own_carry = {position for position, own in zip(carried, is_own, strict=False) if own}
-    values = [walk.rows(ref) if position in own_carry else walk.plain(ref) for position, ref in enumerate(i.ins)]
-    consts, xs = values[:num_consts], values[carried.stop :]
-
-    def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = inner.run([*consts, *carry, *x])
-        outs = [walk.rule.constrain(out) if own else out for out, own in zip(outs, is_own, strict=True)]
-        return outs[:num_carry], outs[num_carry:]
-
-    options = {name: params[name] for name in ("length", "reverse", "unroll")}
-    carry, ys = jax.lax.scan(body, values[num_consts : carried.stop], xs, **options)
-    # Stacked behind the iterations: ys[L, R, ...] -> [R, L, ...], no move of data on a device that holds one row.
-    stacked = [walk.rule.constrain(jnp.moveaxis(y, 1, 0)) if own else y for y, own in zip(ys, is_own[num_carry:], strict=True)]
-    return [*carry, *stacked]
-
-
-def _cond(walk: _Walk, i: Instruction) -> list[Any]:
-    branches = walk.inside(i, [out in walk.own for out in i.outs])
-    index, *operands = (walk.plain(ref) for ref in i.ins)
-    return switch(i.eqn, index, [lambda *values, b=b: b.run(values) for b in branches], operands)
-
-
-def _remat(walk: _Walk, i: Instruction) -> list[Any]:
-    (inner,), values = walk.inside(i, [out in walk.own for out in i.outs]), [walk.plain(ref) for ref in i.ins]
-    return rematerialised(i.eqn, lambda *values: inner.run(values), values)
-
-
 def _reductions(rule: _Rule, eqn: jex.JaxprEqn) -> list[_Chain | None]:
     """Return, of each result of a shard_map, the chain from a sum over the batch's axes to the result; None where none is."""
-    program = flatten(eqn.params["jaxpr"], ())
+    (region,) = regions_of(eqn)
+    program = region.flatten()
     makers = {out: i for i in program.instructions for out in i.outs}
     batch = {axis for axis in BATCH_AXES if rule.mesh.shape[axis] > 1}
     found: list[_Chain | None] = []
@@ -589,43 +577,3 @@ def _axes_of(eqn: jex.JaxprEqn) -> set[str]:
     """Return the axes over which a reduction in an island sums."""
     axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
     return set(axes_of(axes))
-
-
-def _shard_map(walk: _Walk, i: Instruction) -> list[Any]:
-    params, rule = i.eqn.params, walk.rule
-    program, chains = flatten(params["jaxpr"], ()), _reductions(rule, i.eqn)
-    chains = [chain if out in walk.own else None for out, chain in zip(i.outs, chains, strict=True)]
-
-    def value_of(chain: _Chain, slots: dict[int, Any]) -> Any:
-        """Return a result without the sums over the batch's axes."""
-        value = read(chain[0][1], slots)
-        for eqn, _ in chain:
-            if eqn.primitive.name not in _REDUCED:
-                (value,) = bind(eqn, [value])
-            elif rest := tuple(sorted(_axes_of(eqn) - set(BATCH_AXES))):
-                value = jax.lax.psum(value, rest)
-        return jnp.asarray(value)[None]
-
-    def run(*values: Any) -> tuple[Any, ...]:
-        slots: dict[int, Any] = dict(zip(program.inputs, values, strict=True))
-        evaluate(program.instructions, slots)
-        pairs = zip(program.outputs, chains, strict=True)
-        return tuple(read(ref, slots) if chain is None else value_of(chain, slots) for ref, chain in pairs)
-
-    out_specs = tuple(
-        spec if chain is None else PartitionSpec(BATCH_AXES, *_without_batch(pad_spec(spec, _ndim(v))))
-        for spec, chain, v in zip(params["out_specs"], chains, i.eqn.outvars, strict=True)
-    )
-    return mapped_by_shards(i.eqn, run, [walk.plain(ref) for ref in i.ins], out_specs)
-
-
-_HANDLERS: dict[str, Callable[[_Walk, Instruction], list[Any]]] = {
-    "optimization_barrier": _barrier,
-    "sharding_constraint": _constraint,
-    "conv_general_dilated": _convolution,
-    "scan": _scan,
-    "cond": _cond,
-    REMAT: _remat,
-    "shard_map": _shard_map,
-}
-"""Others are mapped."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from zerojax.activations import describe, label_of, numbered_labels
-from zerojax.jaxprs import INLINED, REMAT, scan_arity
+from zerojax.jaxprs import INLINED, REMAT, regions_of
 from zerojax.memory.leaves import local_record_bytes
 from zerojax.sharding import TENSOR, ActivationSpec, Spec, axes_of, local_elements, pad_spec
 from zerojax.state import LayerRun, Layout, join_frozen
@@ -152,7 +152,7 @@ def _resident_value(v: jex.Var, jaxpr: jex.Jaxpr, layout: Layout, batch_size: in
     return Kept(name, shape, aval.dtype, spec, "device", stacked, num_bytes)
 
 
-_CALLS = (*INLINED, REMAT)
+_ENTERED = (*INLINED, REMAT, "scan")
 _PASSED_ON = ("reduce_precision", "optimization_barrier")
 
 
@@ -167,13 +167,10 @@ def _source(v: Any, jaxpr: jex.Jaxpr, loops: int) -> tuple[str, Spec | None, int
             return label_of(eqn.params["name"]), spec or _constrained(makers, eqn.invars[0]), loops
         if primitive == "sharding_constraint":
             spec = spec or _spec_of(eqn)
-        elif primitive == "scan":
-            inner = eqn.params["jaxpr"].jaxpr
-            is_stacked = position >= scan_arity(eqn.params, len(eqn.invars))[1]
-            return _source(inner.outvars[position], inner, loops + is_stacked)
-        elif primitive in _CALLS:
-            (inner,) = jex.jaxprs_in_params(eqn.params)
-            return _source(inner.outvars[position], inner, loops)
+        elif primitive in _ENTERED:
+            (region,) = regions_of(eqn)
+            is_stacked = region.is_loop and position >= len(region.carried)
+            return _source(region.jaxpr.outvars[position], region.jaxpr, loops + is_stacked)
         elif primitive not in _PASSED_ON:
             return describe(eqn), spec, loops
         v = eqn.invars[0]

@@ -30,7 +30,17 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import optax
 
-from zerojax.jaxprs import POINTWISE, REDUCTIONS, FlatJaxpr, Instruction, Ref, evaluate, flatten, read
+from zerojax.jaxprs import (
+    POINTWISE,
+    REDUCTIONS,
+    FlatJaxpr,
+    Instruction,
+    Ref,
+    evaluate,
+    flatten,
+    read,
+    regions_of,
+)
 
 Array = jax.Array
 Slots = dict[int, Any]
@@ -393,25 +403,20 @@ def without_branches(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     def run(*args: Any) -> list[Any]:
         slots: Slots = dict(zip(program.inputs, args, strict=True))
         for i in program.instructions:
-            branches = [flatten(b.jaxpr, b.consts) for b in i.eqn.params["branches"]] if i.eqn.primitive.name == "cond" else []
+            regions = regions_of(i.eqn) if i.eqn.primitive.name == "cond" else []
+            branches = [region.flatten() for region in regions]
             if not branches or not all(_runs_on_shards(one) for branch in branches for one in branch.instructions):
                 evaluate([i], slots)
                 continue
             index, *operands = (read(ref, slots) for ref in i.ins)
-            results = [_results(branch, operands) for branch in branches]
+            results = [branch.run(operands) for branch in branches]
             chosen = results[0]
             for number, values in enumerate(results[1:], 1):
                 chosen = [jnp.where(index >= number, a, b) for a, b in zip(values, chosen, strict=True)]
             slots.update(zip(i.outs, chosen, strict=True))
-        return [read(ref, slots) for ref in program.outputs]
+        return program.results(slots)
 
     return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars))
-
-
-def _results(program: FlatJaxpr, args: Sequence[Any]) -> list[Any]:
-    slots: Slots = dict(zip(program.inputs, args, strict=True))
-    evaluate(program.instructions, slots)
-    return [read(ref, slots) for ref in program.outputs]
 
 
 # --- the proof -------------------------------------------------------------------------------------------------------------

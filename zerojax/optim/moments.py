@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax.jaxprs import flatten
+from zerojax.jaxprs import trace
 from zerojax.state import OptimizerError, map_opt_state
 
 HIGH = 0xFFFF0000
@@ -100,8 +100,7 @@ def keep_in_bfloat16(tx: optax.GradientTransformation, *, nearest: bool = False)
 def _narrowed(tx: optax.GradientTransformation, params: Any) -> dict[int, int]:
     """Return {index of a state leaf that rests in bfloat16: index of the parameter leaf that it mirrors}."""
     abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), params)
-    closed, state = jax.make_jaxpr(tx.init, return_shape=True)(abstract)
-    program = flatten(closed.jaxpr, closed.consts)
+    program, state = trace(tx.init, abstract)
     of_params = set(program.inputs)
     for i in program.instructions:
         of_params.update(i.outs if of_params.intersection(ref for ref in i.ins if isinstance(ref, int)) else ())

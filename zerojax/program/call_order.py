@@ -21,7 +21,7 @@ import jax.extend.core as jex
 import numpy as np
 
 from host_offload.calls import Site, site_of
-from zerojax.jaxprs import scan_arity
+from zerojax.jaxprs import called, regions_of
 
 logger = logging.getLogger("zerojax")
 _MOST_TRIPS = 1 << 24
@@ -45,15 +45,17 @@ def order_calls(closed: jex.ClosedJaxpr) -> list[Site]:
     Returns:
       The sites.
     """
-    walk = _Walk()
-    walk.run(closed.jaxpr, closed.consts, [None] * len(closed.jaxpr.invars), frozenset())
-    for site, layers in walk.layers.items():
+    evaluator = IndexEvaluator()
+    evaluator.run(closed.jaxpr, closed.consts, [None] * len(closed.jaxpr.invars), frozenset())
+    orders = evaluator.layers
+    for site, layers in orders.items():
         site.order = layers
-    for calls in {site.calls for site in walk.layers}:
-        calls.reserve(sum(len(layers or ()) for site, layers in walk.layers.items() if site.calls is calls))
-    if waiting := sorted({site.name for site, layers in walk.layers.items() if layers is None}):
+    for calls in {site.calls for site in orders}:
+        of_calls = [layers for site, layers in orders.items() if site.calls is calls]
+        calls.reserve(sum(len(layers or ()) for layers in of_calls))
+    if waiting := sorted({site.name for site, layers in orders.items() if layers is None}):
         logger.warning("callbacks whose order depends on data wait for the device at each call: %s", ", ".join(waiting))
-    return list(walk.layers)
+    return list(orders)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +71,7 @@ class _Slice:
     inputs: frozenset[int]
 
 
-class _Walk:
+class IndexEvaluator:
     """Evaluates indices.
 
     Attributes:
@@ -144,14 +146,17 @@ class _Walk:
                 | frozenset(num_cond + num_body + i for i in carried)
             )
         if name == "scan":
-            num_consts, num_carry = scan_arity(params, len(eqn.invars))
-            carried, of_body = self._carried(params["jaxpr"].jaxpr, outs, num_consts, num_carry)
-            return frozenset(i for i in of_body if not num_consts <= i < num_consts + num_carry) | frozenset(
-                num_consts + i for i in carried if i < num_carry
-            )
+            (body,) = regions_of(eqn)
+            places = body.carried
+            carried, of_body = self._carried(body.jaxpr, outs, places.start, len(places))
+            around = frozenset(places[i] for i in carried if i < len(places))
+            return frozenset(i for i in of_body if i not in places) | around
         if name == "cond":
-            return frozenset({0}) | {1 + i for branch in params["branches"] for i in self._slice(branch.jaxpr, outs).inputs}
-        if (inner := _inner(eqn)) is not None:
+            needed = {0}
+            for branch in regions_of(eqn):
+                needed.update(branch.first + i for i in self._slice(branch.jaxpr, outs).inputs)
+            return frozenset(needed)
+        if (inner := called(eqn)) is not None:
             return self._slice(inner[0], outs).inputs
         return frozenset(range(len(eqn.invars)))
 
@@ -182,7 +187,7 @@ class _Walk:
         if name == "scan":
             return self._scan(eqn, ins, outs)
         if name == "cond":
-            branches = eqn.params["branches"]
+            branches = regions_of(eqn)
             if not _is_known(ins[0]):
                 for branch in branches:
                     self._give_up(branch.jaxpr)
@@ -191,7 +196,7 @@ class _Walk:
             return self.run(branch.jaxpr, branch.consts, ins[1:], outs)
         if eqn.params.get("name") == _NEVER:
             return [np.zeros((), np.bool_)]
-        if (inner := _inner(eqn)) is not None:
+        if (inner := called(eqn)) is not None:
             if name == "shard_map":  # what is split has other values on each device
                 ins = [
                     None if any(axes is not None for axes in spec) else v
@@ -252,28 +257,16 @@ class _Walk:
         return [None] * len(eqn.outvars)
 
     def _scan(self, eqn: jex.JaxprEqn, ins: list[Any], outs: frozenset[int]) -> list[Any]:
-        params, body = eqn.params, eqn.params["jaxpr"]
-        num_consts, num_carry = scan_arity(params, len(ins))
-        consts, carry, xs = ins[:num_consts], ins[num_consts : num_consts + num_carry], ins[num_consts + num_carry :]
-        wanted, _ = self._carried(body.jaxpr, outs, num_consts, num_carry)
+        params, (body,) = eqn.params, regions_of(eqn)
+        consts, carry, xs = body.split(ins)
+        wanted, _ = self._carried(body.jaxpr, outs, len(consts), len(carry))
         trips = range(params["length"])
         for t in reversed(trips) if params["reverse"] else trips:
             slices = [x[t] if _is_known(x) else None for x in xs]
-            carry = self.run(body.jaxpr, body.consts, [*consts, *carry, *slices], wanted)[:num_carry]
+            operands = [*consts, *carry, *slices]
+            carry = self.run(body.jaxpr, body.consts, operands, wanted)[: len(carry)]
         # Stacked results: no index is made of them.
-        return [*carry, *[None] * (len(eqn.outvars) - num_carry)]
-
-
-def _inner(eqn: jex.JaxprEqn) -> tuple[jex.Jaxpr, Sequence[Any]] | None:
-    """Return the jaxpr of a call, which takes what the equation takes, and its constants; None of any other equation."""
-    inner = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr") or eqn.params.get("fun_jaxpr")
-    if isinstance(inner, jex.ClosedJaxpr):
-        jaxpr, consts = inner.jaxpr, inner.consts
-    elif isinstance(inner, jex.Jaxpr):
-        jaxpr, consts = inner, ()
-    else:
-        return None
-    return (jaxpr, consts) if len(jaxpr.invars) == len(eqn.invars) and not jaxpr.constvars[len(consts) :] else None
+        return [*carry, *[None] * (len(eqn.outvars) - len(carry))]
 
 
 def _is_known(value: Any) -> bool:

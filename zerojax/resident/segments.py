@@ -20,7 +20,17 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.activations import Keeper, Splits, keeps
-from zerojax.jaxprs import PRODUCTS, REMAT, FlatJaxpr, Instruction, evaluate, flatten, scan_arity
+from zerojax.jaxprs import (
+    PRODUCTS,
+    REMAT,
+    FlatJaxpr,
+    Instruction,
+    evaluate,
+    read,
+    rebind_scan,
+    regions_of,
+    trace,
+)
 
 SLACK = 1.25
 """A cut may hold so many times the least live bytes."""
@@ -37,16 +47,14 @@ def keep_by_segments(loss: Callable[..., Any], mode: str = "remat", splits: Spli
     """
 
     def segmented(params: Any, *data: Any) -> Any:
-        closed, out_shape = jax.make_jaxpr(loss, return_shape=True)(params, *data)
-        program = flatten(closed.jaxpr, closed.consts)
+        program, out_shape = trace(loss, params, *data)
         values = jax.tree.leaves((params, *data))
         slots = dict(zip(program.inputs, values, strict=True))
         num_params, keeper = len(jax.tree.leaves(params)), None
         if mode == "save":
             keeper = Keeper.of(program, program.inputs[num_params:], splits, data)
         _run(program, slots, num_params, keeper)
-        outs = [slots[ref] if isinstance(ref, int) else ref.value for ref in program.outputs]
-        return jax.tree.unflatten(jax.tree.structure(out_shape), outs)
+        return jax.tree.unflatten(jax.tree.structure(out_shape), program.results(slots))
 
     return segmented
 
@@ -101,23 +109,13 @@ def _region(program: FlatJaxpr, piece: Sequence[tuple[int, Instruction]], slots:
 
 def _scan(i: Instruction, slots: dict[int, Any]) -> None:
     """Evaluate a scan with its body under jax.checkpoint."""
-    params = i.eqn.params
-    values = [slots[ref] if isinstance(ref, int) else ref.value for ref in i.ins]
-    num_consts, num_carry = scan_arity(params, len(values))
-    consts, carry, xs = values[:num_consts], values[num_consts : num_consts + num_carry], values[num_consts + num_carry :]
-    inner = flatten(params["jaxpr"].jaxpr, params["jaxpr"].consts)
-
-    def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        inside = dict(zip(inner.inputs, [*consts, *carry, *xs], strict=True))
-        evaluate(inner.instructions, inside)
-        outs = [inside[ref] if isinstance(ref, int) else ref.value for ref in inner.outputs]
-        return outs[:num_carry], outs[num_carry:]
-
-    # In a scan forward and backward are loops of their own, whose equations XLA cannot merge: no barriers are needed.
-    checkpointed = jax.checkpoint(body, prevent_cse=False)
-    options = {name: params[name] for name in ("length", "reverse", "unroll")}
-    carry, ys = jax.lax.scan(checkpointed, carry, xs, **options)
-    slots.update(zip(i.outs, [*carry, *ys], strict=True))
+    values = [read(ref, slots) for ref in i.ins]
+    (region,) = regions_of(i.eqn)
+    # In a scan forward and backward are loops of their own, whose equations XLA cannot merge: no
+    # barriers are needed.
+    checkpoint = partial(jax.checkpoint, prevent_cse=False)
+    outs = rebind_scan(i.eqn, region.flatten().run, values, around=checkpoint)
+    slots.update(zip(i.outs, outs, strict=True))
 
 
 def segments(program: FlatJaxpr, data: Sequence[tuple[int, Instruction]]) -> list[list[tuple[int, Instruction]]]:

@@ -23,7 +23,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from zerojax.jaxprs import REMAT, FlatJaxpr, evaluate, flatten
+from zerojax.jaxprs import REMAT, FlatJaxpr, flatten
 
 Array = jax.Array
 NAME = "zerojax_tiles"
@@ -78,11 +78,8 @@ class TileLoop:
         if self.accumulates:
             values = [*values, jnp.zeros(self.result.shape, self.result.dtype) if total is None else total]
         num_consts = len(self.unit.constvars)
-        program = flatten(self.unit, values[:num_consts])
-        slots: dict[int, Any] = dict(zip(program.inputs, values[num_consts:], strict=True))
-        evaluate(program.instructions, slots)
-        (ref,) = program.outputs
-        return slots[ref] if isinstance(ref, int) else jnp.asarray(ref.value)
+        (result,) = flatten(self.unit, values[:num_consts]).run(values[num_consts:])
+        return jnp.asarray(result)
 
     def place(self, tile: Array) -> Array:
         """Return the entry of the result that a tile is part of: i32[]."""

@@ -1,0 +1,40 @@
+"""Gradients of each device's own: sums that a `jax.shard_map` makes beside cotangents."""
+
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from zerojax.grads import unreduced_grads
+from zerojax.sharding import BATCH_AXES
+
+BATCH = PartitionSpec(BATCH_AXES)
+
+
+def test_a_sum_of_data_may_leave_the_island_that_a_cotangent_passes(caplog: pytest.LogCaptureFixture) -> None:
+    """It is no gradient: what it scales stays each device's own, and is not reduced where it is made."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2, 1), ("data", "fsdp", "tensor"))
+
+    def island(dy: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return dy * 2, jax.lax.psum(jnp.sum(x, 0), BATCH_AXES)
+
+    def derivative(dy: jax.Array, x: jax.Array, params: Any) -> tuple[jax.Array, tuple[()]]:
+        run = jax.shard_map(island, mesh=mesh, in_specs=BATCH, out_specs=(BATCH, PartitionSpec()))
+        twice, scale = run(dy, x)
+        return jnp.einsum("bd,bf->df", x, twice) * scale[:, None], ()
+
+    dy, x = (jax.random.normal(jax.random.key(n), (8, 3)) for n in (0, 1))
+    with caplog.at_level(logging.WARNING, "zerojax"):
+        own, _ = jax.jit(unreduced_grads(derivative, mesh))(dy, x, ())
+    assert not caplog.records
+    assert own.shape == (4, 3, 3)
+    # Each device has the sum over its own rows.
+    scale = x.sum(0)[:, None]
+    for device in range(4):
+        rows = slice(2 * device, 2 * device + 2)
+        np.testing.assert_allclose(own[device], 2 * x[rows].T @ dy[rows] * scale, rtol=1e-5)
+    np.testing.assert_allclose(own.sum(0), derivative(dy, x, ())[0], rtol=1e-5)

@@ -1,0 +1,175 @@
+"""Derivatives that are rewritten after JAX traced them, from their gradients backwards.
+
+Some values of the traced derivative take another form: float32 in place of 16 bits, or a row for
+each device in place of a reduced sum. A rewriting of a jaxpr is made in two passes:
+
+    backwards    from the gradients that are wanted so: which values are made in the other form
+    forwards     equations that make such a value are applied by rules; others as they are
+
+A value that is read in the form that it does not have is converted, once. Control flow is entered
+(`zerojax.jaxprs.regions`): each of its jaxprs is rewritten the same way, and bound again.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, ClassVar
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+
+from zerojax.jaxprs import FlatJaxpr, Instruction, Ref, Region, bind, trace
+
+Derivative = Callable[[Any, Any, Any], tuple[Any, Any]]
+"""`derivative(cotangents, data, params) -> (gradients, others)`, of trees of arrays."""
+IsOpaque = Callable[[jex.JaxprEqn], bool]
+"""Whether a `jit` is to stay one equation. Its results are returned as it makes them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedDerivative:
+    """A derivative, traced.
+
+    Attributes:
+      program: over the leaves of (cotangents, data, params).
+      leaves: these leaves.
+      cotangents: slots of the cotangents.
+      data: slots of the data.
+      is_grad: whether each result is a gradient.
+      structure: tree of the results.
+    """
+
+    program: FlatJaxpr
+    leaves: list[Any]
+    cotangents: tuple[int, ...]
+    data: tuple[int, ...]
+    is_grad: list[bool]
+    structure: Any
+
+    @classmethod
+    def of(
+        cls,
+        derivative: Derivative,
+        args: tuple[Any, Any, Any],
+        is_opaque: IsOpaque,
+    ) -> "TracedDerivative":
+        """Trace a derivative with its arguments, (cotangents, data, params)."""
+        program, out = trace(derivative, *args, is_opaque=is_opaque)
+        num_cotangents, num_data = (len(jax.tree.leaves(tree)) for tree in args[:2])
+        return cls(
+            program=program,
+            leaves=jax.tree.leaves(args),
+            cotangents=program.inputs[:num_cotangents],
+            data=program.inputs[num_cotangents : num_cotangents + num_data],
+            is_grad=[True] * len(jax.tree.leaves(out[0])) + [False] * len(jax.tree.leaves(out[1])),
+            structure=jax.tree.structure(out),
+        )
+
+    def rewritten(self, rewriter: "GradRewriter") -> Any:
+        """Return the results as a rewriting makes them."""
+        results = [jnp.asarray(a) for a in rewriter.run(self.leaves)]
+        return jax.tree.unflatten(self.structure, results)
+
+
+Rules = Mapping[str, Callable[[Any, Instruction], Sequence[Any]]]
+"""By primitive, a method of a `GradRewriter` that applies an instruction."""
+
+
+class GradRewriter:
+    """The rewriting of one jaxpr. A subclass says what the other form is, and which values have it.
+
+    Attributes:
+      program: the jaxpr.
+      cotangents: slots that depend on cotangents.
+      data: slots that depend on data. What is in neither set is made of parameters and constants.
+      outputs: whether each result is to have the other form.
+      is_opaque: whether a `jit` is one equation.
+      makers: the instruction that makes each slot.
+      rewritten: slots that are made in the other form, if there is a rule; set by a subclass.
+      rules: what is done, by primitive, with an instruction that makes such a slot.
+    """
+
+    rewritten: Set[int]
+    rules: ClassVar[Rules]
+
+    def __init__(
+        self,
+        program: FlatJaxpr,
+        cotangents: set[int],
+        data: set[int],
+        outputs: Sequence[bool],
+        is_opaque: IsOpaque,
+    ) -> None:
+        self.program, self.cotangents, self.data = program, cotangents, data
+        self.outputs = outputs
+        self.makers = {out: i for i in program.instructions for out in i.outs}
+        self.is_opaque = is_opaque
+
+    def flatten_region(self, i: Instruction, region: Region) -> tuple[FlatJaxpr, set[int], set[int]]:
+        """Return the program of a region, and its slots that depend on cotangents and on data."""
+        program = region.flatten(self.is_opaque)
+        cotangents = region.reached(program, i.ins, self.cotangents)
+        return program, cotangents, region.reached(program, i.ins, self.data)
+
+    # --- given by a subclass -------------------------------------------------------------------
+
+    def has_form(self, slot: int, value: Any) -> bool:
+        """Return whether the value that was made for a slot has the other form."""
+        raise NotImplementedError
+
+    def as_plain(self, slot: int, value: Any) -> Any:
+        """Convert a value in the other form to that of the program."""
+        raise NotImplementedError
+
+    def as_output(self, ref: Ref) -> Any:
+        """Return a result in the other form."""
+        raise NotImplementedError
+
+    # --- values --------------------------------------------------------------------------------
+
+    def run(self, inputs: Sequence[Any]) -> list[Any]:
+        """Return the results, in the other form if `outputs` says so."""
+        self.plain_values: dict[int, Any] = {}
+        self.formed_values: dict[int, Any] = {}
+        self._write(self.program.inputs, inputs)
+        for i in self.program.instructions:
+            self._write(i.outs, self.apply(i))
+        is_formed = [
+            is_wanted and not self._is_made_opaque(ref)
+            for ref, is_wanted in zip(self.program.outputs, self.outputs, strict=True)
+        ]
+        pairs = zip(self.program.outputs, is_formed, strict=True)
+        return [self.as_output(ref) if is_formed else self.plain(ref) for ref, is_formed in pairs]
+
+    def apply(self, i: Instruction) -> Sequence[Any]:
+        """Apply an instruction, by a rule if it makes a value in the other form."""
+        if self.rewritten.isdisjoint(i.outs):
+            return self.apply_plain(i)
+        rule = self.rules.get(i.eqn.primitive.name)
+        return self.by_default(i) if rule is None else rule(self, i)
+
+    def by_default(self, i: Instruction) -> list[Any]:
+        """Apply an instruction that makes a value in the other form, if it has no rule."""
+        return self.apply_plain(i)
+
+    def apply_plain(self, i: Instruction) -> list[Any]:
+        """Apply an instruction as it is."""
+        return bind(i.eqn, [self.plain(ref) for ref in i.ins])
+
+    def plain(self, ref: Ref) -> Any:
+        """Return a value in the form that the program has it in."""
+        if not isinstance(ref, int):
+            return ref.value
+        if ref not in self.plain_values:
+            self.plain_values[ref] = self.as_plain(ref, self.formed_values[ref])
+        return self.plain_values[ref]
+
+    def _write(self, slots: Sequence[int], values: Sequence[Any]) -> None:
+        for slot, value in zip(slots, values, strict=True):
+            values_of_form = self.formed_values if self.has_form(slot, value) else self.plain_values
+            values_of_form[slot] = value
+
+    def _is_made_opaque(self, ref: Ref) -> bool:
+        """Return whether an opaque equation made a value: its caller chooses the form then."""
+        maker = self.makers.get(ref) if isinstance(ref, int) else None
+        return maker is not None and self.is_opaque(maker.eqn)

@@ -1,0 +1,127 @@
+"""Facts about the values of a program, followed through its equations and its control flow.
+
+An analysis is an abstract interpretation: it gives each value a fact, such as how it is split over
+devices, and each equation turns the facts of its operands into those of its results. A subclass
+says what the facts are, and what one equation does with them. The base class follows them through
+control flow, the same way for all facts:
+
+    calls        the facts of the operands go in, those of the results come out
+    cond         a result's fact is the join of its facts in all branches
+    scan         a carry's fact is the join over all iterations: its own, joined with what the
+                 body makes of it, until that changes nothing
+    shard_map    facts about whole arrays become facts about shards, and back
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import jax.extend.core as jex
+
+from zerojax.jaxprs.flat import FlatJaxpr, Instruction, Ref
+from zerojax.jaxprs.regions import Region, regions_of
+
+Fact = TypeVar("Fact")
+
+
+class Analysis(Generic[Fact]):
+    """A fact for each value of a program.
+
+    Attributes:
+      enters: primitives whose jaxprs are entered, a row of `zerojax.jaxprs.ENTERED`.
+    """
+
+    enters: frozenset[str]
+
+    # --- what a subclass says ------------------------------------------------------------------
+
+    def constant(self, value: Any) -> Fact:
+        """Return the fact of a constant."""
+        raise NotImplementedError
+
+    def apply(self, eqn: jex.JaxprEqn, ins: Sequence[Fact]) -> Sequence[Fact]:
+        """Return the facts of the results of an equation that is not entered."""
+        raise NotImplementedError
+
+    def join(self, facts: Sequence[Fact]) -> Fact:
+        """Return the fact of a value that has one of these. Joins must end: see `scan`."""
+        raise NotImplementedError
+
+    def sliced(self, fact: Fact) -> Fact:
+        """Return the fact of one slice along dim 0, given that of the array."""
+        raise NotImplementedError
+
+    def stacked(self, fact: Fact) -> Fact:
+        """Return the fact of an array of slices along dim 0, given that of a slice."""
+        raise NotImplementedError
+
+    def of_shards(self, eqn: jex.JaxprEqn, ins: Sequence[Fact]) -> Sequence[Fact]:
+        """Return the facts of a shard_map's operands on one device, given those of the wholes."""
+        raise NotImplementedError
+
+    def of_wholes(self, eqn: jex.JaxprEqn, outs: Sequence[Fact]) -> Sequence[Fact]:
+        """Return the facts of a shard_map's results, given those of their shards."""
+        raise NotImplementedError
+
+    # --- programs and control flow -------------------------------------------------------------
+
+    def run(self, program: FlatJaxpr, inputs: Sequence[Fact]) -> dict[int, Fact]:
+        """Return the fact of every slot of a program, given those of its inputs."""
+        facts = dict(zip(program.inputs, inputs, strict=True))
+        for i in program.instructions:
+            ins = [self.read(ref, facts) for ref in i.ins]
+            facts.update(zip(i.outs, self.instruction(i, ins), strict=True))
+        return facts
+
+    def results(self, program: FlatJaxpr, facts: Mapping[int, Fact]) -> list[Fact]:
+        """Return the facts of a program's results, given those of its slots."""
+        return [self.read(ref, facts) for ref in program.outputs]
+
+    def read(self, ref: Ref, facts: Mapping[int, Fact]) -> Fact:
+        """Return the fact of an operand."""
+        return facts[ref] if isinstance(ref, int) else self.constant(ref.value)
+
+    def instruction(self, i: Instruction, ins: Sequence[Fact]) -> Sequence[Fact]:
+        """Return the facts of an instruction's results."""
+        return self.equation(i.eqn, ins)
+
+    def equation(self, eqn: jex.JaxprEqn, ins: Sequence[Fact]) -> Sequence[Fact]:
+        """Return the facts of an equation's results, entering what it holds."""
+        name = eqn.primitive.name
+        if name not in self.enters or not regions_of(eqn):
+            return self.apply(eqn, ins)
+        if name == "scan":
+            return self.scan(eqn, ins)
+        if name == "cond":
+            return self.cond(eqn, ins)
+        if name == "shard_map":
+            return self.shard_map(eqn, ins)
+        (region,) = regions_of(eqn)
+        return self.region(region, ins)
+
+    def region(self, region: Region, ins: Sequence[Fact]) -> list[Fact]:
+        """Return the facts of a region's results, given those of the equation's operands."""
+        program = region.flatten()
+        return self.results(program, self.run(program, ins[region.first :]))
+
+    def cond(self, eqn: jex.JaxprEqn, ins: Sequence[Fact]) -> Sequence[Fact]:
+        """Return the facts of a cond's results."""
+        branches = [self.region(region, ins) for region in regions_of(eqn)]
+        return [self.join(facts) for facts in zip(*branches, strict=True)]
+
+    def scan(self, eqn: jex.JaxprEqn, ins: Sequence[Fact]) -> Sequence[Fact]:
+        """Return the facts of a scan's results. It ends when joins leave the carry as it is."""
+        (region,) = regions_of(eqn)
+        consts, carry, xs = region.split(ins)
+        slices = [self.sliced(fact) for fact in xs]
+        while True:
+            outs = self.region(region, [*consts, *carry, *slices])
+            pairs = zip(carry, outs, strict=False)
+            after = [self.join(pair) for pair in pairs]
+            if after == carry:
+                return [*carry, *(self.stacked(fact) for fact in outs[len(carry) :])]
+            carry = after
+
+    def shard_map(self, eqn: jex.JaxprEqn, ins: Sequence[Fact]) -> Sequence[Fact]:
+        """Return the facts of a shard_map's results."""
+        (region,) = regions_of(eqn)
+        return self.of_wholes(eqn, self.region(region, self.of_shards(eqn, ins)))

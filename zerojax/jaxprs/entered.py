@@ -1,0 +1,39 @@
+"""Which equations each interpreter of traced programs enters, and which it takes as a whole."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from zerojax.jaxprs.primitives import CUSTOM_DERIVATIVES, INLINED, REMAT
+
+ENTERED: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "flow": frozenset({*INLINED, *CUSTOM_DERIVATIVES, REMAT, "scan", "cond", "shard_map"}),
+        "traffic": frozenset({*INLINED, *CUSTOM_DERIVATIVES, REMAT, "scan", "cond", "shard_map"}),
+        "float32_grads": frozenset({*INLINED, REMAT, "scan", "cond", "shard_map"}),
+        "unreduced_grads": frozenset({*INLINED, REMAT, "scan", "cond", "shard_map"}),
+        "gather_on_use": frozenset({*INLINED, REMAT, "scan", "cond"}),
+        "keep_products": frozenset({*INLINED, "scan", "cond"}),
+        "sequence_parallel": frozenset({*INLINED, REMAT}),
+    }
+)
+"""The primitives whose jaxprs an interpreter enters, by the name of the interpreter.
+
+    interpreter        where                      jit  custom_*  remat  scan  cond  while  shard_map
+    flow               activations/flow            x      x        x      x     x     -        x
+    traffic            activations/traffic         x      x        x      x     x     -        x
+    float32_grads      grads/float32_grads         x      -        x      x     x     -        x
+    unreduced_grads    grads/unreduced             x      -        x      x     x     -        (1)
+    gather_on_use      gather/on_use               x     (2)       x      x     x     -        -
+    keep_products      activations/recompute       x     (3)      (3)     x     x     -        -
+    sequence_parallel  activations/sequence_walk   x     (4)       x      -     -     -        -
+
+`jit` is inlined when a program is flattened, except for a call that is to stay one equation. An
+equation that is not entered stays as it is: an analysis knows nothing of its results, and a
+rewriting takes them in the form that the equation makes. Derivatives (float32_grads,
+unreduced_grads) are traced, so that the rules of custom derivatives are equations like others.
+
+1. Only its reductions: the sums over the batch's axes with which it ends are left out.
+2. One unit: its operands are gathered, and its derivative rule is kept.
+3. Taken apart (`zerojax.activations.apart`): its forward runs once, and it keeps what it says.
+4. If it is one product (`zerojax.jaxprs.product_of`).
+"""

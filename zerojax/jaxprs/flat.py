@@ -1,0 +1,233 @@
+"""A traced function as a flat list of equations, for code that interprets it or analyses what it computes.
+
+`flatten` inlines nested `jit` calls. So equations that run one after the other are neighbours, wherever the author put function
+boundaries. Variables become integer slots, because two calls of one jitted function share their variables. A slot is written
+once, before it is read. So one pass over the instructions answers either question of data flow:
+
+    program.live(outputs)     backwards: which instructions do these outputs need?
+    program.reached(starts)   forwards: which slots depend on these?
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+
+from zerojax.jaxprs.parameters import called, opened
+from zerojax.jaxprs.primitives import INLINED
+
+BY_POSITION = frozenset({"optimization_barrier", "psum", "psum_invariant", "reduce_scatter", "pvary"})
+"""Equations whose result k is made of operand k alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """An operand that is known: a literal, or a constant of the jaxpr."""
+
+    value: Any
+
+
+Ref = int | Constant
+"""An operand: a slot, or a constant."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """An equation over slots.
+
+    Attributes:
+      eqn: the equation.
+      ins: its operands.
+      outs: the slots of its results.
+      has_jaxpr: whether it holds a jaxpr, such as the body of a scan.
+    """
+
+    eqn: jex.JaxprEqn
+    ins: tuple[Ref, ...]
+    outs: tuple[int, ...]
+    has_jaxpr: bool
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The slots among its operands."""
+        return tuple(ref for ref in self.ins if isinstance(ref, int))
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatJaxpr:
+    """A jaxpr without nested `jit`.
+
+    Attributes:
+      inputs: slots of the arguments.
+      instructions: in the order of the trace, so each slot is written before it is read.
+      outputs: the results.
+      last_read: index of the last instruction that reads a slot; of an output the number of instructions.
+    """
+
+    inputs: tuple[int, ...]
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[Ref, ...]
+    last_read: dict[int, int]
+
+    def live(
+        self,
+        outputs: Iterable[Ref],
+        is_root: Callable[[Instruction], bool] = lambda i: False,
+        is_followed: Callable[[int], bool] = lambda slot: True,
+    ) -> tuple[Instruction, ...]:
+        """Return the instructions on which outputs depend, in order.
+
+        Args:
+          outputs: slots that are wanted; constants need nothing.
+          is_root: whether an instruction is needed even if nothing reads its results, such as one with an effect.
+          is_followed: whether the instruction that computes an operand is needed too.
+        """
+        needed = {ref for ref in outputs if isinstance(ref, int)}
+        live: list[Instruction] = []
+        for i in reversed(self.instructions):
+            if is_root(i) or not needed.isdisjoint(i.outs):
+                live.append(i)
+                needed.update(slot for slot in i.reads if is_followed(slot))
+        return tuple(reversed(live))
+
+    def reached(self, starts: Iterable[int], by_result: bool = False) -> set[int]:
+        """Return the slots in `starts`, and every slot that is computed from them.
+
+        Args:
+          starts: slots.
+          by_result: whether each result of an equation of `BY_POSITION`, and of a
+            `jax.shard_map`, depends on its own operands only: data may go around a ring beside
+            cotangents (`zerojax.activations.rings`). Else it depends on all operands.
+        """
+        reached = set(starts)
+        for i in self.instructions:
+            if by_result and i.eqn.primitive.name in BY_POSITION:
+                pairs = zip(i.ins, i.outs, strict=True)
+                reached.update(out for ref, out in pairs if is_among(ref, reached))
+            elif by_result and i.eqn.primitive.name == "shard_map":
+                inner = flatten(*opened(i.eqn.params["jaxpr"]))
+                pairs = zip(inner.inputs, i.ins, strict=True)
+                starts = [slot for slot, ref in pairs if is_among(ref, reached)]
+                inside = inner.reached(starts, by_result=True)
+                pairs = zip(inner.outputs, i.outs, strict=True)
+                reached.update(out for ref, out in pairs if is_among(ref, inside))
+            elif not reached.isdisjoint(i.reads):
+                reached.update(i.outs)
+        return reached
+
+    def run(
+        self,
+        values: Sequence[Any],
+        evaluator: Callable[[Sequence[Instruction], dict[int, Any]], None] | None = None,
+    ) -> list[Any]:
+        """Return the results.
+
+        Args:
+          values: of the inputs.
+          evaluator: runs instructions, reading and writing slots; by default `evaluate`.
+        """
+        slots: dict[int, Any] = dict(zip(self.inputs, values, strict=True))
+        (evaluator or evaluate)(self.instructions, slots)
+        return self.results(slots)
+
+    def results(self, slots: Mapping[int, Any]) -> list[Any]:
+        """Return the values of the outputs, given those of all slots."""
+        return [read(ref, slots) for ref in self.outputs]
+
+
+def flatten(
+    jaxpr: jex.Jaxpr, consts: Sequence[Any], is_opaque: Callable[[jex.JaxprEqn], bool] = lambda eqn: False
+) -> FlatJaxpr:
+    """Inline every nested `jit`.
+
+    Args:
+      jaxpr: what to flatten.
+      consts: values of its constvars.
+      is_opaque: whether a `jit` is to stay one equation.
+    """
+    counter = iter(range(1 << 62))
+    instructions: list[Instruction] = []
+
+    def emit(jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Ref]) -> list[Ref]:
+        # Each call has an environment of its own: two calls of one jitted function share the jaxpr's variables.
+        env: dict[jex.Var, Ref] = {v: Constant(c) for v, c in zip(jaxpr.constvars, consts, strict=True)}
+        env.update(zip(jaxpr.invars, args, strict=True))
+
+        def ref_of(atom: Any) -> Ref:
+            return Constant(atom.val) if isinstance(atom, jex.Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            ins = [ref_of(v) for v in eqn.invars]
+            if eqn.primitive.name in INLINED and not is_opaque(eqn):
+                inner = called(eqn)
+                assert inner is not None
+                outs = emit(*inner, ins)
+            else:
+                outs = [next(counter) for _ in eqn.outvars]
+                nested = next(iter(jex.jaxprs_in_params(eqn.params)), None) is not None
+                instructions.append(Instruction(eqn, tuple(ins), tuple(outs), nested))
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [ref_of(v) for v in jaxpr.outvars]
+
+    inputs = tuple(next(counter) for _ in jaxpr.invars)
+    outputs = tuple(emit(jaxpr, consts, inputs))
+    # Later instructions overwrite earlier ones, so the last read remains.
+    last_read = {slot: index for index, i in enumerate(instructions) for slot in i.reads}
+    last_read.update({ref: len(instructions) for ref in outputs if isinstance(ref, int)})
+    return FlatJaxpr(inputs, tuple(instructions), outputs, last_read)
+
+
+def trace(
+    function: Callable[..., Any],
+    *args: Any,
+    is_opaque: Callable[[jex.JaxprEqn], bool] = lambda eqn: False,
+) -> tuple[FlatJaxpr, Any]:
+    """Trace a function; return its program, and the tree of its results' shapes."""
+    closed, out = jax.make_jaxpr(function, return_shape=True)(*args)
+    return flatten(closed.jaxpr, closed.consts, is_opaque), out
+
+
+@contextlib.contextmanager
+def _context_of(eqn: jex.JaxprEqn) -> Iterator[None]:
+    """Restore what the equation was traced under: its mesh and compute_on context, and its name in profiles."""
+    with eqn.ctx.manager, jax.named_scope(str(eqn.source_info.name_stack) or "param"):
+        yield
+
+
+def is_among(ref: Ref, slots: Container[int]) -> bool:
+    """Return whether an operand is one of these slots."""
+    return isinstance(ref, int) and ref in slots
+
+
+def read(ref: Ref, slots: Mapping[int, Any]) -> Any:
+    """Return the value of an operand."""
+    return slots[ref] if isinstance(ref, int) else ref.value
+
+
+def bind(eqn: jex.JaxprEqn, values: Sequence[Any]) -> list[Any]:
+    """Apply one equation. Derivative rules of custom_jvp and custom_vjp stay attached."""
+    with _context_of(eqn):
+        # A custom derivative's parameters hold jaxprs, and `bind` takes functions: get_bind_params makes these of them.
+        out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def evaluate(instructions: Sequence[Instruction], slots: dict[int, Any]) -> None:
+    """Run instructions in order, reading and writing `slots`."""
+    for i in instructions:
+        outs = bind(i.eqn, [read(ref, slots) for ref in i.ins])
+        slots.update(zip(i.outs, outs, strict=True))
+
+
+def only_live(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` without the equations on which its results do not depend; inside of loops they stay."""
+
+    def run(*args: Any) -> Any:
+        program, out = trace(function, *args)
+        needed = dataclasses.replace(program, instructions=program.live(program.outputs))
+        return jax.tree.unflatten(jax.tree.structure(out), needed.run(jax.tree.leaves(args)))
+
+    return run

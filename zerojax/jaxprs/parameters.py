@@ -1,0 +1,50 @@
+"""Parameters of equations that hold jaxprs. Names differ between primitives and versions of jax.
+
+They are read here alone, so that a new version of jax is met in one place.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.extend.core as jex
+
+JaxprAndConsts = tuple[jex.Jaxpr, Sequence[Any]]
+"""A jaxpr, and the values of its constvars."""
+
+
+def opened(jaxpr: Any) -> JaxprAndConsts:
+    """Return a jaxpr and its constants: some parameters hold both, others a jaxpr without."""
+    is_closed = isinstance(jaxpr, jex.ClosedJaxpr)
+    return (jaxpr.jaxpr, jaxpr.consts) if is_closed else (jaxpr, ())
+
+
+def called(eqn: jex.JaxprEqn) -> JaxprAndConsts | None:
+    """Return the jaxpr of an equation that runs one, on its operands: a call, a loop's body.
+
+    Returns:
+      The jaxpr and its constants. None if there is none, or if it takes other operands.
+    """
+    held = (eqn.params.get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
+    inner = next((jaxpr for jaxpr in held if isinstance(jaxpr, jex.Jaxpr | jex.ClosedJaxpr)), None)
+    if inner is None:
+        return None
+    jaxpr, consts = opened(inner)
+    fits = len(jaxpr.invars) == len(eqn.invars) and len(jaxpr.constvars) == len(consts)
+    return (jaxpr, consts) if fits else None
+
+
+def scan_arity(params: Mapping[str, Any], num_operands: int) -> tuple[int, int]:
+    """Return how many operands of a scan are constants, and how many are carried.
+
+    The remaining operands are scanned over.
+    """
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    # jax 0.12 groups the operands
+    consts, carry, _ = params["ft_in"].update(range(num_operands)).unpack()
+    return len(list(consts)), len(list(carry))
+
+
+def manual_axes(eqn: jex.JaxprEqn) -> frozenset[str]:
+    """Return the mesh axes that a `jax.shard_map` maps over; the partitioner splits the others."""
+    return frozenset(eqn.params["newly_manual_axes"])

@@ -1,0 +1,220 @@
+"""Equations with control flow: the jaxprs in them, and the equations with others in their place.
+
+An interpreter that enters an equation needs to know which operands each of its jaxprs takes, what
+a loop carries, and how the equation is applied again around something else. That is the same for
+all interpreters:
+
+    regions_of(eqn)                  the jaxprs, each with the operands it takes: a `Region`
+    rebind(eqn, functions, values)   the equation with functions in place of its regions
+
+    scan         region(*consts, *carry, *slices) -> (*carry, *slices of the stacked results)
+    cond         region(*operands without the index), one region for each branch
+    remat        region(*operands); derived already (`rebind_remat`), or not yet (`checkpointed`)
+    shard_map    region(*shards)
+    calls        region(*operands): jit, and the forward function of a custom derivative
+
+An interpreter computes values: it rewrites the regions and binds them again. An analysis
+(`zerojax.jaxprs.analysis`) computes facts: it runs the regions, and joins what they give.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence, Set
+from typing import Any, TypeVar
+
+import jax
+import jax.extend.core as jex
+
+from zerojax.jaxprs.flat import FlatJaxpr, Ref, bind, flatten, is_among
+from zerojax.jaxprs.parameters import called, manual_axes, opened, scan_arity
+from zerojax.jaxprs.primitives import REMAT
+
+T = TypeVar("T")
+Function = Callable[[Sequence[Any]], Sequence[Any]]
+"""What takes the place of a region: from the list of its operands to the list of its results."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """A jaxpr that an equation holds.
+
+    Attributes:
+      jaxpr: the jaxpr. Its results are those of the equation, in order.
+      consts: values of its constvars.
+      first: position of the first operand that it takes: 1 for a branch, behind the index.
+      carried: positions, among the operands it takes, of a loop's carry. The first results are
+        the next carry; the other results of a loop are stacked.
+      is_loop: whether it is the body of a scan.
+    """
+
+    jaxpr: jex.Jaxpr
+    consts: Sequence[Any]
+    first: int = 0
+    carried: range = range(0)
+    is_loop: bool = False
+
+    def flatten(self, is_opaque: Callable[[jex.JaxprEqn], bool] = lambda eqn: False) -> FlatJaxpr:
+        """Return the region as a flat program; see `zerojax.jaxprs.flatten`."""
+        return flatten(self.jaxpr, self.consts, is_opaque)
+
+    def split(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+        """Return a scan's operands in three: constants, the carry, and what is scanned over."""
+        start, stop = self.carried.start, self.carried.stop
+        return list(operands[:start]), list(operands[start:stop]), list(operands[stop:])
+
+    def inputs_among(self, program: FlatJaxpr, ins: Sequence[Ref], slots: Set[int]) -> set[int]:
+        """Return the inputs of the region's program whose operands are among `slots`.
+
+        Args:
+          program: the region, flattened.
+          ins: operands of the equation.
+          slots: of the program that the equation is in.
+        """
+        pairs = zip(program.inputs, ins[self.first :], strict=True)
+        return {slot for slot, ref in pairs if is_among(ref, slots)}
+
+    def reached(self, program: FlatJaxpr, ins: Sequence[Ref], outside: Set[int]) -> set[int]:
+        """Return the slots inside that depend on slots outside, in any iteration of a loop.
+
+        Args:
+          program: the region, flattened.
+          ins: operands of the equation.
+          outside: slots of the program that the equation is in.
+        """
+        starts = self.inputs_among(program, ins, outside)
+        while True:
+            reached = program.reached(starts, by_result=True)
+            pairs = zip(self.carried, program.outputs, strict=False)
+            after = starts | {program.inputs[p] for p, ref in pairs if is_among(ref, reached)}
+            if after == starts:
+                return reached
+            starts = after
+
+
+def regions_of(eqn: jex.JaxprEqn) -> list[Region]:
+    """Return the jaxprs that an equation runs; none for a `while` and for what is not known."""
+    if eqn.primitive.name == "cond":
+        return [Region(*opened(branch), first=1) for branch in eqn.params["branches"]]
+    inner = called(eqn)
+    if inner is None:
+        return []
+    if eqn.primitive.name != "scan":
+        return [Region(*inner)]
+    num_consts, num_carry = scan_arity(eqn.params, len(eqn.invars))
+    return [Region(*inner, carried=range(num_consts, num_consts + num_carry), is_loop=True)]
+
+
+def rebind(eqn: jex.JaxprEqn, functions: Sequence[Function], values: Sequence[Any]) -> list[Any]:
+    """Apply a scan, a cond, a `jax.shard_map` or a region that was rematerialised, changed inside.
+
+    Args:
+      eqn: the equation.
+      functions: what takes the place of each of `regions_of(eqn)`.
+      values: operands of the equation.
+    """
+    name = eqn.primitive.name
+    if name == "cond":
+        return rebind_cond(eqn, functions, values)
+    (function,) = functions
+    rebinds = {"scan": rebind_scan, REMAT: rebind_remat, "shard_map": rebind_shard_map}
+    return rebinds[name](eqn, function, values)
+
+
+def rebind_scan(
+    eqn: jex.JaxprEqn,
+    function: Function,
+    values: Sequence[Any],
+    around: Callable[..., Any] = lambda body: body,
+) -> list[Any]:
+    """Apply a scan with another body, which closes over the constants.
+
+    Args:
+      eqn: the scan.
+      function: takes constants, carry and slices; returns the carry and what is stacked.
+      values: operands of the scan. Constants may be anything.
+      around: a transformation of the body, such as `jax.checkpoint`.
+    """
+    (region,) = regions_of(eqn)
+    consts, carry, xs = region.split(values)
+
+    def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+        outs = list(function([*consts, *carry, *slices]))
+        return outs[: len(carry)], outs[len(carry) :]
+
+    options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    carry, ys = jax.lax.scan(around(body), carry, xs, **options)
+    return [*carry, *ys]
+
+
+def rebind_cond(
+    eqn: jex.JaxprEqn,
+    functions: Sequence[Function],
+    values: Sequence[Any],
+) -> list[Any]:
+    """Choose a branch as a cond does, with other functions in the place of its branches.
+
+    A `jax.lax.platform_dependent` stays one: a platform compiles its own branch alone, and may
+    lack what another one has.
+    """
+    index, *operands = values
+    branches = [lambda *operands, function=function: function(operands) for function in functions]
+    platforms = eqn.params.get("branches_platforms")
+    if platforms is None:
+        return list(jax.lax.switch(index, branches, *operands))
+    pairs = zip(platforms, branches, strict=True)
+    named = {name: branch for names, branch in pairs for name in names or ("default",)}
+    return list(jax.lax.platform_dependent(*operands, **named))
+
+
+def rebind_remat(eqn: jex.JaxprEqn, function: Function, values: Sequence[Any]) -> list[Any]:
+    """Apply a rematerialised region that was differentiated already, with another function in it.
+
+    It stays the same equation, and no new region: its barriers are placed.
+    """
+    closed = jax.make_jaxpr(lambda *values: function(values))(*values)
+    inputs = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
+    jaxpr = closed.jaxpr.replace(constvars=[], invars=inputs)
+    return bind(eqn.replace(params={**eqn.params, "jaxpr": jaxpr}), [*closed.consts, *values])
+
+
+def rebind_shard_map(
+    eqn: jex.JaxprEqn,
+    function: Function,
+    values: Sequence[Any],
+    out_specs: Any = None,
+) -> list[Any]:
+    """Apply a `jax.shard_map` with another function, and other specs of its results if given."""
+    params = eqn.params
+    mapped = jax.shard_map(
+        lambda *shards: tuple(function(shards)),
+        mesh=params["mesh"],
+        in_specs=params["in_specs"],
+        out_specs=params["out_specs"] if out_specs is None else out_specs,
+        check_vma=params["check_vma"],
+        axis_names=set(manual_axes(eqn)),
+    )
+    return list(mapped(*values))
+
+
+def checkpointed(
+    eqn: jex.JaxprEqn,
+    function: Callable[..., Any],
+    is_never_saved: Callable[[str, dict[str, Any]], bool],
+) -> Callable[..., Any]:
+    """Return a function under `jax.checkpoint` as a region is that is yet to be differentiated.
+
+    Args:
+      eqn: the region.
+      function: what takes the place of its function.
+      is_never_saved: given the name and the parameters of an equation, whether the region's policy
+        must not save its result, whatever it says.
+    """
+    policy = eqn.params["policy"]
+
+    def narrowed(prim: Any, *args: Any, **params: Any) -> Any:
+        return False if is_never_saved(prim.name, params) else policy(prim, *args, **params)
+
+    return jax.checkpoint(
+        function,
+        policy=None if policy is None else narrowed,
+        prevent_cse=eqn.params["prevent_cse"],
+    )
