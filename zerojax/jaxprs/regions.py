@@ -91,7 +91,11 @@ class Region:
 
 
 def regions_of(eqn: jex.JaxprEqn) -> list[Region]:
-    """Return the jaxprs that an equation runs; none for a `while` and for what is not known."""
+    """Return the jaxprs that an equation runs on its operands; none for a `while` or a kernel.
+
+    Ask for equations that the interpreter enters (`zerojax.jaxprs.ENTERED`): the function of a
+    `reduce` takes as many operands as the equation, too.
+    """
     if eqn.primitive.name == "cond":
         return [Region(*opened(branch), first=1) for branch in eqn.params["branches"]]
     inner = called(eqn)
