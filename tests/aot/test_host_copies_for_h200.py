@@ -79,6 +79,14 @@ def test_nothing_that_moves_host_memory_is_in_a_cuda_graph_unless_the_config_say
     assert len(in_graphs[True]) >= 6  # at least each of the master and two moments, both ways
 
 
+@pytest.mark.xdist_group("h200")
+def test_records_are_not_copied_out_of_stacks_on_the_device():
+    """XLA copies a slice at an address that it knows. Of host memory it has to; on the device a copy only takes memory."""
+    on_device, on_host = (program(**config).lower(BATCH).compile().as_text() for config in ({}, {"opt_state": H}))
+    assert "dynamic_slice_config" not in on_device
+    assert "dynamic_slice_config" in on_host
+
+
 @pytest.mark.exhaustive
 @pytest.mark.xdist_group("h200")
 def test_a_resident_step_moves_nothing():

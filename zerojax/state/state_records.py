@@ -118,11 +118,16 @@ class StateRecords:
             self._declare_frozen(layout.disk)
 
     @functools.cached_property
-    def both_ways(self) -> bool:
-        """Whether records cross a link to host memory that loads and stores at once."""
+    def slices_host(self) -> bool:
+        """Whether some records are slices of host memory."""
         config = self.layout.config
         tiers = (config.params, config.grads, config.opt_state, *activations_of(config), self.layout.frozen_tier)
-        return "pinned_host" in tiers and crosses_link(self.mesh)
+        return "pinned_host" in tiers
+
+    @property
+    def both_ways(self) -> bool:
+        """Whether records cross a link to host memory that loads and stores at once."""
+        return self.slices_host and crosses_link(self.mesh)
 
     # --- on disk -----------------------------------------------------------------------------------------------------------
 

@@ -94,12 +94,14 @@ class StackLoops:
         # With gather_ahead a tick is handed its layer gathered: the first one has no tick before it that does so.
         first = None
         if self.config.gather_ahead:
-            record = fetch_first(phase, begin, partial(fetch, None), self.mesh)
+            record = fetch_first(phase, begin, partial(fetch, None), self.mesh, plan.state_records.slices_host)
             first = plan.gather(plan.take_params(params, stack.layer, record, jnp.int32(phase.first)), stack.layer)
         adds = self.tracer.abstract_added(x, inputs, microbatches.count)
         none = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), adds)
         carry = (x, first, stacks, none)
-        y, _, stacks, total = run_phase(phase, begin, carry, tick, mesh=self.mesh, fetch=fetch)
+        y, _, stacks, total = run_phase(
+            phase, begin, carry, tick, mesh=self.mesh, slices_host=plan.state_records.slices_host, fetch=fetch
+        )
         return y, stacks, total
 
     def _run_block(
@@ -223,7 +225,7 @@ class StackLoops:
         first = fetched = None
         if ahead:
             # The layer of the first tick is gathered before the loop, and its residuals come with it.
-            record = fetch_first(phase, begin, partial(fetch, (carried,)), self.mesh)
+            record = fetch_first(phase, begin, partial(fetch, (carried,)), self.mesh, plan.state_records.slices_host)
             shards = plan.take_params(params(carried), stack.layer, record[:num_params], jnp.int32(phase.first))
             first, fetched = plan.gather(shards, stack.layer), record[num_params:]
         # Backward reads optimizer state only if it updates.
@@ -234,7 +236,8 @@ class StackLoops:
             d_context = self.microbatches.constrain(zeros)
         dx, d_context, _, _, carried = run_phase(
             phase, begin, (dy, d_context, first, fetched, carried), tick, mesh=self.mesh,
-            fetch=fetch, device_layers=on_device, drain=drain, drains_last=not stack.drains_beside_ends,
+            slices_host=plan.state_records.slices_host, fetch=fetch, device_layers=on_device,
+            drain=drain, drains_last=not stack.drains_beside_ends,
         )  # fmt: skip
         return dx, d_context, carried
 

@@ -184,10 +184,10 @@ class TileRunner:
             shards = self.plan.take_params(self.stacks(carried(carry)), group.weights, now.record or [], index)
             return tick(carry, dataclasses.replace(now, record=shards))
 
-        begin, mesh = self.begin, self.plan.mesh
+        begin, mesh, slices_host = self.begin, self.plan.mesh, self.plan.state_records.slices_host
         if self._before is not None and self.plan.layout.disk is not None:  # the disk sees one order
             begin, _ = wait_for(begin, self._before, mesh)
-        after = run_phase(loops.phase(phase), begin, carry, take, mesh=mesh, fetch=read)
+        after = run_phase(loops.phase(phase), begin, carry, take, mesh=mesh, slices_host=slices_host, fetch=read)
         # Any result will do: all results of a loop are there at once.
         self._before = jax.tree.leaves(after)[0]
         return after

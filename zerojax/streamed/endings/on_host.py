@@ -86,7 +86,15 @@ class OnHost(StoredGrads):
         for stack in self.plan.of_stacks:
             phase, run = stack.schedule.phase("update"), partial(tick, stack.blocks)
             # Nothing is fetched to the device: the callbacks work on host memory, and on the disk's buffers.
-            carry = run_phase(phase, result.begin, carry, run, mesh=self.plan.mesh, fetch=_nothing)
+            carry = run_phase(
+                phase,
+                result.begin,
+                carry,
+                run,
+                mesh=self.plan.mesh,
+                slices_host=self.plan.state_records.slices_host,
+                fetch=_nothing,
+            )
         return carry
 
     def end(self, result: BackwardResult[GradStacks]) -> Result:

@@ -253,8 +253,8 @@ class ByLayers(StoredGrads):
 
         return run_phase(
             loop.phase, loop.begin, (states, pending), tick, mesh=self.plan.mesh,
-            fetch=lambda carry, layer: ring.fetch(carry[0], layer), device_layers=loop.on_device,
-            drain=drain, drains_last=not loop.is_last,
+            slices_host=records.slices_host, fetch=lambda carry, layer: ring.fetch(carry[0], layer),
+            device_layers=loop.on_device, drain=drain, drains_last=not loop.is_last,
         )  # fmt: skip
 
     def _cross(self, late: LateRecord, now: Tick, pending: Pending, states: FlatState) -> tuple[FlatState, list[Array]]:
