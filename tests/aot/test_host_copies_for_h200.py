@@ -82,7 +82,7 @@ def test_nothing_that_moves_host_memory_is_in_a_cuda_graph_unless_the_config_say
 @pytest.mark.xdist_group("h200")
 def test_records_are_not_copied_out_of_stacks_on_the_device():
     """XLA copies a slice at an address that it knows. Of host memory it has to; on the device a copy only takes memory."""
-    on_device, on_host = (program(**config).lower(BATCH).compile().as_text() for config in ({}, {"opt_state": H}))
+    on_device, on_host = (str(program(**config).lower(BATCH).compile().as_text()) for config in ({}, {"opt_state": H}))
     assert "dynamic_slice_config" not in on_device
     assert "dynamic_slice_config" in on_host
 
