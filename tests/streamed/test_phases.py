@@ -55,5 +55,5 @@ def test_records_are_fetched_into_the_slots_in_order(layers, in_loops, monkeypat
     def fetch(layer):
         return [jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False)]
 
-    (ring,) = jax.jit(lambda: phases._fetch_all(layers, jnp.int32(0), fetch, mesh, not in_loops))()
+    (ring,) = jax.jit(lambda: phases._fetch_all(layers, jnp.int32(0), fetch, mesh, slices_host=True))()
     np.testing.assert_array_equal(ring.reshape(-1), layers)

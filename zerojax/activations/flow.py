@@ -126,7 +126,7 @@ class SplitAnalysis(Analysis[Split | None]):
 
     def apply(self, eqn: jex.JaxprEqn, ins: Sequence[Split | None]) -> Sequence[Split | None]:
         name, free = eqn.primitive.name, [(ANY,) * _ndim(v) for v in eqn.outvars]
-        # Random bits are made of a key, on each device those that it needs.
+        # Each device makes the random bits that it needs from the key.
         if name.startswith("random_") or name == "iota":
             return free
         known = [split for split in ins if split is not None]

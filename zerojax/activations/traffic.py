@@ -106,7 +106,7 @@ class TensorTrafficCounter(Analysis[_Value]):
         """Return the results of a loop, whose body sends what it sends in each iteration.
 
         A sum that a loop only adds parts to is reduced after the loop. Once the splits are known,
-        every carried part may be one; each round drops those that the body reads whole.
+        every carried part may be one; each round drops the parts that the body reads whole.
         """
         self.add_all_parts(ins, eqn.invars)
         (region,) = regions_of(eqn)

@@ -8,10 +8,10 @@ moments, are dealt out to groups of equal bytes, and in each turn one group is l
     load   master[k]     mu[k]       nu[k]
     store  mu[k-1]       nu[k-1]     master[k-1]
 
-A record is a layer of a stack, or a **piece** of an unstacked leaf that is larger than a layer, such as an embedding. Loaded as
-a whole, updated and then stored, such a leaf would let one direction rest while the other one works, and the device would hold
-all of its state. An elementwise optimizer may update some rows by themselves. So the leaf is seen as a stack of K pieces,
-W[V, D] -> W[K, V/K, D]. Where dim 0 is split over n shards, each device cuts its own rows, W[V_fsdp, D] ->
+A record is a layer of a stack, or a **piece** of an unstacked leaf that is larger than a layer, such as an embedding. If such a
+leaf were loaded as a whole, updated and then stored, one direction would be idle while the other one works, and the device
+would hold all of its state. An elementwise optimizer may update some rows by themselves. So the leaf is seen as a stack of K
+pieces, W[V, D] -> W[K, V/K, D]. If dim 0 is split over n shards, each device cuts its own rows, W[V_fsdp, D] ->
 W[n_fsdp, K, V/(n K), D]: no row leaves its device.
 """
 
@@ -33,9 +33,9 @@ Move = Callable[[Array, list[Array]], tuple[Array, list[Array]]]
 """(gradient, [weight, *optimizer state]) of some rows -> the weight, float32, and the optimizer state after the update."""
 
 MOST_PIECES = 32
-"""Of a leaf. Nothing is stored beside the first piece, and nothing is loaded beside the last store."""
+"""The most pieces of a leaf. Nothing is stored beside the first piece, and nothing is loaded beside the last store."""
 LEAST_BYTES = 1 << 20
-"""Of a piece of an array on one device. PCIe 5 moves so much in 20 microseconds, of which a copy takes 3 to start."""
+"""The fewest bytes of a piece of an array on one device. PCIe 5 moves them in 20 microseconds; a copy takes 3 to start."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Pieces:
         return (self.count,) if self.shards == 1 else (self.shards, self.count)
 
     def split(self, array: Array) -> Array:
-        """Return an array [V, ...] as [n, K, V/(n K), ...], where it rests."""
+        """Return an array [V, ...] as [n, K, V/(n K), ...], in the memory that holds it."""
         rows = array.shape[0] // (self.shards * self.count)
         return array.reshape(*self._lead, rows, *array.shape[1:])
 
@@ -189,7 +189,7 @@ class Crossed:
     Attributes:
       states: all leaves, of which the stacks in host memory are written in turns.
       loaded: what was loaded so far, by its place in the record.
-      ends: records of leaves that are no stack of layers, by leaf, which the tick stores; `states` lacks them meanwhile.
+      ends: records of unstacked leaves, by leaf, which the tick stores; `states` lacks them meanwhile.
     """
 
     states: FlatState
@@ -204,7 +204,7 @@ Pending = list[list[Array]]
 class Crossing:
     """Loads of what a tick updates, and stores of what an earlier tick updated, beside its products.
 
-    Of the parameters of a `LateRecord` in host memory the tick loads what a later tick takes.
+    If parameters are in host memory, the tick loads the ones that a later tick takes.
     """
 
     def __init__(
@@ -224,14 +224,14 @@ class Crossing:
           now: the tick.
           pending: what earlier ticks updated, on the device.
           states: all leaves.
-          ends: updated records of leaves that are no stack of layers, by leaf, on the device: this tick stores them.
+          ends: updated records of unstacked leaves, by leaf, on the device: this tick stores them.
         """
         self.record, self.now, self.pending, self.states, self.ends = record, now, pending[0], states, ends or {}
         self.groups = dealt([a.size * a.dtype.itemsize for a in self.pending], num_groups)
 
     @property
     def num_turns(self) -> int:
-        """As many as there are groups."""
+        """The number of turns: one for each group."""
         return len(self.groups)
 
     def begin(self) -> Crossed:
@@ -285,13 +285,13 @@ class Crossing:
 
 
 class LateRecord:
-    """What is loaded, updated, and stored some ticks later: a layer's record, and a piece of each of some leaves that are none.
+    """What is loaded, updated, and stored some ticks later: a layer's record, and a piece of each of some unstacked leaves.
 
-    Its arrays are masters, where there are any, and optimizer state of the layer, its parameters where they rest in host
-    memory, and then the same of each piece. Piece k belongs to the tick of layer `lowest` + k.
+    Its arrays are the layer's masters, if any, and optimizer state, its parameters if they are in host memory, and then the
+    same arrays of each piece. Piece k belongs to the tick of layer `lowest` + k.
 
     Attributes:
-      records: how the state rests.
+      records: where the state is stored.
       part: indices of the leaves of the layer.
       pieces: how each of the other leaves is cut; the state holds them as `Pieces.split` returns them.
       lowest: the layer whose tick updates piece 0.
@@ -314,7 +314,7 @@ class LateRecord:
             self._specs += specs
 
     def load(self, states: FlatState, places: Sequence[int], now: LateTick) -> dict[int, Array]:
-        """Return arrays by their places, on the device: those of them that a tick loads."""
+        """Return the arrays that a tick loads among some places, on the device, by place."""
         stacks, loaded = self._stacks(states), dict[int, Array]()
         for n in places:
             if n >= self.num_own:
@@ -370,7 +370,7 @@ class LateRecord:
           pending: what is not stored yet.
         """
         oldest, *others = pending
-        # Of fewer pieces than layers the last ones have no piece.
+        # If there are fewer pieces than layers, the last layers have no piece.
         values = oldest if number >= self.lowest else oldest[: self.num_own]
         return self.store(states, layer, dict(enumerate(values))), [*others, oldest]
 
@@ -380,17 +380,17 @@ class LateRecord:
 
 
 def record_specs(records: StateRecords, part: Sequence[int]) -> list[RecordSpec]:
-    """Return how the arrays of a record rest, in its order: masters and optimizer state, then parameters off the device."""
+    """Return the specs of a record's arrays, in its order: masters and optimizer state, then parameters off the device."""
     return [*records.opt_records(part), *(records.params[i] for i in _away(records, part))]
 
 
 def record_stacks(records: StateRecords, states: FlatState, part: Sequence[int]) -> list[Any]:
-    """Return the stacks of the same arrays."""
+    """Return the stacks of a record's arrays, in the order of `record_specs`."""
     return [*records.opt_states(states, part), *(states.params[i] for i in _away(records, part))]
 
 
 def with_ends(records: StateRecords, states: FlatState, ends: Mapping[int, Sequence[Any]]) -> FlatState:
-    """Return the state with other records of leaves that are no stack of layers, where they rest, in their order."""
+    """Return the state with other records of unstacked leaves, in their tiers and in the order of `record_specs`."""
     for i, arrays in ends.items():
         num_opt, params = len(records.opt_records((i,))), list(states.params)
         params[i : i + 1] = arrays[num_opt:] or params[i : i + 1]
@@ -399,7 +399,7 @@ def with_ends(records: StateRecords, states: FlatState, ends: Mapping[int, Seque
 
 
 def without_ends(records: StateRecords, states: FlatState, ends: Sequence[int]) -> FlatState:
-    """Return the state with nothing in place of these leaves' records: their old arrays are over as soon as new ones begin."""
+    """Return the state without the records of these leaves, so that their old arrays are freed before new ones are made."""
     return with_ends(records, states, {i: [None] * len(record_specs(records, (i,))) for i in ends})
 
 
@@ -410,7 +410,7 @@ def _away(records: StateRecords, part: Sequence[int]) -> list[int]:
 def kept_for_later(
     records: StateRecords, states: FlatState, part: Sequence[int], layer: Array, weights: list[Array], opt: list[Array]
 ) -> tuple[FlatState, list[Array]]:
-    """Return the state with a layer's new parameters, where they rest on the device, and the record that is stored later."""
+    """Return the state with a layer's new parameters, if they are on the device, and the record that is stored later."""
     params = [records.cast(i, w) for i, w in zip(part, weights, strict=True)]
     if not any(records.params[i].is_away for i in part):  # on the device they are written in place
         states, params = records.write_params(states, part, layer, params), []
@@ -455,7 +455,7 @@ def update_in_pieces(
     """Update an unstacked leaf, piece by piece.
 
     Args:
-      records: how the state rests.
+      records: where the state is stored.
       states: all leaves.
       index: of the leaf.
       grad: of it, sharded as its optimizer state is.
@@ -494,10 +494,12 @@ def update_in_pieces(
 
 def _alone(records: StateRecords, states: FlatState, index: int) -> FlatState:
     """Return the state with one unstacked leaf alone: a loop carries no more than it changes."""
-    kept = {*records.opt_map.states_of((index,))}
-    only = lambda leaves: [leaf if i == index else None for i, leaf in enumerate(leaves)]  # noqa: E731
-    opt = [leaf if j in kept else None for j, leaf in enumerate(states.opt)]
-    return FlatState(only(states.params), None if states.master is None else only(states.master), opt)
+
+    def only(leaves: Sequence[Any], kept: Sequence[int]) -> list[Any]:
+        return [leaf if i in kept else None for i, leaf in enumerate(leaves)]
+
+    master = None if states.master is None else only(states.master, [index])
+    return FlatState(only(states.params, [index]), master, only(states.opt, records.opt_map.states_of((index,))))
 
 
 def with_pieces(

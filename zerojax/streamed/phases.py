@@ -23,18 +23,18 @@ class Tick:
     """One tick, as its body sees it.
 
     Attributes:
-      layer: i32[], the layer computed; of an ending, the record updated; in a loop over tiles, the tile.
+      layer: i32[], the layer computed; in an update, the record updated; in a loop over tiles, the tile.
       consume: i32[], the layer whose record is taken; read it only if `takes_record`.
-      record: out of the ring, or None where nothing was fetched ahead.
+      record: the record taken out of the ring, or None if nothing was fetched ahead.
       landing: the record on its way, or None; a tick returns it.
       takes_record: whether a record is taken in this tick.
       on_device: whether the layer's optimizer state stays on the device.
-      fetch: i32[], the layer whose record the tick fetches itself, where stores are late; else None.
+      fetch: i32[], the layer whose record the tick fetches itself, if stores are late; else None.
       stored: i32[], the layer that an earlier tick updated and this tick stores (`Phase.stores_late`); else None.
-      stores_ends: whether it stores the records of leaves that the head completed (`Phase.ends`).
-      loads_pieces: whether it loads and updates a piece of such leaves that are larger than a record.
+      stores_ends: whether it stores the records of unstacked leaves whose gradients the head completed.
+      loads_pieces: whether it loads and updates a piece of larger leaves of the head.
       stores_pieces: whether it stores the piece that the same earlier tick updated.
-      lands_first: the phase writes the stacks that it fetches from: what the tick writes there has to wait for `landing`.
+      lands_first: whether the phase writes the stacks that it fetches from, so that the tick's writes wait for `landing`.
     """
 
     layer: Any
@@ -97,17 +97,17 @@ def run_phase(
     def place_in(slots: Array, value: Array, slot: Array) -> Array:
         return jax.lax.dynamic_update_index_in_dim(slots, value, slot, 0)
 
-    adds_begin = adds_order(mesh) or not slices_host
     ring = None
     if num_slots:
-        ring = _fetch_all(phase.preload.tolist(), begin, functools.partial(fetch, carry), mesh, adds_begin)
+        ring = _fetch_all(phase.preload.tolist(), begin, functools.partial(fetch, carry), mesh, slices_host)
     # No index says that the loops come after what `begin` waits for, so the values that they carry do.
     carry, ring, begin = jax.lax.optimization_barrier((carry, ring, begin))
+    added = _added(begin, mesh, slices_host)
     for loop in _tick_loops(phase, device_layers):
 
         def body(t: Array, state: Any, loop: _TickLoop = loop) -> tuple[Any, Any]:
             carry, ring = state
-            kind, index = loop.kind, functools.partial(loop.index, t=t, begin=begin if adds_begin else None)
+            kind, index = loop.kind, functools.partial(loop.index, t=t, added=added)
             layer = index("layer")
             consume = index("consume") if kind.takes else layer
             record, landing, lands_first, fetched = None, None, False, None
@@ -146,11 +146,11 @@ def fetch_first(
     phase: Phase, begin: Array, fetch: Callable[[Array], list[Array]], mesh: Mesh, slices_host: bool
 ) -> list[Array]:
     """Fetch the record of `phase.first`, which is taken before the phase's ticks."""
-    return _fetch_all([phase.first], begin, fetch, mesh, adds_order(mesh) or not slices_host)
+    return _fetch_all([phase.first], begin, fetch, mesh, slices_host)
 
 
 def _fetch_all(
-    layers: Sequence[int], begin: Array, fetch: Callable[[Array], list[Array]], mesh: Mesh, adds_begin: bool
+    layers: Sequence[int], begin: Array, fetch: Callable[[Array], list[Array]], mesh: Mesh, slices_host: bool
 ) -> list[Array]:
     """Fetch the records of some layers; returns [num, ...] of each leaf, or the record of a single layer.
 
@@ -163,7 +163,7 @@ def _fetch_all(
         return records[0] if single else [jnp.stack(leaves) for leaves in zip(*records, strict=True)]
 
     def put(n: Array, ring: list[Array], start: int, step: int) -> list[Array]:
-        record = fetch(_linear(layers[start], step, start, n, begin if adds_begin else None))
+        record = fetch(_linear(layers[start], step, start, n, added))
         if single:
             return record
         return [jax.lax.dynamic_update_index_in_dim(r, v, n, 0) for r, v in zip(ring, record, strict=True)]
@@ -173,6 +173,7 @@ def _fetch_all(
     ring = [jnp.zeros((*lead, *a.shape), a.dtype) for a in shapes]
     # The loops start when `begin` is known, and not at the top of the program.
     ring, begin = jax.lax.optimization_barrier((ring, begin))
+    added = _added(begin, mesh, slices_host)
     for start, stop, step in _linear_parts(layers):
         ring = run_loop(start, stop, functools.partial(put, start=start, step=step), ring, mesh)
     return ring
@@ -192,15 +193,20 @@ def _linear_parts(numbers: Sequence[int]) -> list[tuple[int, int, int]]:
     return parts
 
 
-def _linear(first: int, step: int, start: int, t: Array, begin: Array | None) -> Array:
-    """Return the number of a record in tick t, if it is `first` in tick `start` and `step` more in each tick after it.
+def _added(begin: Array, mesh: Mesh, slices_host: bool) -> Array | None:
+    """Return `begin` if it is added to the numbers of records, or None if they depend on the loop's counter alone.
 
-    XLA for GPUs has to know the addresses of records in host memory: there the number is linear in t. Elsewhere it depends on
-    `begin`, too. On CPUs this keeps the order of loops. On GPUs it hides the address: XLA copies records out of stacks on the
-    device at addresses that it knows, and holds the copies (17 % of the bytes of a step of 4 layers that updates in backward).
+    XLA for GPUs has to know the addresses of records in host memory, so that copy engines move them. Elsewhere `begin` is
+    added. On CPUs it keeps the order of loops. On GPUs it hides the address: XLA copies records out of stacks on the device at
+    addresses that it knows, and holds the copies. A step of 4 layers that updates in backward takes 17 % more bytes with them.
     """
+    return begin if adds_order(mesh) or not slices_host else None
+
+
+def _linear(first: int, step: int, start: int, t: Array, added: Array | None) -> Array:
+    """Return the number of a record in tick t, if it is `first` in tick `start` and `step` more in each tick after it."""
     number = jnp.int32(first - step * start) + jnp.int32(step) * t
-    return number if begin is None else number + begin
+    return number if added is None else number + added
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,9 +252,9 @@ class _TickLoop:
     step: int
     numbers: Mapping[str, int]
 
-    def index(self, name: str, t: Array, begin: Array | None) -> Array:
-        """Return a number in tick t; see `_linear`."""
-        return _linear(self.numbers[name], self.step, self.start, t, begin)
+    def index(self, name: str, t: Array, added: Array | None) -> Array:
+        """Return a number in tick t; see `_added`."""
+        return _linear(self.numbers[name], self.step, self.start, t, added)
 
     def goes_on_in(self, other: "_TickLoop") -> bool:
         """Return whether another loop does the same in the ticks after these, with the layers that follow."""

@@ -48,7 +48,10 @@ def compile_forms(mesh: Any, judged: Callable[[str, Any, float], Row]) -> Iterat
             with jax.set_mesh(mesh):
                 here, there = named(mesh, ()), named(mesh, (), H)
                 given = jax.ShapeDtypeStruct(stack.shape, stack.dtype, sharding=there)
-                run = lambda stack: form.run(descending, stack, H)  # noqa: E731
+
+                def run(stack: Any) -> Any:
+                    return form.run(descending, stack, H)
+
                 compiled = jax.jit(run, donate_argnums=0, out_shardings=(there, here)).lower(given).compile()
             yield judged(name, compiled, time.perf_counter() - start)
 
