@@ -386,6 +386,11 @@ def uses_disk(config: ZeroConfig) -> bool:
     return "nvme" in (config.params, config.grads, config.opt_state, *activations_of(config), config.frozen)
 
 
+def calls_host(config: ZeroConfig) -> bool:
+    """Tell whether a compiled step calls back into Python: to swap with a disk, or to update on the host."""
+    return uses_disk(config) or config.update_on == "host"
+
+
 def updates_by_parts(config: ZeroConfig) -> bool:
     """Tell whether the optimizer is applied to a layer or a leaf at a time, and so must be elementwise."""
     return {config.params, config.grads, config.opt_state} != {"device"} or config.update == "in_backward"

@@ -194,6 +194,7 @@ class Part:
     def reset(self) -> None:
         """Expect a step, from its first callback on."""
         self.count = 0  # hand-overs
+        self.updated = set[tuple[int, int]]()  # in this step, by first leaf and layer: none is updated twice
         # Where results lag, the first ones have none.
         self.waiting: collections.deque[Job | None] = collections.deque([None] * LAG if self.spec.stacked else [])
 

@@ -260,6 +260,12 @@ class QueuedStep:
             # The last one that was recorded: those before it on the same stream have come, too.
             worker.driver.finish_event(worker.stashes[spec.leaves.start].arrived[0])
         _check_device(device, rank)
+        if (record := (job.leaves.start, layer)) in part.updated:
+            raise RuntimeError(
+                f"the compiled program asked twice for the update of layer {layer} in one step: the optimizer state is wrong, "
+                "restore the last checkpoint"
+            )
+        part.updated.add(record)
         modes: dict[str, Mode] = {kind: mode for leaf in job.leaves for kind, mode in leaves.kernels[leaf].records.items()}
         if not go:  # a gradient was not finite: what was read ahead for this update gives back its buffers
             leaves.skip(device, layer, modes, number)

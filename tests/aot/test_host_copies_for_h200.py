@@ -1,5 +1,6 @@
 """What a streamed step moves over the link to the host, by copies and by kernels, compiled for one H200."""
 
+import collections
 import re
 
 import jax
@@ -9,10 +10,13 @@ import pytest
 
 import zerojax as zj
 from zerojax import aot, hlo
+from zerojax.compat import jaxlib_version
+from zerojax.program.compile import compiler_options
 from zerojax.state import state_records
 
 D, L = 16, 4
 H = "pinned_host"
+FUSION = "xla_gpu_enable_dynamic_slice_fusion"
 
 
 def program(**config) -> zj.Program:
@@ -77,6 +81,24 @@ def test_nothing_that_moves_host_memory_is_in_a_cuda_graph_unless_the_config_say
     }
     assert in_graphs[False] == []
     assert len(in_graphs[True]) >= 6  # at least each of the master and two moments, both ways
+
+
+@pytest.mark.xdist_group("h200")
+def test_no_callback_is_called_from_two_places():
+    """The fusion of a callback with the slices that it takes, which is XLA's default from 0.11 on, clones it before 0.12."""
+    zero = program(opt_state=H, update_on="host", update="after_backward", clip_norm=1.0)
+    options, others = (compiler_options(p.model, p.layout) or {} for p in (zero, program(opt_state=H)))
+    assert options[FUSION] is False
+    assert FUSION not in others
+
+    def calls(options):
+        text = str(zero.lower(BATCH).compile(options).as_text())
+        found = re.findall(r'custom_call_target="xla_buffer_python_gpu_callback".*?backend_config=\{index = (\d+)', text)
+        return collections.Counter(found)
+
+    once = calls({})
+    assert set(once.values()) == {1}
+    assert calls({FUSION: True}) == (once if jaxlib_version() >= (0, 12) else once + collections.Counter("0"))
 
 
 @pytest.mark.xdist_group("h200")

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from host_offload.engine import DiskRecords
 from zerojax.aot import CompiledProgram, compile_with_callbacks, is_there
-from zerojax.config import moves_host_memory, streams
+from zerojax.config import calls_host, moves_host_memory, streams
 from zerojax.models import LayeredModel, Model
 from zerojax.optim import LearningRates, learning_rates
 from zerojax.program.call_order import order_calls
@@ -336,6 +336,11 @@ def compiler_options(model: Model | LayeredModel, layout: Layout) -> dict[str, A
         options["xla_gpu_experimental_use_collective_kernels"] = ""
     if moves_host_memory(layout.config) and not layout.config.cuda_graphs:
         options["xla_gpu_enable_command_buffer"] = ""
+    if calls_host(layout.config):
+        # From 0.11 on XLA moves a callback into a fusion with the slices of stacks that are its operands. Before 0.12 it clones
+        # the callback and keeps the original, because that has side effects. With `update_on="host"` each layer was then
+        # updated twice in a step (an H100, jaxlib 0.11.2).
+        options["xla_gpu_enable_dynamic_slice_fusion"] = False
     if isinstance(model, LayeredModel) and streams(layout.config):
         # A layer's gradients are reduced leaf by leaf, beside the products that are left of it.
         options["xla_gpu_reduce_scatter_combine_threshold_bytes"] = widening * max(leaves) // shards

@@ -72,11 +72,14 @@ class Replay:
         self.worker = self.step._workers[0]
         self.part = self.worker.parts[0]
 
+    layers: tuple[int, ...] = tuple(range(LAYERS))
+    """Those that the program hands over, in order."""
+
     def run(self, goes=(True,) * LAYERS):
         """Return the parameters of every layer after it, and those that are right."""
         rng, copy = np.random.default_rng(0), self.driver.copy
         grads = [[rng.normal(size=shape).astype(F32) for shape in SHAPES] for _ in range(LAYERS)]
-        wheres = [np.array([0, layer, go, 9], np.int32) for layer, go in enumerate(goes)]
+        wheres = [np.array([0, layer, go, 9], np.int32) for layer, go in zip(self.layers, goes, strict=True)]
         scalars, context = Buffer(np.array([2, 3], F32)), SimpleNamespace(stream=self.stream)
         where, after, token = Buffer(np.zeros(4, np.int32)), Buffer(np.array([9], np.int32)), Buffer(np.zeros(1, np.int32))
         operands, results = ([Buffer(np.zeros(shape, F32)) for shape in SHAPES] for _ in range(2))
@@ -225,6 +228,13 @@ def test_a_program_that_runs_late_is_given_the_right_parameters(slow, replay):
         np.testing.assert_array_equal(taken, expected)
         assert number == 9
     assert replay.leaves.take_errors() == []
+
+
+def test_a_layer_that_is_handed_over_twice_in_a_step_is_an_error(replay):
+    replay.layers = (0, 1, 1, 2, 3, 4, 5)
+    replay.run()
+    errors = replay.leaves.take_errors()
+    assert "asked twice for the update of layer 1 in one step" in str(errors[0])
 
 
 @pytest.mark.parametrize("name", WAITS)
