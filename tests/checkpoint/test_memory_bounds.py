@@ -1,4 +1,4 @@
-"""Saving takes the copies that it says, and restoring a process's shards and a record: measured, on states of 150 MB."""
+"""Saving takes the copies that it says, and restoring a process's shards and a record: measured on 150 to 230 MB."""
 
 import json
 import os
@@ -17,12 +17,14 @@ from zerojax.checkpoint import restore as restoring
 
 pytestmark = pytest.mark.xdist_group("memory_bounds")  # which share one process that measures
 SLACK = 40 << 20  # what compiling takes, and records of 9 MB
-ROWS = ("on the device, at most 64 MB of copies", "on the device", "on disk, the same as the checkpoint's")
+ON_DISK = "on disk, the same as the checkpoint's"
+ROWS = {"on the device, at most 64 MB of copies": 16, "on the device": 16, ON_DISK: 24}
+"""What is measured, and the layers of its model. On disk more of them take no more memory, and their state is 230 MB."""
 SCRIPT = """
 import ctypes, gc, json, sys
 import checkpoints
-for name in sys.argv[2:]:
-    print(json.dumps(checkpoints.run(name, checkpoints.Size(layers=16, hidden=256), sys.argv[1])))
+for name, layers in json.loads(sys.argv[2]).items():
+    print(json.dumps(checkpoints.run(name, checkpoints.Size(layers=layers, hidden=256), sys.argv[1])))
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what one row took is not there for the next, whose memory is counted from here
 """
@@ -31,7 +33,7 @@ for name in sys.argv[2:]:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """Return what `benchmarks/checkpoints.py` measures, by row: one after the other in one process."""
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path_factory.mktemp("measured")), *ROWS]
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path_factory.mktemp("measured")), json.dumps(ROWS)]
     env = processes.environment()
     env["PYTHONPATH"] += os.pathsep + str(processes.ROOT / "benchmarks")
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
@@ -81,7 +83,7 @@ def test_one_record_is_in_memory_at_a_time(tmp_path, monkeypatch):
 
 
 def test_a_state_on_disk_never_passes_through_memory_whole(measured):
-    row = measured["on disk, the same as the checkpoint's"]
+    row = measured[ON_DISK]
     assert row["sync_bytes"] < SLACK
     assert row["async_bytes"] < SLACK
-    assert row["restore_bytes"] < 0.6 * row["state_bytes"]  # the tier's buffers, of 5 layers
+    assert row["restore_bytes"] < 0.5 * row["state_bytes"]  # the tier's buffers, of 5 layers
