@@ -29,6 +29,8 @@ from gpu_checks.rows import Row
 ALONE, BESIDE, SLOWED, BOTH = 0.9, 0.9, 1.05, 0.85
 WAYS = ("up", "down", "both")
 LINEAR, ARRAY, NONE = "linear", "array", "none"
+GPU_OPTIONS = {"xla_gpu_enable_command_buffer": "", "xla_gpu_experimental_parallel_async_compute_limit": 64}
+"""Those of a streamed step (`zerojax.program.compile`)."""
 
 
 def build_loop(way: str, index: str, products: int, shape: tuple[int, int, int]) -> Callable[..., Any]:
@@ -72,14 +74,20 @@ def build_loop(way: str, index: str, products: int, shape: tuple[int, int, int])
 
 
 def jit_loop(way: str, index: str, products: int, copied: Copied, mesh: Any) -> Any:
-    """Return the loop, jitted: the stack that it writes is donated, and stays in host memory."""
+    """Return the loop, jitted: the stack that it writes is donated, and stays in host memory.
+
+    On a GPU it has the options of a streamed step. By default XLA makes a CUDA graph of it, in which copies and products run in
+    turn: on an H100 the loop took 0.96 to 1.01 times the sum of their times.
+    """
     import jax
 
     from zerojax.sharding import named
 
     there, here = named(mesh, (), H), named(mesh, ())
+    on_gpu = mesh.devices.flat[0].platform in ("gpu", "cuda")
     return jax.jit(
-        build_loop(way, index, products, copied.shape), donate_argnums=1, out_shardings=(there, here, here)
+        build_loop(way, index, products, copied.shape), donate_argnums=1, out_shardings=(there, here, here),
+        compiler_options=GPU_OPTIONS if on_gpu else None,
     )  # fmt: skip
 
 
