@@ -1,8 +1,12 @@
 """Planned bytes are those of programs compiled for 1, 8 and 64 H200s: the device's, host memory's, and those that are sent."""
 
+import dataclasses
+
 import planned_memory
 import pytest
 
+import zerojax as zj
+from zerojax.costs import buildable_of_sizes
 from zerojax.planner import validated
 
 pytestmark = pytest.mark.xdist_group("h200")
@@ -20,6 +24,30 @@ def test_planned_bytes_are_those_of_the_compiled_program(name):
     # Norms are not counted.
     assert reduced == pytest.approx(reduces, rel=1e-3)
     assert gathered + also_gathered(made, sizes) == pytest.approx(gathers, rel=1e-3)
+
+
+H, N = "pinned_host", "nvme"
+CROSSING = {
+    "updated on the host": {"opt_state": H, "update_on": "host", "update": "in_backward"},
+    "updated on the host, in float32": {"opt_state": H, "update_on": "host", "precision": "fp32"},
+    "all on nvme": {"params": N, "grads": N, "opt_state": N, "activations": N},
+    "nvme, updated on the host": {"params": N, "grads": N, "opt_state": N, "activations": N, "update_on": "host"},
+    "delayed": {"opt_state": H, "update_on": "host", "delayed_update": True},
+}
+
+
+@pytest.mark.by_default("updated on the host-1", "nvme, updated on the host-8")
+@pytest.mark.parametrize("each", [1, 8])
+@pytest.mark.parametrize("name", CROSSING)
+def test_planned_slots_are_those_that_the_program_tells(name, each):
+    sizes = planned_memory.SMALL | {"layers": 4, "hidden": 1024}
+    case = planned_memory.Case(name=name, sizes=sizes, each=each, batch=8, fields=CROSSING[name])
+    made, of = planned_memory.planned(case)
+    model, tx, mesh, batch = buildable_of_sizes(of, made.machine, made.grid, made.config.precision, made.tiles)
+    program = zj.build_train_step(model, tx, dataclasses.replace(made.config, swap_dir="not there"), mesh)
+    slots = program.memory(batch).tiers["device"]["slots"]
+    assert slots > 0
+    assert made.bytes["device"]["slots"] == pytest.approx(slots, rel=1e-3)  # records are padded, and scalars cross beside them
 
 
 def also_gathered(made, sizes):

@@ -20,6 +20,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from host_offload.host_update import LAG
 from host_offload.schedule import (
     END_PIECES,
     LATE_ENDS,
@@ -422,6 +423,7 @@ class _Estimator:
             sums = ends if self.streamed else 2 * every
             add("device", "unreduced", 4 * sums * (1 - share(self.row.opt_state)))
         self.add_buffers(add, steps)
+        add("device", "slots", self.slots(steps, runs))
         kept = sum(run.num_layers * run.device for _, run, _ in runs) / count + (
             0 if self.streamed else workload.end_kept / count
         )
@@ -559,6 +561,33 @@ class _Estimator:
         if not workload.is_layered:  # leaves take turns at shared buffers
             state = min(state, 2 * (distance + 1) * workload.largest_leaf * self.state * self.share(self.row.opt_state))
         add("pinned_host", "buffers", 2 * params + state)
+
+    def slots(self, steps: StepPlan, runs: Sequence[tuple[StackWork, Kept, int]]) -> int:
+        """Return the bytes of a GPU's memory, beside the program's own, through which callbacks move records.
+
+        The nvme tier has a slot for each way that a kind of record crosses. An update on the host has one for what goes down,
+        and `LAG` for new parameters; one if it is delayed. The runs of a stack share the slots of its states.
+        """
+        if self.wires.shares_cores or not self.streamed:
+            return 0
+        ways = {"params": 1 if self.on_host else 2, "grads": 2 * (not self.on_host), "opt_state": 2 * (not self.on_host)}
+        total = 0
+        for (_, _, first), schedule in zip(runs, steps.stacks.values(), strict=True):
+            records = [schedule]
+            if isinstance(schedule, TiledSchedule):
+                records += [loops.flat for loops in schedule.tiles]
+            for record in records:
+                sizes = record.record_bytes
+                assert sizes is not None
+                if self.on_host and first == 0:
+                    lag = 1 if self.config.delayed_update else LAG
+                    total += sizes["handed"] + sizes["weights"] + lag * sizes["made"]
+                if record.num_layers == 1:  # nothing to overlap
+                    continue
+                for kind, tier in record.tiers.items():
+                    if tier == "nvme" and (first == 0 or kind == "activations"):
+                        total += ways.get(kind, 2) * sizes[kind]
+        return total
 
     # --- work --------------------------------------------------------------------------------------------------------------
 

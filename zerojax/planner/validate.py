@@ -42,7 +42,7 @@ def validated(plan: Plan, model: Model | LayeredModel | Sizes, tx: Any, mesh: Me
     stats: Any = compiled.memory_analysis()
     device = stats.argument_size_in_bytes + stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     # Beside the program, and so unknown to it: records of disk and host's update on their way, on a GPU.
-    device += plan.bytes["device"].get("slots", 0)
+    device += program.memory(batch).tiers["device"].get("slots", 0)
     # What the program does not take as arguments: callbacks and the disk's engine have it.
     host = sum(n for kind, n in plan.bytes["pinned_host"].items() if kind not in ("buffers", "stashed", "made"))
     if mesh.devices.flat[0].platform == "cpu":  # whose programs do not tell host memory from a device's
