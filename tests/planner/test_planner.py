@@ -500,7 +500,7 @@ def check_repair(case: Any) -> None:
 
 
 def test_error_has_the_tier_and_its_bytes():
-    machine = lab(device_bytes=STATE // 1000, host_bytes=STATE // 100, disk_bytes=STATE)
+    machine = lab(device_bytes=STATE // 1000, host_bytes=STATE // 10, disk_bytes=STATE)
     with pytest.raises(PlanError, match="nothing fits lab: device needs") as caught:
         plan(machine, fixed=FEWER)
     assert caught.value.tier == "device"
