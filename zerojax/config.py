@@ -387,7 +387,7 @@ def uses_disk(config: ZeroConfig) -> bool:
 
 
 def calls_host(config: ZeroConfig) -> bool:
-    """Tell whether a compiled step calls back into Python: to swap with a disk, or to update on the host."""
+    """Return whether a compiled step calls back into Python, to swap with a disk or to update on the host."""
     return uses_disk(config) or config.update_on == "host"
 
 

@@ -39,7 +39,7 @@ CROSSING = {
 @pytest.mark.by_default("updated on the host-1", "nvme, updated on the host-8")
 @pytest.mark.parametrize("each", [1, 8])
 @pytest.mark.parametrize("name", CROSSING)
-def test_planned_slots_are_those_that_the_program_tells(name, each):
+def test_a_plan_and_its_program_count_the_same_slots(name, each):
     sizes = planned_memory.SMALL | {"layers": 4, "hidden": 1024}
     case = planned_memory.Case(name=name, sizes=sizes, each=each, batch=8, fields=CROSSING[name])
     made, of = planned_memory.planned(case)
@@ -47,7 +47,8 @@ def test_planned_slots_are_those_that_the_program_tells(name, each):
     program = zj.build_train_step(model, tx, dataclasses.replace(made.config, swap_dir="not there"), mesh)
     slots = program.memory(batch).tiers["device"]["slots"]
     assert slots > 0
-    assert made.bytes["device"]["slots"] == pytest.approx(slots, rel=1e-3)  # records are padded, and scalars cross beside them
+    # Records of a program are padded, and scalars cross beside them.
+    assert made.bytes["device"]["slots"] == pytest.approx(slots, rel=1e-3)
 
 
 def also_gathered(made, sizes):

@@ -565,12 +565,14 @@ class _Estimator:
     def slots(self, steps: StepPlan, runs: Sequence[tuple[StackWork, Kept, int]]) -> int:
         """Return the bytes of a GPU's memory, beside the program's own, through which callbacks move records.
 
-        The nvme tier has a slot for each way that a kind of record crosses. An update on the host has one for what goes down,
-        and `LAG` for new parameters; one if it is delayed. The runs of a stack share the slots of its states.
+        The nvme tier has a slot for each direction in which a kind of record crosses. An update on the host has one slot for
+        what goes down, and `LAG` slots for new parameters, or one if the update is delayed. The runs of a stack share the
+        slots of its states.
         """
         if self.wires.shares_cores or not self.streamed:
             return 0
-        ways = {"params": 1 if self.on_host else 2, "grads": 2 * (not self.on_host), "opt_state": 2 * (not self.on_host)}
+        # With an update on the host the device only reads parameters, and the other states stay on the host.
+        ways = {"params": 1, "grads": 0, "opt_state": 0} if self.on_host else {}
         total = 0
         for (_, _, first), schedule in zip(runs, steps.stacks.values(), strict=True):
             records = [schedule]
