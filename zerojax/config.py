@@ -126,7 +126,8 @@ class ZeroConfig:
       cuda_graphs: whether XLA puts the operations of a step that moves host memory into CUDA graphs where it can. By default
         they run on streams, where copies overlap with products. In a graph they run one after another: on an H200 a step took
         1.64 times as long. A step that keeps everything on the device is compiled as XLA sees fit.
-      device_budget_bytes: most bytes that records in flight, gathered layers among them, may take on a device. None: no limit.
+      device_budget_bytes: most bytes that records in flight, gathered parameters among them, may take on a device:
+        `program.operations(batch).peak_bytes`. None: no limit.
       min_shard_bytes: parameters of fewer float32 bytes stay replicated (ZeRO's persistence threshold).
       swap_dir: folder of the nvme tier: a str, or an os.PathLike, which is kept as the str that it stands for.
       io: reader of the nvme tier.

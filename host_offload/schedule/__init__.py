@@ -18,6 +18,7 @@ from host_offload.schedule.ops import LATE_ENDS as LATE_ENDS
 from host_offload.schedule.ops import LAYERS as LAYERS
 from host_offload.schedule.ops import Op as Op
 from host_offload.schedule.ops import Record as Record
+from host_offload.schedule.schedule import ON_DISK as ON_DISK
 from host_offload.schedule.schedule import Phase as Phase
 from host_offload.schedule.schedule import Schedule as Schedule
 from host_offload.schedule.stacks import Part as Part

@@ -19,13 +19,20 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from host_offload.schedule.ops import END_PIECES, HEAD, HEAD_PIECES, KINDS, LATE_ENDS, Loop, Op, Record, joined
-from host_offload.schedule.schedule import SIZES, UPDATES, Phase, Schedule
+from host_offload.schedule.schedule import ON_DISK, SIZES, UPDATES, Phase, Schedule
 from host_offload.tiers import TIERS
+
+
+class HasPeak(Protocol):
+    """A schedule or a step, with the most bytes that it has in flight on a device."""
+
+    @property
+    def peak_bytes(self) -> int: ...
 
 
 class EndsMove(NamedTuple):
@@ -114,8 +121,8 @@ def build_schedule(
       host: how callbacks update records on the host; None: the device updates them.
       regathers: devices update shards of parameters that each of them has whole, and gather them after it.
       record_bytes: bytes of one layer on one device, by kind as they rest (params: its shard). Besides there are "gathered",
-        its parameters whole; "derivative", its gradient whole, beside the shards; "swapped", of activations those on disk, by
-        default all; and of an update on the host "handed", "weights" and "made". Missing ones are 0.
+        its parameters whole; "derivative", its gradient whole, beside the shards; for an update on the host "handed", "weights"
+        and "made"; and "<kind>_on_disk", what a record takes on the disk, by default as much as elsewhere. Others are 0.
       budget_bytes: the most bytes that may be in flight on a device.
       first_layer: number of the first layer in its stack, where these are a run of its layers.
 
@@ -126,7 +133,7 @@ def build_schedule(
     _check_int("num_layers", num_layers, 1)
     _check_int("distance", distance, 0)
     _check_int("first_layer", first_layer, 0)
-    _check_int("stores_late", int(stores_late), 0, num_layers)
+    _check_int("stores_late", stores_late, 0, num_layers)
     _check_int("device_layers", device_layers, 0, first_layer + num_layers)
     _check_names("tiers", tiers or {}, KINDS)
     _check_names("ends", [move.leaves for move in ends], (HEAD, HEAD_PIECES, LATE_ENDS, END_PIECES))
@@ -143,13 +150,13 @@ def build_schedule(
         _check_int(f"record_bytes[{kind!r}]", size, 0)
 
     where = {kind: (tiers or {}).get(kind, "device") for kind in KINDS}
-    sizes = {kind: 0 for kind in SIZES if kind != "swapped"}
+    sizes = {kind: 0 for kind in SIZES if not kind.endswith(ON_DISK)}
     size = None if record_bytes is None else MappingProxyType(sizes | dict(record_bytes))
 
     def build(distance: int, gather_ahead: bool) -> Schedule:
         writer = _Writer(
             range(first_layer, first_layer + num_layers), distance, where, update == "in_backward", gather_ahead, master,
-            device_layers, int(stores_late), tuple(ends), host, regathers, size or {},
+            device_layers, stores_late, tuple(ends), host, regathers, size or {},
         )  # fmt: skip
         return Schedule(
             num_layers=num_layers,
@@ -178,7 +185,7 @@ def build_schedule(
     return schedule
 
 
-def advise(build: Callable[[int, bool], Schedule], distance: int, gather_ahead: bool, budget_bytes: int) -> str:
+def advise(build: Callable[[int, bool], HasPeak], distance: int, gather_ahead: bool, budget_bytes: int) -> str:
     """Return a change of the schedule with which it fits a budget."""
     for ahead in (True, False) if gather_ahead else (False,):
         fits = bisect.bisect_right(range(distance + 1), budget_bytes, key=lambda d: build(d, ahead).peak_bytes) - 1
@@ -189,8 +196,10 @@ def advise(build: Callable[[int, bool], Schedule], distance: int, gather_ahead: 
     return f"nothing fits: prefetch_distance=0 with gather_ahead=False needs {least} bytes, {least - budget_bytes} more"
 
 
-def build_ends(leaves: Sequence[EndLeaf], master: bool, host: HostUpdate | None = None) -> dict[str, Phase]:
-    """Return what a step does with leaves that are no stack of layers, as phases by name, in the order in which they run.
+def build_ends(
+    leaves: Sequence[EndLeaf], master: bool, host: HostUpdate | None = None, whole: Mapping[str, int] | None = None
+) -> dict[str, Phase]:
+    """Return what a step does with unstacked leaves, as phases by name, in the order in which they run.
 
         embed           parameters are loaded, once a step, and gathered; the first layer's input
         head            the loss and its derivative
@@ -199,8 +208,9 @@ def build_ends(leaves: Sequence[EndLeaf], master: bool, host: HostUpdate | None 
 
     Args:
       leaves: in the order in which they are loaded and updated.
-      master: as of `build_schedule`.
-      host: likewise.
+      master: see `build_schedule`.
+      host: how callbacks update records on the host; None: the device updates them.
+      whole: bytes of the parameters of "embed" and "head" while they are gathered; 0 if they are not.
     """
     embed, ends, called = list[Op](), list[Loop](), list[Op]()
     for leaf in leaves:
@@ -208,41 +218,63 @@ def build_ends(leaves: Sequence[EndLeaf], master: bool, host: HostUpdate | None 
         if leaf.frozen or leaf.is_beside:
             continue
         needs, updated = [*([] if master else ["params"]), "opt_state"], ["params", "opt_state"]
-        update = Op("update", Record("layer", leaf.name), 0, "compute")
+        update = Op("update", Record("opt_state", leaf.name), 0, "compute")
         if host is None:
             loads, stores = _moved_of_end(leaf, needs, "load"), _moved_of_end(leaf, updated, "store")
             made = sum(op.num_bytes for op in stores if op.verb == "store")
             ends += _in_pieces([*loads, update._replace(num_bytes=made)], stores, leaf.num_pieces, ends[-1].stop if ends else 0)
             continue
-        of_kind = lambda verb, kind, lane, leaf=leaf: Op(  # noqa: E731
-            verb, Record(kind, leaf.name), 0, lane, leaf.sizes.get(kind, 0)
-        )
-        on_disk = [kind for kind in updated if leaf.tiers.get(kind) == "nvme"]
-        called.append(of_kind("store", "handed", "down"))
-        called += [of_kind("store", "weights", "down")] if host.takes_weights else []
-        if not host.is_delayed:
-            called += [of_kind("host_read", kind, "read") for kind in needs if kind in on_disk]
-            called.append(update._replace(verb="host_update", lane="host"))
-            called += [of_kind("host_write", kind, "write") for kind in on_disk]
-        called += [of_kind("load", "made", "up")] if host.gives_params else []
-    gather, layer = Op("gather", Record("gathered", "ends"), 0, "network"), Record("layer", "ends")
-    compute, reduce = Op("compute", layer, 0, "compute"), Op("reduce", Record("grads", "ends"), 0, "network")
+        called += _called_of_end(leaf, host, needs, updated)
+    size = whole or {}
+    gathers, computes = dict[str, Op](), dict[str, Op]()
+    for name in ("embed", "head"):
+        gathers[name] = Op("gather", Record("gathered", name), 0, "network", size.get(name, 0))
+        computes[name] = Op("compute", Record("layer", name), 0, "compute")
+    reduce = Op("reduce", Record("grads", "ends"), 0, "network")
     ops = {
-        "embed": [*embed, gather, compute],
-        "head": [gather, gather, compute],  # for its derivative, too
-        "embed_backward": [gather, compute, reduce],
+        "embed": [*embed, gathers["embed"], computes["embed"]],
+        # The head is gathered a second time for its derivative.
+        "head": [gathers["head"], gathers["head"], computes["head"]],
+        "embed_backward": [gathers["embed"], computes["embed"], reduce],
     }
     phases = {name: Phase(name=name, loops=(Loop(0, 1, 1, tuple(each)),)) for name, each in ops.items()}
     return phases | {"ends": Phase(name="ends", loops=(Loop(0, 1, 1, tuple(called)),) if host else tuple(ends))}
+
+
+def _called_of_end(leaf: EndLeaf, host: HostUpdate, needs: Sequence[str], updated: Sequence[str]) -> list[Op]:
+    """Return what callbacks do to update a leaf on the host, which needs and writes records of some kinds."""
+
+    def op(verb: str, kind: str, lane: str, lag: int = 0) -> Op:
+        return Op(verb, Record(kind, leaf.name), 0, lane, _size_in(lane, kind, leaf.sizes), lag)
+
+    on_disk = [kind for kind in updated if leaf.tiers.get(kind) == "nvme"]
+    handed = [op("store", "handed", "down")]
+    if host.takes_weights:
+        handed.append(op("store", "weights", "down"))
+    update = Op("host_update", Record("opt_state", leaf.name), 0, "host", 0, -1 if host.is_delayed else 0)
+    made = [op("load", "made", "up")] if host.gives_params else []
+    if host.is_delayed:
+        return [*handed, update, *made]
+    reads = [op("host_read", kind, "read") for kind in needs if kind in on_disk]
+    writes = [op("host_write", kind, "write") for kind in on_disk]
+    return [*handed, *reads, update, *writes, *made]
+
+
+def _size_in(lane: str, kind: str, sizes: Mapping[str, int]) -> int:
+    """Return the bytes of a record in a lane: on the disk it has a size of its own."""
+    size = sizes.get(kind, 0)
+    return sizes.get(kind + ON_DISK, size) if lane in ("read", "write") else size
 
 
 def _moved_of_end(leaf: EndLeaf, kinds: Sequence[str], verb: str) -> list[Op]:
     """Return the operations that load a leaf's records of some kinds, or store them."""
     ops = list[Op]()
     for kind in (kind for kind in kinds if leaf.tiers.get(kind, "device") != "device"):
-        record, size = Record(kind, leaf.name), leaf.sizes[kind]
+        record = Record(kind, leaf.name)
         lane, disk = ("down", "write") if verb == "store" else ("up", "read")
-        both = [Op(verb, record, 0, lane, size), *([Op(disk, record, 0, disk, size)] if leaf.tiers[kind] == "nvme" else [])]
+        both = [Op(verb, record, 0, lane, leaf.sizes[kind])]
+        if leaf.tiers[kind] == "nvme":
+            both.append(Op(disk, record, 0, disk, _size_in(disk, kind, leaf.sizes)))
         ops += both if verb == "store" else both[::-1]
     return ops
 
@@ -411,7 +443,7 @@ class _Writer:
             if self.in_backward and not self.host:
                 ops.append(Op("update", Record("opt_state"), layer, "compute", made))
         if each.name == "update" and not self.host:
-            ops.append(Op("update", Record("layer"), layer, "compute", made))
+            ops.append(Op("update", Record("opt_state"), layer, "compute", made))
         if self.regathers and (each.name == "update" or (each.name == "backward" and self.in_backward)):
             ops.append(self._op("gather", "params", layer, "network"))
         if self.host and each.name != "forward":
@@ -454,11 +486,13 @@ class _Writer:
             return ops
         if host.takes_weights:
             ops.append(self._op("store", "weights", layer, "down"))
-        if not host.is_delayed:
+        if host.is_delayed:
+            ops.append(Op("host_update", Record("opt_state"), layer, "host", 0, -len(self.layers)))
+        else:
             # Without masters the parameters are what is updated.
             needs = ["grads"] * host.stashes + ["params"] * (not self.master) + self._off(["opt_state"], layer)
             ops += [self._op("host_read", kind, layer, "read") for kind in needs if kind in on_disk]
-            ops.append(Op("host_update", Record("layer" if each.name == "update" else "opt_state"), layer, "host"))
+            ops.append(Op("host_update", Record("opt_state"), layer, "host"))
             ops += [Op("store", Record(kind), layer, "host") for kind in self._off(each.writes, layer)]
             writes = self._off(["params", "opt_state"], layer)
             ops += [self._op("host_write", kind, layer, "write") for kind in writes if kind in on_disk]
@@ -515,9 +549,7 @@ class _Writer:
         return self.sizes.get(kind, 0)
 
     def _op(self, verb: str, kind: str, layer: int, lane: str, lag: int = 0) -> Op:
-        # Of activations on disk some may be kept in host memory, and move with them.
-        on_disk = kind == "activations" and verb in ("read", "write") and "swapped" in self.sizes
-        return Op(verb, Record(kind), layer, lane, self._size("swapped" if on_disk else kind), lag)
+        return Op(verb, Record(kind), layer, lane, _size_in(lane, kind, self.sizes), lag)
 
     def _loads(self, verb: str, kinds: Sequence[str], layer: int, lag: int) -> list[Op]:
         """Return what brings a record to the device, by "fetch" or "load": off the disk first, where it rests there."""

@@ -10,24 +10,26 @@ the link, seconds, tables and pictures.
 An operation has a **verb** and runs in a **lane**, which does one thing after another:
 
     verb         lane      what it does
-    fetch        up        loads a record that a later trip takes, or this one at once where nothing is read ahead
-    load         up        loads a record in the trip that uses it
-    store        down      stores a record
-    read, write  read,     moves a record between the disk and a buffer in host memory; `read` comes before the load, `write`
-                 write     after the store
+    fetch        up        loads a record for a later tick, or for this tick if nothing is read ahead
+    load         up        loads a record for this tick, from host memory to the device
+    store        down      stores a record, from the device to host memory
+    store        host      stores a record that the host updated: it stays in host memory, and nothing crosses the link
+    read         read      reads a record from the disk into a buffer in host memory, before `fetch` or `load`
+    write        write     writes a record from a buffer in host memory to the disk, after `store`
     gather       network   makes a record whole on each device
     tiles        compute   runs a loop over the tiles of a group, `inner`, as part of the layer
-    compute      compute   forward, or the derivative
+    compute      compute   forward, or the derivative, for all microbatches
     reduce       network   reduces a gradient to shards
     update       compute   runs the optimizer on the device
-    host_update  host      runs it on the host
-    host_read,   read,     moves a record between the disk and the buffer in which the host updates it
-    host_write   write
+    host_update  host      runs the optimizer on the host
+    host_read    read      reads a record from the disk into the buffer where the host updates it
+    host_write   write     writes a record from that buffer to the disk
 
 Ticks number the trips of a phase. Tick t >= 0 computes the t-th layer that the phase visits; ticks before 0 fill the ring, and
-ticks after the last one drain what is left. The **lag** of an operation is the number of ticks from the one that computes with
-its record to the one that does the operation: -2 for a record that is fetched two ticks ahead, 1 for one that is stored a tick
-late.
+ticks after the last layer store what is left. The **lag** of an operation is the number of ticks by which it follows the tick
+that computes with its record: -2 for a record that is fetched two ticks ahead, 1 for a record that is stored a tick late. A
+`host_update` with a negative lag has no tick of its own: with a delayed update the host has updated since the step began, and
+the tick waits until it is done with the record.
 """
 
 import dataclasses
@@ -37,6 +39,8 @@ from typing import Any, NamedTuple
 KINDS = ("params", "frozen", "grads", "opt_state", "activations")
 """Kinds of records that rest somewhere from one step, or one phase, to the next."""
 LANES: tuple[str, ...] = ("compute", "network", "up", "down", "read", "write", "host")
+MOVES: tuple[str, ...] = ("up", "down", "read", "write")
+"""Lanes in which records cross the link to host memory, or go to and from the disk."""
 LAYERS = "layers"
 """`Record.leaves` of a layer's one record."""
 HEAD, HEAD_PIECES, LATE_ENDS, END_PIECES = "head", "head_pieces", "late_ends", "end_pieces"
@@ -47,9 +51,12 @@ class Record(NamedTuple):
     """What an operation works on.
 
     Attributes:
-      kind: one of KINDS; "gathered", a layer's parameters, whole; "handed", "weights" and "made", the gradient and the weights
-        that an update on the host is given, and the parameters that it gives back; "layer", what a tick computes or updates.
-      leaves: which of the model's: LAYERS, the name of a group of tiles, or leaves that are no stack of layers.
+      kind: one of KINDS, or
+        "layer": what a tick computes;
+        "gathered": a layer's parameters, whole on each device;
+        "handed", "weights": the gradient and the float32 weights that an update on the host is given;
+        "made": the parameters that an update on the host returns.
+      leaves: LAYERS, the name of a group of tiles, or the name of unstacked leaves.
     """
 
     kind: str
@@ -64,7 +71,8 @@ class Op(NamedTuple):
       record: to what.
       number: of the record among those of its kind, in the first trip of the loop: the number of a layer or tile.
       lane: where.
-      num_bytes: of the record on one device; 0 where they are not known.
+      num_bytes: bytes of the record on one device, which cross the link or the disk, or which the device holds. 0 if the
+        operation adds none, or if they are unknown.
       lag: ticks from the one that computes with the record to this one.
       inner: of "tiles", the `host_offload.schedule.Phase` over the tiles of one layer; else None.
     """

@@ -67,11 +67,14 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.schedule.ops import END_PIECES, HEAD, HEAD_PIECES, KINDS, LATE_ENDS, LAYERS, Loop, Op
+from host_offload.schedule.ops import END_PIECES, HEAD, HEAD_PIECES, KINDS, LATE_ENDS, LAYERS, MOVES, Loop, Op
 from host_offload.schedule.timeline import Box, Lane, Strip, draw_html, draw_svg, draw_text
 
 UPDATES = ("after_backward", "in_backward")
-SIZES = ("gathered", "derivative", "handed", "weights", "made", "swapped", *KINDS)  # what record_bytes may hold
+ON_DISK = "_on_disk"
+"""Ends the names of sizes that a record takes on the disk, padding included: "params_on_disk"."""
+# The names that `record_bytes` may hold.
+SIZES = ("gathered", "derivative", "handed", "weights", "made", *KINDS, *(kind + ON_DISK for kind in KINDS))
 _ENDS = {
     HEAD: "head",
     HEAD_PIECES: "pieces of the head",
@@ -231,15 +234,20 @@ class Phase:
         Args:
           *lanes: "up", "down", "read" or "write".
           called: count only what callbacks move, or only what they do not; None: everything.
+
+        Raises:
+          ValueError: no lane is given, or one in which no record moves.
         """
+        if not lanes or not set(lanes) <= set(MOVES):
+            raise ValueError(f"moved{lanes}: records move in the lanes {', '.join(map(repr, MOVES))}")
         total = 0
         for loop in self.loops:
-            swapped = {op.record: op.num_bytes for op in loop.ops if op.verb in ("read", "write")}
+            on_disk = {op.record: op.num_bytes for op in loop.ops if op.verb in ("read", "write")}
             for op in loop.ops:
                 if op.inner is not None:
                     total += loop.trips * op.inner.moved(*lanes, called=called)
                 elif op.lane in lanes:
-                    by_callbacks = op.num_bytes if op.record.kind in _CALLED else min(op.num_bytes, swapped.get(op.record, 0))
+                    by_callbacks = op.num_bytes if op.record.kind in _CALLED else min(op.num_bytes, on_disk.get(op.record, 0))
                     counted = {None: op.num_bytes, True: by_callbacks, False: op.num_bytes - by_callbacks}
                     total += loop.trips * counted[called]
         return total
@@ -275,7 +283,9 @@ class Phase:
     def _bytes(self, loop: Loop) -> int:
         """Return the bytes of one tick of a loop: what it loads, gathers and makes, and what waits for a later tick."""
         tiles = max((op.inner.peak_bytes for op in loop.ops if op.inner is not None), default=0)
-        return self._held + tiles + sum(op.num_bytes for op in loop.ops if op.verb in _HOLD or _is_held(op, loop))
+        # A record that is gathered twice in a tick, for forward and for the derivative, is there once.
+        held = {(op.verb, op.record, op.number): op.num_bytes for op in loop.ops if op.verb in _HOLD or _is_held(op, loop)}
+        return self._held + tiles + sum(held.values())
 
     # --- tables and pictures -----------------------------------------------------------------------------------------------
 
@@ -356,12 +366,13 @@ class Phase:
 
 _HOLD = frozenset({"fetch", "load", "gather", "compute", "reduce", "update"})
 """Verbs of operations whose bytes are on the device in their tick."""
+_MAIN = frozenset({"compute", "update", "host_update"})
 _CALLED = {"handed": "gradients down", "weights": "float32 weights down", "made": "new parameters up"}
 
 
 def _is_main(op: Op) -> bool:
-    """Tell whether an operation is what a tick is there for: it computes or updates a layer or tile."""
-    return op.record.kind == "layer"
+    """Return whether an operation is its tick's own: it computes or updates what the tick is for, a layer or a leaf."""
+    return op.verb in _MAIN and op.record.leaves not in _ENDS
 
 
 def _is_gather(op: Op) -> bool:
@@ -467,20 +478,30 @@ class Schedule:
           ValueError: the schedule was built without record_bytes.
         """
         if self.record_bytes is None:
-            raise ValueError("record_bytes=None: bytes in flight are known where build_schedule is given record_bytes")
+            raise ValueError(
+                "this schedule holds no bytes: program.operations(batch) has those of a program, and build_schedule takes "
+                "record_bytes"
+            )
         return {phase.name: phase.in_flight() for phase in self.phases}
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes in flight in any tick."""
-        self.in_flight()  # which tells if the schedule has no bytes
+        """The most bytes in flight in any tick of these loops over layers.
+
+        A program's schedule does not know a batch, nor the embedding and the head: `StepPlan.peak_bytes` counts them too.
+
+        Raises:
+          ValueError: the schedule was built without record_bytes.
+        """
+        self.in_flight()  # raises
         return max(phase.peak_bytes for phase in self.phases)
 
     def title(self) -> str:
         """Return what stands above a table or a picture."""
         ahead = ", gather_ahead" if self.gather_ahead else ""
-        size = f" ({self.peak_bytes} bytes)" if self.record_bytes else ""
-        return f"{self.num_layers} layers, distance {self.distance}{ahead}, at most {self.peak_layers} in flight{size}"
+        size = f" ({self.peak_bytes:,} bytes)" if self.record_bytes else ""
+        layers = "1 layer" if self.num_layers == 1 else f"{self.num_layers} layers"
+        return f"{layers}, distance {self.distance}{ahead}, at most {self.peak_layers} in flight{size}"
 
     def __str__(self) -> str:
         notes = [phase.name + phase.note() for phase in self.phases]

@@ -20,9 +20,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from host_offload.schedule.ops import LAYERS, Loop, Op
+from host_offload.schedule.ops import END_PIECES, HEAD, HEAD_PIECES, LATE_ENDS, LAYERS, Loop, Op
 from host_offload.schedule.schedule import Phase, Schedule
 from host_offload.schedule.tiles import TiledSchedule
+
+_UNSTACKED = {
+    "ends": "embed, head",
+    HEAD: "head, small leaves",
+    HEAD_PIECES: "head, in pieces",
+    LATE_ENDS: "embed, head",
+    END_PIECES: "embed, head, in pieces",
+}
+"""What a table calls unstacked leaves."""
+_BEFORE_UPDATE = ("embed", "forward", "head", "backward", "embed_backward")
 
 
 def layers_kind(kind: str, stack: str) -> str:
@@ -46,26 +56,30 @@ class Part(NamedTuple):
     group: str = ""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class StepPlan:
     """Everything that a step does, in order.
 
     Attributes:
       stacks: the schedule of each stack of layers by name, in order; "" is the name of the only one.
-      ends: the phases of the other leaves by name (`host_offload.schedule.build_ends`).
-      ends_first: the other leaves are updated before the layers.
+      ends: the phases of the unstacked leaves by name (`host_offload.schedule.build_ends`).
+      ends_first: the unstacked leaves are updated before the layers.
+      names: what the table calls unstacked leaves, by their name in records; others keep that name.
+      num_microbatches: that each computation of a layer runs.
     """
 
     stacks: Mapping[str, Schedule]
     ends: Mapping[str, Phase] = dataclasses.field(default_factory=dict)
     ends_first: bool = False
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    num_microbatches: int = 1
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
         """All phases, in the order in which they run."""
         update = ["ends", "update"] if self.ends_first else ["update", "ends"]
         found = list[Part]()
-        for name in ("embed", "forward", "head", "backward", "embed_backward", *update):
+        for name in (*_BEFORE_UPDATE, *update):
             found += [Part(self.ends[name], name)] if name in self.ends else []
             for stack, schedule in (reversed if name == "backward" else list)(list(self.stacks.items())):
                 layers = [Part(phase, name, stack) for phase in schedule.phases if phase.name == name]
@@ -75,31 +89,79 @@ class StepPlan:
                 found += [Part(group.phase("update"), "update", stack, group.name) for group in groups]
         return tuple(found)
 
+    def __repr__(self) -> str:
+        phases = dict.fromkeys(_title(part) for part in self.parts)
+        return f"<StepPlan of {', '.join(phases)}; print it for a table>"
+
     def __str__(self) -> str:
-        lines = [f"{'phase':<22} {'ticks':>11} {'operation':<12} {'of':<28} {'numbers':>11} {'lane':<8} {'bytes':>16}"]
+        count = self.num_microbatches
+        each = "" if count == 1 else f"; a layer computes its {count} microbatches in one tick"
+        head = f"at most {self.peak_bytes:,} bytes in flight on a device, in {self.peak[0]}{each}" if self.peak_bytes else ""
+        columns = f"{'phase':<22} {'ticks':>11} {'operation':<14} {'of':<28} {'numbers':>11} {'lane':<8} {'bytes':>16}"
+        lines = [*([head] if head else []), columns]
         for part in self.parts:
-            name = part.name if part.stack is None else _named(part.stack, part.name) + (f"/{part.group}" if part.group else "")
             for depth, loop, op in _operations(part.phase):
-                record = op.record.kind if op.record.leaves == LAYERS else f"{op.record.kind} of {op.record.leaves}"
-                ticks, last = f"{loop.start} .. {loop.stop - 1}", op.number + loop.step * (loop.trips - 1)
-                numbers = f"{op.number} .. {last}" if loop.trips > 1 else f"{op.number}"
-                when = "" if not op.lag else f"  {abs(op.lag)} ticks {'late' if op.lag > 0 else 'ahead'}"
-                start = f"{name:<22} {ticks if loop.trips > 1 else loop.start:>11} {'  ' * depth + op.verb:<12} {record:<28}"
-                lines.append(f"{start} {numbers:>11} {op.lane:<8} {op.num_bytes:>16,}{when}")
+                lines.append(self._line(_title(part), depth, loop, op))
         return "\n".join(lines)
 
+    def _line(self, phase: str, depth: int, loop: Loop, op: Op) -> str:
+        """Return the line of an operation, `depth` loops over tiles inside of the phase's own loop."""
+        leaves = self.names.get(op.record.leaves) or _UNSTACKED.get(op.record.leaves, op.record.leaves)
+        record = op.record.kind if op.record.leaves == LAYERS else f"{op.record.kind} of {leaves}"
+        ticks, numbers = f"{loop.start}", f"{op.number}"
+        if loop.trips > 1:
+            ticks += f" .. {loop.stop - 1}"
+            numbers += f" .. {op.number + loop.step * (loop.trips - 1)}"
+        size = f"{op.num_bytes:,}" if op.num_bytes else "-"
+        verb = "  " * depth + op.verb
+        line = f"{phase:<22} {ticks:>11} {verb:<14} {record:<28} {numbers:>11} {op.lane:<8} {size:>16}"
+        return line if not op.lag else f"{line}  {_lag(op)}"
+
     def moved(self, *lanes: str, called: bool | None = None) -> int:
-        """Return the bytes that cross some lanes of a device in a step (`Phase.moved`)."""
+        """Return the bytes that cross some lanes of a device in a step.
+
+        What devices send to each other is `program.memory(batch).collectives`.
+
+        Args:
+          *lanes: "up" to the device, "down" to host memory, "read" from the disk or "write" to the disk.
+          called: count only what callbacks move, or only what they do not; None: everything.
+
+        Raises:
+          ValueError: no lane is given, or one in which no record moves.
+        """
         return sum(part.phase.moved(*lanes, called=called) for part in self.parts)
 
     def peak_of(self, name: str) -> int:
-        """Return the most bytes in flight in any tick of the phases of a name; 0 where there are none."""
+        """Return the most bytes in flight in any tick of the phases of a name; 0 if this step has no such phase.
+
+        Raises:
+          ValueError: no step has a phase of that name.
+        """
+        known = (*_BEFORE_UPDATE, "update", "ends")
+        if name not in known:
+            raise ValueError(f"phase {name!r}: a step has the phases {', '.join(known)}")
         return max((part.phase.peak_bytes for part in self.parts if part.name == name), default=0)
+
+    @functools.cached_property
+    def peak(self) -> tuple[str, int]:
+        """The phase with the most bytes in flight, and how many that are.
+
+        The embedding and the head that were loaded stay on the device from forward to the end of backward.
+        """
+        loaded = self.ends["embed"].moved("up") if "embed" in self.ends else 0
+        peak = ("", 0)
+        for part in self.parts:
+            # `embed` itself loads them, and the update has no need of them.
+            kept = loaded if part.name in _BEFORE_UPDATE[1:] else 0
+            num_bytes = part.phase.peak_bytes + kept
+            if num_bytes > peak[1]:
+                peak = (_title(part), num_bytes)
+        return peak
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes in flight in any tick: of the layers' loops, and of the update of the other leaves."""
-        return max(map(self.peak_of, ("forward", "backward", "update", "ends")))
+        """The most bytes in flight on a device in any tick, with what is gathered: `gathered` and `in_flight` of a report."""
+        return self.peak[1]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -164,6 +226,21 @@ def stacked_schedule(stacks: Mapping[str, Schedule]) -> Schedule:
     # Records of different stacks have different sizes: those are told by the schedule of each.
     fields |= {"phases": tuple(phases), "tiers": tiers, "record_bytes": None}
     return StackedSchedule(**fields, stacks=stacks)
+
+
+def _title(part: Part) -> str:
+    """Return what a table calls a phase."""
+    if part.stack is None:
+        return part.name
+    return _named(part.stack, part.name) + (f"/{part.group}" if part.group else "")
+
+
+def _lag(op: Op) -> str:
+    """Return the lag of an operation in words."""
+    if op.verb == "host_update":
+        return "since the step began"
+    ticks = "1 tick" if abs(op.lag) == 1 else f"{abs(op.lag)} ticks"
+    return f"{ticks} {'late' if op.lag > 0 else 'ahead'}"
 
 
 def _operations(phase: Phase, depth: int = 0) -> Iterator[tuple[int, Loop, Op]]:

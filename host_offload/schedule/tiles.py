@@ -122,7 +122,7 @@ class TiledSchedule(Schedule):
 
 def _with_inner(loop: Loop, inner: Sequence[tuple[str, Phase]]) -> Loop:
     """Return a loop whose trips run loops over tiles, each (group, phase), before they use the rest of the layer."""
-    layer = next((op.number for op in loop.ops if op.record.kind == "layer"), None)
+    layer = next((op.number for op in loop.ops if op.verb == "compute"), None)
     if layer is None:
         return loop
     ops = [op for op in loop.ops if op.inner is None]

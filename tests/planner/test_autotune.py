@@ -108,7 +108,7 @@ def test_settings_that_cannot_be_built_are_told_and_not_chosen(monkeypatch):
         toys.layered(), optax.adamw(1e-3), zj.ZeroConfig(precision="bf16", activations="remat", **fields),
         aot.gpu_mesh("h200", gpus_per_host=1),
     ) as program:  # fmt: skip
-        most = program.schedule.peak_bytes
+        most = program.operations(toys.batches(1)[0]).peak_bytes
     budget = {"device_budget_bytes": most}
     found, tried = tuned(monkeypatch, fields | budget, lambda config: 1 / config.prefetch_distance, linear=False)
     assert tried == [(1, None)]

@@ -299,7 +299,7 @@ def random_step(seed: int) -> dict[str, Any]:
         schedules[f"{n}"] = build_schedule(
             num_layers, distance, tiers=tiers, update=update, gather_ahead=ahead, master=master,
             device_layers=draw.choice([0, draw.randint(0, num_layers)]) if may_stay else 0,
-            stores_late=late, host=host, regathers=True, record_bytes=sizes,
+            stores_late=int(late), host=host, regathers=True, record_bytes=sizes,
         )  # fmt: skip
         works.append(LayerWork(
             forward=draw.random(), backward=2 * draw.random(), update=some(1), gather=some(1), reduce=some(1), regather=some(1),
@@ -462,7 +462,7 @@ def test_wait_for_a_gather_of_a_late_load_counts_for_both():
 
 def test_late_stores_cross_beside_the_next_load():
     """Each record 2 s up and 2 s down: a record after the other, or one beside the other."""
-    time = run_of(3, LayerWork(update=0.5), sizes={"opt_state": 2}, tiers={"opt_state": H}, stores_late=True)
+    time = run_of(3, LayerWork(update=0.5), sizes={"opt_state": 2}, tiers={"opt_state": H}, stores_late=1)
     assert time.seconds == 3 * (2 + 0.5) + 2
     assert time.exposed["down"] == 2
 

@@ -279,7 +279,7 @@ def test_a_model_without_layers_is_refused_what_works_layer_by_layer(fields):
 def test_a_schedule_that_exceeds_its_budget_says_what_fits():
     with pytest.raises(ValueError, match=r"device_budget_bytes=\d+: prefetch_distance=4.*nothing fits"):
         build(params="pinned_host", prefetch_distance=4, device_budget_bytes=100)
-    least = build(params="pinned_host", prefetch_distance=1).schedule.peak_bytes
+    least = build(params="pinned_host", prefetch_distance=1).operations(toys.batches(1)[0]).peak_bytes
     with pytest.raises(ValueError, match=r"prefetch_distance=4.*prefetch_distance=1"):
         build(params="pinned_host", prefetch_distance=4, device_budget_bytes=least)
     build(params="pinned_host", prefetch_distance=1, device_budget_bytes=least)

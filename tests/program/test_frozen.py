@@ -167,10 +167,11 @@ def test_the_account_counts_the_base_as_a_kind_of_its_own(tmp_path):
 
 
 def test_device_budget_counts_the_base(tmp_path):
+    with build(FROZEN, tmp_path, frozen=HOST, prefetch_distance=0) as program:
+        least = program.operations(toys.batches(1)[0]).peak_bytes
     with pytest.raises(ValueError, match="bytes in flight"):
-        build(FROZEN, tmp_path, frozen=HOST, prefetch_distance=2, device_budget_bytes=10700)
-    with build(FROZEN, tmp_path, frozen=HOST, prefetch_distance=0, device_budget_bytes=10700) as program:
-        assert program.schedule.peak_bytes <= 10700
+        build(FROZEN, tmp_path, frozen=HOST, prefetch_distance=2, device_budget_bytes=least)
+    build(FROZEN, tmp_path, frozen=HOST, prefetch_distance=0, device_budget_bytes=least).close()
     with build(FROZEN, tmp_path, frozen=HOST, prefetch_distance=2) as program:
         layer = sum(4 * math.prod(leaf.record_shape) // 2 for leaf in program.layout.frozen if leaf.is_stacked)
         assert (program.schedule.record_bytes or {})["frozen"] == layer  # its shard on one of two devices

@@ -315,7 +315,9 @@ def test_errors_of_a_stack_name_it():
         assert found.value.__notes__[0] == "This is of stack 'decoder'."
         with pytest.raises(ValueError, match=r"the context of a stack must be a tree of arrays, but \['kind'\] is str 'text'"):
             build(fields, model=model_of.model(stacks=[stacks[0], texts])).check(model_of.batches(1)[0])
-    told = r"device_budget_bytes=7000: .* bytes of stack 'decoder' in flight.*; prefetch_distance=(\d+) fits, with \d+ bytes"
+    told = (
+        r"device_budget_bytes=7000: .* bytes in flight on a device, in decoder/.*; prefetch_distance=(\d+) fits, with \d+ bytes"
+    )
     fields = {"params": HOST, "opt_state": HOST, "prefetch_distance": 3}
     with pytest.raises(ValueError, match=told) as found:
         build(fields | {"device_budget_bytes": 7000})

@@ -356,7 +356,7 @@ WRONG = {
     "unlayered": (lambda: build(toys.unrolled(), activations=(S(3),)), r"activations=\(Segment.*works layer by layer"),
     "budget": (
         lambda: build(activations=MIXES["modes"], params=HOST, device_budget_bytes=100),
-        "bytes of layers 3-4 in flight on a device",
+        "bytes in flight on a device, in layers 3-4/backward",
     ),
     "mark": (
         lambda: build(activations=(S(2), S(3, saved_names=("outs",)))).check(toys.batches(1)[0]),

@@ -179,7 +179,7 @@ def ends_of(phase):
 
 def test_late_stores_are_those_of_the_tick_before_and_the_last_one_is_drained():
     tiers = {"opt_state": HOST, "params": HOST}
-    late, now = (build_schedule(4, 1, tiers=tiers, update="in_backward", stores_late=late) for late in (True, False))
+    late, now = (build_schedule(4, 1, tiers=tiers, update="in_backward", stores_late=late) for late in (1, 0))
     phase, same = late.phase("backward"), now.phase("backward")
     assert (phase.store.tolist(), phase.drain.tolist()) == ([-1, 3, 2, 1], [0])
     assert (same.store.tolist(), same.drain.tolist()) == ([3, 2, 1, 0], [])
@@ -198,8 +198,8 @@ def test_the_head_is_stored_in_the_first_tick_and_the_others_are_loaded_beside_t
     tiers, sizes = {"opt_state": HOST, "params": HOST}, {"opt_state": 100, "params": 10, "grads": 1, "gathered": 20}
     options = {"tiers": tiers, "update": "in_backward", "record_bytes": sizes}
     ends = [EndsMove(HEAD, (30,)), EndsMove(LATE_ENDS, (7,))]
-    late = build_schedule(4, 1, stores_late=True, ends=ends, **options)
-    phase, plain = late.phase("backward"), build_schedule(4, 1, stores_late=True, **options)
+    late = build_schedule(4, 1, stores_late=1, ends=ends, **options)
+    phase, plain = late.phase("backward"), build_schedule(4, 1, stores_late=1, **options)
     assert ends_of(phase) == [(HEAD, -1, 0), (LATE_ENDS, 4, 5)]
     more = late.in_flight()["backward"] - plain.in_flight()["backward"]
     assert more.tolist() == [30, 0, 0, 0]
@@ -220,7 +220,7 @@ def test_the_head_is_stored_in_the_first_tick_and_the_others_are_loaded_beside_t
 )
 def test_a_large_head_is_updated_in_pieces_beside_the_first_ticks(count, more, lanes):
     tiers, sizes = {"opt_state": HOST}, {"opt_state": 100}
-    options = {"tiers": tiers, "update": "in_backward", "record_bytes": sizes, "stores_late": True}
+    options = {"tiers": tiers, "update": "in_backward", "record_bytes": sizes, "stores_late": 1}
     pieces, others = EndsMove(HEAD_PIECES, (5,), (count,)), EndsMove(LATE_ENDS, (7,))
     schedule, plain = build_schedule(4, 1, ends=[pieces, others], **options), build_schedule(4, 1, **options)
     assert (schedule.in_flight()["backward"] - plain.in_flight()["backward"]).tolist() == more
@@ -270,7 +270,7 @@ def test_two_stacks_update_ends_beside_the_last_store_to_the_same_numbers(fields
 def test_an_update_after_backward_loads_in_its_tick_and_stores_a_tick_late():
     tiers = {"opt_state": HOST}
     ends = [EndsMove(LATE_ENDS, (7,))]
-    late, plain = (build_schedule(4, 1, tiers=tiers, stores_late=is_late, ends=ends) for is_late in (True, False))
+    late, plain = (build_schedule(4, 1, tiers=tiers, stores_late=is_late, ends=ends) for is_late in (1, 0))
     phase = late.phase("update")
     assert (phase.store.tolist(), phase.drain.tolist(), len(phase.preload)) == ([-1, 0, 1, 2], [3], 0)
     assert (phase.fetches, phase.reads, phase.writes) == ((), ("opt_state",), ("opt_state",))

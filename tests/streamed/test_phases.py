@@ -29,7 +29,7 @@ def test_numbers_are_parted_where_they_are_not_linear(numbers, parts):
         assert numbers[start:stop] == [numbers[start] + step * n for n in range(stop - start)]
 
 
-@pytest.mark.parametrize("fields", [{}, {"gather_ahead": True}, {"stores_late": True}, {"device_layers": 3}])
+@pytest.mark.parametrize("fields", [{}, {"gather_ahead": True}, {"stores_late": 1}, {"device_layers": 3}])
 @pytest.mark.parametrize("distance", [0, 1, 2, 9])
 def test_the_loops_of_a_phase_have_the_numbers_of_its_ticks(distance, fields):
     """What a schedule shows is what is compiled."""

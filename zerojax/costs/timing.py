@@ -306,9 +306,9 @@ class _Walk:
         for op in loads:
             key = _Kind(stack, op.record)
             there = self.written.get((key, op.number), Event(0.0, "down"))
-            if any(other.verb == "read" and other.record == op.record for other in ops):
+            for off_disk in (other for other in ops if other.verb == "read" and other.record == op.record):
                 label = f"read {op.record.kind}"
-                there = clock.move("read", op.num_bytes, self.room(key), there, label=label, layer=_layer(op))
+                there = clock.move("read", off_disk.num_bytes, self.room(key), there, label=label, layer=_layer(op))
                 read.append(key)
             here = _latest(here, there)
         label = f"load {', '.join(op.record.kind for op in ops if op.verb != 'read')}"
@@ -349,7 +349,9 @@ class _Walk:
                 ready.append(read)
                 self.taken[key].append(read)
             elif op.verb == "host_update":
-                end = clock.run("host", seconds, *after, *ready, label="update", layer=layer)
+                # A delayed update works on the gradients of the step before.
+                needs = [] if op.lag < 0 else [*after, *ready]
+                end = _latest(end, clock.run("host", seconds, *needs, label="update", layer=layer))
                 for other in (other for other in ops if other.verb == "host_read"):
                     self.taken[_Kind(stack, other.record)][-1] = end
             elif op.verb == "host_write":
@@ -381,7 +383,7 @@ class _Walk:
 
         for tick, ops in part.phase.ticks():
             start = clock.now if tick >= 0 else begin
-            take = next((op.number for op in ops if op.record.kind == ("gathered" if gathers else "layer")), None)
+            take = next((op.number for op in ops if _takes(op, gathers)), None)
             taken = start if take is None or take not in arrived else _latest(arrived.pop(take), start)
             done, read, called = taken, start, [op for op in ops if _is_called(op)]
             for (verb, index, *_), group in itertools.groupby((op for op in ops if op not in called), partial(_step_of, ops)):
@@ -449,6 +451,13 @@ class _Kind(NamedTuple):
 def _layer(op: Op) -> int:
     """Return the layer for which an operation is shown; -1 of leaves that are no layers."""
     return op.number if op.record.leaves == LAYERS else -1
+
+
+def _takes(op: Op, gathers: bool) -> bool:
+    """Return whether an operation takes its tick's record: it gathers the record, or computes or updates where none does."""
+    if gathers:
+        return op.record.kind == "gathered"
+    return op.verb in ("compute", "update", "host_update") and op.record.leaves == LAYERS
 
 
 def _is_called(op: Op) -> bool:

@@ -31,7 +31,7 @@ def resident_bytes(records: StateRecords, pieces: Mapping[int, int], loss: Any, 
         "gathered": gathered_bytes(layout),
         "activations": sum(kept.num_bytes for kept in resident_kept(layout, loss, abstract_batch)),
         # The device updates one leaf at a time, or a piece of it. Callbacks bring all leaves at once.
-        "in_flight": steps.peak_bytes,
+        "in_flight": steps.peak_of("ends"),
     }
     link, called = (
         {"to_device": steps.moved("up", called=by_callbacks), "to_host": steps.moved("down", called=by_callbacks)}

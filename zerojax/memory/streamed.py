@@ -4,6 +4,7 @@ A tick holds the records that are on their way in it, so the most that any tick 
 arguments (`host_offload.schedule.StepPlan`). Each load and store crosses the link once.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from zerojax.streamed import ResidualPlan, StreamedStep
 def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) -> RunningBytes:
     """Return what a streamed step takes beside its arguments, and what it moves over the link."""
     plan, saved = streamed.plan, _saved(streamed, abstract_batch)
-    steps = streamed.steps(saved)
+    steps = streamed.steps(_kept(saved))
     gathered = gathered_bytes(layout, 1 + layout.config.gather_ahead, any(r.is_away for r in plan.params))
     grads, host_grads = _resting_grads(layout, streamed)
 
@@ -39,7 +40,8 @@ def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) 
         "unreduced": unreduced_bytes(layout, blocks=False),
         "gathered": gathered,
         "activations": kept("device") + _entered_bytes(streamed, _shapes(abstract_batch)),
-        "in_flight": _in_flight(steps, gathered),
+        # What is gathered has a line of its own.
+        "in_flight": max(0, steps.peak_bytes - gathered),
     }
     host = {"grads": 0, "activations": kept("pinned_host")} | host_grads
     link, called = (
@@ -49,21 +51,9 @@ def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) 
     return RunningBytes(device, host, link, called)
 
 
-def _in_flight(steps: StepPlan, gathered: int) -> int:
-    """Return the most bytes on their way at once, without what is gathered, which has a line of its own in a report.
-
-    What embedding and head load before forward stays until backward is over.
-    """
-    loaded = steps.ends["embed"].moved("up")
-    with_ends, without = (
-        max(max(0, steps.peak_of(name) - gathered) for name in names) for names in (("forward", "backward"), ("update", "ends"))
-    )
-    return max(loaded + with_ends, without)
-
-
 def streamed_steps(streamed: StreamedStep, abstract_batch: Any) -> StepPlan:
     """Return everything that a streamed step does, with the bytes of a batch."""
-    return streamed.steps(_saved(streamed, abstract_batch))
+    return streamed.steps(_kept(_saved(streamed, abstract_batch)))
 
 
 def _shapes(abstract_batch: Any) -> Any:
@@ -78,11 +68,25 @@ def _saved(streamed: StreamedStep, abstract_batch: Any) -> dict[str, dict[str, i
 
 
 def _saved_bytes(residuals: ResidualPlan) -> dict[str, int]:
-    """Return the bytes that one layer keeps from forward to backward, by tier."""
-    tiers = {"device": 0, "pinned_host": 0, "nvme": 0}
+    """Return the bytes that one layer keeps from forward to backward, by tier, and those of its record on the disk."""
+    tiers = {"device": 0, "pinned_host": 0, "nvme": 0, "on_disk": 0}
     for record, a in zip(residuals.records, residuals.shapes, strict=True):
         tiers[record.tier] += local_record_bytes(record, a.shape, a.dtype)
+        if record.disk_records is not None:
+            # All that a layer keeps there is one record, which is padded.
+            tiers["on_disk"] = record.disk_records.num_bytes
     return tiers
+
+
+def _kept(saved: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+    """Return the bytes that one layer of each run keeps off the device, as its schedule takes them."""
+    return {
+        run: {
+            "activations": tiers["pinned_host"] + tiers["nvme"],
+            "activations_on_disk": tiers["on_disk"],
+        }
+        for run, tiers in saved.items()
+    }
 
 
 def _entered_bytes(streamed: StreamedStep, abstract_batch: Any) -> int:

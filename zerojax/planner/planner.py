@@ -48,7 +48,7 @@ from zerojax.costs import (
 from zerojax.given import as_integer, as_number
 from zerojax.machines import Machine, machine_of, probe, size_of
 from zerojax.machines import machine as named_machine
-from zerojax.memory import program_memory
+from zerojax.memory import program_memory, steps_of_program
 from zerojax.models import LayeredModel, Model
 from zerojax.planner.candidates import SEARCHED, WORTH, Space
 from zerojax.planner.plans import Beaten, Plan, PlanError, changed
@@ -437,14 +437,13 @@ class Planner:
         """
         of_program = self._buildable(tiles)
         parts = assemble(of_program.model, of_program.tx, config, of_program.mesh)
-        batch, disk = abstract_batch(of_program.batch, of_program.mesh), parts.records.layout.disk
+        batch = abstract_batch(of_program.batch, of_program.mesh)
         with jax.set_mesh(of_program.mesh):
             tiers = program_memory(parts.records, parts.step, batch).tiers
-            if disk is None:
+            if parts.records.layout.disk is None:
                 return Exact(tiers, None)
-            parts.step.records_written(batch)  # which tells the disk of the activations
-            moves = [(move.writes, disk.kinds[move.kind].num_bytes) for move in parts.step.moves()]
-        return Exact(tiers, (sum(n for writes, n in moves if not writes), sum(n for writes, n in moves if writes)))
+            steps = steps_of_program(parts.records, parts.step, batch)
+        return Exact(tiers, (steps.moved("read"), steps.moved("write")))
 
     def _buildable(self, tiles: int) -> Buildable:
         """Return what programs are built of: the model that was given, or one of the sizes."""

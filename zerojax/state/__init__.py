@@ -25,6 +25,7 @@ from zerojax.state.ordering import adds_order as adds_order
 from zerojax.state.ordering import order_read_before_write as order_read_before_write
 from zerojax.state.ordering import wait_for as wait_for
 from zerojax.state.record_bytes import end_leaves as end_leaves
+from zerojax.state.record_bytes import ends_gathered as ends_gathered
 from zerojax.state.record_bytes import host_update as host_update
 from zerojax.state.record_bytes import loaded_bytes as loaded_bytes
 from zerojax.state.record_bytes import record_bytes as record_bytes

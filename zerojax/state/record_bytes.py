@@ -2,19 +2,25 @@
 
 from collections.abc import Callable, Container, Mapping, Sequence
 
-from host_offload.schedule import EndLeaf, HostUpdate, StepPlan, build_ends
+from host_offload.schedule import ON_DISK, EndLeaf, HostUpdate, StepPlan, build_ends
 from zerojax.config import ZeroConfig
 from zerojax.sharding import FSDP, STAGES, LeafSpec, Spec, local_elements, stored_spec
 from zerojax.state.records import RecordSpec
 from zerojax.state.state_records import StateRecords
 
 
-def record_bytes(records: StateRecords, part: Sequence[int], frozen: Sequence[int] = ()) -> dict[str, int]:
-    """Return the bytes of the records of some stacked leaves on each device, as `host_offload.build_schedule` takes them.
-
-    `part` are those that are trained, `frozen` those that are not.
+def record_bytes(
+    records: StateRecords, part: Sequence[int], frozen: Sequence[int] = (), grads_on_disk: RecordSpec | None = None
+) -> dict[str, int]:
+    """Return the bytes of one layer's records on each device, as `host_offload.build_schedule` takes them.
 
     Activations are not counted: their shapes are known once there is a batch.
+
+    Args:
+      records: how the state is stored.
+      part: indices of the trained leaves of the records.
+      frozen: indices of their frozen leaves.
+      grads_on_disk: how one of their gradients is stored, if that is on the disk.
     """
     layout, mesh, stage = records.layout, records.mesh, STAGES[records.layout.config.stage]
     on_device = layout.config.params == "device"
@@ -52,7 +58,25 @@ def record_bytes(records: StateRecords, part: Sequence[int], frozen: Sequence[in
         "weights": num_bytes(part, of_state, 4) if on_device and not layout.has_master else 0,
         "made": num_bytes(part, of_state) if on_device else 0,
     }
-    return sizes | ({"frozen": frozen_shards} if layout.frozen else {})
+    sizes |= {"frozen": frozen_shards} if layout.frozen else {}
+    return sizes | _on_disk(records, part, frozen, [] if grads_on_disk is None else [grads_on_disk])
+
+
+def _on_disk(records: StateRecords, part: Sequence[int], frozen: Sequence[int], grads: Sequence[RecordSpec]) -> dict[str, int]:
+    """Return the bytes of the records' files on the disk, by "<kind>_on_disk"; the kinds that have none are missing."""
+    leaves_by_kind = {
+        "params": [records.params[i] for i in part],
+        "frozen": [records.weight(i) for i in frozen],
+        "opt_state": records.opt_records(part),
+        "grads": grads,
+    }
+    sizes = dict[str, int]()
+    for kind, leaves in leaves_by_kind.items():
+        # All leaves of a record are in one file.
+        for leaf in leaves[:1]:
+            if leaf.disk_records is not None:
+                sizes[kind + ON_DISK] = leaf.disk_records.num_bytes
+    return sizes
 
 
 def is_gathered(records: StateRecords) -> bool:
@@ -91,12 +115,23 @@ def end_leaves(records: StateRecords, beside: Container[int], pieces: Mapping[in
         size = local_elements(leaf.shape, weight.spec, records.mesh) * leaf.dtype.itemsize
         if leaf.frozen:
             name = str(i) if weight.disk_records is None else weight.disk_records.kind.partition(".")[2]
-            leaves.append(EndLeaf(name, {"frozen": tier_of([weight])}, {"frozen": size}, frozen=True))
+            sizes = {"frozen": size} | _on_disk(records, (), (i,), ())
+            leaves.append(EndLeaf(name, {"frozen": tier_of([weight])}, sizes, frozen=True))
             continue
         tiers = {"params": tier_of([weight]), "opt_state": tier_of(records.opt_records((i,)))}
         sizes = record_bytes(records, (i,)) | {"params": size}
         leaves.append(EndLeaf(str(i), tiers, sizes, num_pieces=pieces.get(i, 1), is_beside=i in beside))
     return leaves
+
+
+def ends_gathered(records: StateRecords) -> dict[str, int]:
+    """Return the bytes of the embedding's and the head's parameters while they are gathered; 0 if they are not."""
+    layout, sizes = records.layout, {"embed": 0, "head": 0}
+    for unit in sizes:
+        trained = [i for i in layout.ends if layout.all_leaves[i].path[0].key == unit]
+        frozen = [i for i in layout.frozen_ends if layout.all_leaves[i].path[0].key == unit]
+        sizes[unit] = record_bytes(records, trained, frozen)["gathered"]
+    return sizes
 
 
 def host_update(config: ZeroConfig, has_master: bool) -> HostUpdate | None:
@@ -121,4 +156,6 @@ def steps_of_leaves(records: StateRecords, pieces: Mapping[int, int]) -> StepPla
     """
     layout = records.layout
     host = host_update(layout.config, layout.has_master)
-    return StepPlan({}, build_ends(end_leaves(records, (), pieces), layout.has_master, host))
+    names = {str(i): leaf.name for i, leaf in enumerate(layout.all_leaves)}
+    ends = build_ends(end_leaves(records, (), pieces), layout.has_master, host)
+    return StepPlan({}, ends, names=names, num_microbatches=layout.config.num_microbatches)

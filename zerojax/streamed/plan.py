@@ -22,6 +22,7 @@ from host_offload.schedule import (
     StepPlan,
     TiledSchedule,
     TileLoops,
+    advise,
     build_ends,
     moves_of,
     stacked_schedule,
@@ -49,6 +50,7 @@ from zerojax.state import (
     TileGroup,
     TrainState,
     end_leaves,
+    ends_gathered,
     host_update,
     is_encoded,
     is_stored,
@@ -60,6 +62,8 @@ from zerojax.streamed.schedules import cut_ends, early_ends, end_groups, head_pi
 from zerojax.tiling import marked
 
 Array = jax.Array
+Kept = Mapping[str, Mapping[str, int]]
+"""Bytes that one layer of each run of layers keeps off the device for backward: `record_bytes` by the run's name."""
 Loops = Sequence[Mapping[str, Sequence[tuple[TileLoops, str]]]]
 """Of each run of layers, the loops over tiles of a tick of each phase."""
 
@@ -181,40 +185,26 @@ class StreamedPlan:
         after_backward = config.update != "in_backward"
         on_host = config.update_on == "host"
         self.stacked, self.ends = layout.stacked, layout.ends
+        grads_tier = "device" if on_host else config.grads  # as far as the loops know: callbacks stash them
+        self.grads = self._store_grads(grads_tier)
         runs, models = runs_of(layout), {stack.name: stack for stack in stacks_of(model)}
+        self._runs = runs
         self.head_pieces = head_pieces(state_records, runs, update)
         self.cut_ends = cut_ends(state_records, runs, update, self.head_pieces)
-        planned = plan_schedules(state_records, runs, self.cut_ends, self.head_pieces)
+        planned = self._plan_schedules(config.prefetch_distance, config.gather_ahead)
         schedules = {name: dataclasses.replace(schedule, stream=str(self.stream)) for name, schedule in planned.items()}
         self.of_stacks = tuple(_stack_plan(models[run.stack.name], run, schedules[run.name], layout) for run in runs)
         self.schedule = stacked_schedule(schedules)
         self.drained = next((stack for stack in self.of_stacks if stack.drains_beside_ends), None)
         self.early_ends = early_ends(state_records, runs)
         self.late_ends = tuple(i for i in self.ends if i not in (*self.early_ends, *self.head_pieces))
-        grads_tier = "device" if on_host else config.grads  # as far as the loops know: callbacks stash them
         frozen = sorted(i for stack in layout.stacks for part in stack.frozen_parts for i in part)
         self.stacks = (*layout.stacked, *frozen)
         self.params = [state_records.weight(i) for i in range(len(self.leaves))]
-        pairs = zip(state_records.grads, layout.leaves, strict=True)
-        # The ends' gradients stay on the device: head and embedding both add to them.
-        self.grads = [dataclasses.replace(r, tier=grads_tier if leaf.is_stacked else "device") for r, leaf in pairs]
         self.params_away = config.params != "device"
         self.grads_away = grads_tier != "device" and after_backward
         self.grads_in_memory = self.grads_away and grads_tier == "pinned_host"
-        if layout.disk is not None and config.grads == "nvme" and after_backward:
-            # Not part of the state: they live from backward to the update of the same step.
-            kinds: list[tuple[str, int, tuple[int, ...]]] = []
-            for stack in layout.stacks:
-                of_tiles = [(group.kind("grads"), stack.num_layers * group.num_tiles, group.leaves) for group in stack.groups]
-                kinds += [(stack.kind("grads"), stack.num_layers, stack.blocks), *of_tiles]
-            for kind, count, part in (kind for kind in kinds if kind[2]):  # of what is frozen there is none
-                names, shapes = [self.leaves[i].name for i in part], [self.grad_shape(i) for i in part]
-                disk_records = layout.disk.declare(
-                    kind, count, names, shapes, [self.grads[i].spec for i in part], lifetime="step",
-                    used_by="host" if on_host else "program",
-                )  # fmt: skip
-                for place, i in enumerate(part):
-                    self.grads[i] = dataclasses.replace(self.grads[i], disk_records=disk_records, leaf=place)
+        self._check_budget({})
         self.host = None
         if self.update is not None and on_host:
             stashes = after_backward and (config.grads != "device" or config.delayed_update)
@@ -222,25 +212,97 @@ class StreamedPlan:
             on_disk = {i: self.grads[i] for i in layout.blocks if self.grads[i].disk_records is not None}
             self.host = HostUpdate(self.update, stashes=stashes, summed=self.count, on_disk=on_disk)
 
-    def steps(self, loops: Loops, ends_first: bool, activations: Mapping[str, Mapping[str, int]] | None = None) -> StepPlan:
+    def _store_grads(self, tier: str) -> list[RecordSpec]:
+        """Return how each gradient is stored from backward to update, `tier` being that of the layers' gradients.
+
+        Gradients on the disk are declared here. They are no part of the state: they live from backward to the update.
+        """
+        layout, config = self.layout, self.config
+        grads = list[RecordSpec]()
+        for record, leaf in zip(self.state_records.grads, layout.leaves, strict=True):
+            # Gradients of embedding and head stay on the device: both add to them.
+            grads.append(dataclasses.replace(record, tier=tier if leaf.is_stacked else "device"))
+        if layout.disk is None or config.grads != "nvme" or config.update == "in_backward":
+            return grads
+        kinds = list[tuple[str, int, tuple[int, ...]]]()
+        for stack in layout.stacks:
+            kinds.append((stack.kind("grads"), stack.num_layers, stack.blocks))
+            for group in stack.groups:
+                kinds.append((group.kind("grads"), stack.num_layers * group.num_tiles, group.leaves))
+        for kind, count, part in kinds:
+            if not part:  # all of it is frozen
+                continue
+            disk_records = layout.disk.declare(
+                kind,
+                count,
+                [self.leaves[i].name for i in part],
+                [self.grad_shape(i) for i in part],
+                [grads[i].spec for i in part],
+                lifetime="step",
+                used_by="host" if config.update_on == "host" else "program",
+            )
+            for place, i in enumerate(part):
+                grads[i] = dataclasses.replace(grads[i], disk_records=disk_records, leaf=place)
+        return grads
+
+    def _plan_schedules(self, distance: int, gather_ahead: bool, kept: Kept | None = None) -> dict[str, Schedule]:
+        """Return the schedule of each run of layers by name, given what their layers keep for backward."""
+        return plan_schedules(
+            self.state_records, self._runs, self.cut_ends, self.head_pieces, self.grads, distance, gather_ahead, kept or {}
+        )
+
+    def _check_budget(self, kept: Kept, loops: Loops | None = None) -> None:
+        """Raise ValueError if a step has more bytes in flight than `device_budget_bytes`.
+
+        Args:
+          kept: what one layer of each run keeps for backward; empty before there is a batch.
+          loops: see `steps`.
+        """
+        config = self.config
+        budget, distance, ahead = config.device_budget_bytes, config.prefetch_distance, config.gather_ahead
+        if budget is None:
+            return
+
+        def build(distance: int, ahead: bool) -> StepPlan:
+            return self._step_plan(self._plan_schedules(distance, ahead, kept), loops, ends_first=False)
+
+        phase, peak = build(distance, ahead).peak
+        if peak > budget:
+            counted = "with what this batch keeps off the device for backward, " if kept else ""
+            raise ValueError(
+                f"device_budget_bytes={budget}: {counted}prefetch_distance={distance} with gather_ahead={ahead} puts {peak} "
+                f"bytes in flight on a device, in {phase}, {peak - budget} more; " + advise(build, distance, ahead, budget)
+            )
+
+    def steps(self, loops: Loops, ends_first: bool, kept: Kept | None = None) -> StepPlan:
         """Return everything that a step does.
 
         Args:
           loops: over tiles, of each run of layers.
-          ends_first: whether the leaves that are no stack of layers are updated before the layers.
-          activations: bytes of what one layer of each run keeps for backward, by its name and by tier, where they are known.
+          ends_first: whether the unstacked leaves are updated before the layers.
+          kept: what one layer of each run keeps for backward, where that is known.
+
+        Raises:
+          ValueError: more bytes are in flight than `device_budget_bytes`.
         """
-        kept = activations or {}
-        runs = [stack.run for stack in self.of_stacks]
-        schedules = plan_schedules(self.state_records, runs, self.cut_ends, self.head_pieces, kept)
-        pairs = zip(schedules.items(), loops, strict=True)
-        tiled = {name: with_tiles(schedule, inside) for (name, schedule), inside in pairs}
+        if kept is not None:
+            self._check_budget(kept, loops)
+        schedules = self._plan_schedules(self.config.prefetch_distance, self.config.gather_ahead, kept)
+        return self._step_plan(schedules, loops, ends_first)
+
+    def _step_plan(self, schedules: Mapping[str, Schedule], loops: Loops | None, ends_first: bool) -> StepPlan:
+        """Return everything that a step does, given the schedules of its layers; without `loops`, with the usual loops."""
+        if loops is not None:
+            pairs = zip(schedules.items(), loops, strict=True)
+            schedules = {name: with_tiles(schedule, inside) for (name, schedule), inside in pairs}
         is_beside = any(phase.stores_late for schedule in schedules.values() for phase in schedule.phases)
         late = self.drained is not None and is_beside
         beside = {*self.early_ends, *self.head_pieces, *(self.late_ends if late else ())}
         pieces = {} if self.update is None else self.update.num_pieces()
         leaves, host = end_leaves(self.state_records, beside, pieces), host_update(self.config, self.layout.has_master)
-        return StepPlan(tiled, build_ends(leaves, self.layout.has_master, host), ends_first)
+        ends = build_ends(leaves, self.layout.has_master, host, ends_gathered(self.state_records))
+        names = {str(i): leaf.name for i, leaf in enumerate(self.leaves)}
+        return StepPlan(schedules, ends, ends_first, names, self.count)
 
     def link_groups(self, part: Sequence[int]) -> int:
         """Return in how many groups the arrays of a record are in backward, of which one is loaded while another one is stored.

@@ -19,16 +19,14 @@ from host_offload.schedule import (
     LATE_ENDS,
     EndsMove,
     Schedule,
-    advise,
     build_schedule,
     build_tiled_schedule,
-    stacked_schedule,
 )
 from zerojax.activations import MODES
 from zerojax.config import ZeroConfig
 from zerojax.optim import Pieces, RecordUpdate
 from zerojax.sharding import FSDP, STAGES
-from zerojax.state import LayerRun, Layout, StateRecords, host_update, loaded_bytes, record_bytes, stored_bytes
+from zerojax.state import LayerRun, Layout, RecordSpec, StateRecords, host_update, loaded_bytes, record_bytes, stored_bytes
 
 
 def plan_schedules(
@@ -36,40 +34,45 @@ def plan_schedules(
     runs: Sequence[LayerRun],
     cut: Mapping[int, int],
     pieces: Mapping[int, Pieces],
-    activations: Mapping[str, Mapping[str, int]] | None = None,
+    grads: Sequence[RecordSpec],
+    distance: int,
+    gather_ahead: bool,
+    kept: Mapping[str, Mapping[str, int]],
 ) -> dict[str, Schedule]:
     """Return the schedule of the loops over each run of layers, by its name.
 
     Args:
-      records: how the state rests.
+      records: how the state is stored.
       runs: of layers.
       cut: the leaves that are updated in pieces after the layers, and in how many.
       pieces: `head_pieces`.
-      activations: bytes of what one layer of each run keeps for backward, by its name and by tier, once they are known.
-
-    Raises:
-      ValueError: they do not fit `device_budget_bytes`.
+      grads: how each trained leaf's gradient is stored from backward to update.
+      distance: in ticks, of the prefetch.
+      gather_ahead: whether the next layer is gathered while one computes.
+      kept: what one layer of each run keeps off the device for backward, by the run's name: sizes of "activations" and
+        "activations_on_disk". Missing ones are not known yet.
     """
-    config = records.layout.config
-    kept = activations or {}
-    distance, ahead, budget = config.prefetch_distance, config.gather_ahead, config.device_budget_bytes
-
-    def build(distance: int, ahead: bool) -> dict[str, Schedule]:
-        return {
-            run.name: _plan_schedule(records, runs, run, cut, pieces, distance, ahead, kept.get(run.name, {})) for run in runs
-        }
-
-    schedules = build(distance, ahead)
-    peaks = {name: schedule.peak_bytes for name, schedule in schedules.items()}
-    if budget is not None and max(peaks.values()) > budget:
-        name = max(peaks, key=peaks.__getitem__)
-        of_run = "" if len(runs) == 1 else f" of {name}" if runs[0].is_segment else f" of stack {name!r}"
-        raise ValueError(
-            f"device_budget_bytes={budget}: prefetch_distance={distance} with gather_ahead={ahead} puts {peaks[name]} bytes"
-            f"{of_run} in flight on a device, {peaks[name] - budget} more; "
-            + advise(lambda distance, ahead: stacked_schedule(build(distance, ahead)), distance, ahead, budget)
+    schedules = dict[str, Schedule]()
+    for run in runs:
+        stack = run.stack
+        sizes = record_bytes(records, stack.blocks, stack.frozen_blocks, _stored_grads(grads, stack.blocks))
+        schedules[run.name] = run_schedule(
+            records.layout.config,
+            facts_of(records, run),
+            {**sizes, **kept.get(run.name, {})},
+            tile_bytes=[
+                record_bytes(records, group.leaves, group.frozen, _stored_grads(grads, group.leaves)) for group in stack.groups
+            ],
+            ends=_ends_beside(records, runs, run, cut, pieces),
+            distance=distance,
+            gather_ahead=gather_ahead,
         )
     return schedules
+
+
+def _stored_grads(grads: Sequence[RecordSpec], part: Sequence[int]) -> RecordSpec | None:
+    """Return how the gradients of a record are stored; None if none of its leaves is trained."""
+    return grads[part[0]] if part else None
 
 
 LAG = 1
@@ -206,30 +209,6 @@ def facts_of(records: StateRecords, run: LayerRun) -> RunFacts:
 
 def _stores_late(records: StateRecords, run: LayerRun) -> int:
     return facts_of(records, run).stores_late(records.layout.config)
-
-
-def _plan_schedule(
-    records: StateRecords,
-    runs: Sequence[LayerRun],
-    run: LayerRun,
-    cut: Mapping[int, int],
-    pieces: Mapping[int, Pieces],
-    distance: int,
-    ahead: bool,
-    activations: Mapping[str, int],
-) -> Schedule:
-    """Return the schedule of the loops over one of the runs."""
-    stack, swapped = run.stack, activations.get("nvme", 0)
-    of_layer = {"activations": activations.get("pinned_host", 0) + swapped, "swapped": swapped}
-    return run_schedule(
-        records.layout.config,
-        facts_of(records, run),
-        record_bytes(records, stack.blocks, stack.frozen_blocks) | of_layer,
-        tile_bytes=[record_bytes(records, group.leaves, group.frozen) for group in stack.groups],
-        ends=_ends_beside(records, runs, run, cut, pieces),
-        distance=distance,
-        gather_ahead=ahead,
-    )
 
 
 def _ends_beside(

@@ -178,9 +178,9 @@ class StreamedStep:
         saved = [record for residuals in self.abstract_residuals(abstract_batch) for record in residuals.records]
         return list(dict.fromkeys(r.disk_records for r in (*saved, *self.plan.grads) if r.disk_records is not None))
 
-    def steps(self, activations: Mapping[str, Mapping[str, int]] | None = None) -> StepPlan:
+    def steps(self, kept: Mapping[str, Mapping[str, int]] | None = None) -> StepPlan:
         """Return everything that a step does, in order; see `StreamedPlan.steps`."""
-        return self.plan.steps([loops.tracer.tile_loops() for loops in self.loops], self.ending.ends_first, activations)
+        return self.plan.steps([loops.tracer.tile_loops() for loops in self.loops], self.ending.ends_first, kept)
 
     def moves(self) -> tuple[Move, ...]:
         """Return what a step reads from disk and writes to it, in order."""
