@@ -1,17 +1,19 @@
-"""What a layer keeps and sends, compiled for H200s that are not there; and step times on 8 simulated devices.
+"""What a layer keeps and sends, compiled for H200s that are not there; and step times on 8
+simulated devices.
 
     python benchmarks/activations.py --save benchmarks/results/activations_cpu2_202611.md    # all parts, about 15 minutes
     python benchmarks/activations.py --parts kept paper                                       # some of them
 
     kept         bytes a layer keeps for backward on each device, from the stacks that compiled loops carry, beside the closed
-                 form `zerojax.memory.layer_activation_bytes` and that of Korthikanti et al. (arXiv:2205.05198)
+                 form `zerojax.memory.layer_activation_bytes` and that of Korthikanti et al.
+                 (arXiv:2205.05198)
     paper        both closed forms for the four models of that paper, at tensor 8
     collectives  bytes of whole operands by mesh axis, of one compiled step
     time         step time beside fsdp alone with the same global batch: rounds in which each program runs in turn, one process
 
-Kept bytes must equal the closed form within 1 %, and exceed Korthikanti's nowhere; else the exit status is 1. Simulated devices
-share a CPU's memory: a collective there is a copy, and times tell what is computed besides, not what a network costs. Needs
-zerojax[aot,examples].
+Kept bytes must equal the closed form within 1 %, and exceed Korthikanti's nowhere; else the exit
+status is 1. Simulated devices share a CPU's memory: a collective there is a copy, and times tell
+what is computed besides, not what a network costs. Needs zerojax[aot,examples].
 """
 
 import argparse
@@ -43,7 +45,9 @@ import zerojax as zj  # noqa: E402
 from zerojax import aot, hlo, memory  # noqa: E402
 
 ROWS, LAYERS = 3, 5
-"""Numbers that nothing else in a program is, so that stacks of what is kept are known by their first dims."""
+"""Numbers that nothing else in a program is, so that stacks of what is kept are known by their
+first dims.
+"""
 MODES = ("save", "selective", "remat")
 SIZES = ("22b", "175b")
 PAPER = ("22b", "175b", "530b", "1t")
@@ -53,14 +57,18 @@ BATCH = 8
 
 def model_of(c: gpt.GPTConfig, tensor: int, **fields: Any) -> tuple[gpt.GPTConfig, zj.LayeredModel]:
     """Return sizes with some fields, annotated where `tensor` has several devices, and the model."""
-    c = dataclasses.replace(c, tensor_axis="tensor" if tensor > 1 else None, loss_tiles=0, attention="xla", **fields)
+    c = dataclasses.replace(
+        c, tensor_axis="tensor" if tensor > 1 else None, loss_tiles=0, attention="xla", **fields
+    )
     return c, gpt.layered_gpt(c)
 
 
 def compiled(c: gpt.GPTConfig, mesh: Any, rows: int, **settings: Any) -> str:
     """Return the HLO of a step compiled for a mesh of H200s."""
     c, model = model_of(c, mesh.shape["tensor"], dtype=jnp.bfloat16)
-    program = zj.build_train_step(model, optax.sgd(1e-3), zj.ZeroConfig(precision="bf16", **settings), mesh)
+    program = zj.build_train_step(
+        model, optax.sgd(1e-3), zj.ZeroConfig(precision="bf16", **settings), mesh
+    )
     tokens = jax.ShapeDtypeStruct((rows, c.seq), jnp.int32)
     return program.lower({"tokens": tokens, "targets": tokens}).compile().as_text() or ""
 
@@ -70,18 +78,26 @@ def h200s(fsdp: int, tensor: int) -> Any:
     return aot.gpu_mesh("h200", hosts=1, gpus_per_host=fsdp * tensor, fsdp=fsdp, tensor=tensor)
 
 
-# --- what is kept --------------------------------------------------------------------------------------------------------
+# --- what is kept ---------------------------------------------------------------------------------
 
 
 def kept_bytes(c: gpt.GPTConfig, tensor: int, **settings: Any) -> float:
-    """Return the bytes that a layer keeps of ROWS sequences on each device, of a program compiled for H200s."""
+    """Return the bytes that a layer keeps of ROWS sequences on each device, of a program compiled
+    for H200s.
+    """
     c = dataclasses.replace(c, layers=LAYERS)
     text = compiled(c, h200s(1, tensor), ROWS, stage=1, **settings)
 
     def is_kept(dims: tuple[int, ...]) -> bool:
         return dims[:1] == (LAYERS,) and ROWS in dims[1:3]
 
-    return max(sum(a.num_bytes for a in arrays if is_kept(a.dims)) for arrays in hlo.carried_arrays(text)) / LAYERS
+    return (
+        max(
+            sum(a.num_bytes for a in arrays if is_kept(a.dims))
+            for arrays in hlo.carried_arrays(text)
+        )
+        / LAYERS
+    )
 
 
 def kept_table(sizes: list[str], tensors: list[int]) -> tuple[list[str], bool]:
@@ -96,12 +112,18 @@ def kept_table(sizes: list[str], tensors: list[int]) -> tuple[list[str], bool]:
         if is_split and tensor == 1:
             continue
         c = gpt.PRESETS[size]
-        given: dict[str, Any] = {"tensor": tensor, "sequence_parallel": is_split, "activations": mode}
+        given: dict[str, Any] = {
+            "tensor": tensor,
+            "sequence_parallel": is_split,
+            "activations": mode,
+        }
         found = kept_bytes(c, tensor, activations=mode, sequence_parallel=is_split)
         ours, theirs = (f(c.seq, ROWS, c.hidden, c.heads, **given) for f in BOTH)
         are_right &= abs(found / ours - 1) <= 0.01 and found <= theirs * 1.01
         cells = " | ".join(f"{n / 2**20:,.1f}" for n in (found, ours, theirs))
-        lines.append(f"| {size} | {tensor} | {'split' if is_split else 'whole'} | {mode} | {cells} | {found / theirs:.2f} |")
+        lines.append(
+            f"| {size} | {tensor} | {'split' if is_split else 'whole'} | {mode} | {cells} | {found / theirs:.2f} |"
+        )
         print(lines[-1], flush=True)
     return lines, are_right
 
@@ -117,19 +139,27 @@ def paper_table() -> list[str]:
         "| model | h | a | whole stream, save | split, save | whole, selective | split, selective | split, remat |",
         "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
-    for size, (name, form) in itertools.product(PAPER, zip(("zerojax", "Korthikanti et al."), BOTH, strict=True)):
+    for size, (name, form) in itertools.product(
+        PAPER, zip(("zerojax", "Korthikanti et al."), BOTH, strict=True)
+    ):
         c = gpt.PRESETS[size]
         args = (c.seq, 1, c.hidden, c.heads)
         base = memory.korthikanti_layer_bytes(*args, tensor=8)
         cells = []
-        for is_split, mode in ((False, "save"), (True, "save"), (False, "selective"), (True, "selective"), (True, "remat")):
+        for is_split, mode in (
+            (False, "save"),
+            (True, "save"),
+            (False, "selective"),
+            (True, "selective"),
+            (True, "remat"),
+        ):
             n = form(*args, tensor=8, sequence_parallel=is_split, activations=mode)
             cells.append(f"{n / 2**20:,.0f} ({100 * n / base:.0f} %)")
         lines.append(f"| {size}, {name} | {c.hidden} | {c.heads} | {' | '.join(cells)} |")
     return lines
 
 
-# --- what is sent, and how long it takes ---------------------------------------------------------------------------------
+# --- what is sent, and how long it takes ----------------------------------------------------------
 
 
 def cases() -> dict[str, tuple[dict[str, int], dict[str, Any]]]:
@@ -147,7 +177,9 @@ def build(mesh: dict[str, int], settings: dict[str, Any]) -> zj.Program:
     """Return the program of a case, over simulated devices."""
     _, model = model_of(SMALL, mesh["tensor"])
     config = zj.ZeroConfig(stage=3, activations="selective", **settings)
-    return zj.build_train_step(model, optax.adamw(1e-3), config, zj.make_mesh(fsdp=mesh["fsdp"], tensor=mesh["tensor"]))
+    return zj.build_train_step(
+        model, optax.adamw(1e-3), config, zj.make_mesh(fsdp=mesh["fsdp"], tensor=mesh["tensor"])
+    )
 
 
 def collectives_table() -> list[str]:
@@ -162,10 +194,16 @@ def collectives_table() -> list[str]:
     for name, (mesh, settings) in cases().items():
         devices = h200s(**mesh)
         text = compiled(SMALL, devices, BATCH, stage=3, activations="selective", **settings)
-        for axis, moved in sorted(hlo.collective_bytes(text, unknown_trips=1, mesh=devices).items()):
-            cells = [moved.get(op, 0) for op in ops] + [sum(n for op, n in moved.items() if op not in ops)]
+        for axis, moved in sorted(
+            hlo.collective_bytes(text, unknown_trips=1, mesh=devices).items()
+        ):
+            cells = [moved.get(op, 0) for op in ops] + [
+                sum(n for op, n in moved.items() if op not in ops)
+            ]
             if sum(cells) >= 2**14:
-                lines.append(f"| {name} | {axis} | {' | '.join(f'{n / 2**20:,.2f}' for n in cells)} |")
+                lines.append(
+                    f"| {name} | {axis} | {' | '.join(f'{n / 2**20:,.2f}' for n in cells)} |"
+                )
     return lines
 
 
@@ -230,7 +268,10 @@ def main() -> None:
     if options.save:
         options.save.write_text(text.rstrip("\n") + "\n")
     if not are_right:
-        print("kept bytes differ from the closed form by more than 1 %, or exceed Korthikanti's", file=sys.stderr)
+        print(
+            "kept bytes differ from the closed form by more than 1 %, or exceed Korthikanti's",
+            file=sys.stderr,
+        )
         sys.exit(1)
 
 

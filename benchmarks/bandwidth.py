@@ -3,10 +3,11 @@
     python benchmarks/bandwidth.py                                       # 1 GiB at a time in a temporary folder
     python benchmarks/bandwidth.py --folder SWAP_DIR --save benchmarks/results/NAME.md
 
-The ceiling of a round is the best of plain preadv/pwritev with O_DIRECT, at several settings, on the same files and buffers,
-and of fio where it is installed. A round measures all, writes before reads, with the page cache dropped between; a ratio is
-taken within a round, so that a slow minute of the disk falls on all. The first round, whose writes go to new files, is left
-out. `host_offload.disk.bandwidth` does the measuring.
+The ceiling of a round is the best of plain preadv/pwritev with O_DIRECT, at several settings, on
+the same files and buffers, and of fio where it is installed. A round measures all, writes before
+reads, with the page cache dropped between; a ratio is taken within a round, so that a slow minute
+of the disk falls on all. The first round, whose writes go to new files, is left out.
+`host_offload.disk.bandwidth` does the measuring.
 """
 
 import argparse
@@ -26,7 +27,17 @@ from contenders import cpu_name
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from host_offload.disk import DIRECT, PLAIN, TENSORSTORE, UNCHECKED, Bench, IoSettings, Rates, SwapFolder, tune
+from host_offload.disk import (
+    DIRECT,
+    PLAIN,
+    TENSORSTORE,
+    UNCHECKED,
+    Bench,
+    IoSettings,
+    Rates,
+    SwapFolder,
+    tune,
+)
 
 FIO = "fio"
 FLOOR = 0.90
@@ -36,8 +47,12 @@ FLOOR = 0.90
 def main() -> None:
     """Run all rounds, print and save the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--folder", help="a folder of the disk to measure; a temporary one by default")
-    parser.add_argument("--gib", type=float, default=1.0, help="GiB that each reader writes and reads in a round")
+    parser.add_argument(
+        "--folder", help="a folder of the disk to measure; a temporary one by default"
+    )
+    parser.add_argument(
+        "--gib", type=float, default=1.0, help="GiB that each reader writes and reads in a round"
+    )
     parser.add_argument("--records", type=int, default=16, help="of which it is made")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--save", help="write the table here; a temporary folder by default")
@@ -49,13 +64,18 @@ def main() -> None:
         with SwapFolder(folder) as swap:
             settings = tune(swap.path)
             size = int(options.gib * 2**30 / options.records)
-            with Bench(swap.path, settings, num_records=options.records, record_bytes=size) as bench:
+            with Bench(
+                swap.path, settings, num_records=options.records, record_bytes=size
+            ) as bench:
                 rounds = []
                 for turn in range(options.rounds + 1):
                     rates = bench.round() | fio_rates(swap.path, int(options.gib * 2**30), settings)
                     if turn:
                         rounds.append(rates)
-                    told = ", ".join(f"{name} {r.read / 1e9:.2f}/{r.write / 1e9:.2f}" for name, r in rates.items())
+                    told = ", ".join(
+                        f"{name} {r.read / 1e9:.2f}/{r.write / 1e9:.2f}"
+                        for name, r in rates.items()
+                    )
                     print(f"round {turn}: read/write GB/s: {told}", flush=True)
     text = "\n".join([*heading(options, settings, size), "", *table(rounds)]) + "\n"
     print(f"\n{text}")
@@ -96,13 +116,19 @@ def table(rounds: list[dict[str, Rates]]) -> list[str]:
             best = [max(getattr(r[n], way) for n in (PLAIN, FIO) if n in r) for r in rounds]
             ratio = [a / b for a, b in zip(rates, best, strict=True)]
             medians[name, way] = statistics.median(ratio)
-            cells.append(f"{statistics.median(rates) / 1e9:.2f} | {medians[name, way]:.2f} ({min(ratio):.2f}-{max(ratio):.2f})")
+            cells.append(
+                f"{statistics.median(rates) / 1e9:.2f} | {medians[name, way]:.2f} ({min(ratio):.2f}-{max(ratio):.2f})"
+            )
         lines.append(f"| {name} | {cells[0]} | {cells[1]} |")
     told = [
         f"{way} {medians[DIRECT, way]:.2f} ({'reached' if medians[DIRECT, way] >= FLOOR else 'MISSED'})"
         for way in ("read", "write")
     ]
-    return [*lines, "", f'io="direct" is to reach {FLOOR:.2f} of the best, checksums included: {", ".join(told)}.']
+    return [
+        *lines,
+        "",
+        f'io="direct" is to reach {FLOOR:.2f} of the best, checksums included: {", ".join(told)}.',
+    ]
 
 
 def fio_rates(folder: str, num_bytes: int, settings: IoSettings) -> dict[str, Rates]:

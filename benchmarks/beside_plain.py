@@ -1,14 +1,16 @@
-"""zerojax beside plain programs that do the same work: updates, steps, compile times, imports, adapters, tiles, saves.
+"""zerojax beside plain programs that do the same work: updates, steps, compile times, imports,
+adapters, tiles, saves.
 
     python benchmarks/beside_plain.py                                        # all parts, about half an hour
     python benchmarks/beside_plain.py --parts update step --rounds 5
     python benchmarks/beside_plain.py --peer-python PEER/bin/python          # PEER: an environment with torch and deepspeed
     python benchmarks/beside_plain.py --save benchmarks/results/NAME.md
 
-A round runs every part once, in its own processes, and a part runs its contenders in turn. Ratios are taken within a round,
-so a slow minute of the machine affects both numbers; the table shows their median and range. Contenders that train start from
-the same weights and read the same tokens. Their losses must agree within 1e-4 at every step; otherwise the exit status is 1.
-Adapters are compared only by speed, with torch, transformers and PEFT from the `dev` extra.
+A round runs every part once, in its own processes, and a part runs its contenders in turn. Ratios
+are taken within a round, so a slow minute of the machine affects both numbers; the table shows
+their median and range. Contenders that train start from the same weights and read the same tokens.
+Their losses must agree within 1e-4 at every step; otherwise the exit status is 1. Adapters are
+compared only by speed, with torch, transformers and PEFT from the `dev` extra.
 """
 
 import argparse
@@ -34,7 +36,13 @@ from problem import Problem, add_arguments, from_arguments
 HERE = pathlib.Path(__file__).resolve().parent
 PEER_BASE = steps.BLOCKS
 SAVED_BYTES, UPDATED_PARAMS = 456 << 20, 50_000_000
-ISAS = {"avx2": {"XLA_FLAGS": "--xla_cpu_max_isa=AVX2", "NUMBA_CPU_NAME": "haswell", "ATEN_CPU_CAPABILITY": "avx2"}}
+ISAS = {
+    "avx2": {
+        "XLA_FLAGS": "--xla_cpu_max_isa=AVX2",
+        "NUMBA_CPU_NAME": "haswell",
+        "ATEN_CPU_CAPABILITY": "avx2",
+    }
+}
 """Environment variables that keep contenders from using wider vectors than the name says."""
 Found = tuple[dict[str, float], dict[str, list[float]]]
 """Results of one round: seconds by contender, and losses by contender that trains."""
@@ -44,9 +52,15 @@ PARTS: Mapping[str, tuple[str, Sequence[Row]]] = {
     "update": ("AdamW's update alone, {params:.1f} M parameters, one device", steps.UPDATE),
     "step": ("a step of {layers} x {hidden}, {batch} x {seq} tokens, one device", steps.ONE_DEVICE),
     "sharded": ("the same step on two devices", steps.TWO_DEVICES),
-    "compile": ("from nothing to a state and a compiled step: 24 separate NNX layers, two devices", compiling.ROWS),
+    "compile": (
+        "from nothing to a state and a compiled step: 24 separate NNX layers, two devices",
+        compiling.ROWS,
+    ),
     "imports": ("a process, from its start to its end: seconds more", imports.ROWS),
-    "adapters": ("a step of a Llama of 8 x 512, 4 x 256 tokens, adapters of rank 16", adapters.TABLE),
+    "adapters": (
+        "a step of a Llama of 8 x 512, 4 x 256 tokens, adapters of rank 16",
+        adapters.TABLE,
+    ),
     "tiles": ("value and gradient of an MLP 512 -> 2048 -> 512, 2048 rows", operators.TILES),
     "saves": ("a save in the background, 456 MiB in memory", operators.SAVES),
     "kernel": ("AdamW on the host, 50 M parameters", operators.KERNEL),
@@ -73,9 +87,20 @@ def peers(p: Problem, python: str) -> list[Contender]:
     """Return torch's contenders: plain on one device, and sharded over two ranks."""
     peer = [str(HERE / "peer.py"), *p.arguments(), "--mode"]
     launch = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *peer]
-    found = [Contender("torch plain", 1, [python, *peer, "plain"]), Contender("FSDP2, two ranks", 2, [*launch, "fsdp2"])]
-    if subprocess.run([python, "-c", "import deepspeed"], capture_output=True, check=False).returncode == 0:
-        found += [Contender(f"DeepSpeed ZeRO {s}, two ranks", 2, [*launch, f"deepspeed{s}"]) for s in (1, 2, 3)]
+    found = [
+        Contender("torch plain", 1, [python, *peer, "plain"]),
+        Contender("FSDP2, two ranks", 2, [*launch, "fsdp2"]),
+    ]
+    if (
+        subprocess.run(
+            [python, "-c", "import deepspeed"], capture_output=True, check=False
+        ).returncode
+        == 0
+    ):
+        found += [
+            Contender(f"DeepSpeed ZeRO {s}, two ranks", 2, [*launch, f"deepspeed{s}"])
+            for s in (1, 2, 3)
+        ]
     return found
 
 
@@ -93,7 +118,9 @@ def run_part(part: str, p: Problem, environment: Mapping[str, str], folder: str)
         )  # fmt: skip
         line = next((line for line in done.stdout.splitlines() if line.startswith("RESULT ")), None)
         if line is None:
-            raise RuntimeError(f"{part} {name} printed no result:\n{(done.stdout + done.stderr)[-2000:]}")
+            raise RuntimeError(
+                f"{part} {name} printed no result:\n{(done.stdout + done.stderr)[-2000:]}"
+            )
         found = json.loads(line.removeprefix("RESULT "))
         seconds |= found[0]
         losses |= found[1]
@@ -102,11 +129,15 @@ def run_part(part: str, p: Problem, environment: Mapping[str, str], folder: str)
 
 def disagreement(rounds: Sequence[Mapping[str, Found]]) -> float:
     """Return the largest difference between the losses of two contenders at the same step."""
-    runs = [losses for found in rounds for _, by_name in found.values() for losses in by_name.values()]
+    runs = [
+        losses for found in rounds for _, by_name in found.values() for losses in by_name.values()
+    ]
     if len(runs) < 2:
         return 0.0
     count = min(map(len, runs))
-    return float(np.max(np.abs(np.array([run[:count] for run in runs]) - np.array(runs[0][:count]))))
+    return float(
+        np.max(np.abs(np.array([run[:count] for run in runs]) - np.array(runs[0][:count])))
+    )
 
 
 def rows_of(part: str, peer_names: Sequence[str]) -> list[Row]:
@@ -115,10 +146,31 @@ def rows_of(part: str, peer_names: Sequence[str]) -> list[Row]:
     return [*PARTS[part][1], *more]
 
 
-def table(p: Problem, rounds: Sequence[Mapping[str, Found]], peer_names: Sequence[str], isa: str, command: str) -> str:
+def table(
+    p: Problem,
+    rounds: Sequence[Mapping[str, Found]],
+    peer_names: Sequence[str],
+    isa: str,
+    command: str,
+) -> str:
     """Return the report in Markdown."""
-    sizes = {"params": p.num_params / 1e6, "layers": p.layers, "hidden": p.hidden, "batch": p.batch, "seq": p.seq}
-    packages = ("jax", "flax", "optax", "orbax-checkpoint", "numba", "torch", "transformers", "peft")
+    sizes = {
+        "params": p.num_params / 1e6,
+        "layers": p.layers,
+        "hidden": p.hidden,
+        "batch": p.batch,
+        "seq": p.seq,
+    }
+    packages = (
+        "jax",
+        "flax",
+        "optax",
+        "orbax-checkpoint",
+        "numba",
+        "torch",
+        "transformers",
+        "peft",
+    )
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
     lines = [
         f"# zerojax beside plain programs, {datetime.date.today():%Y-%m}",
@@ -131,9 +183,16 @@ def table(p: Problem, rounds: Sequence[Mapping[str, Found]], peer_names: Sequenc
     ]
     for part in rounds[0]:
         lines += ["", f"**{part}**: {PARTS[part][0].format(**sizes)}", ""]
-        lines += ["| contender | beside | ms | ms beside | ratio or difference | goal |", "|---|---|---|---|---|---|"]
+        lines += [
+            "| contender | beside | ms | ms beside | ratio or difference | goal |",
+            "|---|---|---|---|---|---|",
+        ]
         for row in rows_of(part, peer_names):
-            pairs = [(f[part][0][row.name], f[part][0][row.base]) for f in rounds if row.name in f[part][0]]
+            pairs = [
+                (f[part][0][row.name], f[part][0][row.base])
+                for f in rounds
+                if row.name in f[part][0]
+            ]
             if not pairs:
                 continue
             values = sorted(row.value(*pair) for pair in pairs)
@@ -160,7 +219,11 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer-python", help="python of an environment with torch, and deepspeed")
-    parser.add_argument("--isa", choices=list(ISAS), help="the widest vectors to use; by default those of the processor")
+    parser.add_argument(
+        "--isa",
+        choices=list(ISAS),
+        help="the widest vectors to use; by default those of the processor",
+    )
     parser.add_argument("--save", help="write the table here; a temporary folder by default")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     add_arguments(parser)
@@ -168,7 +231,9 @@ def main() -> None:
     p = from_arguments(options)
     if options.worker:
         part, name = options.worker
-        found: Any = ({name: OWN_PROCESS[part](name, p)}, {}) if part in OWN_PROCESS else TOGETHER[part](p)
+        found: Any = (
+            ({name: OWN_PROCESS[part](name, p)}, {}) if part in OWN_PROCESS else TOGETHER[part](p)
+        )
         print("RESULT " + json.dumps(found))
         return
     if p.batch % 2:
@@ -184,13 +249,27 @@ def main() -> None:
                 if part == "step":
                     for other in others:
                         of_peer = run_process(other, folder, options.peer_python)
-                        results[part][0][other.name] = statistics.median(of_peer["seconds"][WARMUP:])
-                told = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in results[part][0].items())
+                        results[part][0][other.name] = statistics.median(
+                            of_peer["seconds"][WARMUP:]
+                        )
+                told = ", ".join(
+                    f"{name} {1e3 * seconds:.0f} ms" for name, seconds in results[part][0].items()
+                )
                 print(f"round {index + 1}: {part}: {told}", flush=True)
             rounds.append(results)
-    isa = f"{vectors()}" if not options.isa else f"{vectors()}, no wider than {options.isa.upper()} used"
+    isa = (
+        f"{vectors()}"
+        if not options.isa
+        else f"{vectors()}, no wider than {options.isa.upper()} used"
+    )
     words = [w if w != options.peer_python else "PEER/bin/python" for w in sys.argv[1:]]
-    text = table(p, rounds, [other.name for other in others], isa, " ".join(["python benchmarks/beside_plain.py", *words]))
+    text = table(
+        p,
+        rounds,
+        [other.name for other in others],
+        isa,
+        " ".join(["python benchmarks/beside_plain.py", *words]),
+    )
     away = disagreement(rounds)
     text += f"\nLosses {'agree' if away <= TOLERANCE else 'DO NOT agree'} within {TOLERANCE:g}: {away:.1e} apart at most.\n"
     print(f"\n{text}")

@@ -1,9 +1,11 @@
-"""Steps that call back, alone and beside a thread that computes in Python: what Python's switch interval costs them.
+"""Steps that call back, alone and beside a thread that computes in Python: what Python's switch
+interval costs them.
 
     python benchmarks/busy_thread.py --save benchmarks/results/busy_thread_cpu2_202611.md      # about a minute
 
-A model of 24 small layers, so that callbacks are most of a step. The thread counts in a loop, as one that tokenizes in Python
-would. Each round times every case; figures are medians of rounds, with the range.
+A model of 24 small layers, so that callbacks are most of a step. The thread counts in a loop, as
+one that tokenizes in Python would. Each round times every case; figures are medians of rounds, with
+the range.
 """
 
 import argparse
@@ -82,10 +84,14 @@ def ours() -> float:
 
 
 def measure(config: dict[str, Any], rounds: int) -> dict[tuple[bool, float], list[float]]:
-    """Return seconds of a step of each round, by whether a thread is busy and by the switch interval of the step."""
+    """Return seconds of a step of each round, by whether a thread is busy and by the switch
+    interval of the step.
+    """
     batch = {name: jnp.zeros((BATCH, SEQ), jnp.int32) for name in ("tokens", "targets")}
     found: dict[tuple[bool, float], list[float]] = {}
-    with zj.build_train_step(model(), optax.adamw(1e-3), zj.ZeroConfig(**config), zj.make_mesh()) as program:
+    with zj.build_train_step(
+        model(), optax.adamw(1e-3), zj.ZeroConfig(**config), zj.make_mesh()
+    ) as program:
         state = program.init(jax.random.key(0))
         for _ in range(3):
             state, _ = jax.block_until_ready(program.step(state, batch))
@@ -115,15 +121,27 @@ def main() -> None:
         "|---|---|---|---|---|",
     ]
     with tempfile.TemporaryDirectory() as folder:
-        on_disk = {"params": "nvme", "grads": "nvme", "opt_state": "nvme", "update": "in_backward", "swap_dir": folder}
+        on_disk = {
+            "params": "nvme",
+            "grads": "nvme",
+            "opt_state": "nvme",
+            "update": "in_backward",
+            "swap_dir": folder,
+        }
         on_host = {"opt_state": "pinned_host", "update_on": "host", "update": "in_backward"}
-        for name, config in (("all on disk", on_disk), ("opt_state in host memory, updated there", on_host)):
+        for name, config in (
+            ("all on disk", on_disk),
+            ("opt_state in host memory, updated there", on_host),
+        ):
             found = measure(config, options.rounds)
             for interval, whose in ((PYTHONS, "Python's"), (ours(), "ours")):
                 alone, busy = found[False, interval], found[True, interval]
                 ratios = [b / a for a, b in zip(alone, busy, strict=True)]
                 cells = [name, f"{1e3 * interval:g} ms, {whose}"]
-                cells += [f"{1e3 * statistics.median(s):.0f} ({1e3 * min(s):.0f}-{1e3 * max(s):.0f})" for s in (alone, busy)]
+                cells += [
+                    f"{1e3 * statistics.median(s):.0f} ({1e3 * min(s):.0f}-{1e3 * max(s):.0f})"
+                    for s in (alone, busy)
+                ]
                 cells += [f"{statistics.median(ratios):.1f} ({min(ratios):.1f}-{max(ratios):.1f})"]
                 rows.append(f"| {' | '.join(cells)} |")
                 print(rows[-1], flush=True)

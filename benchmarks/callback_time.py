@@ -1,15 +1,17 @@
-"""Time of the nvme tier's callbacks for a GPU, without the GPU: a driver whose calls do nothing, and a disk that does nothing.
+"""Time of the nvme tier's callbacks for a GPU, without the GPU: a driver whose calls do nothing,
+and a disk that does nothing.
 
-What is left is what a callback does in Python: which record, its buffer, the calls of the driver, and to wake the thread that
-does the rest. While it runs, the GPU gets no new work. The copies alone (what is asked for, and the driver) are told apart from
-the whole. Threads run beside it, as soon as they are woken, and their share of the interpreter is in both figures. A driver's
-call is one of two:
+What is left is what a callback does in Python: which record, its buffer, the calls of the driver,
+  and to wake the thread that
+does the rest. While it runs, the GPU gets no new work. The copies alone (what is asked for, and the
+driver) are told apart from the whole. Threads run beside it, as soon as they are woken, and their
+share of the interpreter is in both figures. A driver's call is one of two:
 
     python     a function of Python that does nothing, and keeps the interpreter
     c          a function of C that does nothing, by ctypes: another thread may take the interpreter in each, as in a real one
 
-The package cuda-bindings takes another 1 to 3 us for each call, which is in neither. Printed are the least and the median of
-the medians of several runs.
+The package cuda-bindings takes another 1 to 3 us for each call, which is in neither. Printed are
+the least and the median of the medians of several runs.
 
     python benchmarks/callback_time.py [runs]
 """
@@ -93,7 +95,9 @@ class Buffer:
 
 
 def measure(num_leaves: int, by_c: bool = False) -> dict[str, tuple[float, float, float]]:
-    """Return microseconds of a callback of each sort, those of its copies, and calls of the driver, on so many leaves."""
+    """Return microseconds of a callback of each sort, those of its copies, and calls of the driver,
+    on so many leaves.
+    """
     api = Nothing(by_c)
     driver = Driver(api)
     device = jax.devices("cpu")[0]
@@ -106,10 +110,18 @@ def measure(num_leaves: int, by_c: bool = False) -> dict[str, tuple[float, float
     context = SimpleNamespace(stream=7)
     token = Buffer(1 << 20, LeafFormat("", (1,), "int32"))
     where = Buffer(1 << 20, LeafFormat("", (3,), "int32"))
-    outs = [Buffer((2 + i) << 20, leaf) for i in range(num_leaves)]  # XLA gives each value a buffer of its own
+    outs = [
+        Buffer((2 + i) << 20, leaf) for i in range(num_leaves)
+    ]  # XLA gives each value a buffer of its own
     moves = [Move("params", layer) for layer in range(LAYERS)]
-    moves += [move for layer in range(LAYERS) for move in (Move("opt_state", layer), Move("opt_state", layer, True))]
-    moves += [move for i in range(ENDS) for move in (Move(f"params.{i}", 0), Move(f"params.{i}", 0, True))]
+    moves += [
+        move
+        for layer in range(LAYERS)
+        for move in (Move("opt_state", layer), Move("opt_state", layer, True))
+    ]
+    moves += [
+        move for i in range(ENDS) for move in (Move(f"params.{i}", 0), Move(f"params.{i}", 0, True))
+    ]
     sites = {name: Site(swap.calls, name) for name in ("fetch", "store", "one")}
     for name in ("fetch", "store"):
         sites[name].order = list(range(LAYERS))
@@ -139,7 +151,9 @@ def measure(num_leaves: int, by_c: bool = False) -> dict[str, tuple[float, float
         for kind in ("params", "opt_state"):
             engine.add(kind, 0, Store(folder, kind, 0, LAYERS, form))
         for i in range(ENDS):
-            engine.add(f"params.{i}", 0, Store(folder, f"params.{i}", 0, 1, one), up=False, down=False)
+            engine.add(
+                f"params.{i}", 0, Store(folder, f"params.{i}", 0, 1, one), up=False, down=False
+            )
 
         def timed(name: str, call: Any) -> None:
             spent[0], before, start = 0.0, api.calls, time.perf_counter()
@@ -155,22 +169,40 @@ def measure(num_leaves: int, by_c: bool = False) -> dict[str, tuple[float, float
                 swap.on_fetch(context, outs, where, token, kind="params", site=sites["params"])
             for _ in range(LAYERS):
                 time.sleep(1e-4)  # the threads beside it come to their end
-                timed("fetch", lambda: swap.on_fetch(context, outs, where, token, kind="opt_state", site=sites["fetch"]))
+                timed(
+                    "fetch",
+                    lambda: swap.on_fetch(
+                        context, outs, where, token, kind="opt_state", site=sites["fetch"]
+                    ),
+                )
                 time.sleep(1e-4)
-                store = lambda: swap.on_store(context, token, where, token, *outs, kind="opt_state", site=sites["store"])  # noqa: E731
+
+                def store():
+                    return swap.on_store(
+                        context, token, where, token, *outs, kind="opt_state", site=sites["store"]
+                    )
+
                 timed("store", store)
             for i in range(ENDS):
                 for name in ("fetch", "store"):
                     site = Site(swap.calls, name)
                     site.order = [0]
                     if name == "fetch":
-                        swap.on_fetch(context, outs[:1], where, token, kind=f"params.{i}", site=site)
+                        swap.on_fetch(
+                            context, outs[:1], where, token, kind=f"params.{i}", site=site
+                        )
                     else:
-                        swap.on_store(context, token, where, token, outs[0], kind=f"params.{i}", site=site)
+                        swap.on_store(
+                            context, token, where, token, outs[0], kind=f"params.{i}", site=site
+                        )
         engine.check()
         engine.close()
     return {
-        name: (1e6 * statistics.median(times[name]), 1e6 * statistics.median(of_copies[name]), counts[name] / len(times[name]))
+        name: (
+            1e6 * statistics.median(times[name]),
+            1e6 * statistics.median(of_copies[name]),
+            counts[name] / len(times[name]),
+        )
         for name in times
     }
 

@@ -1,15 +1,18 @@
-"""Checkpoints: bandwidth over that of plain writes, the time that a step is blocked, and peak host memory; beside Orbax's own.
+"""Checkpoints: bandwidth over that of plain writes, the time that a step is blocked, and peak host
+memory; beside Orbax's own.
 
     python benchmarks/checkpoints.py FOLDER                              # on the disk of FOLDER, which must exist
     python benchmarks/checkpoints.py FOLDER --save benchmarks/results/NAME.md
 
-Each row is a process of its own, which makes a GPT's state (float32 weights and Adam's moments, 12 bytes a parameter) in some
-tier, saves it twice, once while it waits and once in the background, and restores it. In the same round as many bytes are
-written to the folder plainly: files of a record's size, O_DIRECT, then synced. The ratio is taken within the round, and the
-table shows its median and range over the rounds.
+Each row is a process of its own, which makes a GPT's state (float32 weights and Adam's moments, 12
+bytes a parameter) in some tier, saves it twice, once while it waits and once in the background, and
+restores it. In the same round as many bytes are written to the folder plainly: files of a record's
+size, O_DIRECT, then synced. The ratio is taken within the round, and the table shows its median and
+range over the rounds.
 
-Memory is the process's own (RssAnon), beyond what it had before: while saving, the copies; while restoring into memory, the
-state itself and what it takes besides. On a CPU the "device" is host memory too.
+Memory is the process's own (RssAnon), beyond what it had before: while saving, the copies; while
+restoring into memory, the state itself and what it takes besides. On a CPU the "device" is host
+memory too.
 """
 
 import argparse
@@ -124,7 +127,9 @@ def run(name: str, size: Size, folder: str) -> dict[str, Any]:
             fields["swap_dir"] = stack.enter_context(tempfile.TemporaryDirectory(dir=root))
 
         def built() -> zj.Program:
-            return zj.build_train_step(gpt.layered_gpt(c), optax.adamw(1e-3), zj.ZeroConfig(**fields), zj.make_mesh(fsdp=1))
+            return zj.build_train_step(
+                gpt.layered_gpt(c), optax.adamw(1e-3), zj.ZeroConfig(**fields), zj.make_mesh(fsdp=1)
+            )
 
         program = stack.enter_context(built())
         state = jax.block_until_ready(program.init(jax.random.key(0)))
@@ -139,7 +144,10 @@ def run(name: str, size: Size, folder: str) -> dict[str, Any]:
             out["plain_seconds"] = write_plainly(plain, state_bytes, record_bytes)
         out["record_bytes"] = record_bytes
         most = row.get("max_host_bytes")
-        with zj.Checkpointer(f"{target}/sync", is_async=False, max_host_bytes=most) as ckpt, timed(out, "sync"):
+        with (
+            zj.Checkpointer(f"{target}/sync", is_async=False, max_host_bytes=most) as ckpt,
+            timed(out, "sync"),
+        ):
             ckpt.save(program, state)
         with zj.Checkpointer(f"{target}/async", max_host_bytes=most) as ckpt:
             with timed(out, "async"):
@@ -184,7 +192,9 @@ def run_orbax(program: Any, state: Any, target: str) -> dict[str, Any]:
             ckpt.save(f"{target}/async", tree)
             out["blocked_seconds"] = time.perf_counter() - start
             ckpt.wait_until_finished()
-        abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
+        abstract = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree
+        )
         del tree
         jax.tree.map(lambda a: a.delete(), state)
         with timed(out, "restore"):
@@ -194,8 +204,24 @@ def run_orbax(program: Any, state: Any, target: str) -> dict[str, Any]:
 
 def measure(name: str, size: Size, folder: str) -> dict[str, Any]:
     """Measure one row in a process of its own."""
-    command = [sys.executable, __file__, folder, "--row", name, "--layers", str(size.layers), "--hidden", str(size.hidden)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=False)
+    command = [
+        sys.executable,
+        __file__,
+        folder,
+        "--row",
+        name,
+        "--layers",
+        str(size.layers),
+        "--hidden",
+        str(size.hidden),
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        check=False,
+    )
     if done.returncode:
         raise RuntimeError(f"{name}: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -206,7 +232,11 @@ def table(rounds: dict[str, list[dict[str, Any]]]) -> list[str]:
 
     def of(found: list[float], form: str) -> str:
         middle = statistics.median(found)
-        return f"{middle:{form}} ({min(found):{form}} to {max(found):{form}})" if len(found) > 1 else f"{middle:{form}}"
+        return (
+            f"{middle:{form}} ({min(found):{form}} to {max(found):{form}})"
+            if len(found) > 1
+            else f"{middle:{form}}"
+        )
 
     plain = [r["plain_seconds"] for runs in rounds.values() for r in runs if "plain_seconds" in r]
     lines = [
@@ -229,9 +259,13 @@ def table(rounds: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 def main() -> None:
     """Measure as the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", help="on the disk to measure")
-    parser.add_argument("--row", choices=list(ROWS), help="measure this one in this process, and print JSON")
+    parser.add_argument(
+        "--row", choices=list(ROWS), help="measure this one in this process, and print JSON"
+    )
     parser.add_argument("--layers", type=int, default=Size.layers)
     parser.add_argument("--hidden", type=int, default=Size.hidden)
     parser.add_argument("--rounds", type=int, default=3)

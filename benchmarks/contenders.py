@@ -35,18 +35,32 @@ def run_process(contender: Contender, folder: str, peer_python: str | None) -> d
         env |= {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // contender.ranks))}
         if not pathlib.Path("/dev/nvidia0").exists():
             env |= {"DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(contender.command, env=env, cwd=folder, capture_output=True, text=True, timeout=1800, check=False)
+    done = subprocess.run(
+        contender.command,
+        env=env,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
             return json.loads(line.removeprefix("RESULT "))
-    raise RuntimeError(f"{contender.name} printed no result:\n{(done.stdout + done.stderr)[-2000:]}")
+    raise RuntimeError(
+        f"{contender.name} printed no result:\n{(done.stdout + done.stderr)[-2000:]}"
+    )
 
 
 def cpu_name() -> str:
     """Return the processor's name, or its architecture where that is not told."""
     info = pathlib.Path("/proc/cpuinfo")
     names = (
-        [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        [
+            line.split(":", 1)[1].strip()
+            for line in info.read_text().splitlines()
+            if line.startswith("model name")
+        ]
         if info.exists()
         else []
     )

@@ -1,12 +1,14 @@
-"""Every combination of tiers, schedules, updates and activations, streamed, against the resident step.
+"""Every combination of tiers, schedules, updates and activations, streamed, against the resident
+step.
 
     python benchmarks/equivalence.py --save benchmarks/results/NAME.md          # hours of one core; --minutes cuts it short
     python benchmarks/equivalence.py --where gather_ahead=False --jobs 2
     python benchmarks/equivalence.py --disk --where prefetch_distance=1     # those of which something rests on disk
 
-The cases are those of tests/streamed/matrix.py, 10 steps on 4 simulated devices each, in an order shuffled by a fixed seed: a
-run that is cut short has seen an even choice of them, and the table says how many. For each value of each axis it tells the
-largest differences seen.
+The cases are those of tests/streamed/matrix.py, 10 steps on 4 simulated devices each, in an order
+  shuffled by a fixed seed: a
+run that is cut short has seen an even choice of them, and the table says how many. For each value
+of each axis it tells the largest differences seen.
 """
 
 import argparse
@@ -26,18 +28,24 @@ sys.path[:0] = [str(ROOT / "tests" / "helpers"), str(ROOT / "examples")]
 
 SWAP_DIR = "ZEROJAX_EQUIVALENCE_SWAP_DIR"  # of a worker
 Case = dict[str, Any]
-Found = tuple[Case, float, float, float, float]  # case; ulp of a loss, part of a leaf, and the bounds of both
+Found = tuple[
+    Case, float, float, float, float
+]  # case; ulp of a loss, part of a leaf, and the bounds of both
 
 
 def start(folder: str | None = None) -> None:
     """Prepare a worker; `folder` is for the swap folders of all."""
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+    )
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
     jax.config.update("jax_num_cpu_devices", 4)
     if folder is not None:
-        os.environ[SWAP_DIR] = os.path.join(folder, str(os.getpid()))  # the disk is probed once for each
+        os.environ[SWAP_DIR] = os.path.join(
+            folder, str(os.getpid())
+        )  # the disk is probed once for each
         os.mkdir(os.environ[SWAP_DIR])
 
 
@@ -58,7 +66,9 @@ def table(found: list[Found], total: int, command: str, seconds: float) -> str:
     import jax
     from contenders import cpu_name
 
-    within = sum(ulps <= most_ulps and part <= most_part for _, ulps, part, most_ulps, most_part in found)
+    within = sum(
+        ulps <= most_ulps and part <= most_part for _, ulps, part, most_ulps, most_part in found
+    )
     lines = [
         f"# Streamed against resident, {datetime.date.today():%Y-%m}",
         "",
@@ -84,10 +94,24 @@ def table(found: list[Found], total: int, command: str, seconds: float) -> str:
 def main() -> None:
     """Run the cases and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--where", nargs="*", default=[], metavar="AXIS=VALUE", help="only cases with these values")
-    parser.add_argument("--disk", action="store_true", help="the cases of which something rests on disk, and no others")
-    parser.add_argument("--skip", type=int, default=0, metavar="N", help="leave out the first N, which another run has seen")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no case after this time")
+    parser.add_argument(
+        "--where", nargs="*", default=[], metavar="AXIS=VALUE", help="only cases with these values"
+    )
+    parser.add_argument(
+        "--disk",
+        action="store_true",
+        help="the cases of which something rests on disk, and no others",
+    )
+    parser.add_argument(
+        "--skip",
+        type=int,
+        default=0,
+        metavar="N",
+        help="leave out the first N, which another run has seen",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="begin no case after this time"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--save", help="write the table here")
     options = parser.parse_args()
@@ -95,8 +119,16 @@ def main() -> None:
     import matrix
 
     wanted = dict(pair.split("=") for pair in options.where)
-    cases = [case for case in matrix.every_case(options.disk) if not options.disk or matrix.DISK in case.values()]
-    cases = [case for case in cases if all(name_of(case[axis]) == value for axis, value in wanted.items())]
+    cases = [
+        case
+        for case in matrix.every_case(options.disk)
+        if not options.disk or matrix.DISK in case.values()
+    ]
+    cases = [
+        case
+        for case in cases
+        if all(name_of(case[axis]) == value for axis, value in wanted.items())
+    ]
     random.Random(0).shuffle(cases)
     cases = cases[options.skip :]
     found: list[Found] = []
@@ -109,13 +141,17 @@ def main() -> None:
     ):
         waiting, rest = set(), iter(cases)
         while True:
-            while len(waiting) < 2 * options.jobs and time.monotonic() - began < 60 * options.minutes:
+            while (
+                len(waiting) < 2 * options.jobs and time.monotonic() - began < 60 * options.minutes
+            ):
                 if (case := next(rest, None)) is None:
                     break
                 waiting.add(pool.submit(run, case))
             if not waiting:
                 break
-            done, waiting = concurrent.futures.wait(waiting, return_when=concurrent.futures.FIRST_COMPLETED)
+            done, waiting = concurrent.futures.wait(
+                waiting, return_when=concurrent.futures.FIRST_COMPLETED
+            )
             for future in done:
                 case, ulps, part, most_ulps, most_part = entry = future.result()
                 found.append(entry)
@@ -123,7 +159,12 @@ def main() -> None:
                     print(f"beyond its bound: {case}: {ulps} ulp, {part}", flush=True)
             if len(found) % 50 < len(done):
                 print(f"{len(found)} of {len(cases)}", file=sys.stderr, flush=True)
-    text = table(found, len(cases), " ".join(["python benchmarks/equivalence.py", *sys.argv[1:]]), time.monotonic() - began)
+    text = table(
+        found,
+        len(cases),
+        " ".join(["python benchmarks/equivalence.py", *sys.argv[1:]]),
+        time.monotonic() - began,
+    )
     print(text)
     if options.save:
         pathlib.Path(options.save).write_text(text)

@@ -1,11 +1,13 @@
-"""Fine-tuning models of 8 B and 70 B parameters on one GPU, planned: memory by tier, bytes, seconds, wear of the disk.
+"""Fine-tuning models of 8 B and 70 B parameters on one GPU, planned: memory by tier, bytes,
+seconds, wear of the disk.
 
     JAX_PLATFORMS=cpu python benchmarks/fine_tuning.py                     # 16 rows; some minutes
     JAX_PLATFORMS=cpu python benchmarks/fine_tuning.py --only 8B --compile   # and each step compiled for an H200
 
-Nothing of a model is made: `zerojax.hf.model_of` reads a config.json that is written here, with the sizes of Llama 3.1, and
-`zj.plan` chooses tiers and recomputation. Seconds are predicted at the rates of the machines below, of which no run has
-confirmed any.
+Nothing of a model is made: `zerojax.hf.model_of` reads a config.json that is written here, with the
+  sizes of Llama 3.1, and
+`zj.plan` chooses tiers and recomputation. Seconds are predicted at the rates of the machines below,
+of which no run has confirmed any.
 """
 
 import argparse
@@ -27,10 +29,28 @@ from zerojax import aot
 from zerojax.hf import model_of
 
 ROWS, SEQ = 16, 2048
-LLAMA = {"model_type": "llama", "vocab_size": 128_256, "num_key_value_heads": 8, "rope_theta": 500_000.0, "rms_norm_eps": 1e-5}
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 128_256,
+    "num_key_value_heads": 8,
+    "rope_theta": 500_000.0,
+    "rms_norm_eps": 1e-5,
+}
 MODELS = {
-    "8B": LLAMA | {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32},
-    "70B": LLAMA | {"hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80, "num_attention_heads": 64},
+    "8B": LLAMA
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "70B": LLAMA
+    | {
+        "hidden_size": 8192,
+        "intermediate_size": 28_672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
 }
 LORA = zj.Lora(rank=16, alpha=32, targets="all")
 KINDS: Mapping[str, tuple[zj.Lora | None, str | None]] = {
@@ -40,8 +60,12 @@ KINDS: Mapping[str, tuple[zj.Lora | None, str | None]] = {
 SSD = {"disk_bytes": 4e12, "disk_read": 7e9, "disk_write": 5e9, "disk_tbw_bytes": 2.4e15}
 """A drive of 4 TB on PCIe 4: what makers print of such."""
 MACHINES = {
-    "H200": dataclasses.replace(zj.machine("h200", devices_per_node=1), host_bytes=256e9, host_kernel=1.5e11, **SSD),
-    "RTX 4090": dataclasses.replace(zj.machine("rtx4090", devices_per_node=1), host_bytes=64e9, host_kernel=4e10, **SSD),
+    "H200": dataclasses.replace(
+        zj.machine("h200", devices_per_node=1), host_bytes=256e9, host_kernel=1.5e11, **SSD
+    ),
+    "RTX 4090": dataclasses.replace(
+        zj.machine("rtx4090", devices_per_node=1), host_bytes=64e9, host_kernel=4e10, **SSD
+    ),
 }
 
 
@@ -54,14 +78,23 @@ def planned(name: str, kind: str, machine: zj.Machine, compiles: bool) -> zj.Pla
         model = model_of(folder, lora=lora)
     mesh = aot.gpu_mesh("h200", gpus_per_host=1)  # seconds and memory are those of `machine`
     batch = dict.fromkeys(("tokens", "targets"), jax.ShapeDtypeStruct((ROWS, SEQ), jnp.int32))
-    fixed: dict[str, Any] = {"precision": "bf16", "swap_dir": "SWAP_DIR", "frozen_dtype": frozen_dtype}
+    fixed: dict[str, Any] = {
+        "precision": "bf16",
+        "swap_dir": "SWAP_DIR",
+        "frozen_dtype": frozen_dtype,
+    }
     return zj.plan(model, optax.adamw(1e-4), mesh, batch, machine, fixed=fixed, validate=compiles)
 
 
 def row_of(plan: zj.Plan) -> list[str]:
     """Return a plan's cells: memory by tier, bytes of a step, seconds, and wear."""
     held = [sum(plan.bytes[tier].values()) / 1e9 for tier in ("device", "pinned_host", "nvme")]
-    moved = [plan.link_bytes["up"], plan.link_bytes["down"], plan.disk_bytes["read"], plan.disk_bytes["write"]]
+    moved = [
+        plan.link_bytes["up"],
+        plan.link_bytes["down"],
+        plan.disk_bytes["read"],
+        plan.disk_bytes["write"],
+    ]
     days = "" if plan.disk_days is None else f" ({plan.disk_days:,.0f} days)"
     assert plan.mfu is not None
     return [
@@ -76,21 +109,31 @@ def row_of(plan: zj.Plan) -> list[str]:
 
 def described(fields: Mapping[str, Any]) -> str:
     """Return what was chosen."""
-    shown = {name: value for name, value in fields.items() if name not in ("precision", "swap_dir", "frozen_dtype")}
+    shown = {
+        name: value
+        for name, value in fields.items()
+        if name not in ("precision", "swap_dir", "frozen_dtype")
+    }
     # Segments and names would fill the line.
-    return ", ".join(name if isinstance(value, tuple) else f"{name}={value}" for name, value in shown.items())
+    return ", ".join(
+        name if isinstance(value, tuple) else f"{name}={value}" for name, value in shown.items()
+    )
 
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="rows whose model, machine and kind, as printed, hold this")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", help="rows whose model, machine and kind, as printed, hold this"
+    )
     parser.add_argument("--compile", action="store_true", help="compile the steps for the H200")
     options = parser.parse_args()
-    print(f"jax {importlib.metadata.version('jax')}; {ROWS} sequences of {SEQ} tokens a step; predicted\n")
-    columns = (
-        "device GB | host GB | disk GB | up GB | down GB | read GB | written GB | s a step | tokens/s | MFU | TB written a day"
+    print(
+        f"jax {importlib.metadata.version('jax')}; {ROWS} sequences of {SEQ} tokens a step; predicted\n"
     )
+    columns = "device GB | host GB | disk GB | up GB | down GB | read GB | written GB | s a step | tokens/s | MFU | TB written a day"
     print(f"| machine, model, trained | {columns} | compiled | chosen |")
     print("|---" * 14 + "|")
     for machine, name, kind in itertools.product(MACHINES, MODELS, KINDS):
@@ -105,9 +148,14 @@ def main() -> None:
             continue
         found = plan.validated
         off = (
-            "" if found is None else f"{found.device_bytes / 1e9:.1f} GB ({found.planned_bytes / found.device_bytes - 1:+.1%})"
+            ""
+            if found is None
+            else f"{found.device_bytes / 1e9:.1f} GB ({found.planned_bytes / found.device_bytes - 1:+.1%})"
         )
-        print(f"| {title} | {' | '.join(row_of(plan))} | {off} | {described(plan.fields)} |", flush=True)
+        print(
+            f"| {title} | {' | '.join(row_of(plan))} | {off} | {described(plan.fields)} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What a GPU does that tests on a CPU cannot show: right records, the link's speed, idle time, the same numbers, peak memory.
+"""What a GPU does that tests on a CPU cannot show: right records, the link's speed, idle time, the
+same numbers, peak memory.
 
     python benchmarks/gpu_check.py --list                                   # the parts, what each needs, their checks
     python benchmarks/gpu_check.py --part first --out results               # one part, at most 8 minutes on one H200
@@ -6,20 +7,24 @@
     python benchmarks/gpu_check.py --small                                  # every part with tiny sizes, anywhere
     python benchmarks/gpu_check.py --compile-only --chip h100               # for a GPU that is not there
 
-Parts run apart, on one machine or on several, and join: each writes `PART.jsonl` in --out, line by line as its checks find
-something, so that a run that is cut off loses nothing that it had found. A part keeps its own limit. Where fewer seconds are
-left than a check needs, it runs in its short form: a step has 8 layers at most and no profile, and what other checks have found
-when their time is over stays. Only a check with no time even to start is listed as not run. One that crashes or hangs takes its
-process with it, and no other check. What lacks a package or a device says so, and fails nothing.
+Parts run apart, on one machine or on several, and join: each writes `PART.jsonl` in --out, line by
+  line as its checks find
+something, so that a run that is cut off loses nothing that it had found. A part keeps its own
+limit. Where fewer seconds are left than a check needs, it runs in its short form: a step has 8
+layers at most and no profile, and what other checks have found when their time is over stays. Only
+a check with no time even to start is listed as not run. One that crashes or hangs takes its process
+with it, and no other check. What lacks a package or a device says so, and fails nothing.
 
-Steps have as many layers as the device's memory and the host's have room for, and a row says so where they are fewer. Each
-process pins as much host memory as its programs keep there, and never more than XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB of the
-environment. Rates of the machine are measured once and kept in `rates.json` in --out, which later parts read.
+Steps have as many layers as the device's memory and the host's have room for, and a row says so
+where they are fewer. Each process pins as much host memory as its programs keep there, and never
+more than XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB of the environment. Rates of the machine are measured
+once and kept in `rates.json` in --out, which later parts read.
 
     first             records by both forms of index, copies alone and beside products, both ways at once, a short streamed step
     groups            8 layers of it, whose records cross the link in 2, 4, 6 and 10 groups (`ZeroConfig.link_groups`)
     steps-*           a Llama of 6.7 B: 16K and 32K tokens, with its states in a mode; seconds, idle share, bytes over the link
-                      by copies and by kernels, peak memory, a profile kept as a file, beside what `hlo.simulate` predicts
+                      by copies and by kernels, peak memory, a profile kept as a file, beside what
+                      `hlo.simulate` predicts
     disks             3.9 B with everything on the host, on a RAM disk and on a disk
     kernels           each op of pallas_kernels beside XLA's
     sweep             the fastest sizes of matmul's kernel, beside XLA's form and JAX's own kernel
@@ -27,8 +32,8 @@ environment. Rates of the machine are measured once and kept in `rates.json` in 
     equality*, nvme   steps with mixes of tiers against the resident step: losses, parameters
     memory, mixes     peak device memory over `program.memory`; mixes of tiers in turn with the resident step
 
-What each does is in `gpu_checks`. The seconds in `Needs` were measured on an H200 for the checks that it has run
-(`benchmarks/results/gpu_check_h200_202611.md`), and are assumed for the others.
+What each does is in `gpu_checks`. The seconds in `Needs` were measured on an H200 for the checks
+that it has run (`benchmarks/results/gpu_check_h200_202611.md`), and are assumed for the others.
 """
 
 import argparse
@@ -68,10 +73,17 @@ HOST_VARIABLE = "ZEROJAX_HOST_MEMORY_GB"
 
 ALL_MEMORY: Mapping[str, str] = MappingProxyType({"XLA_PYTHON_CLIENT_PREALLOCATE": "true"})
 """Of a process that takes device memory in one piece, as a training run does."""
-MOST_MEMORY: Mapping[str, str] = MappingProxyType({**ALL_MEMORY, "XLA_PYTHON_CLIENT_MEM_FRACTION": str(SHARE)})
+MOST_MEMORY: Mapping[str, str] = MappingProxyType(
+    {**ALL_MEMORY, "XLA_PYTHON_CLIENT_MEM_FRACTION": str(SHARE)}
+)
 
 
-def of_jobs(name: str, run: Callable[[Sizes], Iterator[Row]], jobs: Callable[[Sizes], list[Job]], needs: Needs) -> Check:
+def of_jobs(
+    name: str,
+    run: Callable[[Sizes], Iterator[Row]],
+    jobs: Callable[[Sizes], list[Job]],
+    needs: Needs,
+) -> Check:
     """Return a check of programs of `Job`s."""
 
     def compiled(context: Context) -> Iterator[Row]:
@@ -80,7 +92,13 @@ def of_jobs(name: str, run: Callable[[Sizes], Iterator[Row]], jobs: Callable[[Si
     def pinned(sizes: Sizes) -> int:
         return max((job.state_bytes for job in jobs(sizes)), default=0)
 
-    return Check(name=name, run=lambda context: run(context.sizes), compiled=compiled, needs=needs, pinned=pinned)
+    return Check(
+        name=name,
+        run=lambda context: run(context.sizes),
+        compiled=compiled,
+        needs=needs,
+        pinned=pinned,
+    )
 
 
 def equal(precision: str, needs: Needs) -> Check:
@@ -109,7 +127,9 @@ def measured_rates() -> Check:
 def host_kernel() -> Check:
     """Return the check of the host's kernel."""
     needs = Needs(gpu=10, compiled=10, small=12)
-    return Check(name="host kernel", run=rates.check_host_kernel, compiled=None, needs=needs, measures=True)
+    return Check(
+        name="host kernel", run=rates.check_host_kernel, compiled=None, needs=needs, measures=True
+    )
 
 
 def copied(way: str) -> Check:
@@ -117,7 +137,8 @@ def copied(way: str) -> Check:
     needs = Needs(gpu=30, compiled=20, small=15)
 
     def pinned(sizes: Sizes) -> int:
-        # XLA's pool grows by pieces whose sizes are powers of two, and a stack lies within one piece.
+        # XLA's pool grows by pieces whose sizes are powers of two, and a stack lies within one
+        # piece.
         stack_bytes = 4 * math.prod(sizes.copied.shape)
         piece_bytes = 1 << (stack_bytes - 1).bit_length()
         return 2 * piece_bytes
@@ -178,15 +199,21 @@ def stepped(
     )
 
 
-def steps_part(name: str, mode: str, what: str, seconds: tuple[float, float], first: tuple[Check, ...] = ()) -> Part:
-    """Return the part of one mode: the rates of the machine, then both numbers of tokens, the larger by the same program."""
+def steps_part(
+    name: str, mode: str, what: str, seconds: tuple[float, float], first: tuple[Check, ...] = ()
+) -> Part:
+    """Return the part of one mode: the rates of the machine, then both numbers of tokens, the
+    larger by the same program.
+    """
     both = tuple(
         stepped(f"{tokens} tokens", mode, Needs(gpu=need, compiled=60, small=30), which)
         for which, (tokens, need) in enumerate(zip(("16K", "32K"), seconds, strict=True))
     )
     what = f"a Llama of 6.7 B, {what}: a step of 16K and of 32K tokens"
     groups = (Group(checks=(measured_rates(),)), *(Group(checks=(check,)) for check in first))
-    return Part(name=f"steps-{name}", what=what, groups=(*groups, Group(checks=both, env=MOST_MEMORY)))
+    return Part(
+        name=f"steps-{name}", what=what, groups=(*groups, Group(checks=both, env=MOST_MEMORY))
+    )
 
 
 def disk(name: str, where: str, seconds: float) -> Check:
@@ -205,20 +232,29 @@ def disk(name: str, where: str, seconds: float) -> Check:
 
 def peer(name: str, seconds: float) -> Check:
     """Return the check of a contender that is not ours."""
-    return Check(name=name, run=peers.check_peer(name), compiled=None, needs=Needs(gpu=seconds, compiled=10, small=30))
+    return Check(
+        name=name,
+        run=peers.check_peer(name),
+        compiled=None,
+        needs=Needs(gpu=seconds, compiled=10, small=30),
+    )
 
 
 def ours(name: str) -> Check:
     """Return the check of one of ours."""
 
     def compiled(context: Context) -> Iterator[Row]:
-        return compile_rows("speed", [job for job in peers.our_jobs(context) if job.name == name], context)
+        return compile_rows(
+            "speed", [job for job in peers.our_jobs(context) if job.name == name], context
+        )
 
     def pinned(sizes: Sizes) -> int:
         return Job(name=name, problem=sizes.peer, fields=peers.OURS[name]).state_bytes
 
     needs = Needs(gpu=70, compiled=90, small=60)
-    return Check(name=name, run=peers.check_ours(name), compiled=compiled, needs=needs, pinned=pinned)
+    return Check(
+        name=name, run=peers.check_ours(name), compiled=compiled, needs=needs, pinned=pinned
+    )
 
 
 def alone(*checks: Check, env: Mapping[str, str] = MappingProxyType({})) -> tuple[Group, ...]:
@@ -227,7 +263,9 @@ def alone(*checks: Check, env: Mapping[str, str] = MappingProxyType({})) -> tupl
 
 
 FORMS = of_jobs("slices", slices.check_slices, lambda _: [], Needs(gpu=10, compiled=25, small=25))
-MACHINE = Check(name="machine", run=check_machine, compiled=None, needs=Needs(gpu=10, compiled=10, small=10))
+MACHINE = Check(
+    name="machine", run=check_machine, compiled=None, needs=Needs(gpu=10, compiled=10, small=10)
+)
 SHORT = Needs(gpu=50, compiled=60, small=30)
 PARTS: Mapping[str, Part] = {
     part.name: part
@@ -236,7 +274,9 @@ PARTS: Mapping[str, Part] = {
             name="first",
             what="what there is; records by both forms of index, copies alone and beside products, a short streamed step",
             groups=(
-                *alone(MACHINE, env={"XLA_PYTHON_CLIENT_MEM_FRACTION": str(SHARE)}),  # whose limit it then tells
+                *alone(
+                    MACHINE, env={"XLA_PYTHON_CLIENT_MEM_FRACTION": str(SHARE)}
+                ),  # whose limit it then tells
                 Group(checks=(FORMS, measured_rates(), *(copied(way) for way in copies.WAYS))),
                 Group(checks=(host_kernel(),)),
                 Group(
@@ -247,7 +287,14 @@ PARTS: Mapping[str, Part] = {
                     env=MOST_MEMORY,
                 ),
                 *alone(
-                    stepped("8 layers, CUDA graphs", "opt_state on the host", SHORT, short=True, graphs=True), env=MOST_MEMORY
+                    stepped(
+                        "8 layers, CUDA graphs",
+                        "opt_state on the host",
+                        SHORT,
+                        short=True,
+                        graphs=True,
+                    ),
+                    env=MOST_MEMORY,
                 ),
             ),
         ),
@@ -266,18 +313,38 @@ PARTS: Mapping[str, Part] = {
             ),
         ),
         steps_part("opt_state", "opt_state on the host", "opt_state in host memory", (110, 60)),
-        steps_part("host", "opt_state on the host, update_on host", 'update_on="host"', (180, 100), (host_kernel(),)),
+        steps_part(
+            "host",
+            "opt_state on the host, update_on host",
+            'update_on="host"',
+            (180, 100),
+            (host_kernel(),),
+        ),
         Part(
             name="nvme",
             what="10 steps with mixes on disk against the resident step; the disk's speed; time and stall of such steps",
-            groups=alone(of_jobs("nvme", swap.check_swap, swap.swap_jobs, Needs(gpu=300, compiled=130, small=150))),
+            groups=alone(
+                of_jobs(
+                    "nvme", swap.check_swap, swap.swap_jobs, Needs(gpu=300, compiled=130, small=150)
+                )
+            ),
         ),
         Part(
             name="peers",
             what="FSDP2 and DeepSpeed with their states on the host, with the same attention, beside ours",
-            groups=alone(ours(peers.ON_HOST), ours(peers.ON_DEVICE), peer("FSDP2", 110), peer("DeepSpeed", 150)),
+            groups=alone(
+                ours(peers.ON_HOST),
+                ours(peers.ON_DEVICE),
+                peer("FSDP2", 110),
+                peer("DeepSpeed", 150),
+            ),
         ),
-        steps_part("all", "params, grads, opt_state on the host", "params, grads and opt_state in host memory", (180, 100)),
+        steps_part(
+            "all",
+            "params, grads, opt_state on the host",
+            "params, grads and opt_state in host memory",
+            (180, 100),
+        ),
         Part(
             name="kernels",
             what="each op of pallas_kernels beside XLA's: error against float64, time, share of the measured peak",
@@ -291,19 +358,36 @@ PARTS: Mapping[str, Part] = {
         Part(
             name="sweep",
             what="the fastest sizes of matmul's kernel beside XLA's form and JAX's own kernel; the winners are kept as a table",
-            groups=alone(Check(name="sweep", run=kernels.check_sweep, compiled=None, needs=Needs(gpu=420, compiled=10))),
+            groups=alone(
+                Check(
+                    name="sweep",
+                    run=kernels.check_sweep,
+                    compiled=None,
+                    needs=Needs(gpu=420, compiled=10),
+                )
+            ),
         ),
         Part(
             name="disks",
             what="3.9 B with everything on the host, on a RAM disk and on a disk: the engine's share, and the disk's",
             groups=alone(
-                disk("host", disks.HOST, 110), disk("RAM disk", disks.RAM, 140), disk("disk", disks.DISK, 200), env=MOST_MEMORY
+                disk("host", disks.HOST, 110),
+                disk("RAM disk", disks.RAM, 140),
+                disk("disk", disks.DISK, 200),
+                env=MOST_MEMORY,
             ),
         ),
         Part(
             name="memory",
             what="peak device memory over program.memory and over the compiler's own count; a process for each mix",
-            groups=alone(of_jobs("memory", memory.check_memory, memory.memory_jobs, Needs(gpu=120, compiled=60, small=60))),
+            groups=alone(
+                of_jobs(
+                    "memory",
+                    memory.check_memory,
+                    memory.memory_jobs,
+                    Needs(gpu=120, compiled=60, small=60),
+                )
+            ),
         ),
         Part(
             name="equality-more",
@@ -324,18 +408,33 @@ PARTS: Mapping[str, Part] = {
             groups=(
                 Group(checks=(measured_rates(),)),
                 *alone(
-                    *(stepped(f"{n} groups", "opt_state on the host", SHORT, short=True, groups=n) for n in (2, 4, 6, 10)),
+                    *(
+                        stepped(f"{n} groups", "opt_state on the host", SHORT, short=True, groups=n)
+                        for n in (2, 4, 6, 10)
+                    ),
                     env=MOST_MEMORY,
                 ),
             ),
         ),
-        steps_part("delayed", "the same, delayed_update", 'update_on="host" and delayed_update', (180, 100), (host_kernel(),)),
+        steps_part(
+            "delayed",
+            "the same, delayed_update",
+            'update_on="host" and delayed_update',
+            (180, 100),
+            (host_kernel(),),
+        ),
         steps_part("resident", "resident", "its states on the device", (130, 90)),
         Part(
             name="mixes",
             what="step time of each mix of tiers over the resident step, interleaved; how much of its transfers is hidden",
             groups=alone(
-                of_jobs("speed", speed.check_speed, speed.speed_jobs, Needs(gpu=300, compiled=120, small=60)), env=ALL_MEMORY
+                of_jobs(
+                    "speed",
+                    speed.check_speed,
+                    speed.speed_jobs,
+                    Needs(gpu=300, compiled=120, small=60),
+                ),
+                env=ALL_MEMORY,
             ),
         ),
     )
@@ -353,14 +452,22 @@ def facts(sizes: Sizes, chip: str | None) -> dict[str, Any]:
     import jax
 
     device = jax.devices()[0]
-    kind = device.device_kind if chip is None else f"{chip}, which is not there, compiled for on {device.device_kind}"
+    kind = (
+        device.device_kind
+        if chip is None
+        else f"{chip}, which is not there, compiled for on {device.device_kind}"
+    )
     versions = {"python": platform.python_version()}
     for name in ("jax", "jaxlib", "flax", "optax", "numba"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     if platform_name() == "gpu" and shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        told = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
+        told = (
+            subprocess.run(query, capture_output=True, text=True, check=False)
+            .stdout.split("\n")[0]
+            .strip()
+        )
         versions |= {"driver": told} if told else {}
     return {
         "hardware": f"{kind}, {os.cpu_count()} cores of {cpu_name()}",
@@ -389,21 +496,49 @@ def work(options: argparse.Namespace) -> None:
     )
     checks = PARTS[part].groups[int(index)].checks
     serve(
-        checks, context, options.compile_only, lambda: facts(sizes, context.chip if options.compile_only else None), read, send
+        checks,
+        context,
+        options.compile_only,
+        lambda: facts(sizes, context.chip if options.compile_only else None),
+        read,
+        send,
     )
 
 
 def parse() -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART", help="run these parts")
-    parser.add_argument("--only", nargs="+", metavar="CHECK", help="run these checks of the parts alone")
+    parser.add_argument(
+        "--part",
+        nargs="+",
+        choices=list(PARTS),
+        default=list(PARTS),
+        metavar="PART",
+        help="run these parts",
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="CHECK", help="run these checks of the parts alone"
+    )
     parser.add_argument("--list", action="store_true", help="list the parts and their checks")
-    parser.add_argument("--join", metavar="DIR", help="make one table of the results in and below a folder; nothing is run")
-    parser.add_argument("--fits", action="store_true", help="with --join: only what the programs of --compile-only take")
+    parser.add_argument(
+        "--join",
+        metavar="DIR",
+        help="make one table of the results in and below a folder; nothing is run",
+    )
+    parser.add_argument(
+        "--fits",
+        action="store_true",
+        help="with --join: only what the programs of --compile-only take",
+    )
     parser.add_argument("--small", action="store_true", help="tiny sizes and few mixes")
-    parser.add_argument("--compile-only", action="store_true", help="compile every program for a GPU that is not there")
-    parser.add_argument("--chip", choices=("h100", "h200"), help="of --compile-only; h200 by default")
+    parser.add_argument(
+        "--compile-only",
+        action="store_true",
+        help="compile every program for a GPU that is not there",
+    )
+    parser.add_argument(
+        "--chip", choices=("h100", "h200"), help="of --compile-only; h200 by default"
+    )
     parser.add_argument(
         "--host-memory",
         type=float,
@@ -411,12 +546,25 @@ def parse() -> argparse.Namespace:
         help="of the host, where the system says less: of a virtual machine whose memory grows as it is taken; "
         "128 by default with --compile-only",
     )
-    parser.add_argument("--measure-again", action="store_true", help="measure rates that --out holds already")
-    parser.add_argument("--peer-python", help="python of an environment with torch; this one if it has torch")
-    parser.add_argument("--limit", type=float, default=TIME_LIMIT, help=f"seconds for a part; {TIME_LIMIT:g} by default")
+    parser.add_argument(
+        "--measure-again", action="store_true", help="measure rates that --out holds already"
+    )
+    parser.add_argument(
+        "--peer-python", help="python of an environment with torch; this one if it has torch"
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=TIME_LIMIT,
+        help=f"seconds for a part; {TIME_LIMIT:g} by default",
+    )
     parser.add_argument("--out", help="a folder for the results; a temporary one by default")
     parser.add_argument("--save", help="write the table here")
-    parser.add_argument("--swap-dir", default=tempfile.gettempdir(), help="a folder of a disk, for what rests on one")
+    parser.add_argument(
+        "--swap-dir",
+        default=tempfile.gettempdir(),
+        help="a folder of a disk, for what rests on one",
+    )
     parser.add_argument("--ram-dir", default="/dev/shm", help="a folder of a RAM disk")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--machine", help=argparse.SUPPRESS)
@@ -424,7 +572,9 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     names = {check.name for part in options.part for check in PARTS[part].checks}
     if options.only and (unknown := set(options.only) - names):
-        parser.error(f"--only {', '.join(sorted(unknown))}: the checks of these parts are {', '.join(sorted(names))}")
+        parser.error(
+            f"--only {', '.join(sorted(unknown))}: the checks of these parts are {', '.join(sorted(names))}"
+        )
     if not 0 < options.limit < math.inf:
         parser.error(f"--limit {options.limit:g}: a positive number of seconds is needed")
     if options.host_memory is not None and not 1 <= options.host_memory < math.inf:
@@ -432,7 +582,9 @@ def parse() -> argparse.Namespace:
     if options.fits and not options.join:
         parser.error("--fits tells of results that are joined: give --join, too")
     if options.chip is not None and not options.compile_only:
-        parser.error("--chip says for which GPU to compile: give --compile-only, too; a run takes the GPU that is there")
+        parser.error(
+            "--chip says for which GPU to compile: give --compile-only, too; a run takes the GPU that is there"
+        )
     # Else the table would tell another disk's figures.
     for name in ("join", "swap_dir", "ram_dir"):
         folder, default = getattr(options, name), parser.get_default(name)
@@ -474,7 +626,10 @@ def listed(mode: str) -> str:
     for part in PARTS.values():
         needs = [seconds_of(check.needs, mode) for check in part.checks]
         lines.append(f"{part.name} ({sum(needs):.0f} s): {part.what}")
-        lines += [f"    {check.name} ({seconds:.0f} s)" for check, seconds in zip(part.checks, needs, strict=True)]
+        lines += [
+            f"    {check.name} ({seconds:.0f} s)"
+            for check, seconds in zip(part.checks, needs, strict=True)
+        ]
     return "\n".join(lines)
 
 
@@ -497,7 +652,11 @@ def run_parts(options: argparse.Namespace, mode: str, out: pathlib.Path, machine
     }
     words = [places.get(word, word) for word in sys.argv[1:]]  # a table tells no paths of a machine
     own = [sys.executable, str(pathlib.Path(__file__).resolve())]
-    own += [f"--{name}" for name in ("small", "compile-only") if getattr(options, name.replace("-", "_"))]
+    own += [
+        f"--{name}"
+        for name in ("small", "compile-only")
+        if getattr(options, name.replace("-", "_"))
+    ]
     own += ["--peer-python", options.peer_python] if options.peer_python else []
     own += ["--machine", json.dumps(told_machine)]
     if options.measure_again:
@@ -506,11 +665,22 @@ def run_parts(options: argparse.Namespace, mode: str, out: pathlib.Path, machine
         with contextlib.ExitStack() as stack:
             # What a check that was killed leaves on a disk goes with the part, if not before.
             folders = {
-                option: stack.enter_context(tempfile.TemporaryDirectory(prefix="gpu_check_", dir=base))
-                for option, base in (("--swap-dir", options.swap_dir), ("--ram-dir", options.ram_dir))
+                option: stack.enter_context(
+                    tempfile.TemporaryDirectory(prefix="gpu_check_", dir=base)
+                )
+                for option, base in (
+                    ("--swap-dir", options.swap_dir),
+                    ("--ram-dir", options.ram_dir),
+                )
                 if pathlib.Path(base).is_dir()
             }
-            command = [*own, "--out", str(out), *(word for pair in folders.items() for word in pair), "--worker"]
+            command = [
+                *own,
+                "--out",
+                str(out),
+                *(word for pair in folders.items() for word in pair),
+                "--worker",
+            ]
             told = shlex.join(["python", "benchmarks/gpu_check.py", *words])
             run = Run(
                 part=PARTS[name],
@@ -520,14 +690,18 @@ def run_parts(options: argparse.Namespace, mode: str, out: pathlib.Path, machine
                 out=out,
                 command=command,
                 told=told,
-                pool=(lambda group: pool_of(group, sizes, machine)) if is_run and machine.platform == "gpu" else None,
+                pool=(lambda group: pool_of(group, sizes, machine))
+                if is_run and machine.platform == "gpu"
+                else None,
                 key=f"{machine.key}{', tiny sizes' * options.small}" if is_run else None,
             )
             run(folders=[pathlib.Path(folder) for folder in folders.values()])
 
 
 def main() -> None:
-    """Run the parts, print and save their table; status 1 where a bound does not hold or a check has no result."""
+    """Run the parts, print and save their table; status 1 where a bound does not hold or a check
+    has no result.
+    """
     options = parse()
     if options.worker:
         work(options)
@@ -543,7 +717,9 @@ def main() -> None:
     out = pathlib.Path(options.join or options.out or tempfile.mkdtemp(prefix="gpu_check_"))
     if not options.join:
         machine = found_machine(options)
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that workers and folders go too
+        signal.signal(
+            signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+        )  # so that workers and folders go too
         out.mkdir(parents=True, exist_ok=True)
         run_parts(options, mode, out.resolve(), machine)
     try:
@@ -552,7 +728,9 @@ def main() -> None:
     except ValueError as error:
         sys.exit(f"gpu_check.py: {error}")
     try:
-        text = joined.fits(all_runs, list(PARTS)) if options.fits else joined.table(runs, list(PARTS))
+        text = (
+            joined.fits(all_runs, list(PARTS)) if options.fits else joined.table(runs, list(PARTS))
+        )
     except ValueError as error:
         sys.exit(f"gpu_check.py: {error}")
     print(f"\n{text}")

@@ -4,11 +4,12 @@
     python benchmarks/host_adam.py --peer-python PEER/bin/python         # PEER: an environment with torch and deepspeed
     python benchmarks/host_adam.py --out benchmarks/results/NAME.md
 
-The kernel is built from `optax.adamw(1e-3)` itself, traced on one float32 array, and first compared with the jitted rule on a
-million elements. The bound is an in-place `a *= c` by numba's `prange`, the fastest that this memory was seen to go, scaled
-from its 8 bytes to the bytes that a contender must touch. Each round runs every contender once, its bound just before it; a
-time is the best of a few calls, and a ratio is taken within a round. All contenders use the same cores; numpy's memory too, in
-huge pages where the system has them, except jax.jit, which allocates its own.
+The kernel is built from `optax.adamw(1e-3)` itself, traced on one float32 array, and first compared
+with the jitted rule on a million elements. The bound is an in-place `a *= c` by numba's `prange`,
+the fastest that this memory was seen to go, scaled from its 8 bytes to the bytes that a contender
+must touch. Each round runs every contender once, its bound just before it; a time is the best of a
+few calls, and a ratio is taken within a round. All contenders use the same cores; numpy's memory
+too, in huge pages where the system has them, except jax.jit, which allocates its own.
 """
 
 import argparse
@@ -30,7 +31,9 @@ import numpy as np
 LEARNING_RATE, WEIGHT_DECAY, COUNT = 1e-3, 1e-4, 3
 TOLERANCE = 1e-6  # of an array's largest element, after one update
 NUM_CALLS = 5  # of which a time is the best
-NUM_BYTES = 28  # float32: gradients read; moments and parameters read and written. bfloat16: half a gradient, half a copy more
+# float32: gradients read; moments and parameters read and written. bfloat16: half a gradient, half
+# a copy more
+NUM_BYTES = 28
 Contender = Callable[[], float]  # its seconds
 
 
@@ -57,7 +60,7 @@ def to_low(a: np.ndarray) -> np.ndarray:
     return np.asarray(a, jnp.bfloat16)
 
 
-# --- torch and DeepSpeed, in their own environment -----------------------------------------------------------------------
+# --- torch and DeepSpeed, in their own environment ------------------------------------------------
 
 
 def serve_peers(n: int, threads: int) -> None:
@@ -72,7 +75,13 @@ def serve_peers(n: int, threads: int) -> None:
             parameter.grad = g
             adam.step()
             for state in adam.state.values():  # numpy's memory, as the kernel's
-                state.update({k: torch.from_numpy(s.numpy().copy()) for k, s in state.items() if k.startswith("exp_avg")})
+                state.update(
+                    {
+                        k: torch.from_numpy(s.numpy().copy())
+                        for k, s in state.items()
+                        if k.startswith("exp_avg")
+                    }
+                )
             return lambda: best_seconds(adam.step)
 
         parameter = torch.nn.Parameter(p)
@@ -82,7 +91,9 @@ def serve_peers(n: int, threads: int) -> None:
         )
         with contextlib.suppress(ImportError):
             deepspeed = importlib.import_module("deepspeed")
-            adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam([parameter], adamw_mode=True, **options)
+            adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam(
+                [parameter], adamw_mode=True, **options
+            )
             name = f"DeepSpeed {deepspeed.__version__} CPUAdam"
             contenders[name] = time_steps(adam)
             low_g, low_p = g.bfloat16(), p.bfloat16()
@@ -112,7 +123,9 @@ def peers(python: str | None, n: int, threads: int) -> Iterator[dict[str, Conten
         "OMP_NUM_THREADS": str(threads),
     }
     env |= {"DS_ACCELERATOR": "cpu", "OMP_WAIT_POLICY": "passive"}
-    with subprocess.Popen(command, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        command, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         send, receive = process.stdin, process.stdout
@@ -122,18 +135,22 @@ def peers(python: str | None, n: int, threads: int) -> Iterator[dict[str, Conten
             send.flush()
             return float(receive.readline())
 
-        yield {name: lambda name=name: ask(name) for name in receive.readline().rstrip("\n").split("\t")}
+        yield {
+            name: lambda name=name: ask(name)
+            for name in receive.readline().rstrip("\n").split("\t")
+        }
         send.close()
 
 
-# --- the kernel, jax.jit and the bound -----------------------------------------------------------------------------------
+# --- the kernel, jax.jit and the bound ------------------------------------------------------------
 
 
 def adamw_rule(low: bool) -> tuple[Callable[..., Any], Any]:
     """Return optax's update of one array as a function, and its jaxpr.
 
-    Its arguments are parameters, state and gradients; its results parameters, state and, where `low`, the parameters in
-    bfloat16, the dtype in which the gradients come then. In this order jit reuses each donated buffer in its own place.
+    Its arguments are parameters, state and gradients; its results parameters, state and, where
+    `low`, the parameters in bfloat16, the dtype in which the gradients come then. In this order jit
+    reuses each donated buffer in its own place.
     """
     import jax
     import jax.numpy as jnp
@@ -152,7 +169,9 @@ def adamw_rule(low: bool) -> tuple[Callable[..., Any], Any]:
 
 
 def build_adamw(low: bool) -> Callable[..., None]:
-    """Build the kernel, and return it as a function of parameters, moments, gradients, the bfloat16 copy and threads."""
+    """Build the kernel, and return it as a function of parameters, moments, gradients, the bfloat16
+    copy and threads.
+    """
     from host_offload.host_update import build_kernel
 
     kernel = build_kernel(adamw_rule(low)[1], [(0, 0), (2, 2), (3, 3)])
@@ -160,7 +179,11 @@ def build_adamw(low: bool) -> Callable[..., None]:
     count = np.zeros((), np.int32)
 
     def update(params: Any, m: Any, v: Any, grads: Any, copy: Any, threads: int) -> None:
-        kernel([params, COUNT, m, v, grads], [None, count, None, None, *([copy] if low else [])], threads)
+        kernel(
+            [params, COUNT, m, v, grads],
+            [None, count, None, None, *([copy] if low else [])],
+            threads,
+        )
 
     return update
 
@@ -170,11 +193,17 @@ def jit_state(m: Any, v: Any) -> Any:
     import jax.numpy as jnp
     import optax
 
-    return (optax.ScaleByAdamState(jnp.int32(COUNT), jnp.array(m), jnp.array(v)), optax.EmptyState(), optax.EmptyState())
+    return (
+        optax.ScaleByAdamState(jnp.int32(COUNT), jnp.array(m), jnp.array(v)),
+        optax.EmptyState(),
+        optax.EmptyState(),
+    )
 
 
 def largest_difference(n: int = 1_000_000) -> float:
-    """Return how far the kernel's update of `n` elements is from the jitted rule's, over an array's largest element."""
+    """Return how far the kernel's update of `n` elements is from the jitted rule's, over an array's
+    largest element.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -185,7 +214,10 @@ def largest_difference(n: int = 1_000_000) -> float:
         new, (state, *_), *_ = jax.jit(adamw_rule(low)[0])(jnp.array(p), jit_state(m, v), g)
         copy = np.zeros(n, jnp.bfloat16)
         build_adamw(low)(p, m, v, g, copy, 2)
-        found += [np.abs(a - b).max() / np.abs(b).max() for a, b in ((p, new), (m, state.mu), (v, state.nu))]
+        found += [
+            np.abs(a - b).max() / np.abs(b).max()
+            for a, b in ((p, new), (m, state.mu), (v, state.nu))
+        ]
         assert not low or (copy == p.astype(jnp.bfloat16)).all()
     return float(max(found))
 
@@ -209,12 +241,17 @@ def own_contenders(n: int, threads: int) -> tuple[Contender, dict[str, Contender
     for low, name in ((False, "fp32"), (True, "bf16 gradients in, parameters out")):
         update = build_adamw(low)
         args = (params, m, v, low_grads if low else grads, low_params, threads)
-        contenders[f"fused kernel, {name}"] = lambda update=update, args=args: best_seconds(lambda: update(*args))
+        contenders[f"fused kernel, {name}"] = lambda update=update, args=args: best_seconds(
+            lambda: update(*args)
+        )
     for low, name in ((False, "fp32"), (True, "bf16 gradients in, parameters out")):
         jitted = jax.jit(adamw_rule(low)[0], donate_argnums=(0, 1))
 
         def run_jitted(low: bool = low, jitted: Any = jitted) -> float:
-            held = [jnp.array(params), jit_state(m, v)]  # made for a round: it would double the memory of this program
+            held = [
+                jnp.array(params),
+                jit_state(m, v),
+            ]  # made for a round: it would double the memory of this program
             given = jnp.asarray(low_grads if low else grads)
 
             def step() -> None:
@@ -229,19 +266,25 @@ def own_contenders(n: int, threads: int) -> tuple[Contender, dict[str, Contender
     return lambda: best_seconds(lambda: multiply(grads, one)), contenders
 
 
-# --- all of them, in rounds ----------------------------------------------------------------------------------------------
+# --- all of them, in rounds -----------------------------------------------------------------------
 
 
 def cpu_name() -> str:
     """Return the processor's name, or its architecture where that is not told."""
     info = pathlib.Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
 
 
 def table(n: int, threads: int, bounds: Any, seconds: Any, difference: float, command: str) -> str:
     """Return the report in Markdown. `bounds` and `seconds`: contender -> a time for each round."""
-    versions = [f"{name} {importlib.import_module(name).__version__}" for name in ("jax", "numba", "numpy", "optax")]
+    versions = [
+        f"{name} {importlib.import_module(name).__version__}"
+        for name in ("jax", "numba", "numpy", "optax")
+    ]
     rounds = len(next(iter(seconds.values())))
     bandwidth = [NUM_BYTES * n / t / 1e9 for times in bounds.values() for t in times]
     lines = [
@@ -273,7 +316,12 @@ def main() -> None:
     """Compare, run all rounds, print and save the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--params", type=int, default=100_000_000)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="cores that every contender uses")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="cores that every contender uses",
+    )
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--peer-python", help="python of an environment with torch, and deepspeed")
     parser.add_argument("--out", help="write the table here too")
@@ -287,7 +335,10 @@ def main() -> None:
     if options.serve:
         serve_peers(n, threads)
         return
-    os.environ |= {"JAX_PLATFORMS": "cpu", "OMP_WAIT_POLICY": "passive"}  # the bound's threads must not spin in others' time
+    os.environ |= {
+        "JAX_PLATFORMS": "cpu",
+        "OMP_WAIT_POLICY": "passive",
+    }  # the bound's threads must not spin in others' time
     difference = largest_difference()
     bound, contenders = own_contenders(n, threads)
     bounds: dict[str, list[float]] = {}
@@ -302,7 +353,14 @@ def main() -> None:
             parts = [f"{name}: {seconds[name][-1] / bounds[name][-1]:.2f}" for name in contenders]
             print(f"round {index + 1}: {'; '.join(parts)}", flush=True)
     words = [w if w != options.peer_python else "PEER/bin/python" for w in sys.argv[1:]]
-    text = table(n, threads, bounds, seconds, difference, " ".join(["python benchmarks/host_adam.py", *words]))
+    text = table(
+        n,
+        threads,
+        bounds,
+        seconds,
+        difference,
+        " ".join(["python benchmarks/host_adam.py", *words]),
+    )
     print(f"\n{text}")
     if options.out:
         pathlib.Path(options.out).write_text(text)

@@ -1,4 +1,6 @@
-"""The cases of benchmarks/kernels.py: each op at a size, the programs of each contender, and its error against float64."""
+"""The cases of benchmarks/kernels.py: each op at a size, the programs of each contender, and its
+error against float64.
+"""
 
 import dataclasses
 import functools
@@ -25,7 +27,10 @@ MOSAIC, XLA, UNFUSED = "mosaic", "xla", "unfused"
 ROWS = 64  # that are compared with float64
 NF4_BYTES = 0.5 + 1 / 64 + 8 / (64 * 256)  # an element, in groups of 256 blocks
 Step = Callable[[tuple[Any, ...], Any], Any]
-"""(the case's arrays, what the step before returned, donated) -> the next value. Each is a program of its own."""
+"""(the case's arrays, what the step before returned, donated) -> the next value.
+
+Each is a program of its own.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,8 +44,8 @@ class Case:
       arrays: abstract arguments.
       programs: for each contender the steps that one call takes.
       error: (arguments, result) -> the largest error over its bound.
-      accumulates: the last argument is what a call adds to, in place: its first step gets it, donated, and a call's result is
-        what the next call adds to.
+      accumulates: the last argument is what a call adds to, in place: its first step gets it,
+        donated, and a call's result is what the next call adds to.
     """
 
     name: str
@@ -52,7 +57,9 @@ class Case:
     accumulates: bool = False
 
     def draw(self) -> tuple[Any, ...]:
-        """Return random arguments: normal numbers, products of which stay of size 1; keys; 8 or 4 bits as quantised."""
+        """Return random arguments: normal numbers, products of which stay of size 1; keys; 8 or 4
+        bits as quantised.
+        """
 
         def array(n: int, a: Any) -> jax.Array:
             key = jax.random.fold_in(jax.random.key(0), n)
@@ -96,8 +103,15 @@ class Product:
     @property
     def name(self) -> str:
         """The dims and what follows."""
-        told = (("bias", self.bias), (self.activation, self.activation), ("gated", self.gated), ("in place", self.accumulates))
-        return ", ".join([f"{self.m} x {self.n} x {self.k}", *[str(word) for word, there in told if there]])
+        told = (
+            ("bias", self.bias),
+            (self.activation, self.activation),
+            ("gated", self.gated),
+            ("in place", self.accumulates),
+        )
+        return ", ".join(
+            [f"{self.m} x {self.n} x {self.k}", *[str(word) for word, there in told if there]]
+        )
 
     @property
     def out(self) -> Any:
@@ -138,7 +152,10 @@ class Product:
         arrays += [jax.ShapeDtypeStruct((self.m, self.n), jnp.float32)] * self.accumulates
 
         def products(arrays: Any, total: Any) -> Any:
-            dot = [jnp.dot(arrays[0], w, preferred_element_type=jnp.float32) for w in arrays[1 : 1 + num]]
+            dot = [
+                jnp.dot(arrays[0], w, preferred_element_type=jnp.float32)
+                for w in arrays[1 : 1 + num]
+            ]
             return dot, total
 
         def add_bias(arrays: Any, z: Any) -> Any:
@@ -170,11 +187,17 @@ class Product:
         x = np.asarray(arrays[0][rows], np.float64)
         z = [x @ np.asarray(w, np.float64) for w in arrays[1 : 1 + num]]
         if self.bias:
-            z = [each + np.asarray(t, np.float64) for each, t in zip(z, arrays[1 + num : 1 + 2 * num], strict=True)]
+            z = [
+                each + np.asarray(t, np.float64)
+                for each, t in zip(z, arrays[1 + num : 1 + 2 * num], strict=True)
+            ]
         if self.accumulates:
             z = [z[0] + np.asarray(arrays[-1][rows], np.float64)]
         expected = activate(self.activation, z[0]) * (z[1] if self.gated else 1)
-        return float(np.abs(np.asarray(y[rows], np.float64) - expected).max() / (self.bound * np.abs(expected).max()))
+        return float(
+            np.abs(np.asarray(y[rows], np.float64) - expected).max()
+            / (self.bound * np.abs(expected).max())
+        )
 
     @property
     def bound(self) -> float:
@@ -196,19 +219,26 @@ def activate(name: str | None, z: np.ndarray) -> np.ndarray:
     return 0.5 * z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)))
 
 
-def quantize_case(rows: int, columns: int, in_dtype: Any, dtype: Any, block_size: int, *, stochastic: bool = False) -> Case:
+def quantize_case(
+    rows: int, columns: int, in_dtype: Any, dtype: Any, block_size: int, *, stochastic: bool = False
+) -> Case:
     """Return the case of `quantize`, its bytes those of x, values and scales."""
     most = float(jnp.iinfo(dtype).max if dtype == jnp.int8 else jnp.finfo(dtype).max)
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
 
     def op(implementation: Any) -> Step:
-        return lambda arrays, _: quantize(arrays[0], dtype, block_size, arrays[1] if stochastic else None, implementation)
+        return lambda arrays, _: quantize(
+            arrays[0], dtype, block_size, arrays[1] if stochastic else None, implementation
+        )
 
     def blocks(x: Any) -> Any:
         return x.reshape(rows, -1, block_size).astype(jnp.float32)
 
     def noise(arrays: Any, z: Any) -> Any:
-        return (jnp.floor(z[0] + jax.random.uniform(jax.random.wrap_key_data(arrays[1]), z[0].shape)), z[1])
+        return (
+            jnp.floor(z[0] + jax.random.uniform(jax.random.wrap_key_data(arrays[1]), z[0].shape)),
+            z[1],
+        )
 
     def unscaled(arrays: Any, scales: Any) -> Any:
         return blocks(arrays[0]) / scales[..., None], scales
@@ -225,7 +255,10 @@ def quantize_case(rows: int, columns: int, in_dtype: Any, dtype: Any, block_size
         chosen = np.random.default_rng(0).choice(rows, min(rows, ROWS), replace=False)
         x = np.asarray(arrays[0][chosen], np.float64)
         largest = np.repeat(np.abs(x.reshape(len(x), -1, block_size)).max(-1), block_size, -1)
-        y = np.asarray(dequantize(Quantized(q.values[chosen], q.scales[chosen], block_size), jnp.float32), np.float64)
+        y = np.asarray(
+            dequantize(Quantized(q.values[chosen], q.scales[chosen], block_size), jnp.float32),
+            np.float64,
+        )
         step = largest / most
         if dtype != jnp.int8:  # half of the distance of neighbours, which is a part of the element
             info = jnp.finfo(dtype)
@@ -238,8 +271,15 @@ def quantize_case(rows: int, columns: int, in_dtype: Any, dtype: Any, block_size
         name=name + (", stochastic" if stochastic else ""),
         work=size * (jnp.dtype(in_dtype).itemsize + 1 + 4 / block_size),
         unit="bytes",
-        arrays=(jax.ShapeDtypeStruct((rows, columns), in_dtype), *[jax.ShapeDtypeStruct(key.shape, key.dtype)] * stochastic),
-        programs={MOSAIC: [op(MOSAIC)], XLA: [op(XLA)], **({} if stochastic and dtype != jnp.int8 else {UNFUSED: steps})},
+        arrays=(
+            jax.ShapeDtypeStruct((rows, columns), in_dtype),
+            *[jax.ShapeDtypeStruct(key.shape, key.dtype)] * stochastic,
+        ),
+        programs={
+            MOSAIC: [op(MOSAIC)],
+            XLA: [op(XLA)],
+            **({} if stochastic and dtype != jnp.int8 else {UNFUSED: steps}),
+        },
         error=error,
     )
 
@@ -248,13 +288,20 @@ def dequantize_case(rows: int, columns: int, dtype: Any, block_size: int) -> Cas
     """Return the case of `dequantize` from int8."""
 
     def op(implementation: Any) -> Step:
-        return lambda arrays, _: dequantize(Quantized(arrays[0], arrays[1], block_size), dtype, implementation)
+        return lambda arrays, _: dequantize(
+            Quantized(arrays[0], arrays[1], block_size), dtype, implementation
+        )
 
     def error(arrays: Any, y: Any) -> float:
         chosen = np.random.default_rng(0).choice(rows, min(rows, ROWS), replace=False)
         values, scales = (np.asarray(a[chosen], np.float64) for a in arrays)
         exact = values * np.repeat(scales, block_size, -1)
-        return float((np.abs(np.asarray(y[chosen], np.float64) - exact) / (2.0**-8 * np.abs(exact) + 1e-30)).max())
+        return float(
+            (
+                np.abs(np.asarray(y[chosen], np.float64) - exact)
+                / (2.0**-8 * np.abs(exact) + 1e-30)
+            ).max()
+        )
 
     steps: list[Step] = [
         lambda arrays, _: arrays[0].astype(jnp.float32),
@@ -275,7 +322,9 @@ def dequantize_case(rows: int, columns: int, dtype: Any, block_size: int) -> Cas
 
 
 def quantize_nf4_case(size: int, dtype: Any) -> Case:
-    """Return the case of `quantize_nf4` of a vector, its bytes those of x and of what is made of it."""
+    """Return the case of `quantize_nf4` of a vector, its bytes those of x and of what is made of
+    it.
+    """
     group = (1, 256)
 
     def op(implementation: Any) -> Step:
@@ -291,7 +340,10 @@ def quantize_nf4_case(size: int, dtype: Any) -> Case:
     steps: list[Step] = [
         lambda arrays, _: jnp.abs(blocks(arrays)).max(-1),
         lambda arrays, largest: (blocks(arrays) / largest[:, None], largest),
-        lambda _, z: (jnp.searchsorted(jnp.array(MIDPOINTS, jnp.float32), z[0]).astype(jnp.int32), z[1]),
+        lambda _, z: (
+            jnp.searchsorted(jnp.array(MIDPOINTS, jnp.float32), z[0]).astype(jnp.int32),
+            z[1],
+        ),
         packed,
     ]
 
@@ -324,7 +376,9 @@ def dequantize_nf4_case(size: int, dtype: Any) -> Case:
 
     def largest(arrays: Any, _: Any) -> Any:
         _, scales, steps, means = arrays
-        return jnp.maximum(scales.astype(jnp.float32) * jnp.repeat(steps, 256) + jnp.repeat(means, 256), 0)
+        return jnp.maximum(
+            scales.astype(jnp.float32) * jnp.repeat(steps, 256) + jnp.repeat(means, 256), 0
+        )
 
     def levels(arrays: Any, z: Any) -> Any:
         pairs = arrays[0].reshape(-1, 32)
@@ -335,14 +389,24 @@ def dequantize_nf4_case(size: int, dtype: Any) -> Case:
         codes, scales, steps, means = (np.asarray(a[: a.size * chosen // size]) for a in arrays)
         pairs = codes.reshape(-1, 32)
         steps, means = (np.repeat(a.astype(np.float64), 256) for a in (steps, means))
-        # What is drawn has steps of 24 bits: their products are rounded, in one instruction with the sum or by themselves.
+        # What is drawn has steps of 24 bits: their products are rounded, in one instruction with
+        # the sum or by themselves.
         scale = np.maximum(scales * steps + means, 0)
         values = np.array(LEVELS)[np.concatenate([pairs & 15, pairs >> 4], 1)]
-        off = np.abs(np.asarray(y[:chosen], np.float64).reshape(values.shape) - values * scale[:, None])
+        off = np.abs(
+            np.asarray(y[:chosen], np.float64).reshape(values.shape) - values * scale[:, None]
+        )
         rounded = (np.abs(scales * steps) + np.abs(means)) * 2.0**-22
-        return float((off / (2.0**-8 * np.abs(values * scale[:, None]) + rounded[:, None] + 1e-30)).max())
+        return float(
+            (off / (2.0**-8 * np.abs(values * scale[:, None]) + rounded[:, None] + 1e-30)).max()
+        )
 
-    steps: list[Step] = [largest, levels, lambda _, z: z[0] * z[1][:, None], lambda _, z: z.astype(dtype).reshape(-1)]
+    steps: list[Step] = [
+        largest,
+        levels,
+        lambda _, z: z[0] * z[1][:, None],
+        lambda _, z: z.astype(dtype).reshape(-1),
+    ]
     return Case(
         name=f"dequantize_nf4 {size}, 4 bits to {jnp.dtype(dtype)}",
         work=size * (jnp.dtype(dtype).itemsize + NF4_BYTES),
@@ -354,10 +418,11 @@ def dequantize_nf4_case(size: int, dtype: Any) -> Case:
 
 
 def loss_case(tokens: int, hidden: int, vocab: int) -> Case:
-    """Return the case of `linear_cross_entropy` in bfloat16, forward and both gradients; its work is that of three products.
+    """Return the case of `linear_cross_entropy` in bfloat16, forward and both gradients; its work
+    is that of three products.
 
-    The kernels make five products for them, and XLA's contender, the op in tiles, four or five; the unfused one has whole
-    logits.
+    The kernels make five products for them, and XLA's contender, the op in tiles, four or five; the
+    unfused one has whole logits.
     """
     dtype = jnp.bfloat16
 
@@ -367,7 +432,9 @@ def loss_case(tokens: int, hidden: int, vocab: int) -> Case:
     def op(implementation: Any) -> Step:
         def call(arrays: Any, _: Any) -> Any:
             config = KernelConfig(backward=True) if implementation == MOSAIC else None
-            loss = functools.partial(linear_cross_entropy, labels=labels(), implementation=implementation, config=config)
+            loss = functools.partial(
+                linear_cross_entropy, labels=labels(), implementation=implementation, config=config
+            )
             return jax.value_and_grad(loss, argnums=(0, 1))(arrays[0], arrays[1])
 
         return call
@@ -383,7 +450,11 @@ def loss_case(tokens: int, hidden: int, vocab: int) -> Case:
         loss, slopes = made
         return loss, (jnp.dot(slopes, w.T), jnp.dot(x.T, slopes))
 
-    steps: list[Step] = [lambda arrays, _: jnp.dot(*arrays, preferred_element_type=jnp.float32), losses, gradients]
+    steps: list[Step] = [
+        lambda arrays, _: jnp.dot(*arrays, preferred_element_type=jnp.float32),
+        losses,
+        gradients,
+    ]
 
     def error(arrays: Any, found: Any) -> float:
         rows = np.random.default_rng(0).choice(tokens, min(tokens, ROWS // 4), replace=False)
@@ -400,7 +471,10 @@ def loss_case(tokens: int, hidden: int, vocab: int) -> Case:
         name=f"linear_cross_entropy {tokens} x {hidden} x {vocab}, with gradients",
         work=6.0 * tokens * hidden * vocab,
         unit="flops",
-        arrays=(jax.ShapeDtypeStruct((tokens, hidden), dtype), jax.ShapeDtypeStruct((hidden, vocab), dtype)),
+        arrays=(
+            jax.ShapeDtypeStruct((tokens, hidden), dtype),
+            jax.ShapeDtypeStruct((hidden, vocab), dtype),
+        ),
         programs={MOSAIC: [op(MOSAIC)], XLA: [op(XLA)], UNFUSED: steps},
         error=error,
     )
@@ -420,7 +494,9 @@ def products(small: bool) -> list[Product]:
 
 def cases(small: bool) -> list[Case]:
     """Return the cases; small ones are for machines that measure nothing."""
-    rows, columns, losses = (128, 512, (64, 32, 512)) if small else (1 << 15, 1 << 13, (16384, 4096, 1 << 17))
+    rows, columns, losses = (
+        (128, 512, (64, 32, 512)) if small else (1 << 15, 1 << 13, (16384, 4096, 1 << 17))
+    )
     return [
         *[product.case() for product in products(small)],
         loss_case(*losses),

@@ -10,17 +10,18 @@ For each case and each of
     xla        the same op in jnp in one program: cuBLAS for products, what surrounds them fused as XLA sees fit
     unfused    each operation a program of its own, as without a compiler
 
-it tells the time of a call (the median over rounds, in each of which all take their turn), TFLOP/s or GB/s, their share of
-what the chip was measured to do, the time over XLA's, the bytes taken beside arguments and results as the compiler counts them,
-and the error against float64 on 64 rows of random inputs, over the bound that the op states.
+it tells the time of a call (the median over rounds, in each of which all take their turn), TFLOP/s
+or GB/s, their share of what the chip was measured to do, the time over XLA's, the bytes taken
+beside arguments and results as the compiler counts them, and the error against float64 on 64 rows
+of random inputs, over the bound that the op states.
 
-The chip's peak is measured, not quoted: of products the best of `jnp.dot` of bfloat16 over three sizes, of memory a copy of
-1 GiB, bytes read and written. A case is served by the kernel or says why not. On a CPU the kernel does not run, times say
-nothing of a GPU, and every table says so.
+The chip's peak is measured, not quoted: of products the best of `jnp.dot` of bfloat16 over three
+sizes, of memory a copy of 1 GiB, bytes read and written. A case is served by the kernel or says why
+not. On a CPU the kernel does not run, times say nothing of a GPU, and every table says so.
 
-`sweep` looks for the fastest sizes of the kernel of `matmul` (`matmul_sweep`), with a verdict over XLA's form and over JAX's
-own kernel, and writes each product's row to the table as soon as it has it: a sweep that is cut off keeps what it found.
-`--seconds` is when it begins no other product.
+`sweep` looks for the fastest sizes of the kernel of `matmul` (`matmul_sweep`), with a verdict over
+XLA's form and over JAX's own kernel, and writes each product's row to the table as soon as it has
+it: a sweep that is cut off keeps what it found. `--seconds` is when it begins no other product.
 """
 
 import argparse
@@ -44,7 +45,9 @@ NO_MEASUREMENT = "Times of a CPU: no measurement of these ops, which are for GPU
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What was seen of one contender in one case: seconds of each round, the compiler's bytes, the error over its bound."""
+    """What was seen of one contender in one case: seconds of each round, the compiler's bytes, the
+    error over its bound.
+    """
 
     seconds: list[float]
     extra_bytes: int
@@ -55,7 +58,8 @@ class Contender:
     """The compiled steps of a case, ready to be called again and again.
 
     Attributes:
-      extra_bytes: the most that a call takes beside its arguments and its result, as the compiler counts.
+      extra_bytes: the most that a call takes beside its arguments and its result, as the compiler
+        counts.
 
     Raises:
       NotImplementedError: the kernel cannot serve.
@@ -67,13 +71,18 @@ class Contender:
         value = self.value
         for n, step in enumerate(steps):
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Some donated buffers were not usable")  # of another shape than the result
+                warnings.filterwarnings(
+                    "ignore", "Some donated buffers were not usable"
+                )  # of another shape than the result
                 compiled = jax.jit(step, donate_argnums=1).lower(arrays, value).compile()
             stats: Any = compiled.memory_analysis()
             own = stats.temp_size_in_bytes + (num_bytes(value) if n else 0)
             value = jax.eval_shape(step, arrays, value)
             is_last = n + 1 == len(steps)
-            self.extra_bytes = max(self.extra_bytes, own + (0 if is_last else num_bytes(value)) - stats.alias_size_in_bytes)
+            self.extra_bytes = max(
+                self.extra_bytes,
+                own + (0 if is_last else num_bytes(value)) - stats.alias_size_in_bytes,
+            )
             self.programs.append(compiled)
 
     def __call__(self) -> Any:
@@ -117,9 +126,11 @@ def measure(case: Case, rounds: int) -> dict[str, Found | str]:
 
 
 def peaks(small: bool) -> dict[str, float]:
-    """Return the most FLOP/s of a product of bfloat16, and bytes/s of a copy, that this device shows, of random numbers.
+    """Return the most FLOP/s of a product of bfloat16, and bytes/s of a copy, that this device
+    shows, of random numbers.
 
-    Equal numbers switch fewer transistors: a GPU at its power limit multiplies ones 13 % faster than random numbers.
+    Equal numbers switch fewer transistors: a GPU at its power limit multiplies ones 13 % faster
+      than random numbers.
     """
 
     def best(f: Callable[[Any], Any], x: Any) -> float:
@@ -142,8 +153,12 @@ def peaks(small: bool) -> dict[str, float]:
     return {"flops": flops, "bytes": 2.0 * x.nbytes / best(jnp.negative, x)}
 
 
-def words(case: Case, name: str, found: Mapping[str, Found | str], peak: Mapping[str, float]) -> list[str]:
-    """Return the cells of a contender's row: time, rate, share of the peak, time over XLA's, extra memory, error."""
+def words(
+    case: Case, name: str, found: Mapping[str, Found | str], peak: Mapping[str, float]
+) -> list[str]:
+    """Return the cells of a contender's row: time, rate, share of the peak, time over XLA's, extra
+    memory, error.
+    """
     one, xla = found[name], found[XLA]
     if isinstance(one, str):
         return [f"not run: {one}", *[""] * 5]
@@ -164,7 +179,9 @@ def words(case: Case, name: str, found: Mapping[str, Found | str], peak: Mapping
 
 
 def table(small: bool, rounds: int) -> Iterator[tuple[str, bool]]:
-    """Yield the lines of the table, and whether the errors that each tells of are within their bounds."""
+    """Yield the lines of the table, and whether the errors that each tells of are within their
+    bounds.
+    """
     device, peak = jax.devices()[0], peaks(small)
     yield f"# Kernels on {device.device_kind}, {datetime.date.today():%Y-%m}", True
     yield "", True
@@ -177,13 +194,19 @@ def table(small: bool, rounds: int) -> Iterator[tuple[str, bool]]:
         True,
     )
     yield "", True
-    yield "| case | contender | time | rate | of the peak | time over XLA's | extra memory | error over bound |", True
+    yield (
+        "| case | contender | time | rate | of the peak | time over XLA's | extra memory | error over bound |",
+        True,
+    )
     yield "|---|---|---|---|---|---|---|---|", True
     for case in cases(small):
         found = measure(case, rounds)
         for name, one in found.items():
             right = isinstance(one, str) or one.error <= 1
-            yield "| " + " | ".join([case.name, name, *words(case, name, found, peak)]) + " |", right
+            yield (
+                "| " + " | ".join([case.name, name, *words(case, name, found, peak)]) + " |",
+                right,
+            )
 
 
 def sweep_outcomes(
@@ -194,7 +217,8 @@ def sweep_outcomes(
     Args:
       small: tiny products.
       rounds: in which the winner, XLA's form and JAX's kernel take turns.
-      save: a table, as `pallas_kernels/matmul/measured.json`; other rows stay in it. None: nothing is written.
+      save: a table, as `pallas_kernels/matmul/measured.json`; other rows stay in it. None: nothing
+        is written.
       seconds: after which no other product is begun; the others are told as left out.
     """
     start = time.perf_counter()
@@ -211,7 +235,10 @@ def sweep_outcomes(
 def sweep_table(outcomes: Iterable[matmul_sweep.Outcome]) -> Iterator[tuple[str, bool]]:
     """Yield the lines of a sweep's table, and whether the result that each tells of is right."""
     device = jax.devices()[0]
-    yield f"# Sizes of matmul's kernel on {device.device_kind}, {datetime.date.today():%Y-%m}, jax {jax.__version__}", True
+    yield (
+        f"# Sizes of matmul's kernel on {device.device_kind}, {datetime.date.today():%Y-%m}, jax {jax.__version__}",
+        True,
+    )
     yield "", True
     yield "| product | time | rate | over XLA's | over JAX's kernel | None takes | sizes |", True
     yield "|---|---|---|---|---|---|---|", True
@@ -222,18 +249,33 @@ def sweep_table(outcomes: Iterable[matmul_sweep.Outcome]) -> Iterator[tuple[str,
 def main() -> None:
     """Print and save the table; status 1 where an error is beyond its bound."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("command", nargs="?", choices=["sweep"], help="look for the fastest sizes of matmul's kernel")
-    parser.add_argument("--small", action="store_true", help="tiny sizes: correctness, and no measurement")
+    parser.add_argument(
+        "command",
+        nargs="?",
+        choices=["sweep"],
+        help="look for the fastest sizes of matmul's kernel",
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="tiny sizes: correctness, and no measurement"
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, help="of a sweep: begin no other product after so many")
-    parser.add_argument("--save", type=pathlib.Path, help="write the table here; of a sweep the rows, as JSON")
+    parser.add_argument(
+        "--seconds", type=float, help="of a sweep: begin no other product after so many"
+    )
+    parser.add_argument(
+        "--save", type=pathlib.Path, help="write the table here; of a sweep the rows, as JSON"
+    )
     options = parser.parse_args()
     if jax.default_backend() == "cpu" and not options.small:
         parser.error("this is a CPU: --small runs every case there, and measures nothing")
     if options.small and options.command and options.save:
-        parser.error("--small is no measurement: nothing of it is written to a table of measurements")
+        parser.error(
+            "--small is no measurement: nothing of it is written to a table of measurements"
+        )
     if options.command:
-        written = sweep_table(sweep_outcomes(options.small, options.rounds, options.save, options.seconds))
+        written = sweep_table(
+            sweep_outcomes(options.small, options.rounds, options.save, options.seconds)
+        )
     else:
         written = table(options.small, options.rounds)
     lines, right = [], True

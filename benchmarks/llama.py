@@ -1,4 +1,6 @@
-"""A Llama as a LayeredModel, and where its states rest. 32 layers x 4096 is Llama 7B, with 6.7 B parameters."""
+"""A Llama as a LayeredModel, and where its states rest. 32 layers x 4096 is Llama 7B, with 6.7 B
+parameters.
+"""
 
 import dataclasses
 import pathlib
@@ -35,25 +37,48 @@ class Mode:
 
 _IN_BACKWARD = {"update": "in_backward"}
 _ON_HOST = {"opt_state": HOST, "update_on": "host"}
-_ALL_NVME = {"params": DISK, "grads": DISK, "opt_state": DISK, "swap_dir": "not there", **_IN_BACKWARD}
+_ALL_NVME = {
+    "params": DISK,
+    "grads": DISK,
+    "opt_state": DISK,
+    "swap_dir": "not there",
+    **_IN_BACKWARD,
+}
 _NO_DISK = {"disk_read": NO_DISK, "disk_write": NO_DISK}
 MODES = {
     "resident": Mode(config={}),
     "opt_state on the host": Mode(config={"opt_state": HOST, **_IN_BACKWARD}),
     "opt_state on the host, clip_norm": Mode(config={"opt_state": HOST, "clip_norm": 1.0}),
-    "params, grads, opt_state on the host": Mode(config={"params": HOST, "grads": HOST, "opt_state": HOST, **_IN_BACKWARD}),
-    "opt_state on the host, update_on host": Mode(config={**_ON_HOST, **_IN_BACKWARD}, callbacks="update"),
-    "the same, delayed_update": Mode(config={**_ON_HOST, "delayed_update": True}, callbacks="delayed"),
+    "params, grads, opt_state on the host": Mode(
+        config={"params": HOST, "grads": HOST, "opt_state": HOST, **_IN_BACKWARD}
+    ),
+    "opt_state on the host, update_on host": Mode(
+        config={**_ON_HOST, **_IN_BACKWARD}, callbacks="update"
+    ),
+    "the same, delayed_update": Mode(
+        config={**_ON_HOST, "delayed_update": True}, callbacks="delayed"
+    ),
     "all on nvme": Mode(config=_ALL_NVME, callbacks="nvme"),
-    "all on nvme, a disk that takes no time": Mode(config=_ALL_NVME, callbacks="nvme", rates=_NO_DISK),
-    "all on nvme, update_on host": Mode(config={**_ALL_NVME, "update_on": "host"}, callbacks="nvme_update"),
+    "all on nvme, a disk that takes no time": Mode(
+        config=_ALL_NVME, callbacks="nvme", rates=_NO_DISK
+    ),
+    "all on nvme, update_on host": Mode(
+        config={**_ALL_NVME, "update_on": "host"}, callbacks="nvme_update"
+    ),
 }
 
 
 def llama(
-    layers: int, hidden: int = 4096, heads: int = 32, ff: int = 11008, vocab: int = 32000, attention: Attention = "cudnn"
+    layers: int,
+    hidden: int = 4096,
+    heads: int = 32,
+    ff: int = 11008,
+    vocab: int = 32000,
+    attention: Attention = "cudnn",
 ) -> zj.LayeredModel:
-    """Return the model: RMSNorm, rotary positions, a gated MLP, a loss without logits; `attention` as for jax.nn."""
+    """Return the model: RMSNorm, rotary positions, a gated MLP, a loss without logits; `attention`
+    as for jax.nn.
+    """
     width = hidden // heads
     sizes = {
         "wq": (hidden, hidden), "wk": (hidden, hidden), "wv": (hidden, hidden), "wo": (hidden, hidden),
@@ -75,14 +100,19 @@ def llama(
         del key
         y = norm(x, p["g1"])
         q, k, v = ((y @ p[name]).reshape(*x.shape[:2], heads, width) for name in ("wq", "wk", "wv"))
-        a = jax.nn.dot_product_attention(rotated(q), rotated(k), v, is_causal=True, implementation=attention)
+        a = jax.nn.dot_product_attention(
+            rotated(q), rotated(k), v, is_causal=True, implementation=attention
+        )
         x = x + a.reshape(x.shape) @ p["wo"]
         y = norm(x, p["g2"])
         return x + (jax.nn.silu(y @ p["w1"]) * (y @ p["w3"])) @ p["w2"]
 
     def init_block(key: jax.Array) -> Any:
         keys = jax.random.split(key, len(sizes))
-        weights = {name: 0.02 * jax.random.normal(k, size) for k, (name, size) in zip(keys, sizes.items(), strict=True)}
+        weights = {
+            name: 0.02 * jax.random.normal(k, size)
+            for k, (name, size) in zip(keys, sizes.items(), strict=True)
+        }
         return weights | {"g1": jnp.ones(hidden), "g2": jnp.ones(hidden)}
 
     return zj.LayeredModel(
@@ -92,7 +122,9 @@ def llama(
         init_block,
         block,
         lambda key: {"w": 0.02 * jax.random.normal(key, (hidden, vocab)), "g": jnp.ones(hidden)},
-        lambda p, p_embed, x, batch, key: zj.linear_cross_entropy(norm(x, p["g"]), p["w"], batch["targets"]),
+        lambda p, p_embed, x, batch, key: zj.linear_cross_entropy(
+            norm(x, p["g"]), p["w"], batch["targets"]
+        ),
     )
 
 

@@ -1,12 +1,15 @@
-"""Which sizes of `matmul`'s kernel are fastest: a sweep beside XLA's form and JAX's own kernel, as rows of its table.
+"""Which sizes of `matmul`'s kernel are fastest: a sweep beside XLA's form and JAX's own kernel, as
+rows of its table.
 
-For one product the sizes are not tried in all combinations. Of tiles and clusters all pairs are, with the deepest pipeline that
-fits and all cores; the best then with fewer cores, another depth, and bands of another width, each in its turn. What does not
-fit the shared memory or the registers is left out before it is compiled (`Config` and `Problem.check` refuse it).
+For one product the sizes are not tried in all combinations. Of tiles and clusters all pairs are,
+with the deepest pipeline that fits and all cores; the best then with fewer cores, another depth,
+and bands of another width, each in its turn. What does not fit the shared memory or the registers
+is left out before it is compiled (`Config` and `Problem.check` refuse it).
 
-Each result is compared with that of XLA's form, all of it. The winner, XLA's form and the fastest sizes of JAX's
-`hopper_matmul_mgpu` then take turns in rounds, and the medians make a row of `pallas_kernels/matmul/measured.json`. Sizes that
-are wrong or do not run are told, and never win; a winner that is beyond the op's bound against float64 makes no row.
+Each result is compared with that of XLA's form, all of it. The winner, XLA's form and the fastest
+sizes of JAX's `hopper_matmul_mgpu` then take turns in rounds, and the medians make a row of
+`pallas_kernels/matmul/measured.json`. Sizes that are wrong or do not run are told, and never win; a
+winner that is beyond the op's bound against float64 makes no row.
 """
 
 import dataclasses
@@ -33,7 +36,9 @@ JAX = "JAX's kernel"
 
 
 def swept(small: bool) -> list[Product]:
-    """Return the products of the sweep: those of the benchmark, and a Llama's projection and MLP in 4 tiles."""
+    """Return the products of the sweep: those of the benchmark, and a Llama's projection and MLP in
+    4 tiles.
+    """
     if small:
         return products(small)
     tokens, hidden, tile = 16384, 4096, 3584
@@ -60,7 +65,9 @@ def fitting(problem: Problem, sizes: Iterable[dict[str, int]]) -> list[Config]:
 
 def deepest(problem: Problem, **sizes: int) -> list[Config]:
     """Return sizes with the deepest pipeline that fits, or nothing."""
-    return fitting(problem, [sizes | {"num_stages": depth} for depth in range(MAX_STAGES, 1, -1)])[:1]
+    return fitting(problem, [sizes | {"num_stages": depth} for depth in range(MAX_STAGES, 1, -1)])[
+        :1
+    ]
 
 
 def tiles_and_clusters(problem: Problem, num_cores: int) -> list[Config]:
@@ -68,13 +75,21 @@ def tiles_and_clusters(problem: Problem, num_cores: int) -> list[Config]:
     found = []
     for (block_m, block_n), (cluster_m, cluster_n) in itertools.product(TILES, CLUSTERS):
         cores = num_cores - num_cores % (cluster_m * cluster_n)
-        sizes = {"block_m": block_m, "block_n": block_n, "cluster_m": cluster_m, "cluster_n": cluster_n, "num_cores": cores}
+        sizes = {
+            "block_m": block_m,
+            "block_n": block_n,
+            "cluster_m": cluster_m,
+            "cluster_n": cluster_n,
+            "num_cores": cores,
+        }
         found += deepest(problem, **sizes)
     return found
 
 
 def fewer_cores(problem: Problem, config: Config) -> list[Config]:
-    """Return sizes for a multiple of 8 cores, such as 128 of 132: grids of tiles are often powers of two."""
+    """Return sizes for a multiple of 8 cores, such as 128 of 132: grids of tiles are often powers
+    of two.
+    """
     return fitting(problem, [dataclasses.asdict(config) | {"num_cores": config.num_cores // 8 * 8}])
 
 
@@ -90,7 +105,9 @@ def other_bands(problem: Problem, config: Config) -> list[Config]:
     return fitting(problem, [dataclasses.asdict(config) | {"raster": raster} for raster in RASTERS])
 
 
-def search(problem: Problem, num_cores: int, seconds: Callable[[Config], float]) -> dict[Config, float]:
+def search(
+    problem: Problem, num_cores: int, seconds: Callable[[Config], float]
+) -> dict[Config, float]:
     """Return the seconds of all sizes that were tried, by a function that times one."""
     times: dict[Config, float] = {}
 
@@ -107,14 +124,19 @@ def search(problem: Problem, num_cores: int, seconds: Callable[[Config], float])
 
 
 def jax_steps(product: Product) -> list[Step]:
-    """Return calls of JAX's own kernel with various sizes; none where it has no form for this product."""
+    """Return calls of JAX's own kernel with various sizes; none where it has no form for this
+    product.
+    """
     if product.gated or product.bias or product.activation:
         return []
     from jax.experimental.pallas.ops.gpu import hopper_matmul_mgpu as jaxs
 
     M, N = jaxs.MatmulDimension.M, jaxs.MatmulDimension.N
     # Tiles are of a warpgroup, and two of them make a block's: 128 x 256, 256 x 128 and 128 x 128.
-    sizes = [(128, 128, N, cluster) for cluster in (None, M, N)] + [(128, 128, M, None), (128, 64, N, None)]
+    sizes = [(128, 128, N, cluster) for cluster in (None, M, N)] + [
+        (128, 128, M, None),
+        (128, 64, N, None),
+    ]
 
     def step(tile_m: int, tile_n: int, two: Any, cluster: Any) -> Step:
         config = jaxs.TuningConfig(
@@ -149,7 +171,9 @@ class Outcome:
     is_right: bool = True
 
     def words(self) -> list[str]:
-        """Return the cells of the product's line: time, rate, time over XLA's and over JAX's kernel, None's choice, sizes."""
+        """Return the cells of the product's line: time, rate, time over XLA's and over JAX's
+        kernel, None's choice, sizes.
+        """
         if self.row is None:
             return [self.note, *[""] * 5]
         row, work = self.row, self.product.case().work
@@ -167,8 +191,11 @@ class Outcome:
         ]
 
 
-def sweep(product: Product, contender: Callable[..., Any], rounds: int, min_seconds: float = 0.02) -> Iterator[Outcome]:
-    """Yield what the sweep of one product finds: sizes that are wrong or do not run, if there are such, and the winner.
+def sweep(
+    product: Product, contender: Callable[..., Any], rounds: int, min_seconds: float = 0.02
+) -> Iterator[Outcome]:
+    """Yield what the sweep of one product finds: sizes that are wrong or do not run, if there are
+    such, and the winner.
 
     Args:
       product: what is swept.
@@ -207,21 +234,32 @@ def sweep(product: Product, contender: Callable[..., Any], rounds: int, min_seco
     times = search(product.problem, target.num_cores, seconds_of)
     config = min(times, key=lambda config: times[config])
     if failed:
-        yield Outcome(product, None, "; ".join(f"failed: {size}: {why}" for size, why in failed.items()), is_right=False)
+        yield Outcome(
+            product,
+            None,
+            "; ".join(f"failed: {size}: {why}" for size, why in failed.items()),
+            is_right=False,
+        )
     if config in failed:  # and with it all others
         return
     jaxs: dict[Step, float] = {}
     for step in jax_steps(product):
         try:
             jaxs[step] = seconds(contender(case, [step], arrays))
-        except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError):  # blocks that do not divide, shared memory
+        except (
+            ValueError,
+            NotImplementedError,
+            jax.errors.JaxRuntimeError,
+        ):  # blocks that do not divide, shared memory
             continue
     steps = {MOSAIC: product.step(MOSAIC, config), XLA: product.step(XLA)}
     if jaxs:
         steps[JAX] = min(jaxs, key=lambda step: jaxs[step])
     error = case.error(arrays, contender(case, [steps[MOSAIC]], arrays)())
     if error > 1:
-        yield Outcome(product, None, f"wrong with {config}: {error:.2f} of its bound", is_right=False)
+        yield Outcome(
+            product, None, f"wrong with {config}: {error:.2f} of its bound", is_right=False
+        )
         return
     found = {name: (*ready(contender(case, [step], arrays)), []) for name, step in steps.items()}
     for _ in range(rounds):

@@ -3,10 +3,11 @@
     python benchmarks/memory.py                                     # 3.3 B parameters for 64 GPUs, about 2 minutes
     python benchmarks/memory.py --save benchmarks/results/NAME.md
 
-For each stage and form of the model: bytes that the compiled step takes as arguments and beside them, the most bytes of
-gathered parameters that are live at once, and elements that collectives move over the number of parameters. The program to
-beat is plain GSPMD: the same loss and state, parameters split as at stage 3, and XLA left to choose its collectives. Needs
-zerojax[aot].
+For each stage and form of the model: bytes that the compiled step takes as arguments and beside
+  them, the most bytes of
+gathered parameters that are live at once, and elements that collectives move over the number of
+parameters. The program to beat is plain GSPMD: the same loss and state, parameters split as at
+stage 3, and XLA left to choose its collectives. Needs zerojax[aot].
 """
 
 import os
@@ -36,11 +37,15 @@ from zerojax.resident import build_grads, plain_objective
 FORMS = {"scan": gpt.layered_gpt, "separate blocks": gpt.unrolled_gpt}
 
 
-def compile_case(c: gpt.GPTConfig, form: str, gpus: int, *, plain: bool = False, **config: Any) -> dict[str, Any]:
+def compile_case(
+    c: gpt.GPTConfig, form: str, gpus: int, *, plain: bool = False, **config: Any
+) -> dict[str, Any]:
     """Compile one train step and return its figures."""
     mesh = aot.gpu_mesh("h200", hosts=max(1, gpus // 8), gpus_per_host=min(8, gpus))
     tx = optax.adamw(1e-3)
-    program = zj.build_train_step(FORMS[form](c), tx, zj.ZeroConfig(precision="bf16", clip_norm=1.0, **config), mesh)
+    program = zj.build_train_step(
+        FORMS[form](c), tx, zj.ZeroConfig(precision="bf16", clip_norm=1.0, **config), mesh
+    )
     tokens = jax.ShapeDtypeStruct((gpus, c.seq), jnp.int32)
     batch = program.abstract_batch({"tokens": tokens, "targets": tokens})
     start = time.monotonic()
@@ -83,7 +88,9 @@ def main() -> None:
         tied=False, dtype=jnp.bfloat16, attention="xla",
     )  # fmt: skip
     layer = 2 * (12 * c.hidden**2 + 13 * c.hidden)
-    cases: list[tuple[str, str, dict[str, Any]]] = [("plain GSPMD", form, {"stage": 3, "plain": True}) for form in FORMS]
+    cases: list[tuple[str, str, dict[str, Any]]] = [
+        ("plain GSPMD", form, {"stage": 3, "plain": True}) for form in FORMS
+    ]
     cases += [(f"stage {stage}", form, {"stage": stage}) for stage in range(4) for form in FORMS]
     cases += [("stage 3, remat", form, {"stage": 3, "activations": "remat"}) for form in FORMS]
     words = " ".join(["python benchmarks/memory.py", *sys.argv[1:]])

@@ -1,10 +1,13 @@
-"""What moments in bfloat16 do to the loss: a GPT on real text, trained with float32 moments, stochastic and nearest rounding.
+"""What moments in bfloat16 do to the loss: a GPT on real text, trained with float32 moments,
+stochastic and nearest rounding.
 
     python benchmarks/moments.py --save benchmarks/results/moments_cpu2_202611.md
 
-The three settings start from the same weights and see the same batches, for several seeds of the weights: a difference counts
-where it is beyond what another seed makes. Rounding to nearest is no setting of zerojax; it is here to show what the random
-numbers are for. The text is the source of Python's standard library (examples/text_data.py).
+The three settings start from the same weights and see the same batches, for several seeds of the
+  weights: a difference counts
+where it is beyond what another seed makes. Rounding to nearest is no setting of zerojax; it is here
+to show what the random numbers are for. The text is the source of Python's standard library
+(examples/text_data.py).
 """
 
 import argparse
@@ -44,17 +47,26 @@ def train(name: str, b2: float, seed: int, options: argparse.Namespace) -> Found
     """Train one run on one device, from weights of a seed."""
     c = gpt.GPTConfig(layers=options.layers, hidden=options.hidden, heads=4, seq=options.seq)
     text, held_out = load_corpus(options.data)
-    rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, max(1, options.steps // 10), options.steps, 3e-4)
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0, 3e-3, max(1, options.steps // 10), options.steps, 3e-4
+    )
     tx = optax.adamw(rate, b2=b2, weight_decay=0.1)
     tx = keep_in_bfloat16(tx, nearest=True) if name == NEAREST else tx
-    config = zj.ZeroConfig(stage=3, clip_norm=1.0, moments="bfloat16" if name == STOCHASTIC else "float32")
+    config = zj.ZeroConfig(
+        stage=3, clip_norm=1.0, moments="bfloat16" if name == STOCHASTIC else "float32"
+    )
     data, losses = batches(text, c.seq, options.batch, 0), []
-    with zj.build_train_step(gpt.layered_gpt(c), tx, config, zj.make_mesh(devices=jax.devices()[:1])) as program:
+    with zj.build_train_step(
+        gpt.layered_gpt(c), tx, config, zj.make_mesh(devices=jax.devices()[:1])
+    ) as program:
         state = program.init(jax.random.key(seed))
         for _ in range(options.steps):
             state, metrics = program.step(state, next(data))
             losses.append(float(metrics["loss"]))
-        held = [float(program.eval(state, batch)) for batch in validation_batches(held_out, c.seq, options.batch, 16)]
+        held = [
+            float(program.eval(state, batch))
+            for batch in validation_batches(held_out, c.seq, options.batch, 16)
+        ]
     return Found(np.asarray(losses), float(np.mean(held)))
 
 
@@ -63,7 +75,12 @@ def spread(values: list[float], form: str) -> str:
     return f"{format(float(np.mean(values)), form)} ({format(min(values), form)} to {format(max(values), form)})"
 
 
-def table(found: dict[tuple[float, str, int], Found], options: argparse.Namespace, command: str, seconds: float) -> str:
+def table(
+    found: dict[tuple[float, str, int], Found],
+    options: argparse.Namespace,
+    command: str,
+    seconds: float,
+) -> str:
     """Return the table in Markdown."""
     c = gpt.GPTConfig(layers=options.layers, hidden=options.hidden, heads=4, seq=options.seq)
     last = max(1, options.steps // 5)
@@ -81,11 +98,21 @@ def table(found: dict[tuple[float, str, int], Found], options: argparse.Namespac
         "|---|---|---|---|---|---|",
     ]
     for b2, name in dict.fromkeys(key[:2] for key in found):
-        runs, exact = ([found[b2, which, seed] for seed in range(options.seeds)] for which in (name, FLOAT32))
-        losses, right = ([float(run.losses[-last:].mean()) for run in each] for each in (runs, exact))
+        runs, exact = (
+            [found[b2, which, seed] for seed in range(options.seeds)] for which in (name, FLOAT32)
+        )
+        losses, right = (
+            [float(run.losses[-last:].mean()) for run in each] for each in (runs, exact)
+        )
         held, right_held = ([run.validation for run in each] for each in (runs, exact))
-        cells = [spread(losses, ".4f"), spread([a - b for a, b in zip(losses, right, strict=True)], "+.4f")]
-        cells += [spread(held, ".4f"), spread([a - b for a, b in zip(held, right_held, strict=True)], "+.4f")]
+        cells = [
+            spread(losses, ".4f"),
+            spread([a - b for a, b in zip(losses, right, strict=True)], "+.4f"),
+        ]
+        cells += [
+            spread(held, ".4f"),
+            spread([a - b for a, b in zip(held, right_held, strict=True)], "+.4f"),
+        ]
         lines.append(f"| {b2} | {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -98,16 +125,31 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=64)
     parser.add_argument("--batch", type=int, default=8, help="sequences in a step")
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--b2", type=float, nargs="+", default=[0.999, 0.95], help="of AdamW; each is a set of runs")
-    parser.add_argument("--seeds", type=int, default=3, help="of the weights; each is a set of runs")
-    parser.add_argument("--data", help="folder of text files; the Python standard library's source by default")
+    parser.add_argument(
+        "--b2", type=float, nargs="+", default=[0.999, 0.95], help="of AdamW; each is a set of runs"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=3, help="of the weights; each is a set of runs"
+    )
+    parser.add_argument(
+        "--data", help="folder of text files; the Python standard library's source by default"
+    )
     parser.add_argument("--save", help="write the table here")
     options = parser.parse_args()
     began, found = time.monotonic(), {}
     for b2, name, seed in itertools.product(options.b2, RUNS, range(options.seeds)):
         found[b2, name, seed] = train(name, b2, seed, options)
-        print(f"b2 {b2}, {name}, seed {seed}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    text = table(found, options, " ".join(["python benchmarks/moments.py", *sys.argv[1:]]), time.monotonic() - began)
+        print(
+            f"b2 {b2}, {name}, seed {seed}: {time.monotonic() - began:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+    text = table(
+        found,
+        options,
+        " ".join(["python benchmarks/moments.py", *sys.argv[1:]]),
+        time.monotonic() - began,
+    )
     print(text)
     if options.save:
         pathlib.Path(options.save).write_text(text)

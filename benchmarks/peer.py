@@ -1,10 +1,11 @@
 """The peers: the same GPT in plain torch, FSDP2 and DeepSpeed, on CPU (gloo) or GPUs (NCCL). Run by
 beside_plain.py, nvme_peers.py, gpu_check.py.
 
-"fsdp2-offload" is FSDP2 with parameters, gradients and optimizer state in host memory, and the optimizer run there;
-"deepspeed3-offload" is ZeRO-3 with the same.
-"deepspeed3-nvme" is ZeRO-3 with parameters and optimizer state in files below --swap-dir (ZeRO-Infinity), removed at the end.
-Needs torch, and deepspeed for its modes, in the environment that runs it; nothing of zerojax. Prints one JSON line.
+"fsdp2-offload" is FSDP2 with parameters, gradients and optimizer state in host memory, and the
+optimizer run there; "deepspeed3-offload" is ZeRO-3 with the same. "deepspeed3-nvme" is ZeRO-3 with
+parameters and optimizer state in files below --swap-dir (ZeRO-Infinity), removed at the end. Needs
+torch, and deepspeed for its modes, in the environment that runs it; nothing of zerojax. Prints one
+JSON line.
 """
 
 import argparse
@@ -60,7 +61,9 @@ class GPT(nn.Module):
         x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
-        return functional.cross_entropy(self.head(self.ln_f(x)).float().flatten(0, 1), targets.flatten())
+        return functional.cross_entropy(
+            self.head(self.ln_f(x)).float().flatten(0, 1), targets.flatten()
+        )
 
 
 def deepspeed_config(mode: str, p: Problem, folder: str | None) -> dict[str, Any]:
@@ -73,7 +76,12 @@ def deepspeed_config(mode: str, p: Problem, folder: str | None) -> dict[str, Any
         "bf16": {"enabled": p.precision == "bf16"},
         "optimizer": {
             "type": "AdamW",
-            "params": {"lr": p.learning_rate, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+            "params": {
+                "lr": p.learning_rate,
+                "betas": [0.9, 0.95],
+                "eps": 1e-8,
+                "weight_decay": 0.1,
+            },
         },
         "steps_per_print": 10**9,
     }
@@ -86,18 +94,28 @@ def deepspeed_config(mode: str, p: Problem, folder: str | None) -> dict[str, Any
     largest = max(math.prod(shape) for shape in shapes(p).values())
     zero |= {
         "offload_optimizer": on_disk | {"buffer_count": 4},
-        # A buffer holds one parameter; max_in_cpu and max_live_parameters would keep some of them off the disk.
+        # A buffer holds one parameter; max_in_cpu and max_live_parameters would keep some of them
+        # off the disk.
         "offload_param": on_disk | {"buffer_count": 8, "buffer_size": largest, "max_in_cpu": 0},
         "stage3_max_live_parameters": 0,
         "stage3_max_reuse_distance": 0,
         "stage3_param_persistence_threshold": 10**4,
         "stage3_prefetch_bucket_size": 0,
     }
-    return config | {"aio": {"block_size": 2**20, "queue_depth": 32, "single_submit": False, "overlap_events": True}}
+    return config | {
+        "aio": {
+            "block_size": 2**20,
+            "queue_depth": 32,
+            "single_submit": False,
+            "overlap_events": True,
+        }
+    }
 
 
 def make_model(p: Problem, device: torch.device, config: dict[str, Any] | None = None) -> GPT:
-    """Return the model with the problem's initial weights, and with `config` born in DeepSpeed's files."""
+    """Return the model with the problem's initial weights, and with `config` born in DeepSpeed's
+    files.
+    """
     if config is None:
         model, whole = GPT(p), contextlib.nullcontext
     else:
@@ -123,7 +141,9 @@ def make_step(mode: str, p: Problem, device: torch.device, folder: str | None) -
 
         config = deepspeed_config(mode, p, folder)
         model = make_model(p, device, config if folder is not None else None)
-        engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        engine = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=config
+        )[0]
 
         def deepspeed_step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             loss = engine(tokens, targets)
@@ -140,14 +160,20 @@ def make_step(mode: str, p: Problem, device: torch.device, folder: str | None) -
 
         kind: dict[str, Any] = {"mesh": init_device_mesh(device.type, (dist.get_world_size(),))}
         if half:
-            kind["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+            kind["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16
+            )
         if mode == "fsdp2-offload":
             kind["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
         for block in model.blocks:
             fully_shard(block, **kind)
         fully_shard(model, **kind)
         half = False  # FSDP2 keeps the float32 master itself
-    masters = [q.detach().clone().requires_grad_() for q in model.parameters()] if half else list(model.parameters())
+    masters = (
+        [q.detach().clone().requires_grad_() for q in model.parameters()]
+        if half
+        else list(model.parameters())
+    )
     if half:
         model.bfloat16()
     optimizer = torch.optim.AdamW(masters, fused=True, **adam)
@@ -177,14 +203,23 @@ def main() -> None:
     modes += ["deepspeed1", "deepspeed2", "deepspeed3", "deepspeed3-offload", "deepspeed3-nvme"]
     parser.add_argument("--mode", choices=modes, required=True)
     parser.add_argument("--swap-dir", help="where deepspeed3-nvme makes a folder for its files")
-    parser.add_argument("--attention", choices=["default", "cudnn"], default="default", help="torch's choice, or cuDNN's alone")
+    parser.add_argument(
+        "--attention",
+        choices=["default", "cudnn"],
+        default="default",
+        help="torch's choice, or cuDNN's alone",
+    )
     add_arguments(parser)
     options = parser.parse_args()
     on_disk = options.mode.endswith("nvme")
     if on_disk and options.swap_dir is None:
         parser.error(f"--mode {options.mode} needs --swap-dir, a folder on the disk")
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=options.swap_dir)) if on_disk else None
+        folder = (
+            stack.enter_context(tempfile.TemporaryDirectory(dir=options.swap_dir))
+            if on_disk
+            else None
+        )
         if options.attention == "cudnn":
             from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -196,7 +231,9 @@ def train(mode: str, p: Problem, folder: str | None) -> None:
     """Train, and print the result on rank 0."""
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpu else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpu else torch.device("cpu")
+    )
     if gpu:
         torch.cuda.set_device(device)
     else:
@@ -208,7 +245,9 @@ def train(mode: str, p: Problem, folder: str | None) -> None:
     losses, seconds, disk = [], [], []
     for tokens, targets in batches(p):
         rows = slice(rank * each, (rank + 1) * each)
-        local = [torch.from_numpy(np.ascontiguousarray(a[rows])).to(device) for a in (tokens, targets)]
+        local = [
+            torch.from_numpy(np.ascontiguousarray(a[rows])).to(device) for a in (tokens, targets)
+        ]
         start = time.perf_counter()
         loss = step(*local).float().clone()
         if gpu:

@@ -1,13 +1,15 @@
-"""Predicted seconds of a step beside measured ones: resident, host and nvme configs of a GPT, on the machine that runs this.
+"""Predicted seconds of a step beside measured ones: resident, host and nvme configs of a GPT, on
+the machine that runs this.
 
     python benchmarks/planned.py --swap-dir DIR                 # measures the machine, then each config in turn
     python benchmarks/planned.py --swap-dir DIR --machine lab.toml --auto
     python benchmarks/planned.py --only resident --mixed        # layers that differ, beside those that are alike
 
-Of each config a step is predicted (`zj.plan` with every field fixed), and then run; rounds go through all configs in turn, so
-that a slow minute is shared. `--auto` also runs what `zj.plan` chooses, beside all others. Figures are medians of rounds, and a
-config's seconds are the median of its steps. `--mixed` also plans for a device with room for half of what layers keep: its
-layers differ in what they keep, and it is run beside configs whose layers are alike.
+Of each config a step is predicted (`zj.plan` with every field fixed), and then run; rounds go
+through all configs in turn, so that a slow minute is shared. `--auto` also runs what `zj.plan`
+chooses, beside all others. Figures are medians of rounds, and a config's seconds are the median of
+its steps. `--mixed` also plans for a device with room for half of what layers keep: its layers
+differ in what they keep, and it is run beside configs whose layers are alike.
 """
 
 import argparse
@@ -35,13 +37,32 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "resident": {"activations": "save"},
     "resident, remat": {"activations": "remat"},
     "opt_state on the host": {"opt_state": H, "activations": "remat"},
-    "opt_state on the host, updated there": {"opt_state": H, "update_on": "host", "activations": "remat"},
+    "opt_state on the host, updated there": {
+        "opt_state": H,
+        "update_on": "host",
+        "activations": "remat",
+    },
     "all on the host": {"params": H, "grads": H, "opt_state": H, "activations": H},
-    "all on the host, in backward": {"params": H, "opt_state": H, "activations": H, "update": "in_backward"},
+    "all on the host, in backward": {
+        "params": H,
+        "opt_state": H,
+        "activations": H,
+        "update": "in_backward",
+    },
     "opt_state on nvme": {"opt_state": N, "activations": "remat"},
     "all on nvme": {"params": N, "grads": N, "opt_state": N, "activations": N},
-    "all on nvme, in backward": {"params": N, "opt_state": N, "activations": N, "update": "in_backward"},
-    "states on nvme, updated on the host": {"params": N, "opt_state": N, "update_on": "host", "activations": "remat"},
+    "all on nvme, in backward": {
+        "params": N,
+        "opt_state": N,
+        "activations": N,
+        "update": "in_backward",
+    },
+    "states on nvme, updated on the host": {
+        "params": N,
+        "opt_state": N,
+        "update_on": "host",
+        "activations": "remat",
+    },
 }
 NAMES = ("params", "grads", "opt_state", "activations", "update", "update_on")
 
@@ -49,15 +70,27 @@ NAMES = ("params", "grads", "opt_state", "activations", "update", "update_on")
 def fixed_of(fields: dict[str, Any], swap_dir: str, precision: str) -> dict[str, Any]:
     """Return every field that a plan would choose, as a config of `CONFIGS` has it."""
     default = zj.ZeroConfig()
-    names = [*NAMES, "stage", "opt_state_device_fraction", "prefetch_distance", "gather_ahead", "num_microbatches", "moments"]
+    names = [
+        *NAMES,
+        "stage",
+        "opt_state_device_fraction",
+        "prefetch_distance",
+        "gather_ahead",
+        "num_microbatches",
+        "moments",
+    ]
     every = {name: getattr(default, name) for name in names}
     return every | fields | {"swap_dir": swap_dir, "precision": precision}
 
 
 def main() -> None:
     """Predict, run and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--swap-dir", help="an existing folder of the disk; a temporary one by default")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--swap-dir", help="an existing folder of the disk; a temporary one by default"
+    )
     parser.add_argument("--machine", help="a TOML file of zerojax probe; measured by default")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=512)
@@ -68,7 +101,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="of a config in a round")
     parser.add_argument("--only", help="configs whose name holds this")
     parser.add_argument("--auto", action="store_true", help="run what zj.plan chooses, too")
-    parser.add_argument("--mixed", action="store_true", help="run what zj.plan chooses where a half of what layers keep fits")
+    parser.add_argument(
+        "--mixed",
+        action="store_true",
+        help="run what zj.plan chooses where a half of what layers keep fits",
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.swap_dir) as folder:
         run(options, folder)
@@ -81,7 +118,12 @@ def run(options: argparse.Namespace, folder: str) -> None:
     print(machine)
     dtype = {"fp32": jnp.float32, "bf16": jnp.bfloat16}[options.precision]
     c = dataclasses.replace(
-        gpt.PRESETS["tiny"], layers=options.layers, hidden=options.hidden, heads=8, seq=options.seq, dtype=dtype
+        gpt.PRESETS["tiny"],
+        layers=options.layers,
+        hidden=options.hidden,
+        heads=8,
+        seq=options.seq,
+        dtype=dtype,
     )
     model, tx = gpt.layered_gpt(c), optax.adamw(1e-3)
     tokens = np.random.default_rng(0).integers(0, c.vocab, (options.batch, c.seq)).astype(np.int32)
@@ -91,12 +133,22 @@ def run(options: argparse.Namespace, folder: str) -> None:
     measured: dict[str, list[float]] = {name: [] for name in rows}
     programs = {name: fixed_of(fields, folder, options.precision) for name, fields in rows.items()}
     if options.auto:
-        chosen = plan(model, tx, mesh, batch, machine, fixed={"swap_dir": folder, "precision": options.precision})
+        chosen = plan(
+            model,
+            tx,
+            mesh,
+            batch,
+            machine,
+            fixed={"swap_dir": folder, "precision": options.precision},
+        )
         print(chosen)
         programs["chosen by zj.plan"] = fixed_of(chosen.fields, folder, options.precision)
         predicted["chosen by zj.plan"], measured["chosen by zj.plan"] = [], []
     if options.mixed:
-        resident = dict.fromkeys(("params", "grads", "opt_state"), "device") | {"num_microbatches": 1, "update": None}
+        resident = dict.fromkeys(("params", "grads", "opt_state"), "device") | {
+            "num_microbatches": 1,
+            "update": None,
+        }
         whole = {"swap_dir": folder, "precision": options.precision} | resident
         needed = [
             plan(model, tx, mesh, batch, machine, fixed=whole | {"activations": mode}).device_bytes
@@ -111,7 +163,9 @@ def run(options: argparse.Namespace, folder: str) -> None:
         for name, fixed in programs.items():
             # Before and after: a machine that others use is not as fast at both.
             before = plan(model, tx, mesh, batch, machine, fixed=fixed)
-            measured[name].append(seconds_of_steps(model, tx, mesh, batch, before.config, options.steps))
+            measured[name].append(
+                seconds_of_steps(model, tx, mesh, batch, before.config, options.steps)
+            )
             after = plan(model, tx, mesh, batch, machine, fixed=fixed)
             predicted[name].append((before.seconds + after.seconds) / 2)
             print(
@@ -122,11 +176,15 @@ def run(options: argparse.Namespace, folder: str) -> None:
     print(f"\n{'config':<40} {'predicted s':>12} {'measured s':>12} {'ratio':>8}")
     for name in programs:
         p, m = statistics.median(predicted[name]), statistics.median(measured[name])
-        ratio = statistics.median(a / b for a, b in zip(predicted[name], measured[name], strict=True))
+        ratio = statistics.median(
+            a / b for a, b in zip(predicted[name], measured[name], strict=True)
+        )
         print(f"{name:<40} {p:>12.3f} {m:>12.3f} {ratio:>8.2f}")
 
 
-def seconds_of_steps(model: Any, tx: Any, mesh: Any, batch: Any, config: zj.ZeroConfig, steps: int) -> float:
+def seconds_of_steps(
+    model: Any, tx: Any, mesh: Any, batch: Any, config: zj.ZeroConfig, steps: int
+) -> float:
     """Return the median seconds of some steps, after two."""
     with zj.build_train_step(model, tx, config, mesh) as program:
         state, found = program.init(jax.random.key(0)), []

@@ -1,12 +1,14 @@
 """Planned bytes beside those of programs compiled for 1, 8 and 64 H200s that are not there.
 
     JAX_PLATFORMS=cpu python benchmarks/planned_memory.py            # 12 configs, two sizes; about a minute
-    JAX_PLATFORMS=cpu python benchmarks/planned_memory.py --only nvme
-    JAX_PLATFORMS=cpu python benchmarks/planned_memory.py --drawn 30 # sizes and configs by chance, for 1 and 8 GPUs
-    JAX_PLATFORMS=cpu python benchmarks/planned_memory.py --measured # plans of the steps that an H200 has run
+    JAX_PLATFORMS=cpu python benchmarks/planned_memory.py --only nvme JAX_PLATFORMS=cpu python
+    benchmarks/planned_memory.py --drawn 30 # sizes and configs by chance, for 1 and 8 GPUs
+    JAX_PLATFORMS=cpu python benchmarks/planned_memory.py --measured # plans of the steps that an
+    H200 has run
 
-Each config is planned from numbers alone, every field fixed, and its step compiled. Of the compiled program the device's bytes
-are its arguments, temporaries, and results that are not donated; bytes on the host are its arguments in pinned memory.
+Each config is planned from numbers alone, every field fixed, and its step compiled. Of the compiled
+program the device's bytes are its arguments, temporaries, and results that are not donated; bytes
+on the host are its arguments in pinned memory.
 """
 
 import argparse
@@ -23,7 +25,11 @@ from zerojax.planner import plan, validated
 H, N = "pinned_host", "nvme"
 SMALL = {"layers": 8, "hidden": 2048, "heads": 16, "seq": 2048, "vocab": 32000}
 LARGE = {"layers": 24, "hidden": 4096, "heads": 32, "seq": 2048, "vocab": 32000}
-SEGMENTS = (zj.Segment(4, activations=H), zj.Segment(2, activations="remat"), zj.Segment(2, activations="save"))
+SEGMENTS = (
+    zj.Segment(4, activations=H),
+    zj.Segment(2, activations="remat"),
+    zj.Segment(2, activations="save"),
+)
 ALL_ON_HOST = {"params": H, "grads": H, "opt_state": H, "activations": H}
 
 
@@ -79,7 +85,8 @@ class Measured:
 
     Attributes:
       case: what was run.
-      device_gib: the most that the device held, by its own count, in GiB; `program.init` is part of it.
+      device_gib: the most that the device held, by its own count, in GiB; `program.init` is part of
+        it.
       seconds: of a step.
     """
 
@@ -90,16 +97,39 @@ class Measured:
 
 MEASURED = (
     Measured(
-        case=Case(name="resident", sizes=_EIGHT, batch=8, fields={"activations": "remat"}), device_gib=31.78, seconds=0.413
+        case=Case(name="resident", sizes=_EIGHT, batch=8, fields={"activations": "remat"}),
+        device_gib=31.78,
+        seconds=0.413,
     ),
-    Measured(case=Case(name="opt_state", sizes=_EIGHT, batch=8, fields=_IN_BACKWARD), device_gib=11.29, seconds=0.6919),
-    Measured(case=Case(name="opt_state", sizes=_EIGHT, batch=16, fields=_IN_BACKWARD), device_gib=14.71, seconds=0.9423),
-    Measured(case=Case(name="opt_state", sizes=_ALL, batch=8, fields=_IN_BACKWARD), device_gib=23.33, seconds=2.362),
-    Measured(case=Case(name="opt_state", sizes=_ALL, batch=16, fields=_IN_BACKWARD), device_gib=29.76, seconds=3.257),
-    Measured(case=Case(name="updated on the host", sizes=_EIGHT, batch=8, fields=_ON_HOST), device_gib=9.314, seconds=0.6878),
+    Measured(
+        case=Case(name="opt_state", sizes=_EIGHT, batch=8, fields=_IN_BACKWARD),
+        device_gib=11.29,
+        seconds=0.6919,
+    ),
+    Measured(
+        case=Case(name="opt_state", sizes=_EIGHT, batch=16, fields=_IN_BACKWARD),
+        device_gib=14.71,
+        seconds=0.9423,
+    ),
+    Measured(
+        case=Case(name="opt_state", sizes=_ALL, batch=8, fields=_IN_BACKWARD),
+        device_gib=23.33,
+        seconds=2.362,
+    ),
+    Measured(
+        case=Case(name="opt_state", sizes=_ALL, batch=16, fields=_IN_BACKWARD),
+        device_gib=29.76,
+        seconds=3.257,
+    ),
+    Measured(
+        case=Case(name="updated on the host", sizes=_EIGHT, batch=8, fields=_ON_HOST),
+        device_gib=9.314,
+        seconds=0.6878,
+    ),
 )
 MEASURED_HOST_KERNEL = 122e9
-"""Bytes a second of the host's kernel on the same machine, with bfloat16 gradients and parameters."""
+"""Bytes a second of the host's kernel on the same machine, with bfloat16 gradients and parameters.
+"""
 NAMES = ("stage", "params", "grads", "opt_state", "activations", "update", "update_on", "opt_state_device_fraction",
          "prefetch_distance", "gather_ahead", "num_microbatches", "moments")  # fmt: skip
 
@@ -113,7 +143,12 @@ def drawn(num: int, seed: int) -> list[Case]:
 
     while len(cases) < num:
         heads, each = choice(8, 16), choice(1, 8)
-        sizes = {"layers": choice(4, 6, 8, 12), "hidden": 128 * heads, "heads": heads, "seq": choice(512, 1024, 2048)}
+        sizes = {
+            "layers": choice(4, 6, 8, 12),
+            "hidden": 128 * heads,
+            "heads": heads,
+            "seq": choice(512, 1024, 2048),
+        }
         sizes |= {"vocab": choice(4096, 16384, 32000), "gated": choice(False, True)}
         fields: dict[str, Any] = {
             "stage": choice(1, 2, 3, 3), "grads": choice("device", H, N), "opt_state": choice("device", H, N),
@@ -127,14 +162,20 @@ def drawn(num: int, seed: int) -> list[Case]:
             fields["grads"] = "device"
         if fields["opt_state"] != "device" and rng.random() < 0.25:
             fields["update_on"] = "host"
-        plain = {name: value for name, value in fields.items() if value != getattr(zj.ZeroConfig(), name)}
+        plain = {
+            name: value for name, value in fields.items() if value != getattr(zj.ZeroConfig(), name)
+        }
         name = ", ".join(f"{name}={value}" for name, value in plain.items()) or "the default"
-        cases.append(Case(name=name, sizes=sizes, each=each, batch=each * choice(2, 4), fields=fields))
+        cases.append(
+            Case(name=name, sizes=sizes, each=each, batch=each * choice(2, 4), fields=fields)
+        )
     return cases
 
 
 def planned(case: Case, host_kernel: float = 2e11) -> tuple[zj.Plan, zj.Sizes]:
-    """Return the plan of a case, and its sizes; `host_kernel` is the rate of an update on the host in bytes a second."""
+    """Return the plan of a case, and its sizes; `host_kernel` is the rate of an update on the host
+    in bytes a second.
+    """
     machine = dataclasses.replace(
         zj.machine("h200", nodes=case.nodes, devices_per_node=case.each), host_bytes=2e12, host_kernel=host_kernel,
         disk_bytes=3e13, disk_read=6e9, disk_write=4e9, disk_both=7e9, network_between_nodes=4e10,
@@ -163,25 +204,37 @@ def measured_table() -> str:
 
 
 def of_kinds(sent: Mapping[str, float]) -> tuple[float, float]:
-    """Return bytes that are gathered, and reduced; of an all_reduce one half is each: XLA may make it of both."""
+    """Return bytes that are gathered, and reduced; of an all_reduce one half is each: XLA may make
+    it of both.
+    """
     both = sent.get("all_reduce", 0.0) / 2
     return sent.get("all_gather", 0.0) + both, sent.get("reduce_scatter", 0.0) + both
 
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="cases whose name holds this")
-    parser.add_argument("--drawn", type=int, default=0, help="so many cases of random sizes and configs instead")
+    parser.add_argument(
+        "--drawn", type=int, default=0, help="so many cases of random sizes and configs instead"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
-    parser.add_argument("--measured", action="store_true", help="plan the steps that an H200 has run; nothing is compiled")
+    parser.add_argument(
+        "--measured",
+        action="store_true",
+        help="plan the steps that an H200 has run; nothing is compiled",
+    )
     options = parser.parse_args()
     print(f"jax {importlib.metadata.version('jax')}\n")
     if options.measured:
         print(measured_table())
         return
     sent = "sent GB a device, planned: gathers, reductions | compiled |"
-    print(f"| config | layers x hidden, H200s | device GB, planned | compiled | off | host GB, planned | compiled | {sent}")
+    print(
+        f"| config | layers x hidden, H200s | device GB, planned | compiled | off | host GB, planned | compiled | {sent}"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     cases, far = drawn(options.drawn, options.seed) if options.drawn else CASES, list[float]()
     for case in (case for case in cases if options.only in case.name):
@@ -203,7 +256,9 @@ def main() -> None:
             f"| {' '.join(f'{n / 1e9:.3f}' for n in of_kinds(v.sent))} |",
             flush=True,
         )
-    print(f"\n{sum(off <= 0.05 for off in far)} of {len(far)} within 5 %; the farthest is {max(far, default=0.0):.1%} off")
+    print(
+        f"\n{sum(off <= 0.05 for off in far)} of {len(far)} within 5 %; the farthest is {max(far, default=0.0):.1%} off"
+    )
 
 
 if __name__ == "__main__":

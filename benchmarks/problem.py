@@ -1,8 +1,9 @@
-"""The problem that every contender solves: a GPT's initial weights and a token stream, in numpy alone.
+"""The problem that every contender solves: a GPT's initial weights and a token stream, in numpy
+alone.
 
-Each weight has its own generator, seeded by its name, so any framework can make any part of the model. The text is over 64
-symbols spread over the vocabulary; four times in five a symbol is followed by its successor in a fixed permutation, which a
-model learns in a few steps.
+Each weight has its own generator, seeded by its name, so any framework can make any part of the
+model. The text is over 64 symbols spread over the vocabulary; four times in five a symbol is
+followed by its successor in a fixed permutation, which a model learns in a few steps.
 """
 
 import argparse
@@ -60,7 +61,14 @@ def shapes(p: Problem) -> dict[str, tuple[int, ...]]:
     h = p.hidden
     found: dict[str, tuple[int, ...]] = {"wte.weight": (p.vocab, h), "wpe.weight": (p.seq, h)}
     for i in range(p.layers):
-        block = {"ln1": (h,), "qkv": (3 * h, h), "proj": (h, h), "ln2": (h,), "fc": (4 * h, h), "out": (h, 4 * h)}
+        block = {
+            "ln1": (h,),
+            "qkv": (3 * h, h),
+            "proj": (h, h),
+            "ln2": (h,),
+            "fc": (4 * h, h),
+            "out": (h, 4 * h),
+        }
         for name, shape in block.items():
             found[f"blocks.{i}.{name}.weight"] = shape
             found[f"blocks.{i}.{name}.bias"] = shape[:1]
@@ -68,9 +76,11 @@ def shapes(p: Problem) -> dict[str, tuple[int, ...]]:
 
 
 def weight(p: Problem, name: str) -> np.ndarray:
-    """Return one initial float32 parameter: norms at one, biases at zero, matrices normal with GPT-2's deviations.
+    """Return one initial float32 parameter: norms at one, biases at zero, matrices normal with
+    GPT-2's deviations.
 
-    With precision "bf16" they are numbers of bf16: DeepSpeed makes its float32 masters from the rounded weights, and masters
+    With precision "bf16" they are numbers of bf16: DeepSpeed makes its float32 masters from the
+      rounded weights, and masters
     that begin between two such numbers learn faster at first.
     """
     shape, kind = shapes(p)[name], name.split(".")[-2]

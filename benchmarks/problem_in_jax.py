@@ -1,4 +1,6 @@
-"""The problem in JAX: the model of examples/gpt.py with the problem's weights, its optimizer, and the loop that is timed."""
+"""The problem in JAX: the model of examples/gpt.py with the problem's weights, its optimizer, and
+the loop that is timed.
+"""
 
 import dataclasses
 import pathlib
@@ -45,7 +47,9 @@ def flax_block(p: Problem, i: int) -> Tree:
 
     def dense(name: str) -> Tree:
         w, b = weight(p, f"{name}.weight"), weight(p, f"{name}.bias")
-        if name.endswith("qkv"):  # torch's rows are [3, heads, width]; the Flax block's are [heads, 3, width]
+        if name.endswith(
+            "qkv"
+        ):  # torch's rows are [3, heads, width]; the Flax block's are [heads, 3, width]
             w = w.reshape(3, heads, width, -1).swapaxes(0, 1).reshape(w.shape)
             b = b.reshape(3, heads, width).swapaxes(0, 1).reshape(b.shape)
         return {"kernel": np.ascontiguousarray(w.T), "bias": b}
@@ -56,23 +60,35 @@ def flax_block(p: Problem, i: int) -> Tree:
 
 def flax_embed(p: Problem) -> Tree:
     """Return the initial weights of the embedding of examples/gpt.py."""
-    return {"token": {"embedding": weight(p, "wte.weight")}, "position": {"embedding": weight(p, "wpe.weight")}}
+    return {
+        "token": {"embedding": weight(p, "wte.weight")},
+        "position": {"embedding": weight(p, "wpe.weight")},
+    }
 
 
 def flax_head(p: Problem) -> Tree:
     """Return the initial weights of the head of examples/gpt.py."""
-    return {"norm": norm(p, "ln_f"), "out": {"kernel": np.ascontiguousarray(weight(p, "head.weight").T)}}
+    return {
+        "norm": norm(p, "ln_f"),
+        "out": {"kernel": np.ascontiguousarray(weight(p, "head.weight").T)},
+    }
 
 
 def flax_tree(p: Problem) -> Tree:
     """Return the initial weights as the parameter tree of examples/gpt.py's unrolled form."""
-    return {"embed": flax_embed(p), "blocks": {i: flax_block(p, i) for i in range(p.layers)}, "head": flax_head(p)}
+    return {
+        "embed": flax_embed(p),
+        "blocks": {i: flax_block(p, i) for i in range(p.layers)},
+        "head": flax_head(p),
+    }
 
 
 def born_with_weights(model: Any, p: Problem, key: Any) -> Any:
-    """Return the LayeredModel whose `init(key)` makes the problem's weights, in whatever tier, one layer at a time.
+    """Return the LayeredModel whose `init(key)` makes the problem's weights, in whatever tier, one
+    layer at a time.
 
-    An init function knows its layer by the key it gets; the keys that layers get are found by making a model of keys alone.
+    An init function knows its layer by the key it gets; the keys that layers get are found by
+    making a model of keys alone.
     """
     import jax
 
@@ -86,15 +102,26 @@ def born_with_weights(model: Any, p: Problem, key: Any) -> Any:
         return lambda key: jax.pure_callback(numbers, abstract, jax.random.key_data(key))
 
     inits = ("init_embed", "init_block", "init_head")
-    keys = init_layered(dataclasses.replace(model, **dict.fromkeys(inits, jax.random.key_data)), key)[BLOCKS]
+    keys = init_layered(
+        dataclasses.replace(model, **dict.fromkeys(inits, jax.random.key_data)), key
+    )[BLOCKS]
     layer_of = {bytes(np.asarray(data)): i for i, data in enumerate(keys)}
-    makes = (lambda _: flax_embed(p), lambda data: flax_block(p, layer_of[data]), lambda _: flax_head(p))
-    made = {name: initial(jax.eval_shape(getattr(model, name), key), make) for name, make in zip(inits, makes, strict=True)}
+    makes = (
+        lambda _: flax_embed(p),
+        lambda data: flax_block(p, layer_of[data]),
+        lambda _: flax_head(p),
+    )
+    made = {
+        name: initial(jax.eval_shape(getattr(model, name), key), make)
+        for name, make in zip(inits, makes, strict=True)
+    }
     return dataclasses.replace(model, **made)
 
 
 def time_steps(step: Callable[[Any, Any], Any], state: Any, p: Problem) -> dict[str, Any]:
-    """Train over the problem's batches; return the losses, the seconds of each step, and what a table tells of the run."""
+    """Train over the problem's batches; return the losses, the seconds of each step, and what a
+    table tells of the run.
+    """
     import jax
 
     losses, seconds, disk = [], [], []

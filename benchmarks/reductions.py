@@ -2,10 +2,11 @@
 
     python benchmarks/reductions.py --save benchmarks/results/reductions_cpu2_202611.md
 
-Two models, at stage 3 in bfloat16. In the first each parameter meets data once and the loss is linear, so cotangents are exact:
-the errors are those of sums alone, and show how they grow with tokens. The second is a stack of blocks, whose activations and
-cotangents are bfloat16 with either reduction, so that most of its errors is common to both. The reference is the same loss in
-float64, at the same rounded parameters and data.
+Two models, at stage 3 in bfloat16. In the first each parameter meets data once and the loss is
+linear, so cotangents are exact: the errors are those of sums alone, and show how they grow with
+tokens. The second is a stack of blocks, whose activations and cotangents are bfloat16 with either
+reduction, so that most of its errors is common to both. The reference is the same loss in float64,
+at the same rounded parameters and data.
 """
 
 import argparse
@@ -32,7 +33,12 @@ import zerojax as zj  # noqa: E402
 
 DEVICES, HIDDEN, VOCAB, LAYERS = 8, 64, 128, 4
 REDUCTIONS: tuple[Literal["float32"] | None, ...] = (None, "float32")
-LEAVES = {"matrix": (HIDDEN, HIDDEN), "bias": (HIDDEN,), "scale": (HIDDEN,), "table": (VOCAB, HIDDEN)}
+LEAVES = {
+    "matrix": (HIDDEN, HIDDEN),
+    "bias": (HIDDEN,),
+    "scale": (HIDDEN,),
+    "table": (VOCAB, HIDDEN),
+}
 
 
 def draw(key: Any, shape: tuple[int, ...]) -> Any:
@@ -42,7 +48,10 @@ def draw(key: Any, shape: tuple[int, ...]) -> Any:
 
 def init(key: Any) -> Any:
     """Return one leaf of each kind."""
-    return {name: draw(jax.random.fold_in(key, n), shape) for n, (name, shape) in enumerate(LEAVES.items())}
+    return {
+        name: draw(jax.random.fold_in(key, n), shape)
+        for n, (name, shape) in enumerate(LEAVES.items())
+    }
 
 
 def inner(a: Any, b: Any) -> Any:
@@ -75,21 +84,36 @@ def blocks(p: Any, batch: Any, key: Any) -> Any:
     for b in p["blocks"]:
         x = x + jnp.tanh((x * b["scale"]) @ b["matrix"] + b["bias"])
     logits = (x @ p["table"].T).astype(jnp.promote_types(x.dtype, jnp.float32))
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, jnp.roll(batch["tokens"], 1, 1)))
+    return jnp.mean(
+        optax.softmax_cross_entropy_with_integer_labels(logits, jnp.roll(batch["tokens"], 1, 1))
+    )
 
 
 def data(tokens: int) -> Any:
     """Return a batch of so many tokens on each device, which bfloat16 holds exactly."""
     random = np.random.default_rng(tokens)
     rows, seq = DEVICES * max(1, tokens // 64), min(64, tokens)
-    normal = lambda: np.asarray(jnp.asarray(random.standard_normal((rows, seq, HIDDEN)), jnp.bfloat16), np.float32)  # noqa: E731
-    return {"tokens": random.integers(0, VOCAB, (rows, seq), np.int32), "x": normal(), "c": normal()}
+
+    def normal():
+        return np.asarray(
+            jnp.asarray(random.standard_normal((rows, seq, HIDDEN)), jnp.bfloat16), np.float32
+        )
+
+    return {
+        "tokens": random.integers(0, VOCAB, (rows, seq), np.int32),
+        "x": normal(),
+        "c": normal(),
+    }
 
 
-def errors(init: Any, loss: Any, batch: Any, reduce_dtype: Literal["float32"] | None) -> dict[str, float]:
+def errors(
+    init: Any, loss: Any, batch: Any, reduce_dtype: Literal["float32"] | None
+) -> dict[str, float]:
     """Return the relative errors of gradients, by kind of leaf: norms over all leaves of a kind."""
     config = zj.ZeroConfig(stage=3, precision="bf16", reduce_dtype=reduce_dtype)
-    program = zj.build_train_step(zj.Model(init, loss), optax.sgd(1.0), config, zj.make_mesh(fsdp=DEVICES))
+    program = zj.build_train_step(
+        zj.Model(init, loss), optax.sgd(1.0), config, zj.make_mesh(fsdp=DEVICES)
+    )
     state = program.init(jax.random.key(0))
     grads = jax.device_get(program.grads(state, batch)[1])
     with jax.enable_x64(True):
@@ -97,26 +121,37 @@ def errors(init: Any, loss: Any, batch: Any, reduce_dtype: Literal["float32"] | 
         batch = {name: np.float64(a) if a.dtype == np.float32 else a for name, a in batch.items()}
         exact = jax.device_get(jax.jit(jax.grad(loss), static_argnums=2)(params, batch, None))
     squares: dict[str, Any] = {}
-    for (path, e), g in zip(jax.tree_util.tree_flatten_with_path(exact)[0], jax.tree.leaves(grads), strict=True):
-        squares[path[-1].key] = squares.get(path[-1].key, 0) + np.array([np.sum((g - e) ** 2), np.sum(e**2)])
+    for (path, e), g in zip(
+        jax.tree_util.tree_flatten_with_path(exact)[0], jax.tree.leaves(grads), strict=True
+    ):
+        squares[path[-1].key] = squares.get(path[-1].key, 0) + np.array(
+            [np.sum((g - e) ** 2), np.sum(e**2)]
+        )
     return {name: float(np.sqrt(wrong / whole)) for name, (wrong, whole) in squares.items()}
 
 
 def rows(tokens: int) -> list[str]:
     """Return the lines of the table for so many tokens a device."""
     batch, lines = data(tokens), []
-    for name, model in (("sums alone", (init, linear)), (f"{LAYERS} blocks", (init_blocks, blocks))):
+    for name, model in (
+        ("sums alone", (init, linear)),
+        (f"{LAYERS} blocks", (init_blocks, blocks)),
+    ):
         narrow, wide = (errors(*model, batch, dtype) for dtype in REDUCTIONS)
         for kind in LEAVES:
             ratio = f"{narrow[kind] / wide[kind]:.3g}"
-            lines.append(f"| {name} | {tokens} | {kind} | {narrow[kind]:.1e} | {wide[kind]:.1e} | {ratio} |")
+            lines.append(
+                f"| {name} | {tokens} | {kind} | {narrow[kind]:.1e} | {wide[kind]:.1e} | {ratio} |"
+            )
     return lines
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 1024, 8192], help="on each device")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[64, 1024, 8192], help="on each device"
+    )
     parser.add_argument("--save", type=pathlib.Path, help="the file to write")
     options = parser.parse_args()
     lines = [

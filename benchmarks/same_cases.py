@@ -16,7 +16,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from same_toys import LARGE, TOY, batches, flax_layered, flax_whole, layered, linen, optimizer, tiled, unrolled
+from same_toys import (
+    LARGE,
+    TOY,
+    batches,
+    flax_layered,
+    flax_whole,
+    layered,
+    linen,
+    optimizer,
+    tiled,
+    unrolled,
+)
 
 import zerojax as zj
 from zerojax import aot
@@ -120,20 +131,37 @@ def leaves_of(state: zj.TrainState) -> dict[str, str]:
     """Return the hash of every leaf of a state, but those that are on disk."""
     fields = ("step", "skipped", "key", "params", "master", "opt_state", "loss_scale", "pending")
     tree = {name: getattr(state, name) for name in fields}
-    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, OnDisk))[0]
-    return {jax.tree_util.keystr(path): digest(leaf) for path, leaf in flat if not isinstance(leaf, OnDisk)}
+    flat = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: isinstance(node, OnDisk)
+    )[0]
+    return {
+        jax.tree_util.keystr(path): digest(leaf)
+        for path, leaf in flat
+        if not isinstance(leaf, OnDisk)
+    }
 
 
 def train(case: Case, swap_dir: str) -> dict[str, Any]:
     """Train a program whose state on disk is in `swap_dir`, and return its numbers."""
-    fields: dict[str, Any] = {"stage": 3, **case.fields} | ({"swap_dir": swap_dir} if case.on_disk else {})
+    fields: dict[str, Any] = {"stage": 3, **case.fields} | (
+        {"swap_dir": swap_dir} if case.on_disk else {}
+    )
     config, model, tx = zj.ZeroConfig(**fields), case.model(), optimizer()
     *data, last = batches(TOY, STEPS + 1, config.precision == "fp16")
-    with zj.build_train_step(model, tx, config, zj.make_mesh(**case.axes)) as program, tempfile.TemporaryDirectory() as saved:
+    with (
+        zj.build_train_step(model, tx, config, zj.make_mesh(**case.axes)) as program,
+        tempfile.TemporaryDirectory() as saved,
+    ):
         state, metrics = program.init(jax.random.key(0)), []
         for batch in data:
             state, told = program.step(state, batch)
-            metrics.append({name: float(value).hex() for name, value in told.items() if not name.startswith("swap_")})
+            metrics.append(
+                {
+                    name: float(value).hex()
+                    for name, value in told.items()
+                    if not name.startswith("swap_")
+                }
+            )
         trees = program.iter_params(state)
         params = {
             f"{name}{jax.tree_util.keystr(path)}": digest(leaf)
@@ -158,8 +186,12 @@ def plan_of(program: zj.Program, batch: Any) -> dict[str, Any]:
     """Return what a program tells before it runs: where leaves are, its schedule and its bytes."""
     shardings = jax.tree_util.tree_flatten_with_path(program.shardings)[0]
     return {
-        "shardings": {jax.tree_util.keystr(path): f"{s.spec} {s.memory_kind}" for path, s in shardings},
-        "replicated": [f"{leaf.name} {leaf.num_bytes} B: {leaf.why}" for leaf in program.replicated],
+        "shardings": {
+            jax.tree_util.keystr(path): f"{s.spec} {s.memory_kind}" for path, s in shardings
+        },
+        "replicated": [
+            f"{leaf.name} {leaf.num_bytes} B: {leaf.why}" for leaf in program.replicated
+        ],
         "gathered early": list(program.gathered_early),
         "schedule": hashlib.sha256(str(program.schedule).encode()).hexdigest(),
         "memory": str(program.memory(batch)).splitlines(),
@@ -169,30 +201,47 @@ def plan_of(program: zj.Program, batch: Any) -> dict[str, Any]:
 def restored(ckpt: Any, model: Any, tx: Any, config: Any) -> dict[str, str]:
     """Return the hashes of a saved state, restored into the memory of one device."""
     plain = zj.ZeroConfig(stage=0, precision=config.precision, moments=config.moments)
-    with zj.build_train_step(model, tx, plain, zj.make_mesh(fsdp=1, devices=jax.devices()[:1])) as program:
+    with zj.build_train_step(
+        model, tx, plain, zj.make_mesh(fsdp=1, devices=jax.devices()[:1])
+    ) as program:
         return leaves_of(ckpt.restore(program))
 
 
-# --- compiled -----------------------------------------------------------------------------------------------------------
+# --- compiled -------------------------------------------------------------------------------------
 
 
 COMPILED: dict[str, Case] = {
     "stage 2, scan": Case(layered, HYBRID, {"stage": 2, "clip_norm": 1.0}),
     "stage 3, scan": Case(layered, FSDP, {"num_microbatches": 2, "activations": "remat"}),
     "stage 3, gather on use": Case(unrolled, FSDP, {"clip_norm": 1.0}),
-    "host, all, gather ahead": Case(layered, FSDP, {**on(HOST, *STATES, "activations"), "gather_ahead": True}),
-    "host, in backward, tensor": Case(split_layers, TENSOR, {**on(HOST, "params", "opt_state"), "update": "in_backward"}),
-    "host, update there": Case(layered, FSDP, {**on(HOST, *STATES, "activations"), "update_on": "host"}),
+    "host, all, gather ahead": Case(
+        layered, FSDP, {**on(HOST, *STATES, "activations"), "gather_ahead": True}
+    ),
+    "host, in backward, tensor": Case(
+        split_layers, TENSOR, {**on(HOST, "params", "opt_state"), "update": "in_backward"}
+    ),
+    "host, update there": Case(
+        layered, FSDP, {**on(HOST, *STATES, "activations"), "update_on": "host"}
+    ),
     "nvme, all": Case(layered, FSDP, {**on(DISK, *STATES, "activations"), "prefetch_distance": 2}),
-    "nvme, update on the host": Case(layered, FSDP, {**on(DISK, *STATES), "update_on": "host", "activations": "remat"}),
-    "tiles, host, in backward": Case(tiled, FSDP, {**on(HOST, "params", "opt_state"), "update": "in_backward"}),
+    "nvme, update on the host": Case(
+        layered, FSDP, {**on(DISK, *STATES), "update_on": "host", "activations": "remat"}
+    ),
+    "tiles, host, in backward": Case(
+        tiled, FSDP, {**on(HOST, "params", "opt_state"), "update": "in_backward"}
+    ),
     "tiles, NNX": Case(flax_layered, FSDP, {}),
 }
 
 
 def reader(name: str) -> Any:
     """Return a function that reads HLO, wherever it is."""
-    for module in ("zerojax.hlo", "zerojax.hlo_host", "zerojax.hlo.host_copies", "zerojax.hlo.collectives"):
+    for module in (
+        "zerojax.hlo",
+        "zerojax.hlo_host",
+        "zerojax.hlo.host_copies",
+        "zerojax.hlo.collectives",
+    ):
         try:
             found = getattr(importlib.import_module(module), name, None)
         except ImportError:
@@ -204,17 +253,27 @@ def reader(name: str) -> Any:
 
 def compile_case(case: Case) -> dict[str, Any]:
     """Compile a program for 8 H200s that are not there, and return its facts."""
-    fields: dict[str, Any] = {"stage": 3, "precision": "bf16", "swap_dir": "not there" if case.on_disk else None}
+    fields: dict[str, Any] = {
+        "stage": 3,
+        "precision": "bf16",
+        "swap_dir": "not there" if case.on_disk else None,
+    }
     config = zj.ZeroConfig(**fields | case.fields)
     mesh = aot.gpu_mesh("h200", gpus_per_host=DEVICES, **case.axes)
     batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batches(LARGE, 1)[0])
     program = zj.build_train_step(case.model(LARGE), optimizer(), config, mesh)
     compiled: Any = program.lower(batch).compile()
     text, stats = compiled.as_text(), compiled.memory_analysis()
-    moves = [*reader("host_slices")(text, unknown_trips=1), *reader("host_copies")(text, unknown_trips=1)]
-    link = collections.Counter(f"{m.op} {m.direction} {m.num_bytes} B x {m.times} {getattr(m, 'index', '')}" for m in moves)
+    moves = [
+        *reader("host_slices")(text, unknown_trips=1),
+        *reader("host_copies")(text, unknown_trips=1),
+    ]
+    link = collections.Counter(
+        f"{m.op} {m.direction} {m.num_bytes} B x {m.times} {getattr(m, 'index', '')}" for m in moves
+    )
     found = collections.Counter(
-        f"{c.op} {c.dtype} {c.num_bytes} B x {c.times}" for c in reader("collectives")(text, unknown_trips=1)
+        f"{c.op} {c.dtype} {c.num_bytes} B x {c.times}"
+        for c in reader("collectives")(text, unknown_trips=1)
     )
     names = [name for name in dir(stats) if name.endswith("_size_in_bytes") and "code" not in name]
     return {
@@ -228,9 +287,13 @@ def compile_case(case: Case) -> dict[str, Any]:
 
 
 def nameless(text: str) -> str:
-    """Return HLO without what tells where it comes from, its names numbered in the order in which they come."""
+    """Return HLO without what tells where it comes from, its names numbered in the order in which
+    they come.
+    """
     lines = [line for line in text.splitlines() if re.match(r"\s|%|ENTRY|\}|HloModule", line)]
-    text = "\n".join(line if line.startswith(" ") else re.sub(r"[\w.\-]+: ", "", line) for line in lines)
+    text = "\n".join(
+        line if line.startswith(" ") else re.sub(r"[\w.\-]+: ", "", line) for line in lines
+    )
     text = re.sub(r"^HloModule [\w.\-]+", "HloModule", text)
     text = re.sub(r",? ?(metadata|frontend_attributes)=\{[^{}]*(\{[^{}]*\}[^{}]*)*\}", "", text)
     numbers: dict[str, str] = {}

@@ -1,4 +1,5 @@
-"""Every kind of program, trained and compiled, as numbers that two checkouts can be compared by, bit for bit.
+"""Every kind of program, trained and compiled, as numbers that two checkouts can be compared by,
+bit for bit.
 
     cd FOLDER                                       # none of a checkout, so that PYTHONPATH decides which is imported
     PYTHONPATH=BEFORE python AFTER/benchmarks/same_numbers.py run --out before.json             # about 5 minutes each
@@ -6,18 +7,21 @@
     python AFTER/benchmarks/same_numbers.py compare before.json after.json                      # exit status 1 if they differ
     PYTHONPATH=AFTER python AFTER/benchmarks/same_numbers.py calls --out calls.json             # Python calls of a step
 
-For a change that must not change any number. `run` trains toys for 3 steps on 8 simulated devices, in every stage, tier,
-precision and form of a model, and keeps losses and norms as hexadecimal floats and a SHA-256 of every leaf of the state; a
-state on disk is read by way of a checkpoint that a program in memory restores. Then it compiles programs for H200s that are not
-there, and keeps their collectives, their bytes of memory, what they move over the link to the host, and a SHA-256 of their
-optimized HLO with names left out. A text that differs is told, and is no difference of numbers. Numbers of one machine and one
-version of jax are alike; those of two machines are not.
+For a change that must not change any number. `run` trains toys for 3 steps on 8 simulated devices,
+in every stage, tier, precision and form of a model, and keeps losses and norms as hexadecimal
+floats and a SHA-256 of every leaf of the state; a state on disk is read by way of a checkpoint that
+a program in memory restores. Then it compiles programs for H200s that are not there, and keeps
+their collectives, their bytes of memory, what they move over the link to the host, and a SHA-256 of
+their optimized HLO with names left out. A text that differs is told, and is no difference of
+numbers. Numbers of one machine and one version of jax are alike; those of two machines are not.
 """
 
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX starts: the topology must not look for a driver
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"  # compiles in less time
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"  # compiles in less time
+)
 
 import argparse
 import concurrent.futures
@@ -44,10 +48,21 @@ def about() -> dict[str, str]:
     import zerojax as zj
 
     root = pathlib.Path(zj.__file__).parent.parent
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
+    command = [
+        "git",
+        "-C",
+        str(root),
+        "describe",
+        "--always",
+        "--dirty",
+        "--exclude=*",
+        "--abbrev=40",
+    ]
     return {
         "zerojax": str(root),
-        "commit": subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip(),
+        "commit": subprocess.run(
+            command, capture_output=True, text=True, check=False
+        ).stdout.strip(),
         "jax": jax.__version__,
         "python": platform.python_version(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
@@ -58,7 +73,10 @@ def work() -> list[tuple[str, str]]:
     """Return the cases: what is done, and the name."""
     import same_cases
 
-    return [*((TRAINED, name) for name in same_cases.CASES), *((COMPILED, name) for name in same_cases.COMPILED)]
+    return [
+        *((TRAINED, name) for name in same_cases.CASES),
+        *((COMPILED, name) for name in same_cases.COMPILED),
+    ]
 
 
 def start() -> None:
@@ -90,13 +108,19 @@ def run(only: list[str], folder: str | None, jobs: int) -> dict[str, Any]:
     """Return the numbers of the cases of which a name holds one of `only`."""
     found: dict[str, Any] = {"about": about()}
     print("zerojax of {zerojax}, {commit}".format(**found["about"]), flush=True)
-    wanted = [(kind, name) for kind, name in work() if not only or any(part in f"{kind}: {name}" for part in only)]
+    wanted = [
+        (kind, name)
+        for kind, name in work()
+        if not only or any(part in f"{kind}: {name}" for part in only)
+    ]
     context = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory(dir=folder) as inside,
         concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context, initializer=start) as pool,
     ):
-        futures = {pool.submit(numbers_of, kind, name, inside): f"{kind}: {name}" for kind, name in wanted}
+        futures = {
+            pool.submit(numbers_of, kind, name, inside): f"{kind}: {name}" for kind, name in wanted
+        }
         for future in concurrent.futures.as_completed(futures):
             print(f"{future.result()[1]:6.1f} s  {futures[future]}", flush=True)
         return found | {name: future.result()[0] for future, name in futures.items()}
@@ -106,25 +130,40 @@ def differences(before: Any, after: Any, name: str = "") -> list[str]:
     """List what two trees of JSON hold that is not alike."""
     if isinstance(before, dict) and isinstance(after, dict):
         keys = dict.fromkeys((*before, *after))
-        return [line for key in keys for line in differences(before.get(key), after.get(key), f"{name}/{key}")]
+        return [
+            line
+            for key in keys
+            for line in differences(before.get(key), after.get(key), f"{name}/{key}")
+        ]
     if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
-        return [line for i, (a, b) in enumerate(zip(before, after, strict=True)) for line in differences(a, b, f"{name}/{i}")]
+        return [
+            line
+            for i, (a, b) in enumerate(zip(before, after, strict=True))
+            for line in differences(a, b, f"{name}/{i}")
+        ]
     return [] if before == after else [f"{name}: {before} before, {after} after"]
 
 
 def count_numbers(tree: Any) -> int:
     """Return how many values a tree of JSON holds."""
     if isinstance(tree, dict | list):
-        return sum(count_numbers(part) for part in (tree.values() if isinstance(tree, dict) else tree))
+        return sum(
+            count_numbers(part) for part in (tree.values() if isinstance(tree, dict) else tree)
+        )
     return 1
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    """Print a table of what is alike; return whether all numbers are, and there are some. Texts may differ, and are counted."""
+    """Print a table of what is alike; return whether all numbers are, and there are some.
+
+    Texts may differ, and are counted.
+    """
     same, texts = len(before) > 1, [0, 0]
     for name, value in {**before["about"], **after["about"]}.items():
         two = [found["about"].get(name) for found in (before, after)]
-        print(f"{name}: {value}" if two[0] == two[1] else f"{name}: {two[0]} before, {two[1]} after")
+        print(
+            f"{name}: {value}" if two[0] == two[1] else f"{name}: {two[0]} before, {two[1]} after"
+        )
     print("\n| program | values | differ | HLO text |\n|---|---|---|---|")
     lines = []
     for name in dict.fromkeys((*before, *after)):
@@ -132,13 +171,18 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> bool:
             continue
         two = [dict(found.get(name, {"missing": "no numbers"})) for found in (before, after)]
         text = [one.pop("text", None) for one in two]
-        found = [*differences(two[0], two[1]), *(f"/failed: {one['failed']}" for one in two if "failed" in one)]
+        found = [
+            *differences(two[0], two[1]),
+            *(f"/failed: {one['failed']}" for one in two if "failed" in one),
+        ]
         told = "" if text == [None, None] else "same" if text[0] == text[1] else "differs"
         texts = [texts[0] + bool(told), texts[1] + (told == "differs")]
         print(f"| {name} | {count_numbers(two[0])} | {len(found)} | {told} |")
         lines += [f"{name}{line}" for line in itertools.islice(found, 10)]
         same = same and not found
-    print(f"\n{'All numbers are the same.' if same else 'DIFFERENT numbers.'} HLO texts: {texts[1]} of {texts[0]} differ.")
+    print(
+        f"\n{'All numbers are the same.' if same else 'DIFFERENT numbers.'} HLO texts: {texts[1]} of {texts[0]} differ."
+    )
     for line in lines:
         print(line)
     return same
@@ -149,18 +193,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run", help="train and compile, and write the numbers")
-    running.add_argument("--only", nargs="*", default=[], metavar="PART", help="cases with this in their name")
-    running.add_argument("--folder", help="of a disk for what is swapped; a temporary one by default")
+    running.add_argument(
+        "--only", nargs="*", default=[], metavar="PART", help="cases with this in their name"
+    )
+    running.add_argument(
+        "--folder", help="of a disk for what is swapped; a temporary one by default"
+    )
     running.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
-    counting = commands.add_parser("calls", help="count Python calls of a step with everything on disk")
+    counting = commands.add_parser(
+        "calls", help="count Python calls of a step with everything on disk"
+    )
     for each in (running, counting):
         each.add_argument("--out", required=True, metavar="FILE", type=pathlib.Path)
-    comparing = commands.add_parser("compare", help="exit status 1 unless two files hold the same numbers")
+    comparing = commands.add_parser(
+        "compare", help="exit status 1 unless two files hold the same numbers"
+    )
     comparing.add_argument("before", type=pathlib.Path)
     comparing.add_argument("after", type=pathlib.Path)
     options = parser.parse_args()
     if options.command == "compare":
-        sys.exit(0 if compare(*(json.loads(path.read_text()) for path in (options.before, options.after))) else 1)
+        sys.exit(
+            0
+            if compare(*(json.loads(path.read_text()) for path in (options.before, options.after)))
+            else 1
+        )
     if options.command == "run":
         found = run(options.only, options.folder, options.jobs)
         options.out.write_text(json.dumps(found, indent=1) + "\n")

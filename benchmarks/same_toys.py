@@ -1,4 +1,6 @@
-"""Small models of every form that zerojax takes, for programs whose numbers are compared bit for bit."""
+"""Small models of every form that zerojax takes, for programs whose numbers are compared bit for
+bit.
+"""
 
 import dataclasses
 import functools
@@ -43,9 +45,14 @@ def draw(key: Any, *shape: int) -> Any:
 
 
 def init_ends(s: Sizes, key: Any) -> tuple[Any, Any]:
-    """Return a tied embedding beside a leaf that no axis divides, and a head with a leaf that is not trained."""
+    """Return a tied embedding beside a leaf that no axis divides, and a head with a leaf that is
+    not trained.
+    """
     k = jax.random.split(key, 3)
-    embed = {"table": 0.3 * jax.random.normal(k[0], (s.vocab, s.hidden)), "odd": jax.random.normal(k[1], (7, 3))}
+    embed = {
+        "table": 0.3 * jax.random.normal(k[0], (s.vocab, s.hidden)),
+        "odd": jax.random.normal(k[1], (7, 3)),
+    }
     return embed, {"frozen": jax.random.normal(k[2], (s.hidden,)), "bias": jnp.zeros(s.vocab)}
 
 
@@ -68,7 +75,9 @@ def embed(p: Any, batch: Any, key: Any) -> Any:
     """Return x[B, T, H]."""
     del key
     x = p["table"][batch["tokens"]]
-    return x + jnp.sum(jnp.tanh(batch["features"].astype(x.dtype) @ p["odd"]), -1)[:, None, None].astype(x.dtype)
+    return x + jnp.sum(jnp.tanh(batch["features"].astype(x.dtype) @ p["odd"]), -1)[
+        :, None, None
+    ].astype(x.dtype)
 
 
 def block(p: Any, x: Any, key: Any) -> Any:
@@ -76,9 +85,13 @@ def block(p: Any, x: Any, key: Any) -> Any:
     b, t, h = x.shape
     if key is not None:
         x = (x * jax.random.bernoulli(key, 0.9, x.shape)).astype(x.dtype)
-    q, k, v = jnp.moveaxis((norm(x) * p["scale"] @ p["qkv"]).reshape(b, t, 3, HEADS, h // HEADS), 2, 0)
+    q, k, v = jnp.moveaxis(
+        (norm(x) * p["scale"] @ p["qkv"]).reshape(b, t, 3, HEADS, h // HEADS), 2, 0
+    )
     scores = jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(h // HEADS)
-    mixed = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores.astype(jnp.float32)).astype(x.dtype), v)
+    mixed = jnp.einsum(
+        "bhts,bshd->bthd", jax.nn.softmax(scores.astype(jnp.float32)).astype(x.dtype), v
+    )
     x = x + mixed.reshape(b, t, h) @ p["out"]
     hidden = checkpoint_name(jax.nn.gelu(norm(x) @ p["w1"] + p["b1"]), "hidden")
     return (x + checkpoint_name(p["gate"] * (hidden @ p["w2"]), "mlp")).astype(x.dtype)
@@ -88,7 +101,9 @@ def head(p: Any, p_embed: Any, x: Any, batch: Any, key: Any) -> Any:
     """Return the loss, by the embedding's own table."""
     del key
     logits = (x * (1 + 0.1 * p["frozen"])).astype(x.dtype) @ p_embed["table"].T + p["bias"]
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["targets"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), batch["targets"]
+    )
     return jnp.mean(losses) * batch["weight"]
 
 
@@ -97,15 +112,29 @@ def layered(s: Sizes = TOY, *, tensor: bool = False, stochastic: bool = False) -
     init_embed, init_head = (lambda key, i=i: init_ends(s, key)[i] for i in range(2))
     specs = {"block": BLOCK_SPECS} if tensor else None
     init = functools.partial(init_block, s)
-    return zj.LayeredModel(s.layers, init_embed, embed, init, block, init_head, head, specs=specs, stochastic=stochastic)
+    return zj.LayeredModel(
+        s.layers,
+        init_embed,
+        embed,
+        init,
+        block,
+        init_head,
+        head,
+        specs=specs,
+        stochastic=stochastic,
+    )
 
 
-def unrolled(s: Sizes = TOY, *, tensor: bool = False, stochastic: bool = False, tiled_loss: bool = False) -> Any:
+def unrolled(
+    s: Sizes = TOY, *, tensor: bool = False, stochastic: bool = False, tiled_loss: bool = False
+) -> Any:
     """Return the same layers as a plain model, perhaps with a loss that never holds its logits."""
 
     def init(key: Any) -> Any:
         first, *rest = jax.random.split(key, s.layers + 1)
-        return dict(zip(("embed", "head"), init_ends(s, first), strict=True)) | {"layers": [init_block(s, k) for k in rest]}
+        return dict(zip(("embed", "head"), init_ends(s, first), strict=True)) | {
+            "layers": [init_block(s, k) for k in rest]
+        }
 
     def loss(params: Any, batch: Any, key: Any) -> Any:
         x = embed(params["embed"], batch, key)
@@ -113,7 +142,10 @@ def unrolled(s: Sizes = TOY, *, tensor: bool = False, stochastic: bool = False, 
             x = block(p, x, key)
         if tiled_loss:
             table = params["embed"]["table"].T
-            return zj.linear_cross_entropy(x, table, batch["targets"], ignore_index=0, z_loss=1e-3) * batch["weight"]
+            return (
+                zj.linear_cross_entropy(x, table, batch["targets"], ignore_index=0, z_loss=1e-3)
+                * batch["weight"]
+            )
         return head(params["head"], params["embed"], x, batch, key)
 
     specs = {"embed": None, "head": None, "layers": [BLOCK_SPECS] * s.layers} if tensor else None
@@ -121,7 +153,9 @@ def unrolled(s: Sizes = TOY, *, tensor: bool = False, stochastic: bool = False, 
 
 
 def tiled(s: Sizes = TOY, *, tensor: bool = False) -> Any:
-    """Return layers of functions with two groups of tiles: a dense kernel in 2 x 2, and a gated MLP in 4."""
+    """Return layers of functions with two groups of tiles: a dense kernel in 2 x 2, and a gated MLP
+    in 4.
+    """
     d, h = s.hidden, s.inner // 4
 
     def init(key: Any) -> Any:
@@ -132,15 +166,26 @@ def tiled(s: Sizes = TOY, *, tensor: bool = False) -> Any:
             "down": draw(k[2], 4, h, d),
             "up_bias": jnp.zeros((4, h)),
         }
-        return {"scale": jnp.ones(d), "mix": {"kernel": draw(k[3], 4, d // 2, d // 2), "bias": jnp.zeros(d)}, "mlp": mlp}
+        return {
+            "scale": jnp.ones(d),
+            "mix": {"kernel": draw(k[3], 4, d // 2, d // 2), "bias": jnp.zeros(d)},
+            "mlp": mlp,
+        }
 
     def layer(p: Any, x: Any, key: Any) -> Any:
         del key
-        x = x + jnp.tanh(tiled_dense(norm(x) * p["scale"], p["mix"]["kernel"], p["mix"]["bias"], in_tiles=2))
+        x = x + jnp.tanh(
+            tiled_dense(norm(x) * p["scale"], p["mix"]["kernel"], p["mix"]["bias"], in_tiles=2)
+        )
         return (x + tiled_mlp(norm(x), p["mlp"], jax.nn.silu)).astype(x.dtype)
 
     columns = P(None, None, "tensor")
-    mlp = {"up": columns, "gate": columns, "down": P(None, "tensor", None), "up_bias": P(None, "tensor")}
+    mlp = {
+        "up": columns,
+        "gate": columns,
+        "down": P(None, "tensor", None),
+        "up_bias": P(None, "tensor"),
+    }
     return dataclasses.replace(
         layered(s),
         init_block=init,
@@ -166,7 +211,15 @@ class Block(nnx.Module):
     def __init__(self, s: Sizes, dtype: Any, rate: float, *, rngs: nnx.Rngs) -> None:
         self.norm = nnx.RMSNorm(s.hidden, dtype=dtype, rngs=rngs)
         self.dense = zj.TiledDense(s.hidden, s.hidden, num_tiles=2, dtype=dtype, rngs=rngs)
-        self.mlp = zj.TiledMLP(s.hidden, s.inner, num_tiles=4, gated=True, activation=jax.nn.silu, dtype=dtype, rngs=rngs)
+        self.mlp = zj.TiledMLP(
+            s.hidden,
+            s.inner,
+            num_tiles=4,
+            gated=True,
+            activation=jax.nn.silu,
+            dtype=dtype,
+            rngs=rngs,
+        )
         self.dropout = nnx.Dropout(rate, rngs=rngs) if rate else None
 
     def __call__(self, x: Any) -> Any:
@@ -177,7 +230,9 @@ class Block(nnx.Module):
 
 def flax_loss(ends: Ends, x: Any, batch: Any) -> Any:
     """Return the loss of x by the weights of `ends`."""
-    losses = optax.softmax_cross_entropy_with_integer_labels(ends.table.attend(x).astype(jnp.float32), batch["targets"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        ends.table.attend(x).astype(jnp.float32), batch["targets"]
+    )
     return jnp.mean(losses) * batch["weight"]
 
 
@@ -240,7 +295,9 @@ def optimizer() -> optax.GradientTransformation:
     """Return AdamW with a schedule, that leaves one leaf as it is."""
 
     def frozen(tree: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(lambda path, _: "frozen" in jax.tree_util.keystr(path), tree)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: "frozen" in jax.tree_util.keystr(path), tree
+        )
 
     def trained(tree: Any) -> Any:
         return jax.tree.map(lambda f: not f, frozen(tree))
@@ -254,8 +311,18 @@ def batches(s: Sizes, count: int, overflows: bool = False) -> list[Any]:
     random, found = np.random.default_rng(0), []
     for i in range(count):
         tokens, targets = random.integers(0, s.vocab, (2, s.batch, s.seq)).astype(np.int32)
-        features, weight = random.standard_normal((s.batch, 7), dtype=np.float32), 1e9 if overflows and i == 1 else 1
-        found.append({"tokens": tokens, "targets": targets, "features": features, "weight": np.float32(weight)})
+        features, weight = (
+            random.standard_normal((s.batch, 7), dtype=np.float32),
+            1e9 if overflows and i == 1 else 1,
+        )
+        found.append(
+            {
+                "tokens": tokens,
+                "targets": targets,
+                "features": features,
+                "weight": np.float32(weight),
+            }
+        )
     return found
 
 

@@ -1,20 +1,26 @@
-"""Predicted steps of a Llama of 6.7 B parameters on one H200: compiled without a GPU, and walked by `hlo.simulate`.
+"""Predicted steps of a Llama of 6.7 B parameters on one H200: compiled without a GPU, and walked by
+`hlo.simulate`.
 
     python benchmarks/simulated.py --save benchmarks/results/simulated_h200_aot_202611.md    # about 5 minutes for 16K and 32K
 
-Nothing here is measured. A step is compiled for an H200 that is not there, and its schedule is walked at the rates of
-`hlo.RATES["h200"]`, or those that are given. What becomes of a slice of host memory (copy or kernel), and the stream of each
-asynchronous operation, are read from XLA's thunks. The file that `--save` names has a section for each version of jax; that of
-the version that runs is put in its place. Products are cuBLAS's, since XLA cannot choose tiles of its own without a GPU.
+Nothing here is measured. A step is compiled for an H200 that is not there, and its schedule is
+walked at the rates of `hlo.RATES["h200"]`, or those that are given. What becomes of a slice of host
+memory (copy or kernel), and the stream of each asynchronous operation, are read from XLA's thunks.
+The file that `--save` names has a section for each version of jax; that of the version that runs is
+put in its place. Products are cuBLAS's, since XLA cannot choose tiles of its own without a GPU.
 
-The model is that of Llama 7B: 32 layers x 4096, 32 heads, 11008 in the MLP, 32000 tokens, sequences of 2048, bf16, AdamW,
-layers recomputed in backward; its attention is cuDNN's, its loss has no logits. With `--autotune` the settings of the schedule
-are tried for each of some sizes of Llama (`zj.autotune`). Needs zerojax[aot].
+The model is that of Llama 7B: 32 layers x 4096, 32 heads, 11008 in the MLP, 32000 tokens, sequences
+  of 2048, bf16, AdamW,
+layers recomputed in backward; its attention is cuDNN's, its loss has no logits. With `--autotune`
+the settings of the schedule are tried for each of some sizes of Llama (`zj.autotune`). Needs
+zerojax[aot].
 
-    python benchmarks/simulated.py --graphs --chip h100 --save benchmarks/results/graphs_h100_aot_202611.md
+    python benchmarks/simulated.py --graphs --chip h100 --save
+    benchmarks/results/graphs_h100_aot_202611.md
 
-With `--graphs` each step is compiled without CUDA graphs, as by default, and with `cuda_graphs=True`: how many bytes of the
-link are then copied by nodes of graphs, and what is predicted if copy engines make these copies, and if the cores do.
+With `--graphs` each step is compiled without CUDA graphs, as by default, and with
+`cuda_graphs=True`: how many bytes of the link are then copied by nodes of graphs, and what is
+predicted if copy engines make these copies, and if the cores do.
 """
 
 import argparse
@@ -52,13 +58,22 @@ TUNED: dict[str, dict[str, Any]] = {
 
 
 def simulated(
-    mode: Mode, tokens: int, sizes: dict[str, Any], rates: hlo.Rates, keep: pathlib.Path | None, streams: set[str]
+    mode: Mode,
+    tokens: int,
+    sizes: dict[str, Any],
+    rates: hlo.Rates,
+    keep: pathlib.Path | None,
+    streams: set[str],
 ) -> list[hlo.Simulation]:
-    """Compile a step; return what is predicted where kernels have the cores to themselves, and where they run beside products.
+    """Compile a step; return what is predicted where kernels have the cores to themselves, and
+    where they run beside products.
 
     The streams that its thunks name are added to `streams`.
     """
-    batch = {name: jax.ShapeDtypeStruct((tokens // SEQ, SEQ), jnp.int32) for name in ("tokens", "targets")}
+    batch = {
+        name: jax.ShapeDtypeStruct((tokens // SEQ, SEQ), jnp.int32)
+        for name in ("tokens", "targets")
+    }
     config = zj.ZeroConfig(precision="bf16", activations="remat", **mode.config)
     text, thunks = compiled_text(config, batch, sizes, "h200")
     if keep is not None:
@@ -75,18 +90,43 @@ def row(name: str, found: list[hlo.Simulation]) -> str:
     """Return a line of the table."""
     s, beside = found
     ways = ("to_device", "to_host")
-    moved = [f"{of[way] / 1e9:.1f}" for way in ways for of in (s.traffic.by_copies, s.traffic.by_kernels, s.callback_bytes)]
-    seconds = f"{s.seconds:.2f}" if abs(s.seconds - beside.seconds) < 0.005 else f"{beside.seconds:.2f}-{s.seconds:.2f}"
+    moved = [
+        f"{of[way] / 1e9:.1f}"
+        for way in ways
+        for of in (s.traffic.by_copies, s.traffic.by_kernels, s.callback_bytes)
+    ]
+    seconds = (
+        f"{s.seconds:.2f}"
+        if abs(s.seconds - beside.seconds) < 0.005
+        else f"{beside.seconds:.2f}-{s.seconds:.2f}"
+    )
     over = (s.compute_seconds, s.floor_seconds)
-    cells = [name, seconds, f"{100 * s.idle:.0f} %", *(cell for n in over for cell in (f"{n:.2f}", f"{s.seconds / n:.2f}"))]
-    cells += [*moved, f"{s.host_wait_seconds:.2f}", str(s.num_host_waits), f"{s.flops / s.seconds / 1e12:.0f}"]
+    cells = [
+        name,
+        seconds,
+        f"{100 * s.idle:.0f} %",
+        *(cell for n in over for cell in (f"{n:.2f}", f"{s.seconds / n:.2f}")),
+    ]
+    cells += [
+        *moved,
+        f"{s.host_wait_seconds:.2f}",
+        str(s.num_host_waits),
+        f"{s.flops / s.seconds / 1e12:.0f}",
+    ]
     return f"| {' | '.join(cells)} |"
 
 
 def table(
-    tokens: int, names: list[str], sizes: dict[str, Any], rates: hlo.Rates, keep: pathlib.Path | None, streams: set[str]
+    tokens: int,
+    names: list[str],
+    sizes: dict[str, Any],
+    rates: hlo.Rates,
+    keep: pathlib.Path | None,
+    streams: set[str],
 ) -> list[str]:
-    """Return the lines of a table of modes for steps of so many tokens; `streams` is as for `simulated`."""
+    """Return the lines of a table of modes for steps of so many tokens; `streams` is as for
+    `simulated`.
+    """
     rows = [
         f"Predicted steps of {tokens:,} tokens, {', '.join(f'{size} {name}' for name, size in sizes.items())}:",
         "",
@@ -96,7 +136,11 @@ def table(
     ]
     for name in names:
         print(f"{tokens} tokens, {name}", flush=True)
-        path = None if keep is None else keep / f"{jax.__version__}_{tokens}_{name.replace(' ', '_').replace(',', '')}.txt"
+        path = (
+            None
+            if keep is None
+            else keep / f"{jax.__version__}_{tokens}_{name.replace(' ', '_').replace(',', '')}.txt"
+        )
         found = simulated(MODES[name], tokens, sizes, rates, path, streams)
         rows.append(row(name, found))
         print(rows[-1], flush=True)
@@ -107,16 +151,30 @@ def tuned(name: str, tokens: list[int], rates: hlo.Rates) -> list[str]:
     """Return what `zj.autotune` tells of a size, of steps of so many tokens."""
     mode, lines = MODES["opt_state on the host"], []
     for count in tokens:
-        batch = {name: jax.ShapeDtypeStruct((count // SEQ, SEQ), jnp.int32) for name in ("tokens", "targets")}
+        batch = {
+            name: jax.ShapeDtypeStruct((count // SEQ, SEQ), jnp.int32)
+            for name in ("tokens", "targets")
+        }
         config = zj.ZeroConfig(precision="bf16", activations="remat", **mode.config)
         mesh = aot.gpu_mesh("h200", gpus_per_host=1)
-        found = zj.autotune(llama(**TUNED[name]), optax.adamw(1e-3), config, mesh, batch, rates=rates)
-        lines += [f"{name} parameters, {count:,} tokens, opt_state on the host:", "", "```", str(found), "```", ""]
+        found = zj.autotune(
+            llama(**TUNED[name]), optax.adamw(1e-3), config, mesh, batch, rates=rates
+        )
+        lines += [
+            f"{name} parameters, {count:,} tokens, opt_state on the host:",
+            "",
+            "```",
+            str(found),
+            "```",
+            "",
+        ]
         print("\n".join(lines[-6:]), flush=True)
     return lines
 
 
-def graphs_section(names: list[str], tokens: list[int], sizes: dict[str, Any], rates: hlo.Rates, chip: str) -> str:
+def graphs_section(
+    names: list[str], tokens: list[int], sizes: dict[str, Any], rates: hlo.Rates, chip: str
+) -> str:
     """Return the table of `--graphs` of this version of jax."""
     rows = [
         f"## jax {jax.__version__}",
@@ -126,37 +184,60 @@ def graphs_section(names: list[str], tokens: list[int], sizes: dict[str, Any], r
         "|" + "---|" * 10,
     ]
     for count in tokens:
-        batch = {name: jax.ShapeDtypeStruct((count // SEQ, SEQ), jnp.int32) for name in ("tokens", "targets")}
+        batch = {
+            name: jax.ShapeDtypeStruct((count // SEQ, SEQ), jnp.int32)
+            for name in ("tokens", "targets")
+        }
         for name in names:
             cells = [name, f"{count:,}"]
             for graphs in (False, True):
-                config = zj.ZeroConfig(precision="bf16", activations="remat", cuda_graphs=graphs, **MODES[name].config)
+                config = zj.ZeroConfig(
+                    precision="bf16", activations="remat", cuda_graphs=graphs, **MODES[name].config
+                )
                 text, thunks = compiled_text(config, batch, sizes, chip)
 
                 def predict(text: str, thunks: hlo.Thunks, name: str, who: Any) -> hlo.Simulation:
                     of_mode = dataclasses.replace(rates, **MODES[name].rates)
-                    return hlo.simulate(text, rates=of_mode, thunks=thunks, graphs=who, callbacks=MODES[name].callbacks)
+                    return hlo.simulate(
+                        text,
+                        rates=of_mode,
+                        thunks=thunks,
+                        graphs=who,
+                        callbacks=MODES[name].callbacks,
+                    )
 
                 found = predict(text, thunks, name, "in_turn")
                 up, down = (found.traffic.in_graphs[way] / 1e9 for way in ("to_device", "to_host"))
                 if not graphs:
                     cells += [f"{up:.1f} and {down:.1f}", f"{found.seconds:.2f}"]
                     continue
-                moved = sum((*found.traffic.by_copies.values(), *found.traffic.by_kernels.values())) / 1e9
+                moved = (
+                    sum((*found.traffic.by_copies.values(), *found.traffic.by_kernels.values()))
+                    / 1e9
+                )
                 share = f"{100 * (up + down) / moved:.0f} %" if moved else ""
-                seconds = [found.seconds, *(predict(text, thunks, name, who).seconds for who in ("copies", "kernels"))]
+                seconds = [
+                    found.seconds,
+                    *(predict(text, thunks, name, who).seconds for who in ("copies", "kernels")),
+                ]
                 cells += [f"{up:.1f}", f"{down:.1f}", share, *(f"{one:.2f}" for one in seconds)]
             rows.append(f"| {' | '.join(cells)} |")
             print(rows[-1], flush=True)
     return "\n".join([*rows, ""])
 
 
-def compiled_text(config: zj.ZeroConfig, batch: Any, sizes: dict[str, Any], chip: str) -> tuple[str, hlo.Thunks]:
+def compiled_text(
+    config: zj.ZeroConfig, batch: Any, sizes: dict[str, Any], chip: str
+) -> tuple[str, hlo.Thunks]:
     """Compile a step for a chip; return its text and thunks."""
     with tempfile.TemporaryDirectory() as folder:
-        program = zj.build_train_step(llama(**sizes), optax.adamw(1e-3), config, aot.gpu_mesh(chip, gpus_per_host=1))
+        program = zj.build_train_step(
+            llama(**sizes), optax.adamw(1e-3), config, aot.gpu_mesh(chip, gpus_per_host=1)
+        )
         with program:
-            compiled = program.lower(batch).compile({"xla_gpu_enable_triton_gemm": False, "xla_dump_to": folder})
+            compiled = program.lower(batch).compile(
+                {"xla_gpu_enable_triton_gemm": False, "xla_dump_to": folder}
+            )
             text = compiled.as_text() or ""
         return text, hlo.read_thunks(folder, hlo.module_name(text))
 
@@ -180,7 +261,12 @@ def graphs_head(rates: hlo.Rates, chip: str) -> str:
 
 
 def section(
-    names: list[str], tokens: list[int], sizes: dict[str, Any], rates: hlo.Rates, keep: pathlib.Path | None, title: str
+    names: list[str],
+    tokens: list[int],
+    sizes: dict[str, Any],
+    rates: hlo.Rates,
+    keep: pathlib.Path | None,
+    title: str,
 ) -> str:
     """Return the part of the file that is of this version of jax, and perhaps of a title."""
     versions = f"jaxlib {importlib.metadata.version('jaxlib')}, Python {platform.python_version()}"
@@ -220,9 +306,13 @@ def head(rates: hlo.Rates) -> str:
 def save(path: pathlib.Path, text: str, start: str) -> None:
     """Put a section in its place in a file, among those of other versions."""
     old = path.read_text() if path.exists() else ""
-    sections = {part.partition("\n")[0]: part for part in re.split(r"^(?=## )", old, flags=re.MULTILINE)[1:]}
+    sections = {
+        part.partition("\n")[0]: part for part in re.split(r"^(?=## )", old, flags=re.MULTILINE)[1:]
+    }
     sections[text.partition("\n")[0]] = text
-    path.write_text(start + "\n".join(sections[name].rstrip("\n") + "\n" for name in sorted(sections)))
+    path.write_text(
+        start + "\n".join(sections[name].rstrip("\n") + "\n" for name in sorted(sections))
+    )
 
 
 def main() -> None:
@@ -231,23 +321,46 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 32768], help="of a step")
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--vocab", type=int, help="tokens of the embedding and the head, other than 32000")
+    parser.add_argument(
+        "--vocab", type=int, help="tokens of the embedding and the head, other than 32000"
+    )
     parser.add_argument("--ff", type=int, help="width of the MLP, other than 11008")
-    parser.add_argument("--autotune", action="store_true", help="try settings of the schedule of several sizes instead")
-    parser.add_argument("--graphs", action="store_true", help="with and without CUDA graphs instead")
+    parser.add_argument(
+        "--autotune",
+        action="store_true",
+        help="try settings of the schedule of several sizes instead",
+    )
+    parser.add_argument(
+        "--graphs", action="store_true", help="with and without CUDA graphs instead"
+    )
     parser.add_argument("--chip", choices=list(aot.CHIPS), default="h200", help="of --graphs")
-    parser.add_argument("--rate", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="of hlo.Rates")
+    parser.add_argument(
+        "--rate",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("NAME", "VALUE"),
+        help="of hlo.Rates",
+    )
     parser.add_argument("--keep", type=pathlib.Path, help="a folder for the HLO texts")
     parser.add_argument("--title", default="", help="of the section, beside the version")
     parser.add_argument("--save", type=pathlib.Path, help="the file to write")
     options = parser.parse_args()
-    rates = dataclasses.replace(hlo.RATES[options.chip], **{name: float(value) for name, value in options.rate})
+    rates = dataclasses.replace(
+        hlo.RATES[options.chip], **{name: float(value) for name, value in options.rate}
+    )
     if options.keep is not None:
         options.keep.mkdir(parents=True, exist_ok=True)
-    sizes = {name: size for name in ("layers", "vocab", "ff") if (size := getattr(options, name)) is not None}
+    sizes = {
+        name: size
+        for name in ("layers", "vocab", "ff")
+        if (size := getattr(options, name)) is not None
+    }
     if options.autotune:
         title = f"## jax {jax.__version__}, settings of the schedule by `--autotune`"
-        text = "\n".join([title, "", *(line for name in TUNED for line in tuned(name, options.tokens, rates))])
+        text = "\n".join(
+            [title, "", *(line for name in TUNED for line in tuned(name, options.tokens, rates))]
+        )
         if options.save:
             save(options.save, text, head(rates))
         return

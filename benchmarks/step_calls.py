@@ -1,8 +1,10 @@
-"""Count the Python calls of a warm step with parameters, gradients and optimizer state on disk, by function.
+"""Count the Python calls of a warm step with parameters, gradients and optimizer state on disk, by
+function.
 
-Those of zerojax and host_offload that callbacks of the program make, for which a GPU waits, and the threads that move records.
-XLA's threads are unknown to Python between two callbacks, so each callback sets the profile itself: `buffer_callback` is
-wrapped, which must be before zerojax is imported. How the threads interleave moves the count by two percent.
+Those of zerojax and host_offload that callbacks of the program make, for which a GPU waits, and the
+threads that move records. XLA's threads are unknown to Python between two callbacks, so each
+callback sets the profile itself: `buffer_callback` is wrapped, which must be before zerojax is
+imported. How the threads interleave moves the count by two percent.
 """
 
 import collections
@@ -40,7 +42,9 @@ class Calls:
         make = buffer_callback.buffer_callback
 
         def counted(callback: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            def run(*given: Any, site: Any = None) -> Any:  # in a thread of XLA or, on one device, in that of the step
+            def run(
+                *given: Any, site: Any = None
+            ) -> Any:  # in a thread of XLA or, on one device, in that of the step
                 del site
                 before = sys.getprofile()
                 sys.setprofile(beside)
@@ -73,7 +77,8 @@ class Calls:
 
 
 def count_calls() -> dict[str, Any]:
-    """Return the calls of a warm step of 3 layers on one device: the middle one of several, by their number.
+    """Return the calls of a warm step of 3 layers on one device: the middle one of several, by
+    their number.
 
     "record formats" are the calls that recompute the sizes and offsets of records.
     """
@@ -84,7 +89,9 @@ def count_calls() -> dict[str, Any]:
 
     random, counted = np.random.default_rng(0), []
     with tempfile.TemporaryDirectory() as folder:
-        config = zj.ZeroConfig(stage=3, params="nvme", grads="nvme", opt_state="nvme", swap_dir=folder)
+        config = zj.ZeroConfig(
+            stage=3, params="nvme", grads="nvme", opt_state="nvme", swap_dir=folder
+        )
         mesh = zj.make_mesh(devices=jax.devices()[:1])
         with zj.build_train_step(same_toys.matrices(), optax.adamw(1e-3), config, mesh) as program:
             state = program.init(jax.random.key(0))

@@ -4,12 +4,15 @@
     python benchmarks/streaming.py --swap-dir /mnt/disk                  # and from a folder of that disk
     python benchmarks/streaming.py --save benchmarks/results/NAME.md
 
-Every program trains the same GPT, in one process, in turns: a round runs each once, and a ratio is taken within a round, so
-that a slow minute of the machine falls on all. On a CPU host memory and device memory are the same, so the ratio is what
-streaming costs by itself: slices, copies, loops. What a link costs only a GPU tells: benchmarks/gpu_check.py.
+Every program trains the same GPT, in one process, in turns: a round runs each once, and a ratio is
+  taken within a round, so
+that a slow minute of the machine falls on all. On a CPU host memory and device memory are the same,
+so the ratio is what streaming costs by itself: slices, copies, loops. What a link costs only a GPU
+tells: benchmarks/gpu_check.py.
 
-Of a step from disk the table also tells the time that its bytes take at the disk's own speed, measured before the rounds (plain
-preadv and pwritev), what devices waited for the disk on average, and how much of the former is thereby hidden,
+Of a step from disk the table also tells the time that its bytes take at the disk's own speed,
+measured before the rounds (plain preadv and pwritev), what devices waited for the disk on average,
+and how much of the former is thereby hidden,
 
     hidden = 1 - stall / (bytes read / read bandwidth + bytes written / write bandwidth)
 """
@@ -71,12 +74,21 @@ def disk_rates(folder: str) -> Rates:
 def main() -> None:
     """Run all rounds, print and save the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    for name, default in (("layers", 24), ("hidden", 512), ("seq", 128), ("batch", 8), ("devices", 2), ("rounds", 7)):
+    for name, default in (
+        ("layers", 24),
+        ("hidden", 512),
+        ("seq", 128),
+        ("batch", 8),
+        ("devices", 2),
+        ("rounds", 7),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
     parser.add_argument("--distance", type=int, default=1, help="layers fetched ahead")
     parser.add_argument("--swap-dir", help="folder of the nvme tier, whose programs run too")
-    parser.add_argument("--only", nargs="*", help="parts of the names of the programs to run beside the base")
+    parser.add_argument(
+        "--only", nargs="*", help="parts of the names of the programs to run beside the base"
+    )
     parser.add_argument("--save", help="write the table here; a temporary folder by default")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.devices)
@@ -86,15 +98,25 @@ def main() -> None:
         dtype=jnp.bfloat16 if options.precision == "bf16" else jnp.float32,
     )  # fmt: skip
     random = np.random.default_rng(0)
-    batch = {name: random.integers(0, c.vocab, (options.batch, c.seq)) for name in ("tokens", "targets")}
+    batch = {
+        name: random.integers(0, c.vocab, (options.batch, c.seq)) for name in ("tokens", "targets")
+    }
     known = PROGRAMS | (ON_DISK if options.swap_dir else {})
     rates = disk_rates(options.swap_dir) if options.swap_dir else None
-    wanted = [n for n in known if n == BASE or options.only is None or any(part in n for part in options.only)]
+    wanted = [
+        n
+        for n in known
+        if n == BASE or options.only is None or any(part in n for part in options.only)
+    ]
     programs, states = {}, {}
     for name in wanted:
         folder = tempfile.mkdtemp(dir=options.swap_dir) if name in ON_DISK else None
         config = zj.ZeroConfig(
-            stage=3, precision=options.precision, prefetch_distance=options.distance, swap_dir=folder, **known[name]
+            stage=3,
+            precision=options.precision,
+            prefetch_distance=options.distance,
+            swap_dir=folder,
+            **known[name],
         )
         programs[name] = zj.build_train_step(gpt.layered_gpt(c), optax.adamw(1e-3), config, mesh)
         states[name] = programs[name].init(jax.random.key(0))
@@ -110,7 +132,11 @@ def main() -> None:
                 seconds[name].append(time.monotonic() - start)
             losses[name].append(float(metrics["loss"]))
             told[name].append({key: float(value) for key, value in metrics.items()})
-        print(f"round {turn}: " + ", ".join(f"{name} {seconds[name][-1]:.2f} s" for name in wanted if turn), flush=True)
+        print(
+            f"round {turn}: "
+            + ", ".join(f"{name} {seconds[name][-1]:.2f} s" for name in wanted if turn),
+            flush=True,
+        )
     lines = [
         f"# The streamed step, {datetime.date.today():%Y-%m}",
         "",
@@ -153,7 +179,8 @@ def swapped(steps: list[dict[str, float]], rates: Rates | None, devices: int) ->
     if rates is None or "swap_read_bytes" not in steps[0]:
         return " | | |"
     read, written, stall = (
-        statistics.median(step[f"swap_{key}"] for step in steps) for key in ("read_bytes", "write_bytes", "stall_seconds")
+        statistics.median(step[f"swap_{key}"] for step in steps)
+        for key in ("read_bytes", "write_bytes", "stall_seconds")
     )
     alone, stall = read / rates.read + written / rates.write, stall / devices
     return f"{read / 1e6:.0f}, {written / 1e6:.0f} | {1e3 * alone:.0f} | {1e3 * stall:.0f} | {1 - stall / alone:.2f}"

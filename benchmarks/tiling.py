@@ -1,13 +1,15 @@
-"""The widest MLP whose train step fits N H200s that are not there, by the number of its tiles: compiled, not run.
+"""The widest MLP whose train step fits N H200s that are not there, by the number of its tiles:
+compiled, not run.
 
     python benchmarks/tiling.py --save benchmarks/results/NAME.md       # 64 GPUs, 1 to 32 tiles, about 10 minutes
     python benchmarks/tiling.py --stream --gpus 1                       # one GPU, its states in host memory
 
-A stack of MLPs h -> 4h -> h in bfloat16 at stage 3, with AdamW. The width is the largest multiple of STEP whose compiled step
-takes no more than the budget on each device: arguments, what it returns beside them, and temporary memory. States take
-16 x 8 h^2 bytes a layer over all devices; what tiles lower is the rest, a whole layer gathered and its gradient. With --stream
-the layers' states are in host memory, 14 x 8 h^2 bytes a layer, and updated in backward; what tiles lower is nearly all that is
-on the device. Needs zerojax[aot].
+A stack of MLPs h -> 4h -> h in bfloat16 at stage 3, with AdamW. The width is the largest multiple
+of STEP whose compiled step takes no more than the budget on each device: arguments, what it returns
+beside them, and temporary memory. States take 16 x 8 h^2 bytes a layer over all devices; what tiles
+lower is the rest, a whole layer gathered and its gradient. With --stream the layers' states are in
+host memory, 14 x 8 h^2 bytes a layer, and updated in backward; what tiles lower is nearly all that
+is on the device. Needs zerojax[aot].
 """
 
 import os
@@ -54,7 +56,9 @@ class Block(nnx.Module):
 
     def __init__(self, width: int, tiles: int, *, rngs: nnx.Rngs) -> None:
         self.norm = nnx.RMSNorm(width, dtype=jnp.bfloat16, rngs=rngs)
-        self.mlp = zj.TiledMLP(width, 4 * width, num_tiles=tiles, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
+        self.mlp = zj.TiledMLP(
+            width, 4 * width, num_tiles=tiles, use_bias=False, dtype=jnp.bfloat16, rngs=rngs
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return x + self.mlp(self.norm(x))
@@ -78,7 +82,9 @@ STREAM = {"params": "pinned_host", "opt_state": "pinned_host", "update": "in_bac
 def streamed_program(
     width: int, tiles: int, gpus: int, layers: int, tokens: int, **fields: Any
 ) -> tuple[zj.Program, jax.ShapeDtypeStruct]:
-    """Return a streamed program of MLPs h -> 4h -> h, and the shape of its batch: `tokens` a device."""
+    """Return a streamed program of MLPs h -> 4h -> h, and the shape of its batch: `tokens` a
+    device.
+    """
     mesh = aot.gpu_mesh("h200", hosts=max(1, gpus // 8), gpus_per_host=min(8, gpus), fsdp=gpus)
     model = zj.from_flax(
         embed=lambda rngs: Scale(width, rngs=rngs),
@@ -96,7 +102,9 @@ class Net(nnx.Module):
     """MLPs on a stream, in tiles of the hidden dim."""
 
     def __init__(self, width: int, layers: int, tiles: int, *, rngs: nnx.Rngs) -> None:
-        make = functools.partial(zj.TiledMLP, width, 4 * width, num_tiles=tiles, use_bias=False, dtype=jnp.bfloat16)
+        make = functools.partial(
+            zj.TiledMLP, width, 4 * width, num_tiles=tiles, use_bias=False, dtype=jnp.bfloat16
+        )
         self.mlps = nnx.List([make(rngs=rngs) for _ in range(layers)])
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -110,14 +118,18 @@ def loss(net: Net, x: jax.Array) -> jax.Array:
     return jnp.mean(jnp.square(net(x).astype(jnp.float32)))
 
 
-def compile_width(width: int, tiles: int, gpus: int, layers: int, tokens: int, stream: bool = False) -> Figures:
+def compile_width(
+    width: int, tiles: int, gpus: int, layers: int, tokens: int, stream: bool = False
+) -> Figures:
     """Compile the step for `tokens` a device."""
     if stream:
         program, batch = streamed_program(width, tiles, gpus, layers, tokens, **STREAM)
     else:
         mesh = aot.gpu_mesh("h200", hosts=max(1, gpus // 8), gpus_per_host=min(8, gpus), fsdp=gpus)
         model = zj.from_flax(lambda rngs: Net(width, layers, tiles, rngs=rngs), loss)
-        program = zj.build_train_step(model, optax.adamw(1e-3), zj.ZeroConfig(stage=3, precision="bf16"), mesh)
+        program = zj.build_train_step(
+            model, optax.adamw(1e-3), zj.ZeroConfig(stage=3, precision="bf16"), mesh
+        )
         batch = jax.ShapeDtypeStruct((gpus, tokens, width), jnp.bfloat16)
     compiled: Any = program.lower(batch).compile()
     stats = compiled.memory_analysis()
@@ -128,7 +140,9 @@ def compile_width(width: int, tiles: int, gpus: int, layers: int, tokens: int, s
 def widest(
     tiles: int, gpus: int, layers: int, tokens: int, budget: float, start: int, stream: bool = False
 ) -> tuple[int, Figures]:
-    """Return the widest multiple of STEP that fits, from `start` on, which must; by doubling and halving."""
+    """Return the widest multiple of STEP that fits, from `start` on, which must; by doubling and
+    halving.
+    """
     fits, found = start, compile_width(start, tiles, gpus, layers, tokens, stream)
     if found.total > budget:
         raise ValueError(
@@ -137,7 +151,11 @@ def widest(
     step = start
     while step >= STEP:
         wider = fits + step
-        if wider <= WIDEST and (figures := compile_width(wider, tiles, gpus, layers, tokens, stream)).total <= budget:
+        if (
+            wider <= WIDEST
+            and (figures := compile_width(wider, tiles, gpus, layers, tokens, stream)).total
+            <= budget
+        ):
             fits, found = wider, figures
         else:
             step = step // 2 // STEP * STEP
@@ -151,7 +169,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=512, help="of a device")
     parser.add_argument("--budget", type=float, default=128.0, help="GB of a device")
-    parser.add_argument("--stream", action="store_true", help="states in host memory, updated in backward")
+    parser.add_argument(
+        "--stream", action="store_true", help="states in host memory, updated in backward"
+    )
     parser.add_argument("--tiles", type=int, nargs="+", default=TILES)
     parser.add_argument("--save", help="write the table here; a temporary folder by default")
     options = parser.parse_args()
@@ -169,7 +189,15 @@ def main() -> None:
     print("\n".join(lines))
     start = STEP
     for tiles in options.tiles:
-        width, found = widest(tiles, options.gpus, options.layers, options.tokens, options.budget * 1e9, start, options.stream)
+        width, found = widest(
+            tiles,
+            options.gpus,
+            options.layers,
+            options.tokens,
+            options.budget * 1e9,
+            start,
+            options.stream,
+        )
         row = f"| {tiles} | {width:,} | {options.layers * 8 * width**2 / 1e9:,.1f} B |"
         row += "".join(f" {n / 1e9:.2f} |" for n in (found.arguments, found.temp, found.gathered))
         lines.append(row)

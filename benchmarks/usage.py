@@ -1,4 +1,7 @@
-"""What a process has used, as Linux tells it: memory and disk. Of the standard library, for every contender's environment."""
+"""What a process has used, as Linux tells it: memory and disk.
+
+Of the standard library, for every contender's environment.
+"""
 
 import pathlib
 import resource
@@ -10,7 +13,8 @@ def peak_resident_bytes() -> int:
 
 
 def disk_bytes() -> tuple[int, int] | None:
-    """Return what this process has read from disks and written to them until now; None where the system does not tell.
+    """Return what this process has read from disks and written to them until now; None where the
+    system does not tell.
 
     What the page cache answers is not read from a disk; what goes into it is counted as written.
     """

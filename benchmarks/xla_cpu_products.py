@@ -1,13 +1,16 @@
-"""A reproduction for XLA: on CPUs, gradients of weights are slow where activations have two batch dims. JAX alone.
+"""A reproduction for XLA: on CPUs, gradients of weights are slow where activations have two batch
+dims. JAX alone.
 
     python benchmarks/xla_cpu_products.py
 
-A dense layer over x[B, T, D], and the same layer over x reshaped to [B T, D], compute the same numbers. The gradient of the
-weights sums over B and T. For two such dims, XLA for CPUs transposes each operand until these dims are last, and fuses the
-equations that make the operand into the transpose. The fusion writes its result column by column, and takes several times as
-long as the product. For one dim there is no transpose.
+A dense layer over x[B, T, D], and the same layer over x reshaped to [B T, D], compute the same
+numbers. The gradient of the weights sums over B and T. For two such dims, XLA for CPUs transposes
+each operand until these dims are last, and fuses the equations that make the operand into the
+transpose. The fusion writes its result column by column, and takes several times as long as the
+product. For one dim there is no transpose.
 
-Each case runs both forms in turn, checks that they agree, and counts the transposes in the compiled programs.
+Each case runs both forms in turn, checks that they agree, and counts the transposes in the compiled
+programs.
 """
 
 import argparse
@@ -31,7 +34,9 @@ def dense(x: Any, weights: Any) -> jax.Array:
 
 
 def adapted(x: Any, weights: Any) -> jax.Array:
-    """Return the same MLP with a low-rank adapter beside each weight; only the adapters are trained."""
+    """Return the same MLP with a low-rank adapter beside each weight; only the adapters are
+    trained.
+    """
 
     def product(x: Any, n: int) -> jax.Array:
         a, b = weights[n]
@@ -49,7 +54,10 @@ SHAPES = ((D, F), (D, F), (F, D))
 BASE = [draw(n, *shape) for n, shape in enumerate(SHAPES)]
 CASES: dict[str, tuple[Callable[[Any, Any], jax.Array], Any]] = {
     "all weights of a gated MLP": (dense, BASE),
-    "adapters of rank 16 beside them": (adapted, [(draw(3, d, RANK), draw(4, RANK, f)) for d, f in SHAPES]),
+    "adapters of rank 16 beside them": (
+        adapted,
+        [(draw(3, d, RANK), draw(4, RANK, f)) for d, f in SHAPES],
+    ),
 }
 
 
@@ -73,9 +81,15 @@ def main() -> None:
     x = draw(9, B, T, D)
     print(f"jax {jax.__version__}, x[{B}, {T}, {D}], four layers; ms of the gradients")
     for name, (function, weights) in CASES.items():
-        runs = {form: layers(function, form == "one batch dim") for form in ("two batch dims", "one batch dim")}
+        runs = {
+            form: layers(function, form == "one batch dim")
+            for form in ("two batch dims", "one batch dim")
+        }
         results = [jax.block_until_ready(run(weights, x)) for run in runs.values()]
-        away = max(float(jnp.max(jnp.abs(a - b))) for a, b in zip(*map(jax.tree.leaves, results), strict=True))
+        away = max(
+            float(jnp.max(jnp.abs(a - b)))
+            for a, b in zip(*map(jax.tree.leaves, results), strict=True)
+        )
         seconds: dict[str, list[float]] = {form: [] for form in runs}
         for _ in range(options.repeats):
             for form, run in runs.items():
@@ -86,7 +100,9 @@ def main() -> None:
         for form, run in runs.items():
             text = run.lower(weights, x).compile().as_text() or ""
             count = len(re.findall(r" = f32\[[\d,]+\]\S* copy\(%transpose", text))
-            told.append(f"{form} {1e3 * statistics.median(seconds[form]):.0f} ms, {count} transposes")
+            told.append(
+                f"{form} {1e3 * statistics.median(seconds[form]):.0f} ms, {count} transposes"
+            )
         ratio = statistics.median(a / b for a, b in zip(*seconds.values(), strict=True))
         print(f"{name}: {'; '.join(told)}; ratio {ratio:.2f}; largest difference {away:.1e}")
 

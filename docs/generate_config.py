@@ -1,4 +1,5 @@
-"""Write docs/config.md: one table for each configuration class, read from its docstring, annotations and defaults.
+"""Write docs/config.md: one table for each configuration class, read from its docstring,
+annotations and defaults.
 
 python docs/generate_config.py
 """
@@ -47,14 +48,21 @@ def table(cls: type) -> str:
     rows = ["| field | values | default | meaning |", "|---|---|---|---|"]
     for field in dataclasses.fields(cls):
         meaning = meanings[field.name]
-        cells = (f"`{field.name}`", values(types[field.name]), default(field), meaning[0].upper() + meaning[1:])
+        cells = (
+            f"`{field.name}`",
+            values(types[field.name]),
+            default(field),
+            meaning[0].upper() + meaning[1:],
+        )
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
 
 
 def attributes(cls: type) -> dict[str, str]:
     """Return the entries under "Attributes:" in a docstring, each on one line."""
-    section = re.search(r"^Attributes:\n(.*?)(?=^\S|\Z)", inspect.getdoc(cls) or "", re.MULTILINE | re.DOTALL)
+    section = re.search(
+        r"^Attributes:\n(.*?)(?=^\S|\Z)", inspect.getdoc(cls) or "", re.MULTILINE | re.DOTALL
+    )
     assert section is not None, f"{cls.__name__} documents no attributes"
     found: dict[str, list[str]] = {}
     name = ""
@@ -74,11 +82,21 @@ def values(annotation: Any) -> str:
     if annotation in (type(None),):
         return "`None`"
     parts = typing.get_args(annotation)
-    if typing.get_origin(annotation) is tuple and dataclasses.is_dataclass(item := parts[0]) and isinstance(item, type):
+    if (
+        typing.get_origin(annotation) is tuple
+        and dataclasses.is_dataclass(item := parts[0])
+        and isinstance(item, type)
+    ):
         return f"a tuple of `{item.__name__}`"
-    if parts and not isinstance(annotation, type) and typing.get_origin(annotation) is not tuple:  # a union
+    if (
+        parts and not isinstance(annotation, type) and typing.get_origin(annotation) is not tuple
+    ):  # a union
         return ", ".join(values(part) for part in parts)
-    return f"`{annotation.__name__}`" if isinstance(annotation, type) and not parts else f"`{annotation}`"
+    return (
+        f"`{annotation.__name__}`"
+        if isinstance(annotation, type) and not parts
+        else f"`{annotation}`"
+    )
 
 
 def default(field: dataclasses.Field[Any]) -> str:

@@ -1,4 +1,5 @@
-"""Fine-tune a pretrained model on conversations, prompts or texts, on one GPU, a laptop, or a cluster.
+"""Fine-tune a pretrained model on conversations, prompts or texts, on one GPU, a laptop, or a
+cluster.
 
     python examples/finetune.py --model Llama-3.2-1B --data chats.jsonl                      # all weights
     python examples/finetune.py --model Llama-3.1-8B --data chats.jsonl --lora-rank 16       # adapters over a frozen base
@@ -7,14 +8,16 @@
     python examples/finetune.py ... --params nvme --grads nvme --opt-state nvme --swap-dir /mnt/disk    # all of it on a disk
     python examples/finetune.py ... --checkpoint-dir runs/chat --resume True --export chat-model
 
-`--model` is a folder with config.json, weights and a tokenizer, as `save_pretrained` of transformers writes it; `--data` is a
-JSONL file or a folder of `datasets` (docs/fine_tuning_data.md). Nothing is downloaded. Examples are packed into rows of `--seq`
-tokens, and one of 20 is held out for validation.
+`--model` is a folder with config.json, weights and a tokenizer, as `save_pretrained` of
+transformers writes it; `--data` is a JSONL file or a folder of `datasets`
+(docs/fine_tuning_data.md). Nothing is downloaded. Examples are packed into rows of `--seq` tokens,
+and one of 20 is held out for validation.
 
-Every field of `zerojax.ZeroConfig` is an option. `report.html` in `--logdir` shows the run on one page. With a directory of
-checkpoints, SIGTERM and Ctrl-C save and end the run; the same command with `--resume True` goes on from there, on the same
-devices to the same losses, bit for bit. What would make another run of it is refused (`run_record`). `--export` then writes a
-folder for transformers, or of adapters for PEFT.
+Every field of `zerojax.ZeroConfig` is an option. `report.html` in `--logdir` shows the run on one
+page. With a directory of checkpoints, SIGTERM and Ctrl-C save and end the run; the same command
+with `--resume True` goes on from there, on the same devices to the same losses, bit for bit. What
+would make another run of it is refused (`run_record`). `--export` then writes a folder for
+transformers, or of adapters for PEFT.
 """
 
 import contextlib
@@ -35,7 +38,16 @@ import train_loop
 import tyro
 from jax.experimental import multihost_utils
 from run_record import RunRecord
-from train_loop import LoopOptions, build_program, first_state, open_checkpoints, open_run, print_sizes, start, swap_trace
+from train_loop import (
+    LoopOptions,
+    build_program,
+    first_state,
+    open_checkpoints,
+    open_run,
+    print_sizes,
+    start,
+    swap_trace,
+)
 
 import zerojax as zj
 from zerojax.data import (
@@ -67,31 +79,39 @@ class Options(LoopOptions):
       split: which data set of a folder with several.
       validation_data: file or folder of held-out examples; by default some of data's.
       validation_split: which data set of that folder; alone, of the folder of data.
-      held_out: one of so many examples is held out where no others are named; 0: none, and nothing is validated.
+      held_out: one of so many examples is held out where no others are named; 0: none, and nothing
+        is validated.
       form: messages, prompt or text, where examples have the keys of several.
       each_answer: make an example of each answer of a conversation.
-      chat_template: file of a Jinja template for conversations, in place of the model's; an export has it, too.
-      template_options: what the template is given by name, as JSON, such as '{"enable_thinking": false}'.
+      chat_template: file of a Jinja template for conversations, in place of the model's; an export
+        has it, too.
+      template_options: what the template is given by name, as JSON, such as '{"enable_thinking":
+        false}'.
       too_long: what becomes of an example that is longer than a row: refuse, truncate or drop.
       seq: tokens of a row, in which several examples may be.
       epochs: passes over the rows.
       steps: train steps, in place of epochs.
-      learning_rate: its peak, after a thirtieth of the steps; it falls to a tenth as a cosine. By default 2e-4 of adapters, and
-        1e-5 of all weights.
+      learning_rate: its peak, after a thirtieth of the steps; it falls to a tenth as a cosine. By
+        default 2e-4 of adapters, and 1e-5 of all weights.
       lora_rank: of adapters; 0 trains all weights.
       lora_alpha: alpha / rank scales the adapters; by default twice the rank.
       lora_targets: names of projections, such as q_proj v_proj; all seven by default.
       lora_dropout: rate, on the way into the adapters.
       mlp_tiles: tiles in which the weights of MLPs are stored and used, one at a time; 0: whole.
       loss_tiles: tiles of the vocabulary in which the loss is computed; by default chosen by size.
-      prompt: what the model goes on from at the end; by default the beginning of a held-out example.
-      sample_tokens: tokens to generate at the end for each prompt. Each takes a pass over the layers where they stream.
-      export: folder to write at the end, from the last checkpoint: the weights for transformers, or adapters for PEFT.
+      prompt: what the model goes on from at the end; by default the beginning of a held-out
+        example.
+      sample_tokens: tokens to generate at the end for each prompt. Each takes a pass over the
+        layers where they stream.
+      export: folder to write at the end, from the last checkpoint: the weights for transformers, or
+        adapters for PEFT.
       merge_lora: export the base with the adapters in it.
     """
 
     zero: Annotated[zj.ZeroConfig, tyro.conf.arg(name="")] = dataclasses.field(
-        default_factory=lambda: zj.ZeroConfig(stage=3, precision="bf16", activations="remat", clip_norm=1.0)
+        default_factory=lambda: zj.ZeroConfig(
+            stage=3, precision="bf16", activations="remat", clip_norm=1.0
+        )
     )
     model: str
     data: str
@@ -129,7 +149,9 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     """Return the options of a command line, by default of this one."""
     options = train_loop.parse(Options, arguments)
     # A shell leaves the ~ of `--model=~/llama` as it is.
-    paths = {name: getattr(options, name) for name in ("model", "data", "validation_data", "export")}
+    paths = {
+        name: getattr(options, name) for name in ("model", "data", "validation_data", "export")
+    }
     expanded = {name: os.path.expanduser(path) for name, path in paths.items() if path is not None}
     return dataclasses.replace(options, **expanded)
 
@@ -142,33 +164,57 @@ def check(options: Options) -> None:
       CheckpointError: the weights of the model are not there, or a file that their index names.
     """
     train_loop.check_loop(options)
-    leasts = {"seq": 2, "epochs": 0, "steps": 0, "lora_rank": 0, "sample_tokens": 0, "mlp_tiles": 0, "loss_tiles": 1}
+    leasts = {
+        "seq": 2,
+        "epochs": 0,
+        "steps": 0,
+        "lora_rank": 0,
+        "sample_tokens": 0,
+        "mlp_tiles": 0,
+        "loss_tiles": 1,
+    }
     for name, least in leasts.items():
         value = getattr(options, name)
         if value is not None and not least <= value < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: a number of at least {least} is needed")
-    if not options.lora_rank and (options.merge_lora or options.lora_alpha is not None or options.lora_dropout):
-        raise ValueError("--merge-lora, --lora-alpha and --lora-dropout are of adapters: give --lora-rank, too")
+            raise ValueError(
+                f"--{name.replace('_', '-')} {value}: a number of at least {least} is needed"
+            )
+    if not options.lora_rank and (
+        options.merge_lora or options.lora_alpha is not None or options.lora_dropout
+    ):
+        raise ValueError(
+            "--merge-lora, --lora-alpha and --lora-dropout are of adapters: give --lora-rank, too"
+        )
     rate = options.learning_rate
     if rate is not None and not 0 < rate < math.inf:
         raise ValueError(f"--learning-rate {rate}: a positive number is needed")
     if options.zero.frozen_dtype is not None and not options.lora_rank:
-        raise ValueError(f"--frozen-dtype {options.zero.frozen_dtype} is of a frozen base: give --lora-rank, too")
+        raise ValueError(
+            f"--frozen-dtype {options.zero.frozen_dtype} is of a frozen base: give --lora-rank, too"
+        )
     if options.held_out < 0 or options.held_out == 1:
         raise ValueError(f"--held-out {options.held_out}: one of 2 or more, or 0 for none")
     if options.merge_lora and options.export is None:
         raise ValueError("--merge-lora True says how to export: give --export, too")
     if options.export is not None:
         if options.checkpoint_dir is None:
-            raise ValueError("--export writes what the last checkpoint holds: give --checkpoint-dir, too")
+            raise ValueError(
+                "--export writes what the last checkpoint holds: give --checkpoint-dir, too"
+            )
         if os.path.lexists(options.export):
-            raise ValueError(f"--export {options.export}: there is something already, which is not written over")
-        if not options.export or not os.path.isdir(os.path.dirname(os.path.abspath(options.export))):
+            raise ValueError(
+                f"--export {options.export}: there is something already, which is not written over"
+            )
+        if not options.export or not os.path.isdir(
+            os.path.dirname(os.path.abspath(options.export))
+        ):
             raise ValueError(f"--export {options.export}: its folder is not there")
         if not os.access(os.path.dirname(os.path.abspath(options.export)), os.W_OK):
             raise ValueError(f"--export {options.export}: its folder cannot be written")
         if options.steps == 0:
-            raise ValueError("--export with --steps 0: a run without a step saves no checkpoint, of which it would be written")
+            raise ValueError(
+                "--export with --steps 0: a run without a step saves no checkpoint, of which it would be written"
+            )
     template_options(options)
     if options.chat_template is not None:
         read_template(options.chat_template)
@@ -182,9 +228,13 @@ def check(options: Options) -> None:
         raise ValueError(re.sub(r"^(\w+)=(.*) of a Lora", r"--lora-\1 \2", told)) from error
     sizes = config_of(options.model)
     if options.mlp_tiles and sizes.intermediate % options.mlp_tiles:
-        raise ValueError(f"--mlp-tiles {options.mlp_tiles}: a number that divides {sizes.intermediate} is needed, or 0")
+        raise ValueError(
+            f"--mlp-tiles {options.mlp_tiles}: a number that divides {sizes.intermediate} is needed, or 0"
+        )
     if options.loss_tiles is not None and options.loss_tiles > sizes.vocab:
-        raise ValueError(f"--loss-tiles {options.loss_tiles}: at most the {sizes.vocab} tokens of the vocabulary")
+        raise ValueError(
+            f"--loss-tiles {options.loss_tiles}: at most the {sizes.vocab} tokens of the vocabulary"
+        )
     open_weights(options.model)
     try:
         end_tokens_of(options.model)
@@ -206,13 +256,17 @@ def template_options(options: Options) -> dict[str, Any]:
     try:
         found = json.loads(options.template_options)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"--template-options {options.template_options}: not JSON: {error}") from error
+        raise ValueError(
+            f"--template-options {options.template_options}: not JSON: {error}"
+        ) from error
     if not isinstance(found, dict):
-        raise ValueError(f"--template-options {options.template_options}: a JSON object is needed, such as {{}}")
+        raise ValueError(
+            f"--template-options {options.template_options}: a JSON object is needed, such as {{}}"
+        )
     return found
 
 
-# --- the data ------------------------------------------------------------------------------------------------------------
+# --- the data -------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +290,8 @@ def prepare(options: Options) -> Inputs:
     """Tokenize the examples, and pack them into rows.
 
     Raises:
-      ValueError: the tokenizer or an example cannot be read, or the tokenizer is that of another model.
+      ValueError: the tokenizer or an example cannot be read, or the tokenizer is that of another
+        model.
     """
     try:
         tokenizer = load_tokenizer(options.model, chat_template=options.chat_template)
@@ -247,7 +302,12 @@ def prepare(options: Options) -> Inputs:
     def read(path: str, split: str | None, validation: str = "") -> Examples:
         try:
             return tokenize(
-                path, tokenizer, split=split, form=options.form, each_answer=options.each_answer, template_options=given
+                path,
+                tokenizer,
+                split=split,
+                form=options.form,
+                each_answer=options.each_answer,
+                template_options=given,
             )
         except ValueError as error:
             words = str(error).replace("split=", f"--{validation}split ")
@@ -257,7 +317,9 @@ def prepare(options: Options) -> Inputs:
 
     train, held_out = read(options.data, options.split), None
     if options.validation_data is not None or options.validation_split is not None:
-        held_out = read(options.validation_data or options.data, options.validation_split, "validation-")
+        held_out = read(
+            options.validation_data or options.data, options.validation_split, "validation-"
+        )
     elif options.held_out:
         try:
             train, held_out = train.hold_out(options.held_out)
@@ -265,36 +327,66 @@ def prepare(options: Options) -> Inputs:
             raise ValueError(f"--held-out {options.held_out}: {error}") from error
     both = [train] if held_out is None else [train, held_out]
     vocab = config_of(options.model).vocab
-    prompts = [prompt_of(tokenizer, text, given) for text in options.prompt] or [first_prompt(both[-1])]
+    prompts = [prompt_of(tokenizer, text, given) for text in options.prompt] or [
+        first_prompt(both[-1])
+    ]
     if not all(prompts):
-        raise ValueError(f"--prompt {' '.join(map(repr, options.prompt))}: each needs a token at least")
-    if (largest := max(*(int(examples.tokens.max()) for examples in both), *map(max, prompts))) >= vocab:
-        raise ValueError(f"--model {options.model}: its tokenizer gives token {largest}, and the model has {vocab}: from 0")
+        raise ValueError(
+            f"--prompt {' '.join(map(repr, options.prompt))}: each needs a token at least"
+        )
+    if (
+        largest := max(*(int(examples.tokens.max()) for examples in both), *map(max, prompts))
+    ) >= vocab:
+        raise ValueError(
+            f"--model {options.model}: its tokenizer gives token {largest}, and the model has {vocab}: from 0"
+        )
     rows = [pack(examples, options.seq, too_long=options.too_long) for examples in both]
     return Inputs(tokenizer, rows[0], rows[1] if len(rows) > 1 else None, prompts)
 
 
 def num_steps(options: Options, rows: Rows) -> int:
     """Return the steps of a run."""
-    return options.steps if options.steps is not None else math.ceil(options.epochs * len(rows) / options.batch_size)
+    return (
+        options.steps
+        if options.steps is not None
+        else math.ceil(options.epochs * len(rows) / options.batch_size)
+    )
 
 
-# --- the model -----------------------------------------------------------------------------------------------------------
+# --- the model ------------------------------------------------------------------------------------
 
 
-def build(options: Options, mesh: jax.sharding.Mesh, steps: int) -> tuple[zj.Program, zj.Plan | None]:
-    """Build the model of a folder, its optimizer and the train step, by a plan if the options ask for one."""
-    model = model_of(options.model, lora=lora_of(options), mlp_tiles=options.mlp_tiles, loss_tiles=options.loss_tiles)
+def build(
+    options: Options, mesh: jax.sharding.Mesh, steps: int
+) -> tuple[zj.Program, zj.Plan | None]:
+    """Build the model of a folder, its optimizer and the train step, by a plan if the options ask
+    for one.
+    """
+    model = model_of(
+        options.model,
+        lora=lora_of(options),
+        mlp_tiles=options.mlp_tiles,
+        loss_tiles=options.loss_tiles,
+    )
     peak, warmup = peak_rate(options), max(1, steps // 30)
-    # The first step has a rate, too. The decay must be longer than the warmup, also in a run of one step.
-    rate = optax.warmup_cosine_decay_schedule(peak / (warmup + 1), peak, warmup, max(steps, warmup + 1), peak / 10)
+    # The first step has a rate, too. The decay must be longer than the warmup, also in a run of one
+    # step.
+    rate = optax.warmup_cosine_decay_schedule(
+        peak / (warmup + 1), peak, warmup, max(steps, warmup + 1), peak / 10
+    )
     tx = optax.adamw(rate, weight_decay=options.weight_decay)
     return build_program(options, options.zero, model, tx, mesh, abstract_batch(options))
 
 
 def peak_rate(options: Options) -> float:
     """Return the learning rate after the warmup."""
-    return options.learning_rate if options.learning_rate is not None else 2e-4 if options.lora_rank else 1e-5
+    return (
+        options.learning_rate
+        if options.learning_rate is not None
+        else 2e-4
+        if options.lora_rank
+        else 1e-5
+    )
 
 
 def lora_of(options: Options) -> zj.Lora | None:
@@ -313,7 +405,9 @@ def abstract_batch(options: Options) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def model_flops_per_token(options: Options) -> float:
-    """Return the FLOPs of forward and backward for one token, of MFU; a frozen matrix has no gradient, and 4 in place of 6."""
+    """Return the FLOPs of forward and backward for one token, of MFU; a frozen matrix has no
+    gradient, and 4 in place of 6.
+    """
     c = config_of(options.model)
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     layer, head = c.hidden * (2 * q + 2 * kv + 3 * c.intermediate), c.vocab * c.hidden
@@ -321,7 +415,7 @@ def model_flops_per_token(options: Options) -> float:
     return whole - 2.0 * (c.layers * layer + head) if options.lora_rank else whole
 
 
-# --- the run -------------------------------------------------------------------------------------------------------------
+# --- the run --------------------------------------------------------------------------------------
 
 ROWS = (
     "the rows of --data (which --split, --form, --each-answer, --chat-template, --template-options, --held-out, --too-long and "
@@ -356,15 +450,24 @@ def record_of(options: Options, mesh: jax.sharding.Mesh, ckpt: zj.Checkpointer |
 
 
 def begin(options: Options, inputs: Inputs, record: RunRecord) -> list[str]:
-    """Compare rows and steps, too; note what defines the run beside its checkpoints, and return what is to be told.
+    """Compare rows and steps, too; note what defines the run beside its checkpoints, and return
+    what is to be told.
 
     Raises:
       ValueError: the rows are others, or too few for a batch.
     """
     if len(inputs.rows) < options.batch_size:
-        raise ValueError(f"--batch-size {options.batch_size}: there are {len(inputs.rows)} rows of --seq {options.seq} in all")
-    rows = batches(inputs.rows, options.batch_size, options.seed, part=0, num_parts=1).get_state()["rows"]
-    held_out = None if inputs.held_out is None else batches(inputs.held_out, 1, part=0, num_parts=1).get_state()["rows"]
+        raise ValueError(
+            f"--batch-size {options.batch_size}: there are {len(inputs.rows)} rows of --seq {options.seq} in all"
+        )
+    rows = batches(inputs.rows, options.batch_size, options.seed, part=0, num_parts=1).get_state()[
+        "rows"
+    ]
+    held_out = (
+        None
+        if inputs.held_out is None
+        else batches(inputs.held_out, 1, part=0, num_parts=1).get_state()["rows"]
+    )
     tells = {"held-out rows": held_out, "steps": num_steps(options, inputs.rows)}
     record.check({ROWS: rows}, tells)
     return record.begin()
@@ -382,7 +485,10 @@ def main() -> None:
             inputs = prepare(options)
         told = begin(options, inputs, record)
         program, plan = build(options, mesh, num_steps(options, inputs.rows))
-    with program, ckpt or contextlib.nullcontext():  # what is on a disk goes at the end, and after an error
+    with (
+        program,
+        ckpt or contextlib.nullcontext(),
+    ):  # what is on a disk goes at the end, and after an error
         is_over = run(options, program, inputs, ckpt, plan, record, told)
     if is_over:
         sys.exit(options.stopped_status)
@@ -405,9 +511,14 @@ def run(
         train_loop.local_batch_size(options)
         data = batches(inputs.rows, options.batch_size, options.seed)
         seen = open_run(
-            options, program, memory, plan, steps=steps, tokens=options.batch_size * options.seq,
+            options,
+            program,
+            memory,
+            plan,
+            steps=steps,
+            tokens=options.batch_size * options.seq,
             flops_per_token=model_flops_per_token(options),
-        )  # fmt: skip
+        )
 
     def make() -> zj.TrainState:
         return zj.import_hf(program, options.model, key=jax.random.key(options.seed))
@@ -425,7 +536,9 @@ def run(
             seen.print(f"held out: {described(inputs.held_out)}")
         lora = lora_of(options)
         trained = (
-            "all of them trained" if lora is None else f"and adapters of rank {lora.rank} beside {', '.join(lora.targets)}"
+            "all of them trained"
+            if lora is None
+            else f"and adapters of rank {lora.rank} beside {', '.join(lora.targets)}"
         )
         seen.print(f"{config_of(options.model).num_params:,} parameters, {trained}")
         print_sizes(program, memory, seen)
@@ -437,7 +550,15 @@ def run(
             with seen.pause():
                 seen.print(f"step     0  validation {validate(state):.3f}")
         state, is_over = train_loop.train(
-            options, steps, program, state, data, ckpt, seen, trace, validate if inputs.held_out is not None else None
+            options,
+            steps,
+            program,
+            state,
+            data,
+            ckpt,
+            seen,
+            trace,
+            validate if inputs.held_out is not None else None,
         )
         if not is_over:
             with train_loop.told_alone("finetune.py", Options):
@@ -452,10 +573,16 @@ def described(rows: Rows) -> str:
     c = rows.counts
     text = f"{c.examples:,} examples in {c.rows:,} rows of {rows.seq:,}, {100 * c.positions / (c.rows * rows.seq):.0f} % full"
     text += f"; {c.counted:,} tokens count in the loss"
-    return text + f"; {c.truncated:,} cut" * bool(c.truncated) + f"; {c.dropped:,} left out" * bool(c.dropped)
+    return (
+        text
+        + f"; {c.truncated:,} cut" * bool(c.truncated)
+        + f"; {c.dropped:,} left out" * bool(c.dropped)
+    )
 
 
-def sample(options: Options, program: zj.Program, state: zj.TrainState, inputs: Inputs, seen: zj.Run) -> None:
+def sample(
+    options: Options, program: zj.Program, state: zj.TrainState, inputs: Inputs, seen: zj.Run
+) -> None:
     """Print how the model goes on from the prompts, each time with the likeliest token."""
     decode, ends = inputs.tokenizer.decode, end_tokens(options, inputs.tokenizer)
     answers = zj.generate(program, state, inputs.prompts, options.sample_tokens, eos=ends)
@@ -464,7 +591,9 @@ def sample(options: Options, program: zj.Program, state: zj.TrainState, inputs: 
 
 
 def end_tokens(options: Options, tokenizer: Any) -> set[int]:
-    """Return the tokens that end an answer: the tokenizer's, and those of the model's generation_config.json."""
+    """Return the tokens that end an answer: the tokenizer's, and those of the model's
+    generation_config.json.
+    """
     ends = {*end_tokens_of(options.model), tokenizer.eos_token_id}
     return {token for token in ends if token is not None}
 
@@ -477,7 +606,9 @@ def prompt_of(tokenizer: Any, text: str, options: dict[str, Any]) -> list[int]:
 
 
 def first_prompt(examples: Examples) -> list[int]:
-    """Return the tokens of the first example before those that count; of a text, in which all do, the first few."""
+    """Return the tokens of the first example before those that count; of a text, in which all do,
+    the first few.
+    """
     tokens, counted = (a[: examples.starts[1]] for a in (examples.tokens, examples.counted))
     first = int(counted.argmax())
     return tokens[: first if first > 1 else 8].tolist()
@@ -494,21 +625,36 @@ def export(options: Options, seen: zj.Run) -> None:
                 zj.export_peft(options.checkpoint_dir, options.export, like=options.model)
                 seen.print(f"{options.export} holds the adapters, for PeftModel.from_pretrained")
             else:
-                zj.export_hf(options.checkpoint_dir, options.export, like=options.model, merge_lora=options.merge_lora)
-                seen.print(f"{options.export} holds the weights, for AutoModelForCausalLM.from_pretrained")
+                zj.export_hf(
+                    options.checkpoint_dir,
+                    options.export,
+                    like=options.model,
+                    merge_lora=options.merge_lora,
+                )
+                seen.print(
+                    f"{options.export} holds the weights, for AutoModelForCausalLM.from_pretrained"
+                )
             if options.chat_template is not None:
                 write_template(options.chat_template, options.export)
         except (OSError, ValueError, zj.CheckpointError) as error:
             told = str(error).replace("as `like`", "as --model")
-            raise ValueError(f"--export {options.export}: {told}. The checkpoints are whole, for `zerojax export`") from error
-    multihost_utils.sync_global_devices("exported")  # a process that ends waits for the others for 5 minutes, and no longer
+            raise ValueError(
+                f"--export {options.export}: {told}. The checkpoints are whole, for `zerojax export`"
+            ) from error
+    multihost_utils.sync_global_devices(
+        "exported"
+    )  # a process that ends waits for the others for 5 minutes, and no longer
 
 
 def write_template(path: str, folder: str) -> None:
-    """Write the chat template of a run into an exported folder, as transformers reads it before all others."""
+    """Write the chat template of a run into an exported folder, as transformers reads it before all
+    others.
+    """
     with open(os.path.join(folder, "chat_template.jinja"), "w", encoding="utf-8") as file:
         file.write(read_template(path))
-    shutil.rmtree(os.path.join(folder, "additional_chat_templates"), ignore_errors=True)  # the model's, for tools
+    shutil.rmtree(
+        os.path.join(folder, "additional_chat_templates"), ignore_errors=True
+    )  # the model's, for tools
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """A GPT in Flax NNX, once as one module and once as embedding, block and head.
 
-Pre-norm decoder with learned positions, as GPT-2: the module is ordinary Flax and knows nothing of sharding. With
-`tensor_axis` its matrices carry Megatron's annotations (arXiv:1909.08053): columns of qkv and fc, rows of proj and out, and the
-vocabulary of the token embedding and of the head:
+Pre-norm decoder with learned positions, as GPT-2: the module is ordinary Flax and knows nothing of
+sharding. With `tensor_axis` its matrices carry Megatron's annotations (arXiv:1909.08053): columns
+of qkv and fc, rows of proj and out, and the vocabulary of the token embedding and of the head:
 
     x[B, T, H]{U_t}   = E[V_t, H][tokens]        one all_reduce; the gradient of E stays where its rows are
     logits[B, T, V_t] = x[B, T, H] @ E[V_t, H].T the loss reduces a maximum and sums, [B, T] each
@@ -32,15 +32,20 @@ class GPTConfig:
     """Sizes of a GPT.
 
     Attributes:
-      dtype: of activations and products; the parameters arrive in the dtype of the ZeroConfig's precision.
-      tensor_axis: mesh axis for tensor parallelism, or None. Its size must divide heads and vocabulary (`check_tensor`).
-      loss_tiles: tiles of the vocabulary in which the loss is computed, without logits[B, T, V]; 0 keeps them whole. None tiles
-        them where that lowers the peak of memory (`zerojax.memory.tiled_loss_pays`), in tiles chosen by size.
-      mlp_tiles: tiles of the hidden dim in which a block's MLP is stored and used, one at a time; 0 is two dense layers.
-      attention: "xla", whose scores [B, heads, T, T] are arrays; "cudnn", whose scores stay on the chip, for NVIDIA GPUs,
-        16-bit `dtype` and heads of at most 128 in steps of 8; or "auto": cuDNN's where it serves, else XLA's. The reason is
-        logged.
-      mlp_implementation: of the tiles' products, as `zj.TiledMLP` has it: "mosaic" is the kernel for Hopper GPUs.
+      dtype: of activations and products; the parameters arrive in the dtype of the ZeroConfig's
+        precision.
+      tensor_axis: mesh axis for tensor parallelism, or None. Its size must divide heads and
+        vocabulary (`check_tensor`).
+      loss_tiles: tiles of the vocabulary in which the loss is computed, without logits[B, T, V]; 0
+        keeps them whole. None tiles them where that lowers the peak of memory
+        (`zerojax.memory.tiled_loss_pays`), in tiles chosen by size.
+      mlp_tiles: tiles of the hidden dim in which a block's MLP is stored and used, one at a time; 0
+        is two dense layers.
+      attention: "xla", whose scores [B, heads, T, T] are arrays; "cudnn", whose scores stay on the
+        chip, for NVIDIA GPUs, 16-bit `dtype` and heads of at most 128 in steps of 8; or "auto":
+        cuDNN's where it serves, else XLA's. The reason is logged.
+      mlp_implementation: of the tiles' products, as `zj.TiledMLP` has it: "mosaic" is the kernel
+        for Hopper GPUs.
     """
 
     vocab: int = 256
@@ -59,9 +64,15 @@ class GPTConfig:
 
     @property
     def num_params(self) -> int:
-        """Parameters: 12 h^2 + 13 h a block, embeddings, final norm, and a head of its own unless tied."""
+        """Parameters: 12 h^2 + 13 h a block, embeddings, final norm, and a head of its own unless
+        tied.
+        """
         h = self.hidden
-        return self.layers * (12 * h * h + 13 * h) + (self.vocab * (1 if self.tied else 2) + self.seq) * h + 2 * h
+        return (
+            self.layers * (12 * h * h + 13 * h)
+            + (self.vocab * (1 if self.tied else 2) + self.seq) * h
+            + 2 * h
+        )
 
     @property
     def tiles_loss(self) -> bool:
@@ -69,13 +80,17 @@ class GPTConfig:
         if self.loss_tiles is not None:
             return self.loss_tiles > 0
         itemsize = jnp.dtype(self.dtype).itemsize
-        return memory.tiled_loss_pays(vocab=self.vocab, seq=self.seq, hidden=self.hidden, heads=self.heads, itemsize=itemsize)
+        return memory.tiled_loss_pays(
+            vocab=self.vocab, seq=self.seq, hidden=self.hidden, heads=self.heads, itemsize=itemsize
+        )
 
     @property
     def flops_per_token(self) -> float:
         """Model FLOP of forward and backward a token; recomputation does not count."""
         h = self.hidden
-        return flops_per_token(self.layers, h, self.seq, layer_weights=12 * h * h, head_weights=self.vocab * h)
+        return flops_per_token(
+            self.layers, h, self.seq, layer_weights=12 * h * h, head_weights=self.vocab * h
+        )
 
 
 PRESETS = {
@@ -86,7 +101,9 @@ PRESETS = {
     "1.3b": GPTConfig(layers=24, hidden=2048, heads=16, seq=2048),
     "6.7b": GPTConfig(layers=32, hidden=4096, heads=32, seq=2048),
     "13b": GPTConfig(layers=40, hidden=5120, heads=40, seq=2048),
-    "22b": GPTConfig(layers=48, hidden=6144, heads=64, seq=2048),  # these: Korthikanti et al. (arXiv:2205.05198), table 3
+    "22b": GPTConfig(
+        layers=48, hidden=6144, heads=64, seq=2048
+    ),  # these: Korthikanti et al. (arXiv:2205.05198), table 3
     "175b": GPTConfig(layers=96, hidden=12288, heads=96, seq=2048),
     "530b": GPTConfig(layers=105, hidden=20480, heads=128, seq=2048),
     "1t": GPTConfig(layers=128, hidden=25600, heads=160, seq=2048),
@@ -114,14 +131,25 @@ def check_tensor(c: GPTConfig, tensor: int) -> None:
         )
 
 
-def linear(c: GPTConfig, d_in: int, d_out: int, std: float, split: tuple[str | None, str | None], rngs: nnx.Rngs) -> nnx.Linear:
+def linear(
+    c: GPTConfig,
+    d_in: int,
+    d_out: int,
+    std: float,
+    split: tuple[str | None, str | None],
+    rngs: nnx.Rngs,
+) -> nnx.Linear:
     """Return a dense layer whose kernel [d_in, d_out] may be annotated for tensor parallelism."""
     kernel_init, bias_init = initializers(c, std, split)
-    return nnx.Linear(d_in, d_out, kernel_init=kernel_init, bias_init=bias_init, dtype=c.dtype, rngs=rngs)
+    return nnx.Linear(
+        d_in, d_out, kernel_init=kernel_init, bias_init=bias_init, dtype=c.dtype, rngs=rngs
+    )
 
 
 def initializers(c: GPTConfig, std: float, split: tuple[str | None, str | None]) -> tuple[Any, Any]:
-    """Return what makes a dense layer's kernel and bias, annotated for tensor parallelism if there is any."""
+    """Return what makes a dense layer's kernel and bias, annotated for tensor parallelism if there
+    is any.
+    """
     kernel_init, bias_init = nnx.initializers.normal(std), nnx.initializers.zeros_init()
     if c.tensor_axis is None:
         return kernel_init, bias_init
@@ -133,10 +161,18 @@ def mlp(c: GPTConfig, std: float, rngs: nnx.Rngs) -> zj.TiledMLP:
     up_init, up_bias_init = initializers(c, std, (None, c.tensor_axis))
     down_init, down_bias_init = initializers(c, std / (2 * c.layers) ** 0.5, (c.tensor_axis, None))
     return zj.TiledMLP(
-        c.hidden, 4 * c.hidden, num_tiles=c.mlp_tiles, activation=jax.nn.gelu, dtype=c.dtype,
-        implementation=c.mlp_implementation, up_init=up_init, down_init=down_init, bias_init=up_bias_init,
-        down_bias_init=down_bias_init, rngs=rngs,
-    )  # fmt: skip
+        c.hidden,
+        4 * c.hidden,
+        num_tiles=c.mlp_tiles,
+        activation=jax.nn.gelu,
+        dtype=c.dtype,
+        implementation=c.mlp_implementation,
+        up_init=up_init,
+        down_init=down_init,
+        bias_init=up_bias_init,
+        down_bias_init=down_bias_init,
+        rngs=rngs,
+    )
 
 
 class Embed(nnx.Module):
@@ -144,7 +180,9 @@ class Embed(nnx.Module):
 
     def __init__(self, c: GPTConfig, *, rngs: nnx.Rngs) -> None:
         over_vocab, _ = initializers(c, 0.02, (c.tensor_axis, None))  # [V, H]
-        self.token = nnx.Embed(c.vocab, c.hidden, embedding_init=over_vocab, dtype=c.dtype, rngs=rngs)
+        self.token = nnx.Embed(
+            c.vocab, c.hidden, embedding_init=over_vocab, dtype=c.dtype, rngs=rngs
+        )
         whole = nnx.initializers.normal(0.02)
         self.position = nnx.Embed(c.seq, c.hidden, embedding_init=whole, dtype=c.dtype, rngs=rngs)
 
@@ -153,7 +191,9 @@ class Embed(nnx.Module):
         return self.token(tokens) + self.position(jnp.arange(tokens.shape[1]))
 
 
-def attention(q: jax.Array, k: jax.Array, v: jax.Array, implementation: Attention = "xla") -> jax.Array:
+def attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, implementation: Attention = "xla"
+) -> jax.Array:
     """Causal attention: q, k, v[B, T, heads, width] -> [B, T, heads, width].
 
     Raises:
@@ -173,7 +213,8 @@ class Block(nnx.Module):
         self.attention: Attention = c.attention
         self.ln1 = nnx.LayerNorm(h, epsilon=1e-5, dtype=c.dtype, rngs=rngs)
         self.qkv = linear(c, h, 3 * h, std, (None, t), rngs)
-        # As in GPT-2: of the 2 L matrices that add to the stream, each starts smaller by the square root of their number.
+        # As in GPT-2: of the 2 L matrices that add to the stream, each starts smaller by the square
+        # root of their number.
         self.proj = linear(c, h, h, std / (2 * c.layers) ** 0.5, (t, None), rngs)
         self.ln2 = nnx.LayerNorm(h, epsilon=1e-5, dtype=c.dtype, rngs=rngs)
         self.tiles_mlp = c.mlp_tiles > 0
@@ -189,12 +230,16 @@ class Block(nnx.Module):
         check_heads(self.heads, jax.sharding.get_abstract_mesh().shape.get(self.tensor_axis, 1))
         batch, seq, hidden = x.shape
         qkv = checkpoint_name(self.qkv(self.ln1(x)), "qkv")
-        qkv = qkv.reshape(batch, seq, self.heads, 3, hidden // self.heads)  # heads first: whole heads a shard
+        qkv = qkv.reshape(
+            batch, seq, self.heads, 3, hidden // self.heads
+        )  # heads first: whole heads a shard
         q, k, v = qkv[..., 0, :], qkv[..., 1, :], qkv[..., 2, :]  # [B, T, heads, H / heads]
         a = checkpoint_name(attention(q, k, v, self.attention).reshape(x.shape), "attention")
         x = x + self._drop(checkpoint_name(self.proj(a), "projection"))
         z = self.ln2(x)
-        return x + self._drop(checkpoint_name(self.mlp(z) if self.tiles_mlp else self._dense_mlp(z), "mlp"))
+        return x + self._drop(
+            checkpoint_name(self.mlp(z) if self.tiles_mlp else self._dense_mlp(z), "mlp")
+        )
 
     def _dense_mlp(self, z: jax.Array) -> jax.Array:
         hidden = checkpoint_name(self.fc(z), "mlp_hidden")
@@ -205,13 +250,21 @@ class Block(nnx.Module):
 
 
 class Head(nnx.Module):
-    """Final norm, and the output matrix unless it is the embedding's: x[B, T, H] -> logits[B, T, V]."""
+    """Final norm, and the output matrix unless it is the embedding's: x[B, T, H] -> logits[B, T,
+    V].
+    """
 
     def __init__(self, c: GPTConfig, *, rngs: nnx.Rngs) -> None:
         self.dtype = c.dtype
         self.norm = nnx.LayerNorm(c.hidden, epsilon=1e-5, dtype=c.dtype, rngs=rngs)
         init, _ = initializers(c, 0.02, (None, c.tensor_axis))  # [H, V]
-        out = None if c.tied else nnx.Linear(c.hidden, c.vocab, use_bias=False, kernel_init=init, dtype=c.dtype, rngs=rngs)
+        out = (
+            None
+            if c.tied
+            else nnx.Linear(
+                c.hidden, c.vocab, use_bias=False, kernel_init=init, dtype=c.dtype, rngs=rngs
+            )
+        )
         self.out = nnx.data(out)
 
     def __call__(self, x: jax.Array, embed: Embed) -> jax.Array:
@@ -221,7 +274,9 @@ class Head(nnx.Module):
     def loss(self, x: jax.Array, embed: Embed, batch: Batch, num_tiles: int | None) -> jax.Array:
         """Return the mean next-token loss of x[B, T, H], in tiles of logits."""
         w = embed.token.embedding[...].T if self.out is None else self.out.kernel[...]  # [H, V]
-        return zj.linear_cross_entropy(self.norm(x), w.astype(self.dtype), batch["targets"], num_tiles=num_tiles)
+        return zj.linear_cross_entropy(
+            self.norm(x), w.astype(self.dtype), batch["targets"], num_tiles=num_tiles
+        )
 
 
 class GPT(nnx.Module):
@@ -245,13 +300,19 @@ class GPT(nnx.Module):
 
 def cross_entropy(logits: jax.Array, batch: Batch) -> jax.Array:
     """Return the mean next-token loss in nats, in float32."""
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["targets"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), batch["targets"]
+    )
     return losses.mean()
 
 
 def head_loss(c: GPTConfig, head: Head, embed: Embed, x: jax.Array, batch: Batch) -> jax.Array:
     """Return the mean next-token loss of x[B, T, H], of whole logits or in tiles as `c` says."""
-    return head.loss(x, embed, batch, c.loss_tiles) if c.tiles_loss else cross_entropy(head(x, embed), batch)
+    return (
+        head.loss(x, embed, batch, c.loss_tiles)
+        if c.tiles_loss
+        else cross_entropy(head(x, embed), batch)
+    )
 
 
 def unrolled_gpt(c: GPTConfig) -> zj.Model:
@@ -279,9 +340,12 @@ def logits(c: GPTConfig, params: Any, tokens: jax.Array) -> jax.Array:
     c = dataclasses.replace(c, dropout=0.0)
 
     def bind(make: Callable[[nnx.Rngs], nnx.Module], tree: Any) -> Any:
-        # The structure of a module that was never filled, with the tree's leaves in it: both have the same order.
+        # The structure of a module that was never filled, with the tree's leaves in it: both have
+        # the same order.
         graph, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
-        return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(tree)))
+        return nnx.merge(
+            graph, jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(tree))
+        )
 
     batch = {"tokens": tokens}
     # Else NNX constrains each annotated array to the mesh in scope.
@@ -290,14 +354,21 @@ def logits(c: GPTConfig, params: Any, tokens: jax.Array) -> jax.Array:
         if isinstance(params["blocks"], dict) and 0 in params["blocks"]:
             return bind(lambda rngs: GPT(c, rngs=rngs), params)(batch)
         embed = bind(lambda rngs: Embed(c, rngs=rngs), params["embed"])
-        x, _ = jax.lax.scan(lambda x, p: (bind(lambda rngs: Block(c, rngs=rngs), p)(x), None), embed(batch), params["blocks"])
+        x, _ = jax.lax.scan(
+            lambda x, p: (bind(lambda rngs: Block(c, rngs=rngs), p)(x), None),
+            embed(batch),
+            params["blocks"],
+        )
         return bind(lambda rngs: Head(c, rngs=rngs), params["head"])(x, embed)
 
 
-def sample(c: GPTConfig, params: Any, prompt: bytes, count: int, key: jax.Array, temperature: float = 0.8) -> jax.Array:
+def sample(
+    c: GPTConfig, params: Any, prompt: bytes, count: int, key: jax.Array, temperature: float = 0.8
+) -> jax.Array:
     """Continue a prompt byte by byte; returns u8[count]. To be jitted over `params` and `key`.
 
-    The window is a buffer of `c.seq` tokens: what lies behind the last one is not read, attention being causal.
+    The window is a buffer of `c.seq` tokens: what lies behind the last one is not read, attention
+    being causal.
 
     Args:
       c: the model's sizes.
@@ -307,9 +378,15 @@ def sample(c: GPTConfig, params: Any, prompt: bytes, count: int, key: jax.Array,
       key: random key.
       temperature: of the softmax.
     """
-    start = jnp.zeros(c.seq, jnp.int32).at[: len(prompt[-c.seq :])].set(jnp.frombuffer(prompt[-c.seq :], jnp.uint8))
+    start = (
+        jnp.zeros(c.seq, jnp.int32)
+        .at[: len(prompt[-c.seq :])]
+        .set(jnp.frombuffer(prompt[-c.seq :], jnp.uint8))
+    )
 
-    def body(state: tuple[jax.Array, jax.Array], key: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    def body(
+        state: tuple[jax.Array, jax.Array], key: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         window, length = state
         scores = logits(c, params, window[None])[0, length - 1].astype(jnp.float32)
         token = jax.random.categorical(key, scores / temperature).astype(jnp.int32)

@@ -1,7 +1,9 @@
 """Bytes of text files as training windows, through grain.
 
-The default corpus needs no download: the source files of the Python standard library that runs this script. Files stand in the
-order of their paths; a file is held out by a checksum of its path, so the split does not change when files come or go.
+The default corpus needs no download: the source files of the Python standard library that runs this
+  script. Files stand in the
+order of their paths; a file is held out by a checksum of its path, so the split does not change
+when files come or go.
 """
 
 import pathlib
@@ -16,18 +18,29 @@ import numpy as np
 HELD_OUT = 20
 """One file in so many is held out for validation."""
 
-_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "turtledemo"}
+_SKIPPED = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "__pycache__",
+    "idlelib",
+    "turtledemo",
+}
 
 
 def standard_library() -> tuple[pathlib.Path, list[pathlib.Path]]:
-    """Return the folder of Python's standard library and its source files, tests left out, in order of their paths."""
+    """Return the folder of Python's standard library and its source files, tests left out, in order
+    of their paths.
+    """
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     files = (p for p in root.rglob("*.py") if not _SKIPPED & set(p.relative_to(root).parts))
     return root, sorted(files, key=lambda p: p.relative_to(root).as_posix())
 
 
 def text_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Return the text files below `folder`, in order of their paths: no hidden ones, none with a NUL byte at its start.
+    """Return the text files below `folder`, in order of their paths: no hidden ones, none with a
+    NUL byte at its start.
 
     Raises:
       ValueError: not a folder, or no text in it.
@@ -76,10 +89,13 @@ def load_corpus(folder: str | None) -> tuple[np.ndarray, np.ndarray]:
         parts[True].append(parts[False].pop())
     if not parts[False]:
         parts[False].append(parts[True].pop())
-    return tuple(np.frombuffer(b"".join(parts[is_held_out]), np.uint8) for is_held_out in (False, True))  # type: ignore[return-value]
+    return tuple(
+        np.frombuffer(b"".join(parts[is_held_out]), np.uint8) for is_held_out in (False, True)
+    )  # type: ignore[return-value]
 
 
-# The text is in memory: grain's own 500 batches ahead, in 16 threads, took up to 4 s of a core at the start of a run.
+# The text is in memory: grain's own 500 batches ahead, in 16 threads, took up to 4 s of a core at
+# the start of a run.
 READ_AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
 
 
@@ -100,8 +116,11 @@ class Windows(grain.sources.RandomAccessDataSource):
         return {"tokens": piece[:-1], "targets": piece[1:]}
 
 
-def batches(data: np.ndarray, seq: int, batch_size: int, seed: int, *, part: int = 0, num_parts: int = 1) -> Iterator[Any]:
-    """Return an endless, shuffled iterator of batches; `get_state` and `set_state` make it checkpointable.
+def batches(
+    data: np.ndarray, seq: int, batch_size: int, seed: int, *, part: int = 0, num_parts: int = 1
+) -> Iterator[Any]:
+    """Return an endless, shuffled iterator of batches; `get_state` and `set_state` make it
+    checkpointable.
 
     The parts of one step, side by side, are the same batch for any number of processes.
 
@@ -115,7 +134,9 @@ def batches(data: np.ndarray, seq: int, batch_size: int, seed: int, *, part: int
     """
     windows = grain.MapDataset.source(Windows(data, seq)).seed(seed).shuffle()
     if len(windows) < batch_size * num_parts:
-        raise ValueError(f"{len(windows)} windows of {seq} bytes are too few for a batch of {batch_size * num_parts}")
+        raise ValueError(
+            f"{len(windows)} windows of {seq} bytes are too few for a batch of {batch_size * num_parts}"
+        )
     # Batches are dealt out in turn: the k-th of every process make up step k.
     dealt = windows.repeat().batch(batch_size, drop_remainder=True)[part::num_parts]
     return iter(dealt.to_iter_dataset(READ_AHEAD))
@@ -127,11 +148,19 @@ def go_to(iterator: Any, count: int) -> None:
 
 
 def validation_batches(data: np.ndarray, seq: int, batch_size: int, count: int) -> list[Any]:
-    """Return up to `count` batches of held-out windows, spread over the text and always the same; at least one."""
+    """Return up to `count` batches of held-out windows, spread over the text and always the same;
+    at least one.
+    """
     windows = Windows(data, seq)
     total = min(count, max(1, len(windows) // batch_size)) * batch_size
     # Spread evenly over the text; where it is too short, its windows repeat.
-    indices = np.arange(total) * len(windows) // total if total <= len(windows) else np.arange(total) % len(windows)
+    indices = (
+        np.arange(total) * len(windows) // total
+        if total <= len(windows)
+        else np.arange(total) % len(windows)
+    )
     rows = [windows[int(i)] for i in indices]
     stacked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-    return [{k: v[i : i + batch_size] for k, v in stacked.items()} for i in range(0, total, batch_size)]
+    return [
+        {k: v[i : i + batch_size] for k, v in stacked.items()} for i in range(0, total, batch_size)
+    ]

@@ -2,15 +2,19 @@
 
     python examples/train_larger_than_memory.py --swap-dir /mnt/disk        # 9.5 GB of states in 3 GB
 
-The script first sets a limit on its own memory, RLIMIT_AS: the kernel then refuses every allocation that would take the
-process's address space beyond it, libraries, buffers, XLA's temporaries and all, whatever the machine has. Then it trains with
-parameters, gradients, optimizer state and activations on disk, layer by layer. `--tier device` keeps everything in memory
-instead, and shows that the limit is one: it fails where the states are larger.
+The script first sets a limit on its own memory, RLIMIT_AS: the kernel then refuses every allocation
+  that would take the
+process's address space beyond it, libraries, buffers, XLA's temporaries and all, whatever the
+machine has. Then it trains with parameters, gradients, optimizer state and activations on disk,
+layer by layer. `--tier device` keeps everything in memory instead, and shows that the limit is one:
+it fails where the states are larger.
 
-RLIMIT_AS is the strictest limit that Linux has for one process, and XLA on a CPU can live under it: it reserves no address
-space ahead. What counts although it is no memory are libraries (0.8 GB with jax 0.10), the stacks of threads (8 MB each; XLA
-has several a core) and malloc's arenas, 64 MB reserved for each thread that allocates, of which the script allows two.
-RLIMIT_DATA counts neither libraries nor arenas, and so would allow more.
+RLIMIT_AS is the strictest limit that Linux has for one process, and XLA on a CPU can live under it:
+  it reserves no address
+space ahead. What counts although it is no memory are libraries (0.8 GB with jax 0.10), the stacks
+of threads (8 MB each; XLA has several a core) and malloc's arenas, 64 MB reserved for each thread
+that allocates, of which the script allows two. RLIMIT_DATA counts neither libraries nor arenas, and
+so would allow more.
 """
 
 import ctypes
@@ -50,7 +54,8 @@ class Options:
       batch_size: sequences in a step, over all devices.
       steps: train steps, the first of which compiles.
       devices: devices to simulate on the CPU.
-      update: "in_backward" updates a layer as soon as its gradient is there; "after_backward" stores all gradients first.
+      update: "in_backward" updates a layer as soon as its gradient is there; "after_backward"
+        stores all gradients first.
       precision: of compute and of stored parameters.
       prefetch_distance: layers read ahead.
       io: reader of the disk.
@@ -76,11 +81,15 @@ class Options:
 
 
 def limit_memory(num_bytes: int) -> bool:
-    """Limit the address space of this process; return whether the kernel keeps to it, which macOS does not."""
+    """Limit the address space of this process; return whether the kernel keeps to it, which macOS
+    does not.
+    """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(_M_ARENA_MAX, 2)
     try:
-        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_AS, (num_bytes, resource.getrlimit(resource.RLIMIT_AS)[1])
+        )
         mmap.mmap(-1, num_bytes).close()  # more than what is left
     except ValueError:  # this system has no such limit, or a lower one
         return False
@@ -93,7 +102,11 @@ def peak_resident_bytes() -> int:
     """Return the most memory that this process ever had in RAM."""
     status = pathlib.Path("/proc/self/status")
     if status.exists():  # ru_maxrss of a process begins with that of its parent
-        return next(int(line.split()[1]) << 10 for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return next(
+            int(line.split()[1]) << 10
+            for line in status.read_text().splitlines()
+            if line.startswith("VmHWM:")
+        )
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most << 10
 
@@ -101,7 +114,13 @@ def peak_resident_bytes() -> int:
 def build(options: Options) -> tuple[gpt.GPTConfig, zj.Program]:
     """Build the GPT and its train step, everything in one tier."""
     dtype = {"fp32": jnp.float32, "bf16": jnp.bfloat16}[options.precision]
-    c = gpt.GPTConfig(seq=options.seq, hidden=options.hidden, layers=options.layers, heads=options.heads, dtype=dtype)
+    c = gpt.GPTConfig(
+        seq=options.seq,
+        hidden=options.hidden,
+        layers=options.layers,
+        heads=options.heads,
+        dtype=dtype,
+    )
     tier = options.tier
     config = zj.ZeroConfig(
         params=tier,
@@ -117,7 +136,9 @@ def build(options: Options) -> tuple[gpt.GPTConfig, zj.Program]:
     mesh = zj.make_mesh(fsdp=options.devices)
     tokens = jax.ShapeDtypeStruct((options.batch_size, c.seq), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens}
-    return c, zj.build_train_step(gpt.layered_gpt(c), optax.adamw(options.learning_rate, b2=0.95), config, mesh, batch=batch)
+    return c, zj.build_train_step(
+        gpt.layered_gpt(c), optax.adamw(options.learning_rate, b2=0.95), config, mesh, batch=batch
+    )
 
 
 def main(options: Options) -> None:
@@ -138,11 +159,17 @@ def train(options: Options, c: gpt.GPTConfig, program: zj.Program, limit: int | 
     # The report is of one device.
     states = report.model_state_bytes * options.devices
     buffers = report.tiers["pinned_host"].get("buffers", 0) * options.devices
-    say(f"{c.num_params:,} parameters in {c.layers} layers x {c.hidden}, {options.precision}, update {options.update}")
+    say(
+        f"{c.num_params:,} parameters in {c.layers} layers x {c.hidden}, {options.precision}, update {options.update}"
+    )
     if limit is None:
-        say(f"states {states / GB:.2f} GB; NO limit: this system does not keep to RLIMIT_AS, so that this run proves nothing")
+        say(
+            f"states {states / GB:.2f} GB; NO limit: this system does not keep to RLIMIT_AS, so that this run proves nothing"
+        )
     else:
-        say(f"states {states / GB:.2f} GB = {states / limit:.1f} x the limit of {limit / GB:.2f} GB (RLIMIT_AS)")
+        say(
+            f"states {states / GB:.2f} GB = {states / limit:.1f} x the limit of {limit / GB:.2f} GB (RLIMIT_AS)"
+        )
     say(f"buffers between disk and devices {buffers / GB:.2f} GB")
 
     text, _ = load_corpus(None)

@@ -33,8 +33,10 @@ class LoopOptions:
     """Options of every script that trains.
 
     Attributes:
-      auto: let `zj.plan` choose what of the config is left as it is; it measures the machine, and prints its plan.
-      machine: of the plan: a name of `zerojax machines`, or a TOML file of `zerojax probe`; this machine by default.
+      auto: let `zj.plan` choose what of the config is left as it is; it measures the machine, and
+        prints its plan.
+      machine: of the plan: a name of `zerojax machines`, or a TOML file of `zerojax probe`; this
+        machine by default.
       mesh: sizes of the axes, such as data=2,fsdp=4,tensor=1; -1 is the rest of the devices.
       devices: devices to simulate where there is only a CPU.
       batch_size: sequences in a step, over all devices and microbatches.
@@ -42,17 +44,23 @@ class LoopOptions:
       seed: of the parameters and the order of the data.
       eval_every: steps between validations.
       eval_batches: held-out batches in a validation.
-      logdir: folder of the report, the figures and the TensorBoard event files, for this run alone; by default `log` in
-        checkpoint_dir, where a resumed run finds it, or without checkpoints a new folder below `runs`.
+      logdir: folder of the report, the figures and the TensorBoard event files, for this run alone;
+        by default `log` in checkpoint_dir, where a resumed run finds it, or without checkpoints a
+        new folder below `runs`.
       report_to: where figures go beside the report: tensorboard, wandb.
       profile: steps to trace by jax.profiler, from the third on, into logdir.
-      swap_trace: file for a trace of the last TRACED_STEPS steps' swapping, such as trace.json.gz; of the first process.
-      checkpoint_dir: of the checkpoints, on a file system that all processes share; none are saved by default.
+      swap_trace: file for a trace of the last TRACED_STEPS steps' swapping, such as trace.json.gz;
+        of the first process.
+      checkpoint_dir: of the checkpoints, on a file system that all processes share; none are saved
+        by default.
       checkpoint_every: steps between checkpoints; the last step has one too.
       keep: newest checkpoints to keep.
-      resume: go on from the newest whole checkpoint, with the other options as they were; start anew if there is none.
-      stopped_status: exit status of a run that a signal ended, once it is saved; another than 0 has a scheduler start it again.
-      heartbeat_timeout: seconds after which a process of several that gives no sign of life counts as dead, and the others end.
+      resume: go on from the newest whole checkpoint, with the other options as they were; start
+        anew if there is none.
+      stopped_status: exit status of a run that a signal ended, once it is saved; another than 0 has
+        a scheduler start it again.
+      heartbeat_timeout: seconds after which a process of several that gives no sign of life counts
+        as dead, and the others end.
     """
 
     runs: ClassVar[str] = "runs"
@@ -84,8 +92,13 @@ REGISTRY = tyro.constructors.ConstructorRegistry()
 
 
 @REGISTRY.primitive_rule
-def segment_option(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[zj.Segment] | None:
-    """Take segments as an option: `--activations 8:pinned_host 16:remat 8:save`. Their names to keep are for Python alone."""
+def segment_option(
+    info: tyro.constructors.PrimitiveTypeInfo,
+) -> tyro.constructors.PrimitiveConstructorSpec[zj.Segment] | None:
+    """Take segments as an option: `--activations 8:pinned_host 16:remat 8:save`.
+
+    Their names to keep are for Python alone.
+    """
     if info.type is not zj.Segment:
         return None
 
@@ -104,7 +117,9 @@ def segment_option(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructo
 
 def parse(options: type[Options], arguments: Sequence[str] | None = None) -> Options:
     """Return the options of a command line, by default of this one, with the folder of the log."""
-    parsed = tyro.cli(options, args=arguments, config=(tyro.conf.FlagConversionOff,), registry=REGISTRY)
+    parsed = tyro.cli(
+        options, args=arguments, config=(tyro.conf.FlagConversionOff,), registry=REGISTRY
+    )
     if parsed.logdir is None:
         parsed = dataclasses.replace(parsed, logdir=default_logdir(parsed))
     return parsed
@@ -119,24 +134,37 @@ def default_logdir(options: LoopOptions) -> str:
 
 @contextlib.contextmanager
 def told_alone(script: str, options: type[LoopOptions] = LoopOptions) -> Iterator[None]:
-    """End the script where its options are refused, by the message alone and with status 2, as for an unknown option."""
+    """End the script where its options are refused, by the message alone and with status 2, as for
+    an unknown option.
+    """
     try:
         yield
-    except (ValueError, NotImplementedError, ModuleNotFoundError, zj.SwapError, zj.CheckpointError) as error:
+    except (
+        ValueError,
+        NotImplementedError,
+        ModuleNotFoundError,
+        zj.SwapError,
+        zj.CheckpointError,
+    ) as error:
         print(f"{script}: error: {as_options(str(error), options)}", file=sys.stderr)
         sys.exit(2)
 
 
 def as_options(message: str, options: type[LoopOptions]) -> str:
-    """Return a message of the library with fields and arguments as options: swap_dir='x' as --swap-dir x."""
+    """Return a message of the library with fields and arguments as options: swap_dir='x' as
+    --swap-dir x.
+    """
     fields = {field.name for kind in (options, zj.ZeroConfig) for field in dataclasses.fields(kind)}
     fields -= {"data"}  # an axis of the mesh, too
-    # A name of one word is one of an option only where it has a value: "a shorter seq", "the model".
+    # A name of one word is one of an option only where it has a value: "a shorter seq", "the
+    # model".
     names = rf"(?<![\w-])(?:({'|'.join(sorted(fields))})=(?:'([^']*)')?|({'|'.join(sorted(f for f in fields if '_' in f))})\b)"
 
     def named(match: re.Match[str]) -> str:
         with_value, value, alone = match.groups()
-        return f"--{(with_value or alone).replace('_', '-')}" + f" {value or ''}" * (with_value is not None)
+        return f"--{(with_value or alone).replace('_', '-')}" + f" {value or ''}" * (
+            with_value is not None
+        )
 
     return re.sub(names, named, message)
 
@@ -153,16 +181,24 @@ def check_loop(options: LoopOptions) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value}: at least 1")
     for name in ("seed", "profile", "weight_decay"):
         if not 0 <= (value := getattr(options, name)) < 2**63:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: a number from 0 to below 2^63 is needed")
+            raise ValueError(
+                f"--{name.replace('_', '-')} {value}: a number from 0 to below 2^63 is needed"
+            )
     for name in ("logdir", "checkpoint_dir"):
         if getattr(options, name) == "":
             raise ValueError(f"--{name.replace('_', '-')}: the name of a folder is needed")
-        if (folder := getattr(options, name)) is not None and os.path.exists(folder) and not os.path.isdir(folder):
-            raise ValueError(f"--{name.replace('_', '-')} {folder} is a file, and a folder is needed")
+        if (
+            (folder := getattr(options, name)) is not None
+            and os.path.exists(folder)
+            and not os.path.isdir(folder)
+        ):
+            raise ValueError(
+                f"--{name.replace('_', '-')} {folder} is a file, and a folder is needed"
+            )
     modules_of(options.report_to)
 
 
-# --- the machine ---------------------------------------------------------------------------------------------------------
+# --- the machine ----------------------------------------------------------------------------------
 
 
 def start(options: LoopOptions) -> jax.sharding.Mesh:
@@ -171,20 +207,28 @@ def start(options: LoopOptions) -> jax.sharding.Mesh:
     zj.join_cluster(options.heartbeat_timeout)
     pairs = [pair.partition("=") for pair in options.mesh.split(",")]
     if wrong := [pair for *pair, size in pairs if not size.removeprefix("-").isdecimal()]:
-        raise ValueError(f"--mesh {options.mesh}: {''.join(wrong[0])} has no number: sizes are as in data=2,fsdp=4")
+        raise ValueError(
+            f"--mesh {options.mesh}: {''.join(wrong[0])} has no number: sizes are as in data=2,fsdp=4"
+        )
     sizes = {axis: size for axis, _, size in pairs}
     unknown = set(sizes) - {"data", "fsdp", "tensor"}
     if unknown:
-        raise ValueError(f"--mesh {options.mesh}: {sorted(unknown)} unknown; the axes are data, fsdp and tensor")
+        raise ValueError(
+            f"--mesh {options.mesh}: {sorted(unknown)} unknown; the axes are data, fsdp and tensor"
+        )
     axes = {axis: int(size) for axis, size in sizes.items()}
     if "fsdp" not in axes and -1 in axes.values():
         # One -1 at most: the rest of the devices cannot be split between two axes.
         axes["fsdp"] = 1
     try:
-        mesh = zj.make_mesh(data=axes.get("data", 1), fsdp=axes.get("fsdp", -1), tensor=axes.get("tensor", 1))
+        mesh = zj.make_mesh(
+            data=axes.get("data", 1), fsdp=axes.get("fsdp", -1), tensor=axes.get("tensor", 1)
+        )
     except ValueError as error:
         raise ValueError(f"--mesh {options.mesh}: {error}") from error
-    AllProcesses(mesh, "looking for the folder of the report", ValueError).do(lambda: check_logdir(options))
+    AllProcesses(mesh, "looking for the folder of the report", ValueError).do(
+        lambda: check_logdir(options)
+    )
     return mesh
 
 
@@ -216,7 +260,9 @@ def build_program(
     plan = None
     if options.auto:  # what the options say stays as it is
         plan = zj.plan(model, tx, mesh, batch, machine_of(options), fixed=changed(zero))
-    return zj.build_train_step(model, tx, zero if plan is None else plan.config, mesh, batch=batch), plan
+    return zj.build_train_step(
+        model, tx, zero if plan is None else plan.config, mesh, batch=batch
+    ), plan
 
 
 def machine_of(options: LoopOptions) -> zj.Machine | None:
@@ -235,7 +281,9 @@ def local_batch_size(options: LoopOptions) -> int:
     """
     processes = jax.process_count()
     if options.batch_size % processes:
-        raise ValueError(f"--batch-size {options.batch_size} does not divide by {processes} processes")
+        raise ValueError(
+            f"--batch-size {options.batch_size} does not divide by {processes} processes"
+        )
     return options.batch_size // processes
 
 
@@ -285,10 +333,12 @@ def print_sizes(program: zj.Program, memory: MemoryReport, seen: zj.Run) -> None
     )
     if on_disk := sum(memory.tiers["nvme"].values()):
         buffers = memory.tiers["pinned_host"]["buffers"]
-        seen.print(f"a device has {on_disk / 2**20:.1f} MiB on disk and {buffers / 2**20:.1f} MiB of buffers in host memory")
+        seen.print(
+            f"a device has {on_disk / 2**20:.1f} MiB on disk and {buffers / 2**20:.1f} MiB of buffers in host memory"
+        )
 
 
-# --- checkpoints ---------------------------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 def open_checkpoints(options: LoopOptions) -> zj.Checkpointer | None:
@@ -301,7 +351,11 @@ def open_checkpoints(options: LoopOptions) -> zj.Checkpointer | None:
         if options.resume:
             raise ValueError("--resume True: from which --checkpoint-dir?")
         return None
-    ckpt = zj.Checkpointer(options.checkpoint_dir, max_to_keep=options.keep, save_interval_steps=options.checkpoint_every)
+    ckpt = zj.Checkpointer(
+        options.checkpoint_dir,
+        max_to_keep=options.keep,
+        save_interval_steps=options.checkpoint_every,
+    )
     if not options.resume and (steps := ckpt.all_steps()):
         raise ValueError(
             f"--checkpoint-dir {options.checkpoint_dir} holds checkpoints up to step {steps[-1]}: --resume True goes on from "
@@ -317,7 +371,8 @@ def first_state(
     data: Any,
     go_to: Callable[[Any, int], None],
 ) -> zj.TrainState:
-    """Return the state to start from, a saved one or a new one of `make`, and put `data` where it was saved.
+    """Return the state to start from, a saved one or a new one of `make`, and put `data` where it
+    was saved.
 
     Args:
       ckpt: of the run, or None.
@@ -330,16 +385,20 @@ def first_state(
         return make()
     try:
         return ckpt.restore(program, data=data)
-    except zj.IteratorError:  # the processes are more or fewer; their batches, side by side, are the same
+    except (
+        zj.IteratorError
+    ):  # the processes are more or fewer; their batches, side by side, are the same
         state = ckpt.restore(program)
         go_to(data, int(state.step))
         return state
 
 
-# --- the loop ------------------------------------------------------------------------------------------------------------
+# --- the loop -------------------------------------------------------------------------------------
 
 
-def swap_trace(options: LoopOptions, program: zj.Program) -> contextlib.AbstractContextManager[None]:
+def swap_trace(
+    options: LoopOptions, program: zj.Program
+) -> contextlib.AbstractContextManager[None]:
     """Return the context of the steps that are traced, where one is asked for."""
     if options.swap_trace and jax.process_index() == 0:
         return program.trace_swaps(options.swap_trace)
@@ -357,7 +416,8 @@ def train(
     trace: contextlib.AbstractContextManager[None],
     validate: Callable[[zj.TrainState], float] | None,
 ) -> tuple[zj.TrainState, bool]:
-    """Make the steps that are left of `steps`, with checkpoints and validations, and tell whether a signal ended them.
+    """Make the steps that are left of `steps`, with checkpoints and validations, and tell whether a
+    signal ended them.
 
     Args:
       options: of the script.
@@ -396,8 +456,12 @@ def train(
         if ckpt is not None:
             ckpt.wait()  # before signals end the process again
     if seen.watch.written_a_day:
-        days = "" if seen.watch.disk_days is None else f", {seen.watch.disk_days:,.0f} days to its TBW"
-        seen.print(f"the disk takes {seen.watch.written_a_day / 1e12:.3g} TB a day at this pace{days}")
+        days = (
+            "" if seen.watch.disk_days is None else f", {seen.watch.disk_days:,.0f} days to its TBW"
+        )
+        seen.print(
+            f"the disk takes {seen.watch.written_a_day / 1e12:.3g} TB a day at this pace{days}"
+        )
     seen.print(f"report: {os.path.join(options.logdir or '', 'report.html')}")
     if is_over:
         seen.ended = f"stopped by a signal after step {int(state.step)}"

@@ -1,4 +1,7 @@
-"""Bytes between tiers: device memory, pinned host memory and disk. Mechanism only: `zerojax` decides what lives where."""
+"""Bytes between tiers: device memory, pinned host memory and disk.
+
+Mechanism only: `zerojax` decides what lives where.
+"""
 
 from host_offload.schedule import Phase as Phase
 from host_offload.schedule import Schedule as Schedule

@@ -1,10 +1,12 @@
-"""Descriptions in JSON, read field by field: what a file says is held against what it may say, before anything relies on it.
+"""Descriptions in JSON, read field by field: what a file says is held against what it may say,
+before anything relies on it.
 
     Field({"shape": [3, -1]})["shape"].integers()     FieldError: shape[1] is -1, and an integer from 0 to 2^63 - 1 is needed
 
-Descriptions come from disks and from other people. Their checksum, where they have one, tells that they are as they were
-written, and not that what was written makes sense: a size may be negative or larger than any file, a name may lead out of its
-folder, a number may be a list. Each method here returns a value of one type and range, or names the field.
+Descriptions come from disks and from other people. Their checksum, where they have one, tells that
+they are as they were written, and not that what was written makes sense: a size may be negative or
+larger than any file, a name may lead out of its folder, a number may be a list. Each method here
+returns a value of one type and range, or names the field.
 """
 
 import base64
@@ -93,7 +95,11 @@ class Field:
     def integer(self, least: int = 0, most: int = MOST) -> int:
         """Return an integer in a range."""
         if type(self.value) is not int or not least <= self.value <= most:
-            span = f"{least}" if least == most else f"from {least} to {'2^63 - 1' if most == MOST else most}"
+            span = (
+                f"{least}"
+                if least == most
+                else f"from {least} to {'2^63 - 1' if most == MOST else most}"
+            )
             self.refuse(f"an integer, {span},")
         return self.value
 
@@ -156,8 +162,12 @@ class Field:
 
 
 def is_inner_path(path: str) -> bool:
-    """Tell whether a path names something below the folder to which it is relative; what links are there is not looked at."""
-    return not os.path.isabs(path) and "\0" not in path and {"", ".", ".."}.isdisjoint(path.split("/"))
+    """Tell whether a path names something below the folder to which it is relative; what links are
+    there is not looked at.
+    """
+    return (
+        not os.path.isabs(path) and "\0" not in path and {"", ".", ".."}.isdisjoint(path.split("/"))
+    )
 
 
 _REPR = reprlib.Repr()

@@ -1,7 +1,7 @@
 """The three places where a byte of training state may live, and what JAX calls them.
 
-`device` and `pinned_host` are memory kinds of `jax.sharding.Sharding`. `nvme` is not one: its arrays are on disk, and
-only the layers in flight are device arrays.
+`device` and `pinned_host` are memory kinds of `jax.sharding.Sharding`. `nvme` is not one: its
+arrays are on disk, and only the layers in flight are device arrays.
 """
 
 TIERS = ("device", "pinned_host", "nvme")
@@ -14,5 +14,7 @@ def memory_kind(tier: str) -> str:
       ValueError: the tier is unknown, or its arrays are not in memory that JAX manages.
     """
     if tier not in ("device", "pinned_host"):
-        raise ValueError(f"tier {tier!r} has no memory kind: those with one are 'device' and 'pinned_host'")
+        raise ValueError(
+            f"tier {tier!r} has no memory kind: those with one are 'device' and 'pinned_host'"
+        )
     return tier

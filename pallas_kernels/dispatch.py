@@ -1,15 +1,19 @@
 """Which implementation of an op runs: the one that is named, or the first that serves and pays.
 
 - `"mosaic"` is a kernel of this package, written in Pallas for one generation of GPUs.
-- `"xla"` is the op in jnp at the precision of its inputs, fused as XLA sees fit. It serves everywhere.
+- `"xla"` is the op in jnp at the precision of its inputs, fused as XLA sees fit. It serves
+  everywhere.
 - `"reference"` is the op in float32, for comparison.
 
-A named one serves or raises: no call falls back behind its caller's back, for a kernel that does not run is a surprise in a
-profile, or none at all. `None` means "choose for me", and each choice is logged once, with its reason.
+A named one serves or raises: no call falls back behind its caller's back, for a kernel that does
+  not run is a surprise in a
+profile, or none at all. `None` means "choose for me", and each choice is logged once, with its
+reason.
 
-The question is asked while a program is traced, of the device that the program is for: that of the mesh in its arguments'
-shardings, else of the mesh in scope (`jax.set_mesh`), else JAX's default device. So a program for GPUs that are not there gets
-the kernels that it would get beside them.
+The question is asked while a program is traced, of the device that the program is for: that of the
+  mesh in its arguments'
+shardings, else of the mesh in scope (`jax.set_mesh`), else JAX's default device. So a program for
+GPUs that are not there gets the kernels that it would get beside them.
 """
 
 import dataclasses
@@ -25,7 +29,8 @@ from jax._src import config as jax_config  # pyright: ignore[reportPrivateImport
 logger = logging.getLogger(__name__)
 
 Implementation = Literal["mosaic", "xla", "reference"]
-# A mesh of devices that are not there has their names, but no compute capability: these are the names of 9.0.
+# A mesh of devices that are not there has their names, but no compute capability: these are the
+# names of 9.0.
 HOPPER = re.compile(r"\bG?H(100|200|800|20)\b")
 
 
@@ -47,7 +52,9 @@ class Target:
 
     @property
     def chip(self) -> str:
-        """The name without its memory, such as "H200" of "NVIDIA H200 141GB HBM3e"; of other than Hopper's GPUs the kind."""
+        """The name without its memory, such as "H200" of "NVIDIA H200 141GB HBM3e"; of other than
+        Hopper's GPUs the kind.
+        """
         match = HOPPER.search(self.kind)
         return match[0] if match else self.kind
 
@@ -55,9 +62,7 @@ class Target:
         """Tell why a kernel of Hopper's instructions does not run here, or None."""
         if self.is_hopper:
             return None
-        return (
-            f"it needs a Hopper GPU (compute capability 9.0: H100, H200), and the program is for {self.platform} {self.kind!r}"
-        )
+        return f"it needs a Hopper GPU (compute capability 9.0: H100, H200), and the program is for {self.platform} {self.kind!r}"
 
 
 def is_interpreted() -> bool:
@@ -69,15 +74,24 @@ def target_of(*arrays: Any) -> Target:
     """Return the device that a program of these arrays is for."""
     if is_interpreted():  # 2 blocks, one after the other, so that each has several tiles
         return Target("CPU", "interpreter", num_cores=2, is_hopper=True)
-    meshes = [jax.typeof(array).sharding.mesh for array in arrays] + [jax.sharding.get_abstract_mesh()]
+    meshes = [jax.typeof(array).sharding.mesh for array in arrays] + [
+        jax.sharding.get_abstract_mesh()
+    ]
     for mesh in meshes:
         if (device := mesh.abstract_device) is not None:
-            return Target(device.device_kind, device.platform, device.num_cores or 1, bool(HOPPER.search(device.device_kind)))
+            return Target(
+                device.device_kind,
+                device.platform,
+                device.num_cores or 1,
+                bool(HOPPER.search(device.device_kind)),
+            )
     # The default device may also be the name of a platform.
     default: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     device = jax.devices(default)[0] if default is None or isinstance(default, str) else default
     capability = getattr(device, "compute_capability", None)
-    return Target(device.device_kind, device.platform, getattr(device, "core_count", 1), capability == "9.0")
+    return Target(
+        device.device_kind, device.platform, getattr(device, "core_count", 1), capability == "9.0"
+    )
 
 
 def resolve(
@@ -91,7 +105,8 @@ def resolve(
     Args:
       op: the name of the op, for messages.
       implementation: the one that the caller names, or None.
-      refusals: for each implementation, in order of preference, why it cannot serve this call, or None.
+      refusals: for each implementation, in order of preference, why it cannot serve this call, or
+        None.
       passed_over: why one that can serve is not chosen unless it is named.
 
     Raises:
@@ -100,7 +115,9 @@ def resolve(
     """
     if implementation is not None:
         if implementation not in refusals:
-            raise ValueError(f"{op}: implementation={implementation!r} is unknown: choose from {', '.join(refusals)}, or None")
+            raise ValueError(
+                f"{op}: implementation={implementation!r} is unknown: choose from {', '.join(refusals)}, or None"
+            )
         if reason := refusals[implementation]:
             others = ", ".join(name for name, refusal in refusals.items() if refusal is None)
             raise NotImplementedError(

@@ -1,6 +1,8 @@
-"""Registers of Hopper's kernels, read from global memory and written to it, each element by the thread that a layout names.
+"""Registers of Hopper's kernels, read from global memory and written to it, each element by the
+thread that a layout names.
 
-Such layouts, of wgmma's sums or of their rows, have no vectorised copies, and by default JAX refuses any other.
+Such layouts, of wgmma's sums or of their rows, have no vectorised copies, and by default JAX
+refuses any other.
 """
 
 import functools
@@ -15,7 +17,8 @@ from pallas_kernels import mosaic_gpu as plgpu
 @functools.cache
 def _everything() -> tuple[Any, ...]:
     """Return the index of `plgpu.load` that selects everything, as its further arguments."""
-    # jax 0.10 requires an index beside the reference, and () selects everything. 0.11 deprecates it and 0.12 takes none.
+    # jax 0.10 requires an index beside the reference, and () selects everything. 0.11 deprecates it
+    # and 0.12 takes none.
     index = inspect.signature(plgpu.load).parameters.get("idx")
     is_required = index is not None and index.default is inspect.Parameter.empty
     return ((),) if is_required else ()
@@ -33,7 +36,9 @@ def load(ref: Any, layout: Any) -> jax.Array:
 
 def store(ref: Any, value: jax.Array) -> None:
     """Write a value of any layout to a view of memory."""
-    unvectorised: Any = getattr(plgpu, "store", None)  # as of jax 0.12, whose assignment is vectorised or an error
+    unvectorised: Any = getattr(
+        plgpu, "store", None
+    )  # as of jax 0.12, whose assignment is vectorised or an error
     if unvectorised is None:
         ref[...] = value
     else:

@@ -1,4 +1,5 @@
-"""Weights as they rest when they are never trained: in 8 or 4 bits, split over devices as the weights themselves are.
+"""Weights as they rest when they are never trained: in 8 or 4 bits, split over devices as the
+weights themselves are.
 
     layout = choose_layout("nf4", (4096, 11008), (8, 1))      # of one layer's leaf W[D_fsdp, F], from shapes alone
     q = encode(w, layout)                                     # 0.516 bytes an element; int8: 1.016
@@ -6,22 +7,26 @@
 
     all_gather(encode(shard)) = encode(all_gather(shard)),    decode(all_gather(q)) = all_gather(decode(q))        bit for bit
 
-The second line holds where no block, and no group of scales, lies across two shards. A piece of an array that is split along
-one dim is a range of its elements in memory, once for each index of the dims before: so the last dim that is split is merged
-with all dims behind it, and blocks lie along the result,
+The second line holds where no block, and no group of scales, lies across two shards. A piece of an
+array that is split along one dim is a range of its elements in memory, once for each index of the
+dims before: so the last dim that is split is merged with all dims behind it, and blocks lie along
+the result,
 
     W[A, B_fsdp, C, D] -> codes[A, (B C D / 2)_fsdp], scales[A, (B C D / block)_fsdp], ..
 
-whose dims are split as the weight's are. What must divide is each shard's own range, B C D / shards, by the block: 256 elements
-of int8 and 64 of nf4. Where it does not, as for W[D_fsdp, F_tensor] whose F / shards is 1376, another dim is moved to the end
-and has the blocks: W[D_fsdp, F_tensor] -> codes[F_tensor, (D / 2)_fsdp], which decoding transposes. Where no dim serves, and
-for a leaf that is a vector or less than a block, there is no layout: `refusal` tells why, and the caller keeps the weight as it
-is, as bitsandbytes does with biases and norms. A ragged last block is refused too: it would be another one on every mesh.
+whose dims are split as the weight's are. What must divide is each shard's own range, B C D /
+shards, by the block: 256 elements of int8 and 64 of nf4. Where it does not, as for W[D_fsdp,
+F_tensor] whose F / shards is 1376, another dim is moved to the end and has the blocks: W[D_fsdp,
+F_tensor] -> codes[F_tensor, (D / 2)_fsdp], which decoding transposes. Where no dim serves, and for
+a leaf that is a vector or less than a block, there is no layout: `refusal` tells why, and the
+caller keeps the weight as it is, as bitsandbytes does with biases and norms. A ragged last block is
+refused too: it would be another one on every mesh.
 
-A group of nf4's scales is of as many blocks of a row, and then of rows, as divide a shard's, 256 at most. So what is encoded
-depends on the shards that it was made for, by the layout alone: where two layouts are equal but for `inner`, and each group is
-of one row, the arrays have the same bytes in the same order. Stacks of layers `[L, ...]` are encoded by the layout of one
-layer: L stays a dim of its own.
+A group of nf4's scales is of as many blocks of a row, and then of rows, as divide a shard's, 256 at
+most. So what is encoded depends on the shards that it was made for, by the layout alone: where two
+layouts are equal but for `inner`, and each group is of one row, the arrays have the same bytes in
+the same order. Stacks of layers `[L, ...]` are encoded by the layout of one layer: L stays a dim of
+its own.
 """
 
 import dataclasses
@@ -44,12 +49,14 @@ BLOCKS: dict[Format, int] = {"int8": 256, "nf4": 64}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a leaf lies in its encoded arrays; the same for the whole leaf, for each shard and for a stack of layers.
+    """How a leaf lies in its encoded arrays; the same for the whole leaf, for each shard and for a
+    stack of layers.
 
     Attributes:
       format: "int8" or "nf4".
       inner: the dims that are merged with the one before them.
-      moved: the dim that was moved to the end before that, counted from the end (-1 is the last); None where none was.
+      moved: the dim that was moved to the end before that, counted from the end (-1 is the last);
+        None where none was.
       group: nf4's rows and blocks of a group of scales; (1, 1) of int8.
     """
 
@@ -74,7 +81,10 @@ class Encoded:
 
 
 def refusal(format: Format, shape: Sequence[int], shards: Sequence[int]) -> str | None:
-    """Tell why a leaf has no layout and keeps its dtype, or None. Arguments as of `choose_layout`."""
+    """Tell why a leaf has no layout and keeps its dtype, or None.
+
+    Arguments as of `choose_layout`.
+    """
     layout = _layout(format, tuple(shape), tuple(shards))
     return layout if isinstance(layout, str) else None
 
@@ -88,7 +98,8 @@ def choose_layout(format: Format, shape: Sequence[int], shards: Sequence[int]) -
       shards: for each dim, over how many devices it is split; 1 where it is whole.
 
     Raises:
-      ValueError: no such format, shards that do not fit the shape, or `refusal` tells why the leaf cannot be encoded.
+      ValueError: no such format, shards that do not fit the shape, or `refusal` tells why the leaf
+        cannot be encoded.
     """
     layout = _layout(format, tuple(shape), tuple(shards))
     if isinstance(layout, str):
@@ -101,7 +112,8 @@ def encoded_spec(layout: Layout, spec: Sequence[Any]) -> tuple[Any, ...]:
 
     Args:
       layout: of `choose_layout`.
-      spec: an entry for each dim of the leaf, None where it is whole; of a stack, its first entry included.
+      spec: an entry for each dim of the leaf, None where it is whole; of a stack, its first entry
+        included.
     """
     entries = list(spec)
     if layout.moved is not None:
@@ -110,8 +122,12 @@ def encoded_spec(layout: Layout, spec: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def abstract_encoded(layout: Layout, shape: Sequence[int]) -> Encoded:
-    """Return shapes and dtypes of the encoded arrays of a leaf, a shard or a stack of this shape: ShapeDtypeStructs."""
-    return jax.eval_shape(functools.partial(encode, layout=layout), jax.ShapeDtypeStruct(tuple(shape), jnp.float32))
+    """Return shapes and dtypes of the encoded arrays of a leaf, a shard or a stack of this shape:
+    ShapeDtypeStructs.
+    """
+    return jax.eval_shape(
+        functools.partial(encode, layout=layout), jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
+    )
 
 
 def encoded_bytes(layout: Layout, shape: Sequence[int]) -> int:
@@ -120,9 +136,11 @@ def encoded_bytes(layout: Layout, shape: Sequence[int]) -> int:
 
 
 def encode(w: jax.Array, layout: Layout, implementation: Implementation | None = None) -> Encoded:
-    """Return w in 8 or 4 bits; deterministic, and on each device's own shard the same as of the whole.
+    """Return w in 8 or 4 bits; deterministic, and on each device's own shard the same as of the
+    whole.
 
-    Errors and what is not finite: see `quantize` and `quantize_nf4`. On several devices call it in `jax.shard_map`.
+    Errors and what is not finite: see `quantize` and `quantize_nf4`. On several devices call it in
+      `jax.shard_map`.
 
     Args:
       w: the leaf, a shard of it or a stack of either, `[.., *shape]`: bfloat16, float16 or float32.
@@ -153,19 +171,26 @@ def encode(w: jax.Array, layout: Layout, implementation: Implementation | None =
     return Encoded(quantize_nf4(w, layout.group, implementation), layout)
 
 
-def decode(encoded: Encoded, dtype: Any = jnp.bfloat16, implementation: Implementation | None = None) -> jax.Array:
+def decode(
+    encoded: Encoded, dtype: Any = jnp.bfloat16, implementation: Implementation | None = None
+) -> jax.Array:
     """Return the leaf, the shard or the stack that was encoded, in bfloat16, float16 or float32.
 
-    The result of XLA's form may be split as the arrays are, without communication; the kernels are opaque to the partitioner
-    and want `jax.shard_map`. What is encoded is a constant to derivatives, where `dequantize` raises: these weights are never
-    trained, and a barrier beside what is differentiated would give them a derivative of zeros.
+    The result of XLA's form may be split as the arrays are, without communication; the kernels are
+    opaque to the partitioner and want `jax.shard_map`. What is encoded is a constant to
+    derivatives, where `dequantize` raises: these weights are never trained, and a barrier beside
+    what is differentiated would give them a derivative of zeros.
 
     Raises:
       ValueError: arrays that do not fit each other, or another dtype.
       NotImplementedError: the named implementation cannot serve.
     """
     q, layout = jax.lax.stop_gradient(encoded.q), encoded.layout
-    w = dequantize(q, dtype, implementation) if isinstance(q, Quantized) else dequantize_nf4(q, dtype, implementation)
+    w = (
+        dequantize(q, dtype, implementation)
+        if isinstance(q, Quantized)
+        else dequantize_nf4(q, dtype, implementation)
+    )
     inner = math.prod(layout.inner)
     w = w.reshape(*w.shape[:-1], w.shape[-1] // inner, *layout.inner)
     return w if layout.moved is None else jnp.moveaxis(w, -1, layout.moved)
@@ -175,8 +200,12 @@ def _layout(format: Format, shape: tuple[int, ...], shards: tuple[int, ...]) -> 
     """Return the layout, or why there is none."""
     if format not in BLOCKS:
         raise ValueError(f"format={format!r}: choose from {', '.join(BLOCKS)}")
-    if len(shards) != len(shape) or any(n < 1 or size % n for size, n in zip(shape, shards, strict=False)):
-        raise ValueError(f"a leaf {list(shape)} in {list(shards)} shards: each dim needs a number of shards that divides it")
+    if len(shards) != len(shape) or any(
+        n < 1 or size % n for size, n in zip(shape, shards, strict=False)
+    ):
+        raise ValueError(
+            f"a leaf {list(shape)} in {list(shards)} shards: each dim needs a number of shards that divides it"
+        )
     block = BLOCKS[format]
     if len(shape) < 2:
         return f"a leaf {list(shape)} has less than 2 dims"
@@ -185,7 +214,9 @@ def _layout(format: Format, shape: tuple[int, ...], shards: tuple[int, ...]) -> 
 
     def layout(outer: Sequence[int], size: int, **how: Any) -> Layout:
         rows = outer[-1] if outer else 1
-        return Layout(format=format, group=group_of(rows, size // block) if format == "nf4" else (1, 1), **how)
+        return Layout(
+            format=format, group=group_of(rows, size // block) if format == "nf4" else (1, 1), **how
+        )
 
     own = [size // n for size, n in zip(shape, shards, strict=True)]
     first = max((dim for dim, n in enumerate(shards) if n > 1), default=0)

@@ -1,8 +1,9 @@
-"""Over which axes of a `jax.shard_map` around it a value varies, where that is checked (`check_vma`).
+"""Over which axes of a `jax.shard_map` around it a value varies, where that is checked
+(`check_vma`).
 
-A kernel's operands must vary over the same axes, and so must what a derivative returns and what it was of. A replicated weight
-is therefore cast to vary as its activations do, before the rule: JAX transposes the cast to the sum of the weight's gradient
-over the shards.
+A kernel's operands must vary over the same axes, and so must what a derivative returns and what it
+was of. A replicated weight is therefore cast to vary as its activations do, before the rule: JAX
+transposes the cast to the sum of the weight's gradient over the shards.
 """
 
 from typing import Any

@@ -7,16 +7,19 @@ import pathlib
 import sys
 import zlib
 
-# Small programs take longer to compile than to run: leave LLVM's optimizations out, and XLA's in, and compile in one thread, as
-# each worker has a core. Fusions without MLIR compile in half the time, and round in another way; later versions of XLA have no
-# such flag.
+# Small programs take longer to compile than to run: leave LLVM's optimizations out, and XLA's in,
+# and compile in one thread, as each worker has a core. Fusions without MLIR compile in half the
+# time, and round in another way; later versions of XLA have no such flag.
 HAS_FUSION_FLAG = importlib.metadata.version("jax").startswith("0.10.")
 SMALL_MODULES = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
-# Of what is compiled for GPUs, tests read the program and the kernels of Mosaic, which this flag does not reach.
+# Of what is compiled for GPUs, tests read the program and the kernels of Mosaic, which this flag
+# does not reach.
 SMALL_MODULES += ["--xla_gpu_disable_gpuasm_optimizations=true"]
 FLAGS = [*SMALL_MODULES, *(["--xla_cpu_use_fusion_emitters=false"] if HAS_FUSION_FLAG else [])]
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
-os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX starts: the compile-only GPU topology must not look for a driver
+os.environ["JAX_PLATFORMS"] = (
+    "cpu"  # before JAX starts: the compile-only GPU topology must not look for a driver
+)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / name) for name in ("tests/helpers", "examples", "benchmarks")]
@@ -27,7 +30,8 @@ import pytest  # noqa: E402
 jax.config.update("jax_num_cpu_devices", 8)
 
 
-# Collect garbage less often: walking what was imported, and the programs that JAX keeps, takes a tenth of the time.
+# Collect garbage less often: walking what was imported, and the programs that JAX keeps, takes a
+# tenth of the time.
 gc.set_threshold(50_000, 20, 20)
 
 
@@ -38,7 +42,9 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
-    """After the last test of a file, take what lives on out of later collections: JAX's caches keep it anyway."""
+    """After the last test of a file, take what lives on out of later collections: JAX's caches keep
+    it anyway.
+    """
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()
@@ -46,7 +52,9 @@ def pytest_runtest_teardown(item, nextitem):
 
 @pytest.fixture(autouse=True, scope="session")
 def _disk_is_not_probed():
-    """Take default settings of a disk: programs from disk are built many times, and a probe takes a second."""
+    """Take default settings of a disk: programs from disk are built many times, and a probe takes a
+    second.
+    """
     from host_offload.disk.tuning import DEFAULT
 
     with pytest.MonkeyPatch.context() as patch:
@@ -56,7 +64,9 @@ def _disk_is_not_probed():
 
 @pytest.fixture
 def default_fusions():
-    """Compile zerojax's programs as users do, fusions with MLIR and all: for claims about the last bits."""
+    """Compile zerojax's programs as users do, fusions with MLIR and all: for claims about the last
+    bits.
+    """
     jit = jax.jit
 
     def as_users_do(*args, **options):
@@ -73,16 +83,19 @@ def default_fusions():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--tenth", action="store_true", help="run a tenth of the tests, always the same")
+    parser.addoption(
+        "--tenth", action="store_true", help="run a tenth of the tests, always the same"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks are looked at, and groups are added to names
 def pytest_collection_modifyitems(config, items):
-    """Leave the cases that `by_default` does not name to `-m exhaustive`, and take a tenth of all where it is asked for.
+    """Leave the cases that `by_default` does not name to `-m exhaustive`, and take a tenth of all
+    where it is asked for.
 
     Raises:
-      UsageError: no case is named, or one that is exhaustive by another mark; or, where all cases were collected, one that the
-        test does not have.
+      UsageError: no case is named, or one that is exhaustive by another mark; or, where all cases
+        were collected, one that the test does not have.
     """
     cases = {}
     for item in items:
@@ -92,19 +105,31 @@ def pytest_collection_modifyitems(config, items):
         by_id = {item.callspec.id: item for item in found if hasattr(item, "callspec")}
         named = set(marker.args)
         if not named or len(by_id) < len(found):
-            raise pytest.UsageError(f"{path}: {name}: by_default names cases of a test that has several")
-        if hidden := sorted(case for case in named & set(by_id) if by_id[case].get_closest_marker("exhaustive")):
-            raise pytest.UsageError(f"{path}: {name}: the cases {hidden} are exhaustive by another mark")
-        is_whole = not any("::" in argument for argument in config.args)  # else some cases may not have been collected
+            raise pytest.UsageError(
+                f"{path}: {name}: by_default names cases of a test that has several"
+            )
+        if hidden := sorted(
+            case for case in named & set(by_id) if by_id[case].get_closest_marker("exhaustive")
+        ):
+            raise pytest.UsageError(
+                f"{path}: {name}: the cases {hidden} are exhaustive by another mark"
+            )
+        is_whole = not any(
+            "::" in argument for argument in config.args
+        )  # else some cases may not have been collected
         if is_whole and (unknown := sorted(named - set(by_id))):
-            raise pytest.UsageError(f"{path}: {name} has no cases {unknown}: they are {sorted(by_id)}")
+            raise pytest.UsageError(
+                f"{path}: {name} has no cases {unknown}: they are {sorted(by_id)}"
+            )
         for case, item in by_id.items():
             if case not in named:
                 item.add_marker(pytest.mark.exhaustive)
     if config.getoption("tenth"):
         # By their names, so that a test that is added changes nothing for the others.
         chosen = [zlib.crc32(f"{item.path.name}::{item.name}".encode()) % 10 == 0 for item in items]
-        config.hook.pytest_deselected(items=[item for item, taken in zip(items, chosen, strict=True) if not taken])
+        config.hook.pytest_deselected(
+            items=[item for item, taken in zip(items, chosen, strict=True) if not taken]
+        )
         items[:] = [item for item, taken in zip(items, chosen, strict=True) if taken]
 
 

@@ -1,4 +1,5 @@
-"""The house: which package, folder and module may import which, and that folders are entered by their doors.
+"""The house: which package, folder and module may import which, and that folders are entered by
+their doors.
 
 `python tests/test_floors.py` prints the folders, with files, arrows and floors.
 """
@@ -11,7 +12,11 @@ import statistics
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
-PACKAGES = {"zerojax": {"host_offload", "pallas_kernels"}, "host_offload": set(), "pallas_kernels": set()}
+PACKAGES = {
+    "zerojax": {"host_offload", "pallas_kernels"},
+    "host_offload": set(),
+    "pallas_kernels": set(),
+}
 """What each package may import of the others."""
 
 ROOMS = {
@@ -188,36 +193,59 @@ def test_floors_folders_are_entered_by_their_doors():
             room = room_of(module)
             if room in offered and room != own:
                 assert module == room, f"{path} reaches behind the door of {room}: {module}"
-                assert name in offered[room], f"{path} imports {name!r}, which the door of {room} does not offer"
+                assert name in offered[room], (
+                    f"{path} imports {name!r}, which the door of {room} does not offer"
+                )
             if path.is_relative_to(ROOT / "zerojax") or path.is_relative_to(ROOT / "host_offload"):
                 # A folder as a whole would give its modules as attributes, past the door.
-                assert f"{module}.{name}" not in offered, f"{path} imports the folder {module}.{name}: import from it by name"
+                assert f"{module}.{name}" not in offered, (
+                    f"{path} imports the folder {module}.{name}: import from it by name"
+                )
                 is_door = path.name == "__init__.py"
-                assert is_door or module != own or own not in offered, f"{path} imports its own folder's door: name the module"
+                assert is_door or module != own or own not in offered, (
+                    f"{path} imports its own folder's door: name the module"
+                )
 
 
 def test_floors_doors_name_what_they_offer():
     for path in files_of("zerojax", "host_offload"):
         if path.name == "__init__.py" and len(path.relative_to(ROOT).parts) == 3:
             body = ast.parse(path.read_text()).body
-            assert ast.get_docstring(ast.parse(path.read_text())), f"{path} does not say what the folder is"
+            assert ast.get_docstring(ast.parse(path.read_text())), (
+                f"{path} does not say what the folder is"
+            )
             for node in body[1:]:
                 assert isinstance(node, ast.ImportFrom), f"{path} holds code"
                 assert all(a.asname == a.name for a in node.names), f"{path}: write 'x as x'"
 
 
 def test_floors_doors_offer_what_others_use():
-    """A name of a door is imported elsewhere, read off the folder as an attribute, or in the documentation."""
+    """A name of a door is imported elsewhere, read off the folder as an attribute, or in the
+    documentation.
+    """
     used, read = set[tuple[str, str]](), set[tuple[str, str]]()
     for path in files_of(*PACKAGES, "tests", "benchmarks", "examples"):
         own = room_of(module_of(path))
-        used |= {(module, name) for module, name in imported(path) if module != own and not module.startswith(f"{own}.")}
+        used |= {
+            (module, name)
+            for module, name in imported(path)
+            if module != own and not module.startswith(f"{own}.")
+        }
         read |= set(re.findall(r"\b(?=(\w+)\.(\w+)\b)", path.read_text()))
-    documents = "\n".join(path.read_text() for path in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
-    words, tables = set(re.findall(r"\w+", documents)), (ROOT / "zerojax" / "__init__.py").read_text()
+    documents = "\n".join(
+        path.read_text() for path in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    )
+    words, tables = (
+        set(re.findall(r"\w+", documents)),
+        (ROOT / "zerojax" / "__init__.py").read_text(),
+    )
     for folder, names in doors().items():
         alias = folder.split(".")[-1]
-        idle = {n for n in names if (folder, n) not in used and (alias, n) not in read and n not in words}
+        idle = {
+            n
+            for n in names
+            if (folder, n) not in used and (alias, n) not in read and n not in words
+        }
         idle = {n for n in idle if f'"{n}": "{folder}"' not in tables}  # imported when asked for
         assert not idle, f"nobody uses what the door of {folder} offers: {sorted(idle)}"
 
@@ -230,26 +258,45 @@ def test_floors_no_folder_is_too_full():
 
 def test_floors_contributors_read_the_same_table():
     documented = {}
-    for package, rows in zip(("zerojax", "host_offload"), CONTRIBUTING.read_text().split("| folder of `")[1:], strict=True):
-        for name, may in re.findall(r"^\| `(\w+)(?:/|\.py)` \|[^|]*\| ([^|]*) \|$", rows, re.MULTILINE):
+    for package, rows in zip(
+        ("zerojax", "host_offload"),
+        CONTRIBUTING.read_text().split("| folder of `")[1:],
+        strict=True,
+    ):
+        for name, may in re.findall(
+            r"^\| `(\w+)(?:/|\.py)` \|[^|]*\| ([^|]*) \|$", rows, re.MULTILINE
+        ):
             documented[f"{package}.{name}"] = set() if may == "nothing" else set(may.split(", "))
-    assert documented == {room: set(may) for room, may in ROOMS.items() if room != "zerojax.__main__"}
+    assert documented == {
+        room: set(may) for room, may in ROOMS.items() if room != "zerojax.__main__"
+    }
 
 
 def table() -> str:
     """Return the figures of the house."""
-    graph, lines = arrows(), {path: len(path.read_text().splitlines()) for path in files_of("zerojax", "host_offload")}
+    graph, lines = (
+        arrows(),
+        {path: len(path.read_text().splitlines()) for path in files_of("zerojax", "host_offload")},
+    )
     floor = floors(graph)
     rows = [f"{'room':<26} {'floor':>5} {'files':>5} {'lines':>6} {'arrows':>6}"]
     for room in sorted(graph, key=lambda r: (r.split(".")[0], floor[r], r)):
         files = [path for path in lines if room_of(module_of(path)) == room]
         count = len([path for path in files if path.name != "__init__.py"])
-        rows.append(f"{room:<26} {floor[room]:>5} {count:>5} {sum(lines[p] for p in files):>6} {len(graph[room]):>6}")
+        rows.append(
+            f"{room:<26} {floor[room]:>5} {count:>5} {sum(lines[p] for p in files):>6} {len(graph[room]):>6}"
+        )
     for package in ("zerojax", "host_offload"):
         own = {room: used for room, used in graph.items() if room.startswith(package)}
         folders = [f for f in doors() if f.startswith(package)]
-        sizes = [n for path, n in lines.items() if path.parts[len(ROOT.parts)] == package and path.name != "__init__.py"]
-        between = sum(len([u for u in used if u in folders]) for room, used in own.items() if room in folders)
+        sizes = [
+            n
+            for path, n in lines.items()
+            if path.parts[len(ROOT.parts)] == package and path.name != "__init__.py"
+        ]
+        between = sum(
+            len([u for u in used if u in folders]) for room, used in own.items() if room in folders
+        )
         most = max(len(list((ROOT / f.replace(".", "/")).glob("*.py"))) - 1 for f in folders)
         rows.append(
             f"{package}: {len(folders)} folders, {len(own)} rooms, {len(sizes)} files, {sum(map(len, own.values()))} arrows "

@@ -107,7 +107,9 @@ _HOME = {
     "probe": "zerojax.planner",
     "with_specs": "zerojax.models",
 }
-"""The module of each public name, imported when the name is first used: `zerojax --help` needs none of them."""
+"""The module of each public name, imported when the name is first used: `zerojax --help` needs none
+of them.
+"""
 
 __version__ = "0.1.0"
 __all__ = [
@@ -166,7 +168,9 @@ if not TYPE_CHECKING:  # which would take any name to be there
     def __getattr__(name: str) -> object:
         if name in _HOME:
             value = getattr(importlib.import_module(_HOME[name]), name)
-        elif not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+        elif (
+            not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None
+        ):
             value = importlib.import_module(f"{__name__}.{name}")
         else:
             near = difflib.get_close_matches(name, __all__, 1)

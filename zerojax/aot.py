@@ -1,17 +1,20 @@
-"""Meshes of GPUs that this machine does not have: compile a step for a cluster on a laptop, and read collectives and memory.
+"""Meshes of GPUs that this machine does not have: compile a step for a cluster on a laptop, and
+read collectives and memory.
 
     mesh = zj.aot.gpu_mesh("h200", hosts=8, gpus_per_host=8, fsdp=64)
     program = zj.build_train_step(model, tx, config, mesh)
     compiled = program.lower(abstract_batch).compile()
     compiled.memory_analysis().argument_size_in_bytes
 
-XLA compiles for a described chip as it would beside one, except that it cannot time kernels, so it does not tune them. A
-program that exceeds the chip's memory still compiles: compare bytes yourself. cuDNN's attention,
-`jax.nn.dot_product_attention(implementation="cudnn")`, compiles too, without the workspace that cuDNN may ask for.
+XLA compiles for a described chip as it would beside one, except that it cannot time kernels, so it
+does not tune them. A program that exceeds the chip's memory still compiles: compare bytes yourself.
+cuDNN's attention, `jax.nn.dot_product_attention(implementation="cudnn")`, compiles too, without the
+workspace that cuDNN may ask for.
 
 The chips are those of `zerojax.chips` whose die is in that table: `CHIPS` has their names.
 
-Needs `pip install zerojax[aot]`, and JAX_PLATFORMS=cpu in the environment of a machine without a driver, before JAX starts.
+Needs `pip install zerojax[aot]`, and JAX_PLATFORMS=cpu in the environment of a machine without a
+driver, before JAX starts.
 """
 
 import dataclasses
@@ -34,18 +37,33 @@ from zerojax.chips import LANES, Chip
 from zerojax.compat import compiler_level
 from zerojax.sharding import make_mesh
 
-CHIPS: Mapping[str, Chip] = MappingProxyType({name: chip for name, chip in ALL_CHIPS.items() if chip.die is not None})
+CHIPS: Mapping[str, Chip] = MappingProxyType(
+    {name: chip for name, chip in ALL_CHIPS.items() if chip.die is not None}
+)
 """Chips that can be compiled for, by name."""
 
 _CUDNN = (9, 10, 0)
 """The version of cuDNN that chips are described with."""
 _LANE_BYTES = 1 << 28
-"""Bytes a second of a lane of PCIe's first generation, as XLA's driver counts. Each generation has twice as many."""
+"""Bytes a second of a lane of PCIe's first generation, as XLA's driver counts.
+
+Each generation has twice as many.
+"""
 _ACCELERATED = ((9, 0), (10, 0), (12, 0))
 """Compute capabilities with instructions of their own, "9.0a" and so on."""
 
-_LEVELS = frozenset({"exec_time_optimization_effort", "memory_fitting_effort", "optimization_level", "memory_fitting_level"})
-"""Options that are no flags of XLA: JAX sets them apart from these. The efforts are gone in jax 0.11."""
+_LEVELS = frozenset(
+    {
+        "exec_time_optimization_effort",
+        "memory_fitting_effort",
+        "optimization_level",
+        "memory_fitting_level",
+    }
+)
+"""Options that are no flags of XLA: JAX sets them apart from these.
+
+The efforts are gone in jax 0.11.
+"""
 
 
 def target_config(chip: str) -> str:
@@ -116,7 +134,9 @@ def gpu_devices(chip: str, hosts: int, gpus_per_host: int) -> list[Any]:
     _answer_cudnn()
     try:
         topology = topologies.get_topology_desc(
-            platform="cuda", topology=f"1x{hosts}x{gpus_per_host}", target_config=target_config(chip)
+            platform="cuda",
+            topology=f"1x{hosts}x{gpus_per_host}",
+            target_config=target_config(chip),
         )
     except (RuntimeError, NotImplementedError, jax.errors.JaxRuntimeError) as e:
         raise RuntimeError(
@@ -127,9 +147,11 @@ def gpu_devices(chip: str, hosts: int, gpus_per_host: int) -> list[Any]:
 
 
 def _answer_cudnn() -> None:
-    """Let JAX trace cuDNN's attention for a described chip: it asks the machine for a GPU and its cuDNN while it traces.
+    """Let JAX trace cuDNN's attention for a described chip: it asks the machine for a GPU and its
+    cuDNN while it traces.
 
-    Only where the mesh in scope is of such chips is the answer theirs. Everywhere else JAX asks the machine, as before.
+    Only where the mesh in scope is of such chips is the answer theirs. Everywhere else JAX asks the
+    machine, as before.
     """
     answers: dict[str, Callable[..., Any]] = {
         "check_cudnn_version": lambda chip: _CUDNN[0] * 10000 + _CUDNN[1] * 100 + _CUDNN[2],
@@ -148,7 +170,11 @@ def _of_described(ask: Callable[..., Any], answer: Callable[..., Any]) -> Callab
     @functools.wraps(ask)
     def either(*args: Any) -> Any:
         device = jax.sharding.get_abstract_mesh().abstract_device
-        chip = None if device is None or jax.default_backend() == "gpu" else described.get(device.device_kind)
+        chip = (
+            None
+            if device is None or jax.default_backend() == "gpu"
+            else described.get(device.device_kind)
+        )
         return ask(*args) if chip is None else answer(chip, *args)
 
     return either
@@ -160,7 +186,9 @@ def _version(text: str) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
-    """A program compiled for devices that are not there, with what `jax.stages.Compiled` offers about it."""
+    """A program compiled for devices that are not there, with what `jax.stages.Compiled` offers
+    about it.
+    """
 
     executable: Any
 
@@ -173,10 +201,14 @@ class CompiledProgram:
         return self.executable.get_compiled_memory_stats()
 
 
-def compile_with_callbacks(lowered: jax.stages.Lowered, mesh: Mesh, options: Mapping[str, Any] | None) -> CompiledProgram:
-    """Compile a program that calls back to Python, through the client of the devices that are not there.
+def compile_with_callbacks(
+    lowered: jax.stages.Lowered, mesh: Mesh, options: Mapping[str, Any] | None
+) -> CompiledProgram:
+    """Compile a program that calls back to Python, through the client of the devices that are not
+    there.
 
-    JAX's own path hands that client the callbacks, which it cannot take; without them the program compiles all the same.
+    JAX's own path hands that client the callbacks, which it cannot take; without them the program
+    compiles all the same.
 
     Args:
       lowered: the program.
@@ -195,7 +227,9 @@ def compile_with_callbacks(lowered: jax.stages.Lowered, mesh: Mesh, options: Map
         setattr(build, name, compiler_level(compiler, given.pop(name)))
     compile_options.env_option_overrides = list(given.items())
     devices = tuple(mesh.devices.flat)
-    compiled = devices[0].client.compile(lowered.compiler_ir("stablehlo"), _jax.DeviceList(devices), compile_options)
+    compiled = devices[0].client.compile(
+        lowered.compiler_ir("stablehlo"), _jax.DeviceList(devices), compile_options
+    )
     return CompiledProgram(compiled)
 
 
@@ -206,7 +240,17 @@ def is_there(mesh: Mesh) -> bool:
 
 
 def gpu_mesh(
-    chip: str = "h200", *, hosts: int = 1, gpus_per_host: int = 8, data: int = 1, fsdp: int = -1, tensor: int = 1
+    chip: str = "h200",
+    *,
+    hosts: int = 1,
+    gpus_per_host: int = 8,
+    data: int = 1,
+    fsdp: int = -1,
+    tensor: int = 1,
 ) -> Mesh:
-    """Arrange `hosts` x `gpus_per_host` GPUs that are not there in a mesh; the axes are those of `zerojax.make_mesh`."""
-    return make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=gpu_devices(chip, hosts, gpus_per_host))
+    """Arrange `hosts` x `gpus_per_host` GPUs that are not there in a mesh; the axes are those of
+    `zerojax.make_mesh`.
+    """
+    return make_mesh(
+        data=data, fsdp=fsdp, tensor=tensor, devices=gpu_devices(chip, hosts, gpus_per_host)
+    )

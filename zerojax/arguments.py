@@ -1,7 +1,8 @@
-"""Numbers on a command line: types for argparse that refuse everything a computation could stumble over, by name.
+"""Numbers on a command line: types for argparse that refuse everything a computation could stumble
+over, by name.
 
-`float` takes "nan", "inf" and 1e400, which is infinite. `int` takes numbers that no float holds. The types here take finite
-numbers of a range. argparse puts the option's name before what they say.
+`float` takes "nan", "inf" and 1e400, which is infinite. `int` takes numbers that no float holds.
+The types here take finite numbers of a range. argparse puts the option's name before what they say.
 """
 
 import argparse
@@ -38,20 +39,26 @@ def whole(least: int, most: int = MOST) -> Callable[[str], int]:
         except ValueError:
             value = least - 1
         if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{_short(text)}: it must be at least {least}, at most {most:,}, and whole")
+            raise argparse.ArgumentTypeError(
+                f"{_short(text)}: it must be at least {least}, at most {most:,}, and whole"
+            )
         return value
 
     return integer
 
 
-def number(least: float, most: float = float(MOST), *, above: bool = False) -> Callable[[str], float]:
+def number(
+    least: float, most: float = float(MOST), *, above: bool = False
+) -> Callable[[str], float]:
     """Return a type of finite numbers from `least` to `most`; with `above`, more than `least`."""
 
     def real(text: str) -> float:
         value = _float(text)
         if not least <= value <= most or (above and value == least):
             what = f"above {least:g}" if above else f"from {least:g}"
-            raise argparse.ArgumentTypeError(f"{_short(text)}: a number {what} to {most:g} is needed")
+            raise argparse.ArgumentTypeError(
+                f"{_short(text)}: a number {what} to {most:g} is needed"
+            )
         return value
 
     return real

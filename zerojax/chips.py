@@ -1,8 +1,10 @@
-"""GPUs by name: the one table of memory, products, links and dies that the planner, `zerojax.aot` and `zerojax.hlo` read.
+"""GPUs by name: the one table of memory, products, links and dies that the planner, `zerojax.aot`
+and `zerojax.hlo` read.
 
-A figure is a vendor's, printed in the sheet that `Chip.sheet` names, but for two. `memory_bytes` is what `nvidia-smi` prints as
-the device's total. `allocatable_bytes` is that less `RESERVED_BYTES`, assumed for the driver and the context of one process.
-What programs attain of these peaks is assumed by `zerojax.hlo.RATES`.
+A figure is a vendor's, printed in the sheet that `Chip.sheet` names, but for two. `memory_bytes` is
+what `nvidia-smi` prints as the device's total. `allocatable_bytes` is that less `RESERVED_BYTES`,
+assumed for the driver and the context of one process. What programs attain of these peaks is
+assumed by `zerojax.hlo.RATES`.
 
     chip = CHIPS["h100"]
     chip.peak["bf16"], chip.memory_rate, chip.link_rate
@@ -14,11 +16,15 @@ from types import MappingProxyType
 
 MIB = 2**20
 RESERVED_BYTES = 1536 * MIB
-"""Bytes of a device's memory that no program gets: of the driver, and of the context of one process. Assumed."""
+"""Bytes of a device's memory that no program gets: of the driver, and of the context of one
+process. Assumed.
+"""
 LANES = 16
 """Lanes of PCIe between a GPU and its host."""
 PCIE: Mapping[int, float] = MappingProxyType({3: 15.75e9, 4: 31.5e9, 5: 63e9})
-"""Bytes a second one way of `LANES`, by generation: 8, 16 and 32 GT/s a lane, of which 128 of 130 bits are data."""
+"""Bytes a second one way of `LANES`, by generation: 8, 16 and 32 GT/s a lane, of which 128 of 130
+bits are data.
+"""
 _SHEET = "NVIDIA {} Tensor Core GPU data sheet ({})"
 _WITH_SPARSITY = "half of what it prints with sparsity"
 
@@ -55,7 +61,8 @@ class Chip:
       device_kinds: what `jax.Device.device_kind` calls it. The first one is that of `zerojax.aot`.
       capability: compute capability, (major, minor).
       memory_bytes: bytes of device memory, as `nvidia-smi` prints the total.
-      peak: FLOP/s of dense products by precision: those in 16 bits summed in float32, "fp32" without tensor cores.
+      peak: FLOP/s of dense products by precision: those in 16 bits summed in float32, "fp32"
+        without tensor cores.
       memory_rate: bytes a second of device memory.
       pcie: generation of its `LANES` to the host.
       nvlink: bytes a second to other devices, both ways together; None without NVLink.
@@ -100,7 +107,9 @@ def _peak(half: float, single: float) -> Mapping[str, float]:
     return MappingProxyType({"fp32": single, "bf16": half, "fp16": half})
 
 
-def _die(cores: int, clock_ghz: float, l2_mib: int, shared_kib: int, threads: int, fpus: int = 128) -> Die:
+def _die(
+    cores: int, clock_ghz: float, l2_mib: int, shared_kib: int, threads: int, fpus: int = 128
+) -> Die:
     # A block may take what a multiprocessor has, but for 1 KiB that the system keeps.
     return Die(
         cores=cores,

@@ -33,13 +33,16 @@ def run(options: argparse.Namespace) -> None:
     """Run one command; it prints its result, and exits with status 1 if a checkpoint is not whole.
 
     Raises:
-      ValueError, OSError, RuntimeError: what a command was given, or found on the machine, is wrong.
+      ValueError, OSError, RuntimeError: what a command was given, or found on the machine, is
+        wrong.
     """
     commands = {
         "memory": _memory,
         "simulate": lambda options: print(_simulation(options)),
         "bench-io": _bench_io,
-        "machines": lambda options: print("\n\n".join(str(machine(name)) for name in options.name or NAMED)),
+        "machines": lambda options: print(
+            "\n\n".join(str(machine(name)) for name in options.name or NAMED)
+        ),
         "probe": _probe,
         "plan": run_plan,
         "inspect": _inspect,
@@ -50,7 +53,9 @@ def run(options: argparse.Namespace) -> None:
 
 def _bench_io(options: argparse.Namespace) -> None:
     """Measure the disk of a folder."""
-    print(disk_report(options.folder, num_bytes=int(options.gib * 2**30), num_rounds=options.rounds))
+    print(
+        disk_report(options.folder, num_bytes=int(options.gib * 2**30), num_rounds=options.rounds)
+    )
 
 
 def _probe(options: argparse.Namespace) -> None:
@@ -75,8 +80,12 @@ def _inspect(options: argparse.Namespace) -> None:
 
 def _export(options: argparse.Namespace) -> None:
     """Write the weights of a checkpoint in another format."""
-    jax.config.update("jax_platforms", "cpu")  # Orbax asks JAX for its processes, which would take memory of GPUs
-    folder = options.folder if options.step is None else os.path.join(options.folder, str(options.step))
+    jax.config.update(
+        "jax_platforms", "cpu"
+    )  # Orbax asks JAX for its processes, which would take memory of GPUs
+    folder = (
+        options.folder if options.step is None else os.path.join(options.folder, str(options.step))
+    )
     try:
         _export_folder(folder, options)
     except (ValueError, CheckpointError) as error:
@@ -87,9 +96,13 @@ def _export_folder(folder: str, options: argparse.Namespace) -> None:
     """Write what `zerojax export` was asked for; errors are those of the functions of the formats."""
     if options.format == "hf":
         export_hf(
-            folder, options.out, like=options.like, dtype=options.dtype, shard_bytes=options.shard_bytes,
+            folder,
+            options.out,
+            like=options.like,
+            dtype=options.dtype,
+            shard_bytes=options.shard_bytes,
             merge_lora=options.merge_lora,
-        )  # fmt: skip
+        )
     elif options.format == "peft":
         export_peft(folder, options.out, like=options.like, dtype=options.dtype)
     else:
@@ -98,7 +111,9 @@ def _export_folder(folder: str, options: argparse.Namespace) -> None:
 
 
 def _as_options(message: str) -> str:
-    """Return a message of an export with its arguments, and the functions for other formats, as options."""
+    """Return a message of an export with its arguments, and the functions for other formats, as
+    options.
+    """
     for name, option in (
         ("zerojax.export_hf(merge_lora=True)", "--format hf --merge-lora"),
         ("merge_lora=True", "--merge-lora"),
@@ -122,7 +137,9 @@ def _simulation(options: argparse.Namespace) -> Simulation:
     given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Rates)}
     return simulate(
         text,
-        rates=dataclasses.replace(RATES[options.rates], **{name: rate for name, rate in given.items() if rate is not None}),
+        rates=dataclasses.replace(
+            RATES[options.rates], **{name: rate for name, rate in given.items() if rate is not None}
+        ),
         thunks=None if folder is None else read_thunks(folder, module_name(text)),
         streams=options.streams,
         kernels=options.kernels,
@@ -141,7 +158,9 @@ def _read_text(path: str) -> str:
     if not path or "\0" in path:
         raise ValueError(f"PROGRAM={path!r}: the name of a file or of a folder is needed")
     if os.path.exists(path) and not os.path.isfile(path):
-        raise ValueError(f"{path} is no regular file: the text of a compiled program is needed, compiled.as_text()")
+        raise ValueError(
+            f"{path} is no regular file: the text of a compiled program is needed, compiled.as_text()"
+        )
     try:
         with open(path, encoding="utf-8") as file:
             return file.read()
@@ -152,21 +171,35 @@ def _read_text(path: str) -> str:
 def _memory(options: argparse.Namespace) -> None:
     """Print the model states of each device, and what a transformer keeps for backward."""
     if options.params is None:
-        num_params = transformer_params(options.layers, options.hidden) + (options.vocab or 0) * options.hidden
+        num_params = (
+            transformer_params(options.layers, options.hidden)
+            + (options.vocab or 0) * options.hidden
+        )
     else:
         num_params = options.params
     # Each device of a tensor group has its part of the parameters: over these ZeRO shards.
     part = -(-num_params // options.tensor)
     if options.tensor > 1:
-        print(f"{num_params:,} parameters, of which each of {options.tensor} devices of `tensor` has {part:,}")
-    print(memory_table(part, options.shards, options.precision, options.moments, options.microbatches))
+        print(
+            f"{num_params:,} parameters, of which each of {options.tensor} devices of `tensor` has {part:,}"
+        )
+    print(
+        memory_table(part, options.shards, options.precision, options.moments, options.microbatches)
+    )
     if options.shape is not None:
         itemsize = jnp.dtype(PRECISIONS[options.precision].compute_dtype).itemsize
-        print(activations_table(options.shape, MODES if options.activations is None else (options.activations,), itemsize))
+        print(
+            activations_table(
+                options.shape,
+                MODES if options.activations is None else (options.activations,),
+                itemsize,
+            )
+        )
 
 
 def activations_table(shape: Shape, modes: Sequence[str], itemsize: int) -> str:
-    """Return one line for each mode: what a layer and all of them keep, and the same by Korthikanti et al.
+    """Return one line for each mode: what a layer and all of them keep, and the same by Korthikanti
+    et al.
 
     Args:
       shape: of the transformer.
@@ -174,23 +207,37 @@ def activations_table(shape: Shape, modes: Sequence[str], itemsize: int) -> str:
       itemsize: bytes of an activation.
     """
     s = shape
-    split = ", the stream split" if s.sequence_parallel else ", what is kept split" if s.partition_activations else ""
+    split = (
+        ", the stream split"
+        if s.sequence_parallel
+        else ", what is kept split"
+        if s.partition_activations
+        else ""
+    )
     rows = [
         f"activations of {s.layers} layers, h {s.hidden}, a {s.heads}, s {s.seq}, b {s.batch}, tensor {s.tensor}{split}",
         f"{'mode':>10} {'a layer':>10} {'all':>10} {'a layer':>10} {'all':>10}   GiB a device; right: Korthikanti et al.",
     ]
     for mode in modes:
-        options = {name: getattr(s, name) for name in ("tensor", "sequence_parallel", "fused_attention")}
+        options = {
+            name: getattr(s, name) for name in ("tensor", "sequence_parallel", "fused_attention")
+        }
         given: dict[str, Any] = options | {"activations": mode, "itemsize": itemsize}
         sizes = (s.seq, s.batch, s.hidden, s.heads)
-        ours = layer_activation_bytes(*sizes, partition_activations=s.partition_activations, **given)
+        ours = layer_activation_bytes(
+            *sizes, partition_activations=s.partition_activations, **given
+        )
         layers = [ours, korthikanti_layer_bytes(*sizes, **given)]
-        cells = " ".join(f"{n / 2**30:>10.3f}" for layer in layers for n in (layer, s.layers * layer))
+        cells = " ".join(
+            f"{n / 2**30:>10.3f}" for layer in layers for n in (layer, s.layers * layer)
+        )
         rows.append(f"{mode:>10} {cells}")
     return "\n".join(rows)
 
 
-def memory_table(num_params: int, shards: int, precision: str, moments: int, num_microbatches: int) -> str:
+def memory_table(
+    num_params: int, shards: int, precision: str, moments: int, num_microbatches: int
+) -> str:
     """Return one line for each stage."""
     per_param = state_bytes(precision, moments=moments, num_microbatches=num_microbatches)
     rows = [
@@ -200,6 +247,9 @@ def memory_table(num_params: int, shards: int, precision: str, moments: int, num
     for stage in STAGES:
         state = model_state_bytes(num_params, stage, shards, per_param)
         sent = sum(collective_elements(num_params, stage, shards, num_microbatches).values())
-        cells = " ".join(f"{state[kind] / 2**30:>10.3f}" for kind in ("params", "grads", "master", "opt_state", "total"))
+        cells = " ".join(
+            f"{state[kind] / 2**30:>10.3f}"
+            for kind in ("params", "grads", "master", "opt_state", "total")
+        )
         rows.append(f"{stage:>5} {cells}   {sent / num_params:.2f} P")
     return "\n".join(rows)

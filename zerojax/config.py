@@ -1,7 +1,9 @@
 """What the user chooses: one frozen dataclass, validated once.
 
-A field is data for the builder, not a switch: the stage is a row of `zerojax.sharding.STAGES`, the precision a row of
-`zerojax.precision.PRECISIONS`, and a tier a place. What this version does not build yet is refused here, by name.
+A field is data for the builder, not a switch: the stage is a row of `zerojax.sharding.STAGES`, the
+  precision a row of
+`zerojax.precision.PRECISIONS`, and a tier a place. What this version does not build yet is refused
+here, by name.
 """
 
 import dataclasses
@@ -11,13 +13,29 @@ import re
 from typing import Any, Literal
 
 from host_offload.tiers import TIERS
-from zerojax.given import as_flag, as_integer, as_number, as_path, as_string, positive_number, shown, whole_number
+from zerojax.given import (
+    as_flag,
+    as_integer,
+    as_number,
+    as_path,
+    as_string,
+    positive_number,
+    shown,
+    whole_number,
+)
 from zerojax.precision import PRECISIONS, LossScaling
 from zerojax.sharding import STAGES
 
 Tier = Literal["device", "pinned_host", "nvme"]
 Activations = Literal["everything", "save", "selective", "remat", "pinned_host", "nvme"]
-_ACTIVATIONS: tuple[Activations, ...] = ("everything", "save", "selective", "remat", "pinned_host", "nvme")
+_ACTIVATIONS: tuple[Activations, ...] = (
+    "everything",
+    "save",
+    "selective",
+    "remat",
+    "pinned_host",
+    "nvme",
+)
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "stage": tuple(STAGES),
     "params": TIERS,
@@ -33,7 +51,14 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "frozen": (None, *TIERS),
     "frozen_dtype": (None, "int8", "nf4"),
 }
-_FLAGS = ("partition_activations", "sequence_parallel", "tensor_overlap", "delayed_update", "gather_ahead", "cuda_graphs")
+_FLAGS = (
+    "partition_activations",
+    "sequence_parallel",
+    "tensor_overlap",
+    "delayed_update",
+    "gather_ahead",
+    "cuda_graphs",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,7 +67,8 @@ class Segment:
 
     Attributes:
       num_layers: how many.
-      activations: what happens to the residuals of these layers, as `ZeroConfig.activations` of all layers.
+      activations: what happens to the residuals of these layers, as `ZeroConfig.activations` of all
+        layers.
       saved_names: as `ZeroConfig.saved_names`, of these layers.
       offloaded_names: as `ZeroConfig.offloaded_names`, of these layers.
 
@@ -59,12 +85,16 @@ class Segment:
     def __post_init__(self) -> None:
         count = as_integer(self.num_layers)
         if count is None or count < 1:
-            raise ValueError(f"num_layers={shown(self.num_layers)} of a Segment: an integer of at least 1 is needed")
+            raise ValueError(
+                f"num_layers={shown(self.num_layers)} of a Segment: an integer of at least 1 is needed"
+            )
         object.__setattr__(self, "num_layers", count)
         activations = as_string(self.activations)
         if activations not in _ACTIVATIONS:
             choices = ", ".join(map(repr, _ACTIVATIONS))
-            raise ValueError(f"activations={shown(self.activations)} of a Segment is unknown: choose from {choices}")
+            raise ValueError(
+                f"activations={shown(self.activations)} of a Segment is unknown: choose from {choices}"
+            )
         object.__setattr__(self, "activations", activations)
         _check_names(self)
 
@@ -77,66 +107,84 @@ class ZeroConfig:
     """How a train step is partitioned, and where its bytes live.
 
     Attributes:
-      stage: what is sharded over the mesh axis `fsdp`: 0 nothing, 1 the optimizer state, 2 and the gradients,
-        3 and the parameters.
+      stage: what is sharded over the mesh axis `fsdp`: 0 nothing, 1 the optimizer state, 2 and the
+        gradients, 3 and the parameters.
       params: tier of the parameters. Off the device it needs a LayeredModel and stage 3.
-      grads: tier of the gradients, from backward to update. With update="in_backward" they are never stored.
+      grads: tier of the gradients, from backward to update. With update="in_backward" they are
+        never stored.
       opt_state: tier of the optimizer state and the float32 master weights.
-      opt_state_device_fraction: fraction of the layers, rounded down, whose optimizer state and masters stay on the device
-        while the rest are in `opt_state`'s tier. Needs a LayeredModel and update_on="device".
-      activations: what happens to a layer's residuals between forward and backward. "everything" keeps all that JAX keeps, and
-        computes nothing again. "save" keeps the layer's input and the results of products, look-ups, loops and kernels, and
-        computes again what elementwise equations, norms and random masks made of these. "selective" also computes the inner
-        part of attention again. "remat" keeps the layer's input and computes all else again. The name of a tier stores the
-        layer's input there and computes all else again. `program.kept` lists what is kept. A tuple of `zerojax.Segment`, first
-        layer first: contiguous layers of a LayeredModel, each segment in its own way.
-      saved_names: values that the block marks by `jax.ad_checkpoint.checkpoint_name`, kept on the device besides; "#2" is the
-        value with the number 2 in `program.kept`, of those that "save" keeps.
+      opt_state_device_fraction: fraction of the layers, rounded down, whose optimizer state and
+        masters stay on the device while the rest are in `opt_state`'s tier. Needs a LayeredModel
+        and update_on="device".
+      activations: what happens to a layer's residuals between forward and backward. "everything"
+        keeps all that JAX keeps, and computes nothing again. "save" keeps the layer's input and the
+        results of products, look-ups, loops and kernels, and computes again what elementwise
+        equations, norms and random masks made of these. "selective" also computes the inner part of
+        attention again. "remat" keeps the layer's input and computes all else again. The name of a
+        tier stores the layer's input there and computes all else again. `program.kept` lists what
+        is kept. A tuple of `zerojax.Segment`, first layer first: contiguous layers of a
+        LayeredModel, each segment in its own way.
+      saved_names: values that the block marks by `jax.ad_checkpoint.checkpoint_name`, kept on the
+        device besides; "#2" is the value with the number 2 in `program.kept`, of those that "save"
+        keeps.
       offloaded_names: likewise, kept in pinned host memory.
-      partition_activations: what a layer of a LayeredModel keeps from forward to backward, and `tensor` does not split already,
-        rests split over it, in every mode and tier, and is gathered for backward (ZeRO-R's Pa; arXiv:1910.02054, section 6.1).
-        Means nothing where tensor is 1.
-      sequence_parallel: the stream x[B, T, H] of a LayeredModel rests split over `tensor` in dim 1, and is whole for products
-        alone whose weights `tensor` splits (arXiv:2205.05198). Means nothing where tensor is 1.
-      tensor_overlap: with sequence_parallel, gathers and scatters of x become rings of permutes, each beside a part of its
-        product (`zerojax.activations.rings`). No GPU has timed it.
-      precision: dtype of compute and of gathers. Master weights stay float32, and moments as `moments` says; "fp16" scales
-        its loss.
-      moments: dtype in which the optimizer's moments rest, in every tier; the update itself is float32. "bfloat16" rounds them
-        stochastically and halves their bytes (`zerojax.optim.moments`).
-      reduce_dtype: dtype in which gradients are summed across devices. None: the compute dtype. "float32" with compute in 16
-        bits: the products that make gradients return float32, and gradients rest so until the update; gathers stay in 16 bits.
-      reduce_every: when gradients are summed across devices. None: "microbatch", each where it is made. "step" (LayeredModel):
-        each device keeps whole sums of its own over microbatches, and they are reduced once, in float32; in a streamed step a
-        layer's at the end of its turn. Equal values and 1/M of the bytes, for whole float32 gradients in memory until then.
-      num_microbatches: gradient accumulation steps inside the train step; divides each device's batch.
-      clip_norm: largest global gradient norm, exact across shards. None: no clipping. Gradients that the optimizer never uses,
-        those of frozen weights, do not count.
-      update: when a layer's optimizer runs. None: after_backward. "in_backward" runs it as soon as the layer's gradient is
-        there; after a gradient that is not finite it skips the layers that are left.
+      partition_activations: what a layer of a LayeredModel keeps from forward to backward, and
+        `tensor` does not split already, rests split over it, in every mode and tier, and is
+        gathered for backward (ZeRO-R's Pa; arXiv:1910.02054, section 6.1). Means nothing where
+        tensor is 1.
+      sequence_parallel: the stream x[B, T, H] of a LayeredModel rests split over `tensor` in dim 1,
+        and is whole for products alone whose weights `tensor` splits (arXiv:2205.05198). Means
+        nothing where tensor is 1.
+      tensor_overlap: with sequence_parallel, gathers and scatters of x become rings of permutes,
+        each beside a part of its product (`zerojax.activations.rings`). No GPU has timed it.
+      precision: dtype of compute and of gathers. Master weights stay float32, and moments as
+        `moments` says; "fp16" scales its loss.
+      moments: dtype in which the optimizer's moments rest, in every tier; the update itself is
+        float32. "bfloat16" rounds them stochastically and halves their bytes
+        (`zerojax.optim.moments`).
+      reduce_dtype: dtype in which gradients are summed across devices. None: the compute dtype.
+        "float32" with compute in 16 bits: the products that make gradients return float32, and
+        gradients rest so until the update; gathers stay in 16 bits.
+      reduce_every: when gradients are summed across devices. None: "microbatch", each where it is
+        made. "step" (LayeredModel): each device keeps whole sums of its own over microbatches, and
+        they are reduced once, in float32; in a streamed step a layer's at the end of its turn.
+        Equal values and 1/M of the bytes, for whole float32 gradients in memory until then.
+      num_microbatches: gradient accumulation steps inside the train step; divides each device's
+        batch.
+      clip_norm: largest global gradient norm, exact across shards. None: no clipping. Gradients
+        that the optimizer never uses, those of frozen weights, do not count.
+      update: when a layer's optimizer runs. None: after_backward. "in_backward" runs it as soon as
+        the layer's gradient is there; after a gradient that is not finite it skips the layers that
+        are left.
       update_on: where the optimizer runs when `opt_state` is off the device.
-      delayed_update: with update_on="host", the optimizer works on a step's gradients while the next step computes, whose
-        parameters are therefore one update old (ZeRO-Offload, section 5.2). Not with the nvme tier.
+      delayed_update: with update_on="host", the optimizer works on a step's gradients while the
+        next step computes, whose parameters are therefore one update old (ZeRO-Offload, section
+        5.2). Not with the nvme tier.
       prefetch_distance: layers fetched ahead of their use, by the tiers off the device. 0: none.
-      gather_ahead: at stage 3 the next layer of a LayeredModel is gathered while one computes, at the price of one more
-        gathered layer.
-      link_groups: in how many groups the arrays of a layer's record are loaded and stored, one group up while another goes
-        down, where the link to the host works in both directions at once. None: by a table of predicted steps;
-        `zerojax.autotune` predicts which number is fastest for a model. At most as many as there are arrays.
-      cuda_graphs: whether XLA puts the operations of a step that moves host memory into CUDA graphs where it can. By default
-        they run on streams, where copies overlap with products. In a graph they run one after another: on an H200 a step took
-        1.64 times as long. A step that keeps everything on the device is compiled as XLA sees fit.
-      device_budget_bytes: most bytes that records in flight, gathered parameters among them, may take on a device:
-        `program.operations(batch).peak_bytes`. None: no limit.
-      min_shard_bytes: parameters of fewer float32 bytes stay replicated (ZeRO's persistence threshold).
-      swap_dir: folder of the nvme tier: a str, or an os.PathLike, which is kept as the str that it stands for.
+      gather_ahead: at stage 3 the next layer of a LayeredModel is gathered while one computes, at
+        the price of one more gathered layer.
+      link_groups: in how many groups the arrays of a layer's record are loaded and stored, one
+        group up while another goes down, where the link to the host works in both directions at
+        once. None: by a table of predicted steps; `zerojax.autotune` predicts which number is
+        fastest for a model. At most as many as there are arrays.
+      cuda_graphs: whether XLA puts the operations of a step that moves host memory into CUDA graphs
+        where it can. By default they run on streams, where copies overlap with products. In a graph
+        they run one after another: on an H200 a step took 1.64 times as long. A step that keeps
+        everything on the device is compiled as XLA sees fit.
+      device_budget_bytes: most bytes that records in flight, gathered parameters among them, may
+        take on a device: `program.operations(batch).peak_bytes`. None: no limit.
+      min_shard_bytes: parameters of fewer float32 bytes stay replicated (ZeRO's persistence
+        threshold).
+      swap_dir: folder of the nvme tier: a str, or an os.PathLike, which is kept as the str that it
+        stands for.
       io: reader of the nvme tier.
       loss_scaling: dynamic loss scaling, read by precision="fp16" alone.
-      frozen: tier of the weights that the model freezes (`Model.frozen`), which a step reads and never writes. None: that of
-        the parameters. Off the device it needs a LayeredModel and stage 3.
-      frozen_dtype: dtype in which frozen floating weights rest, decoded where they are used. None: the compute dtype. "int8":
-        1.02 bytes an element, in blocks of 256; "nf4": 0.52, in blocks of 64. Vectors and leaves that no block divides stay in
-        the compute dtype.
+      frozen: tier of the weights that the model freezes (`Model.frozen`), which a step reads and
+        never writes. None: that of the parameters. Off the device it needs a LayeredModel and stage
+        3.
+      frozen_dtype: dtype in which frozen floating weights rest, decoded where they are used. None:
+        the compute dtype. "int8": 1.02 bytes an element, in blocks of 256; "nf4": 0.52, in blocks
+        of 64. Vectors and leaves that no block divides stay in the compute dtype.
 
     Raises:
       ValueError: an unknown field, or a value or combination that cannot work.
@@ -177,18 +225,31 @@ class ZeroConfig:
     def __new__(cls, *values: Any, **fields: Any) -> "ZeroConfig":
         # A dataclass answers an unknown keyword with a TypeError that names no alternative.
         if values:
-            raise ValueError(f"ZeroConfig takes its fields by name, such as stage={shown(values[0])}")
+            raise ValueError(
+                f"ZeroConfig takes its fields by name, such as stage={shown(values[0])}"
+            )
         field_names = [f.name for f in dataclasses.fields(cls)]
         for name in fields:
             if name not in field_names:
                 near = difflib.get_close_matches(name, field_names, 1)
-                hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(field_names)}"
+                hint = (
+                    f"did you mean {near[0]!r}?"
+                    if near
+                    else f"the fields are {', '.join(field_names)}"
+                )
                 raise ValueError(f"ZeroConfig has no field {name!r}: {hint}")
         return object.__new__(cls)
 
     @staticmethod
     def auto(
-        model: Any, tx: Any, mesh: Any, batch: Any, machine: Any = None, *, axes: Any = None, **fixed: Any
+        model: Any,
+        tx: Any,
+        mesh: Any,
+        batch: Any,
+        machine: Any = None,
+        *,
+        axes: Any = None,
+        **fixed: Any,
     ) -> "ZeroConfig":
         """Return the config of `zerojax.plan`: the fastest that fits a machine.
 
@@ -197,7 +258,8 @@ class ZeroConfig:
           tx: an optax transformation.
           mesh: a device mesh, as for `build_train_step`.
           batch: a tree of arrays or ShapeDtypeStructs, the batch of one step.
-          machine: a `zerojax.Machine`, or the name of one; None: the machine that this process runs on.
+          machine: a `zerojax.Machine`, or the name of one; None: the machine that this process runs
+            on.
           axes: names of the mesh's axes, as for `build_train_step`.
           **fixed: fields of the config that stay as they are.
 
@@ -205,7 +267,8 @@ class ZeroConfig:
           PlanError: no config fits.
           ValueError: an argument cannot be used.
         """
-        # By name, and not before it is needed: the planner stands above this module, and takes time to import.
+        # By name, and not before it is needed: the planner stands above this module, and takes time
+        # to import.
         plan = importlib.import_module("zerojax.planner").plan
         return plan(model, tx, mesh, batch, machine, fixed=fixed, axes=axes).config
 
@@ -220,7 +283,9 @@ class ZeroConfig:
                 object.__setattr__(self, name, value)
             # By type too: True equals 1, and 2.0 equals 2.
             if not any(value is c or (type(value) is type(c) and value == c) for c in choices):
-                raise ValueError(f"{name}={shown(value)} is unknown: choose from {', '.join(map(repr, choices))}")
+                raise ValueError(
+                    f"{name}={shown(value)} is unknown: choose from {', '.join(map(repr, choices))}"
+                )
         self._check_activations()
         self._check_numbers()
         self._check_combinations()
@@ -233,9 +298,13 @@ class ZeroConfig:
             return
         choices = ", ".join(map(repr, _ACTIVATIONS))
         if not isinstance(chosen, tuple) or not all(isinstance(one, Segment) for one in chosen):
-            raise ValueError(f"activations={shown(chosen)} is unknown: choose from {choices}, or a tuple of zerojax.Segment")
+            raise ValueError(
+                f"activations={shown(chosen)} is unknown: choose from {choices}, or a tuple of zerojax.Segment"
+            )
         if not chosen:
-            raise ValueError(f"activations=() has no segment: choose from {choices}, or give segments of all layers")
+            raise ValueError(
+                f"activations=() has no segment: choose from {choices}, or give segments of all layers"
+            )
         for name in ("saved_names", "offloaded_names"):
             if names := getattr(self, name):
                 raise ValueError(
@@ -244,17 +313,28 @@ class ZeroConfig:
                 )
 
     def _check_numbers(self) -> None:
-        for name, least in (("num_microbatches", 1), ("prefetch_distance", 0), ("min_shard_bytes", 0)):
+        for name, least in (
+            ("num_microbatches", 1),
+            ("prefetch_distance", 0),
+            ("min_shard_bytes", 0),
+        ):
             object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
-        for name, least, otherwise in (("link_groups", 2, ", or None for the default"), ("device_budget_bytes", 1, _NO_LIMIT)):
+        for name, least, otherwise in (
+            ("link_groups", 2, ", or None for the default"),
+            ("device_budget_bytes", 1, _NO_LIMIT),
+        ):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, whole_number(name, value, least, otherwise))
         if not isinstance(self.loss_scaling, LossScaling):
-            raise ValueError(f"loss_scaling={shown(self.loss_scaling)}: a zerojax.LossScaling is needed")
+            raise ValueError(
+                f"loss_scaling={shown(self.loss_scaling)}: a zerojax.LossScaling is needed"
+            )
         if self.swap_dir is not None:
             path = as_path(self.swap_dir)
             if path is None:
-                raise ValueError(f"swap_dir={shown(self.swap_dir)}: a folder's path is needed, a str or an os.PathLike of one")
+                raise ValueError(
+                    f"swap_dir={shown(self.swap_dir)}: a folder's path is needed, a str or an os.PathLike of one"
+                )
             object.__setattr__(self, "swap_dir", path)
         for name in _FLAGS:
             flag = as_flag(getattr(self, name))
@@ -292,7 +372,9 @@ class ZeroConfig:
                 "delayed_update=True with precision='fp32' and params='device': the host has no weights of its own to update; "
                 "use params='pinned_host', or precision='bf16'"
             )
-        if self.opt_state_device_fraction and (self.opt_state == "device" or self.update_on == "host"):
+        if self.opt_state_device_fraction and (
+            self.opt_state == "device" or self.update_on == "host"
+        ):
             raise ValueError(
                 f"opt_state_device_fraction={self.opt_state_device_fraction} splits an opt_state that is off the device and "
                 f"updated on it; got opt_state={self.opt_state!r}, update_on={self.update_on!r}"
@@ -303,13 +385,21 @@ class ZeroConfig:
                 "and scatters, which is nothing here; set sequence_parallel=True, or tensor_overlap=False"
             )
         if self.gather_ahead and self.stage != 3:
-            raise ValueError(f"gather_ahead=True needs stage=3, got stage={self.stage}: below it parameters are whole")
+            raise ValueError(
+                f"gather_ahead=True needs stage=3, got stage={self.stage}: below it parameters are whole"
+            )
         if self.params != "device" and self.stage != 3:
-            raise ValueError(f"params={self.params!r} needs stage=3, got stage={self.stage}: below it parameters are whole")
+            raise ValueError(
+                f"params={self.params!r} needs stage=3, got stage={self.stage}: below it parameters are whole"
+            )
         if (tier := frozen_tier(self)) != "device" and self.stage != 3:
-            raise ValueError(f"frozen={tier!r} needs stage=3, got stage={self.stage}: below it parameters are whole")
+            raise ValueError(
+                f"frozen={tier!r} needs stage=3, got stage={self.stage}: below it parameters are whole"
+            )
         if self.update_on == "host" and self.opt_state == "device":
-            raise ValueError("update_on='host' needs opt_state='pinned_host' or 'nvme', got opt_state='device'")
+            raise ValueError(
+                "update_on='host' needs opt_state='pinned_host' or 'nvme', got opt_state='device'"
+            )
         if uses_disk(self) and self.swap_dir is None:
             raise ValueError("the nvme tier needs a folder: set swap_dir")
         if self.reduce_every == "step" and self.reduce_dtype not in (None, "float32"):
@@ -330,15 +420,21 @@ def _check_names(chosen: Segment | ZeroConfig) -> None:
     for name in ("saved_names", "offloaded_names"):
         value = getattr(chosen, name)
         if not isinstance(value, tuple) or not all(isinstance(n, str) for n in value):
-            raise ValueError(f"{name}={shown(value)}: a tuple of names is needed, such as ('mlp_hidden',)")
+            raise ValueError(
+                f"{name}={shown(value)}: a tuple of names is needed, such as ('mlp_hidden',)"
+            )
     if both := sorted(set(chosen.saved_names) & set(chosen.offloaded_names)):
-        raise ValueError(f"saved_names and offloaded_names both hold {both}: a value is kept in one place")
+        raise ValueError(
+            f"saved_names and offloaded_names both hold {both}: a value is kept in one place"
+        )
 
 
 def activations_of(config: ZeroConfig) -> tuple[Activations, ...]:
     """Return what happens to the residuals of each segment, or of all layers."""
     chosen = config.activations
-    return tuple(segment.activations for segment in chosen) if isinstance(chosen, tuple) else (chosen,)
+    return (
+        tuple(segment.activations for segment in chosen) if isinstance(chosen, tuple) else (chosen,)
+    )
 
 
 def frozen_tier(config: ZeroConfig) -> Tier:
@@ -358,58 +454,98 @@ def reduces_once(config: ZeroConfig) -> bool:
 
 
 def grads_in_float32(config: ZeroConfig) -> bool:
-    """Tell whether gradients rest in float32: they are reduced in it, or summed in it over microbatches."""
+    """Tell whether gradients rest in float32: they are reduced in it, or summed in it over
+    microbatches.
+    """
     return config.num_microbatches > 1 or reduces_in_float32(config)
 
 
 def streams(config: ZeroConfig) -> bool:
-    """Tell whether a LayeredModel runs as the streamed step: explicit loops over layers, each fetched and released."""
+    """Tell whether a LayeredModel runs as the streamed step: explicit loops over layers, each
+    fetched and released.
+    """
     off_device = {config.params, config.grads, config.opt_state, frozen_tier(config)} != {"device"}
-    # Autodiff of the whole loss can save or recompute by itself. A choice of values, or a tier, needs the explicit loops.
+    # Autodiff of the whole loss can save or recompute by itself. A choice of values, or a tier,
+    # needs the explicit loops.
     keeps_by_choice = (
         config.activations not in ("everything", "save", "remat")
         or config.saved_names
         or config.offloaded_names
         or config.partition_activations
     )
-    return bool(off_device or keeps_by_choice or config.update == "in_backward" or config.gather_ahead)
+    return bool(
+        off_device or keeps_by_choice or config.update == "in_backward" or config.gather_ahead
+    )
 
 
 def moves_host_memory(config: ZeroConfig) -> bool:
-    """Tell whether a step moves anything between the device and host memory, on its way to a disk included."""
+    """Tell whether a step moves anything between the device and host memory, on its way to a disk
+    included.
+    """
     kept = config.activations if isinstance(config.activations, tuple) else (config,)
-    tiers = {config.params, config.grads, config.opt_state, frozen_tier(config), *activations_of(config)}
+    tiers = {
+        config.params,
+        config.grads,
+        config.opt_state,
+        frozen_tier(config),
+        *activations_of(config),
+    }
     return not tiers.isdisjoint(("pinned_host", "nvme")) or any(one.offloaded_names for one in kept)
 
 
 def uses_disk(config: ZeroConfig) -> bool:
     """Tell whether anything rests on disk."""
-    return "nvme" in (config.params, config.grads, config.opt_state, *activations_of(config), config.frozen)
+    return "nvme" in (
+        config.params,
+        config.grads,
+        config.opt_state,
+        *activations_of(config),
+        config.frozen,
+    )
 
 
 def calls_host(config: ZeroConfig) -> bool:
-    """Return whether a compiled step calls back into Python, to swap with a disk or to update on the host."""
+    """Return whether a compiled step calls back into Python, to swap with a disk or to update on
+    the host.
+    """
     return uses_disk(config) or config.update_on == "host"
 
 
 def updates_by_parts(config: ZeroConfig) -> bool:
-    """Tell whether the optimizer is applied to a layer or a leaf at a time, and so must be elementwise."""
-    return {config.params, config.grads, config.opt_state} != {"device"} or config.update == "in_backward"
+    """Tell whether the optimizer is applied to a layer or a leaf at a time, and so must be
+    elementwise.
+    """
+    return {config.params, config.grads, config.opt_state} != {
+        "device"
+    } or config.update == "in_backward"
 
 
 def require_built(config: ZeroConfig) -> None:
-    """Raise NotImplementedError, by name, for a setting that is valid and that this version does not build."""
+    """Raise NotImplementedError, by name, for a setting that is valid and that this version does
+    not build.
+    """
     if config.delayed_update and uses_disk(config):
-        tiers = [(name, getattr(config, name)) for name in ("params", "grads", "opt_state", "frozen")]
+        tiers = [
+            (name, getattr(config, name)) for name in ("params", "grads", "opt_state", "frozen")
+        ]
         tiers += [("activations", tier) for tier in activations_of(config)]
         name = next(name for name, tier in tiers if tier == "nvme")
         raise NotImplementedError(
             f"delayed_update=True is not built in this version with {name}='nvme': use delayed_update=False, or 'pinned_host'"
         )
     kept = config.activations if isinstance(config.activations, tuple) else (config,)
-    names = [name for one in kept for name in (*one.saved_names, *one.offloaded_names) if number_of(name) is not None]
-    everything = next((one for one in kept if one.activations == "everything" and one.offloaded_names), None)
-    if everything is not None and (numbers := [n for n in everything.offloaded_names if number_of(n) is not None]):
+    names = [
+        name
+        for one in kept
+        for name in (*one.saved_names, *one.offloaded_names)
+        if number_of(name) is not None
+    ]
+    everything = next(
+        (one for one in kept if one.activations == "everything" and one.offloaded_names), None
+    )
+    if everything is not None and (
+        numbers := [n for n in everything.offloaded_names if number_of(n) is not None]
+    ):
         raise NotImplementedError(
             f"activations='everything' is not built in this version with offloaded_names={numbers!r}: the values that it keeps "
             "have no numbers; mark them by jax.ad_checkpoint.checkpoint_name, or use activations='save'"
@@ -430,7 +566,11 @@ def whole_layers(config: ZeroConfig) -> str | None:
     """Return the setting with which a streamed step moves whole layers, tiles included, or None."""
     if config.stage != 3:
         return f"stage={config.stage}"
-    for name, tiled in (("update_on", "device"), ("gather_ahead", False), ("opt_state_device_fraction", 0)):
+    for name, tiled in (
+        ("update_on", "device"),
+        ("gather_ahead", False),
+        ("opt_state_device_fraction", 0),
+    ):
         if (value := getattr(config, name)) != tiled:
             return f"{name}={value!r}"
     return None

@@ -1,15 +1,16 @@
 """A traced function that acts on each element by itself, run on arrays of other shapes.
 
-An elementwise optimizer is traced on one layer's leaves, `[D, F]`. Its equations then hold for each element, wherever that
-is: in a stack of layers `[L, D, F]`, in a tile, in some rows of an embedding, in the shard that the host updates. What the
-optimizer decides from shapes (a mask by number of dims, a label by size) is in the trace, and so it is the same everywhere.
+An elementwise optimizer is traced on one layer's leaves, `[D, F]`. Its equations then hold for each
+element, wherever that is: in a stack of layers `[L, D, F]`, in a tile, in some rows of an
+embedding, in the shard that the host updates. What the optimizer decides from shapes (a mask by
+number of dims, a label by size) is in the trace, and so it is the same everywhere.
 
     u[D, F] = mul g[D, F] 0.1            on a stack   u[L, D, F] = mul g[L, D, F] 0.1
     z[D, F] = broadcast_in_dim 0.0       a number for all elements; it takes the shape of what it meets
 
-There are three kinds of values. One that depends on a leaf has the shape of the leaf as it is given. An array that depends on
-no leaf has equal elements, and is kept as one number. Scalars are scalars. `zerojax.optim.elementwise` proves that there are no
-others.
+There are three kinds of values. One that depends on a leaf has the shape of the leaf as it is
+given. An array that depends on no leaf has equal elements, and is kept as one number. Scalars are
+scalars. `zerojax.optim.elementwise` proves that there are no others.
 """
 
 import dataclasses
@@ -53,11 +54,14 @@ class ElementProgram:
     program: FlatJaxpr
     leaf_of: Mapping[int, int | None]
 
-    def __call__(self, inputs: Mapping[int, Any], wanted: Sequence[Ref], shapes: Sequence[Shape | None]) -> list[Any]:
+    def __call__(
+        self, inputs: Mapping[int, Any], wanted: Sequence[Ref], shapes: Sequence[Shape | None]
+    ) -> list[Any]:
         """Return some results.
 
         Args:
-          inputs: by slot, those that the results need. Leaves may have another shape than the traced one.
+          inputs: by slot, those that the results need. Leaves may have another shape than the
+            traced one.
           wanted: the results.
           shapes: for each result the shape of its leaf as it is given; None: it depends on no leaf.
         """
@@ -91,8 +95,12 @@ class ElementProgram:
         return bind(i.eqn, [_whole(value) for value in values])
 
     def _operands(self, i: Instruction, values: Sequence[Any]) -> list[Any]:
-        """Return the operands of an equation on a leaf: what had the leaf's shape in the trace has its shape now."""
-        shape = next(jnp.shape(v) for v, ref in zip(values, i.ins, strict=True) if self._has_leaf(ref))
+        """Return the operands of an equation on a leaf: what had the leaf's shape in the trace has
+        its shape now.
+        """
+        shape = next(
+            jnp.shape(v) for v, ref in zip(values, i.ins, strict=True) if self._has_leaf(ref)
+        )
         traced = _shape_of(i.eqn.outvars[0])
         operands = []
         for value, ref, var in zip(values, i.ins, i.eqn.invars, strict=True):
@@ -102,13 +110,20 @@ class ElementProgram:
 
 
 def _keeps_even(i: Instruction, values: Sequence[Any]) -> bool:
-    """Return whether an equation on no leaf makes an array of equal elements, one for one from its operands."""
+    """Return whether an equation on no leaf makes an array of equal elements, one for one from its
+    operands.
+    """
     name = i.eqn.primitive.name
     if i.has_jaxpr or name not in POINTWISE | FILLS or not _shape_of(i.eqn.outvars[0]):
         return False
-    if name in POINTWISE and any(_shape_of(v) not in ((), _shape_of(i.eqn.outvars[0])) for v in i.eqn.invars):
+    if name in POINTWISE and any(
+        _shape_of(v) not in ((), _shape_of(i.eqn.outvars[0])) for v in i.eqn.invars
+    ):
         return False  # a bitcast to another number of bytes
-    return all(isinstance(v, _Even) or not jnp.shape(v) or _is_constant(ref) for v, ref in zip(values, i.ins, strict=True))
+    return all(
+        isinstance(v, _Even) or not jnp.shape(v) or _is_constant(ref)
+        for v, ref in zip(values, i.ins, strict=True)
+    )
 
 
 def _is_constant(ref: Ref) -> bool:

@@ -1,7 +1,9 @@
-"""Values as users give them, made into Python's own: numbers of numpy and JAX, flags, and paths with `~`.
+"""Values as users give them, made into Python's own: numbers of numpy and JAX, flags, and paths
+with `~`.
 
-A whole number may be an `int`, a numpy integer, or an array of shape () that holds one. A finite number may also be a float of
-any of these kinds. A bool is no number. The functions return Python's `int`, `float`, `bool` or `str`, which JSON can hold.
+A whole number may be an `int`, a numpy integer, or an array of shape () that holds one. A finite
+number may also be a float of any of these kinds. A bool is no number. The functions return Python's
+`int`, `float`, `bool` or `str`, which JSON can hold.
 """
 
 import math
@@ -22,7 +24,9 @@ def as_integer(value: object) -> int | None:
 
 
 def as_number(value: object) -> float | None:
-    """Return a finite number as a `float`; None for anything else, NaN, infinity and a bool among them."""
+    """Return a finite number as a `float`; None for anything else, NaN, infinity and a bool among
+    them.
+    """
     plain = _plain(value)
     if isinstance(plain, bool) or not isinstance(plain, int | float):
         return None
@@ -34,7 +38,9 @@ def as_number(value: object) -> float | None:
 
 
 def as_int_or_float(value: object) -> int | float | None:
-    """Return a finite number as an `int` if it is of a whole kind, else as a `float`; None for anything else."""
+    """Return a finite number as an `int` if it is of a whole kind, else as a `float`; None for
+    anything else.
+    """
     whole = as_integer(value)
     return as_number(value) if whole is None else whole
 
@@ -46,7 +52,9 @@ def as_flag(value: object) -> bool | None:
 
 
 def as_string(value: object) -> str | None:
-    """Return a string, of Python or of numpy, as a `str`; None for anything else, an enum's member among them."""
+    """Return a string, of Python or of numpy, as a `str`; None for anything else, an enum's member
+    among them.
+    """
     plain = _plain(value)
     return plain if type(plain) is str else None
 
@@ -55,7 +63,8 @@ def in_float32(number: float, least: float = _SMALLEST, most: float = _LARGEST) 
     """Return a number that lies in a range once it is rounded to float32; None: it does not.
 
     Args:
-      number: finite. 3.4028235e38 is float32's largest number as it is commonly written, and above it in float64.
+      number: finite. 3.4028235e38 is float32's largest number as it is commonly written, and above
+        it in float64.
       least: the smallest that is allowed, which float32 holds.
       most: the largest that is allowed, which float32 holds.
     """
@@ -89,7 +98,9 @@ def whole_number(name: str, value: object, least: int, otherwise: str = "") -> i
     """
     number = as_integer(value)
     if number is None or number < least:
-        raise ValueError(f"{name}={shown(value)}: an integer of at least {least} is needed{otherwise}")
+        raise ValueError(
+            f"{name}={shown(value)}: an integer of at least {least} is needed{otherwise}"
+        )
     return number
 
 
@@ -102,12 +113,16 @@ def positive_number(name: str, value: object, otherwise: str = "") -> float:
     number = as_number(value)
     held = None if number is None else in_float32(number)
     if held is None:
-        raise ValueError(f"{name}={shown(value)}: a positive finite number that float32 holds is needed{otherwise}")
+        raise ValueError(
+            f"{name}={shown(value)}: a positive finite number that float32 holds is needed{otherwise}"
+        )
     return held
 
 
 def as_path(value: object) -> str | None:
-    """Return a path as a `str`, `~` and `~user` replaced by the home folder; None for anything that names no file."""
+    """Return a path as a `str`, `~` and `~user` replaced by the home folder; None for anything that
+    names no file.
+    """
     if not isinstance(value, str | os.PathLike):
         return None
     path = os.fspath(value)
@@ -117,10 +132,14 @@ def as_path(value: object) -> str | None:
 
 
 def _plain(value: Any) -> object:
-    """Return a numpy scalar, or an array of shape (), as Python's own value, and anything else as it is."""
+    """Return a numpy scalar, or an array of shape (), as Python's own value, and anything else as
+    it is.
+    """
     if isinstance(value, np.ma.MaskedArray) and np.ma.getmaskarray(value).any():
         return value  # it holds no number, and its `item` would be 0
-    is_scalar = isinstance(value, np.generic) or (hasattr(value, "dtype") and getattr(value, "shape", None) == ())
+    is_scalar = isinstance(value, np.generic) or (
+        hasattr(value, "dtype") and getattr(value, "shape", None) == ()
+    )
     if not is_scalar or not hasattr(value, "item"):
         return value
     try:

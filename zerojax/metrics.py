@@ -1,4 +1,6 @@
-"""What a step reports: float32 scalars, replicated, by name; and beside them what the model's loss reports."""
+"""What a step reports: float32 scalars, replicated, by name; and beside them what the model's loss
+reports.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,14 +12,20 @@ from zerojax.precision import LossScale
 
 
 def step_metrics(
-    loss: jax.Array, grad_norm: jax.Array, finite: jax.Array, skipped: jax.Array, loss_scale: LossScale | None
+    loss: jax.Array,
+    grad_norm: jax.Array,
+    finite: jax.Array,
+    skipped: jax.Array,
+    loss_scale: LossScale | None,
 ) -> dict[str, jax.Array]:
     """Return the metrics of one step.
 
     Returns:
-      "loss": mean over the batch. "grad_norm": before clipping, of the gradients that the optimizer uses; not finite where
+      "loss": mean over the batch. "grad_norm": before clipping, of the gradients that the optimizer
+        uses; not finite where
       one of these is not. "grads_finite": 1 if that norm is finite in float32, else 0.
-      "skipped_steps": updates skipped so far, this one included. "loss_scale": the scale this step used (fp16 only).
+      "skipped_steps": updates skipped so far, this one included. "loss_scale": the scale this step
+        used (fp16 only).
     """
     metrics = {
         "loss": loss.astype(jnp.float32),
@@ -49,5 +57,7 @@ def with_own(metrics: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def evaluation(loss: jax.Array, own: Mapping[str, Any]) -> Any:
-    """Return what an evaluation returns: the loss, f32[], or a dict of it and the model's own metrics if there are any."""
+    """Return what an evaluation returns: the loss, f32[], or a dict of it and the model's own
+    metrics if there are any.
+    """
     return with_own({"loss": loss}, own) if own else loss

@@ -7,10 +7,10 @@
 
 Moments may also rest in bfloat16, whatever the precision: see `zerojax.optim.moments`.
 
-Mixed precision as in Micikevicius et al. (arXiv:1710.03740) and section 3.1 of ZeRO. With a loss scale S the derivative of
-S * loss is taken in float16, and divided by S in float32. A non-finite gradient means that S was too large: the update is
-skipped, and S backs off at the `hysteresis`-th overflow since it last changed; after `growth_interval` good steps in a row S
-grows.
+Mixed precision as in Micikevicius et al. (arXiv:1710.03740) and section 3.1 of ZeRO. With a loss
+scale S the derivative of S * loss is taken in float16, and divided by S in float32. A non-finite
+gradient means that S was too large: the update is skipped, and S backs off at the `hysteresis`-th
+overflow since it last changed; after `growth_interval` good steps in a row S grows.
 """
 
 import dataclasses
@@ -62,7 +62,8 @@ class LossScaling:
       most: the scale never grows above it.
 
     Raises:
-      ValueError: a field is no finite number, float32 or int32 cannot hold it, or not least <= initial <= most.
+      ValueError: a field is no finite number, float32 or int32 cannot hold it, or not least <=
+        initial <= most.
     """
 
     initial: float = 2.0**16
@@ -80,7 +81,8 @@ class LossScaling:
             raise ValueError(
                 f"loss scaling needs least <= initial <= most, got least={self.least}, initial={self.initial}, most={self.most}"
             )
-        # The float32 beside 1: a factor nearer to 1 would be 1 in float32, and the scale would stand still.
+        # The float32 beside 1: a factor nearer to 1 would be 1 in float32, and the scale would
+        # stand still.
         self._take("growth_factor", 1 + _EPSILON, _LARGEST)
         self._take("backoff_factor", _SMALLEST, 1 - _EPSILON / 2)
         for name in ("growth_interval", "hysteresis"):

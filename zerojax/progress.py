@@ -8,11 +8,12 @@
     with shown_by(show):                                        # where it is to be seen: `zerojax.reporting` draws bars
         state = ckpt.restore(program)
 
-A program reports `init` and its first step (`compile`), a checkpointer what it verifies and restores, imports their records,
-exports their tensors, and `zerojax.data.tokenize` the records of a file.
+A program reports `init` and its first step (`compile`), a checkpointer what it verifies and
+restores, imports their records, exports their tensors, and `zerojax.data.tokenize` the records of a
+file.
 
-Who shows it is a variable of the context, so work knows nothing of bars, and the threads that write checkpoints beside the
-steps show none.
+Who shows it is a variable of the context, so work knows nothing of bars, and the threads that write
+checkpoints beside the steps show none.
 """
 
 import contextlib
@@ -25,7 +26,9 @@ Advance = Callable[[int], None]
 
 
 class Show(Protocol):
-    """Shows a piece of work for as long as its context lasts; the context's value is called with each progress made."""
+    """Shows a piece of work for as long as its context lasts; the context's value is called with
+    each progress made.
+    """
 
     def __call__(self, what: str, total: int | None) -> AbstractContextManager[Advance]: ...
 

@@ -1,4 +1,6 @@
-"""Words that configs and commands share, apart from what they stand for, which takes seconds to import."""
+"""Words that configs and commands share, apart from what they stand for, which takes seconds to
+import.
+"""
 
 MODES = ("everything", "save", "selective", "remat")
 """What a layer keeps from forward to backward on the device (`zerojax.activations`)."""

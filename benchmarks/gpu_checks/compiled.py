@@ -14,7 +14,9 @@ from gpu_checks.rows import Row, attempt
 
 
 def compile_rows(check: str, jobs: Sequence[Job], context: Context) -> Iterator[Row]:
-    """Compile what a check would run, jobs or forms, for a chip; look for host slices that are not provably right."""
+    """Compile what a check would run, jobs or forms, for a chip; look for host slices that are not
+    provably right.
+    """
     import jax
 
     from zerojax import aot, hlo
@@ -23,9 +25,18 @@ def compile_rows(check: str, jobs: Sequence[Job], context: Context) -> Iterator[
 
     def judged(name: str, compiled: Any, seconds: float) -> Row:
         text = compiled.as_text()
-        slices, unsafe = hlo.host_slices(text, unknown_trips=1), hlo.unsafe_host_slices(text, unknown_trips=1)
+        slices, unsafe = (
+            hlo.host_slices(text, unknown_trips=1),
+            hlo.unsafe_host_slices(text, unknown_trips=1),
+        )
         figure = f"{len(slices)} host slices, {len(unsafe)} not provably right; {seconds:.1f} s"
-        return Row(name, figure, "0", not unsafe, {"slices": len(slices), "unsafe": len(unsafe), "seconds": seconds})
+        return Row(
+            name,
+            figure,
+            "0",
+            not unsafe,
+            {"slices": len(slices), "unsafe": len(unsafe), "seconds": seconds},
+        )
 
     def compile_job(job: Job) -> Iterator[Row]:
         start, program = time.perf_counter(), job.build(mesh)
@@ -36,11 +47,20 @@ def compile_rows(check: str, jobs: Sequence[Job], context: Context) -> Iterator[
         stats, tiers = compiled.memory_analysis(), program.memory(batch).tiers
         taken = stats.argument_size_in_bytes + stats.temp_size_in_bytes
         pinned = sum(tiers["pinned_host"].values())
-        yield capacity_row(job.name, context, device=taken, pinned=job.state_bytes if pinned else 0, beside=0)
+        yield capacity_row(
+            job.name, context, device=taken, pinned=job.state_bytes if pinned else 0, beside=0
+        )
         if check == "memory":
             ratio = taken / sum(tiers["device"].values())
             figure = f"{ratio:.3f} ({taken / 2**30:.3g} GiB)"
-            yield memory_row(f"{job.name}: compiled over program.memory", figure, ratio, ACCOUNT_RATIO, sizes, {"bytes": taken})
+            yield memory_row(
+                f"{job.name}: compiled over program.memory",
+                figure,
+                ratio,
+                ACCOUNT_RATIO,
+                sizes,
+                {"bytes": taken},
+            )
 
     for job in jobs:
         yield from attempt(job.name, lambda job=job: compile_job(job))

@@ -42,8 +42,9 @@ class Tolerance:
     gradients: float = 1e-4
 
 
-# (platform, precision) -> tolerance. A GPU picks other kernels, and so other orders of summation, for each program; in bf16
-# any compiler rounds where one program has a fusion and the other has not.
+# (platform, precision) -> tolerance. A GPU picks other kernels, and so other orders of summation,
+# for each program; in bf16 any compiler rounds where one program has a fusion and the other has
+# not.
 TOLERANCES = MappingProxyType(
     {
         ("cpu", "fp32"): Tolerance(ulp=4, params=1e-6, gradients=1e-6),
@@ -61,17 +62,24 @@ def reference_of(fields: Fields) -> tuple[str, dict[str, Any]]:
     return ", ".join([RESIDENT_STEP, *(f"{name}={value}" for name, value in same.items())]), same
 
 
-def jobs(check: str, mixes: Mapping[str, Fields], p: Problem, sizes: Sizes, gradients: bool = False) -> list[Job]:
+def jobs(
+    check: str, mixes: Mapping[str, Fields], p: Problem, sizes: Sizes, gradients: bool = False
+) -> list[Job]:
     """Return a check's jobs, those that the mixes are compared with first."""
     found = chosen(check, mixes, sizes)
     base: dict[str, Any] = dict(RESIDENT) if gradients else {}
     references = {name: base | same for name, same in map(reference_of, found.values())}
-    return [Job(name=name, problem=p, fields=f, gradients=gradients) for name, f in (references | found).items()]
+    return [
+        Job(name=name, problem=p, fields=f, gradients=gradients)
+        for name, f in (references | found).items()
+    ]
 
 
 def equal_jobs(precision: str, sizes: Sizes) -> list[Job]:
     """Return the jobs of "fp32" or "bf16"."""
-    return jobs(precision, EQUAL_MIXES, dataclasses.replace(sizes.equal, precision=precision), sizes)
+    return jobs(
+        precision, EQUAL_MIXES, dataclasses.replace(sizes.equal, precision=precision), sizes
+    )
 
 
 def activation_jobs(sizes: Sizes) -> list[Job]:
@@ -83,7 +91,9 @@ def activation_jobs(sizes: Sizes) -> list[Job]:
 def tile_jobs(sizes: Sizes) -> list[Job]:
     """Return the jobs of "tiles"."""
     p = dataclasses.replace(sizes.equal, precision="fp32")
-    return [dataclasses.replace(job, mlp_tiles=NUM_TILES) for job in jobs("tiles", TILE_MIXES, p, sizes)]
+    return [
+        dataclasses.replace(job, mlp_tiles=NUM_TILES) for job in jobs("tiles", TILE_MIXES, p, sizes)
+    ]
 
 
 def largest_ulp(found: np.ndarray, right: np.ndarray) -> float:
@@ -94,7 +104,10 @@ def largest_ulp(found: np.ndarray, right: np.ndarray) -> float:
 def largest_part(found: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> float:
     """Return the largest difference of leaves, over each leaf's largest magnitude."""
     tiny = np.finfo(np.float32).tiny
-    return max(float(np.abs(f - r).max() / max(np.abs(r).max(), tiny)) for f, r in zip(found, right, strict=True))
+    return max(
+        float(np.abs(f - r).max() / max(np.abs(r).max(), tiny))
+        for f, r in zip(found, right, strict=True)
+    )
 
 
 def compare(job: Job, found: Trained, right: Trained, tolerance: Tolerance) -> Row:
@@ -104,7 +117,11 @@ def compare(job: Job, found: Trained, right: Trained, tolerance: Tolerance) -> R
         after = [a - b for a, b in zip(after, before, strict=True)]
         right_after = [a - b for a, b in zip(right_after, right_before, strict=True)]
     ulp, part = largest_ulp(losses, right_losses), largest_part(after, right_after)
-    limit = tolerance.gradients if job.gradients else max(tolerance.params, HOST_PARAMS if job.on_host else 0)
+    limit = (
+        tolerance.gradients
+        if job.gradients
+        else max(tolerance.params, HOST_PARAMS if job.on_host else 0)
+    )
     return Row(
         job.name,
         f"loss {ulp:.1f} ulp, {'gradients' if job.gradients else 'params'} {part:.1e}",
@@ -115,10 +132,14 @@ def compare(job: Job, found: Trained, right: Trained, tolerance: Tolerance) -> R
 
 
 def nvme_jobs(sizes: Sizes, folder: str | None = None) -> list[Job]:
-    """Return the jobs of "nvme", each with a swap folder of its own in `folder`; without one they can only be compiled."""
+    """Return the jobs of "nvme", each with a swap folder of its own in `folder`; without one they
+    can only be compiled.
+    """
     return [
         on_disk(job, folder) if "nvme" in job.fields.values() else job
-        for job in jobs("nvme", NVME_MIXES, dataclasses.replace(sizes.equal, precision="fp32"), sizes)
+        for job in jobs(
+            "nvme", NVME_MIXES, dataclasses.replace(sizes.equal, precision="fp32"), sizes
+        )
     ]
 
 
@@ -129,16 +150,27 @@ def on_disk(job: Job, folder: str | None) -> Job:
 
 
 def compare_jobs(all_jobs: Sequence[Job]) -> Iterator[Row]:
-    """Train every job, several at a time, and compare each mix with the resident step as soon as both are trained."""
+    """Train every job, several at a time, and compare each mix with the resident step as soon as
+    both are trained.
+    """
     mesh, platform = one_device(), platform_name()
-    with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # they compile for longer than they run
+    with concurrent.futures.ThreadPoolExecutor(
+        min(8, os.cpu_count() or 1)
+    ) as pool:  # they compile for longer than they run
         trained = {job.name: pool.submit(job.train, mesh) for job in all_jobs}
-        mixes = {trained[job.name]: job for job in all_jobs if not job.name.startswith(RESIDENT_STEP)}
+        mixes = {
+            trained[job.name]: job for job in all_jobs if not job.name.startswith(RESIDENT_STEP)
+        }
         for future in concurrent.futures.as_completed(mixes):
             job = mixes[future]
 
             def rows(job: Job = job) -> Iterator[Row]:
                 right = trained[reference_of(job.fields)[0]]
-                yield compare(job, trained[job.name].result(), right.result(), TOLERANCES[platform, job.problem.precision])
+                yield compare(
+                    job,
+                    trained[job.name].result(),
+                    right.result(),
+                    TOLERANCES[platform, job.problem.precision],
+                )
 
             yield from attempt(job.name, rows)

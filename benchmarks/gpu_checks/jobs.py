@@ -11,7 +11,10 @@ from problem import Problem, batches
 from gpu_checks.mixes import Fields
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]  # what is measured is what lies here, installed or not
+sys.path[:0] = [
+    str(ROOT),
+    str(ROOT / "examples"),
+]  # what is measured is what lies here, installed or not
 
 EPSILON = 1e-3  # of Adam: an element whose gradient is rounding alone must not be moved by it
 NOISE = 0.02  # added to what the GPT is born with, biases above all
@@ -45,7 +48,9 @@ class Job:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of host memory that the program keeps, at most: states and gradients, two float32 copies, activations."""
+        """Bytes of host memory that the program keeps, at most: states and gradients, two float32
+        copies, activations.
+        """
         p = self.problem
         params = p.layers * 12 * p.hidden**2 + (2 * p.vocab + p.seq) * p.hidden
         return 24 * params + 8 * p.layers * p.batch * p.seq * p.hidden
@@ -76,10 +81,15 @@ class Job:
 
     def data(self) -> list[dict[str, np.ndarray]]:
         """Return the batch of each step."""
-        return [{"tokens": t.astype(np.int32), "targets": u.astype(np.int32)} for t, u in batches(self.problem)]
+        return [
+            {"tokens": t.astype(np.int32), "targets": u.astype(np.int32)}
+            for t, u in batches(self.problem)
+        ]
 
     def train(self, mesh: Any) -> Trained:
-        """Train from key 0; returns losses f32[steps], and the float32 parameters' leaves before and after."""
+        """Train from key 0; returns losses f32[steps], and the float32 parameters' leaves before
+        and after.
+        """
         import jax
 
         # TF32 would differ from program to program.
@@ -93,18 +103,27 @@ class Job:
 
 
 def without_zeros(model: Any) -> Any:
-    """Return a LayeredModel none of whose leaves is born near zero: differences are told over a leaf's largest magnitude."""
+    """Return a LayeredModel none of whose leaves is born near zero: differences are told over a
+    leaf's largest magnitude.
+    """
     import jax
 
     def shaken(init: Any) -> Any:
         def made(key: Any) -> Any:
             leaves, tree = jax.tree.flatten(init(key))
             keys = jax.random.split(jax.random.fold_in(key, 1), len(leaves))
-            return tree.unflatten([a + NOISE * jax.random.normal(k, a.shape) for a, k in zip(leaves, keys, strict=True)])
+            return tree.unflatten(
+                [
+                    a + NOISE * jax.random.normal(k, a.shape)
+                    for a, k in zip(leaves, keys, strict=True)
+                ]
+            )
 
         return made
 
-    inits = {name: shaken(getattr(model, name)) for name in ("init_embed", "init_block", "init_head")}
+    inits = {
+        name: shaken(getattr(model, name)) for name in ("init_embed", "init_block", "init_head")
+    }
     return dataclasses.replace(model, **inits)
 
 
@@ -115,7 +134,9 @@ def with_a_name(model: Any) -> Any:
     from jax.ad_checkpoint import checkpoint_name
 
     def block(params: Any, x: Any, key: Any) -> Any:
-        return model.block(params, jax.tree.map(lambda a: checkpoint_name(jnp.tanh(a), "squashed"), x), key)
+        return model.block(
+            params, jax.tree.map(lambda a: checkpoint_name(jnp.tanh(a), "squashed"), x), key
+        )
 
     return dataclasses.replace(model, block=block)
 
@@ -126,7 +147,9 @@ def leaves_of(program: Any, state: Any) -> list[np.ndarray]:
 
     pieces = {name: jax.device_get(tree) for name, tree in program.iter_params(state)}
     layers = [pieces.pop(f"blocks/{i}") for i in range(program.model.num_layers)]
-    return jax.tree.leaves({**pieces, "blocks": jax.tree.map(lambda *leaves: np.stack(leaves), *layers)})
+    return jax.tree.leaves(
+        {**pieces, "blocks": jax.tree.map(lambda *leaves: np.stack(leaves), *layers)}
+    )
 
 
 def one_device() -> Any:

@@ -46,7 +46,9 @@ class PartRun:
     @property
     def versions(self) -> str:
         """Names and versions in words."""
-        return ", ".join(f"{name} {version}" for name, version in self.facts.get("versions", {}).items())
+        return ", ".join(
+            f"{name} {version}" for name, version in self.facts.get("versions", {}).items()
+        )
 
 
 def read_runs(folder: pathlib.Path) -> list[PartRun]:
@@ -57,7 +59,9 @@ def read_runs(folder: pathlib.Path) -> list[PartRun]:
     """
     found = [run for path in sorted(folder.rglob("*.jsonl")) for run in _read(path)]
     if not found:
-        raise ValueError(f"{folder} holds no results: it is to be what --out named, or a folder of such")
+        raise ValueError(
+            f"{folder} holds no results: it is to be what --out named, or a folder of such"
+        )
     return sorted(found, key=lambda run: run.head["time"])
 
 
@@ -84,10 +88,17 @@ def _read(path: pathlib.Path) -> list[PartRun]:
 
 
 def latest(runs: Iterable[PartRun]) -> list[PartRun]:
-    """Return the runs with, of each check, what the last run of one mode and one version of jax says."""
+    """Return the runs with, of each check, what the last run of one mode and one version of jax
+    says.
+    """
     kept: dict[tuple[str, ...], PartRun] = {}
     for run in runs:
-        mode = (run.head["part"], run.head["mode"], run.facts.get("versions", {}).get("jax", ""), run.facts.get("hardware", ""))
+        mode = (
+            run.head["part"],
+            run.head["mode"],
+            run.facts.get("versions", {}).get("jax", ""),
+            run.facts.get("hardware", ""),
+        )
         for name in run.head["checks"]:
             kept[*mode, name] = run
     # A run that began no check knows no machine. Another one that came later stands for it.
@@ -126,25 +137,44 @@ def holds(runs: Iterable[PartRun]) -> bool:
     """Tell whether every check was run and every bound holds."""
     runs = list(runs)
     return not any(missing(run) for run in runs) and all(
-        row.ok is not False for run in runs for name in run.head["checks"] for row in run.checks[name].rows
+        row.ok is not False
+        for run in runs
+        for name in run.head["checks"]
+        for row in run.checks[name].rows
     )
 
 
 def table(runs: Iterable[PartRun], order: list[str]) -> str:
     """Return the table in Markdown; `order` is that of the parts."""
     runs = sorted(
-        runs, key=lambda run: (order.index(run.head["part"]) if run.head["part"] in order else len(order), run.head["time"])
+        runs,
+        key=lambda run: (
+            order.index(run.head["part"]) if run.head["part"] in order else len(order),
+            run.head["time"],
+        ),
     )
-    machines = list(dict.fromkeys((run.facts.get("hardware", "no check began"), run.versions) for run in runs))
+    machines = list(
+        dict.fromkeys((run.facts.get("hardware", "no check began"), run.versions) for run in runs)
+    )
     lines = [f"# What the device does, {max(run.head['time'] for run in runs)[:7]}", ""]
     for number, (hardware, versions) in enumerate(machines):
         lines.append(f"{_letter(number)}: {hardware}. Versions: {versions or 'unknown'}.")
-    lines += ["", "| part | machine | command | seconds (limit) | seconds by check | what it is |", "|---|---|---|---|---|---|"]
+    lines += [
+        "",
+        "| part | machine | command | seconds (limit) | seconds by check | what it is |",
+        "|---|---|---|---|---|---|",
+    ]
     judged: list[bool] = []
     for run in runs:
-        machine = _letter(machines.index((run.facts.get("hardware", "no check began"), run.versions)))
+        machine = _letter(
+            machines.index((run.facts.get("hardware", "no check began"), run.versions))
+        )
         seconds = CUT_OFF if run.seconds is None else f"{run.seconds:.0f}"
-        each = ", ".join(f"{name} {run.checks[name].seconds:.0f}" for name in run.head["checks"] if name in run.checks)
+        each = ", ".join(
+            f"{name} {run.checks[name].seconds:.0f}"
+            for name in run.head["checks"]
+            if name in run.checks
+        )
         what = _MODES[run.head["mode"]]
         cells: tuple[str, ...] = (
             run.head["part"],
@@ -157,16 +187,25 @@ def table(runs: Iterable[PartRun], order: list[str]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     several = len({(run.head["mode"], run.versions) for run in runs}) > 1
     for run in runs:
-        machine = _letter(machines.index((run.facts.get("hardware", "no check began"), run.versions)))
+        machine = _letter(
+            machines.index((run.facts.get("hardware", "no check began"), run.versions))
+        )
         title = f"## {run.head['part']}" + (f", {run.head['mode']} on {machine}" if several else "")
         lines += ["", title, "", "| check | what | figure | bound | ok |", "|---|---|---|---|---|"]
-        rows = [(name, row) for name in run.head["checks"] for row in getattr(run.checks.get(name), "rows", [])]
+        rows = [
+            (name, row)
+            for name in run.head["checks"]
+            for row in getattr(run.checks.get(name), "rows", [])
+        ]
         lines += [line(name, row) for name, row in rows]
         judged += [row.ok for _, row in rows if row.ok is not None]
     absent = [(run.head["part"], name, why) for run in runs for name, why in missing(run)]
     if absent:
         lines += ["", "## Not run", "", *(f"- {part}, {name}: {why}" for part, name, why in absent)]
-    lines += ["", f"{sum(judged)} of {len(judged)} bounds hold; {len(absent)} checks have no result."]
+    lines += [
+        "",
+        f"{sum(judged)} of {len(judged)} bounds hold; {len(absent)} checks have no result.",
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -181,10 +220,14 @@ def fits(runs: Iterable[PartRun], order: list[str]) -> str:
       ValueError: no run compiled one.
     """
     lines, seen = [], set[tuple[str, ...]]()
-    for run in sorted(runs, key=lambda run: (run.versions, run.head["command"], order.index(run.head["part"]))):
+    for run in sorted(
+        runs, key=lambda run: (run.versions, run.head["command"], order.index(run.head["part"]))
+    ):
         for check in run.head["checks"]:
             rows = getattr(run.checks.get(check), "rows", [])
-            cut = next((row.figure.partition(":")[0] for row in rows if row.name == "layers"), "all")
+            cut = next(
+                (row.figure.partition(":")[0] for row in rows if row.name == "layers"), "all"
+            )
             for row in rows:
                 if not row.name.endswith(FITS):
                     continue
@@ -205,7 +248,9 @@ def fits(runs: Iterable[PartRun], order: list[str]) -> str:
                     lines.append(f"| {' | '.join(cells)} |")
                 seen.add(cells)
     if not lines:
-        raise ValueError("these results tell of no compiled program: they are to be those of --compile-only")
+        raise ValueError(
+            "these results tell of no compiled program: they are to be those of --compile-only"
+        )
     head = [
         "# What the programs of gpu_check take, compiled",
         "",

@@ -45,9 +45,22 @@ def check_kernels(kind: str, sizes: Sizes) -> Iterator[Row]:
                     yield skipped(title, one)
                     continue
                 words = kernels.words(case, name, found, peak)
-                told = dict(zip(("time", "rate", "of the peak", "over XLA's", "extra", "error over bound"), words, strict=True))
-                figure = ", ".join(word if key in ("time", "rate") else f"{key} {word}" for key, word in told.items())
-                values = {"error": one.error, "seconds": min(one.seconds), "extra_bytes": one.extra_bytes}
+                told = dict(
+                    zip(
+                        ("time", "rate", "of the peak", "over XLA's", "extra", "error over bound"),
+                        words,
+                        strict=True,
+                    )
+                )
+                figure = ", ".join(
+                    word if key in ("time", "rate") else f"{key} {word}"
+                    for key, word in told.items()
+                )
+                values = {
+                    "error": one.error,
+                    "seconds": min(one.seconds),
+                    "extra_bytes": one.extra_bytes,
+                }
                 yield Row(title, figure, "error over bound at most 1", one.error <= 1, values)
 
         yield from attempt(case.name, rows)
@@ -60,9 +73,11 @@ SWEEP_SECONDS = 330.0
 
 
 def check_sweep(context: Context) -> Iterator[Row]:
-    """Look for the fastest sizes of matmul's kernel, beside XLA's form (cuBLAS) and JAX's own kernel, product by product.
+    """Look for the fastest sizes of matmul's kernel, beside XLA's form (cuBLAS) and JAX's own
+    kernel, product by product.
 
-    Each winner is written to a table in the form of `pallas_kernels/matmul/measured.json`, as soon as it is found.
+    Each winner is written to a table in the form of `pallas_kernels/matmul/measured.json`, as soon
+    as it is found.
     """
     import kernels
 
@@ -70,10 +85,16 @@ def check_sweep(context: Context) -> Iterator[Row]:
     path = context.keep / f"{context.part}.{SWEPT}"
     if not small:
         path.parent.mkdir(parents=True, exist_ok=True)
-    for outcome in kernels.sweep_outcomes(small, context.sizes.rounds, None if small else path, SWEEP_SECONDS):
+    for outcome in kernels.sweep_outcomes(
+        small, context.sizes.rounds, None if small else path, SWEEP_SECONDS
+    ):
         name = outcome.product.name
         if outcome.row is None:
-            yield skipped(name, outcome.note) if outcome.is_right else Row(name, outcome.note, "within its bound", ok=False)
+            yield (
+                skipped(name, outcome.note)
+                if outcome.is_right
+                else Row(name, outcome.note, "within its bound", ok=False)
+            )
             continue
         took, rate, over_xla, over_jax, takes, sizes = outcome.words()
         row = outcome.row
@@ -81,11 +102,17 @@ def check_sweep(context: Context) -> Iterator[Row]:
             name,
             f"{took}, {rate}; {over_xla} of XLA's time, {over_jax or 'not comparable with'} that of JAX's kernel; None takes "
             f"{takes}; {sizes}",
-            values={"seconds": row.seconds, "xla_seconds": row.xla_seconds, "jax_seconds": row.jax_seconds or float("nan")},
+            values={
+                "seconds": row.seconds,
+                "xla_seconds": row.xla_seconds,
+                "jax_seconds": row.jax_seconds or float("nan"),
+            },
         )
 
 
-def compile_kernels(kind: str, mesh: Any, sizes: Sizes, judged: Callable[[str, Any, float], Row]) -> Iterator[Row]:
+def compile_kernels(
+    kind: str, mesh: Any, sizes: Sizes, judged: Callable[[str, Any, float], Row]
+) -> Iterator[Row]:
     """Compile the kernel of every case of a kind, or XLA's form of an op that has none."""
     import jax
 
@@ -96,7 +123,10 @@ def compile_kernels(kind: str, mesh: Any, sizes: Sizes, judged: Callable[[str, A
         def rows(case: Any = case) -> Iterator[Row]:
             start = time.perf_counter()
             with jax.set_mesh(mesh):
-                arrays = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=named(mesh, ())) for a in case.arrays]
+                arrays = [
+                    jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=named(mesh, ()))
+                    for a in case.arrays
+                ]
                 [step] = case.programs.get("mosaic") or case.programs["xla"]
                 total = arrays[-1] if case.accumulates else None
                 compiled = jax.jit(step, donate_argnums=1).lower(tuple(arrays), total).compile()

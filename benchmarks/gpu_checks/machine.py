@@ -1,6 +1,7 @@
 """What there is to run on: a GPU and its memory, host memory as several files tell it, disks.
 
-It is looked up once, by a process that ends: whoever starts JAX on a GPU takes memory of it, which workers then lack.
+It is looked up once, by a process that ends: whoever starts JAX on a GPU takes memory of it, which
+  workers then lack.
 """
 
 import dataclasses
@@ -27,15 +28,23 @@ from gpu_checks.rows import Row
 
 GIB = 1 << 30
 SHARE = 0.92
-"""The share of a device's memory that workers of large steps take (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
+"""The share of a device's memory that workers of large steps take (XLA_PYTHON_CLIENT_MEM_FRACTION).
+"""
 SPARE = 12 * GIB
-"""Bytes of host memory that are left free beside what is pinned: for the system, the process itself and its page tables."""
+"""Bytes of host memory that are left free beside what is pinned: for the system, the process itself
+and its page tables.
+"""
 OVER_NEED = 1.05
-"""How far XLA's pool of pinned memory may grow over what a program keeps there: it rounds and fragments."""
+"""How far XLA's pool of pinned memory may grow over what a program keeps there: it rounds and
+fragments.
+"""
 LEAST_POOL = 4
 """GiB of the pool of a process whose programs keep nothing, or little, in host memory."""
 _MEMINFO = pathlib.Path("/proc/meminfo")
-_GROUPS = (pathlib.Path("/sys/fs/cgroup/memory.max"), pathlib.Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+_GROUPS = (
+    pathlib.Path("/sys/fs/cgroup/memory.max"),
+    pathlib.Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 """The limit of the control group that a container sees as its root, in versions 2 and 1."""
 _UNLIMITED = 1 << 60
 """Bytes from which on a limit is none: version 1 prints a number near 2**63."""
@@ -61,7 +70,8 @@ class Machine:
       platform: "gpu" or "cpu".
       device_kind: as JAX names it.
       device_bytes: that a program can get; None where the device does not say.
-      host_bytes: that all processes together can get: as --host-memory says, else the control group's limit or MemTotal.
+      host_bytes: that all processes together can get: as --host-memory says, else the control
+        group's limit or MemTotal.
       pool_gib: the limit of XLA's pool that the user set, or None.
     """
 
@@ -77,10 +87,12 @@ class Machine:
         return f"{self.device_kind}, jax {importlib.metadata.version('jax')}"
 
     def pool(self, needed: float) -> int:
-        """Return the limit in GiB of the pool of a process that keeps so many bytes in pinned memory.
+        """Return the limit in GiB of the pool of a process that keeps so many bytes in pinned
+        memory.
 
-        The pool grows by pieces that double, and its last piece takes all that the limit leaves. So the limit is what will be
-        pinned, and it is not above what is needed; nor above what the user set, or what the host has.
+        The pool grows by pieces that double, and its last piece takes all that the limit leaves. So
+        the limit is what will be pinned, and it is not above what is needed; nor above what the
+        user set, or what the host has.
         """
         limits = [max(LEAST_POOL, math.ceil(needed * OVER_NEED / GIB))]
         limits += [] if self.pool_gib is None else [self.pool_gib]
@@ -97,7 +109,9 @@ def look(host_memory: int | None) -> Machine:
     Raises:
       RuntimeError: JAX does not start.
     """
-    done = subprocess.run([sys.executable, "-c", _LOOK], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _LOOK], capture_output=True, text=True, check=False
+    )
     said = next((line for line in done.stdout.splitlines() if line.startswith("LOOK ")), None)
     if said is None:
         raise RuntimeError(f"JAX does not start: {done.stderr.strip()[-400:]}")
@@ -119,7 +133,11 @@ def described(chip: str, host_memory: int | None) -> Machine:
     of = CHIPS[chip]
     room = int(SHARE * of.allocatable_bytes)
     return Machine(
-        platform="gpu", device_kind=of.device_kinds[0], device_bytes=room, host_bytes=host_memory or 128 * GIB, pool_gib=None
+        platform="gpu",
+        device_kind=of.device_kinds[0],
+        device_bytes=room,
+        host_bytes=host_memory or 128 * GIB,
+        pool_gib=None,
     )
 
 
@@ -147,10 +165,14 @@ def group_limit() -> int | None:
 def host_limit() -> int | None:
     """Return the bytes of host memory that there are, or None.
 
-    A virtual machine may add memory as it is taken: its MemTotal then is below what its control group is promised. The larger
-    one of both is not believed: a limit above what a machine has says nothing of it. `--host-memory` says what there will be.
+    A virtual machine may add memory as it is taken: its MemTotal then is below what its control
+      group is promised. The larger
+    one of both is not believed: a limit above what a machine has says nothing of it.
+      `--host-memory` says what there will be.
     """
-    return min((size for size in (meminfo("MemTotal"), group_limit()) if size is not None), default=None)
+    return min(
+        (size for size in (meminfo("MemTotal"), group_limit()) if size is not None), default=None
+    )
 
 
 def told(size: int | None) -> str:
@@ -158,10 +180,13 @@ def told(size: int | None) -> str:
     return "not told" if size is None else f"{size / GIB:.4g} GiB"
 
 
-def grow(size: int, threads: int | None = None, seconds: float = _PATIENCE) -> tuple[int, int | None]:
+def grow(
+    size: int, threads: int | None = None, seconds: float = _PATIENCE
+) -> tuple[int, int | None]:
     """Touch host memory page by page, and give it back.
 
-    A machine that adds memory as it is taken has it from then on. The kernel clears each page, at a few GB/s a thread.
+    A machine that adds memory as it is taken has it from then on. The kernel clears each page, at a
+    few GB/s a thread.
 
     Args:
       size: bytes to touch.
@@ -206,7 +231,9 @@ def capacity_row(name: str, context: Context, *, device: int, pinned: int, besid
     """
     pool = max(LEAST_POOL * GIB, math.ceil(OVER_NEED * pinned / GIB) * GIB)
     device_most, host_most = context.device_bytes, context.host_bytes
-    fits = (device_most is None or device <= device_most) and (host_most is None or pool + beside <= host_most - SPARE)
+    fits = (device_most is None or device <= device_most) and (
+        host_most is None or pool + beside <= host_most - SPARE
+    )
     return Row(
         f"{name}: device, host, pool",
         f"{told(device)} of {told(device_most)}; {told(pinned + beside)} of {told(host_most)}; {told(pool)}",
@@ -217,33 +244,52 @@ def capacity_row(name: str, context: Context, *, device: int, pinned: int, besid
 
 
 def check_machine(context: Context) -> Iterator[Row]:
-    """Say what there is, and grow host memory where the user says that there is more than the system does."""
+    """Say what there is, and grow host memory where the user says that there is more than the
+    system does.
+    """
     import jax
 
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
     limit = stats.get("bytes_limit")
-    yield Row("device", f"{device.device_kind}, {told(limit)} for a program", values={"bytes_limit": float(limit or 0)})
+    yield Row(
+        "device",
+        f"{device.device_kind}, {told(limit)} for a program",
+        values={"bytes_limit": float(limit or 0)},
+    )
     total, group = meminfo("MemTotal"), group_limit()
     text = f"MemTotal {told(total)}, MemAvailable {told(meminfo('MemAvailable'))}, control group {told(group)}"
     text += f"; steps are fitted to {told(context.host_bytes)}"
     if group is not None and context.host_bytes is not None and group > 1.05 * context.host_bytes:
         text += f". If memory is added as it is taken, give --host-memory {group // GIB}"
     yield Row("host memory", text, values={"total": float(total or 0), "group": float(group or 0)})
-    if context.host_bytes is not None and total is not None and total < 0.95 * context.host_bytes and not context.sizes.few:
+    if (
+        context.host_bytes is not None
+        and total is not None
+        and total < 0.95 * context.host_bytes
+        and not context.sizes.few
+    ):
         wanted = context.host_bytes - SPARE
         held, after = grow(wanted)
         text = f"MemTotal {told(after)} while {told(held)} were held, of {told(wanted)} that were wanted"
-        yield Row("host memory, taken", text, values={"total": float(after or 0), "held": float(held)})
+        yield Row(
+            "host memory, taken", text, values={"total": float(after or 0), "held": float(held)}
+        )
     import resource
 
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     limit_text = "unlimited" if locked == resource.RLIM_INFINITY else told(locked)
     cores = len(os.sched_getaffinity(0))
-    yield Row("cores, memory that may be locked", f"{cores}; {limit_text}", values={"cores": float(cores)})
+    yield Row(
+        "cores, memory that may be locked", f"{cores}; {limit_text}", values={"cores": float(cores)}
+    )
     for name, path in (("disk", context.swap_dir), ("RAM disk", context.ram_dir)):
         free = shutil.disk_usage(path).free if pathlib.Path(path).is_dir() else None
-        yield Row(f"{name}, free", "not there" if free is None else told(free), values={"bytes": float(free or 0)})
+        yield Row(
+            f"{name}, free",
+            "not there" if free is None else told(free),
+            values={"bytes": float(free or 0)},
+        )
     yield Row("ptxas", _where_ptxas())
     yield Row("nvidia-smi", "found" if shutil.which("nvidia-smi") else "not on PATH")
     yield from _driver_rows()
@@ -267,4 +313,7 @@ def _driver_rows() -> Iterator[Row]:
     fields = "driver_version,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,clocks.max.sm,power.limit"
     query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     done: Any = subprocess.run(query, capture_output=True, text=True, check=False)
-    yield Row("driver; link now, at most, lanes; clock; power", done.stdout.strip().split("\n")[0] or done.stderr.strip()[:200])
+    yield Row(
+        "driver; link now, at most, lanes; clock; power",
+        done.stdout.strip().split("\n")[0] or done.stderr.strip()[:200],
+    )

@@ -15,17 +15,24 @@ from gpu_checks.mixes import MEMORY_MIXES, SMALL, Sizes, chosen
 from gpu_checks.rows import Row, attempt, skipped
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[1] / "gpu_check.py"
-ACCOUNT_RATIO = 1.15  # most that device memory may be over program.memory, which leaves out what one layer makes and drops
+# most that device memory may be over program.memory, which leaves out what one layer makes and
+# drops
+ACCOUNT_RATIO = 1.15
 COMPILED_RATIO = 1.1  # and over what the compiler counts, which leaves out its libraries' workspace
 
 
 def memory_jobs(sizes: Sizes) -> list[Job]:
     """Return the jobs of "memory"."""
-    return [Job(name=name, problem=sizes.lean, fields=f) for name, f in chosen("memory", MEMORY_MIXES, sizes).items()]
+    return [
+        Job(name=name, problem=sizes.lean, fields=f)
+        for name, f in chosen("memory", MEMORY_MIXES, sizes).items()
+    ]
 
 
 def peak_of(job: Job) -> dict[str, float]:
-    """Train a little in a fresh process; returns its peak of device memory and what it should have been."""
+    """Train a little in a fresh process; returns its peak of device memory and what it should have
+    been.
+    """
     import jax
 
     mesh = one_device()
@@ -46,7 +53,9 @@ def peak_of(job: Job) -> dict[str, float]:
         }
 
 
-def memory_row(name: str, figure: str, ratio: float, bound: float, sizes: Sizes, values: Mapping[str, float]) -> Row:
+def memory_row(
+    name: str, figure: str, ratio: float, bound: float, sizes: Sizes, values: Mapping[str, float]
+) -> Row:
     """Return a row that is judged where states are large beside what a layer makes and drops."""
     if sizes.few:
         return Row(name, figure, values=values)
@@ -54,7 +63,9 @@ def memory_row(name: str, figure: str, ratio: float, bound: float, sizes: Sizes,
 
 
 def check_memory(sizes: Sizes) -> Iterator[Row]:
-    """Compare each mix's peak, in a process of its own, with the closed form and with the compiler's count."""
+    """Compare each mix's peak, in a process of its own, with the closed form and with the
+    compiler's count.
+    """
     import jax
 
     if not jax.devices()[0].memory_stats():
@@ -66,16 +77,25 @@ def check_memory(sizes: Sizes) -> Iterator[Row]:
         concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as pool,
     ):
         all_jobs = memory_jobs(sizes)
-        peaks = [pool.submit(run_process, Contender(job.name, 1, [*words, job.name]), folder, None) for job in all_jobs]
+        peaks = [
+            pool.submit(run_process, Contender(job.name, 1, [*words, job.name]), folder, None)
+            for job in all_jobs
+        ]
         for job, peak in zip(all_jobs, peaks, strict=True):
 
             def rows(job: Job = job, peak: Any = peak) -> Iterator[Row]:
                 seen = peak.result()
-                what = f"{seen['peak'] / 2**30:.3g} GiB" + (" (of init)" if seen["peak"] == seen["peak_of_init"] else "")
+                what = f"{seen['peak'] / 2**30:.3g} GiB" + (
+                    " (of init)" if seen["peak"] == seen["peak_of_init"] else ""
+                )
                 for against, bound in (("account", ACCOUNT_RATIO), ("compiled", COMPILED_RATIO)):
                     ratio = seen["peak"] / seen[against]
-                    told = {"account": "program.memory", "compiled": "the compiler's count"}[against]
+                    told = {"account": "program.memory", "compiled": "the compiler's count"}[
+                        against
+                    ]
                     text = f"{ratio:.3f} ({what} over {seen[against] / 2**30:.3g})"
-                    yield memory_row(f"{job.name}: peak over {told}", text, ratio, bound, sizes, seen)
+                    yield memory_row(
+                        f"{job.name}: peak over {told}", text, ratio, bound, sizes, seen
+                    )
 
             yield from attempt(job.name, rows)

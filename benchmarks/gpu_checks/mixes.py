@@ -83,11 +83,21 @@ class Sizes:
     few: bool = False
 
 
-_TINY = Problem(layers=3, hidden=32, heads=4, seq=16, vocab=128, batch=4, steps=10, learning_rate=1e-3)
-_MIDDLE = Problem(layers=8, hidden=256, heads=4, seq=128, vocab=1024, batch=8, steps=10, learning_rate=1e-3)
-_LARGE = Problem(layers=16, hidden=2048, heads=16, seq=1024, vocab=32768, batch=8, steps=6, precision="bf16")
-_TINY_LLAMA = LlamaSizes(layers=3, hidden=128, heads=2, ff=256, vocab=256, seq=64, tokens=(128, 256))
-_LLAMA = LlamaSizes(layers=32, hidden=4096, heads=32, ff=11008, vocab=32000, seq=2048, tokens=(16384, 32768))
+_TINY = Problem(
+    layers=3, hidden=32, heads=4, seq=16, vocab=128, batch=4, steps=10, learning_rate=1e-3
+)
+_MIDDLE = Problem(
+    layers=8, hidden=256, heads=4, seq=128, vocab=1024, batch=8, steps=10, learning_rate=1e-3
+)
+_LARGE = Problem(
+    layers=16, hidden=2048, heads=16, seq=1024, vocab=32768, batch=8, steps=6, precision="bf16"
+)
+_TINY_LLAMA = LlamaSizes(
+    layers=3, hidden=128, heads=2, ff=256, vocab=256, seq=64, tokens=(128, 256)
+)
+_LLAMA = LlamaSizes(
+    layers=32, hidden=4096, heads=32, ff=11008, vocab=32000, seq=2048, tokens=(16384, 32768)
+)
 _TINY_COPIES = Copied(shape=(4, 32, 48), left=(64, 64), right=(64, 64), products=(1, 2))
 SMALL = Sizes(
     equal=_TINY,
@@ -156,7 +166,8 @@ ACTIVATION_MIXES: Mapping[str, Fields] = {
 NUM_TILES = 4
 TILE_MIXES: Mapping[str, Fields] = {
     "params": {"params": H, "activations": "remat"},
-    "all, clipped, distance 2, 4 microbatches": STATES | {"prefetch_distance": 2, "clip_norm": CLIP, "num_microbatches": 4},
+    "all, clipped, distance 2, 4 microbatches": STATES
+    | {"prefetch_distance": 2, "clip_norm": CLIP, "num_microbatches": 4},
     "all, activations, in_backward": IN_BACKWARD | {"activations": H},
     "all in_backward, distance 0": IN_BACKWARD | {"prefetch_distance": 0, "activations": "remat"},
 }
@@ -169,7 +180,8 @@ MEMORY_MIXES: Mapping[str, Fields] = {
     "opt_state": RESIDENT | {"opt_state": H},
     "all, activations": STATES | {"activations": H},
     "all, activations, in_backward": IN_BACKWARD | {"activations": H},
-    "all, activations, in_backward, distance 2": IN_BACKWARD | {"activations": H, "prefetch_distance": 2},
+    "all, activations, in_backward, distance 2": IN_BACKWARD
+    | {"activations": H, "prefetch_distance": 2},
 }
 
 SPEED_MIXES: Mapping[str, Fields] = {
@@ -196,11 +208,15 @@ NVME_MIXES: Mapping[str, Fields] = {
 NVME_SPEED_MIXES: Mapping[str, Fields] = {
     "all, in_backward": RESIDENT | ON_DISK | {"update": "in_backward"},
     "all, activations": ON_DISK | {"activations": D},
-    "all, in_backward, updated on the host": RESIDENT | ON_DISK | {"update": "in_backward", "update_on": "host"},
+    "all, in_backward, updated on the host": RESIDENT
+    | ON_DISK
+    | {"update": "in_backward", "update_on": "host"},
     "params": RESIDENT | {"params": D},
 }
 BESIDE_PEER: dict[str, Any] = IN_BACKWARD | ON_HOST | {"activations": "save"}
-"""What FSDP2's CPUOffloadPolicy does: states and optimizer on the host, activations kept on the device."""
+"""What FSDP2's CPUOffloadPolicy does: states and optimizer on the host, activations kept on the
+device.
+"""
 
 FEW: Mapping[str, Sequence[str]] = {
     "fp32": ["half of opt_state, distance 2"],

@@ -11,9 +11,13 @@ from gpu_checks.rows import Row
 TIME_LIMIT = 480.0
 """Seconds of a part."""
 POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-"""The variable that names the most GiB of host memory that XLA pins; a worker's is what its checks keep there, and a little."""
+"""The variable that names the most GiB of host memory that XLA pins; a worker's is what its checks
+keep there, and a little.
+"""
 LEAST = 0.35
-"""The share of the seconds which later checks need that is kept for them, so that they run in their short forms."""
+"""The share of the seconds which later checks need that is kept for them, so that they run in their
+short forms.
+"""
 START = 5.0
 """Seconds in which a process starts: with less, a check that needs more is not begun."""
 KNOWN = "known."
@@ -59,10 +63,12 @@ class Context:
 class Needs:
     """Seconds that a check is said to need, with the start of its process.
 
-    If fewer are left it runs all the same, in its short form; what it has found when its time is over stays.
+    If fewer are left it runs all the same, in its short form; what it has found when its time is
+    over stays.
 
     Attributes:
-      gpu: on one H200 with 16 cores; measured for the checks that one has run, and assumed for the others.
+      gpu: on one H200 with 16 cores; measured for the checks that one has run, and assumed for the
+        others.
       compiled: by --compile-only, measured on 2 cores and rounded up.
       small: by --small, with or without --compile-only; the same.
     """
@@ -86,8 +92,10 @@ class Check:
       compiled: the same for an H200 that is not there; None where there is nothing to compile.
       needs: its time.
       pinned: bytes that it keeps in XLA's pool of pinned memory.
-      shares: what it keeps there together with the checks of its process that name the same; empty: nothing.
-      measures: what it tells later checks it also tells later parts, of the same device and version of jax.
+      shares: what it keeps there together with the checks of its process that name the same; empty:
+        nothing.
+      measures: what it tells later checks it also tells later parts, of the same device and version
+        of jax.
     """
 
     name: str
@@ -134,4 +142,10 @@ class Part:
 
 def seconds_of(needs: Needs, mode: str) -> float:
     """Return what a check needs in a mode: "run", "compile-only", or either with "small" before it."""
-    return needs.small if mode.startswith("small") else needs.compiled if mode == "compile-only" else needs.gpu
+    return (
+        needs.small
+        if mode.startswith("small")
+        else needs.compiled
+        if mode == "compile-only"
+        else needs.gpu
+    )

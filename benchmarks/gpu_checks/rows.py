@@ -48,4 +48,10 @@ def attempt(name: str, rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:
 def line(check: str, row: Row) -> str:
     """Return a row of the table in Markdown."""
     ok = {True: "yes", False: "NO", None: ""}[row.ok]
-    return "| " + " | ".join(text.replace("|", "/") for text in (check, row.name, row.figure, row.bound, ok)) + " |"
+    return (
+        "| "
+        + " | ".join(
+            text.replace("|", "/") for text in (check, row.name, row.figure, row.bound, ok)
+        )
+        + " |"
+    )

@@ -5,10 +5,11 @@ A worker is a process that runs checks as they are asked for, over a pipe, a lin
     {"check": "copies up", "known": {"rates.link": 5.1e10}}     ->
                                      <-  {"facts": {..}}  {"check": .., "row": {..}}  ..  {"check": .., "end": {..}}
 
-The runner appends each line to `PART.jsonl` as it arrives: what was found stays, whatever ends the run. It keeps the time. A
-check that gets fewer seconds than it needs runs in its short form, and only one with no time even to start is not run. A check
-whose seconds are over is stopped: the worker is killed, and the next check gets a new one, as after a crash. What is measured
-of the machine is kept in a file, which later parts read.
+The runner appends each line to `PART.jsonl` as it arrives: what was found stays, whatever ends the
+run. It keeps the time. A check that gets fewer seconds than it needs runs in its short form, and
+only one with no time even to start is not run. A check whose seconds are over is stopped: the
+worker is killed, and the next check gets a new one, as after a crash. What is measured of the
+machine is kept in a file, which later parts read.
 """
 
 import contextlib
@@ -37,8 +38,9 @@ Write = Callable[[Mapping[str, Any]], None]
 def share_of(left: float, needs: float, later: float) -> float:
     """Return the seconds that a check gets, of those that are left.
 
-    It gets all that later checks do not need. If seconds are short, it gets what it needs as long as the later checks keep
-    `LEAST` of theirs. If they are shorter still, all checks get the same share of what they need.
+    It gets all that later checks do not need. If seconds are short, it gets what it needs as long
+    as the later checks keep `LEAST` of theirs. If they are shorter still, all checks get the same
+    share of what they need.
 
     Args:
       left: seconds of the part.
@@ -51,11 +53,19 @@ def share_of(left: float, needs: float, later: float) -> float:
 class Worker:
     """A process that runs checks when asked to."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], errors: pathlib.Path) -> None:
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], errors: pathlib.Path
+    ) -> None:
         self.errors = errors
         with errors.open("a") as out:
             self.process = subprocess.Popen(
-                command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, text=True, start_new_session=True
+                command,
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=out,
+                text=True,
+                start_new_session=True,
             )
         self.lines: queue.Queue[str | None] = queue.Queue()
         self.reader = threading.Thread(target=self._read, daemon=True)
@@ -68,13 +78,20 @@ class Worker:
         self.lines.put(None)
 
     def ask(
-        self, check: str, known: Mapping[str, float], seconds: float, write: Write, is_short: bool = False
+        self,
+        check: str,
+        known: Mapping[str, float],
+        seconds: float,
+        write: Write,
+        is_short: bool = False,
     ) -> tuple[str, str]:
         """Let it run a check, and write what it says; returns a status and why."""
         ends = time.monotonic() + seconds
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps({"check": check, "known": dict(known), "short": is_short}) + "\n")
+            self.process.stdin.write(
+                json.dumps({"check": check, "known": dict(known), "short": is_short}) + "\n"
+            )
             self.process.stdin.flush()
         while True:
             try:
@@ -93,7 +110,9 @@ class Worker:
         return next(iter(self.errors.read_text(errors="replace").strip().splitlines()[::-1]), "")
 
     def kill(self) -> None:
-        """End it, and what it started: torchrun's ranks have process groups of their own, and would keep the device."""
+        """End it, and what it started: torchrun's ranks have process groups of their own, and would
+        keep the device.
+        """
         for pid in descendants(self.process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -108,7 +127,9 @@ class Worker:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the processes that a process has started, and those that these have; as Linux tells them."""
+    """Return the processes that a process has started, and those that these have; as Linux tells
+    them.
+    """
     children: dict[int, list[int]] = {}
     for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
@@ -132,7 +153,8 @@ class Run:
       out: the folder of the results.
       command: of a worker, without the part and the group.
       pool: the limit in GiB of a group's pool of pinned memory; None: JAX's own.
-      key: of the device and the version of jax, for rates that later parts read; None: they are neither read nor kept.
+      key: of the device and the version of jax, for rates that later parts read; None: they are
+        neither read nor kept.
       told: of the head: the command, as a user gave it.
     """
 
@@ -147,9 +169,13 @@ class Run:
     key: str | None = None
 
     def __call__(self, folders: Sequence[pathlib.Path] = ()) -> None:
-        """Run the checks, one after the other; `folders` are emptied of what a lost check leaves there."""
+        """Run the checks, one after the other; `folders` are emptied of what a lost check leaves
+        there.
+        """
         starts = time.monotonic()
-        chosen = [check for check in self.part.checks if self.only is None or check.name in self.only]
+        chosen = [
+            check for check in self.part.checks if self.only is None or check.name in self.only
+        ]
         waiting = [check.name for check in chosen]
         self.out.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
@@ -159,14 +185,23 @@ class Run:
             known = {name: rate for rates in before.values() for name, rate in rates.items()}
             measured: dict[str, dict[str, float]] = {}
             failed: set[str] = set()
-            head = {"part": self.part.name, "command": self.told, "mode": self.mode, "limit": self.limit}
+            head = {
+                "part": self.part.name,
+                "command": self.told,
+                "mode": self.mode,
+                "limit": self.limit,
+            }
             _append(file, {"head": head | {"time": _now(), "checks": waiting}})
 
             def write(said: Mapping[str, Any]) -> None:
                 _append(file, said)
                 if "row" in said:
                     row = Row(**said["row"])
-                    found = {k.removeprefix(KNOWN): v for k, v in row.values.items() if k.startswith(KNOWN)}
+                    found = {
+                        k.removeprefix(KNOWN): v
+                        for k, v in row.values.items()
+                        if k.startswith(KNOWN)
+                    }
                     known.update(found)
                     measured.setdefault(said["check"], {}).update(found)
                     failed.update([said["check"]] if row.ok is False else [])
@@ -181,25 +216,47 @@ class Run:
                     left, needs = self.limit - (began - starts), seconds_of(check.needs, self.mode)
                     later = sum(seconds_of(c.needs, self.mode) for c in chosen if c.name in waiting)
                     if check.measures and check.name in before:
-                        rates = ", ".join(f"{name} {rate:.4g}" for name, rate in before[check.name].items())
-                        self._end(write, check, DONE, Row(check.name, f"measured by an earlier part: {rates}"), 0.0)
+                        rates = ", ".join(
+                            f"{name} {rate:.4g}" for name, rate in before[check.name].items()
+                        )
+                        self._end(
+                            write,
+                            check,
+                            DONE,
+                            Row(check.name, f"measured by an earlier part: {rates}"),
+                            0.0,
+                        )
                         continue
                     if left < min(needs, START):
                         why = f"not run: it needs {needs:.0f} s, and {max(0.0, left):.0f} s of {self.limit:g} s were left"
                         self._end(write, check, NOT_RUN, Row(check.name, why), 0.0)
                         continue
                     worker = worker or Worker(
-                        [*self.command, self.part.name, str(index)], self._env(group, folder), self._errors()
+                        [*self.command, self.part.name, str(index)],
+                        self._env(group, folder),
+                        self._errors(),
                     )
                     seconds = share_of(left, needs, later)
-                    status, why = worker.ask(check.name, known, seconds, write, is_short=seconds < needs)
+                    status, why = worker.ask(
+                        check.name, known, seconds, write, is_short=seconds < needs
+                    )
                     found = measured.get(check.name, {})
                     # What failed halfway is measured again by the next part.
-                    if status == DONE and check.measures and self.key is not None and found and check.name not in failed:
+                    if (
+                        status == DONE
+                        and check.measures
+                        and self.key is not None
+                        and found
+                        and check.name not in failed
+                    ):
                         keep_rates(self.out, self.key, check.name, found)
                     lost = status in (CRASHED, STOPPED)
                     last = worker.last_line() if lost else ""
-                    row = Row(check.name, ": ".join([why, *([last] if last else [])])[:400], ok=False) if lost else None
+                    row = (
+                        Row(check.name, ": ".join([why, *([last] if last else [])])[:400], ok=False)
+                        if lost
+                        else None
+                    )
                     if status != DONE:
                         worker.kill()
                         worker = None
@@ -211,19 +268,30 @@ class Run:
             _append(file, {"seconds": time.monotonic() - starts})
 
     def _errors(self) -> pathlib.Path:
-        """Return the file to which the part's workers write, one after the other, what is no result."""
+        """Return the file to which the part's workers write, one after the other, what is no
+        result.
+        """
         return self.out / f"{self.part.name}.log"
 
     def _env(self, group: Group, folder: str) -> dict[str, str]:
-        env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_COMPILATION_CACHE_DIR": f"{folder}/cache"}
-        env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9"}  # keep what kernels were timed, and not programs
+        env = os.environ | {
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "JAX_COMPILATION_CACHE_DIR": f"{folder}/cache",
+        }
+        env |= {
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9"
+        }  # keep what kernels were timed, and not programs
         if self.pool is not None:
             env[POOL] = str(self.pool(group))
         env |= group.env
         if self.mode.endswith("compile-only"):
             env |= {"JAX_PLATFORMS": "cpu"}
-            if self.mode.startswith("small"):  # without a GPU to try on, XLA's Triton backend finds no tiles for such products
-                env |= {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false"}
+            if self.mode.startswith(
+                "small"
+            ):  # without a GPU to try on, XLA's Triton backend finds no tiles for such products
+                env |= {
+                    "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false"
+                }
         return env
 
     @staticmethod
@@ -234,11 +302,15 @@ class Run:
 
 
 RATES = "rates.json"
-"""The file of a results folder that holds what was measured: {key: {check: {"time": when, "rates": {name: rate}}}}."""
+"""The file of a results folder that holds what was measured: {key: {check: {"time": when, "rates":
+{name: rate}}}}.
+"""
 
 
 def read_rates(folder: pathlib.Path, key: str) -> dict[str, dict[str, float]]:
-    """Return what earlier parts measured of a machine, by check; nothing where there is no file of that kind."""
+    """Return what earlier parts measured of a machine, by check; nothing where there is no file of
+    that kind.
+    """
     return {check: one["rates"] for check, one in _kept_rates(folder).get(key, {}).items()}
 
 
@@ -312,14 +384,17 @@ def serve(
 
 
 def _breaks(figure: str) -> bool:
-    """Tell whether an error may have left the device unusable to its process, as a kernel's wrong address does."""
+    """Tell whether an error may have left the device unusable to its process, as a kernel's wrong
+    address does.
+    """
     return "JaxRuntimeError" in figure.partition(":")[0] and "RESOURCE_EXHAUSTED" not in figure
 
 
 def pipes() -> tuple[TextIO, TextIO]:
     """Return files for what a worker is asked and what it says.
 
-    Whatever else reads the standard input finds nothing there, and what else is printed goes where errors go.
+    Whatever else reads the standard input finds nothing there, and what else is printed goes where
+    errors go.
     """
     read, send = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     nothing = os.open(os.devnull, os.O_RDONLY)

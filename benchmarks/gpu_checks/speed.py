@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from zerojax.planner import Link
 
 HERE = pathlib.Path(__file__).resolve().parents[1]
-HIDDEN = 0.5  # least part of the shorter of compute and transfers that a mix updated in backward must hide, on a GPU
+# least part of the shorter of compute and transfers that a mix updated in backward must hide, on a
+# GPU
+HIDDEN = 0.5
 
 
 def speed_jobs(sizes: Sizes) -> list[Job]:
@@ -32,11 +34,17 @@ def check_speed(sizes: Sizes) -> Iterator[Row]:
 
     link = measure_link(one_device(), sizes.link_bytes)
     for way, rate in dataclasses.asdict(link).items():
-        yield Row(f"link, {way.replace('_', ' ')}", f"{rate / 1e9:.1f} GB/s", values={"bytes_per_second": rate})
+        yield Row(
+            f"link, {way.replace('_', ' ')}",
+            f"{rate / 1e9:.1f} GB/s",
+            values={"bytes_per_second": rate},
+        )
     first, *others = speed_jobs(sizes)
     with Turns(first) as turns:
         for job in others:
-            yield from attempt(job.name, lambda job=job: speed_rows(job, turns.time(job, sizes.rounds), link))
+            yield from attempt(
+                job.name, lambda job=job: speed_rows(job, turns.time(job, sizes.rounds), link)
+            )
 
 
 def speed_rows(job: Job, timed: Timed, link: "Link") -> Iterator[Row]:
@@ -46,19 +54,33 @@ def speed_rows(job: Job, timed: Timed, link: "Link") -> Iterator[Row]:
     up, down = timed.to_device, timed.to_host
     rate = (up + down) / step
     text = f"{up / 1e6:.1f} MB up, {down / 1e6:.1f} MB down: {rate / 1e9:.1f} GB/s reached"
-    yield Row(f"{job.name}: link", text, values={"to_device": up, "to_host": down, "bytes_per_second": rate})
+    yield Row(
+        f"{job.name}: link",
+        text,
+        values={"to_device": up, "to_host": down, "bytes_per_second": rate},
+    )
     if job.on_host or job.fields.get("activations") == "save":
-        return  # the host's own work, or less to compute than in the resident step, would count as transfers
+        # the host's own work, or less to compute than in the resident step, would count as
+        # transfers
+        return
     transfer = link.seconds(up, down)
     hidden = (compute + transfer - step) / min(compute, transfer)
-    judged = platform_name() == "gpu" and job.fields.get("update") == "in_backward" and job.fields.get("prefetch_distance") != 0
+    judged = (
+        platform_name() == "gpu"
+        and job.fields.get("update") == "in_backward"
+        and job.fields.get("prefetch_distance") != 0
+    )
     yield Row(
         f"{job.name}: transfers hidden",
         f"{hidden:.2f} (compute {1e3 * compute:.1f} ms, transfers {1e3 * transfer:.1f} ms, "
         f"{step / max(compute, transfer):.2f} of the floor)",
         f"at least {HIDDEN:g}" if judged else "",
         hidden >= HIDDEN if judged else None,
-        {"hidden": hidden, "transfer_seconds": transfer, "over_floor": step / max(compute, transfer)},
+        {
+            "hidden": hidden,
+            "transfer_seconds": transfer,
+            "over_floor": step / max(compute, transfer),
+        },
     )
 
 

@@ -20,8 +20,13 @@ if TYPE_CHECKING:
 def speed_jobs(sizes: Sizes, folder: str | None = None) -> list[Job]:
     """Return the jobs that are timed, the resident step first."""
     mixes = chosen("nvme", NVME_SPEED_MIXES, sizes)
-    timed = [Job(name=f"timed: {name}", problem=sizes.swapped, fields=fields) for name, fields in mixes.items()]
-    return [Job(name=f"timed: {RESIDENT_STEP}", problem=sizes.swapped, fields=RESIDENT)] + [on_disk(j, folder) for j in timed]
+    timed = [
+        Job(name=f"timed: {name}", problem=sizes.swapped, fields=fields)
+        for name, fields in mixes.items()
+    ]
+    return [Job(name=f"timed: {RESIDENT_STEP}", problem=sizes.swapped, fields=RESIDENT)] + [
+        on_disk(j, folder) for j in timed
+    ]
 
 
 def swap_jobs(sizes: Sizes) -> list[Job]:
@@ -43,16 +48,28 @@ def check_swap(sizes: Sizes) -> Iterator[Row]:
 
 
 def measure_disk(folder: str, num_bytes: int) -> "dict[str, Rates]":
-    """Return the rates of a folder by reader, for files of `num_bytes` in all: the best of three rounds."""
+    """Return the rates of a folder by reader, for files of `num_bytes` in all: the best of three
+    rounds.
+    """
     from host_offload.disk import Bench, Rates, SwapFolder, tune
 
     num_records = 16
     with (
         SwapFolder(tempfile.mkdtemp(dir=folder)) as swap,
-        Bench(swap.path, tune(swap.path), num_records=num_records, record_bytes=num_bytes // num_records) as bench,
+        Bench(
+            swap.path,
+            tune(swap.path),
+            num_records=num_records,
+            record_bytes=num_bytes // num_records,
+        ) as bench,
     ):
         rounds = [bench.round() for _ in range(3)]
-    return {name: Rates(read=max(r[name].read for r in rounds), write=max(r[name].write for r in rounds)) for name in rounds[0]}
+    return {
+        name: Rates(
+            read=max(r[name].read for r in rounds), write=max(r[name].write for r in rounds)
+        )
+        for name in rounds[0]
+    }
 
 
 def time_jobs(all_jobs: list[Job], rounds: int, disk: "Rates") -> Iterator[Row]:
@@ -73,7 +90,8 @@ def swap_row(name: str, timed: Timed, disk: "Rates") -> Row:
     """Say what a step moved, and what it waited for."""
     step, compute = statistics.median(timed.seconds), statistics.median(timed.resident)
     read, written, stall = (
-        statistics.median(m[f"swap_{key}"] for m in timed.metrics) for key in ("read_bytes", "write_bytes", "stall_seconds")
+        statistics.median(m[f"swap_{key}"] for m in timed.metrics)
+        for key in ("read_bytes", "write_bytes", "stall_seconds")
     )
     alone = read / disk.read + written / disk.write
     return Row(

@@ -1,4 +1,6 @@
-"""Fine-tuning a Llama on CPUs: adapters and all weights, beside torch with PEFT and transformers on the same cores."""
+"""Fine-tuning a Llama on CPUs: adapters and all weights, beside torch with PEFT and transformers on
+the same cores.
+"""
 
 import json
 import pathlib
@@ -26,7 +28,9 @@ TABLE = (
 
 def batch_of() -> dict[str, np.ndarray]:
     """Return i32[4, 256] of "tokens" and "targets"."""
-    tokens = np.random.default_rng(0).integers(0, LLAMA["vocab_size"], (ROWS, SEQ + 1)).astype(np.int32)
+    tokens = (
+        np.random.default_rng(0).integers(0, LLAMA["vocab_size"], (ROWS, SEQ + 1)).astype(np.int32)
+    )
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
@@ -48,8 +52,12 @@ def _zerojax(is_lora: bool) -> float:
     jax.config.update("jax_num_cpu_devices", 1)
     with tempfile.TemporaryDirectory() as folder:
         (pathlib.Path(folder) / "config.json").write_text(json.dumps(LLAMA))
-        model = model_of(folder, lora=zj.Lora(rank=RANK, alpha=2 * RANK, targets="all") if is_lora else None)
-    program = zj.build_train_step(model, optax.adamw(1e-4), zj.ZeroConfig(stage=0), zj.make_mesh(fsdp=1))
+        model = model_of(
+            folder, lora=zj.Lora(rank=RANK, alpha=2 * RANK, targets="all") if is_lora else None
+        )
+    program = zj.build_train_step(
+        model, optax.adamw(1e-4), zj.ZeroConfig(stage=0), zj.make_mesh(fsdp=1)
+    )
     state, batch, found = program.init(jax.random.key(0)), batch_of(), list[float]()
     for _ in range(STEPS + WARMUP):
         start = time.perf_counter()
@@ -68,14 +76,20 @@ def _torch(is_lora: bool) -> float:
     model: Any = transformers.LlamaForCausalLM(config)
     if is_lora:
         names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-        model = peft.get_peft_model(model, peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=names))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=names)
+        )
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True
+    )
     batch = {name: torch.from_numpy(a.astype(np.int64)) for name, a in batch_of().items()}
     found = list[float]()
     for _ in range(STEPS + WARMUP):
         start = time.perf_counter()
         logits = model(input_ids=batch["tokens"]).logits
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten()).backward()
+        torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch["targets"].flatten()
+        ).backward()
         optimizer.step()
         optimizer.zero_grad()
         found.append(time.perf_counter() - start)
@@ -83,19 +97,32 @@ def _torch(is_lora: bool) -> float:
 
 
 def _plain() -> float:
-    """Return the seconds of adapters in JAX alone: the equations of the block, a scan over layers, value_and_grad, optax."""
+    """Return the seconds of adapters in JAX alone: the equations of the block, a scan over layers,
+    value_and_grad, optax.
+    """
     import jax
     import jax.numpy as jnp
     import optax
 
     h, f, layers, heads, vocab = 512, 1376, 8, 8, 8192
-    shapes = {"q": (h, h), "k": (h, h), "v": (h, h), "o": (h, h), "gate": (h, f), "up": (h, f), "down": (f, h)}
+    shapes = {
+        "q": (h, h),
+        "k": (h, h),
+        "v": (h, h),
+        "o": (h, h),
+        "gate": (h, f),
+        "up": (h, f),
+        "down": (f, h),
+    }
     keys = iter(jax.random.split(jax.random.key(0), 64))
     draw = lambda *shape: 0.02 * jax.random.normal(next(keys), shape)  # noqa: E731
     base = {name: draw(layers, *shape) for name, shape in shapes.items()}
     base |= {"norm_1": jnp.ones((layers, h)), "norm_2": jnp.ones((layers, h))}
     ends = {"embed": draw(vocab, h), "norm": jnp.ones(h), "head": draw(h, vocab)}
-    adapters = {name: (draw(layers, a, RANK), jnp.zeros((layers, RANK, b))) for name, (a, b) in shapes.items()}
+    adapters = {
+        name: (draw(layers, a, RANK), jnp.zeros((layers, RANK, b)))
+        for name, (a, b) in shapes.items()
+    }
     tx = optax.adamw(1e-4)
 
     def norm(x: Any, scale: Any) -> Any:
@@ -134,7 +161,11 @@ def _plain() -> float:
         updates, opt_state = tx.update(grads, opt_state, adapters)
         return (optax.apply_updates(adapters, updates), opt_state), value
 
-    jitted, state, batch = jax.jit(step, donate_argnums=0), (adapters, tx.init(adapters)), batch_of()
+    jitted, state, batch = (
+        jax.jit(step, donate_argnums=0),
+        (adapters, tx.init(adapters)),
+        batch_of(),
+    )
     found = list[float]()
     for _ in range(STEPS + WARMUP):
         start = time.perf_counter()

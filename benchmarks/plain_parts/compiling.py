@@ -1,4 +1,6 @@
-"""The time until the first step of a model is compiled: build, init, trace and compile, each contender in a new process."""
+"""The time until the first step of a model is compiled: build, init, trace and compile, each
+contender in a new process.
+"""
 
 import dataclasses
 import time
@@ -19,7 +21,9 @@ ROWS = (Row("zerojax, stage 3", "plain jit", 1.3),)
 
 
 def seconds(name: str, p: Problem) -> float:
-    """Return the seconds from nothing to a state and a compiled step of 24 separate NNX layers on two devices."""
+    """Return the seconds from nothing to a state and a compiled step of 24 separate NNX layers on
+    two devices.
+    """
     import gpt
 
     import zerojax as zj
@@ -30,7 +34,9 @@ def seconds(name: str, p: Problem) -> float:
     jax.block_until_ready(jnp.ones(2) + 1)  # the backend starts for both
     start = time.perf_counter()
     if name == ROWS[0].name:
-        program = zj.build_train_step(gpt.unrolled_gpt(c), tx, zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=2))
+        program = zj.build_train_step(
+            gpt.unrolled_gpt(c), tx, zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=2)
+        )
         state: Any = program.init(jax.random.key(0))
         program.lower(batch).compile()
     else:

@@ -1,4 +1,6 @@
-"""The GPT of `problem.py` in plain JAX: what somebody would write without zerojax, on one device and sharded by hand."""
+"""The GPT of `problem.py` in plain JAX: what somebody would write without zerojax, on one device
+and sharded by hand.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -28,10 +30,15 @@ def first_batch(p: Problem) -> dict[str, np.ndarray]:
 
 def stacked(tree: Any) -> Any:
     """Return the tree of the layered form: leaves of the blocks are stacks [L, ...]."""
-    return {**tree, "blocks": jax.tree.map(lambda *layers: np.stack(layers), *tree["blocks"].values())}
+    return {
+        **tree,
+        "blocks": jax.tree.map(lambda *layers: np.stack(layers), *tree["blocks"].values()),
+    }
 
 
-def scanned(model: zj.LayeredModel, whole: Callable[[Any], Any] = lambda p: p) -> Callable[[Any, Any], jax.Array]:
+def scanned(
+    model: zj.LayeredModel, whole: Callable[[Any], Any] = lambda p: p
+) -> Callable[[Any, Any], jax.Array]:
     """Return the loss of a LayeredModel as a plain scan.
 
     Args:
@@ -42,7 +49,9 @@ def scanned(model: zj.LayeredModel, whole: Callable[[Any], Any] = lambda p: p) -
     def loss(params: Any, batch: Any) -> jax.Array:
         embed = whole(params["embed"])
         x, _ = jax.lax.scan(
-            lambda x, p: (model.block(whole(p), x, None), None), model.embed(embed, batch, None), params["blocks"]
+            lambda x, p: (model.block(whole(p), x, None), None),
+            model.embed(embed, batch, None),
+            params["blocks"],
         )
         return model.head(whole(params["head"]), embed, x, batch, None)
 
@@ -55,7 +64,11 @@ def plain(p: Problem, layered: bool) -> tuple[Step, Any]:
 
     tx, c, tree = optimizer(p), gpt_config(p), flax_tree(p)
     unrolled = gpt.unrolled_gpt(c)
-    loss = scanned(gpt.layered_gpt(c)) if layered else lambda params, batch: unrolled.loss(params, batch, None)
+    loss = (
+        scanned(gpt.layered_gpt(c))
+        if layered
+        else lambda params, batch: unrolled.loss(params, batch, None)
+    )
 
     def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
         params, opt_state = state
@@ -68,9 +81,11 @@ def plain(p: Problem, layered: bool) -> tuple[Step, Any]:
 
 
 def by_hand(p: Problem, stage: int, devices: int) -> tuple[Step, Any]:
-    """Return a step whose shardings are written by hand, as ZeRO's stage 2 or 3 has them, and its state.
+    """Return a step whose shardings are written by hand, as ZeRO's stage 2 or 3 has them, and its
+    state.
 
-    Optimizer state and gradients are split, and at stage 3 so are parameters, which a layer gathers where it is used.
+    Optimizer state and gradients are split, and at stage 3 so are parameters, which a layer gathers
+    where it is used.
     """
     import gpt
 
@@ -87,7 +102,10 @@ def by_hand(p: Problem, stage: int, devices: int) -> tuple[Step, Any]:
 
     shards = jax.tree_util.tree_map_with_path(split, tree)
     rest = shards if stage == 3 else jax.tree.map(lambda _: sharding(), tree)
-    loss = scanned(model, lambda part: jax.lax.with_sharding_constraint(part, sharding()) if stage == 3 else part)
+    loss = scanned(
+        model,
+        lambda part: jax.lax.with_sharding_constraint(part, sharding()) if stage == 3 else part,
+    )
     abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
     opt_at = jax.tree_util.tree_map_with_path(split, jax.eval_shape(tx.init, abstract))
 
@@ -97,23 +115,32 @@ def by_hand(p: Problem, stage: int, devices: int) -> tuple[Step, Any]:
         grads = jax.lax.with_sharding_constraint(grads, shards)
         own = jax.lax.with_sharding_constraint(params, shards)
         updates, opt_state = tx.update(grads, opt_state, own)
-        return (jax.lax.with_sharding_constraint(optax.apply_updates(own, updates), rest), opt_state), value
+        return (
+            jax.lax.with_sharding_constraint(optax.apply_updates(own, updates), rest),
+            opt_state,
+        ), value
 
     at = (rest, opt_at)
-    jitted = jax.jit(step, donate_argnums=0, in_shardings=(at, sharding(AXIS)), out_shardings=(at, sharding()))
+    jitted = jax.jit(
+        step, donate_argnums=0, in_shardings=(at, sharding(AXIS)), out_shardings=(at, sharding())
+    )
     params = jax.device_put(tree, rest)
     return jitted, (params, jax.device_put(jax.jit(tx.init)(params), opt_at))
 
 
 def flax_loop(p: Problem) -> tuple[Step, Any]:
-    """Return Flax NNX's own loop, `nnx.Optimizer` in `nnx.jit`, which keeps the state in its objects."""
+    """Return Flax NNX's own loop, `nnx.Optimizer` in `nnx.jit`, which keeps the state in its
+    objects.
+    """
     import gpt
 
     c = gpt_config(p)
     model = gpt.GPT(c, rngs=nnx.Rngs(0))
     graph, state = nnx.split(model)
     values = jax.tree.leaves(flax_tree(p))
-    model = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), list(map(jnp.asarray, values))))
+    model = nnx.merge(
+        graph, jax.tree.unflatten(jax.tree.structure(state), list(map(jnp.asarray, values)))
+    )
     tx = nnx.Optimizer(model, optimizer(p), wrt=nnx.Param)
 
     @nnx.jit
@@ -145,10 +172,15 @@ def zero(p: Problem, layered: bool, devices: int = 1, **fields: Any) -> tuple[St
     c, tree = gpt_config(p), flax_tree(p)
     model = gpt.layered_gpt(c) if layered else gpt.unrolled_gpt(c)
     mesh = zj.make_mesh(fsdp=devices, devices=jax.devices()[:devices])
-    program = zj.build_train_step(model, optimizer(p), zj.ZeroConfig(precision="fp32", **fields), mesh)
+    program = zj.build_train_step(
+        model, optimizer(p), zj.ZeroConfig(precision="fp32", **fields), mesh
+    )
     state = program.init(jax.random.key(0))
     tree = stacked(tree) if layered else tree
-    state = dataclasses.replace(state, params=jax.tree.map(lambda a, old: jax.device_put(a, old.sharding), tree, state.params))
+    state = dataclasses.replace(
+        state,
+        params=jax.tree.map(lambda a, old: jax.device_put(a, old.sharding), tree, state.params),
+    )
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
         state, metrics = program.step(state, batch)

@@ -10,7 +10,10 @@ _JAX = "import jax, flax, optax"
 PROGRAMS = {
     "import jax, flax, optax": ["-c", _JAX],
     "import zerojax": ["-c", f"{_JAX}; import zerojax"],
-    "import zerojax, and build_train_step": ["-c", f"{_JAX}; import zerojax; zerojax.build_train_step"],
+    "import zerojax, and build_train_step": [
+        "-c",
+        f"{_JAX}; import zerojax; zerojax.build_train_step",
+    ],
     "import argparse": ["-c", "import argparse"],
     "zerojax --help": ["-m", "zerojax", "--help"],
 }

@@ -1,4 +1,6 @@
-"""An MLP in tiles, a checkpoint of state in memory, and AdamW on the host, each beside a simpler program."""
+"""An MLP in tiles, a checkpoint of state in memory, and AdamW on the host, each beside a simpler
+program.
+"""
 
 import statistics
 import tempfile
@@ -21,7 +23,10 @@ TILES = (
 COPY, ORBAX = "a copy of the bytes", "Orbax's StandardCheckpointer"
 SAVES = (Row("Checkpointer.save: the step waits", COPY, 1.5), Row(ORBAX, COPY))
 BOUND = "an in-place multiply of as many bytes"
-KERNEL = (Row("host AdamW, float32", BOUND, 1.1), Row("host AdamW, bfloat16 in and out", BOUND, 1.1))
+KERNEL = (
+    Row("host AdamW, float32", BOUND, 1.1),
+    Row("host AdamW, bfloat16 in and out", BOUND, 1.1),
+)
 
 
 def tiles() -> dict[str, float]:
@@ -40,10 +45,17 @@ def tiles() -> dict[str, float]:
 
     def jitted(module: Any, wrap: Any = lambda f: f) -> Any:
         graph, params = nnx.split(module)
-        run = jax.jit(jax.value_and_grad(wrap(lambda p, x: jnp.sum(nnx.merge(graph, p)(x) ** 2)), argnums=(0, 1)))
+        run = jax.jit(
+            jax.value_and_grad(
+                wrap(lambda p, x: jnp.sum(nnx.merge(graph, p)(x) ** 2)), argnums=(0, 1)
+            )
+        )
         return lambda: jax.block_until_ready(run(params, x))
 
-    calls = {PLAIN_MLP: jitted(Dense(nnx.Rngs(0))), AGAIN: jitted(Dense(nnx.Rngs(0)), jax.checkpoint)}
+    calls = {
+        PLAIN_MLP: jitted(Dense(nnx.Rngs(0))),
+        AGAIN: jitted(Dense(nnx.Rngs(0)), jax.checkpoint),
+    }
     for row, count in zip(TILES[1:], (4, 16), strict=True):
         calls[row.name] = jitted(zj.TiledMLP(512, 2048, num_tiles=count, rngs=nnx.Rngs(0)))
     return in_turn(calls, 12)
@@ -64,7 +76,9 @@ def saves(num_bytes: int) -> dict[str, float]:
     )
     with (
         tempfile.TemporaryDirectory() as folder,
-        zj.build_train_step(model, optax.adamw(1e-3), zj.ZeroConfig(stage=0), zj.make_mesh(fsdp=1)) as program,
+        zj.build_train_step(
+            model, optax.adamw(1e-3), zj.ZeroConfig(stage=0), zj.make_mesh(fsdp=1)
+        ) as program,
     ):
         state, batch = program.init(jax.random.key(0)), {"x": np.zeros(1, np.float32)}
         arrays = [np.asarray(a) for a in jax.tree.leaves((state.params, state.opt_state))]
@@ -81,7 +95,10 @@ def saves(num_bytes: int) -> dict[str, float]:
                         for a, b in zip(kept, arrays, strict=True):
                             np.copyto(a, b)
                     elif name == ORBAX:
-                        theirs.save(f"{folder}/theirs_{number}", {"params": state.params, "opt_state": state.opt_state})
+                        theirs.save(
+                            f"{folder}/theirs_{number}",
+                            {"params": state.params, "opt_state": state.opt_state},
+                        )
                     else:
                         ours.save(program, state)
                     found[name].append(time.perf_counter() - start)
@@ -103,4 +120,6 @@ def kernel(num_params: int, threads: int) -> dict[str, float]:
         bounds.append(bound() * host_adam.NUM_BYTES / 8)
         for name, key in names.items():
             found[name].append(contenders[key]())
-    return {BOUND: statistics.median(bounds)} | {name: statistics.median(some) for name, some in found.items()}
+    return {BOUND: statistics.median(bounds)} | {
+        name: statistics.median(some) for name, some in found.items()
+    }

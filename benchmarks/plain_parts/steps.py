@@ -33,13 +33,20 @@ TWO_DEVICES = (
     Row('LayeredModel, stage 3, activations="everything"', HAND_3),
     Row("Model, stage 3: gathered on use", HAND_3),
 )
-UPDATE = (Row("the update of stage 0", "optax's update", 1.05), Row("the same, with a clipped norm", "optax's, clipped", 1.05))
+UPDATE = (
+    Row("the update of stage 0", "optax's update", 1.05),
+    Row("the same, with a clipped norm", "optax's, clipped", 1.05),
+)
 
 
 def one_device(p: Problem) -> tuple[dict[str, float], dict[str, list[float]]]:
     """Return the median seconds of steps on one device, and their losses."""
     jax.config.update("jax_num_cpu_devices", 1)
-    steps = {BLOCKS: plain(p, layered=False), SCAN: plain(p, layered=True), ONE_DEVICE[0].name: flax_loop(p)}
+    steps = {
+        BLOCKS: plain(p, layered=False),
+        SCAN: plain(p, layered=True),
+        ONE_DEVICE[0].name: flax_loop(p),
+    }
     for row in ONE_DEVICE[1:]:
         mode = row.name.split('"')[1] if '"' in row.name else "save"
         steps[row.name] = zero(p, row.name.startswith("Layered"), stage=0, activations=mode)
@@ -53,7 +60,9 @@ def two_devices(p: Problem) -> tuple[dict[str, float], dict[str, list[float]]]:
     for row in TWO_DEVICES:
         mode = row.name.split('"')[1] if '"' in row.name else "save"
         stage = int(row.name.split("stage ")[1][0])
-        steps[row.name] = zero(p, row.name.startswith("Layered"), devices=2, stage=stage, activations=mode)
+        steps[row.name] = zero(
+            p, row.name.startswith("Layered"), devices=2, stage=stage, activations=mode
+        )
     return _run(steps, p)
 
 
@@ -65,7 +74,9 @@ def _run(steps: dict[str, Any], p: Problem) -> tuple[dict[str, float], dict[str,
 
 
 def update(p: Problem) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Return the median seconds of the optimizer's update alone: of `optimizer(p)`, and after a clipped norm."""
+    """Return the median seconds of the optimizer's update alone: of `optimizer(p)`, and after a
+    clipped norm.
+    """
     import gpt
 
     import zerojax as zj
@@ -76,7 +87,9 @@ def update(p: Problem) -> tuple[dict[str, float], dict[str, list[float]]]:
     mesh, model, tx = zj.make_mesh(fsdp=1), gpt.unrolled_gpt(gpt_config(p)), optimizer(p)
     calls: dict[str, Any] = {}
     for row, clip_norm in zip(UPDATE, (None, 1.0), strict=True):
-        optax_tx = tx if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), tx)
+        optax_tx = (
+            tx if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), tx)
+        )
         config = zj.ZeroConfig(stage=0, clip_norm=clip_norm)
         state = zj.build_train_step(model, tx, config, mesh).init(jax.random.key(0))
         parts = assemble(model, tx, config, mesh)
@@ -90,8 +103,12 @@ def update(p: Problem) -> tuple[dict[str, float], dict[str, list[float]]]:
             updates, opt_state = tx.update(grads, opt_state, params)
             return optax.apply_updates(params, updates), opt_state
 
-        ours = jax.jit(lambda state, grads, own=own: own(state, jnp.float32(1), grads)[0], donate_argnums=0)
-        calls[row.base] = _Updating(jax.jit(plain_update, donate_argnums=0), (params, optax_tx.init(params)), grads)
+        ours = jax.jit(
+            lambda state, grads, own=own: own(state, jnp.float32(1), grads)[0], donate_argnums=0
+        )
+        calls[row.base] = _Updating(
+            jax.jit(plain_update, donate_argnums=0), (params, optax_tx.init(params)), grads
+        )
         calls[row.name] = _Updating(ours, state, grads)
     return in_turn(calls, 2 * REPEATS), {}
 

@@ -1,7 +1,8 @@
-"""What programs on GPUs send along with their callbacks, in page-locked memory, in the order in which they send it.
+"""What programs on GPUs send along with their callbacks, in page-locked memory, in the order in
+which they send it.
 
-A callback queues the copy of 12 bytes on the program's stream and goes on. When the program is over, the log holds what each
-call was asked for, beside what the callback assumed.
+A callback queues the copy of 12 bytes on the program's stream and goes on. When the program is
+over, the log holds what each call was asked for, beside what the callback assumed.
 """
 
 import threading
@@ -31,8 +32,12 @@ class CallLog:
           process: whose devices call here.
         """
         self.driver = driver
-        local = [(rank, device) for rank, device in enumerate(devices) if device.process_index == process]
-        self._contexts = {rank: driver.context_of(device.local_hardware_id or 0) for rank, device in local}
+        local = [
+            (rank, device) for rank, device in enumerate(devices) if device.process_index == process
+        ]
+        self._contexts = {
+            rank: driver.context_of(device.local_hardware_id or 0) for rank, device in local
+        }
         self._by_stream: dict[int, int] = {}
         self._of_rank = {rank: _Calls() for rank in self._contexts}
         memory = [calls.memory for calls in self._of_rank.values()]
@@ -43,7 +48,8 @@ class CallLog:
         stream = stream_of(context)
         rank = self._by_stream.get(stream)
         if rank is None:
-            # XLA uses the primary context of a GPU, and so do we. Another one tells nothing: then the program is asked.
+            # XLA uses the primary context of a GPU, and so do we. Another one tells nothing: then
+            # the program is asked.
             of_stream = self.driver.context_of_stream(stream)
             found = [rank for rank, own in self._contexts.items() if own == of_stream]
             rank = found[0] if len(found) == 1 else self.read(context, where)[0]
@@ -53,7 +59,8 @@ class CallLog:
     def read(self, context: Any, where: Any) -> Sent:
         """Return what a call sends; waits for all that the program has queued."""
         stream, call = stream_of(context), self.driver
-        # Into memory that is not page-locked the driver copies before it returns, or before the stream is finished.
+        # Into memory that is not page-locked the driver copies before it returns, or before the
+        # stream is finished.
         room = np.zeros(_WIDTH, np.int32)
         call.ensure_context()
         call.copy(room.ctypes.data, pointer(where), _BYTES, stream)
@@ -71,7 +78,12 @@ class CallLog:
             calls.assumed.append(assumed)
             calls.streams.add(stream)
         self.driver.use(self._contexts[rank])
-        self.driver.copy(calls.addresses[count // _CALLS] + _BYTES * (count % _CALLS), pointer(where), _BYTES, stream)
+        self.driver.copy(
+            calls.addresses[count // _CALLS] + _BYTES * (count % _CALLS),
+            pointer(where),
+            _BYTES,
+            stream,
+        )
 
     def reserve(self, num_calls: int) -> None:
         """Have memory for so many calls of each device."""
@@ -94,10 +106,14 @@ class CallLog:
             calls.streams.clear()
 
     def entries(self) -> Iterator[tuple[Any, Sent]]:
-        """Yield what was assumed and what was sent, of all calls since `clear`, when the program is over."""
+        """Yield what was assumed and what was sent, of all calls since `clear`, when the program is
+        over.
+        """
         self._finish()
         for calls in self._of_rank.values():
-            sent = np.concatenate([np.zeros(0, np.int32), *(piece.view(np.int32) for piece in calls.memory)])
+            sent = np.concatenate(
+                [np.zeros(0, np.int32), *(piece.view(np.int32) for piece in calls.memory)]
+            )
             for count, assumed in enumerate(calls.assumed):
                 rank, layer, number = sent[_WIDTH * count : _WIDTH * (count + 1)].tolist()
                 yield assumed, (rank, layer, number)

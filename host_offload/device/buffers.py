@@ -1,9 +1,12 @@
-"""Host memory for records on their way between disk and device: a fixed ring of buffers, allocated before step 1.
+"""Host memory for records on their way between disk and device: a fixed ring of buffers, allocated
+before step 1.
 
-O_DIRECT pins the pages that it transfers to, one by one, so their size decides its speed: into pages of 2 MB a disk reads at
-full speed, into pages of 4 KB at a third of it. Memory is therefore private and anonymous (shared memory gets no huge pages),
-aligned to 2 MB, and touched when it is allocated. A ring has as many buffers as the schedule has records in flight. When all
-of them are in use, a caller waits: a slow disk makes the step slower, and never takes more memory.
+O_DIRECT pins the pages that it transfers to, one by one, so their size decides its speed: into
+  pages of 2 MB a disk reads at
+full speed, into pages of 4 KB at a third of it. Memory is therefore private and anonymous (shared
+memory gets no huge pages), aligned to 2 MB, and touched when it is allocated. A ring has as many
+buffers as the schedule has records in flight. When all of them are in use, a caller waits: a slow
+disk makes the step slower, and never takes more memory.
 """
 
 import ctypes
@@ -26,7 +29,8 @@ PAGE_BYTES = 4096
 
 
 def allocate(num_bytes: int) -> np.ndarray:
-    """Return uint8[num_bytes] of private zeroed memory, aligned to 2 MB, in huge pages where the kernel has them.
+    """Return uint8[num_bytes] of private zeroed memory, aligned to 2 MB, in huge pages where the
+    kernel has them.
 
     All pages are resident. The memory is freed with the last view of it.
 
@@ -36,8 +40,11 @@ def allocate(num_bytes: int) -> np.ndarray:
     """
     if num_bytes < 1:
         raise ValueError(f"num_bytes={num_bytes}: 1 or more is needed")
-    multiple = HUGE_BYTES if num_bytes >= HUGE_BYTES // 2 else PAGE_BYTES  # room for the last huge page to be whole
-    # mmap aligns to 4 KB only: one huge page more lets the buffer start at the next multiple of 2 MB.
+    multiple = (
+        HUGE_BYTES if num_bytes >= HUGE_BYTES // 2 else PAGE_BYTES
+    )  # room for the last huge page to be whole
+    # mmap aligns to 4 KB only: one huge page more lets the buffer start at the next multiple of 2
+    # MB.
     room = -(-num_bytes // multiple) * multiple + HUGE_BYTES
     try:
         # Python's default is MAP_SHARED, and shared anonymous memory never gets huge pages.
@@ -46,7 +53,8 @@ def allocate(num_bytes: int) -> np.ndarray:
         raise MemoryError(
             f"no memory for a buffer of {num_bytes} bytes: {error}; use fewer buffers, or more devices"
         ) from error
-    # The advice must precede the first touch: the kernel chooses the size of a page when it is faulted in.
+    # The advice must precede the first touch: the kernel chooses the size of a page when it is
+    # faulted in.
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -61,7 +69,8 @@ def allocate(num_bytes: int) -> np.ndarray:
 
 
 def lock_pages(buffer: np.ndarray) -> bool:
-    """Lock a buffer's pages in memory (mlock), where the limit allows; return whether they are locked.
+    """Lock a buffer's pages in memory (mlock), where the limit allows; return whether they are
+    locked.
 
     They are unlocked when the memory is freed. The first refusal is logged.
     """
@@ -110,13 +119,16 @@ class Ring:
       locked: whether all are page-locked.
     """
 
-    def __init__(self, num_buffers: int, num_bytes: int, *, pin: Literal["lock", "cuda", "none"] = "lock") -> None:
+    def __init__(
+        self, num_buffers: int, num_bytes: int, *, pin: Literal["lock", "cuda", "none"] = "lock"
+    ) -> None:
         """Allocate all the memory.
 
         Args:
           num_buffers: number of buffers.
           num_bytes: size of each.
-          pin: "lock" locks pages where the limit allows, "cuda" registers them with the driver, "none" does neither.
+          pin: "lock" locks pages where the limit allows, "cuda" registers them with the driver,
+            "none" does neither.
 
         Raises:
           ValueError: a size below 1, or an unknown `pin`.
@@ -124,7 +136,9 @@ class Ring:
           NotImplementedError, RuntimeError: as `host_offload.device.cuda_driver`, with pin="cuda".
         """
         if num_buffers < 1 or pin not in ("lock", "cuda", "none"):
-            raise ValueError(f"num_buffers={num_buffers}, pin={pin!r}: 1 or more, and 'lock', 'cuda' or 'none' are needed")
+            raise ValueError(
+                f"num_buffers={num_buffers}, pin={pin!r}: 1 or more, and 'lock', 'cuda' or 'none' are needed"
+            )
         self.num_buffers, self.num_bytes = num_buffers, num_bytes
         self._pin, self._registered = pin, []
         self._changed = threading.Condition()
@@ -137,7 +151,8 @@ class Ring:
         self.locked = all(locked)
         if pin == "cuda":
             try:
-                # A registration that fails halfway must undo the others: memory that is freed while registered stays pinned.
+                # A registration that fails halfway must undo the others: memory that is freed while
+                # registered stays pinned.
                 for buffer in buffers:
                     driver().register(buffer)
                     self._registered.append(buffer)
@@ -159,7 +174,8 @@ class Ring:
             return self._seconds_waited
 
     def take(self, timeout: float | None = None) -> np.ndarray:
-        """Return a buffer, uint8[num_bytes], for the caller alone until it is given back. Its contents are arbitrary.
+        """Return a buffer, uint8[num_bytes], for the caller alone until it is given back. Its
+        contents are arbitrary.
 
         Waits while all buffers are taken.
 
@@ -196,16 +212,20 @@ class Ring:
         return buffer
 
     def give(self, buffer: np.ndarray) -> None:
-        """Give a buffer back; nothing may read or write it afterwards. If the ring is closed, its memory is freed.
+        """Give a buffer back; nothing may read or write it afterwards. If the ring is closed, its
+        memory is freed.
 
         Raises:
           ValueError: it is not of this ring, or not taken.
         """
         with self._changed:
-            # By address, not by identity: a caller may return a shorter view, of which only the start is the same.
+            # By address, not by identity: a caller may return a shorter view, of which only the
+            # start is the same.
             whole_buffer = self._out.pop(address := buffer.ctypes.data, None)
             if whole_buffer is None:
-                raise ValueError("this buffer is not out: it was given back already, or is not of this ring")
+                raise ValueError(
+                    "this buffer is not out: it was given back already, or is not of this ring"
+                )
             if not self._closed:
                 self._free.append((address, whole_buffer))
                 self._changed.notify()
@@ -214,9 +234,11 @@ class Ring:
         self._release(whole_buffer)
 
     def close(self) -> None:
-        """Free every buffer that is not taken, and end all waits with an error; a second call does nothing.
+        """Free every buffer that is not taken, and end all waits with an error; a second call does
+        nothing.
 
-        The memory of a buffer that is taken, or of which views are left, is freed with the last of them.
+        The memory of a buffer that is taken, or of which views are left, is freed with the last of
+        them.
         """
         with self._changed:
             self._closed = True

@@ -1,8 +1,8 @@
 """Records between host buffers and device buffers, inside callbacks of a running program.
 
-On a CPU both are host memory, and a record is copied directly. On a GPU a callback runs while the program is queued, and
-a copy on the program's own stream overlaps nothing. So each kind of record has a **slot** in device memory for each direction,
-and a GPU has two streams of its own:
+On a CPU both are host memory, and a record is copied directly. On a GPU a callback runs while the
+program is queued, and a copy on the program's own stream overlaps nothing. So each kind of record
+has a **slot** in device memory for each direction, and a GPU has two streams of its own:
 
     up      disk -> buffer --up stream--> slot        as soon as the record is read and the slot is free, beside the program
             slot --program's stream--> values         in the callback that fetches, at the speed of device memory
@@ -16,15 +16,17 @@ and a GPU has two streams of its own:
     down, empty     the copy down        the program's stream, before it fills the slot again
     down, saved     the copy down        a thread, before the buffer is written to disk
 
-A copy could also be two callbacks of one loop body, a start and a wait, between which XLA computes. A slot needs no such place
-in the program: copies up run ahead by a whole tick, copies down end after it, for every kind, and no buffer of the program is
-in flight where XLA may copy or reuse it. The price is one record of device memory for each kind and direction.
+A copy could also be two callbacks of one loop body, a start and a wait, between which XLA computes.
+A slot needs no such place in the program: copies up run ahead by a whole tick, copies down end
+after it, for every kind, and no buffer of the program is in flight where XLA may copy or reuse it.
+The price is one record of device memory for each kind and direction.
 
-A kind of a single record has nothing to be copied ahead of. It has no slot, and is copied on the program's stream, from and
-to page-locked memory; so is a record that was not read early enough. An event on that stream then tells when its buffer is
-free, or filled.
+A kind of a single record has nothing to be copied ahead of. It has no slot, and is copied on the
+program's stream, from and to page-locked memory; so is a record that was not read early enough. An
+event on that stream then tells when its buffer is free, or filled.
 
-No callback waits for the program. What bounds how far it runs ahead of the GPU are the buffers: one that a copy still needs is
+No callback waits for the program. What bounds how far it runs ahead of the GPU are the buffers: one
+  that a copy still needs is
 not free, and a callback that finds none waits for one, as it does for a slow disk.
 """
 
@@ -53,13 +55,18 @@ class Copies(Protocol):
     """How records cross between buffers and a device. `rank` is the device's position in the mesh.
 
     Attributes:
-      lifts: whether copies toward a device may run ahead of the program. `lift` does nothing where they may not.
+      lifts: whether copies toward a device may run ahead of the program. `lift` does nothing where
+        they may not.
     """
 
     lifts: bool
 
-    def add(self, kind: str, rank: int, num_bytes: int, parts: Parts, *, up: bool, down: bool) -> None:
-        """Make slots for a kind's records of `num_bytes`, in the wanted directions; `parts` are their leaves."""
+    def add(
+        self, kind: str, rank: int, num_bytes: int, parts: Parts, *, up: bool, down: bool
+    ) -> None:
+        """Make slots for a kind's records of `num_bytes`, in the wanted directions; `parts` are
+        their leaves.
+        """
         ...
 
     def remove(self, kind: str) -> None:
@@ -67,23 +74,34 @@ class Copies(Protocol):
         ...
 
     def lift(self, kind: str, rank: int, buffer: np.ndarray) -> None:
-        """Start to copy a buffer's record to its slot on the device ("lift" it), if the slot is free."""
-        ...
-
-    def drop(self, kind: str, rank: int, buffer: np.ndarray) -> "Future[None] | None":
-        """Forget that a buffer was lifted; return a future of the end of the copy that reads it, or None if none does."""
-        ...
-
-    def load(self, context: Any, kind: str, rank: int, views: Views, out: Sequence[Any]) -> "Future[None] | None":
-        """Copy a record's leaves to a callback's buffers; return when `views` may be reused, or None if at once.
-
-        A future of this or of `save` wakes the thread that completes it when it is first asked for anything, and not before:
-        a callback leaves that to another thread.
+        """Start to copy a buffer's record to its slot on the device ("lift" it), if the slot is
+        free.
         """
         ...
 
-    def save(self, context: Any, kind: str, rank: int, values: Sequence[Any], views: Views) -> "Future[None] | None":
-        """Copy a callback's buffers to a record's leaves; return a future of the end of the copy, or None if it has ended."""
+    def drop(self, kind: str, rank: int, buffer: np.ndarray) -> "Future[None] | None":
+        """Forget that a buffer was lifted; return a future of the end of the copy that reads it, or
+        None if none does.
+        """
+        ...
+
+    def load(
+        self, context: Any, kind: str, rank: int, views: Views, out: Sequence[Any]
+    ) -> "Future[None] | None":
+        """Copy a record's leaves to a callback's buffers; return when `views` may be reused, or
+        None if at once.
+
+        A future of this or of `save` wakes the thread that completes it when it is first asked for
+        anything, and not before: a callback leaves that to another thread.
+        """
+        ...
+
+    def save(
+        self, context: Any, kind: str, rank: int, values: Sequence[Any], views: Views
+    ) -> "Future[None] | None":
+        """Copy a callback's buffers to a record's leaves; return a future of the end of the copy,
+        or None if it has ended.
+        """
         ...
 
     def pass_on(self, context: Any, rank: int | None, source: Any, out: Any) -> None:
@@ -104,7 +122,9 @@ class HostCopies:
 
     lifts = False
 
-    def add(self, kind: str, rank: int, num_bytes: int, parts: Parts, *, up: bool, down: bool) -> None:
+    def add(
+        self, kind: str, rank: int, num_bytes: int, parts: Parts, *, up: bool, down: bool
+    ) -> None:
         del kind, rank, num_bytes, parts, up, down
 
     def remove(self, kind: str) -> None:

@@ -1,6 +1,8 @@
-"""The CUDA driver, as far as copies beside a running program need it: streams, events, copies, page-locked memory.
+"""The CUDA driver, as far as copies beside a running program need it: streams, events, copies,
+page-locked memory.
 
-A thin layer over the package cuda-bindings. Streams, events and addresses are plain integers, and a call that fails raises.
+A thin layer over the package cuda-bindings. Streams, events and addresses are plain integers, and a
+call that fails raises.
 """
 
 import functools
@@ -15,7 +17,10 @@ Part = tuple[int, int]
 
 
 class Driver:
-    """The calls of one process. Copies, fills and waits are queued on a stream and return at once."""
+    """The calls of one process.
+
+    Copies, fills and waits are queued on a stream and return at once.
+    """
 
     def __init__(self, api: Any) -> None:
         """Use the module `api`: cuda.bindings.driver, or one with the same functions."""
@@ -37,16 +42,24 @@ class Driver:
 
     def ensure_context(self) -> None:
         """Make the primary context of GPU 0 current, unless the calling thread has a context."""
-        # A buffer of a closed ring is unregistered by whoever returns it, such as an I/O thread, which has no context.
+        # A buffer of a closed ring is unregistered by whoever returns it, such as an I/O thread,
+        # which has no context.
         if not int(self._call("cuCtxGetCurrent")):
             self.use(self.context_of(0))
 
-    # --- memory ------------------------------------------------------------------------------------------------------------
+    # --- memory -----------------------------------------------------------------------------------
 
     def register(self, buffer: np.ndarray) -> None:
-        """Page-lock host memory for every context of the process: copies of it can then overlap the program."""
+        """Page-lock host memory for every context of the process: copies of it can then overlap the
+        program.
+        """
         self.ensure_context()
-        self._call("cuMemHostRegister", buffer.ctypes.data, buffer.nbytes, self._api.CU_MEMHOSTREGISTER_PORTABLE)
+        self._call(
+            "cuMemHostRegister",
+            buffer.ctypes.data,
+            buffer.nbytes,
+            self._api.CU_MEMHOSTREGISTER_PORTABLE,
+        )
 
     def unregister(self, buffer: np.ndarray) -> None:
         """Undo `register`; copies of the memory must be done."""
@@ -55,10 +68,15 @@ class Driver:
 
     def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
         """Copy between any two of host and device; host memory must be registered."""
-        if num_bytes and (status := self._api.cuMemcpyAsync(target, source, num_bytes, stream)[0]) != self._success:
+        if (
+            num_bytes
+            and (status := self._api.cuMemcpyAsync(target, source, num_bytes, stream)[0])
+            != self._success
+        ):
             self._refuse("cuMemcpyAsync", status)
 
-    # A callback makes one of these two calls for all leaves of a record: nothing is looked up inside of the loops.
+    # A callback makes one of these two calls for all leaves of a record: nothing is looked up
+    # inside of the loops.
 
     def copy_out(self, parts: Sequence[Part], targets: Sequence[int], stream: int) -> None:
         """Copy each part of a record to a buffer of its own."""
@@ -79,17 +97,21 @@ class Driver:
         if num_bytes:
             self._call("cuMemsetD8Async", target, 0, num_bytes, stream)
 
-    # --- order ----------------------------------------------------------------------------------------------------------------
+    # --- order ------------------------------------------------------------------------------------
     # What every callback calls is written out: a call by its name takes as long again.
 
     def make_stream(self) -> int:
         """Return a stream of the current context that does not wait for the default one."""
-        return int(self._call("cuStreamCreate", self._api.CUstream_flags.CU_STREAM_NON_BLOCKING.value))
+        return int(
+            self._call("cuStreamCreate", self._api.CUstream_flags.CU_STREAM_NON_BLOCKING.value)
+        )
 
     def make_event(self) -> int:
         """Return an event of the current context."""
         # Events only order here, and without time stamps they are cheaper.
-        return int(self._call("cuEventCreate", self._api.CUevent_flags.CU_EVENT_DISABLE_TIMING.value))
+        return int(
+            self._call("cuEventCreate", self._api.CUevent_flags.CU_EVENT_DISABLE_TIMING.value)
+        )
 
     def record(self, event: int, stream: int) -> None:
         """Let an event stand for all that was queued on a stream so far."""

@@ -1,14 +1,16 @@
 """Copies of records to and from a GPU, on two streams of its own, beside the program that computes.
 
-`host_offload.device.copies` explains the idea: slots in device memory, and events that order who fills them and who reads
-them. This module has the slots, the streams and the calls of the driver.
+`host_offload.device.copies` explains the idea: slots in device memory, and events that order who
+fills them and who reads them. This module has the slots, the streams and the calls of the driver.
 
-A callback runs in a thread of XLA while the program is being queued, so what it adds to the program's stream runs in the
-program's order. What it adds to the streams up and down does not: an event orders each such copy against the program. No
-callback waits for the GPU. A buffer of the host is used again when an event says that its copy is over: threads of each GPU
-wait for these events, and then complete the futures for which disk and rings wait. To wake a thread takes as long as to queue
-many copies, and with the calls of the driver that follow it would compete for Python's interpreter. So it is woken when a
-future is asked for something: after the callback, by another thread.
+A callback runs in a thread of XLA while the program is being queued, so what it adds to the
+program's stream runs in the program's order. What it adds to the streams up and down does not: an
+event orders each such copy against the program. No callback waits for the GPU. A buffer of the host
+is used again when an event says that its copy is over: threads of each GPU wait for these events,
+and then complete the futures for which disk and rings wait. To wake a thread takes as long as to
+queue many copies, and with the calls of the driver that follow it would compete for Python's
+interpreter. So it is woken when a future is asked for something: after the callback, by another
+thread.
 """
 
 import collections
@@ -85,19 +87,24 @@ class _Ending(Future[None]):
 
 
 class _Watch:
-    """A thread that waits for events, in the order in which it is told of them, and completes a future for each."""
+    """A thread that waits for events, in the order in which it is told of them, and completes a
+    future for each.
+    """
 
     def __init__(self, gpu: "_Gpu", name: str) -> None:
         self.gpu = gpu
         self._told: collections.deque[tuple[int, Future[None]]] = collections.deque()
-        self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True: look at what it was told; False: end
+        self._calls: queue.SimpleQueue[bool] = (
+            queue.SimpleQueue()
+        )  # True: look at what it was told; False: end
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def future_of(self, event: int) -> "Future[None]":
         """Return a future that is done when `event` has happened; the event is used again then.
 
-        The thread is not woken: it learns of the event when this future, or another of this thread, is asked for something.
+        The thread is not woken: it learns of the event when this future, or another of this thread,
+          is asked for something.
         """
         done = _Ending(self._wake)
         self._told.append((event, done))
@@ -121,7 +128,8 @@ class _Watch:
             done.set_exception(error)
             return
         self.gpu.give_event(event)
-        # This runs the callbacks of the future, which start the write to disk, or give a buffer back.
+        # This runs the callbacks of the future, which start the write to disk, or give a buffer
+        # back.
         done.set_result(None)
 
     def close(self) -> None:
@@ -139,12 +147,15 @@ class _Gpu:
         self.context = driver.context_of(device.local_hardware_id or 0)
         # Streams and events belong to the context that is current in the thread that makes them.
         driver.use(self.context)
-        # One stream for each direction: the link carries both at once, but a stream runs its copies one by one.
+        # One stream for each direction: the link carries both at once, but a stream runs its copies
+        # one by one.
         self.up, self.down = driver.make_stream(), driver.make_stream()
         self._events: list[int] = []
         self._lock = threading.Lock()
         # Two threads: what is over early must not wait behind what the program comes to late.
-        self.lifted, self.passed = (_Watch(self, f"zerojax-copies-{rank}-{name}") for name in ("lifted", "passed"))
+        self.lifted, self.passed = (
+            _Watch(self, f"zerojax-copies-{rank}-{name}") for name in ("lifted", "passed")
+        )
 
     def take_event(self) -> int:
         with self._lock:
@@ -165,7 +176,8 @@ class _Gpu:
     def finish_after_error(self, stream: int) -> None:
         """Wait for all that is queued on a stream, before an error is raised.
 
-        The caller gives its buffers back on an error, and they are filled again at once: a copy that still ran would read or
+        The caller gives its buffers back on an error, and they are filled again at once: a copy
+          that still ran would read or
         write another record's bytes.
         """
         with contextlib.suppress(RuntimeError):
@@ -189,23 +201,36 @@ class GpuCopies:
     lifts = True
 
     def __init__(self, devices: Sequence[Any], driver: Driver) -> None:
-        """Serve the devices of a mesh, in its order. Those of other processes are listed, but never used."""
+        """Serve the devices of a mesh, in its order.
+
+        Those of other processes are listed, but never used.
+        """
         self.devices, self.driver = list(devices), driver
         self._gpus: dict[int, _Gpu] = {}
         self._parts: dict[str, Parts] = {}
         self._up: dict[tuple[str, int], _Slot] = {}
         self._down: dict[tuple[str, int], _Slot] = {}
 
-    def add(self, kind: str, rank: int, num_bytes: int, parts: Parts, *, up: bool, down: bool) -> None:
+    def add(
+        self, kind: str, rank: int, num_bytes: int, parts: Parts, *, up: bool, down: bool
+    ) -> None:
         if rank not in self._gpus:
             self._gpus[rank] = _Gpu(self.driver, self.devices[rank], rank)
         self._parts[kind] = tuple(parts)
         self.driver.use(self._gpus[rank].context)
         for wanted, slots in ((up, self._up), (down, self._down)):
             if wanted:
-                # XLA must have filled the memory first: nothing orders XLA's streams before those that are used here.
-                memory = jax.device_put(jnp.zeros(num_bytes, jnp.uint8), self.devices[rank]).block_until_ready()
-                slots[kind, rank] = _Slot(memory, self._parts[kind], self._gpus[rank].take_event(), self.driver.make_event())
+                # XLA must have filled the memory first: nothing orders XLA's streams before those
+                # that are used here.
+                memory = jax.device_put(
+                    jnp.zeros(num_bytes, jnp.uint8), self.devices[rank]
+                ).block_until_ready()
+                slots[kind, rank] = _Slot(
+                    memory,
+                    self._parts[kind],
+                    self._gpus[rank].take_event(),
+                    self.driver.make_event(),
+                )
 
     def remove(self, kind: str) -> None:
         for slots in (self._up, self._down):
@@ -250,12 +275,18 @@ class GpuCopies:
             return self._emptied(slot, self._gpus[rank])
 
     def _emptied(self, slot: _Slot, gpu: _Gpu) -> "Future[None]":
-        """Let the slot be filled again; return a future of the copy that filled it. The GPU's context is current."""
-        # That copy has its event for itself from here on: the next one is recorded before a thread has waited for it.
+        """Let the slot be filled again; return a future of the copy that filled it.
+
+        The GPU's context is current.
+        """
+        # That copy has its event for itself from here on: the next one is recorded before a thread
+        # has waited for it.
         event, slot.full, slot.source = slot.full, gpu.take_event(), None
         return gpu.lifted.future_of(event)
 
-    def load(self, context: Any, kind: str, rank: int, views: Views, out: Sequence[Any]) -> "Future[None] | None":
+    def load(
+        self, context: Any, kind: str, rank: int, views: Views, out: Sequence[Any]
+    ) -> "Future[None] | None":
         if not views:
             return None
         call, stream, gpu = self.driver, stream_of(context), self._gpus[rank]
@@ -270,7 +301,8 @@ class GpuCopies:
                     slot.used = True
                     # The buffer is free when the copy up is over, whatever the program does.
                     return self._emptied(slot, gpu)
-        # The record was not lifted: it is copied on the stream of the program, which then keeps the buffer for so long.
+        # The record was not lifted: it is copied on the stream of the program, which then keeps the
+        # buffer for so long.
         try:
             call.copy_out(_parts_at(base, self._parts[kind]), targets, stream)
             return gpu.after(stream)
@@ -278,7 +310,9 @@ class GpuCopies:
             gpu.finish_after_error(stream)
             raise
 
-    def save(self, context: Any, kind: str, rank: int, values: Sequence[Any], views: Views) -> "Future[None] | None":
+    def save(
+        self, context: Any, kind: str, rank: int, values: Sequence[Any], views: Views
+    ) -> "Future[None] | None":
         if not views:
             return None
         call, stream, gpu = self.driver, stream_of(context), self._gpus[rank]
@@ -302,7 +336,8 @@ class GpuCopies:
                 call.copy(base, slot.address, slot.num_bytes, gpu.down)
                 call.record(slot.empty, gpu.down)
                 slot.used = True
-                # An event for this store alone: `empty` may be recorded again before the thread has waited for this copy.
+                # An event for this store alone: `empty` may be recorded again before the thread has
+                # waited for this copy.
                 return gpu.after(gpu.down)
             except BaseException:
                 gpu.finish_after_error(gpu.down)
@@ -336,4 +371,6 @@ def copies_of(devices: Sequence[Any]) -> Copies:
         return HostCopies()
     if platform in ("gpu", "cuda"):
         return GpuCopies(devices, driver())
-    raise NotImplementedError(f"the nvme tier moves buffers of cpu and cuda devices, and these are {platform}'s")
+    raise NotImplementedError(
+        f"the nvme tier moves buffers of cpu and cuda devices, and these are {platform}'s"
+    )

@@ -1,9 +1,11 @@
 """Limits of pinned host memory: checked before an allocation, and explained after one that failed.
 
-XLA's GPU client takes pinned memory from one pool a process. The pool grows on demand up to XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB
-GiB (64 where it is unset; 16 where XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE takes all of it at once), whatever the machine has, and
-reads both variables when JAX starts. A CPU client has no pool. Either is bounded by the memory that the machine has left, which
-every process of the machine shares: MemAvailable of /proc/meminfo, where there is one.
+XLA's GPU client takes pinned memory from one pool a process. The pool grows on demand up to
+XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB GiB (64 where it is unset; 16 where
+XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE takes all of it at once), whatever the machine has, and reads
+both variables when JAX starts. A CPU client has no pool. Either is bounded by the memory that the
+machine has left, which every process of the machine shares: MemAvailable of /proc/meminfo, where
+there is one.
 """
 
 import contextlib
@@ -15,7 +17,9 @@ import re
 import jax
 
 HOST_VARIABLE = "ZEROJAX_HOST_MEMORY_GB"
-"""GiB that the machine will have, where its kernel says less: a virtual machine may be given memory only as it takes it."""
+"""GiB that the machine will have, where its kernel says less: a virtual machine may be given memory
+only as it takes it.
+"""
 LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _PREALLOCATE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
 _MEMINFO = pathlib.Path("/proc/meminfo")
@@ -30,7 +34,8 @@ _ON_DEVICE = re.compile(r"\bGPU_\w*_bfc\b")  # names of the allocators of device
 
 
 def pinned_pool_bytes(platform: str | None = None) -> int | None:
-    """Return the most bytes of pinned host memory that XLA gives one process; None where it sets no limit.
+    """Return the most bytes of pinned host memory that XLA gives one process; None where it sets no
+    limit.
 
     Args:
       platform: "gpu" (or "cuda", "rocm"), "cpu"; that of JAX's default backend by default.
@@ -45,15 +50,19 @@ def pinned_pool_bytes(platform: str | None = None) -> int | None:
 
 
 def available_bytes() -> int | None:
-    """Return the bytes that the machine can still give without swapping; None where it does not say.
+    """Return the bytes that the machine can still give without swapping; None where it does not
+    say.
 
-    Where `HOST_VARIABLE` says that the machine will have more than its kernel knows of, that counts.
+    Where `HOST_VARIABLE` says that the machine will have more than its kernel knows of, that
+    counts.
     """
     available, total = _meminfo("MemAvailable"), _meminfo("MemTotal")
     try:
         promised = float(os.environ.get(HOST_VARIABLE, 0)) * _GIB
     except ValueError:
-        raise ValueError(f"{HOST_VARIABLE}={os.environ[HOST_VARIABLE]!r}: a number of GiB is needed") from None
+        raise ValueError(
+            f"{HOST_VARIABLE}={os.environ[HOST_VARIABLE]!r}: a number of GiB is needed"
+        ) from None
     if available is None or total is None:
         return available
     return max(available, int(promised) - (total - available))
@@ -68,7 +77,9 @@ def _meminfo(name: str) -> int | None:
 
 
 def host_bytes() -> int | None:
-    """Return the bytes of memory of the machine, or of its control group where that has less; None where neither is told."""
+    """Return the bytes of memory of the machine, or of its control group where that has less; None
+    where neither is told.
+    """
     total = _meminfo("MemTotal")
     limits = [] if total is None else [total]
     for path in _GROUP_LIMITS:
@@ -85,15 +96,17 @@ def check_host_memory(num_bytes: int, platform: str | None = None) -> None:
       platform: as for `pinned_pool_bytes`.
 
     Raises:
-      RuntimeError: they exceed the pool or the memory that the machine has left. Passing promises nothing: the pool may be
-        partly used, and other processes take memory too.
+      RuntimeError: they exceed the pool or the memory that the machine has left. Passing promises
+        nothing: the pool may be partly used, and other processes take memory too.
     """
     pool, available = pinned_pool_bytes(platform), available_bytes()
     if (pool is not None and num_bytes > pool) or (available is not None and num_bytes > available):
         raise RuntimeError(_explain(num_bytes, pool, available))
 
 
-def host_memory_error(error: Exception, num_bytes: int, platform: str | None = None) -> RuntimeError | None:
+def host_memory_error(
+    error: Exception, num_bytes: int, platform: str | None = None
+) -> RuntimeError | None:
     """Explain an error that JAX raised while it allocated pinned host memory.
 
     Args:
@@ -102,11 +115,17 @@ def host_memory_error(error: Exception, num_bytes: int, platform: str | None = N
       platform: as for `pinned_pool_bytes`.
 
     Returns:
-      The error to raise from `error`; None if `error` is about something else, device memory included.
+      The error to raise from `error`; None if `error` is about something else, device memory
+      included.
     """
     text = str(error)
-    # XLA reports both memories as RESOURCE_EXHAUSTED: only the name of the allocator tells which one is full.
-    if not isinstance(error, RuntimeError) or not _EXHAUSTED.search(text) or _ON_DEVICE.search(text):
+    # XLA reports both memories as RESOURCE_EXHAUSTED: only the name of the allocator tells which
+    # one is full.
+    if (
+        not isinstance(error, RuntimeError)
+        or not _EXHAUSTED.search(text)
+        or _ON_DEVICE.search(text)
+    ):
         return None
     return RuntimeError(_explain(num_bytes, pinned_pool_bytes(platform), available_bytes()))
 

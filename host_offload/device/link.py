@@ -1,9 +1,11 @@
 """Bytes between a device buffer and host memory, inside a callback of a running program.
 
-On a CPU a buffer is host memory, and is used in place. On a GPU a callback runs while the program is being queued: what it
-reads must be computed first, so it copies on the program's own stream and waits for that stream; what it writes is queued
-there too. The copies go through page-locked staging memory, allocated once for each place, which is a name of the caller and
-its operand, on each device: callbacks of several devices run at once.
+On a CPU a buffer is host memory, and is used in place. On a GPU a callback runs while the program
+  is being queued: what it
+reads must be computed first, so it copies on the program's own stream and waits for that stream;
+what it writes is queued there too. The copies go through page-locked staging memory, allocated once
+for each place, which is a name of the caller and its operand, on each device: callbacks of several
+devices run at once.
 """
 
 import ctypes
@@ -18,10 +20,15 @@ from host_offload.device.cuda_driver import driver
 
 
 class Link(Protocol):
-    """How a callback reads and writes device buffers. `place` tells the buffers of different callers apart."""
+    """How a callback reads and writes device buffers.
+
+    `place` tells the buffers of different callers apart.
+    """
 
     def read(self, context: Any, buffer: Any, place: Hashable) -> np.ndarray:
-        """Return a buffer's contents, valid until the callback returns or the same place is read again."""
+        """Return a buffer's contents, valid until the callback returns or the same place is read
+        again.
+        """
         ...
 
     def room(self, context: Any, buffer: Any, place: Hashable) -> np.ndarray:
@@ -73,18 +80,25 @@ class CudaLink:
     def read(self, context: Any, buffer: Any, place: Hashable) -> np.ndarray:
         host, call = self.room(context, buffer, place), driver()
         call.copy(host.ctypes.data, pointer(buffer), host.nbytes, stream_of(context))
-        # The callback runs while the program is being queued: the values exist once the stream has come this far.
+        # The callback runs while the program is being queued: the values exist once the stream has
+        # come this far.
         call.finish_stream(stream_of(context))
         return host
 
     def room(self, context: Any, buffer: Any, place: Hashable) -> np.ndarray:
         dtype = np.dtype(buffer.dtype)
-        key = (place, stream_of(context), tuple(buffer.shape), str(dtype))  # a device's stream: devices have a room each
+        key = (
+            place,
+            stream_of(context),
+            tuple(buffer.shape),
+            str(dtype),
+        )  # a device's stream: devices have a room each
         with self._lock:
             if key not in self.staging:
                 array = np.empty(buffer.shape, dtype)
                 if array.nbytes:
-                    # Page-locked, because the driver stages a copy of pageable memory and blocks its caller.
+                    # Page-locked, because the driver stages a copy of pageable memory and blocks
+                    # its caller.
                     driver().register(array)
                 self.staging[key] = array
             return self.staging[key]
@@ -131,7 +145,9 @@ def link_of(platform: str) -> Link:
         return HostLink()
     if platform in ("gpu", "cuda"):
         return CudaLink()
-    raise NotImplementedError(f"an update on the host moves buffers of cpu and cuda devices, and these are {platform}'s")
+    raise NotImplementedError(
+        f"an update on the host moves buffers of cpu and cuda devices, and these are {platform}'s"
+    )
 
 
 def writable(array: np.ndarray) -> np.ndarray:
@@ -148,9 +164,11 @@ def _at(address: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def view(array: Any) -> np.ndarray:
-    """Return the memory of a single-device array in host memory, as numpy; writing to it changes the array.
+    """Return the memory of a single-device array in host memory, as numpy; writing to it changes
+    the array.
 
     For arrays that one program owns and passes from step to step: nothing else may refer to them.
     """
-    # np.asarray would return a read-only array, and is slow where the array belongs to a GPU client.
+    # np.asarray would return a read-only array, and is slow where the array belongs to a GPU
+    # client.
     return _at(array.unsafe_buffer_pointer(), array.shape, array.dtype)

@@ -1,14 +1,16 @@
-"""Does this device read and write the right records of host memory? The check of a bug in XLA that trains on wrong layers.
+"""Does this device read and write the right records of host memory? The check of a bug in XLA that
+trains on wrong layers.
 
-A streamed step slices stacks `W[L, D, F]` in pinned host memory inside compiled loops. The index is linear in the counter i
-of the loop, `first + step * i`. XLA derives the address `offset + stride * i` when it compiles, and a copy engine moves the
-record, which leaves the cores to the products. A record whose index is not linear is moved by a kernel, whose threads read host
-memory over the link.
+A streamed step slices stacks `W[L, D, F]` in pinned host memory inside compiled loops. The index is
+linear in the counter i of the loop, `first + step * i`. XLA derives the address `offset + stride *
+i` when it compiles, and a copy engine moves the record, which leaves the cores to the products. A
+record whose index is not linear is moved by a kernel, whose threads read host memory over the link.
 
-Up to jaxlib 0.11.0 XLA for GPUs derives that address as if the index were i itself (openxla/xla 46231, fixed by 46308 of
-2026-07-27 and in jaxlib from 0.11.1 on). Then wrong layers are trained, without any error. CPUs compute the right address, so
-no test without a GPU sees the bug. Each form below slices in both directions, as the streamed step does, on records of distinct
-integers, and is compared exactly with numpy:
+Up to jaxlib 0.11.0 XLA for GPUs derives that address as if the index were i itself (openxla/xla
+46231, fixed by 46308 of 2026-07-27 and in jaxlib from 0.11.1 on). Then wrong layers are trained,
+without any error. CPUs compute the right address, so no test without a GPU sees the bug. Each form
+below slices in both directions, as the streamed step does, on records of distinct integers, and is
+compared exactly with numpy:
 
     read           load order[i]
     read_ahead     load order[i + d] into a ring of d slots, take the record loaded d ticks ago
@@ -16,8 +18,8 @@ integers, and is compared exactly with numpy:
     update_ahead   the same with the next record loaded before this one is stored
     activations    store at order[i], then a second loop loads in the reverse order
 
-A tick without another of its kind is a loop of one trip (`host_offload.device.loops`). `zerojax.hlo.host_link` finds the same
-bug in a program that was compiled and not run.
+A tick without another of its kind is a loop of one trip (`host_offload.device.loops`).
+`zerojax.hlo.host_link` finds the same bug in a program that was compiled and not run.
 """
 
 import dataclasses
@@ -65,8 +67,9 @@ class Form:
     """One way in which a step uses a stack.
 
     Attributes:
-      run: (order, stack[L, D, F] in host memory, kind) -> (stack, taken[L, D, F] in device memory), jittable with order and
-        kind static. `taken[i]` is the record that tick i computed with. The stack may be donated.
+      run: (order, stack[L, D, F] in host memory, kind) -> (stack, taken[L, D, F] in device memory),
+        jittable with order and kind static. `taken[i]` is the record that tick i computed with. The
+        stack may be donated.
       expect: the same with numpy: (order, stack) -> (stack, taken).
     """
 
@@ -75,7 +78,8 @@ class Form:
 
 
 def check_host_slices(device: Any = None) -> None:
-    """Run every form on `device`, with the layers in ascending and in descending order; once for each device of a process.
+    """Run every form on `device`, with the layers in ascending and in descending order; once for
+    each device of a process.
 
     Args:
       device: a jax.Device; the first local one by default.
@@ -99,11 +103,17 @@ def _wrong_forms(device: Any) -> tuple[str, ...]:
     for name, form in forms().items():
         program = build_form(form, device)
         # The bug reads record i instead of order[i]. In ascending order these may be the same.
-        for direction, order in (("ascending", range(_SHAPE[0])), ("descending", range(_SHAPE[0])[::-1])):
+        for direction, order in (
+            ("ascending", range(_SHAPE[0])),
+            ("descending", range(_SHAPE[0])[::-1]),
+        ):
             order = np.array(order, np.int32)
             stack = records()
             outputs = program(order, stack)
-            if not all(np.array_equal(f, e) for f, e in zip(outputs, form.expect(order, stack), strict=True)):
+            if not all(
+                np.array_equal(f, e)
+                for f, e in zip(outputs, form.expect(order, stack), strict=True)
+            ):
                 wrong.append(f"{name} {direction}")
     return tuple(wrong)
 
@@ -113,10 +123,14 @@ def forms() -> Mapping[str, Form]:
     return _FORMS
 
 
-def build_form(form: Form, device: Any, kind: str = "pinned_host") -> Callable[[Any, Any], tuple[Any, Any]]:
-    """Build (order: int32[L] of numpy, stack) -> (stack, taken) on `device`, with the stack in memory of `kind`.
+def build_form(
+    form: Form, device: Any, kind: str = "pinned_host"
+) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """Build (order: int32[L] of numpy, stack) -> (stack, taken) on `device`, with the stack in
+    memory of `kind`.
 
-    The first call with an order compiles. The stack is copied to the device first, and the copy is donated.
+    The first call with an order compiles. The stack is copied to the device first, and the copy is
+    donated.
 
     Raises:
       ValueError: when called, an order that is not linear.
@@ -128,7 +142,9 @@ def build_form(form: Form, device: Any, kind: str = "pinned_host") -> Callable[[
         return form.run(order, stack, kind)
 
     step = jax.jit(run_form, static_argnums=0, donate_argnums=1, out_shardings=(there, here))
-    return lambda order, stack: jax.block_until_ready(step(linear_order(order), jax.device_put(stack, there, may_alias=False)))
+    return lambda order, stack: jax.block_until_ready(
+        step(linear_order(order), jax.device_put(stack, there, may_alias=False))
+    )
 
 
 def linear_order(order: np.ndarray) -> Order:
@@ -139,7 +155,9 @@ def linear_order(order: np.ndarray) -> Order:
     """
     steps = np.diff(order)
     if len(set(steps.tolist())) > 1:
-        raise ValueError(f"the order {order.tolist()} is not linear: its steps are {steps.tolist()}")
+        raise ValueError(
+            f"the order {order.tolist()} is not linear: its steps are {steps.tolist()}"
+        )
     return Order(int(order[0]), int(steps[0]) if len(steps) else 1, len(order))
 
 
@@ -151,7 +169,9 @@ def records(shape: tuple[int, int, int] = _SHAPE) -> np.ndarray:
 
 def _load(stack: jax.Array, layer: jax.Array) -> jax.Array:
     """W[L, D, F] in host memory -> W[layer][D, F] in device memory."""
-    return jax.device_put(jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False), jax.memory.Space.Device)
+    return jax.device_put(
+        jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False), jax.memory.Space.Device
+    )
 
 
 def _store(stack: jax.Array, record: jax.Array, layer: jax.Array, kind: str) -> jax.Array:
@@ -192,7 +212,9 @@ def _read_ahead(order: Order, stack: jax.Array, kind: str) -> tuple[jax.Array, j
         ring, taken = last(i, carry)
         return ring.at[i % DISTANCE].set(_load(stack, order[i + DISTANCE])), taken
 
-    ring = jax.lax.fori_loop(0, DISTANCE, preload, jnp.zeros((DISTANCE, *stack.shape[1:]), stack.dtype))
+    ring = jax.lax.fori_loop(
+        0, DISTANCE, preload, jnp.zeros((DISTANCE, *stack.shape[1:]), stack.dtype)
+    )
     carry = jax.lax.fori_loop(0, fetching, tick, (ring, _empty(stack)))
     return stack, jax.lax.fori_loop(fetching, len(order), last, carry)[1]
 
@@ -214,10 +236,16 @@ def _update_ahead(order: Order, stack: jax.Array, kind: str) -> tuple[jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         stack, record, taken = carry
         ahead = _load(stack, order[i + 1]) if fetches else record
-        stack, ahead = jax.lax.optimization_barrier((stack, ahead))  # a write may not pass the read, or it copies the stack
+        stack, ahead = jax.lax.optimization_barrier(
+            (stack, ahead)
+        )  # a write may not pass the read, or it copies the stack
         return _store(stack, _compute(record), order[i], kind), ahead, taken.at[i].set(record)
 
-    record = one_trip(0, lambda i, record: record + _load(stack, order[i]), jnp.zeros(stack.shape[1:], stack.dtype))
+    record = one_trip(
+        0,
+        lambda i, record: record + _load(stack, order[i]),
+        jnp.zeros(stack.shape[1:], stack.dtype),
+    )
     carry = jax.lax.fori_loop(0, last, tick, (stack, record, _empty(stack)))
     stack, _, taken = one_trip(last, functools.partial(tick, fetches=False), carry)
     return stack, taken
@@ -235,7 +263,9 @@ def _activations(order: Order, stack: jax.Array, kind: str) -> tuple[jax.Array, 
         x = _load(stack, order[num - 1 - i])
         return taken.at[i].set(x + total), total + x
 
-    x = one_trip(0, lambda i, x: x + _load(stack, order[i]), jnp.zeros(stack.shape[1:], stack.dtype))
+    x = one_trip(
+        0, lambda i, x: x + _load(stack, order[i]), jnp.zeros(stack.shape[1:], stack.dtype)
+    )
     stack, _ = jax.lax.fori_loop(0, num, forward, (stack, x))
     taken, _ = jax.lax.fori_loop(0, num, backward, (_empty(stack), jnp.zeros_like(x)))
     return stack, taken

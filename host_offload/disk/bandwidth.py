@@ -1,8 +1,11 @@
-"""How fast records are read from a folder's disk and written to it: each reader, beside the disk's own speed.
+"""How fast records are read from a folder's disk and written to it: each reader, beside the disk's
+own speed.
 
-The ceiling is plain preadv and pwritev with O_DIRECT on the same files and buffers, in blocks on threads: no futures, no
-checksums, no files opened meanwhile, the best of several settings. All write first, then read what they wrote, with the page
-cache dropped between. A round measures each in turn, and ratios are taken within a round, so that a slow minute falls on all.
+The ceiling is plain preadv and pwritev with O_DIRECT on the same files and buffers, in blocks on
+  threads: no futures, no
+checksums, no files opened meanwhile, the best of several settings. All write first, then read what
+they wrote, with the page cache dropped between. A round measures each in turn, and ratios are taken
+within a round, so that a slow minute falls on all.
 """
 
 import collections
@@ -55,7 +58,14 @@ class Reader(Protocol):
 class Bench:
     """Records to measure with, in a folder; a context manager that frees its buffers."""
 
-    def __init__(self, folder_path: str, settings: IoSettings, *, num_records: int = 16, record_bytes: int = 64 * _MIB) -> None:
+    def __init__(
+        self,
+        folder_path: str,
+        settings: IoSettings,
+        *,
+        num_records: int = 16,
+        record_bytes: int = 64 * _MIB,
+    ) -> None:
         """Reserve the disk space and fill the buffers.
 
         Args:
@@ -89,21 +99,29 @@ class Bench:
             }
 
     def records(self) -> Rates:
-        """Measure once how records are written, then read, checksums included, as a step moves them."""
+        """Measure once how records are written, then read, checksums included, as a step moves
+        them.
+        """
         with DirectIo(self.settings) as io:
             return self._records(io)
 
     def both(self) -> float:
-        """Return the bytes a second, summed, of reads beside writes, with a pool of threads each, as a step has them.
+        """Return the bytes a second, summed, of reads beside writes, with a pool of threads each,
+        as a step has them.
 
-        The records must have been written. One half is read while the other is written, again and again, until as many bytes
-        have moved as all records have; so both are busy all the time, whichever is faster.
+        The records must have been written. One half is read while the other is written, again and
+        again, until as many bytes have moved as all records have; so both are busy all the time,
+        whichever is faster.
         """
         half, kept = self.store.num_layers // 2, len(self._buffers) // 2
         left = iter(range(self.store.num_layers))  # of both threads: its next() is atomic
         self._drop_caches()
 
-        def run(start: Callable[[Store, int, np.ndarray], concurrent.futures.Future[float]], first: int, own: int) -> None:
+        def run(
+            start: Callable[[Store, int, np.ndarray], concurrent.futures.Future[float]],
+            first: int,
+            own: int,
+        ) -> None:
             pending: collections.deque[concurrent.futures.Future[float]] = collections.deque()
             for n, _ in enumerate(left):
                 if len(pending) == kept:
@@ -118,15 +136,21 @@ class Bench:
             concurrent.futures.ThreadPoolExecutor(2) as pool,
         ):
             began = time.monotonic()
-            for job in [pool.submit(run, reads.read, 0, 0), pool.submit(run, writes.write, half, kept)]:
+            for job in [
+                pool.submit(run, reads.read, 0, 0),
+                pool.submit(run, writes.write, half, kept),
+            ]:
                 job.result()
             return self.store.num_bytes / (time.monotonic() - began)
 
     def _records(self, io: Reader, checks: bool = True) -> Rates:
-        def run(start: Callable[[Store, int, np.ndarray], concurrent.futures.Future[float]]) -> float:
+        def run(
+            start: Callable[[Store, int, np.ndarray], concurrent.futures.Future[float]],
+        ) -> float:
             began, pending = time.monotonic(), collections.deque()
             for layer in range(self.store.num_layers):
-                # As many transfers at once as there are buffers: the oldest must end before its buffer is used again.
+                # As many transfers at once as there are buffers: the oldest must end before its
+                # buffer is used again.
                 if len(pending) == len(self._buffers):
                     pending.popleft().result()
                 pending.append(start(self.store, layer, self._buffers[layer % len(self._buffers)]))
@@ -147,15 +171,20 @@ class Bench:
         size, block = self.store.format.padded_bytes, settings.block_bytes
         paths = [self.store.record_path(layer) for layer in range(self.store.num_layers)]
         files = [_open(path) for path in paths]
-        # The threads share one iterator. Its next() is atomic under the GIL, so every part is claimed once.
-        parts = iter([(layer, start) for layer in range(len(files)) for start in range(0, size, block)])
+        # The threads share one iterator. Its next() is atomic under the GIL, so every part is
+        # claimed once.
+        parts = iter(
+            [(layer, start) for layer in range(len(files)) for start in range(0, size, block)]
+        )
         call = os.pwritev if writes else os.preadv
 
         def work() -> None:
             for layer, start in parts:
                 part = self._buffers[layer % len(self._buffers)][start : start + block]
                 if (count := call(files[layer], [part.data], start)) != part.nbytes:
-                    raise SwapError(f"{paths[layer]}: {count} of {part.nbytes} bytes moved", file=paths[layer])
+                    raise SwapError(
+                        f"{paths[layer]}: {count} of {part.nbytes} bytes moved", file=paths[layer]
+                    )
 
         try:
             with concurrent.futures.ThreadPoolExecutor(settings.num_threads) as pool:
@@ -190,7 +219,9 @@ def _open(path: str) -> int:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return open_regular(path, os.O_RDWR)  # a file system without it: the page cache is its ceiling
+        return open_regular(
+            path, os.O_RDWR
+        )  # a file system without it: the page cache is its ceiling
 
 
 def drop_caches(paths: Sequence[str]) -> None:

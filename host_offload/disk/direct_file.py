@@ -1,12 +1,14 @@
-"""One file's bytes, moved past the page cache where alignment allows (O_DIRECT), and through it where not.
+"""One file's bytes, moved past the page cache where alignment allows (O_DIRECT), and through it
+where not.
 
-O_DIRECT needs the address in memory, the offset in the file and the length to be multiples of the disk's sector; 4096 serves
-every disk. A span that is not aligned is moved in parts,
+O_DIRECT needs the address in memory, the offset in the file and the length to be multiples of the
+disk's sector; 4096 serves every disk. A span that is not aligned is moved in parts,
 
-    head (to the next multiple of 4096, buffered) | body (direct) | tail (shorter than 4096, buffered)
+    head (to the next multiple of 4096, buffered) | body (direct) | tail (shorter than 4096,
+    buffered)
 
-and all is buffered where no head aligns both the offset and the address. A signal's interruption is retried (PEP 475).
-A transfer that moved less than was asked for is continued from there.
+and all is buffered where no head aligns both the offset and the address. A signal's interruption is
+retried (PEP 475). A transfer that moved less than was asked for is continued from there.
 """
 
 import contextlib
@@ -32,7 +34,8 @@ class DirectFile:
     """
 
     def __init__(self, path: str, *, writes: bool, direct: bool = True) -> None:
-        """Open a regular file, to read it or to write it; one to write is created if it does not exist, for this user alone.
+        """Open a regular file, to read it or to write it; one to write is created if it does not
+        exist, for this user alone.
 
         Args:
           path: of the file.
@@ -44,7 +47,8 @@ class DirectFile:
           OSError: as os.open.
         """
         flags = os.O_RDWR if writes else os.O_RDONLY
-        # Two descriptors of one file: O_DIRECT refuses what is not aligned, and that goes through the buffered one.
+        # Two descriptors of one file: O_DIRECT refuses what is not aligned, and that goes through
+        # the buffered one.
         self._buffered = open_regular(path, flags | (os.O_CREAT if writes else 0))
         self._direct, self._writes = -1, writes
         if direct and _DIRECT:
@@ -82,7 +86,9 @@ class DirectFile:
         """
         self._transfer(lambda fd, part, at: os.pwritev(fd, [part], at), buffer, offset)
 
-    def _transfer(self, call: Callable[[int, memoryview, int], int], buffer: np.ndarray, offset: int) -> None:
+    def _transfer(
+        self, call: Callable[[int, memoryview, int], int], buffer: np.ndarray, offset: int
+    ) -> None:
         memory, address, done = buffer.data, buffer.ctypes.data, 0
         while done < len(memory):
             is_direct, length = self._part(address + done, offset + done, len(memory) - done)
@@ -96,13 +102,16 @@ class DirectFile:
                 continue
             # preadv returns 0 at the end of a file: to try again would never end.
             if count <= 0:
-                raise TruncatedError(f"the file ends at byte {offset + done}, and {len(memory) - done} bytes more are needed")
+                raise TruncatedError(
+                    f"the file ends at byte {offset + done}, and {len(memory) - done} bytes more are needed"
+                )
             done += count
 
     def _part(self, address: int, offset: int, length: int) -> tuple[bool, int]:
         """Return how the next part is moved, and its length."""
         head = -offset % BLOCK_BYTES
-        # Address and offset must become multiples of the block after the same head, or no part can be direct.
+        # Address and offset must become multiples of the block after the same head, or no part can
+        # be direct.
         if not self.direct or (address + head) % BLOCK_BYTES or length - head < BLOCK_BYTES:
             return False, length
         return (False, head) if head else (True, length // BLOCK_BYTES * BLOCK_BYTES)
@@ -110,8 +119,12 @@ class DirectFile:
     def close(self) -> None:
         """Close the file; once closed, do nothing."""
         fds, self._buffered, self._direct = (self._buffered, self._direct), -1, -1
-        # Both are closed, also where the first raises. A file that was only read has nothing that a close could lose.
-        with contextlib.suppress(*(() if self._writes else (OSError,))), contextlib.ExitStack() as closing:
+        # Both are closed, also where the first raises. A file that was only read has nothing that a
+        # close could lose.
+        with (
+            contextlib.suppress(*(() if self._writes else (OSError,))),
+            contextlib.ExitStack() as closing,
+        ):
             for fd in fds:
                 if fd >= 0:
                     closing.callback(os.close, fd)
@@ -123,7 +136,9 @@ class DirectFile:
         self.close()
 
 
-def read_file(path: str, buffer: np.ndarray, num_bytes: int, *, offset: int = 0, direct: bool = True) -> None:
+def read_file(
+    path: str, buffer: np.ndarray, num_bytes: int, *, offset: int = 0, direct: bool = True
+) -> None:
     """Read a span of a file, of any length and offset, to the start of a buffer.
 
     Args:
@@ -142,8 +157,11 @@ def read_file(path: str, buffer: np.ndarray, num_bytes: int, *, offset: int = 0,
         file.read(buffer[:num_bytes], offset)
 
 
-def write_file(path: str, buffer: np.ndarray, num_bytes: int, *, offset: int = 0, direct: bool = True) -> None:
-    """Write the start of a buffer to a span of a file, of any length and offset; the file is made if it is not there.
+def write_file(
+    path: str, buffer: np.ndarray, num_bytes: int, *, offset: int = 0, direct: bool = True
+) -> None:
+    """Write the start of a buffer to a span of a file, of any length and offset; the file is made
+    if it is not there.
 
     Arguments and errors are those of `read_file`.
     """

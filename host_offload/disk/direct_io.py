@@ -1,15 +1,17 @@
-"""Records between disk and buffers at the disk's own speed: O_DIRECT, in blocks, on a pool of threads.
+"""Records between disk and buffers at the disk's own speed: O_DIRECT, in blocks, on a pool of
+threads.
 
     read    open; blocks of the record by several threads (preadv); compare the checksum
     write   open; the checksum, while other threads write blocks (pwritev)
 
-A record's blocks are claimed by whatever threads are free, records in the order they were asked for: a record has the whole
-disk until its last blocks, and the record that a step waits for comes first. The file is opened by its name each time. That
-costs some 20 microseconds, and notices a record that was removed or cut short meanwhile. System calls and checksums release
-the GIL.
+A record's blocks are claimed by whatever threads are free, records in the order they were asked
+for: a record has the whole disk until its last blocks, and the record that a step waits for comes
+first. The file is opened by its name each time. That costs some 20 microseconds, and notices a
+record that was removed or cut short meanwhile. System calls and checksums release the GIL.
 
-Errors leave through the future, as SwapError. A write that failed leaves a record that counts as never written, and reading
-what was never written is an error too: no read returns what was not stored by a write that succeeded.
+Errors leave through the future, as SwapError. A write that failed leaves a record that counts as
+never written, and reading what was never written is an error too: no read returns what was not
+stored by a write that succeeded.
 """
 
 import concurrent.futures
@@ -38,23 +40,30 @@ class DirectIo:
 
         Args:
           settings: threads and blocks.
-          name: of the threads, as debuggers show it. Reads and writes that must not wait for each other have a pool each.
+          name: of the threads, as debuggers show it. Reads and writes that must not wait for each
+            other have a pool each.
         """
         self.settings = settings
-        self._pool = concurrent.futures.ThreadPoolExecutor(settings.num_threads, thread_name_prefix=f"zerojax-{name}")
+        self._pool = concurrent.futures.ThreadPoolExecutor(
+            settings.num_threads, thread_name_prefix=f"zerojax-{name}"
+        )
         self._buffered: set[str] = set()  # folders without O_DIRECT
         self._lock = threading.Lock()
         self._process = os.getpid()
 
-    def read(self, store: Store, layer: int, buffer: np.ndarray, *, verify: bool = True) -> concurrent.futures.Future[float]:
+    def read(
+        self, store: Store, layer: int, buffer: np.ndarray, *, verify: bool = True
+    ) -> concurrent.futures.Future[float]:
         """Begin to read a record.
 
         Args:
           store: of the record. A pending write of the same record must be waited for before.
           layer: index of the record.
-          buffer: uint8[n], contiguous, writable, n >= padded_bytes; not to be touched until the future is done. If its
-            address is no multiple of 4096, it is read through the page cache.
-          verify: compare the checksum, if one was written; and refuse a record that was never written.
+          buffer: uint8[n], contiguous, writable, n >= padded_bytes; not to be touched until the
+            future is done. If its address is no multiple of 4096, it is read through the page
+            cache.
+          verify: compare the checksum, if one was written; and refuse a record that was never
+            written.
 
         Returns:
           The seconds from the first block's start to the end, checksum included; or SwapError.
@@ -65,13 +74,16 @@ class DirectIo:
         """
         return self._start(_Transfer(self, store, layer, buffer, writes=False, checked=verify))
 
-    def write(self, store: Store, layer: int, buffer: np.ndarray, *, checksum: bool = True) -> concurrent.futures.Future[float]:
+    def write(
+        self, store: Store, layer: int, buffer: np.ndarray, *, checksum: bool = True
+    ) -> concurrent.futures.Future[float]:
         """Begin to write a record.
 
         Args:
           store: of the record.
           layer: index of the record.
-          buffer: as for `read`; its first padded_bytes are the record, and must not change until the future is done.
+          buffer: as for `read`; its first padded_bytes are the record, and must not change until
+            the future is done.
           checksum: keep the record's checksum, for reads to verify.
 
         Returns:
@@ -83,7 +95,8 @@ class DirectIo:
         return self._start(_Transfer(self, store, layer, buffer, writes=True, checked=checksum))
 
     def _start(self, transfer: "_Transfer") -> concurrent.futures.Future[float]:
-        # A job for every thread that could help. One that comes too late finds no block, and returns at once.
+        # A job for every thread that could help. One that comes too late finds no block, and
+        # returns at once.
         for k in range(min(transfer.num_blocks, self.settings.num_threads)):
             try:
                 self._pool.submit(self._run, transfer)
@@ -102,10 +115,14 @@ class DirectIo:
             if folder in self._buffered:
                 return
             self._buffered.add(folder)
-        logger.warning("%s has no O_DIRECT: its records go through the page cache, which is slower", folder)
+        logger.warning(
+            "%s has no O_DIRECT: its records go through the page cache, which is slower", folder
+        )
 
     def close(self) -> None:
-        """Wait for all transfers and end the threads; once closed, or in a forked child, which has none, do nothing."""
+        """Wait for all transfers and end the threads; once closed, or in a forked child, which has
+        none, do nothing.
+        """
         if os.getpid() != self._process:
             return
         self._pool.shutdown(wait=True)
@@ -120,7 +137,16 @@ class DirectIo:
 class _Transfer:
     """One record that several threads read or write together."""
 
-    def __init__(self, io: DirectIo, store: Store, layer: int, buffer: np.ndarray, *, writes: bool, checked: bool) -> None:
+    def __init__(
+        self,
+        io: DirectIo,
+        store: Store,
+        layer: int,
+        buffer: np.ndarray,
+        *,
+        writes: bool,
+        checked: bool,
+    ) -> None:
         size = store.format.padded_bytes
         check_buffer(buffer, size)
         if not writes and not buffer.flags.writeable:
@@ -135,7 +161,10 @@ class _Transfer:
         self._next, self._moving, self._checksum, self._start = 0, 0, 0, 0.0
 
     def move_block(self) -> bool:
-        """Move the next block, if one is left, and return whether one was. The last thread to end finishes the record."""
+        """Move the next block, if one is left, and return whether one was.
+
+        The last thread to end finishes the record.
+        """
         with self._lock:
             block = self._next
             if block == self.num_blocks:
@@ -153,9 +182,11 @@ class _Transfer:
         with self._lock:
             self._moving -= 1
             if error is not None:
-                # The blocks that are left count as claimed, so that the threads still at work end the transfer.
+                # The blocks that are left count as claimed, so that the threads still at work end
+                # the transfer.
                 self._error, self._next = self._error or error, self.num_blocks
-            # Both are read under the lock: exactly one thread sees that nothing is moving and nothing is left.
+            # Both are read under the lock: exactly one thread sees that nothing is moving and
+            # nothing is left.
             is_last = self._moving == 0 and self._next == self.num_blocks
         if is_last:
             self._finish()
@@ -199,7 +230,8 @@ class _Transfer:
         error = self._error
         try:
             if self._file is not None:
-                # Before `end_write`: network file systems may report a lost write only when the file is closed.
+                # Before `end_write`: network file systems may report a lost write only when the
+                # file is closed.
                 self._file.close()
                 if not self._file.direct:
                     self._io.note_buffered(os.path.dirname(os.path.dirname(self._store.path)))

@@ -1,7 +1,8 @@
 """Errors of the disk: what failed, for which file and layer, and what to do about it.
 
-An error of the nvme tier occurs in a callback or an I/O thread, and is raised elsewhere, later. By then its message is all that
-is known, so it states the operation, the file, the layer, the errno of the operating system and the repair.
+An error of the nvme tier occurs in a callback or an I/O thread, and is raised elsewhere, later. By
+then its message is all that is known, so it states the operation, the file, the layer, the errno of
+the operating system and the repair.
 """
 
 import errno as errnos
@@ -42,7 +43,14 @@ class SwapError(RuntimeError):
       errno: of the operating system, if it gave one.
     """
 
-    def __init__(self, message: str, *, file: str | None = None, layer: int | None = None, errno: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        file: str | None = None,
+        layer: int | None = None,
+        errno: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.file, self.layer, self.errno = file, layer, errno
 
@@ -60,7 +68,8 @@ class NotRegularError(OSError):
 
 
 def of_tensorstore(error: Exception) -> Exception:
-    """Return the OSError that the text of tensorstore's error describes, or the error itself if there is none.
+    """Return the OSError that the text of tensorstore's error describes, or the error itself if
+    there is none.
 
     It raises NotImplementedError for ENOSYS, and ValueError for all others.
     """
@@ -72,7 +81,9 @@ def of_tensorstore(error: Exception) -> Exception:
     return OSError(errnos.ENOENT, text) if text.startswith("NOT_FOUND") else error
 
 
-def explain(error: BaseException, *, doing: str, file: str | None = None, layer: int | None = None) -> SwapError:
+def explain(
+    error: BaseException, *, doing: str, file: str | None = None, layer: int | None = None
+) -> SwapError:
     """Return the SwapError to raise, or to carry out of a thread, from an error.
 
     Args:
@@ -92,8 +103,14 @@ def explain(error: BaseException, *, doing: str, file: str | None = None, layer:
         if not isinstance(error, OSError):
             cause = f"{type(error).__name__}: {cause}"
     remedy = _remedy(error, number)
-    result = SwapError(f"{doing}{where} failed: {cause}{f'; {remedy}' if remedy else ''}", file=file, layer=layer, errno=number)
-    # By hand: the result is raised later, often in another thread, where no `raise ... from` can add it.
+    result = SwapError(
+        f"{doing}{where} failed: {cause}{f'; {remedy}' if remedy else ''}",
+        file=file,
+        layer=layer,
+        errno=number,
+    )
+    # By hand: the result is raised later, often in another thread, where no `raise ... from` can
+    # add it.
     result.__cause__ = error
     return result
 

@@ -1,9 +1,10 @@
-"""How the leaves of one layer lie in a record: one after the other, each aligned to a cache line, padded to blocks of the disk.
+"""How the leaves of one layer lie in a record: one after the other, each aligned to a cache line,
+padded to blocks of the disk.
 
 leaf 0 | to 64 bytes | leaf 1 | ... | to 4096 bytes
 
-Sizes and offsets are computed once for each format. Callbacks of a running program ask for them at every transfer, and there a
-GPU waits for Python.
+Sizes and offsets are computed once for each format. Callbacks of a running program ask for them at
+every transfer, and there a GPU waits for Python.
 """
 
 import dataclasses
@@ -19,7 +20,9 @@ from host_offload.fields import Field
 LEAF_BYTES = 64
 """A leaf starts at a multiple of this: a cache line."""
 BLOCK_BYTES = 4096
-"""A record's size is a multiple of this: the largest sector of a disk, so that O_DIRECT moves all of it."""
+"""A record's size is a multiple of this: the largest sector of a disk, so that O_DIRECT moves all
+of it.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +90,9 @@ class RecordFormat:
           ValueError: the buffer is of another form.
         """
         check_buffer(buffer, self.num_bytes)
-        return Views(buffer[place].view(dtype).reshape(shape) for place, dtype, shape in self._places)
+        return Views(
+            buffer[place].view(dtype).reshape(shape) for place, dtype, shape in self._places
+        )
 
 
 def numpy_dtype(name: str) -> np.dtype:
@@ -106,7 +111,8 @@ def numpy_dtype(name: str) -> np.dtype:
 
 
 def described_array(field: Field) -> tuple[tuple[int, ...], str, int]:
-    """Return shape, dtype and bytes of an array, from the fields `shape` and `dtype` of its description.
+    """Return shape, dtype and bytes of an array, from the fields `shape` and `dtype` of its
+    description.
 
     Raises:
       FieldError: they are missing, or none.
@@ -121,7 +127,12 @@ def described_array(field: Field) -> tuple[tuple[int, ...], str, int]:
 
 def check_buffer(buffer: np.ndarray, num_bytes: int) -> None:
     """Raise ValueError unless a buffer is uint8[n], contiguous, n >= num_bytes."""
-    if buffer.dtype != np.uint8 or buffer.ndim != 1 or not buffer.flags.c_contiguous or buffer.nbytes < num_bytes:
+    if (
+        buffer.dtype != np.uint8
+        or buffer.ndim != 1
+        or not buffer.flags.c_contiguous
+        or buffer.nbytes < num_bytes
+    ):
         raise ValueError(
             f"{buffer.dtype}{list(buffer.shape)}, strides {buffer.strides}: a contiguous uint8[n], n >= {num_bytes} is needed"
         )

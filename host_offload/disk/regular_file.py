@@ -1,9 +1,10 @@
 """Open regular files alone, and at once.
 
-Whatever else has a file's name is neither followed nor waited for: a symbolic link leads to any file of the user, `open` of a
-FIFO waits for its other end, and a device does whatever it does. So no link is followed (O_NOFOLLOW), nothing is waited for
-(O_NONBLOCK, which means nothing to a regular file), and what was opened is looked at before it is used. Only who reads files of
-others may follow links: a download is often a folder of them.
+Whatever else has a file's name is neither followed nor waited for: a symbolic link leads to any
+file of the user, `open` of a FIFO waits for its other end, and a device does whatever it does. So
+no link is followed (O_NOFOLLOW), nothing is waited for (O_NONBLOCK, which means nothing to a
+regular file), and what was opened is looked at before it is used. Only who reads files of others
+may follow links: a download is often a folder of them.
 """
 
 import errno
@@ -14,7 +15,9 @@ from host_offload.disk.errors import NotRegularError
 
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _REFUSALS = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)
-"""What `open` says to a link, a folder, a socket or a FIFO that nobody reads, and a device that is not there."""
+"""What `open` says to a link, a folder, a socket or a FIFO that nobody reads, and a device that is
+not there.
+"""
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFDIR: "a folder",
@@ -26,7 +29,8 @@ _KINDS = {
 
 
 def open_regular(path: str, flags: int, mode: int = 0o600, *, follow: bool = False) -> int:
-    """Return a descriptor of a regular file, as os.open does; a file that is made is this user's alone.
+    """Return a descriptor of a regular file, as os.open does; a file that is made is this user's
+    alone.
 
     Args:
       path: of the file.
@@ -53,7 +57,9 @@ def open_regular(path: str, flags: int, mode: int = 0o600, *, follow: bool = Fal
 
 
 def check_regular(path: str, *, follow: bool = False) -> None:
-    """Raise NotRegularError where something else than a regular file has a name; none at all is left to who opens it."""
+    """Raise NotRegularError where something else than a regular file has a name; none at all is
+    left to who opens it.
+    """
     try:
         mode = os.stat(path, follow_symlinks=follow).st_mode
     except FileNotFoundError:
@@ -63,4 +69,6 @@ def check_regular(path: str, *, follow: bool = False) -> None:
 
 def _check(mode: int) -> None:
     if not stat.S_ISREG(mode):
-        raise NotRegularError(f"{_KINDS.get(stat.S_IFMT(mode), 'something else')} is in its place, and no regular file")
+        raise NotRegularError(
+            f"{_KINDS.get(stat.S_IFMT(mode), 'something else')} is in its place, and no regular file"
+        )

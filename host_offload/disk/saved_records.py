@@ -1,14 +1,15 @@
 """The records of a checkpoint: their metadata, and their bytes, read slice by slice.
 
-A store of a checkpoint is a `host_offload.Store`, a zarr array whose chunks are files of one record. It holds one device's
-shards of some leaves, for a run of layers (or tiles, or for one record where a leaf is no stack). Beside the array, the
-metadata say for each leaf where its shard lies in the whole leaf, so that any box of a leaf is found among the stores:
+A store of a checkpoint is a `host_offload.Store`, a zarr array whose chunks are files of one
+record. It holds one device's shards of some leaves, for a run of layers (or tiles, or for one
+record where a leaf is no stack). Beside the array, the metadata say for each leaf where its shard
+lies in the whole leaf, so that any box of a leaf is found among the stores:
 
     whole leaf  [L, D, F]        a store of layers first .. first + n, of the shard [start : start + shape] of each layer
     box         (l0:l1, d0:d1, f0:f1)  =  for each store and record that meet it, a copy of the common part
 
-Of a file only the part is read that a box meets (`host_offload.disk.file_reads`). Each record's checksum is that of
-`host_offload.disk.checksum`.
+Of a file only the part is read that a box meets (`host_offload.disk.file_reads`). Each record's
+checksum is that of `host_offload.disk.checksum`.
 """
 
 import collections
@@ -43,7 +44,8 @@ class SavedShard:
       shape: of the shard in a record.
       dtype: name of numpy or ml_dtypes.
       offset: of its first byte in the record.
-      start: index of the first element of the shard, in the dims of the leaf after those that number records.
+      start: index of the first element of the shard, in the dims of the leaf after those that
+        number records.
     """
 
     name: str
@@ -59,7 +61,8 @@ class SavedStore:
 
     Attributes:
       folder: of the zarr array, in the checkpoint.
-      lead: sizes of the leading dims of the leaves that number records, row by row: () for one record, (L,), or (L, T).
+      lead: sizes of the leading dims of the leaves that number records, row by row: () for one
+        record, (L,), or (L, T).
       first: number of the first record.
       num_records: how many there are.
       record_bytes: size of each file.
@@ -77,7 +80,12 @@ class SavedStore:
 
     @staticmethod
     def of(
-        store: Store, folder: str, names: Sequence[str], starts: Sequence[Sequence[int]], lead: Sequence[int], first: int = 0
+        store: Store,
+        folder: str,
+        names: Sequence[str],
+        starts: Sequence[Sequence[int]],
+        lead: Sequence[int],
+        first: int = 0,
     ) -> "SavedStore":
         """Return the metadata of a store whose records are written."""
         sums = tuple(int(c) for c in store.checksums)
@@ -95,15 +103,29 @@ class SavedStore:
     ) -> "SavedStore":
         """Return the metadata of records of a format, one for each of the checksums."""
         formats = zip(format.leaves, format.offsets, names, starts, strict=True)
-        leaves = tuple(SavedShard(name, leaf.shape, leaf.dtype, offset, tuple(start)) for leaf, offset, name, start in formats)
-        return SavedStore(folder, tuple(lead), first, len(checksums), format.padded_bytes, leaves, tuple(checksums))
+        leaves = tuple(
+            SavedShard(name, leaf.shape, leaf.dtype, offset, tuple(start))
+            for leaf, offset, name, start in formats
+        )
+        return SavedStore(
+            folder,
+            tuple(lead),
+            first,
+            len(checksums),
+            format.padded_bytes,
+            leaves,
+            tuple(checksums),
+        )
 
     def record_file(self, record: int) -> str:
         """Return the file of a record, below the checkpoint; records are counted from `first`."""
         return os.path.join(self.folder, f"c.{record}.0")
 
     def content(self, record: int) -> tuple[object, ...]:
-        """Return what a record holds: which part of which leaves, and where in the file. Equal ones have files of one form."""
+        """Return what a record holds: which part of which leaves, and where in the file.
+
+        Equal ones have files of one form.
+        """
         return self.leaves, self.lead, self.first + record, self.record_bytes
 
     def to_json(self) -> dict[str, Any]:
@@ -125,7 +147,9 @@ class SavedStore:
         record_bytes = metadata["record_bytes"].integer(least=1)
         checksums = metadata["checksums"].items()
         if len(checksums) != num_records:
-            raise FieldError(f"{metadata.name}.checksums are {len(checksums)}, and num_records is {num_records}")
+            raise FieldError(
+                f"{metadata.name}.checksums are {len(checksums)}, and num_records is {num_records}"
+            )
         return SavedStore(
             folder=metadata["folder"].inner_path(),
             lead=lead,
@@ -156,7 +180,9 @@ def _checksum(digits: Field) -> int:
 
 def format_of(leaves: Sequence[tuple[str, Sequence[int], Any]]) -> RecordFormat:
     """Return the format of records of leaves (name, shape, dtype)."""
-    return RecordFormat(tuple(LeafFormat(name, tuple(shape), np.dtype(dtype).name) for name, shape, dtype in leaves))
+    return RecordFormat(
+        tuple(LeafFormat(name, tuple(shape), np.dtype(dtype).name) for name, shape, dtype in leaves)
+    )
 
 
 class SavedRecords:
@@ -187,7 +213,9 @@ class SavedRecords:
         """
         num_bytes = os.stat(path := os.path.join(self.root, store.record_file(record))).st_size
         if num_bytes != store.record_bytes:
-            raise TruncatedError(f"{path} has {num_bytes} bytes, and the record {store.record_bytes}")
+            raise TruncatedError(
+                f"{path} has {num_bytes} bytes, and the record {store.record_bytes}"
+            )
 
     def check(self, store: SavedStore, record: int) -> None:
         """Compare the size and checksum of a record's file with the metadata.
@@ -201,7 +229,9 @@ class SavedRecords:
         blocks = self._read_file(store, record).blocks(store.record_bytes)
         if expected and (checksum := checksum_of_blocks(blocks)) != expected:
             path = os.path.join(self.root, store.record_file(record))
-            raise ChecksumError(f"{path}: its checksum is {checksum:016x}, and {expected:016x} was saved")
+            raise ChecksumError(
+                f"{path}: its checksum is {checksum:016x}, and {expected:016x} was saved"
+            )
 
     def read(self, name: str, box: Box, out: np.ndarray) -> None:
         """Fill `out`, of the box's shape, with a part of a leaf, cast to its dtype.
@@ -214,19 +244,29 @@ class SavedRecords:
         parts: set[Box] = set()
         for store, leaf in self._shards[name]:
             for record in _records(store, box):
-                # Where the record lies in the leaf: one place in each dim that numbers records, then the shard's extent.
+                # Where the record lies in the leaf: one place in each dim that numbers records,
+                # then the shard's extent.
                 index = np.unravel_index(store.first + record, store.lead) if store.lead else ()
                 extent = tuple((int(i), int(i) + 1) for i in index)
                 extent += tuple((s, s + n) for s, n in zip(leaf.start, leaf.shape, strict=True))
-                common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(extent, box, strict=True))
+                common = tuple(
+                    (max(a, c), min(b, d)) for (a, b), (c, d) in zip(extent, box, strict=True)
+                )
                 if any(a >= b for a, b in common) or common in parts:
                     continue  # a replica holds the same
-                # Copy the common part: `source` counts from the start of the record's extent, `target` from that of the box.
+                # Copy the common part: `source` counts from the start of the record's extent,
+                # `target` from that of the box.
                 parts.add(common)
-                source = tuple((a - c, b - c) for (a, b), (c, _) in zip(common, extent, strict=True))
-                target = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, box, strict=True))
+                source = tuple(
+                    (a - c, b - c) for (a, b), (c, _) in zip(common, extent, strict=True)
+                )
+                target = tuple(
+                    slice(a - c, b - c) for (a, b), (c, _) in zip(common, box, strict=True)
+                )
                 shape, dtype = (1,) * len(index) + leaf.shape, numpy_dtype(leaf.dtype)
-                self._read_file(store, record).read_box(leaf.offset, shape, dtype, source, out[(*target, ...)])
+                self._read_file(store, record).read_box(
+                    leaf.offset, shape, dtype, source, out[(*target, ...)]
+                )
                 missing -= math.prod(b - a for a, b in common)
                 if not missing:
                     return
@@ -243,7 +283,8 @@ class SavedRecords:
         self.check_size(store, record)
         file = ReadFile(os.path.join(self.root, name))
         with self._lock:
-            # Two threads may have opened the same file: the later one is kept, and each is closed with its last reader.
+            # Two threads may have opened the same file: the later one is kept, and each is closed
+            # with its last reader.
             self._open[name] = file
             while len(self._open) > MOST_OPEN:
                 self._open.popitem(last=False)

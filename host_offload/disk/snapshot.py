@@ -1,13 +1,17 @@
 """The records of stores as they are at one moment, kept while the stores go on to be written.
 
-A record gets a second name in a folder beside its store (a hard link: no byte is copied), and the next write of it goes to a
-file of its own, whose space is reserved when the link is made (`Store.link`). The file with the second name is never written
-again, so it can be moved away later: by a link once more, where the checkpoint is on the same file system, else by a copy.
+A record gets a second name in a folder beside its store (a hard link: no byte is copied), and the
+  next write of it goes to a
+file of its own, whose space is reserved when the link is made (`Store.link`). The file with the
+second name is never written again, so it can be moved away later: by a link once more, where the
+checkpoint is on the same file system, else by a copy.
 
-Either way it is read past the page cache, one record at a time, and compared with its checksum. A record that rotted on the
-disk since it was written must not be confirmed as saved: older checkpoints are removed for it.
+Either way it is read past the page cache, one record at a time, and compared with its checksum. A
+record that rotted on the disk since it was written must not be confirmed as saved: older
+checkpoints are removed for it.
 
-Where a file system cannot link, or has no room for a second record, records are copied at once, and the step waits.
+Where a file system cannot link, or has no room for a second record, records are copied at once, and
+the step waits.
 """
 
 import contextlib
@@ -61,7 +65,8 @@ class Snapshot:
         os.mkdir(folder, 0o700)
 
     def keep(self, store: Store, target: str) -> LinkedRecord:
-        """Keep the records of a store, no write of which is under way; where that needs a copy, make it now.
+        """Keep the records of a store, no write of which is under way; where that needs a copy,
+        make it now.
 
         Args:
           store: of the records.
@@ -82,20 +87,28 @@ class Snapshot:
                 store.link(record, path := os.path.join(folder, str(record)))
                 links.append((record, path))
         except OSError:
-            # Undo the links that were made: the next write of a linked record would go to its spare file.
+            # Undo the links that were made: the next write of a linked record would go to its spare
+            # file.
             for record, path in links:
                 store.unlink(record, path)
             os.rmdir(folder)
             result = LinkedRecord(store, sums, None)
             _make(store, target)
-            _copy([(store.record_path(r), os.path.join(target, f"c.{r}.0"), sums[r]) for r in range(store.num_layers)], store)
+            _copy(
+                [
+                    (store.record_path(r), os.path.join(target, f"c.{r}.0"), sums[r])
+                    for r in range(store.num_layers)
+                ],
+                store,
+            )
             return result
         result = LinkedRecord(store, sums, folder)
         self._kept.append(result)
         return result
 
     def move(self, kept: LinkedRecord, target: str) -> None:
-        """Put kept records into a folder, by links or copies, all on disk and compared with their checksums on return.
+        """Put kept records into a folder, by links or copies, all on disk and compared with their
+        checksums on return.
 
         Raises:
           OSError: they cannot be read or written, or a record is not what was written.
@@ -106,16 +119,22 @@ class Snapshot:
         size, copies = kept.store.format.padded_bytes, []
         buffer = allocate(size)
         for record in range(kept.store.num_layers):
-            source, wanted = os.path.join(kept.folder, str(record)), os.path.join(target, f"c.{record}.0")
+            source, wanted = (
+                os.path.join(kept.folder, str(record)),
+                os.path.join(target, f"c.{record}.0"),
+            )
             try:
                 os.link(source, wanted)
             except OSError:
                 # A link cannot cross file systems (EXDEV), and some file systems have none.
                 copies.append((source, wanted, kept.checksums[record]))
                 continue
-            # O_DIRECT goes past the page cache, but not past the cache of the drive: only fsync makes a checkpoint durable.
+            # O_DIRECT goes past the page cache, but not past the cache of the drive: only fsync
+            # makes a checkpoint durable.
             sync(wanted)
-            _read_checked(wanted, buffer, size, kept.checksums[record], kept.store.record_path(record))
+            _read_checked(
+                wanted, buffer, size, kept.checksums[record], kept.store.record_path(record)
+            )
         _copy(copies, kept.store)
 
     def close(self) -> None:
@@ -131,7 +150,8 @@ class Snapshot:
                 shutil.rmtree(self._folder)
             self._is_removed = True
         except OSError as error:
-            # Their space is taken until the folder of the swap goes, or the next snapshot removes them.
+            # Their space is taken until the folder of the swap goes, or the next snapshot removes
+            # them.
             logger.info("%s was not removed: %s", self._folder, error)
         finally:
             self._closed.set()
@@ -146,7 +166,10 @@ class Snapshot:
         return self._closed.is_set()
 
     def wait(self) -> None:
-        """Wait until the snapshot is closed. Only then may the stores' folder or records be removed."""
+        """Wait until the snapshot is closed.
+
+        Only then may the stores' folder or records be removed.
+        """
         self._closed.wait()
 
 
@@ -168,7 +191,8 @@ def _copy(files: Sequence[tuple[str, str, int]], store: Store) -> None:
 
 
 def _read_checked(path: str, buffer: np.ndarray, size: int, expected: int, name: str) -> None:
-    """Read a record, and compare it with its size and checksum; `name` is the file in which it was written.
+    """Read a record, and compare it with its size and checksum; `name` is the file in which it was
+    written.
 
     Raises:
       OSError: it cannot be read, or is not what was written.
@@ -177,13 +201,16 @@ def _read_checked(path: str, buffer: np.ndarray, size: int, expected: int, name:
         raise TruncatedError(f"{name} has {found} bytes, and the record {size}: {_ROTTEN}")
     read_file(path, buffer, size)
     if expected and (found := checksum_of(buffer[:size])) != expected:
-        raise ChecksumError(f"{name}: its checksum is {found:016x}, and {expected:016x} was written: {_ROTTEN}")
+        raise ChecksumError(
+            f"{name}: its checksum is {found:016x}, and {expected:016x} was written: {_ROTTEN}"
+        )
 
 
 def sync(path: str) -> None:
     """Wait until a file's bytes, or the names in a folder, are on disk.
 
-    Some file systems refuse to flush a folder. Then a warning says so, once, and it is left to the file system.
+    Some file systems refuse to flush a folder. Then a warning says so, once, and it is left to the
+    file system.
 
     Raises:
       OSError: they cannot be written.
@@ -194,13 +221,19 @@ def sync(path: str) -> None:
             os.fsync(fd)
         except OSError as error:
             status = os.fstat(fd)
-            if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP) or not stat.S_ISDIR(status.st_mode):
+            if error.errno not in (
+                errno.EINVAL,
+                errno.ENOSYS,
+                errno.EOPNOTSUPP,
+            ) or not stat.S_ISDIR(status.st_mode):
                 raise
             if status.st_dev not in _UNSYNCED:
                 _UNSYNCED.add(status.st_dev)
                 logger.warning(
                     "%s: its file system does not flush folders (fsync: %s), so what was saved last may not be there after a "
-                    "power failure: save to another file system if that matters", path, error.strerror,
-                )  # fmt: skip
+                    "power failure: save to another file system if that matters",
+                    path,
+                    error.strerror,
+                )
     finally:
         os.close(fd)

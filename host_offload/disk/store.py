@@ -1,13 +1,15 @@
-"""Records on disk: one file for each layer, which holds the layer's leaves. The format is zarr, of tensorstore.
+"""Records on disk: one file for each layer, which holds the layer's leaves. The format is zarr, of
+tensorstore.
 
-A store is one zarr array `uint8[num_layers, padded_bytes]`, uncompressed, in chunks of one layer, so that a chunk is a file of
-exactly the record's bytes, which any tensorstore or zarr client can read, and O_DIRECT too:
+A store is one zarr array `uint8[num_layers, padded_bytes]`, uncompressed, in chunks of one layer,
+so that a chunk is a file of exactly the record's bytes, which any tensorstore or zarr client can
+read, and O_DIRECT too:
 
     {folder}/{kind}/{rank}/zarr.json     shape, chunks, and as attributes the manifest: each leaf's name, shape, dtype, offset
     {folder}/{kind}/{rank}/c.{layer}.0   leaf 0 | to 64 bytes | leaf 1 | ... | to 4096 bytes
 
-A record's checksum is kept in memory, not on disk: a swap folder does not outlive its process, and so no
-stale record can pass its own check.
+A record's checksum is kept in memory, not on disk: a swap folder does not outlive its process, and
+so no stale record can pass its own check.
 """
 
 import contextlib
@@ -50,7 +52,8 @@ class Store:
       rank: index of the device.
       num_layers: records.
       format: of a record.
-      written_once: whether a state's records stay as they were first written; only another state writes them again.
+      written_once: whether a state's records stay as they were first written; only another state
+        writes them again.
       checksums: uint64[num_layers], of each record as last written; 0 where unknown.
       written: bool[num_layers], whether a record was written completely.
     """
@@ -75,14 +78,20 @@ class Store:
           num_layers: records.
           format: of each of them.
           metadata: goes into the attributes as it is (specs, mesh); what JSON can hold.
-          written_once: whether a state's records stay as they were first written, as frozen weights do. Linking them then
-            takes no space.
+          written_once: whether a state's records stay as they were first written, as frozen weights
+            do. Linking them then takes no space.
 
         Raises:
           ValueError: the kind is no name of a folder, or there are no layers.
           SwapError: the array exists, or cannot be created.
         """
-        if not kind or kind != os.path.basename(kind) or kind in (".", "..") or rank < 0 or num_layers < 1:
+        if (
+            not kind
+            or kind != os.path.basename(kind)
+            or kind in (".", "..")
+            or rank < 0
+            or num_layers < 1
+        ):
             raise ValueError(
                 f"kind={kind!r}, rank={rank}, num_layers={num_layers}: a folder's name, 0 or more and 1 or more are needed"
             )
@@ -93,15 +102,25 @@ class Store:
         self.written = np.zeros(num_layers, bool)
         self._metadata = dict(metadata or {})
         self._linking = threading.Lock()  # of the next line
-        self._linked: set[int] = set()  # records that have another name, under which they must stay as they are
+        self._linked: set[int] = (
+            set()
+        )  # records that have another name, under which they must stay as they are
         self._offered: dict[int, int] = {}  # records that `adopt` replaces, with their checksums
-        self._reserved: list[int] = []  # records whose spare files `reserve_spares` made for the next state
+        self._reserved: list[
+            int
+        ] = []  # records whose spare files `reserve_spares` made for the next state
         if not os.path.isdir(folder_path):  # tensorstore would make it, with everybody's rights
-            raise explain(FileNotFoundError(errno.ENOENT, ""), doing=f"creating the records of {kind}", file=folder_path)
+            raise explain(
+                FileNotFoundError(errno.ENOENT, ""),
+                doing=f"creating the records of {kind}",
+                file=folder_path,
+            )
         try:
             ts.open(self._spec(), create=True, open=False).result()
         except (ValueError, NotImplementedError) as error:
-            raise explain(of_tensorstore(error), doing=f"creating the records of {kind}", file=self.path) from error
+            raise explain(
+                of_tensorstore(error), doing=f"creating the records of {kind}", file=self.path
+            ) from error
 
     @property
     def num_bytes(self) -> int:
@@ -115,19 +134,28 @@ class Store:
           ValueError: there is no such layer.
         """
         if not 0 <= layer < self.num_layers:
-            raise ValueError(f"layer {layer} of {self.kind}: there are {self.num_layers}, counted from 0")
+            raise ValueError(
+                f"layer {layer} of {self.kind}: there are {self.num_layers}, counted from 0"
+            )
         return os.path.join(self.path, f"c.{layer}.0")
 
     def manifest(self) -> dict[str, Any]:
         """Return the array's attributes."""
         leaves = [
-            {"name": leaf.name, "shape": list(leaf.shape), "dtype": leaf.dtype, "offset": offset, "num_bytes": leaf.num_bytes}
+            {
+                "name": leaf.name,
+                "shape": list(leaf.shape),
+                "dtype": leaf.dtype,
+                "offset": offset,
+                "num_bytes": leaf.num_bytes,
+            }
             for leaf, offset in zip(self.format.leaves, self.format.offsets, strict=True)
         ]
         return {"kind": self.kind, "rank": self.rank, "leaves": leaves, "metadata": self._metadata}
 
     def open_array(self, context: Mapping[str, Any] | None = None) -> ts.TensorStore:
-        """Return the array `uint8[num_layers, padded_bytes]`, without a cache: what it reads is on disk.
+        """Return the array `uint8[num_layers, padded_bytes]`, without a cache: what it reads is on
+        disk.
 
         A record that is not there is an error, and one of zeros is a file like any other.
 
@@ -137,7 +165,10 @@ class Store:
         Raises:
           SwapError: the array was removed, or is a different one.
         """
-        doing, description = f"opening the records of {self.kind}", os.path.join(self.path, "zarr.json")
+        doing, description = (
+            f"opening the records of {self.kind}",
+            os.path.join(self.path, "zarr.json"),
+        )
         try:
             check_regular(description)  # of a FIFO tensorstore waits for the other end
         except OSError as error:
@@ -150,18 +181,24 @@ class Store:
     def preallocate(self) -> None:
         """Reserve disk space for every record, so that no write is refused in the middle of a step.
 
-        Records that were written stay as they are, and a record that was offered needs no space. On a file system that cannot
-        reserve, only the free space is checked.
+        Records that were written stay as they are, and a record that was offered needs no space. On
+        a file system that cannot reserve, only the free space is checked.
 
         Raises:
           SwapError: the disk is too small, or failed.
         """
         size = self.format.padded_bytes
-        paths = {layer: self.record_path(layer) for layer in range(self.num_layers) if layer not in self._offered}
+        paths = {
+            layer: self.record_path(layer)
+            for layer in range(self.num_layers)
+            if layer not in self._offered
+        }
         try:
             missing = self._missing_bytes(paths.values())
         except OSError as error:
-            raise explain(error, doing=f"looking for room for {self.kind}", file=self.path) from error
+            raise explain(
+                error, doing=f"looking for room for {self.kind}", file=self.path
+            ) from error
         if missing > 0:
             raise self._too_small(missing)
         for layer, path in paths.items():
@@ -172,21 +209,28 @@ class Store:
                 finally:
                     os.close(fd)
             except OSError as error:
-                # ENOSPC also means that the file system has no inodes left: only missing bytes get the message about bytes.
+                # ENOSPC also means that the file system has no inodes left: only missing bytes get
+                # the message about bytes.
                 with contextlib.suppress(OSError):  # the first error is told
-                    if error.errno == errno.ENOSPC and (left := self._missing_bytes(paths.values())) > 0:
+                    if (
+                        error.errno == errno.ENOSPC
+                        and (left := self._missing_bytes(paths.values())) > 0
+                    ):
                         raise self._too_small(left, path, layer) from error
-                raise explain(error, doing=f"reserving {size} bytes for {self.kind}", file=path, layer=layer) from error
+                raise explain(
+                    error, doing=f"reserving {size} bytes for {self.kind}", file=path, layer=layer
+                ) from error
 
     def _missing_bytes(self, paths: Collection[str]) -> int:
         needed = len(paths) * self.format.padded_bytes
         return needed - sum(_held_bytes(path) for path in paths) - _free_bytes(self.path)
 
     def link(self, layer: int, target: str) -> None:
-        """Give a record a second name, under which it stays as it is: the next write of the record goes to another file.
+        """Give a record a second name, under which it stays as it is: the next write of the record
+        goes to another file.
 
-        That file's space is reserved here, so that no write is refused for want of it. Records that are written once need
-        none: `reserve_spares` reserves it before another state is written.
+        That file's space is reserved here, so that no write is refused for want of it. Records that
+        are written once need none: `reserve_spares` reserves it before another state is written.
 
         Args:
           layer: index of the record, no write of which is under way.
@@ -201,7 +245,8 @@ class Store:
                 os.link(path, target)
                 return
             try:
-                # Space first, name second: when the disk is full, the record must not be left linked without a spare file.
+                # Space first, name second: when the disk is full, the record must not be left
+                # linked without a spare file.
                 if not self.written_once:
                     self._make_spare(layer)
                 os.link(path, target)
@@ -212,7 +257,8 @@ class Store:
             self._linked.add(layer)
 
     def reserve_spares(self) -> None:
-        """Reserve space for another state's records, where snapshots or checkpoints still hold those of the last one.
+        """Reserve space for another state's records, where snapshots or checkpoints still hold
+        those of the last one.
 
         A record that was offered needs none.
 
@@ -231,18 +277,20 @@ class Store:
                     raise explain(error, doing=doing, file=self.path, layer=layer) from error
 
     def offer(self, layer: int, file: RecordFile) -> bool:
-        """Offer a file that holds a record already: `adopt` puts it in the record's place, and no byte is written.
+        """Offer a file that holds a record already: `adopt` puts it in the record's place, and no
+        byte is written.
 
-        The file is linked beside the record now, so that its space is certain. It is never written to under this store's
-        names: the next write of the record goes to another file.
+        The file is linked beside the record now, so that its space is certain. It is never written
+        to under this store's names: the next write of the record goes to another file.
 
         Args:
           layer: index of the record.
           file: what the record is to be; no one writes to it again.
 
         Returns:
-          Whether the file was taken. It is not where it is on another file system, cannot be linked, or is no regular file of
-          the record's size; nor where records are written more than once, since each write would need another file.
+          Whether the file was taken. It is not where it is on another file system, cannot be
+          linked, or is no regular file of the record's size; nor where records are written more
+          than once, since each write would need another file.
         """
         if not self.written_once:
             return False
@@ -272,9 +320,12 @@ class Store:
                 try:
                     os.replace(offered, path)
                 except OSError as error:
-                    raise explain(error, doing=f"linking {self.kind}", file=path, layer=layer) from error
+                    raise explain(
+                        error, doing=f"linking {self.kind}", file=path, layer=layer
+                    ) from error
                 for left in (offered, self._spare_path(layer)):
-                    # A rename between two names of one file leaves both. A spare file may be there from the last state.
+                    # A rename between two names of one file leaves both. A spare file may be there
+                    # from the last state.
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(left)
                 self._linked.add(layer)
@@ -283,7 +334,9 @@ class Store:
         return adopted
 
     def give_back(self) -> None:
-        """Undo each `offer` and `reserve_spares` since the last `adopt`: no new state is made, and its space is free again."""
+        """Undo each `offer` and `reserve_spares` since the last `adopt`: no new state is made, and
+        its space is free again.
+        """
         with self._linking:
             self._remove_reserved()
             for layer in self._offered:
@@ -301,16 +354,21 @@ class Store:
         return os.path.join(self.path, f"offered.{layer}")
 
     def unlink(self, layer: int, target: str) -> None:
-        """Remove the second name of a record; if it was not written since, and has no third, its file is written to again."""
+        """Remove the second name of a record; if it was not written since, and has no third, its
+        file is written to again.
+        """
         os.unlink(target)
         with self._linking, contextlib.suppress(OSError):
-            # One name is left: no other snapshot holds the record. In `_linked`: no write has moved it to the spare file.
+            # One name is left: no other snapshot holds the record. In `_linked`: no write has moved
+            # it to the spare file.
             if layer in self._linked and os.stat(self.record_path(layer)).st_nlink == 1:
                 self._linked.discard(layer)
                 os.unlink(self._spare_path(layer))
 
     def _needs_spare(self, layer: int) -> bool:
-        """Return whether a linked record has no spare file and cannot be written in place, since it has another name."""
+        """Return whether a linked record has no spare file and cannot be written in place, since it
+        has another name.
+        """
         if not self.written_once or os.path.exists(self._spare_path(layer)):
             return False
         return os.stat(self.record_path(layer)).st_nlink > 1
@@ -334,10 +392,12 @@ class Store:
         self.written[layer], self.checksums[layer] = False, 0
         with self._linking:
             if layer in self._linked:
-                # A snapshot holds the old file under its second name. The spare one takes its place, and is written.
+                # A snapshot holds the old file under its second name. The spare one takes its
+                # place, and is written.
                 if self._needs_spare(layer):
                     self._make_spare(layer)
-                # A record that is written once, and whose other names are gone, has none and is written in place.
+                # A record that is written once, and whose other names are gone, has none and is
+                # written in place.
                 if not self.written_once or os.path.exists(self._spare_path(layer)):
                     os.replace(self._spare_path(layer), self.record_path(layer))
                 self._linked.discard(layer)
@@ -354,7 +414,11 @@ class Store:
         """
         if not self.written[layer]:
             path = self.record_path(layer)
-            raise SwapError(f"{self.kind} of layer {layer}, {path}, was never written completely", file=path, layer=layer)
+            raise SwapError(
+                f"{self.kind} of layer {layer}, {path}, was never written completely",
+                file=path,
+                layer=layer,
+            )
 
     def verify(self, layer: int, record: np.ndarray) -> None:
         """Compare a record, uint8[padded_bytes], with its checksum, if it has one.
@@ -366,7 +430,9 @@ class Store:
         if expected and (checksum := checksum_of(record)) != expected:
             raise ChecksumError(f"its checksum is {checksum:016x}, and {expected:016x} was written")
 
-    def _too_small(self, missing: int, file: str | None = None, layer: int | None = None) -> SwapError:
+    def _too_small(
+        self, missing: int, file: str | None = None, layer: int | None = None
+    ) -> SwapError:
         return SwapError(
             f"{self.kind} of rank {self.rank} takes {self.num_layers} records x {self.format.padded_bytes} bytes = "
             f"{self.num_bytes} bytes, and {self.path} has {missing} bytes too few: ENOSPC ({errno.ENOSPC}); free space on that "
@@ -412,7 +478,8 @@ def _free_bytes(path: str) -> int:
 
 
 def reserve(fd: int, size: int) -> None:
-    """Take space on the disk for a file; where the file system cannot, give the file its size alone.
+    """Take space on the disk for a file; where the file system cannot, give the file its size
+    alone.
 
     Raises:
       OSError: the disk is full, or failed.

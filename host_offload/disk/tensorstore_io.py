@@ -1,11 +1,13 @@
-"""Records between disk and buffers through tensorstore: the same files as `direct_io`, by the format's own library.
+"""Records between disk and buffers through tensorstore: the same files as `direct_io`, by the
+format's own library.
 
-Slower (a read is copied once, a write goes through the page cache and is flushed), but it needs nothing of a file system beyond
-files, and a write is atomic: another file, flushed and renamed, so the disk must have room for one record more.
+Slower (a read is copied once, a write goes through the page cache and is flushed), but it needs
+nothing of a file system beyond files, and a write is atomic: another file, flushed and renamed, so
+the disk must have room for one record more.
 
-tensorstore opens files by itself, and waits where a FIFO is in a file's place. So the names that it opens are looked at before.
-Whoever puts a FIFO there between that look and the opening still lets the transfer wait; only this user can, since the folder
-is private.
+tensorstore opens files by itself, and waits where a FIFO is in a file's place. So the names that it
+opens are looked at before. Whoever puts a FIFO there between that look and the opening still lets
+the transfer wait; only this user can, since the folder is private.
 """
 
 import concurrent.futures
@@ -38,12 +40,16 @@ class TensorstoreIo:
           settings: transfers at once; tensorstore moves a record as one block.
         """
         self.settings = settings
-        self._pool = concurrent.futures.ThreadPoolExecutor(settings.num_threads, thread_name_prefix="zerojax-tensorstore")
+        self._pool = concurrent.futures.ThreadPoolExecutor(
+            settings.num_threads, thread_name_prefix="zerojax-tensorstore"
+        )
         self._arrays: weakref.WeakKeyDictionary[Store, ts.TensorStore] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self._process = os.getpid()
 
-    def read(self, store: Store, layer: int, buffer: np.ndarray, *, verify: bool = True) -> concurrent.futures.Future[float]:
+    def read(
+        self, store: Store, layer: int, buffer: np.ndarray, *, verify: bool = True
+    ) -> concurrent.futures.Future[float]:
         """Begin to read a record; arguments, result and errors are those of `DirectIo.read`."""
         record = _record_of(store, layer, buffer)
         if not buffer.flags.writeable:
@@ -57,9 +63,13 @@ class TensorstoreIo:
             if verify:
                 store.verify(layer, record)
 
-        return self._pool.submit(_timed, read, store, layer, f"reading {store.kind} of rank {store.rank}")
+        return self._pool.submit(
+            _timed, read, store, layer, f"reading {store.kind} of rank {store.rank}"
+        )
 
-    def write(self, store: Store, layer: int, buffer: np.ndarray, *, checksum: bool = True) -> concurrent.futures.Future[float]:
+    def write(
+        self, store: Store, layer: int, buffer: np.ndarray, *, checksum: bool = True
+    ) -> concurrent.futures.Future[float]:
         """Begin to write a record; arguments, result and errors are those of `DirectIo.write`."""
         record = _record_of(store, layer, buffer)
 
@@ -72,17 +82,23 @@ class TensorstoreIo:
             self._array(store)[layer].write(record).result()
             store.end_write(layer, checksum_of(record) if checksum else 0)
 
-        return self._pool.submit(_timed, write, store, layer, f"writing {store.kind} of rank {store.rank}")
+        return self._pool.submit(
+            _timed, write, store, layer, f"writing {store.kind} of rank {store.rank}"
+        )
 
     def _array(self, store: Store) -> ts.TensorStore:
         with self._lock:
             # An array is opened once for each store: opening reads and parses its metadata file.
             if store not in self._arrays:
-                self._arrays[store] = store.open_array({"file_io_concurrency": {"limit": self.settings.num_threads}})
+                self._arrays[store] = store.open_array(
+                    {"file_io_concurrency": {"limit": self.settings.num_threads}}
+                )
             return self._arrays[store]
 
     def close(self) -> None:
-        """Wait for all transfers and end the threads; once closed, or in a forked child, which has none, do nothing."""
+        """Wait for all transfers and end the threads; once closed, or in a forked child, which has
+        none, do nothing.
+        """
         if os.getpid() != self._process:
             return
         self._pool.shutdown(wait=True)
@@ -107,6 +123,8 @@ def _timed(work: Callable[[], None], store: Store, layer: int, doing: str) -> fl
         work()
     except BaseException as error:
         # tensorstore raises ValueError whatever the disk did: the errno is in the text alone.
-        cause: Any = of_tensorstore(error) if isinstance(error, ValueError | NotImplementedError) else error
+        cause: Any = (
+            of_tensorstore(error) if isinstance(error, ValueError | NotImplementedError) else error
+        )
         raise explain(cause, doing=doing, file=store.record_path(layer), layer=layer) from error
     return time.monotonic() - start

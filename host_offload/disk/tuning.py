@@ -1,9 +1,11 @@
-"""Measure, for a second, with how many transfers at once, of how many bytes, a folder's disk is fastest.
+"""Measure, for a second, with how many transfers at once, of how many bytes, a folder's disk is
+fastest.
 
-One file is written, and read again with each pair of settings in turn until the time is over; the best rate of a pair counts,
-since other work on the machine only slows it down. The result is kept for the process, and in a small file beside the folder
-for later ones, until the disk or the number of cores changes. Others may write beside the folder: a file that this user did not
-write, or another can, is not read, and none is ever written through a name that was there before.
+One file is written, and read again with each pair of settings in turn until the time is over; the
+best rate of a pair counts, since other work on the machine only slows it down. The result is kept
+for the process, and in a small file beside the folder for later ones, until the disk or the number
+of cores changes. Others may write beside the folder: a file that this user did not write, or
+another can, is not read, and none is ever written through a name that was there before.
 """
 
 import concurrent.futures
@@ -45,7 +47,10 @@ class IoSettings:
 
     def __post_init__(self) -> None:
         are_whole = isinstance(self.num_threads, int) and isinstance(self.block_bytes, int)
-        fits = 1 <= self.num_threads <= _MOST_THREADS and BLOCK_BYTES <= self.block_bytes <= _MOST_BYTES
+        fits = (
+            1 <= self.num_threads <= _MOST_THREADS
+            and BLOCK_BYTES <= self.block_bytes <= _MOST_BYTES
+        )
         if not are_whole or not fits or self.block_bytes % BLOCK_BYTES:
             raise ValueError(
                 f"num_threads={self.num_threads}, block_bytes={self.block_bytes}: 1 to {_MOST_THREADS}, and a multiple of "
@@ -54,17 +59,23 @@ class IoSettings:
 
 
 DEFAULT = IoSettings(num_threads=4, block_bytes=8 * _MIB)
-"""What reads at the full speed of most NVMe disks; the probe begins with it, and another must be 5 % faster."""
-_CANDIDATES = (DEFAULT, *(s for n in (1, 2, 4, 8) for b in (1, 4, 8, 16) if (s := IoSettings(n, b * _MIB)) != DEFAULT))
+"""What reads at the full speed of most NVMe disks; the probe begins with it, and another must be 5
+% faster.
+"""
+_CANDIDATES = (
+    DEFAULT,
+    *(s for n in (1, 2, 4, 8) for b in (1, 4, 8, 16) if (s := IoSettings(n, b * _MIB)) != DEFAULT),
+)
 
 
 def tune(folder_path: str, seconds: float = 1.0) -> IoSettings:
     """Return the settings with which a folder is read fastest, measured now or before.
 
     Args:
-      folder_path: of a `SwapFolder`. The probe's file of 64 MiB is made in it, and removed; the answer is kept beside it.
-      seconds: that the probe takes, about. Where it fails, for want of space or for any reason, four transfers of 8 MiB are
-        the answer, and the reason is logged.
+      folder_path: of a `SwapFolder`. The probe's file of 64 MiB is made in it, and removed; the
+        answer is kept beside it.
+      seconds: that the probe takes, about. Where it fails, for want of space or for any reason,
+        four transfers of 8 MiB are the answer, and the reason is logged.
     """
     path = os.path.abspath(folder_path)
     try:
@@ -72,8 +83,11 @@ def tune(folder_path: str, seconds: float = 1.0) -> IoSettings:
     except (OSError, MemoryError) as error:
         logger.warning(
             "the speed of %s was not measured (%s): it is read and written with %s threads, %s bytes at a time",
-            path, error, DEFAULT.num_threads, DEFAULT.block_bytes,
-        )  # fmt: skip
+            path,
+            error,
+            DEFAULT.num_threads,
+            DEFAULT.block_bytes,
+        )
         return DEFAULT
 
 
@@ -99,7 +113,9 @@ def _load(path: pathlib.Path, identity: tuple[int, ...]) -> IoSettings | None:
         with open(open_regular(str(path), os.O_RDONLY), "rb") as file:
             status = os.fstat(file.fileno())
             if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                raise PermissionError(f"it is not this user's alone to write (uid {status.st_uid}, mode {status.st_mode:o})")
+                raise PermissionError(
+                    f"it is not this user's alone to write (uid {status.st_uid}, mode {status.st_mode:o})"
+                )
             entry = json.loads(file.read(_MOST_CACHE_BYTES))
         settings = IoSettings(entry["num_threads"], entry["block_bytes"])
         # Numbers that no probe can have found are not taken from a file either.
@@ -113,7 +129,8 @@ def _load(path: pathlib.Path, identity: tuple[int, ...]) -> IoSettings | None:
 def _save(path: pathlib.Path, identity: tuple[int, ...], settings: IoSettings) -> None:
     new = None
     try:
-        # A new file of a name that nobody guesses. Renamed, it is there whole or not at all, and a link of that name goes.
+        # A new file of a name that nobody guesses. Renamed, it is there whole or not at all, and a
+        # link of that name goes.
         fd, new = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
         with open(fd, "w") as file:
             json.dump({"identity": list(identity), **dataclasses.asdict(settings)}, file)
@@ -157,7 +174,12 @@ def _fill(path: pathlib.Path, buffer: np.ndarray, deadline: float) -> int:
     return buffer.nbytes
 
 
-def _rate(path: pathlib.Path, buffer: np.ndarray, settings: IoSettings, pool: concurrent.futures.ThreadPoolExecutor) -> float:
+def _rate(
+    path: pathlib.Path,
+    buffer: np.ndarray,
+    settings: IoSettings,
+    pool: concurrent.futures.ThreadPoolExecutor,
+) -> float:
     starts = iter(range(0, buffer.nbytes, settings.block_bytes))  # next() of it is atomic
     with DirectFile(str(path), writes=False) as file:
 

@@ -1,9 +1,10 @@
 """Which buffers a kind of records uses on a device: a set of its own, or a shared one.
 
-Stacked layers are one kind of many records. It has `distance` buffers to read ahead, one more for the record in use, and as
-many to write. A leaf that is not a stack is a kind of one record. A model without layers has hundreds of those; with buffers
-of their own, the whole state would be in memory. A program that uses them one after the other needs no more of them at once
-than of the layers of a stack, so they share one set of buffers, each as large as the largest record:
+Stacked layers are one kind of many records. It has `distance` buffers to read ahead, one more for
+the record in use, and as many to write. A leaf that is not a stack is a kind of one record. A model
+without layers has hundreds of those; with buffers of their own, the whole state would be in memory.
+A program that uses them one after the other needs no more of them at once than of the layers of a
+stack, so they share one set of buffers, each as large as the largest record:
 
     alone    sum of all records x 2
     shared   largest record x 2 (distance + 1)          the few that are much larger than the rest stay alone
@@ -22,23 +23,26 @@ from host_offload.disk import Store
 
 def num_buffers(distance: int, num_layers: int, in_place: bool) -> int:
     """Return how many buffers a kind has on each device, to read and to write."""
-    # In place, one ring serves both directions, so a kind of one record needs one buffer and not two.
+    # In place, one ring serves both directions, so a kind of one record needs one buffer and not
+    # two.
     return min(2 * (distance + 1), num_layers) if in_place else 2 * min(distance + 1, num_layers)
 
 
 def shared_bytes(sizes: Sequence[int], distance: int, in_place: bool) -> int:
-    """Return the bytes of each shared buffer, such that all buffers take the least memory; 0 if sharing saves none.
+    """Return the bytes of each shared buffer, such that all buffers take the least memory; 0 if
+    sharing saves none.
 
     Args:
-      sizes: bytes of the records of kinds that a program uses one after the other. Kinds whose records are not larger
-        than the result share buffers.
+      sizes: bytes of the records of kinds that a program uses one after the other. Kinds whose
+        records are not larger than the result share buffers.
       distance: records that are read ahead.
       in_place: whether they are updated in the buffers into which they are read.
     """
     order, buffers_alone = sorted(sizes, reverse=True), num_buffers(distance, 1, in_place)
     least, shared = buffers_alone * sum(order), 0
     for num_alone, size in enumerate(order):
-        # Only sizes of records need a trial: a shared buffer larger than the largest record in it is waste.
+        # Only sizes of records need a trial: a shared buffer larger than the largest record in it
+        # is waste.
         total = buffers_alone * sum(order[:num_alone]) + 2 * (distance + 1) * size
         if total < least:
             least, shared = total, size
@@ -52,8 +56,8 @@ class BufferSet:
     Attributes:
       reads: buffers to read into; of records that are updated in place, all buffers.
       writes: buffers to write from; the same ring where records are updated in place.
-      turns: counts the writes that may still start. Without it writes could take all buffers of a ring that serves both ways,
-        and leave none to read ahead into.
+      turns: counts the writes that may still start. Without it writes could take all buffers of a
+        ring that serves both ways, and leave none to read ahead into.
       num_turns: writes that may be in progress at once.
     """
 
@@ -63,7 +67,14 @@ class BufferSet:
     num_turns: int
 
     @classmethod
-    def make(cls, count: int, num_bytes: int, distance: int, in_place: bool, pin: Literal["lock", "cuda", "none"]) -> Self:
+    def make(
+        cls,
+        count: int,
+        num_bytes: int,
+        distance: int,
+        in_place: bool,
+        pin: Literal["lock", "cuda", "none"],
+    ) -> Self:
         """Allocate `count` buffers of `num_bytes` each."""
         reads = Ring(count if in_place else count // 2, num_bytes, pin=pin)
         writes = reads if in_place else Ring(count // 2, num_bytes, pin=pin)
@@ -82,7 +93,9 @@ class BufferSet:
         taken = sum(self.turns.acquire(blocking=False) for _ in range(self.num_turns))
         if taken:
             self.turns.release(taken)
-        return taken == self.num_turns and all(ring.free == ring.num_buffers for ring in (self.reads, self.writes))
+        return taken == self.num_turns and all(
+            ring.free == ring.num_buffers for ring in (self.reads, self.writes)
+        )
 
     def close(self) -> None:
         """Free the memory."""
@@ -105,7 +118,9 @@ class DeviceRecords:
     _views: dict[int, Views] = dataclasses.field(default_factory=dict)
 
     def record_in(self, buffer: np.ndarray) -> np.ndarray:
-        """Return the part of a buffer that holds a record, the same array each time: shared buffers may be longer."""
+        """Return the part of a buffer that holds a record, the same array each time: shared buffers
+        may be longer.
+        """
         # A ring keeps its buffers, and this keeps their parts, so that they are known by their ids.
         if (record := self._records.get(id(buffer))) is None:
             record = self._records[id(buffer)] = buffer[: self.store.format.padded_bytes]

@@ -1,27 +1,32 @@
 """Records between disk and buffers while a jitted step runs: read ahead, written behind.
 
-Callbacks of the program ask for a record or hand one over (`host_offload.engine.ops`), one after the other on each device:
+Callbacks of the program ask for a record or hand one over (`host_offload.engine.ops`), one after
+the other on each device:
 
     fetch(kind, rank, layer)     wait for its buffer, copy out of it; give it back when that is over, and start the next reads
     store(kind, rank, layer)     wait for an empty buffer, copy into it, start the write
     borrow(kind, rank, layer)    the buffer itself, for an update in host memory: read, updated in place, or filled
 
-Buffers are fixed: of each kind on each device `distance` to read ahead, one more for the record in use, and as many to write;
-kinds of one record share theirs (`host_offload.engine.buffer_sets`).
-Reads use one ring and writes another. Records that are updated in place are written from the buffer into which they were read.
-They have one ring with as many buffers as both, and as many writes at once as a ring for writes would allow.
+Buffers are fixed: of each kind on each device `distance` to read ahead, one more for the record in
+  use, and as many to write;
+kinds of one record share theirs (`host_offload.engine.buffer_sets`). Reads use one ring and writes
+another. Records that are updated in place are written from the buffer into which they were read.
+They have one ring with as many buffers as both, and as many writes at once as a ring for writes
+would allow.
 
-Nothing waits in a circle, however few buffers there are. A write waits only for the disk. A read that was not started ahead
-waits only for the record in use: if the records read ahead have all the buffers, the last of them gives its buffer back. A full
-ring is a wait that is counted (`Stats.stall_seconds`), not an error.
+Nothing waits in a circle, however few buffers there are. A write waits only for the disk. A read
+that was not started ahead waits only for the record in use: if the records read ahead have all the
+buffers, the last of them gives its buffer back. A full ring is a wait that is counted
+(`Stats.stall_seconds`), not an error.
 
     read of a record whose write is pending     copies from the buffer of that write
     write of a record that was read ahead       drops what was read
     write of a record whose write is pending    starts when that write is done
 
-A callback must not raise, since another device may be waiting in a collective: the first error is stored, every later
-call returns at once with zeros, and `check` raises the error when the step is over. The records on disk are then no valid
-state, and `failed` stays set until `reset`.
+A callback must not raise, since another device may be waiting in a collective: the first error is
+  stored, every later
+call returns at once with zeros, and `check` raises the error when the step is over. The records on
+disk are then no valid state, and `failed` stays set until `reset`.
 """
 
 import contextlib
@@ -52,7 +57,9 @@ Filled = Future[None] | None
 Freed = Future[None] | None
 """Done when nothing reads a buffer any more; None if nothing does."""
 Mode = Literal["read", "update", "write"]
-"""How a borrowed record is used: its views are read; read and written; or filled, whatever their contents."""
+"""How a borrowed record is used: its views are read; read and written; or filled, whatever their
+contents.
+"""
 
 
 @dataclasses.dataclass(eq=False)
@@ -76,7 +83,8 @@ class _Lane:
         self.reading: dict[Key, _Read] = {}
         self.writing: dict[Key, Write] = {}
         self.lifted: set[str] = set()  # kinds of which copies toward the device run ahead
-        # Records for which a callback takes a buffer, and the ring of each: reading ahead must leave it one.
+        # Records for which a callback takes a buffer, and the ring of each: reading ahead must
+        # leave it one.
         self.wanted: list[Key] = []
         self.claims: list[Ring] = []
         # Buffers that copies toward the device still read: they come back by themselves.
@@ -88,9 +96,15 @@ class Engine:
     """Moves the records of this process's devices."""
 
     def __init__(
-        self, io: Io, distance: int, pin: Literal["lock", "cuda", "none"] = "lock", copies: Copies | None = None
+        self,
+        io: Io,
+        distance: int,
+        pin: Literal["lock", "cuda", "none"] = "lock",
+        copies: Copies | None = None,
     ) -> None:
-        """Use `io` and `copies`, which are closed with the engine, and read `distance` records of a kind ahead."""
+        """Use `io` and `copies`, which are closed with the engine, and read `distance` records of a
+        kind ahead.
+        """
         self.io, self.distance, self.copies = io, distance, copies or HostCopies()
         self.pin: Literal["lock", "cuda", "none"] = pin
         self._lanes: dict[int, _Lane] = {}
@@ -100,15 +114,18 @@ class Engine:
         self._window = Window((), 0)  # at its start
         self._numbers = itertools.count(1)  # of transfers
         self._process = os.getpid()
-        # A GPU gets no new work while one of its callbacks runs. So a callback does what must be done before the next one, and
-        # leaves the rest to another thread, which it wakes once, when it has called the driver for the last time: what to read
-        # next, who waits for a copy, what a write waits for. On a CPU that thread would take from the same cores.
+        # A GPU gets no new work while one of its callbacks runs. So a callback does what must be
+        # done before the next one, and leaves the rest to another thread, which it wakes once, when
+        # it has called the driver for the last time: what to read next, who waits for a copy, what
+        # a write waits for. On a CPU that thread would take from the same cores.
         self._soon: queue.SimpleQueue[Callable[[], object] | None] | None = None
         if self.copies.lifts:
             self._soon = queue.SimpleQueue()
-            threading.Thread(target=self._run_soon, args=(self._soon,), name="zerojax-ahead", daemon=True).start()
+            threading.Thread(
+                target=self._run_soon, args=(self._soon,), name="zerojax-ahead", daemon=True
+            ).start()
 
-    # --- what there is -----------------------------------------------------------------------------------------------------
+    # --- what there is ----------------------------------------------------------------------------
 
     def add(
         self,
@@ -130,8 +147,8 @@ class Engine:
           in_place: whether they are updated in the buffers into which they are read.
           up: whether copies to the device run ahead of the program.
           down: whether copies from the device run behind it.
-          shared_bytes: if not 0, the kind shares buffers of this size with all kinds on the device that are added with it. A
-            caller must not borrow two records of these kinds at once.
+          shared_bytes: if not 0, the kind shares buffers of this size with all kinds on the device
+            that are added with it. A caller must not borrow two records of these kinds at once.
         """
         lane = self._lanes.setdefault(rank, _Lane(rank))
         size = store.format.padded_bytes
@@ -139,9 +156,14 @@ class Engine:
             count = num_buffers(self.distance, store.num_layers, in_place)
             buffers = BufferSet.make(count, size, self.distance, in_place, self.pin)
         elif (buffers := lane.shared) is None:
-            buffers = BufferSet.make(2 * (self.distance + 1), shared_bytes, self.distance, in_place, self.pin)
+            buffers = BufferSet.make(
+                2 * (self.distance + 1), shared_bytes, self.distance, in_place, self.pin
+            )
             lane.shared = buffers
-        parts = [(start, leaf.num_bytes) for start, leaf in zip(store.format.offsets, store.format.leaves, strict=True)]
+        parts = [
+            (start, leaf.num_bytes)
+            for start, leaf in zip(store.format.offsets, store.format.leaves, strict=True)
+        ]
         self.copies.add(kind, rank, size, parts, up=up, down=down)
         with lane.lock:
             lane.records[kind] = DeviceRecords(store, buffers)
@@ -149,7 +171,10 @@ class Engine:
                 lane.lifted.add(kind)
 
     def remove(self, kind: str) -> None:
-        """Forget the records of a kind, and free their buffers. No callback may use them any more."""
+        """Forget the records of a kind, and free their buffers.
+
+        No callback may use them any more.
+        """
         self.settle()
         for lane in self._lanes.values():
             self._forget(lane, lambda key: key[0] == kind)
@@ -176,10 +201,12 @@ class Engine:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of all buffers."""
-        buffers = {records.buffers for lane in self._lanes.values() for records in lane.records.values()}
+        buffers = {
+            records.buffers for lane in self._lanes.values() for records in lane.records.values()
+        }
         return sum(each.num_bytes for each in buffers)
 
-    # --- around a program --------------------------------------------------------------------------------------------------
+    # --- around a program -------------------------------------------------------------------------
 
     def begin(self, moves: Sequence[Move]) -> None:
         """Expect these moves on every device, from the first on, and read ahead.
@@ -208,7 +235,9 @@ class Engine:
         """
         if (error := self._error) is not None:
             # A new exception each time: the stored one would gather a traceback with every raise.
-            raise SwapError(f"{error}; {STATE_LOST}", file=error.file, layer=error.layer, errno=error.errno) from error
+            raise SwapError(
+                f"{error}; {STATE_LOST}", file=error.file, layer=error.layer, errno=error.errno
+            ) from error
 
     @property
     def failed(self) -> bool:
@@ -224,7 +253,11 @@ class Engine:
 
     def has_all_buffers(self) -> bool:
         """Tell whether no buffer is missing where none should be in use, as after `reset`."""
-        return all(records.buffers.is_whole() for lane in self._lanes.values() for records in lane.records.values())
+        return all(
+            records.buffers.is_whole()
+            for lane in self._lanes.values()
+            for records in lane.records.values()
+        )
 
     def flush(self) -> None:
         """Wait for all transfers in progress.
@@ -250,7 +283,9 @@ class Engine:
         return self._transfers.recent_events()
 
     def close(self) -> None:
-        """Wait for all transfers, and release buffers and threads; in a forked child, which has none, do nothing."""
+        """Wait for all transfers, and release buffers and threads; in a forked child, which has
+        none, do nothing.
+        """
         if os.getpid() != self._process:
             return
         for lane in self._lanes.values():
@@ -264,15 +299,17 @@ class Engine:
         self.copies.close()
         self._transfers.close()
 
-    # --- inside a program --------------------------------------------------------------------------------------------------
+    # --- inside a program -------------------------------------------------------------------------
 
     def fetch(self, kind: str, rank: int, layer: int, use: Callable[[Views], Freed]) -> None:
-        """Let `use` read the leaves of a record: until it returns, or until the future is done that it returns.
+        """Let `use` read the leaves of a record: until it returns, or until the future is done that
+        it returns.
 
         Raises:
           SwapError: it cannot be read, or an earlier move failed.
         """
-        # On a GPU the use only queues copies, and the next reads start after it: see `_after_fetch`.
+        # On a GPU the use only queues copies, and the next reads start after it: see
+        # `_after_fetch`.
         lane, records, buffer = self._read(kind, rank, layer, brief=self._soon is not None)
         try:
             freed = use(records.views(buffer))
@@ -290,7 +327,8 @@ class Engine:
         self._later(functools.partial(self._after_fetch, lane, kind, ring, buffer, freed))
 
     def store(self, kind: str, rank: int, layer: int, fill: Callable[[Views], Filled]) -> None:
-        """Write a record whose leaves `fill` fills: when it returns, or when the future is done that it returns.
+        """Write a record whose leaves `fill` fills: when it returns, or when the future is done
+        that it returns.
 
         Raises:
           SwapError: an earlier move failed.
@@ -302,14 +340,17 @@ class Engine:
             records.buffers.writes.give(buffer)
             raise
         self._write(lane, records, event, buffer, filled)
-        if filled is None:  # else what this record held up cannot be read before the record is there
+        if (
+            filled is None
+        ):  # else what this record held up cannot be read before the record is there
             self._read_ahead(lane)
 
     @contextlib.contextmanager
     def borrow(self, kind: str, rank: int, layer: int, mode: Mode = "read") -> Iterator[Views]:
         """Lend the leaves of a record, in the memory of its buffer.
 
-        The write of what was updated or filled starts when the context ends; if it ends by an error, nothing is written.
+        The write of what was updated or filled starts when the context ends; if it ends by an
+        error, nothing is written.
 
         Args:
           kind: of the record; to update it, one that was added with `in_place`.
@@ -330,10 +371,13 @@ class Engine:
             self._write(lane, records, event, buffer, None)
         else:
             buffers = self._lanes[rank].records[kind].buffers
-            assert mode == "read" or buffers.reads is buffers.writes, f"{kind} was not added to be updated in place"
+            assert mode == "read" or buffers.reads is buffers.writes, (
+                f"{kind} was not added to be updated in place"
+            )
             lane, records, buffer = self._read(kind, rank, layer)
             try:
-                # A copy toward the device may be reading the buffer that the host is about to change.
+                # A copy toward the device may be reading the buffer that the host is about to
+                # change.
                 if (freed := self.copies.drop(kind, rank, buffer)) is not None:
                     freed.result()
                 yield records.views(buffer)
@@ -341,7 +385,13 @@ class Engine:
                 self._give(lane, records, kind, buffer)
                 raise
             if mode == "update":
-                self._write(lane, records, Event("write", kind, rank, layer, next(self._numbers)), buffer, None)
+                self._write(
+                    lane,
+                    records,
+                    Event("write", kind, rank, layer, next(self._numbers)),
+                    buffer,
+                    None,
+                )
             else:
                 self._give(lane, records, kind, buffer)
         self._read_ahead(lane)
@@ -365,16 +415,21 @@ class Engine:
         """Store an error for `check`, unless there is one already."""
         swap_error = error
         if not isinstance(swap_error, SwapError):
-            swap_error = explain(swap_error, doing=f"moving {kind or 'a record'}", file=None, layer=layer)
+            swap_error = explain(
+                swap_error, doing=f"moving {kind or 'a record'}", file=None, layer=layer
+            )
         with self._lock:
             # The first error is the cause. Those after it are mostly its consequences.
             if self._error is None:
                 self._error = swap_error
 
-    # --- pieces ------------------------------------------------------------------------------------------------------------
+    # --- pieces -----------------------------------------------------------------------------------
 
-    def _read(self, kind: str, rank: int, layer: int, brief: bool = False) -> tuple[_Lane, DeviceRecords, np.ndarray]:
-        """Return a buffer that holds a record; if it was waited for, or its use is not `brief`, the next reads start before.
+    def _read(
+        self, kind: str, rank: int, layer: int, brief: bool = False
+    ) -> tuple[_Lane, DeviceRecords, np.ndarray]:
+        """Return a buffer that holds a record; if it was waited for, or its use is not `brief`, the
+        next reads start before.
 
         Raises:
           SwapError: it cannot be read, or an earlier move failed.
@@ -385,12 +440,14 @@ class Engine:
         with lane.lock:
             read = lane.reading.pop(key, None)
             if read is not None:
-                # Under the same lock as the pop: in between, the window would ask for this record once more.
+                # Under the same lock as the pop: in between, the window would ask for this record
+                # once more.
                 lane.window.advance(Move(kind, layer))
         if read is None:
             with self._wanting(lane, key, records.buffers.reads):
                 with lane.lock:
-                    # Before the claim stood, another thread may have begun to read this very record ahead.
+                    # Before the claim stood, another thread may have begun to read this very record
+                    # ahead.
                     read = lane.reading.pop(key, None)
                     if read is not None:
                         lane.window.advance(Move(kind, layer))
@@ -398,7 +455,9 @@ class Engine:
                     # The claim comes first, or reading ahead takes the buffer that is freed here.
                     self._give_way(lane, records.buffers)
                     event = Event("read", kind, rank, layer, next(self._numbers))
-                    buffer = records.record_in(self._transfers.waiting(event, records.buffers.reads.take))
+                    buffer = records.record_in(
+                        self._transfers.waiting(event, records.buffers.reads.take)
+                    )
                     with lane.lock:
                         read = self._start_read(lane, records, event, buffer)
                         lane.window.advance(Move(kind, layer))
@@ -419,7 +478,9 @@ class Engine:
             raise
         return lane, records, read.buffer
 
-    def _empty(self, kind: str, rank: int, layer: int) -> tuple[_Lane, DeviceRecords, np.ndarray, Event]:
+    def _empty(
+        self, kind: str, rank: int, layer: int
+    ) -> tuple[_Lane, DeviceRecords, np.ndarray, Event]:
         """Return a buffer to fill, and the event of its write.
 
         Raises:
@@ -436,13 +497,21 @@ class Engine:
                 self._transfers.waited(event, start)
                 return lane, records, records.record_in(free), event
         with self._wanting(lane, record, buffers.writes):
-            # A copy that was read ahead is about to be stale, and its buffer may be the one that is missing.
+            # A copy that was read ahead is about to be stale, and its buffer may be the one that is
+            # missing.
             self._forget_record(lane, record)
             if buffers.reads is buffers.writes:
                 self._give_way(lane, buffers)
-            return lane, records, records.record_in(self._transfers.waiting(event, buffers.writes.take)), event
+            return (
+                lane,
+                records,
+                records.record_in(self._transfers.waiting(event, buffers.writes.take)),
+                event,
+            )
 
-    def _write(self, lane: _Lane, records: DeviceRecords, event: Event, buffer: np.ndarray, filled: Filled) -> None:
+    def _write(
+        self, lane: _Lane, records: DeviceRecords, event: Event, buffer: np.ndarray, filled: Filled
+    ) -> None:
         """Start to write a record, when a write may start and `filled` is done."""
         kind, layer = key = event.kind, event.layer
         # Before the lock is taken: the I/O threads need it while this callback waits for its turn.
@@ -456,7 +525,8 @@ class Engine:
             records.buffers.writes.give(buffer)
             raise
         write = Write(buffer, filled)
-        with lane.lock:  # from here on the record is what is in this buffer, and what was read before is forgotten
+        # from here on the record is what is in this buffer, and what was read before is forgotten
+        with lane.lock:
             stale = lane.reading.pop(key, None)
             before = lane.writing.get(key)
             lane.writing[key] = write
@@ -469,8 +539,12 @@ class Engine:
         if stale is not None:
             self._drop(lane, records, kind, stale)
 
-    def _begin_write(self, lane: _Lane, records: DeviceRecords, event: Event, write: Write, before: Write | None) -> None:
-        """Start a write when it is filled, and after the one `before`; give its buffer and its turn back when it is done."""
+    def _begin_write(
+        self, lane: _Lane, records: DeviceRecords, event: Event, write: Write, before: Write | None
+    ) -> None:
+        """Start a write when it is filled, and after the one `before`; give its buffer and its turn
+        back when it is done.
+        """
         key = event.kind, event.layer
         self._transfers.write(event, records.store, write, before)
 
@@ -480,8 +554,8 @@ class Engine:
                 # A later write of the same record may have taken this place.
                 if lane.writing.get(key) is write:
                     del lane.writing[key]
-            # No read can start to copy from this buffer any more, since `writing` does not name it. One thread does the
-            # copies, so the last one to be queued is the last one to end.
+            # No read can start to copy from this buffer any more, since `writing` does not name it.
+            # One thread does the copies, so the last one to be queued is the last one to end.
             if write.copies:
                 write.copies[-1].add_done_callback(give)
             else:
@@ -489,7 +563,9 @@ class Engine:
 
         def give(_: "Future[float] | None" = None) -> None:
             records.buffers.writes.give(write.buffer)
-            if records.buffers.reads is records.buffers.writes:  # there may be a read that found no buffer
+            if (
+                records.buffers.reads is records.buffers.writes
+            ):  # there may be a read that found no buffer
                 self._read_ahead(lane)
 
         write.done.add_done_callback(release)
@@ -513,7 +589,8 @@ class Engine:
         """If no buffer is free, drop the last record that was read ahead."""
         with lane.lock:
             ahead = [key for key in lane.reading if lane.records[key[0]].buffers is buffers]
-            # A buffer that comes back by itself is worth the wait, and what was read ahead is not read again.
+            # A buffer that comes back by itself is worth the wait, and what was read ahead is not
+            # read again.
             if buffers.reads.free or buffers.reads in lane.leaving or not ahead:
                 return
             (kind, _), spare = ahead[-1], lane.reading.pop(ahead[-1])
@@ -530,9 +607,15 @@ class Engine:
                 # Each callback that waits for a buffer of this ring must find one.
                 if records.buffers.reads.free <= lane.claims.count(records.buffers.reads):
                     continue
-                if (free := records.buffers.reads.take_free()) is not None:  # else another callback has just taken the last one
-                    event = Event("read", move.kind, lane.rank, move.layer, next(self._numbers), ahead=True)
-                    lane.reading[move.kind, move.layer] = self._start_read(lane, records, event, records.record_in(free))
+                if (
+                    free := records.buffers.reads.take_free()
+                ) is not None:  # else another callback has just taken the last one
+                    event = Event(
+                        "read", move.kind, lane.rank, move.layer, next(self._numbers), ahead=True
+                    )
+                    lane.reading[move.kind, move.layer] = self._start_read(
+                        lane, records, event, records.record_in(free)
+                    )
             self._lift(lane)
 
     def _read_ahead_soon(self, lane: _Lane) -> None:
@@ -556,7 +639,9 @@ class Engine:
             except BaseException as error:  # the thread must go on
                 self.fail(error)
 
-    def _after_fetch(self, lane: _Lane, kind: str, ring: Ring, buffer: np.ndarray, freed: "Future[None]") -> None:
+    def _after_fetch(
+        self, lane: _Lane, kind: str, ring: Ring, buffer: np.ndarray, freed: "Future[None]"
+    ) -> None:
         """Read ahead, and give a buffer back when `freed` is done."""
         self._read_ahead_or_fail(lane)
         freed.add_done_callback(functools.partial(self._given, lane, kind, ring, buffer))
@@ -582,16 +667,24 @@ class Engine:
         try:
             with lane.lock:
                 missing = set(lane.lifted)
-                for (kind, _), read in lane.reading.items():  # in the order in which they were started
+                for (
+                    kind,
+                    _,
+                ), read in lane.reading.items():  # in the order in which they were started
                     if kind in missing and read.done.done() and read.done.exception() is None:
                         self.copies.lift(kind, lane.rank, read.buffer)
-                    # Only the oldest of a kind: a slot has room for one record, and a later one would stand in its way.
+                    # Only the oldest of a kind: a slot has room for one record, and a later one
+                    # would stand in its way.
                     missing.discard(kind)
         except BaseException as error:  # of the driver, in a thread of the disk
             self.fail(error)
 
-    def _start_read(self, lane: _Lane, records: DeviceRecords, event: Event, buffer: np.ndarray) -> _Read:
-        done = self._transfers.read(event, records.store, buffer, lane.writing.get((event.kind, event.layer)))
+    def _start_read(
+        self, lane: _Lane, records: DeviceRecords, event: Event, buffer: np.ndarray
+    ) -> _Read:
+        done = self._transfers.read(
+            event, records.store, buffer, lane.writing.get((event.kind, event.layer))
+        )
         if event.kind in lane.lifted:
             done.add_done_callback(lambda _: self._lift(lane))
         return _Read(buffer, done, event)
@@ -599,8 +692,13 @@ class Engine:
     def _forget(self, lane: _Lane, predicate: Callable[[Key], bool]) -> None:
         """Drop the records that were read ahead and that `predicate` selects."""
         with lane.lock:
-            reads = [(key[0], lane.records[key[0]], lane.reading.pop(key)) for key in list(lane.reading) if predicate(key)]
-        # Without the lock: `_drop` waits for the disk, whose threads need the lock to complete other transfers.
+            reads = [
+                (key[0], lane.records[key[0]], lane.reading.pop(key))
+                for key in list(lane.reading)
+                if predicate(key)
+            ]
+        # Without the lock: `_drop` waits for the disk, whose threads need the lock to complete
+        # other transfers.
         for kind, records, read in reads:
             self._drop(lane, records, kind, read)
 
@@ -612,13 +710,19 @@ class Engine:
             self._drop(lane, records, key[0], read)
 
     def _drop(self, lane: _Lane, records: DeviceRecords, kind: str, read: _Read) -> None:
-        """Wait for a read that is not needed, and give back its buffer. An error of it does not matter."""
+        """Wait for a read that is not needed, and give back its buffer.
+
+        An error of it does not matter.
+        """
         read.done.exception()  # waits
         self._give(lane, records, kind, read.buffer)
 
     def _give(self, lane: _Lane, records: DeviceRecords, kind: str, buffer: np.ndarray) -> None:
         """Give back a buffer that was read into, when no copy toward the device reads it any more."""
-        ring, freed = records.buffers.reads, self.copies.drop(kind, lane.rank, buffer)  # of a record that no callback took
+        ring, freed = (
+            records.buffers.reads,
+            self.copies.drop(kind, lane.rank, buffer),
+        )  # of a record that no callback took
         if freed is None:
             ring.give(buffer)
             return
@@ -626,8 +730,12 @@ class Engine:
             lane.leaving.append(ring)
         freed.add_done_callback(functools.partial(self._given, lane, kind, ring, buffer))
 
-    def _given(self, lane: _Lane, kind: str, ring: Ring, buffer: np.ndarray, freed: "Future[None]") -> None:
-        """Give back a buffer that was leaving, in a thread that waits for the device, which must go on."""
+    def _given(
+        self, lane: _Lane, kind: str, ring: Ring, buffer: np.ndarray, freed: "Future[None]"
+    ) -> None:
+        """Give back a buffer that was leaving, in a thread that waits for the device, which must go
+        on.
+        """
         try:
             if (error := freed.exception()) is not None:
                 self.fail(error, kind)

@@ -10,8 +10,9 @@ MOST_EVENTS = 100_000  # transfers and waits whose times are kept, between two c
 class Event(NamedTuple):
     """One transfer, or one wait for it.
 
-    A read has one wait for its record, and before it one for a buffer if it was not started ahead. A write has one wait until
-    it may start, and before it one for a buffer unless it has one. A wait may take no time.
+    A read has one wait for its record, and before it one for a buffer if it was not started ahead.
+    A write has one wait until it may start, and before it one for a buffer unless it has one. A
+    wait may take no time.
 
     Attributes:
       name: "read" or "write"; "read_wait" or "write_wait" of the step for either.
@@ -50,7 +51,8 @@ class Stats:
     Attributes:
       bytes_read: payload and padding.
       bytes_written: likewise.
-      bytes_copied: those of bytes_read that came from the buffer of a write under way, and not from disk.
+      bytes_copied: those of bytes_read that came from the buffer of a write under way, and not from
+        disk.
       read_seconds: transfers, summed, although they overlap.
       write_seconds: likewise.
       stall_seconds: time that callbacks waited, by kind.
@@ -65,10 +67,14 @@ class Stats:
     bytes_copied: int = 0
     read_seconds: float = 0.0
     write_seconds: float = 0.0
-    stall_seconds: dict[str, float] = dataclasses.field(default_factory=lambda: collections.defaultdict(float))
+    stall_seconds: dict[str, float] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(float)
+    )
     misses: int = 0
     most_queued: int = 0
-    events: collections.deque[Event] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MOST_EVENTS))
+    events: collections.deque[Event] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=MOST_EVENTS)
+    )
     num_events: int = 0
 
     def note(self, event: Event) -> None:

@@ -1,4 +1,6 @@
-"""Transfers between buffers and a disk, ordered where two of them use one record, and counted with the waits for them."""
+"""Transfers between buffers and a disk, ordered where two of them use one record, and counted with
+the waits for them.
+"""
 
 import dataclasses
 import threading
@@ -14,7 +16,9 @@ from host_offload.engine.stats import Event, Stats
 
 
 class Io(Protocol):
-    """How records are read and written: `host_offload.disk.direct_io` or `host_offload.disk.tensorstore_io`."""
+    """How records are read and written: `host_offload.disk.direct_io` or
+    `host_offload.disk.tensorstore_io`.
+    """
 
     def read(self, store: Store, layer: int, buffer: np.ndarray) -> "Future[float]": ...
 
@@ -52,19 +56,27 @@ class Transfers:
     """The transfers of an engine, and their statistics."""
 
     def __init__(self, io: Io, fail: Callable[[BaseException, str, int], None]) -> None:
-        """Use `io`; the error of a write is handed to `fail` with kind and layer, that of a read to whoever waits for it."""
+        """Use `io`; the error of a write is handed to `fail` with kind and layer, that of a read to
+        whoever waits for it.
+        """
         self.io, self._fail = io, fail
-        self._copier = ThreadPoolExecutor(1, "zerojax-copy")  # one thread, so that copies end in order
+        self._copier = ThreadPoolExecutor(
+            1, "zerojax-copy"
+        )  # one thread, so that copies end in order
         self._lock = threading.Lock()  # of what follows
         self._stats = Stats()
         self._queued = 0
 
-    def read(self, event: Event, store: Store, buffer: np.ndarray, pending: Write | None) -> "Future[float]":
+    def read(
+        self, event: Event, store: Store, buffer: np.ndarray, pending: Write | None
+    ) -> "Future[float]":
         """Read a record: from the buffer of a write of it that is under way, else from disk."""
-        # The engine holds the lock of the lane during this call, and needs the same lock to give back a buffer that was
-        # written. So the buffer stays valid between this test and the copy.
+        # The engine holds the lock of the lane during this call, and needs the same lock to give
+        # back a buffer that was written. So the buffer stays valid between this test and the copy.
         if pending is None or pending.done.done():
-            return self._start(event, buffer, lambda: self.io.read(store, event.layer, buffer), Future())
+            return self._start(
+                event, buffer, lambda: self.io.read(store, event.layer, buffer), Future()
+            )
 
         def copy() -> "Future[float]":
             with self._lock:
@@ -90,7 +102,8 @@ class Transfers:
             if after is None:
                 begin()
             else:
-                # Two writes of one record must not overlap, or the older one could be the last to reach the disk.
+                # Two writes of one record must not overlap, or the older one could be the last to
+                # reach the disk.
                 after.done.add_done_callback(begin)
 
         if write.filled is None:
@@ -99,7 +112,11 @@ class Transfers:
             write.filled.add_done_callback(order)
 
     def _start(
-        self, event: Event, buffer: np.ndarray, move: "Callable[[], Future[float]]", done: "Future[float]"
+        self,
+        event: Event,
+        buffer: np.ndarray,
+        move: "Callable[[], Future[float]]",
+        done: "Future[float]",
     ) -> "Future[float]":
         """Start a transfer by `move`, which returns a future of its end, and count it when it ends."""
         with self._lock:
@@ -108,7 +125,8 @@ class Transfers:
             self._stats.most_queued = max(self._stats.most_queued, self._queued)
 
         def finish(transfer: "Future[float]") -> None:
-            # Count before `done` is set, and report the failure of a write too: whoever waits for `done` looks at both at once.
+            # Count before `done` is set, and report the failure of a write too: whoever waits for
+            # `done` looks at both at once.
             error = transfer.exception()
             with self._lock:
                 self._queued -= 1
@@ -122,7 +140,8 @@ class Transfers:
             done.set_exception(error)
 
         try:
-            # An error must end `done` as well: a callback waits for it, and a buffer is given back by it.
+            # An error must end `done` as well: a callback waits for it, and a buffer is given back
+            # by it.
             transfer = move()
         except BaseException as error:
             transfer = Future()
@@ -155,7 +174,18 @@ class Transfers:
         seconds = time.perf_counter() - start
         name, kind, rank, layer, number = event[:5]
         # `_replace` takes longer than all else here, and every callback waits twice.
-        wait = Event(name + "_wait", kind, rank, layer, number, start, seconds, start, event.num_bytes, event.ahead)
+        wait = Event(
+            name + "_wait",
+            kind,
+            rank,
+            layer,
+            number,
+            start,
+            seconds,
+            start,
+            event.num_bytes,
+            event.ahead,
+        )
         with self._lock:
             self._stats.stall_seconds[kind] += seconds
             self._stats.note(wait)
@@ -172,7 +202,9 @@ class Transfers:
             return stats
 
     def recent_events(self) -> list[Event]:
-        """Return transfers and waits that `take_stats` has not returned yet, at most the last MOST_EVENTS."""
+        """Return transfers and waits that `take_stats` has not returned yet, at most the last
+        MOST_EVENTS.
+        """
         with self._lock:
             return list(self._stats.events)
 

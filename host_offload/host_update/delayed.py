@@ -1,17 +1,20 @@
-"""An optimizer's update on the host that is delayed by a step (ZeRO-Offload, arXiv:2101.06840, section 5.2).
+"""An optimizer's update on the host that is delayed by a step (ZeRO-Offload, arXiv:2101.06840,
+section 5.2).
 
-The kernels work on the gradients of the step before while this one computes, and their results are stored beside the parameters
-that it reads:
+The kernels work on the gradients of the step before while this one computes, and their results are
+stored beside the parameters that it reads:
 
     start(scalars)          start to update every leaf with the pending gradients, record by record in the order of backward
     install(layer)          wait for the update of one layer; hand over its new parameters
     finish()                wait for all of it
 
-A layer's parameters are used for the last time in its tick of backward, so that tick takes the new ones. Parameters in host
-memory are not handed over: two sets of arrays exchange their roles after the step, and so all of the other set is written,
-also where there is nothing to update. Gradients do the same: this step's are stashed, and after it they are the pending ones.
+A layer's parameters are used for the last time in its tick of backward, so that tick takes the new
+ones. Parameters in host memory are not handed over: two sets of arrays exchange their roles after
+the step, and so all of the other set is written, also where there is nothing to update. Gradients
+do the same: this step's are stashed, and after it they are the pending ones.
 
-The update of a device runs in a thread of its own, so `start` returns at once. A delayed update uses no records on disk.
+The update of a device runs in a thread of its own, so `start` returns at once. A delayed update
+uses no records on disk.
 """
 
 import threading
@@ -39,7 +42,9 @@ class DelayedStep:
         self.leaves, self._parts = leaves, tuple(parts)
         self._updates: dict[int, _Update] = {}  # by device
 
-    def start(self, context: Any, out: Any, where: Any, after: Any, memory: Any, scalars: Any) -> None:
+    def start(
+        self, context: Any, out: Any, where: Any, after: Any, memory: Any, scalars: Any
+    ) -> None:
         """Start to update every leaf with the pending gradients.
 
         Args:
@@ -56,15 +61,25 @@ class DelayedStep:
             device, go, number = link.read(context, where, "where").tolist()
             self._updates.pop(device, None)
             self.leaves.take(device, 0, len(self.leaves.kernels), memory)
-            values = link.read(context, scalars, "scalars").copy()  # the thread outlives the callback's buffers
-            update = _Update(self.leaves, device, pending_records(self.leaves, device, self._parts), values, bool(go))
+            values = link.read(
+                context, scalars, "scalars"
+            ).copy()  # the thread outlives the callback's buffers
+            update = _Update(
+                self.leaves,
+                device,
+                pending_records(self.leaves, device, self._parts),
+                values,
+                bool(go),
+            )
             update.start()
             self._updates[device] = update
         except BaseException as error:  # a callback must not raise
             self.leaves.fail(error)
         self.leaves.finish(context, out, number)
 
-    def install(self, context: Any, out: Any, where: Any, after: Any, *, first: int, count: int) -> None:
+    def install(
+        self, context: Any, out: Any, where: Any, after: Any, *, first: int, count: int
+    ) -> None:
         """Hand over one layer's new parameters, which live on the device.
 
         Args:
@@ -115,16 +130,31 @@ class DelayedStep:
 class _Update(threading.Thread):
     """The update of one device in one step."""
 
-    def __init__(self, leaves: HostLeaves, device: int, records: Sequence[Record], scalars: np.ndarray, go: bool) -> None:
+    def __init__(
+        self,
+        leaves: HostLeaves,
+        device: int,
+        records: Sequence[Record],
+        scalars: np.ndarray,
+        go: bool,
+    ) -> None:
         super().__init__(daemon=True)
-        self._leaves, self._device, self._records, self._scalars, self._go = leaves, device, records, scalars, go
+        self._leaves, self._device, self._records, self._scalars, self._go = (
+            leaves,
+            device,
+            records,
+            scalars,
+            go,
+        )
         self._done = {(part.start, layer): threading.Event() for part, layer in records}
 
     def run(self) -> None:
         for part, layer in self._records:
             try:
                 update_pending(self._leaves, self._device, part, layer, self._scalars, self._go)
-            except BaseException as error:  # nobody joins a thread to be raised at: `check` raises it
+            except (
+                BaseException
+            ) as error:  # nobody joins a thread to be raised at: `check` raises it
                 self._leaves.fail(error)
             finally:
                 self._done[part.start, layer].set()
@@ -136,15 +166,22 @@ class _Update(threading.Thread):
 
 
 def pending_records(leaves: HostLeaves, device: int, parts: Sequence[range]) -> list[Record]:
-    """Return the records of a device in the order of backward: from the last layer to the first, then the other leaves."""
+    """Return the records of a device in the order of backward: from the last layer to the first,
+    then the other leaves.
+    """
     stacks = [part for part in parts if leaves.kernels[part.start].stacked]
     ends = [(part, 0) for part in parts if part not in stacks]
-    layers = [(part, layer) for part in stacks for layer in range(len(leaves.pending[device, part.start]))]
+    layers = [
+        (part, layer) for part in stacks for layer in range(len(leaves.pending[device, part.start]))
+    ]
     return [*reversed(layers), *ends]
 
 
-def update_pending(leaves: HostLeaves, device: int, part: range, layer: int, scalars: np.ndarray, go: bool) -> None:
-    """Update a record with its pending gradients; the new parameters are stored beside the old ones.
+def update_pending(
+    leaves: HostLeaves, device: int, part: range, layer: int, scalars: np.ndarray, go: bool
+) -> None:
+    """Update a record with its pending gradients; the new parameters are stored beside the old
+    ones.
 
     Without `go` there is nothing to update, and parameters in host memory are copied.
     """
@@ -155,4 +192,7 @@ def update_pending(leaves: HostLeaves, device: int, part: range, layer: int, sca
             leaves.run_kernel(device, leaf, layer, grad, scalars, result=result)
         elif not leaves.kernels[leaf].params_on_device:
             arrays = leaves.arrays[device, leaf]
-            np.copyto(result, leaves.record(arrays[-1] if leaves.kernels[leaf].casts else arrays[0], leaf, layer))
+            np.copyto(
+                result,
+                leaves.record(arrays[-1] if leaves.kernels[leaf].casts else arrays[0], leaf, layer),
+            )

@@ -1,6 +1,8 @@
-"""What an update on the host moves to and from one GPU beside its program, and the thread that runs the kernels.
+"""What an update on the host moves to and from one GPU beside its program, and the thread that runs
+the kernels.
 
-Leaves that are updated together are a **part**: the leaves of a layer, of one stack, or those that are no stack of layers. Of a
+Leaves that are updated together are a **part**: the leaves of a layer, of one stack, or those that
+  are no stack of layers. Of a
 stack one layer after the other crosses, while the program goes on:
 
     down   gradients --program's stream--> slot --down stream--> buffer    queued by the callback that hands them over
@@ -14,17 +16,20 @@ stack one layer after the other crosses, while the program goes on:
     sent[n]        the copy up        the program's stream, before it reads the slot; the worker, before it fills the room again
     empty[n]       the program read   the up stream, before it fills the slot again
 
-No callback waits for the GPU. Where the results of a layer are asked for, the callback waits for the worker, which may wait
-for gradients that were queued `LAG` layers before, and never for a callback: there are `LAG` rooms and slots up, and a job is
-submitted when the one before it in its slot was taken. An event is recorded before it is waited for: by the callback itself, by
-one before it, or by the worker before its job is done.
+No callback waits for the GPU. Where the results of a layer are asked for, the callback waits for
+the worker, which may wait for gradients that were queued `LAG` layers before, and never for a
+callback: there are `LAG` rooms and slots up, and a job is submitted when the one before it in its
+slot was taken. An event is recorded before it is waited for: by the callback itself, by one before
+it, or by the worker before its job is done.
 
-The other leaves cross once in a step, when the program has little else to do, and each is a job of its own. They need no slots:
-the program's stream copies them itself, down to a buffer, and up from a room when the job is done.
+The other leaves cross once in a step, when the program has little else to do, and each is a job of
+its own. They need no slots: the program's stream copies them itself, down to a buffer, and up from
+a room when the job is done.
 
-Of a delayed update the worker has all jobs from the start of the step, and keeps what they make in memory for all layers. The
-callback of a layer waits for its job, queues the copy up to one slot and the copy out of it (`GpuWorker.hand_over`): callbacks
-come long before the program is there, so the copy up runs beside the products of the layer's own tick.
+Of a delayed update the worker has all jobs from the start of the step, and keeps what they make in
+memory for all layers. The callback of a layer waits for its job, queues the copy up to one slot and
+the copy out of it (`GpuWorker.hand_over`): callbacks come long before the program is there, so the
+copy up runs beside the products of the layer's own tick.
 
     sent, empty    recorded by the callback; waited for by the program's stream, and by the up stream, as above
 """
@@ -45,10 +50,12 @@ import numpy as np
 from host_offload.device import Driver, allocate, pointer
 
 LAG = 2
-"""Layers between the callback that hands over gradients and the one that takes the parameters made of them.
+"""Layers between the callback that hands over gradients and the one that takes the parameters made
+of them.
 
-With one, the program goes on when the layer before is updated. The next gradients come after a layer's products and a copy, and
-the kernels wait for them. Predicted for 6.7 B parameters and 16,384 tokens on an H200: 1.79 s with one, 1.69 s with two."""
+With one, the program goes on when the layer before is updated. The next gradients come after a
+layer's products and a copy, and the kernels wait for them. Predicted for 6.7 B parameters and
+16,384 tokens on an H200: 1.79 s with one, 1.69 s with two."""
 
 _ALIGNMENT = 256
 Spec = tuple[tuple[int, ...], np.dtype]
@@ -57,13 +64,15 @@ Spec = tuple[tuple[int, ...], np.dtype]
 
 @dataclasses.dataclass(frozen=True)
 class PartSpec:
-    """Leaves that are updated together, and what crosses of them; of one layer where they are stacked.
+    """Leaves that are updated together, and what crosses of them; of one layer where they are
+    stacked.
 
     Attributes:
       leaves: their indices.
       grads: of each leaf; nothing where the gradients are in host memory.
       weights: of each leaf, where they rest on the device.
-      params: of each leaf, where they rest on the device; of a delayed update those of a layer, which cross by a slot.
+      params: of each leaf, where they rest on the device; of a delayed update those of a layer,
+        which cross by a slot.
       num_scalars: of the vector of all scalars.
       stacked: whether they are stacks of layers.
       stashes: the gradients only go down to host memory, where they wait.
@@ -79,7 +88,9 @@ class PartSpec:
 
     @property
     def down(self) -> "Packing":
-        """Of what goes down: what the callback is told, scalars, gradients and weights; of a stash gradients alone."""
+        """Of what goes down: what the callback is told, scalars, gradients and weights; of a stash
+        gradients alone.
+        """
         if self.stashes:
             return Packing(self.grads)
         told = [((4,), np.dtype(np.int32)), ((self.num_scalars,), np.dtype(np.float32))]
@@ -127,7 +138,9 @@ class Packing:
     def views(self, memory: np.ndarray) -> list[np.ndarray]:
         """Return the arrays in uint8[num_bytes]."""
         places = zip(self.specs, self.starts, self.sizes, strict=True)
-        return [memory[at : at + size].view(dtype).reshape(shape) for (shape, dtype), at, size in places]
+        return [
+            memory[at : at + size].view(dtype).reshape(shape) for (shape, dtype), at, size in places
+        ]
 
 
 @dataclasses.dataclass(eq=False)
@@ -188,15 +201,20 @@ class Part:
         return memory
 
     def _slot(self, packing: Packing, device: Any) -> jax.Array:
-        # XLA must have filled the memory first: nothing orders XLA's streams before those that are used here.
+        # XLA must have filled the memory first: nothing orders XLA's streams before those that are
+        # used here.
         return jax.device_put(jnp.zeros(packing.num_bytes, jnp.uint8), device).block_until_ready()
 
     def reset(self) -> None:
         """Expect a step, from its first callback on."""
         self.count = 0  # hand-overs
-        self.updated = set[tuple[int, int]]()  # in this step, by first leaf and layer: none is updated twice
+        self.updated = set[
+            tuple[int, int]
+        ]()  # in this step, by first leaf and layer: none is updated twice
         # Where results lag, the first ones have none.
-        self.waiting: collections.deque[Job | None] = collections.deque([None] * LAG if self.spec.stacked else [])
+        self.waiting: collections.deque[Job | None] = collections.deque(
+            [None] * LAG if self.spec.stacked else []
+        )
 
     def close(self) -> None:
         for event in (self.full, *self.arrived, *self.sent, *self.empty):
@@ -230,26 +248,33 @@ class GpuWorker:
           device: of jax.
           rank: its position in the mesh.
           specs: of its parts.
-          run: (rank, job) -> whether it updated; runs the kernels of a job, whose gradients have come.
+          run: (rank, job) -> whether it updated; runs the kernels of a job, whose gradients have
+            come.
           fail: is told the worker's errors.
         """
         self.driver, self.rank, self._run, self._fail = driver, rank, run, fail
         self.context = driver.context_of(device.local_hardware_id or 0)
         # Streams and events belong to the context that is current in the thread that makes them.
         driver.use(self.context)
-        # One stream for each direction: the link carries both at once, but a stream runs its copies one by one.
+        # One stream for each direction: the link carries both at once, but a stream runs its copies
+        # one by one.
         self.up, self.down = driver.make_stream(), driver.make_stream()
         parts = [Part(spec, driver, device) for spec in specs]
         self.parts = {part.spec.leaves.start: part for part in parts if not part.spec.stashes}
         self.stashes = {part.spec.leaves.start: part for part in parts if part.spec.stashes}
         self._jobs: queue.SimpleQueue[Job | threading.Event | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=f"zerojax-update-{rank}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._work, name=f"zerojax-update-{rank}", daemon=True
+        )
         self._thread.start()
 
-    # --- in callbacks ------------------------------------------------------------------------------------------------------
+    # --- in callbacks -----------------------------------------------------------------------------
 
-    def bring(self, stream: int, part: Part, told: Sequence[Any]) -> tuple[list[Job], BaseException | None]:
-        """Queue the copies down of what a callback was handed; returns its jobs, which `submit` takes, and an error.
+    def bring(
+        self, stream: int, part: Part, told: Sequence[Any]
+    ) -> tuple[list[Job], BaseException | None]:
+        """Queue the copies down of what a callback was handed; returns its jobs, which `submit`
+        takes, and an error.
 
         Args:
           stream: of the program.
@@ -263,7 +288,8 @@ class GpuWorker:
             jobs = [Job(part, spec.leaves, i, j, part.arrived[i])]
         else:
             jobs = [
-                Job(part, range(leaf, leaf + 1), 0, 0, event) for leaf, event in zip(spec.leaves, part.arrived, strict=True)
+                Job(part, range(leaf, leaf + 1), 0, 0, event)
+                for leaf, event in zip(spec.leaves, part.arrived, strict=True)
             ]
         try:
             self.driver.use(self.context)
@@ -277,7 +303,9 @@ class GpuWorker:
                 job.failed = True
         return jobs, error
 
-    def _bring_by_slot(self, stream: int, part: Part, told: Sequence[Any], job: Job, number: int) -> None:
+    def _bring_by_slot(
+        self, stream: int, part: Part, told: Sequence[Any], job: Job, number: int
+    ) -> None:
         call, memory = self.driver, part.slot_down
         assert memory is not None
         slot, buffer = memory.unsafe_buffer_pointer(), part.buffers[job.buffer]
@@ -304,7 +332,8 @@ class GpuWorker:
             self.driver.record(event, stream)
 
     def take(self, stream: int, part: Part, results: Sequence[Any]) -> int:
-        """Wait for the worker to have done the oldest jobs, and queue copies of what they made; returns the bytes copied.
+        """Wait for the worker to have done the oldest jobs, and queue copies of what they made;
+        returns the bytes copied.
 
         Args:
           stream: of the program.
@@ -328,12 +357,18 @@ class GpuWorker:
                     num_bytes += size
                 call.record(part.empty[job.room], stream)
             elif results:
-                call.copy(pointer(results[n]), part.rooms[0][n].ctypes.data, part.up.sizes[n], stream)
+                call.copy(
+                    pointer(results[n]), part.rooms[0][n].ctypes.data, part.up.sizes[n], stream
+                )
                 num_bytes += part.up.sizes[n]
         return num_bytes
 
-    def stash(self, stream: int, part: Part, grads: Sequence[Any], targets: Sequence[np.ndarray]) -> int:
-        """Queue the copies of gradients down to where they wait; returns the event that they are there."""
+    def stash(
+        self, stream: int, part: Part, grads: Sequence[Any], targets: Sequence[np.ndarray]
+    ) -> int:
+        """Queue the copies of gradients down to where they wait; returns the event that they are
+        there.
+        """
         call, (arrived,) = self.driver, part.arrived
         call.use(self.context)
         if part.slot_down is None:
@@ -354,8 +389,11 @@ class GpuWorker:
         call.record(arrived, self.down)
         return arrived
 
-    def hand_over(self, stream: int, part: Part, made: Sequence[np.ndarray], results: Sequence[Any]) -> None:
-        """Queue copies of what a delayed update made: beside the program up to the slot, and then on its stream to `results`.
+    def hand_over(
+        self, stream: int, part: Part, made: Sequence[np.ndarray], results: Sequence[Any]
+    ) -> None:
+        """Queue copies of what a delayed update made: beside the program up to the slot, and then
+        on its stream to `results`.
 
         Leaves that are no stack of layers have no slot.
         """
@@ -375,8 +413,12 @@ class GpuWorker:
             call.copy(pointer(result), slot + start, size, stream)
         call.record(empty, stream)
 
-    def start(self, stream: int, part: Part, told: Sequence[Any], works: Sequence[Callable[[], bool]]) -> list[Job]:
-        """Queue the copies down of scalars, and submit jobs that do `works`, one after the other, when they are there."""
+    def start(
+        self, stream: int, part: Part, told: Sequence[Any], works: Sequence[Callable[[], bool]]
+    ) -> list[Job]:
+        """Queue the copies down of scalars, and submit jobs that do `works`, one after the other,
+        when they are there.
+        """
         call, (buffer,), (arrived,) = self.driver, part.buffers, part.arrived
         call.use(self.context)
         for target, source, size in zip(buffer, told, part.down.sizes, strict=True):
@@ -387,7 +429,9 @@ class GpuWorker:
         return jobs
 
     def future_of(self, event: int) -> "Future[None]":
-        """Return a future that is done when an event has happened; if it is recorded again meanwhile, the later one."""
+        """Return a future that is done when an event has happened; if it is recorded again
+        meanwhile, the later one.
+        """
         done: Future[None] = Future()
 
         def work() -> bool:
@@ -402,7 +446,7 @@ class GpuWorker:
         for job in jobs:
             self._jobs.put(job)
 
-    # --- in the worker -----------------------------------------------------------------------------------------------------
+    # --- in the worker ----------------------------------------------------------------------------
 
     def _work(self) -> None:
         # A current context is a property of a thread, so this one sets its own.
@@ -437,7 +481,7 @@ class GpuWorker:
             call.record(part.sent[job.room], self.up)
         job.made = made
 
-    # --- around a step -----------------------------------------------------------------------------------------------------
+    # --- around a step ----------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Expect a step. What a step that was given up has left is done first."""

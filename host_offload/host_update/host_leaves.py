@@ -1,12 +1,15 @@
-"""The leaves that are updated on the host: their kernels, the host memory of the kernels, and the errors of the callbacks.
+"""The leaves that are updated on the host: their kernels, the host memory of the kernels, and the
+errors of the callbacks.
 
-The memory belongs to arrays that are arguments and results of the program. As far as XLA knows, the program does not change
-them. Outside of a step they are ordinary arrays. On a CPU each callback receives them (`take`). A GPU program cannot pass host
-memory to a callback, so there they are bound before the step (`bind`). JAX gives out read-only views; they are made writable
-here.
+The memory belongs to arrays that are arguments and results of the program. As far as XLA knows, the
+program does not change them. Outside of a step they are ordinary arrays. On a CPU each callback
+receives them (`take`). A GPU program cannot pass host memory to a callback, so there they are bound
+before the step (`bind`). JAX gives out read-only views; they are made writable here.
 
-A callback must never raise: another device may be waiting for it in a collective. It records its error (`fail`), and `check`
-raises the first one when the step is over. Errors of the disk go to the engine, whose own `check` raises them.
+A callback must never raise: another device may be waiting for it in a collective. It records its
+  error (`fail`), and `check`
+raises the first one when the step is over. Errors of the disk go to the engine, whose own `check`
+raises them.
 """
 
 import contextlib
@@ -35,7 +38,8 @@ class HostLeaves:
       arrays: those of `LeafKernel.arrays` that are in host memory.
       stashed: gradients of this step, from backward to the update.
       pending: gradients that wait for the next step, of a delayed update.
-      new_params: what a delayed update computes while the step still reads the parameters before it.
+      new_params: what a delayed update computes while the step still reads the parameters before
+        it.
       traffic: bytes that crossed the link.
     """
 
@@ -48,14 +52,18 @@ class HostLeaves:
         self.traffic = Traffic()
         self._own: list[np.ndarray] = []
         # Of a delayed update the pending gradients are one array more.
-        self._num_memory = tuple(kernel.arrays.count(None) + kernel.delayed for kernel in self.kernels)
+        self._num_memory = tuple(
+            kernel.arrays.count(None) + kernel.delayed for kernel in self.kernels
+        )
         self._errors: list[BaseException] = []
         self._lock = threading.Lock()  # of the traffic: devices call back at once
 
-    # --- memory ------------------------------------------------------------------------------------------------------------
+    # --- memory -----------------------------------------------------------------------------------
 
     def take(self, device: int, first: int, count: int, memory: Sequence[Any]) -> None:
-        """Bind the arrays that a callback received: for each leaf its arrays, and its pending gradients last."""
+        """Bind the arrays that a callback received: for each leaf its arrays, and its pending
+        gradients last.
+        """
         if not memory:
             return
         rest = iter(memory)
@@ -66,7 +74,9 @@ class HostLeaves:
             self.bind(device, leaf, arrays)
 
     def bind(self, device: int, leaf: int, arrays: Sequence[np.ndarray]) -> None:
-        """Set a leaf's memory on one device: those of its `LeafKernel.arrays` that are in host memory."""
+        """Set a leaf's memory on one device: those of its `LeafKernel.arrays` that are in host
+        memory.
+        """
         self.arrays[device, leaf] = list(arrays)
 
     def bind_pending(self, device: int, leaf: int, grads: np.ndarray) -> None:
@@ -104,9 +114,11 @@ class HostLeaves:
 
     def record(self, array: np.ndarray, leaf: int, layer: int) -> np.ndarray:
         """Return one layer's record of a leaf's array, as a view."""
-        return array[layer, ...] if self.kernels[leaf].stacked else array  # `...`: a view also where a record is one number
+        return (
+            array[layer, ...] if self.kernels[leaf].stacked else array
+        )  # `...`: a view also where a record is one number
 
-    # --- the update --------------------------------------------------------------------------------------------------------
+    # --- the update -------------------------------------------------------------------------------
 
     def run_kernel(
         self,
@@ -135,10 +147,13 @@ class HostLeaves:
         kernel = self.kernels[leaf]
         memory = iter(self.arrays.get((device, leaf), []))
         arrays = [
-            self.record(next(memory), leaf, layer) if rest is None else (views or {})[rest.kind][rest.leaf]
+            self.record(next(memory), leaf, layer)
+            if rest is None
+            else (views or {})[rest.kind][rest.leaf]
             for rest in kernel.arrays
         ]
-        # In the order of `LeafKernel.arrays`: the weight unless the device has it, the states, the parameters that are cast to.
+        # In the order of `LeafKernel.arrays`: the weight unless the device has it, the states, the
+        # parameters that are cast to.
         weight = arrays.pop(0) if weight is None else weight
         states, params = arrays[: kernel.num_states], arrays[kernel.num_states :]
         # Outputs in the kernel's order; None is over its own input.
@@ -146,18 +161,26 @@ class HostLeaves:
             outputs = [None, *[None] * len(states), params[0] if result is None else result]
         else:
             outputs = [result, *[None] * len(states)]
-        # The kernel works in place, so this must be a view: it is one because a record is contiguous.
+        # The kernel works in place, so this must be a view: it is one because a record is
+        # contiguous.
         inputs = [array.reshape(-1) for array in (grad, weight, *states)]
-        kernel.kernel([*inputs, *scalars[kernel.scalars]], [None if a is None else a.reshape(-1) for a in outputs])
+        kernel.kernel(
+            [*inputs, *scalars[kernel.scalars]],
+            [None if a is None else a.reshape(-1) for a in outputs],
+        )
 
-    def stashed_grad(self, device: int, leaf: int, layer: int, views: Mapping[str, Views]) -> np.ndarray:
+    def stashed_grad(
+        self, device: int, leaf: int, layer: int, views: Mapping[str, Views]
+    ) -> np.ndarray:
         """Return the memory of a stashed gradient; `views` are of the records that are borrowed."""
         if (rest := self.kernels[leaf].grad) is not None:
             return views[rest.kind][rest.leaf]
         return self.record(self.stashed[device, leaf], leaf, layer)
 
     @contextlib.contextmanager
-    def borrowed(self, device: int, layer: int, modes: Mapping[str, Mode], number: int) -> Iterator[dict[str, Views]]:
+    def borrowed(
+        self, device: int, layer: int, modes: Mapping[str, Mode], number: int
+    ) -> Iterator[dict[str, Views]]:
         """Borrow one layer's records of several kinds on disk; `number` is that of their state."""
         with contextlib.ExitStack() as stack:
             if not modes:
@@ -165,7 +188,10 @@ class HostLeaves:
                 return
             assert self.swap is not None
             engine = self.swap.engine_of(number)
-            yield {kind: stack.enter_context(engine.borrow(kind, device, layer, mode)) for kind, mode in modes.items()}
+            yield {
+                kind: stack.enter_context(engine.borrow(kind, device, layer, mode))
+                for kind, mode in modes.items()
+            }
 
     def skip(self, device: int, layer: int, modes: Mapping[str, Mode], number: int) -> None:
         """Pass over the records that an update would have borrowed."""
@@ -173,7 +199,7 @@ class HostLeaves:
             assert self.swap is not None
             self.swap.engine_of(number).skip(kind, device, layer, mode)
 
-    # --- the end of a callback ---------------------------------------------------------------------------------------------
+    # --- the end of a callback --------------------------------------------------------------------
 
     def finish(self, context: Any, token: Any, number: int) -> None:
         """Write a callback's token: the number of the state on disk, which orders what comes after."""
@@ -200,7 +226,8 @@ class HostLeaves:
         """Raise the first error of the callbacks since the last check.
 
         Raises:
-          RuntimeError: an update failed; the state is then neither that before the step nor that after it.
+          RuntimeError: an update failed; the state is then neither that before the step nor that
+            after it.
           BaseException: as it is, if it is no Exception, such as KeyboardInterrupt.
         """
         if errors := self.take_errors():

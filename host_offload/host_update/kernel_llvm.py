@@ -1,4 +1,6 @@
-"""The LLVM instructions that the loop of a host kernel needs and numba does not offer, and the compilation of the loop."""
+"""The LLVM instructions that the loop of a host kernel needs and numba does not offer, and the
+compilation of the loop.
+"""
 
 import functools
 import math
@@ -13,9 +15,20 @@ from numba.extending import intrinsic
 
 from host_offload.host_update.kernel_source import NUM_BYTES
 
-F32, F16, I64, I32, I16, I8 = ir.FloatType(), ir.HalfType(), ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.IntType(8)
+F32, F16, I64, I32, I16, I8 = (
+    ir.FloatType(),
+    ir.HalfType(),
+    ir.IntType(64),
+    ir.IntType(32),
+    ir.IntType(16),
+    ir.IntType(8),
+)
 MEMORY = {"float32": F32, "bfloat16": I16, "float16": I16, "int32": I32, "bool": I8}
-TYPES = {"int32": numba.int32, "uint32": numba.uint32, "bool": numba.boolean}  # every other dtype is computed in float32
+TYPES = {
+    "int32": numba.int32,
+    "uint32": numba.uint32,
+    "bool": numba.boolean,
+}  # every other dtype is computed in float32
 
 
 def _of_float(result: Any, write: Callable[..., Any]) -> Any:
@@ -30,17 +43,24 @@ def _of_float(result: Any, write: Callable[..., Any]) -> Any:
 
 def _llvm(name: str, *types: ir.Type) -> Callable[..., Any]:
     kind = ir.FunctionType(types[0] if types else F32, [F32])
-    return lambda builder, x: builder.call(builder.module.declare_intrinsic(name, types or (F32,), kind), [x])
+    return lambda builder, x: builder.call(
+        builder.module.declare_intrinsic(name, types or (F32,), kind), [x]
+    )
 
 
 def _round_bfloat16(builder: Any, x: Any) -> Any:
     """Round to nearest even, in the integers: LLVM makes vectors of this on every processor."""
     bits = builder.bitcast(x, I32)
     high = builder.lshr(bits, I32(16))
-    # This carries where the lower half is above 0x8000, or is 0x8000 and the last bit that stays is 1.
+    # This carries where the lower half is above 0x8000, or is 0x8000 and the last bit that stays is
+    # 1.
     rounded = builder.add(builder.add(bits, I32(0x7FFF)), builder.and_(high, I32(1)))
-    quiet = builder.or_(builder.and_(bits, I32(0x80000000)), I32(0x7FC00000))  # adding could turn a NaN into infinity
-    result = builder.and_(builder.select(builder.fcmp_unordered("uno", x, x), quiet, rounded), I32(0xFFFF0000))
+    quiet = builder.or_(
+        builder.and_(bits, I32(0x80000000)), I32(0x7FC00000)
+    )  # adding could turn a NaN into infinity
+    result = builder.and_(
+        builder.select(builder.fcmp_unordered("uno", x, x), quiet, rounded), I32(0xFFFF0000)
+    )
     return builder.bitcast(result, F32)
 
 
@@ -52,16 +72,21 @@ def _round_float16(builder: Any, x: Any) -> Any:
 def _select(typing: Any, condition: Any, x: Any, y: Any) -> Any:
     kind = numba.types.unliteral(x)
     # Both values are computed: a branch would keep LLVM from making vectors of the loop.
-    return kind(numba.boolean, kind, kind), lambda context, builder, sig, args: builder.select(*args)
+    return kind(numba.boolean, kind, kind), lambda context, builder, sig, args: builder.select(
+        *args
+    )
 
 
 def _shift(name: str) -> Any:
-    """Return an intrinsic: (uint32, uint32) -> the first shifted by the second; 0 from 32 on, as in XLA."""
+    """Return an intrinsic: (uint32, uint32) -> the first shifted by the second; 0 from 32 on, as in
+    XLA.
+    """
 
     @intrinsic
     def shift(typing: Any, x: Any, y: Any) -> Any:
         def write(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            # LLVM leaves a shift by 32 or more undefined. So shift by the low five bits, and choose 0 afterwards.
+            # LLVM leaves a shift by 32 or more undefined. So shift by the low five bits, and choose
+            # 0 afterwards.
             shifted = getattr(builder, name)(args[0], builder.and_(args[1], I32(31)))
             return builder.select(builder.icmp_unsigned("<", args[1], I32(32)), shifted, I32(0))
 
@@ -73,7 +98,9 @@ def _shift(name: str) -> Any:
 @intrinsic
 def _float_of(typing: Any, x: Any) -> Any:
     """Return the float32 of these bits."""
-    return numba.float32(numba.uint32), lambda context, builder, sig, args: builder.bitcast(args[0], F32)
+    return numba.float32(numba.uint32), lambda context, builder, sig, args: builder.bitcast(
+        args[0], F32
+    )
 
 
 @intrinsic
@@ -81,8 +108,11 @@ def _claim(typing: Any, counter: Any, num: Any) -> Any:
     """Add `num` to the counter at an address, atomically; return its value before."""
 
     def write(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        # Monotonic is enough: each block must be claimed once, and no data passes between threads by the counter.
-        return builder.atomic_rmw("add", builder.inttoptr(args[0], I64.as_pointer()), args[1], "monotonic")
+        # Monotonic is enough: each block must be claimed once, and no data passes between threads
+        # by the counter.
+        return builder.atomic_rmw(
+            "add", builder.inttoptr(args[0], I64.as_pointer()), args[1], "monotonic"
+        )
 
     return numba.int64(numba.int64, numba.int64), write
 
@@ -123,7 +153,10 @@ def _read_mode(builder: Any) -> Any:
         builder.call(builder.module.declare_intrinsic("llvm.x86.sse.stmxcsr", (), kind), [place])
         return builder.zext(builder.load(builder.bitcast(place, I32.as_pointer())), I64)
     if ARM:
-        return builder.call(builder.module.declare_intrinsic("llvm.aarch64.get.fpcr", (), ir.FunctionType(I64, [])), [])
+        return builder.call(
+            builder.module.declare_intrinsic("llvm.aarch64.get.fpcr", (), ir.FunctionType(I64, [])),
+            [],
+        )
     return I64(0)
 
 
@@ -139,11 +172,15 @@ def _write_mode(builder: Any, mode: Any) -> None:
 
 
 def _no_overlap(instruction: Any, module: Any, stream: int, num_streams: int) -> None:
-    """Tell LLVM that streams do not overlap (calls check it): else it compares all pairs of them, or makes no vectors."""
+    """Tell LLVM that streams do not overlap (calls check it): else it compares all pairs of them,
+    or makes no vectors.
+    """
     domain = module.add_metadata(["fused"])
     scopes = [module.add_metadata([f"stream {k}", domain]) for k in range(num_streams)]
     instruction.set_metadata("alias.scope", module.add_metadata([scopes[stream]]))
-    instruction.set_metadata("noalias", module.add_metadata([s for k, s in enumerate(scopes) if k != stream]))
+    instruction.set_metadata(
+        "noalias", module.add_metadata([s for k, s in enumerate(scopes) if k != stream])
+    )
 
 
 def _load(dtype: str, stream: int, num_streams: int) -> Any:
@@ -180,7 +217,12 @@ def _store(dtype: str, stream: int, num_streams: int) -> Any:
                 x = builder.bitcast(builder.fptrunc(x, F16), I16)
             elif dtype == "bool":
                 x = builder.zext(x, I8)
-            _no_overlap(builder.store(x, pointer, align=NUM_BYTES[dtype]), builder.module, stream, num_streams)
+            _no_overlap(
+                builder.store(x, pointer, align=NUM_BYTES[dtype]),
+                builder.module,
+                stream,
+                num_streams,
+            )
             return context.get_dummy_value()
 
         kind = TYPES.get(dtype, numba.float32)
@@ -207,7 +249,9 @@ WORDS = {
     "sqrt": _of_float(numba.float32, _llvm("llvm.sqrt")),
     "floor": _of_float(numba.float32, _llvm("llvm.floor")),
     "ceil": _of_float(numba.float32, _llvm("llvm.ceil")),
-    "to_int32": _of_float(numba.int32, _llvm("llvm.fptosi.sat", I32, F32)),  # NaN is 0, and what is too large the largest
+    "to_int32": _of_float(
+        numba.int32, _llvm("llvm.fptosi.sat", I32, F32)
+    ),  # NaN is 0, and what is too large the largest
     "round_bfloat16": _of_float(numba.float32, _round_bfloat16),
     "round_float16": _of_float(numba.float32, _round_float16),
 }
@@ -215,15 +259,22 @@ WORDS = {
 
 
 @functools.cache
-def compile_source(source: str, streams: tuple[str, ...], scalars: tuple[str, ...]) -> Callable[..., None]:
+def compile_source(
+    source: str, streams: tuple[str, ...], scalars: tuple[str, ...]
+) -> Callable[..., None]:
     """Compile the source of a kernel. `streams` and `scalars` are the dtypes of its arguments."""
     words: dict[str, Any] = dict(WORDS)
     for k, dtype in enumerate(streams):
-        words[f"load{k}"], words[f"store{k}"] = _load(dtype, k, len(streams)), _store(dtype, k, len(streams))
+        words[f"load{k}"], words[f"store{k}"] = (
+            _load(dtype, k, len(streams)),
+            _store(dtype, k, len(streams)),
+        )
     # Words become the globals of the function: its loads and stores have names of their own.
     exec(source, words)
     # n, the counter's address, the size of a block, the addresses of the streams; then the scalars.
-    types = [numba.int64] * (3 + len(streams)) + [TYPES.get(dtype, numba.float32) for dtype in scalars]
-    # error_model: a division by zero is an infinity, not an exception. Not fastmath, which also turns powers into calls of
-    # __powisf2, a function that numba does not link.
+    types = [numba.int64] * (3 + len(streams)) + [
+        TYPES.get(dtype, numba.float32) for dtype in scalars
+    ]
+    # error_model: a division by zero is an infinity, not an exception. Not fastmath, which also
+    # turns powers into calls of __powisf2, a function that numba does not link.
     return numba.njit(numba.void(*types), nogil=True, error_model="numpy")(words["kernel"])

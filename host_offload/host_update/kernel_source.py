@@ -1,7 +1,7 @@
 """The source of a host kernel: an elementwise jaxpr written as the lines of a loop.
 
-`Writer` walks the equations. Those of scalars alone become lines before the loop, the others lines in it, on float32 values;
-`source_of_loop` puts loads, lines and stores together.
+`Writer` walks the equations. Those of scalars alone become lines before the loop, the others lines
+in it, on float32 values; `source_of_loop` puts loads, lines and stores together.
 """
 
 import dataclasses
@@ -21,7 +21,10 @@ SCALARS = ("float32", "int32", "bool")
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """A variable of the loop (`varies`) or of the lines before it, or a constant. `text` is its name in the source."""
+    """A variable of the loop (`varies`) or of the lines before it, or a constant.
+
+    `text` is its name in the source.
+    """
 
     text: str
     dtype: str
@@ -30,7 +33,10 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """Memory that the loop reads or writes: an input, an output, or both in place. It has one element if it is not an array."""
+    """Memory that the loop reads or writes: an input, an output, or both in place.
+
+    It has one element if it is not an array.
+    """
 
     dtype: str
     is_array: bool
@@ -48,23 +54,43 @@ class Stream:
           ValueError: the loop cannot use it.
         """
         array = outputs[self.output or 0] if self.input is None else inputs[self.input]
-        if not isinstance(array, np.ndarray) or not array.flags.c_contiguous or array.ctypes.data % NUM_BYTES[self.dtype]:
-            raise ValueError(f"{self.name} is {type(array).__name__}: a contiguous, aligned numpy array is needed")
+        if (
+            not isinstance(array, np.ndarray)
+            or not array.flags.c_contiguous
+            or array.ctypes.data % NUM_BYTES[self.dtype]
+        ):
+            raise ValueError(
+                f"{self.name} is {type(array).__name__}: a contiguous, aligned numpy array is needed"
+            )
         # numpy has no bfloat16 of its own: two-byte floats may come as their bits.
-        if str(array.dtype) not in {self.dtype, "uint16" if NUM_BYTES[self.dtype] == 2 else self.dtype}:
-            raise ValueError(f"{self.name} has dtype {array.dtype}: the kernel was built for {self.dtype}")
+        if str(array.dtype) not in {
+            self.dtype,
+            "uint16" if NUM_BYTES[self.dtype] == 2 else self.dtype,
+        }:
+            raise ValueError(
+                f"{self.name} has dtype {array.dtype}: the kernel was built for {self.dtype}"
+            )
         if self.output is not None and not array.flags.writeable:
             raise ValueError(f"{self.name} is read-only, and output {self.output} is written there")
         if not self.is_array and array.size != 1:
-            raise ValueError(f"{self.name} has {array.size} elements: it depends on no array, and has 1")
+            raise ValueError(
+                f"{self.name} has {array.size} elements: it depends on no array, and has 1"
+            )
         other = None if self.input is None or self.output is None else outputs[self.output]
-        if other is not None and (other.ctypes.data, other.nbytes) != (array.ctypes.data, array.nbytes):
-            raise ValueError(f"output {self.output} is in place over {self.name}, but is other memory: give None, or the same")
+        if other is not None and (other.ctypes.data, other.nbytes) != (
+            array.ctypes.data,
+            array.nbytes,
+        ):
+            raise ValueError(
+                f"output {self.output} is in place over {self.name}, but is other memory: give None, or the same"
+            )
         return array
 
 
 COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-_MAX, _MIN = (f"select(({{0}} {op} {{1}}) | ({{0}} != {{0}}), {{0}}, {{1}})" for op in (">=", "<="))  # NaN of either side wins
+_MAX, _MIN = (
+    f"select(({{0}} {op} {{1}}) | ({{0}} != {{0}}), {{0}}, {{1}})" for op in (">=", "<=")
+)  # NaN of either side wins
 EXACT = {
     "neg": "-{0}",
     "abs": "abs({0})",
@@ -145,7 +171,10 @@ class Writer:
     def walk(self, jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Value]) -> list[Value]:
         """Write a jaxpr, nested ones inlined, and return the values of its outputs."""
         env = dict(zip(jaxpr.invars, args, strict=True))
-        env |= {var: _constant(value, var.aval) for var, value in zip(jaxpr.constvars, consts, strict=True)}
+        env |= {
+            var: _constant(value, var.aval)
+            for var, value in zip(jaxpr.constvars, consts, strict=True)
+        }
 
         def read(atom: Any) -> Value:
             return _constant(atom.val, atom.aval) if isinstance(atom, jex.Literal) else env[atom]
@@ -156,7 +185,9 @@ class Writer:
             if eqn.primitive.name in INLINED:
                 inner: Any = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
                 is_closed = isinstance(inner, jex.ClosedJaxpr)
-                outs = self.walk(inner.jaxpr if is_closed else inner, inner.consts if is_closed else (), ins)
+                outs = self.walk(
+                    inner.jaxpr if is_closed else inner, inner.consts if is_closed else (), ins
+                )
             else:
                 outs = [self.equation(eqn, ins)]
             env.update(zip(eqn.outvars, outs, strict=True))
@@ -168,7 +199,9 @@ class Writer:
         dtype, varies = str(aval.dtype), any(v.varies for v in ins)
         if eqn.primitive.name in SAME:
             return ins[0]
-        if eqn.primitive.name in SHAPED:  # a scalar is the same on every element; an array must stay as it is
+        if (
+            eqn.primitive.name in SHAPED
+        ):  # a scalar is the same on every element; an array must stay as it is
             operand: Any = eqn.invars[0].aval
             if len(ins) > 1 or (operand.shape != aval.shape if varies else operand.size != 1):
                 raise ValueError(f"{_named(eqn)}: it changes the shape of an array")
@@ -187,11 +220,15 @@ class Writer:
         product, rest = "", abs(y)
         while rest:
             if rest & 1:
-                product = self.define(f"{product} * {x.text}" if product else x.text, x.dtype, x.varies).text
+                product = self.define(
+                    f"{product} * {x.text}" if product else x.text, x.dtype, x.varies
+                ).text
             rest >>= 1
             x = self.define(f"{x.text} * {x.text}", x.dtype, x.varies) if rest else x
         product = product or "f32(1)"
-        return self.define(_rounded(f"f32(1) / {product}" if y < 0 else product, x.dtype), x.dtype, x.varies)
+        return self.define(
+            _rounded(f"f32(1) / {product}" if y < 0 else product, x.dtype), x.dtype, x.varies
+        )
 
 
 def _expression(eqn: jex.JaxprEqn, ins: list[Value], dtype: str) -> str:
@@ -200,7 +237,9 @@ def _expression(eqn: jex.JaxprEqn, ins: list[Value], dtype: str) -> str:
     args = [v.text for v in ins]
     if {dtype, *(v.dtype for v in ins)} - NUM_BYTES.keys():
         raise ValueError(f"{_named(eqn)}: host kernels know {', '.join(NUM_BYTES)}")
-    if name == "convert_element_type" and (dtype != "uint32" or source in ("uint32", "int32", "bool")):
+    if name == "convert_element_type" and (
+        dtype != "uint32" or source in ("uint32", "int32", "bool")
+    ):
         return _converted(args[0], str(source), dtype)
     if name == "select_n" and source == "bool" and len(ins) == 3:
         # select_n names the case for False first.
@@ -252,14 +291,23 @@ def _constant(value: Any, aval: Any) -> Value:
     """
     dtype = str(aval.dtype)
     if aval.size != 1 or dtype not in NUM_BYTES:
-        raise ValueError(f"a constant of shape {aval.shape} and dtype {dtype}: make it an input, or one number")
+        raise ValueError(
+            f"a constant of shape {aval.shape} and dtype {dtype}: make it an input, or one number"
+        )
     number = np.asarray(value, aval.dtype).reshape(())
     if dtype == "bool":
         return Value(repr(bool(number)), dtype)
     if dtype in ("int32", "uint32"):
         return Value(f"{dtype[0]}32({int(number)})", dtype)
     x = float(number.astype(np.float32))
-    return Value(f"f32({x!r})" if math.isfinite(x) else "nan" if math.isnan(x) else f"f32({'-' * (x < 0)}inf)", dtype)
+    return Value(
+        f"f32({x!r})"
+        if math.isfinite(x)
+        else "nan"
+        if math.isnan(x)
+        else f"f32({'-' * (x < 0)}inf)",
+        dtype,
+    )
 
 
 def _live(jaxpr: jex.Jaxpr) -> list[jex.JaxprEqn]:
@@ -277,27 +325,40 @@ def _named(eqn: jex.JaxprEqn) -> str:
 
 
 def source_of_loop(
-    writer: Writer, streams: Sequence[Stream], scalars: dict[int, str | None], results: Sequence[Value]
+    writer: Writer,
+    streams: Sequence[Stream],
+    scalars: dict[int, str | None],
+    results: Sequence[Value],
 ) -> tuple[str, int]:
     """Return the loop in Python, and the bytes that it moves for each element."""
     # By `is_array`: stores in the loop, and stores before it.
     stores = {True: [], False: []}
     dtypes: list[str] = []
     for k, s in enumerate(streams):
-        if s.output is not None and results[s.output].text != f"x{s.input}":  # what returns as it came is not written
-            stores[s.is_array].append(f"store{k}(a{k}, {'i' if s.is_array else 0}, {results[s.output].text})")
+        if (
+            s.output is not None and results[s.output].text != f"x{s.input}"
+        ):  # what returns as it came is not written
+            stores[s.is_array].append(
+                f"store{k}(a{k}, {'i' if s.is_array else 0}, {results[s.output].text})"
+            )
             dtypes += [s.dtype] * s.is_array
     # What no line uses is not loaded: a call costs the bytes that it moves.
     used = set(re.findall(r"\bx\d+\b", "\n".join(writer.loop + stores[True])))
     loads = {k: s for k, s in enumerate(streams) if f"x{s.input}" in used}
     dtypes += [s.dtype for s in loads.values()]
-    arguments = [f"a{k}" for k in range(len(streams))] + [f"x{k}" for k, dtype in scalars.items() if dtype is not None]
-    inner = [f"x{s.input} = load{k}(a{k}, i)" for k, s in loads.items()] + writer.loop + stores[True]
+    arguments = [f"a{k}" for k in range(len(streams))] + [
+        f"x{k}" for k, dtype in scalars.items() if dtype is not None
+    ]
+    inner = (
+        [f"x{s.input} = load{k}(a{k}, i)" for k, s in loads.items()] + writer.loop + stores[True]
+    )
     lines = [
         f"def kernel({', '.join(['n', 'counter', 'block', *arguments])}):",
-        # Every thread runs this function, and the mode belongs to the thread: each sets it and restores it.
+        # Every thread runs this function, and the mode belongs to the thread: each sets it and
+        # restores it.
         "    mode = flush_subnormals()",
-        # Outputs that depend on scalars alone are stored by every thread: all of them store the same value.
+        # Outputs that depend on scalars alone are stored by every thread: all of them store the
+        # same value.
         *(f"    {line}" for line in writer.before + stores[False]),
         "    while True:",
         "        start = claim(counter, block)",

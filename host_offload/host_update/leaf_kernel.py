@@ -1,7 +1,8 @@
-"""The host update of one leaf: its kernel, where the arrays of the kernel are stored, and what crosses the link.
+"""The host update of one leaf: its kernel, where the arrays of the kernel are stored, and what
+crosses the link.
 
-Each array of a leaf is stored in host memory (None) or in the records of a kind on disk (`OnRecord`), independently of the
-others. This determines how an update uses each kind of record:
+Each array of a leaf is stored in host memory (None) or in the records of a kind on disk
+(`OnRecord`), independently of the others. This determines how an update uses each kind of record:
 
     stashed gradient              read
     weight, states                update      read, changed in the buffer, written
@@ -37,17 +38,20 @@ class LeafKernel:
     """How one leaf is updated.
 
     Attributes:
-      kernel: from (gradient, weight, states, scalars) to (weight, states, and the cast weight if `casts`).
+      kernel: from (gradient, weight, states, scalars) to (weight, states, and the cast weight if
+        `casts`).
       scalars: the slice of this leaf in the vector of all scalars.
-      arrays: where the arrays of the kernel are stored: the weight (unless on the device), the states, and the parameters
-        that it casts to (unless on the device).
+      arrays: where the arrays of the kernel are stored: the weight (unless on the device), the
+        states, and the parameters that it casts to (unless on the device).
       num_states: leaves of optimizer state.
       stacked: whether its arrays are stacks of all layers.
-      weight_on_device: the float32 weight is no host array: it is an operand, and the new one a result.
+      weight_on_device: the float32 weight is no host array: it is an operand, and the new one a
+        result.
       casts: the kernel returns a compute-dtype weight besides.
-      params_on_device: the parameters are a result of the callback; else they are written to the host.
-      delayed: the new parameters are stored beside the old ones. The weight is then in host memory, and updated in place only
-        if the kernel casts.
+      params_on_device: the parameters are a result of the callback; else they are written to the
+        host.
+      delayed: the new parameters are stored beside the old ones. The weight is then in host memory,
+        and updated in place only if the kernel casts.
       grad: the records in which the gradient is stashed, if it is stashed on disk.
     """
 

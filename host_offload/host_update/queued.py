@@ -1,13 +1,15 @@
-"""An update on the host beside a GPU's program: callbacks that queue copies and return, and kernels in a worker.
+"""An update on the host beside a GPU's program: callbacks that queue copies and return, and kernels
+in a worker.
 
     update(layer, scalars, g)     queue the copies down of one layer; hand back the parameters of the layer `LAG` calls before
     take()                        hand back those of the oldest layer that was not taken yet
     stash(layer, g)               queue the copies down to where gradients wait for their norm, or for the next step
     start(), install(layer), finish()       of a delayed update (`host_offload.host_update.delayed`)
 
-`host_offload.host_update.gpu_worker` has the streams, slots and events. What the program computes, such as whether to update at
-all, is not there yet when a callback runs: it goes down with the gradients, and the worker reads it. So no callback waits for
-the program. That a program has ended implies that all is updated: its last callbacks wait for the worker.
+`host_offload.host_update.gpu_worker` has the streams, slots and events. What the program computes,
+such as whether to update at all, is not there yet when a callback runs: it goes down with the
+gradients, and the worker reads it. So no callback waits for the program. That a program has ended
+implies that all is updated: its last callbacks wait for the worker.
 
 A callback must never raise, and a job that fails is done, too: errors go to `HostLeaves.fail`.
 """
@@ -36,7 +38,11 @@ class QueuedStep:
     """
 
     def __init__(
-        self, leaves: HostLeaves, specs: Sequence[PartSpec], devices: Sequence[Any], driver: Callable[[], Driver]
+        self,
+        leaves: HostLeaves,
+        specs: Sequence[PartSpec],
+        devices: Sequence[Any],
+        driver: Callable[[], Driver],
     ) -> None:
         """Serve the devices of a mesh.
 
@@ -44,24 +50,42 @@ class QueuedStep:
           leaves: that are updated.
           specs: of the parts in which they cross.
           devices: in the order of the mesh.
-          driver: returns that of this machine; asked when a step is prepared, not when it is compiled.
+          driver: returns that of this machine; asked when a step is prepared, not when it is
+            compiled.
         """
-        self.leaves, self.specs, self._devices, self._driver = leaves, tuple(specs), list(devices), driver
+        self.leaves, self.specs, self._devices, self._driver = (
+            leaves,
+            tuple(specs),
+            list(devices),
+            driver,
+        )
         self._workers: dict[int, GpuWorker] = {}
         self._by_stream: dict[int, GpuWorker] = {}
         # Of delayed updates: by device, then by the record's first leaf and layer.
         self._started: dict[int, dict[tuple[int, int], Job]] = {}
         self._lock = threading.Lock()
 
-    # --- callbacks ---------------------------------------------------------------------------------------------------------
+    # --- callbacks --------------------------------------------------------------------------------
 
-    def update(self, context: Any, out: Any, where: Any, after: Any, scalars: Any, *operands: Any, first: int) -> None:
-        """Queue an update of a part, of one layer where it is stacked, and take what the one `LAG` calls before has made.
+    def update(
+        self,
+        context: Any,
+        out: Any,
+        where: Any,
+        after: Any,
+        scalars: Any,
+        *operands: Any,
+        first: int,
+    ) -> None:
+        """Queue an update of a part, of one layer where it is stacked, and take what the one `LAG`
+        calls before has made.
 
         Args:
           context: of the callback.
-          out: (list of new parameters, of the layer before, where it is stacked and they rest on the device; token).
-          where: i32[4], device, layer, whether to update at all, and the number of the state on disk.
+          out: (list of new parameters, of the layer before, where it is stacked and they rest on
+            the device; token).
+          where: i32[4], device, layer, whether to update at all, and the number of the state on
+            disk.
           after: the token of the device's callback before this one.
           scalars: f32[n], of every leaf.
           *operands: gradients unless they are stashed, then weights that live on the device.
@@ -106,7 +130,9 @@ class QueuedStep:
         self._try(take)
         self._try(lambda: self._pass_on(context, after, token))
 
-    def stash(self, context: Any, out: Any, where: Any, after: Any, *grads: Any, first: int, site: Site) -> None:
+    def stash(
+        self, context: Any, out: Any, where: Any, after: Any, *grads: Any, first: int, site: Site
+    ) -> None:
         """Queue the copies of gradients down to host memory, or to the buffer of a record.
 
         Args:
@@ -125,16 +151,22 @@ class QueuedStep:
             part = worker.stashes[first]
             rests = [leaves.kernels[leaf].grad for leaf in part.spec.leaves]
             if (rest := rests[0]) is None:
-                targets = [leaves.record(leaves.stashed[rank, leaf], leaf, layer) for leaf in part.spec.leaves]
+                targets = [
+                    leaves.record(leaves.stashed[rank, leaf], leaf, layer)
+                    for leaf in part.spec.leaves
+                ]
                 worker.stash(stream, part, grads, targets)
             else:
                 assert leaves.swap is not None
 
                 def fill(views: Views) -> "Future[None]":
                     try:
-                        event = worker.stash(stream, part, grads, [views[r.leaf] for r in rests if r is not None])
+                        event = worker.stash(
+                            stream, part, grads, [views[r.leaf] for r in rests if r is not None]
+                        )
                     except BaseException:
-                        # The buffer is given back, and filled again at once: no copy may still write into it.
+                        # The buffer is given back, and filled again at once: no copy may still
+                        # write into it.
                         with contextlib.suppress(RuntimeError):
                             worker.driver.finish_stream(worker.down)
                         raise
@@ -169,15 +201,21 @@ class QueuedStep:
                 update_pending(self.leaves, device, of, layer, values, bool(go))
                 return bool(go)
 
-            records = pending_records(self.leaves, worker.rank, [spec.leaves for spec in self.specs if spec.stashes])
+            records = pending_records(
+                self.leaves, worker.rank, [spec.leaves for spec in self.specs if spec.stashes]
+            )
             works = [functools.partial(work, *record) for record in records]
             jobs = worker.start(stream, part, (where, scalars), works)
-            self._started[worker.rank] = {(of.start, layer): job for (of, layer), job in zip(records, jobs, strict=True)}
+            self._started[worker.rank] = {
+                (of.start, layer): job for (of, layer), job in zip(records, jobs, strict=True)
+            }
 
         self._try(start)
         self._try(lambda: self._pass_on(context, after, out))
 
-    def install(self, context: Any, out: Any, where: Any, after: Any, *, first: int, count: int, site: Site) -> None:
+    def install(
+        self, context: Any, out: Any, where: Any, after: Any, *, first: int, count: int, site: Site
+    ) -> None:
         """Hand over one layer's new parameters, which live on the device, of a delayed update.
 
         Args:
@@ -200,7 +238,10 @@ class QueuedStep:
                 return
             job.finish()
             if job.made:
-                made = [leaves.record(leaves.new_params[rank, leaf], leaf, layer) for leaf in range(first, first + count)]
+                made = [
+                    leaves.record(leaves.new_params[rank, leaf], leaf, layer)
+                    for leaf in range(first, first + count)
+                ]
                 worker.hand_over(stream_of(context), worker.stashes[first], made, results)
                 leaves.count(to_device=sum(a.nbytes for a in made))
 
@@ -246,7 +287,7 @@ class QueuedStep:
                 self._by_stream[stream] = worker
             return worker
 
-    # --- kernels -----------------------------------------------------------------------------------------------------------
+    # --- kernels ----------------------------------------------------------------------------------
 
     def _run(self, rank: int, job: Job) -> bool:
         """Run the kernels of a job in the worker; returns whether it updated."""
@@ -266,8 +307,12 @@ class QueuedStep:
                 "restore the last checkpoint"
             )
         part.updated.add(record)
-        modes: dict[str, Mode] = {kind: mode for leaf in job.leaves for kind, mode in leaves.kernels[leaf].records.items()}
-        if not go:  # a gradient was not finite: what was read ahead for this update gives back its buffers
+        modes: dict[str, Mode] = {
+            kind: mode for leaf in job.leaves for kind, mode in leaves.kernels[leaf].records.items()
+        }
+        if (
+            not go
+        ):  # a gradient was not finite: what was read ahead for this update gives back its buffers
             leaves.skip(device, layer, modes, number)
             return False
         grads, weights = arrays[: len(spec.grads)], arrays[len(spec.grads) :]
@@ -277,16 +322,27 @@ class QueuedStep:
                 g = grads[n] if grads else leaves.stashed_grad(device, leaf, layer, views)
                 room = part.rooms[job.room][n] if spec.params else None
                 weight = weights[n] if weights else None
-                leaves.run_kernel(device, leaf, layer, g, scalars, weight=weight, result=room, views=views)
+                leaves.run_kernel(
+                    device, leaf, layer, g, scalars, weight=weight, result=room, views=views
+                )
         return True
 
-    # --- around a step -----------------------------------------------------------------------------------------------------
+    # --- around a step ----------------------------------------------------------------------------
 
     def prepare(self, ranks: Sequence[int]) -> None:
-        """Make streams, memory and workers for these devices, unless they are there, and expect a step."""
+        """Make streams, memory and workers for these devices, unless they are there, and expect a
+        step.
+        """
         for rank in ranks:
             if rank not in self._workers:
-                worker = GpuWorker(self._driver(), self._devices[rank], rank, self.specs, self._run, self.leaves.fail)
+                worker = GpuWorker(
+                    self._driver(),
+                    self._devices[rank],
+                    rank,
+                    self.specs,
+                    self._run,
+                    self.leaves.fail,
+                )
                 self._workers[rank] = worker
         self._by_stream.clear()
         for worker in self._workers.values():

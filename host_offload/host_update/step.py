@@ -1,22 +1,25 @@
-"""An optimizer's update on the host, beside the state: callbacks of a jitted program, layer by layer.
+"""An optimizer's update on the host, beside the state: callbacks of a jitted program, layer by
+layer.
 
-Only gradients go down the link and compute-dtype parameters go up (ZeRO-Offload, arXiv:2101.06840, section 4): masters and
-moments stay in host memory, where a fused kernel updates one layer's records in place,
+Only gradients go down the link and compute-dtype parameters go up (ZeRO-Offload, arXiv:2101.06840,
+section 4): masters and moments stay in host memory, where a fused kernel updates one layer's
+records in place,
 
     stash(layer, g)                     keep a gradient in host memory until its scale is known
     update(layer, scalars, g or none)   for each leaf: kernel(g, w[layer], s[layer], scalars), in place; hand back cast(w)
 
-Where parameters are in host memory too, the kernel writes them there, and nothing goes up. State on disk is updated in the
-buffers through which it moves (ZeRO-Infinity, arXiv:2104.07857, section 5.2.2),
+Where parameters are in host memory too, the kernel writes them there, and nothing goes up. State on
+disk is updated in the buffers through which it moves (ZeRO-Infinity, arXiv:2104.07857, section
+5.2.2),
 
     disk -> buffer;  kernel(g, w, s, scalars), in place;  buffer -> disk
 
-and crosses no link either. Its records are borrowed from the engine, which meanwhile reads those of the next layer and writes
-those of the last one (`host_offload.engine.engine`). Gradients are stashed in records in the same way, and parameters are
-written to them.
+and crosses no link either. Its records are borrowed from the engine, which meanwhile reads those of
+the next layer and writes those of the last one (`host_offload.engine.engine`). Gradients are
+stashed in records in the same way, and parameters are written to them.
 
-Tokens order the callbacks of a device, and hold the number of the state that is on disk. For an update that is delayed by a
-step see `host_offload.host_update.delayed`.
+Tokens order the callbacks of a device, and hold the number of the state that is on disk. For an
+update that is delayed by a step see `host_offload.host_update.delayed`.
 """
 
 from collections.abc import Mapping
@@ -35,7 +38,9 @@ class HostStep:
     def __init__(self, leaves: HostLeaves) -> None:
         self.leaves = leaves
 
-    def stash(self, context: Any, out: Any, where: Any, after: Any, *grads: Any, first: int) -> None:
+    def stash(
+        self, context: Any, out: Any, where: Any, after: Any, *grads: Any, first: int
+    ) -> None:
         """Copy gradients to host memory, or to a record.
 
         Args:
@@ -51,7 +56,9 @@ class HostStep:
         try:
             device, layer, number = link.read(context, where, "where").tolist()
             kernels = self.leaves.kernels[first : first + len(grads)]
-            modes: dict[str, Mode] = {kernel.grad.kind: "write" for kernel in kernels if kernel.grad is not None}
+            modes: dict[str, Mode] = {
+                kernel.grad.kind: "write" for kernel in kernels if kernel.grad is not None
+            }
             with self.leaves.borrowed(device, layer, modes, number) as views:
                 for leaf, grad in enumerate(grads, first):
                     room = self.leaves.stashed_grad(device, leaf, layer, views)
@@ -59,7 +66,8 @@ class HostStep:
                     self.leaves.count(to_host=room.nbytes)
         except BaseException as error:  # a callback must not raise
             self.leaves.fail(error)
-        # Outside of the try: the token must be written after an error too, or the next callback reads garbage.
+        # Outside of the try: the token must be written after an error too, or the next callback
+        # reads garbage.
         self.leaves.finish(context, out, number)
 
     def update(
@@ -80,7 +88,8 @@ class HostStep:
         Args:
           context: of the callback.
           out: (list of new parameters, and new weights, that live on the device; token).
-          where: i32[4], device, layer, whether to update at all, and the number of the state on disk.
+          where: i32[4], device, layer, whether to update at all, and the number of the state on
+            disk.
           after: the token of the device's callback before this one.
           memory: the leaves' arrays in host memory, or nothing where they are bound.
           scalars: f32[n], of every leaf.
@@ -103,14 +112,28 @@ class HostStep:
             params = [next(buffers) if kernels[leaf].params_on_device else None for leaf in leaves]
             # The stacked leaves of a layer share records, any other leaf has its own.
             for part in [leaves] if kernels[first].stacked else [[leaf] for leaf in leaves]:
-                modes: dict[str, Mode] = {kind: mode for leaf in part for kind, mode in kernels[leaf].records.items()}
-                if not go:  # a gradient was not finite: what was read ahead for this update gives back its buffers
+                modes: dict[str, Mode] = {
+                    kind: mode for leaf in part for kind, mode in kernels[leaf].records.items()
+                }
+                # a gradient was not finite: what was read ahead for this update gives back its
+                # buffers
+                if not go:
                     self.leaves.skip(device, layer, modes, number)
                     continue
                 with self.leaves.borrowed(device, layer, modes, number) as views:
                     for leaf in part:
                         i = leaf - first
-                        self._update_leaf(context, device, leaf, layer, grads[i], weights[i], params[i], values, views)
+                        self._update_leaf(
+                            context,
+                            device,
+                            leaf,
+                            layer,
+                            grads[i],
+                            weights[i],
+                            params[i],
+                            values,
+                            views,
+                        )
         except BaseException as error:  # as above
             self.leaves.fail(error)
         self.leaves.finish(context, token, number)
@@ -129,7 +152,8 @@ class HostStep:
     ) -> None:
         """Update one record; `grad`, `weight` and `params` are buffers of the device, or None."""
         leaves, link = self.leaves, self.leaves.link
-        # Down the link comes what is not in host memory: a weight of the device, and the gradient unless it was stashed.
+        # Down the link comes what is not in host memory: a weight of the device, and the gradient
+        # unless it was stashed.
         w = None
         if weight is not None:
             w = link.read(context, weight, (device, leaf, "weight"))
@@ -139,7 +163,8 @@ class HostStep:
         else:
             g = link.read(context, grad, (device, leaf, "grad"))
             leaves.count(to_host=g.nbytes)
-        # New parameters of the device are written here and go up the link; others stay in host memory.
+        # New parameters of the device are written here and go up the link; others stay in host
+        # memory.
         room = None if params is None else link.room(context, params, (device, leaf, "params"))
         leaves.run_kernel(device, leaf, layer, g, scalars, weight=w, result=room, views=views)
         if room is not None:

@@ -1,17 +1,21 @@
 """Write a step as operations, and say what to change where it does not fit a budget of bytes.
 
-A phase follows from the order in which it visits the layers, and from the kinds that it fetches, reads and writes; only kinds
-off the device count. Everything else follows from the rule of the ring (`host_offload.schedule.schedule`):
+A phase follows from the order in which it visits the layers, and from the kinds that it fetches,
+reads and writes; only kinds off the device count. Everything else follows from the rule of the ring
+(`host_offload.schedule.schedule`):
 
     takes       the layers visited whose record is off the device, in order
     slots       take number c empties slot c mod distance
     preload     the first `distance` takes, before tick 0
     fetch[t]    take t + distance, into the slot that take t has just emptied
 
-What a tick does changes at few ticks: where the ring runs out, where layers begin whose state stays on the device, and at both
-ends. Between them all indices are linear in the tick, so a phase is a few loops however many layers it has.
+What a tick does changes at few ticks: where the ring runs out, where layers begin whose state stays
+  on the device, and at both
+ends. Between them all indices are linear in the tick, so a phase is a few loops however many layers
+it has.
 
-Bytes in flight never fall as the distance grows, so the largest distance that fits a budget is found by bisection.
+Bytes in flight never fall as the distance grows, so the largest distance that fits a budget is
+found by bisection.
 """
 
 import bisect
@@ -23,7 +27,17 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from host_offload.schedule.ops import END_PIECES, HEAD, HEAD_PIECES, KINDS, LATE_ENDS, Loop, Op, Record, joined
+from host_offload.schedule.ops import (
+    END_PIECES,
+    HEAD,
+    HEAD_PIECES,
+    KINDS,
+    LATE_ENDS,
+    Loop,
+    Op,
+    Record,
+    joined,
+)
 from host_offload.schedule.schedule import ON_DISK, SIZES, UPDATES, Phase, Schedule
 from host_offload.tiers import TIERS
 
@@ -39,10 +53,12 @@ class EndsMove(NamedTuple):
     """Leaves that are no stack of layers and are updated beside a phase whose stores are late.
 
     Attributes:
-      leaves: HEAD, whose gradients are complete before backward: one record; HEAD_PIECES, others of the head, of which each of
-        the first ticks updates a piece; LATE_ENDS, which are updated when the layers are: groups, one after the other; or
-        END_PIECES, which are updated after those in pieces: leaves, one after the other.
-      num_bytes: of each of them on one device: of all that an update loads and stores of a record, group or piece.
+      leaves: HEAD, whose gradients are complete before backward: one record; HEAD_PIECES, others of
+        the head, of which each of the first ticks updates a piece; LATE_ENDS, which are updated
+        when the layers are: groups, one after the other; or END_PIECES, which are updated after
+        those in pieces: leaves, one after the other.
+      num_bytes: of each of them on one device: of all that an update loads and stores of a record,
+        group or piece.
       counts: in how many pieces each is updated; of HEAD_PIECES all in as many.
       loaded: bytes of each that are loaded; by default those that are stored.
     """
@@ -58,7 +74,8 @@ class EndLeaf(NamedTuple):
 
     Attributes:
       name: of its records: "params.<name>" and the like.
-      tiers: by kind of "params", "frozen" and "opt_state", where it rests; the device where a kind is missing.
+      tiers: by kind of "params", "frozen" and "opt_state", where it rests; the device where a kind
+        is missing.
       sizes: bytes on one device, as `record_bytes` of `build_schedule`.
       frozen: it is not trained.
       num_pieces: in which the device updates it.
@@ -78,7 +95,8 @@ class HostUpdate(NamedTuple):
 
     Attributes:
       stashes: gradients wait on the host, from the tick of backward that makes them.
-      is_delayed: they wait for the next step, and backward takes over what was made of those of the step before.
+      is_delayed: they wait for the next step, and backward takes over what was made of those of the
+        step before.
       takes_weights: weights on the device are their own masters, and go down with the gradients.
       gives_params: new parameters come up to the device.
     """
@@ -113,22 +131,27 @@ def build_schedule(
       distance: ticks between the fetch of a record and its use; may exceed num_layers.
       tiers: kind -> tier, of KINDS and TIERS; kinds that are missing are on the device.
       update: when a layer's optimizer runs, "after_backward" or "in_backward".
-      gather_ahead: take and gather the next layer while one computes; two layers are then whole at once.
-      master: parameters have float32 masters, which rest and move with opt_state; without, an update reads the parameters.
+      gather_ahead: take and gather the next layer while one computes; two layers are then whole at
+        once.
+      master: parameters have float32 masters, which rest and move with opt_state; without, an
+        update reads the parameters.
       device_layers: opt_state of layers below this one stays on the device.
-      stores_late: how many ticks after its update a record is stored by what updates, backward or update; at most num_layers.
+      stores_late: how many ticks after its update a record is stored by what updates, backward or
+        update; at most num_layers.
       ends: leaves that are no stack of layers, updated beside a phase whose stores are late.
       host: how callbacks update records on the host; None: the device updates them.
-      regathers: devices update shards of parameters that each of them has whole, and gather them after it.
-      record_bytes: bytes of one layer on one device, by kind as they rest (params: its shard). Besides there are "gathered",
-        its parameters whole; "derivative", its gradient whole, beside the shards; for an update on the host "handed", "weights"
-        and "made"; and "<kind>_on_disk", what a record takes on the disk, by default as much as elsewhere. Others are 0.
+      regathers: devices update shards of parameters that each of them has whole, and gather them
+        after it.
+      record_bytes: bytes of one layer on one device, by kind as they rest (params: its shard).
+        Besides there are "gathered", its parameters whole; "derivative", its gradient whole, beside
+        the shards; for an update on the host "handed", "weights" and "made"; and "<kind>_on_disk",
+        what a record takes on the disk, by default as much as elsewhere. Others are 0.
       budget_bytes: the most bytes that may be in flight on a device.
       first_layer: number of the first layer in its stack, where these are a run of its layers.
 
     Raises:
-      ValueError: impossible sizes, unknown names, or more bytes in flight than the budget. The message then gives the largest
-        distance that fits, if possible with the same gather_ahead.
+      ValueError: impossible sizes, unknown names, or more bytes in flight than the budget. The
+        message then gives the largest distance that fits, if possible with the same gather_ahead.
     """
     _check_int("num_layers", num_layers, 1)
     _check_int("distance", distance, 0)
@@ -139,7 +162,12 @@ def build_schedule(
     _check_names("ends", [move.leaves for move in ends], (HEAD, HEAD_PIECES, LATE_ENDS, END_PIECES))
     for move in ends:
         for count in move.counts:
-            _check_int(f"counts of {move.leaves}", count, 1, num_layers if move.leaves == HEAD_PIECES else None)
+            _check_int(
+                f"counts of {move.leaves}",
+                count,
+                1,
+                num_layers if move.leaves == HEAD_PIECES else None,
+            )
     _check_names("record_bytes", record_bytes or {}, SIZES)
     for kind, tier in (tiers or {}).items():
         if tier not in TIERS:
@@ -155,9 +183,19 @@ def build_schedule(
 
     def build(distance: int, gather_ahead: bool) -> Schedule:
         writer = _Writer(
-            range(first_layer, first_layer + num_layers), distance, where, update == "in_backward", gather_ahead, master,
-            device_layers, stores_late, tuple(ends), host, regathers, size or {},
-        )  # fmt: skip
+            range(first_layer, first_layer + num_layers),
+            distance,
+            where,
+            update == "in_backward",
+            gather_ahead,
+            master,
+            device_layers,
+            stores_late,
+            tuple(ends),
+            host,
+            regathers,
+            size or {},
+        )
         return Schedule(
             num_layers=num_layers,
             distance=distance,
@@ -175,7 +213,9 @@ def build_schedule(
     if budget_bytes is not None:
         _check_int("budget_bytes", budget_bytes, 0)
         if record_bytes is None:
-            raise ValueError(f"budget_bytes={budget_bytes} needs record_bytes, the bytes of one layer by kind")
+            raise ValueError(
+                f"budget_bytes={budget_bytes} needs record_bytes, the bytes of one layer by kind"
+            )
         if schedule.peak_bytes > budget_bytes:
             raise ValueError(
                 f"budget_bytes={budget_bytes}: prefetch_distance={distance} with gather_ahead={gather_ahead} puts "
@@ -185,10 +225,17 @@ def build_schedule(
     return schedule
 
 
-def advise(build: Callable[[int, bool], HasPeak], distance: int, gather_ahead: bool, budget_bytes: int) -> str:
+def advise(
+    build: Callable[[int, bool], HasPeak], distance: int, gather_ahead: bool, budget_bytes: int
+) -> str:
     """Return a change of the schedule with which it fits a budget."""
     for ahead in (True, False) if gather_ahead else (False,):
-        fits = bisect.bisect_right(range(distance + 1), budget_bytes, key=lambda d: build(d, ahead).peak_bytes) - 1
+        fits = (
+            bisect.bisect_right(
+                range(distance + 1), budget_bytes, key=lambda d: build(d, ahead).peak_bytes
+            )
+            - 1
+        )
         if fits >= 0:
             off = "gather_ahead=False with " if gather_ahead and not ahead else ""
             return f"{off}prefetch_distance={fits} fits, with {build(fits, ahead).peak_bytes} bytes"
@@ -197,9 +244,13 @@ def advise(build: Callable[[int, bool], HasPeak], distance: int, gather_ahead: b
 
 
 def build_ends(
-    leaves: Sequence[EndLeaf], master: bool, host: HostUpdate | None = None, whole: Mapping[str, int] | None = None
+    leaves: Sequence[EndLeaf],
+    master: bool,
+    host: HostUpdate | None = None,
+    whole: Mapping[str, int] | None = None,
 ) -> dict[str, Phase]:
-    """Return what a step does with unstacked leaves, as phases by name, in the order in which they run.
+    """Return what a step does with unstacked leaves, as phases by name, in the order in which they
+    run.
 
         embed           parameters are loaded, once a step, and gathered; the first layer's input
         head            the loss and its derivative
@@ -210,7 +261,8 @@ def build_ends(
       leaves: in the order in which they are loaded and updated.
       master: see `build_schedule`.
       host: how callbacks update records on the host; None: the device updates them.
-      whole: bytes of the parameters of "embed" and "head" while they are gathered; 0 if they are not.
+      whole: bytes of the parameters of "embed" and "head" while they are gathered; 0 if they are
+        not.
     """
     embed, ends, called = list[Op](), list[Loop](), list[Op]()
     for leaf in leaves:
@@ -220,9 +272,17 @@ def build_ends(
         needs, updated = [*([] if master else ["params"]), "opt_state"], ["params", "opt_state"]
         update = Op("update", Record("opt_state", leaf.name), 0, "compute")
         if host is None:
-            loads, stores = _moved_of_end(leaf, needs, "load"), _moved_of_end(leaf, updated, "store")
+            loads, stores = (
+                _moved_of_end(leaf, needs, "load"),
+                _moved_of_end(leaf, updated, "store"),
+            )
             made = sum(op.num_bytes for op in stores if op.verb == "store")
-            ends += _in_pieces([*loads, update._replace(num_bytes=made)], stores, leaf.num_pieces, ends[-1].stop if ends else 0)
+            ends += _in_pieces(
+                [*loads, update._replace(num_bytes=made)],
+                stores,
+                leaf.num_pieces,
+                ends[-1].stop if ends else 0,
+            )
             continue
         called += _called_of_end(leaf, host, needs, updated)
     size = whole or {}
@@ -237,12 +297,20 @@ def build_ends(
         "head": [gathers["head"], gathers["head"], computes["head"]],
         "embed_backward": [gathers["embed"], computes["embed"], reduce],
     }
-    phases = {name: Phase(name=name, loops=(Loop(0, 1, 1, tuple(each)),)) for name, each in ops.items()}
-    return phases | {"ends": Phase(name="ends", loops=(Loop(0, 1, 1, tuple(called)),) if host else tuple(ends))}
+    phases = {
+        name: Phase(name=name, loops=(Loop(0, 1, 1, tuple(each)),)) for name, each in ops.items()
+    }
+    return phases | {
+        "ends": Phase(name="ends", loops=(Loop(0, 1, 1, tuple(called)),) if host else tuple(ends))
+    }
 
 
-def _called_of_end(leaf: EndLeaf, host: HostUpdate, needs: Sequence[str], updated: Sequence[str]) -> list[Op]:
-    """Return what callbacks do to update a leaf on the host, which needs and writes records of some kinds."""
+def _called_of_end(
+    leaf: EndLeaf, host: HostUpdate, needs: Sequence[str], updated: Sequence[str]
+) -> list[Op]:
+    """Return what callbacks do to update a leaf on the host, which needs and writes records of some
+    kinds.
+    """
 
     def op(verb: str, kind: str, lane: str, lag: int = 0) -> Op:
         return Op(verb, Record(kind, leaf.name), 0, lane, _size_in(lane, kind, leaf.sizes), lag)
@@ -251,7 +319,9 @@ def _called_of_end(leaf: EndLeaf, host: HostUpdate, needs: Sequence[str], update
     handed = [op("store", "handed", "down")]
     if host.takes_weights:
         handed.append(op("store", "weights", "down"))
-    update = Op("host_update", Record("opt_state", leaf.name), 0, "host", 0, -1 if host.is_delayed else 0)
+    update = Op(
+        "host_update", Record("opt_state", leaf.name), 0, "host", 0, -1 if host.is_delayed else 0
+    )
     made = [op("load", "made", "up")] if host.gives_params else []
     if host.is_delayed:
         return [*handed, update, *made]
@@ -280,11 +350,15 @@ def _moved_of_end(leaf: EndLeaf, kinds: Sequence[str], verb: str) -> list[Op]:
 
 
 def _in_pieces(loads: Sequence[Op], stores: Sequence[Op], count: int, tick: int) -> Iterator[Loop]:
-    """Yield loops that update a leaf: as one, or in pieces of which each is stored while the next one is loaded."""
+    """Yield loops that update a leaf: as one, or in pieces of which each is stored while the next
+    one is loaded.
+    """
     if count == 1:
         yield Loop(tick, 1, 1, (*loads, *stores))
         return
-    first, last = ([op._replace(num_bytes=op.num_bytes // count) for op in ops] for ops in (loads, stores))
+    first, last = (
+        [op._replace(num_bytes=op.num_bytes // count) for op in ops] for ops in (loads, stores)
+    )
     last = [op._replace(lag=1) for op in last]
     yield Loop(tick, 1, 1, tuple(first))
     yield Loop(tick + 1, count - 1, 1, (*(op._replace(number=1) for op in first), *last))
@@ -347,40 +421,53 @@ class _Writer:
     def _passes(self) -> list[_Pass]:
         upward, downward, away, host = (self.layers,), (self.layers[::-1],), self._away, self.host
         forward = _Pass("forward", upward, away("params", "frozen"), (), away("activations"))
-        # Callbacks write what they update where it rests: but for parameters, that is no business of the device.
-        updates, taken = away("params") if host else away("opt_state", "params"), away("params", "frozen", "activations")
+        # Callbacks write what they update where it rests: but for parameters, that is no business
+        # of the device.
+        updates, taken = (
+            away("params") if host else away("opt_state", "params"),
+            away("params", "frozen", "activations"),
+        )
         if self.in_backward:
-            return [forward, _Pass("backward", downward, taken, () if host else away("opt_state"), updates)]
+            return [
+                forward,
+                _Pass("backward", downward, taken, () if host else away("opt_state"), updates),
+            ]
         backward = _Pass("backward", downward, taken, (), () if host else away("grads"))
         if host and host.is_delayed:
             return [forward, backward]
         needs = () if host else away("grads", "opt_state", *([] if self.master else ["params"]))
         if self.stores_late:
-            # A record is loaded in the tick that updates it, while the one before it is stored: nothing else is waited for.
+            # A record is loaded in the tick that updates it, while the one before it is stored:
+            # nothing else is waited for.
             return [forward, backward, _Pass("update", upward, (), needs, updates)]
-        # Rolled: the layers whose state is on the device come last, so that fetches begin with the first tick.
+        # Rolled: the layers whose state is on the device come last, so that fetches begin with the
+        # first tick.
         split = max(0, self.device_layers - self.layers.start)
         order = tuple(part for part in (self.layers[split:], self.layers[:split]) if part)
         return [forward, backward, _Pass("update", order, needs, (), updates)]
 
-    # --- which kinds move --------------------------------------------------------------------------------------------------
+    # --- which kinds move -------------------------------------------------------------------------
 
     def _away(self, *kinds: str) -> tuple[str, ...]:
         """Return those of some kinds that rest off the device for some layer."""
         return tuple(self._off(kinds, self.layers.stop - 1))
 
     def _off(self, kinds: Iterable[str], layer: int) -> list[str]:
-        """Return those of some kinds of which a layer's record is off the device: all, but opt_state of the first layers."""
+        """Return those of some kinds of which a layer's record is off the device: all, but
+        opt_state of the first layers.
+        """
         moving = [kind for kind in kinds if self.tiers[kind] != "device"]
         return [kind for kind in moving if kind != "opt_state" or layer >= self.device_layers]
 
     def _num_takes(self, each: _Pass, is_ahead: bool) -> int:
         """Return how many ticks take a record that is off the device: the first ones."""
         if set(each.fetches) <= {"opt_state"}:
-            return len(self.layers[max(0, self.device_layers - self.layers.start) :]) * len(each.fetches)
+            return len(self.layers[max(0, self.device_layers - self.layers.start) :]) * len(
+                each.fetches
+            )
         return len(self.layers) - is_ahead
 
-    # --- loops -------------------------------------------------------------------------------------------------------------
+    # --- loops ------------------------------------------------------------------------------------
 
     def _loops(self, each: _Pass) -> Iterator[Loop]:
         """Yield the loops of a phase; those that go on as one are joined by the caller."""
@@ -390,40 +477,61 @@ class _Writer:
         num_slots = min(distance, num_takes)
         if is_ahead:
             first = each.layer(0)
-            ops = [*self._loads("fetch", each.fetches, first, -num_slots - 1), self._op("gather", "gathered", first, "network")]
+            ops = [
+                *self._loads("fetch", each.fetches, first, -num_slots - 1),
+                self._op("gather", "gathered", first, "network"),
+            ]
             yield Loop(-num_slots - 1, 1, step, tuple(ops))
         for n in range(num_slots):
-            ops = self._loads("fetch", each.fetches, each.layer(n + is_ahead), -num_slots - is_ahead)
+            ops = self._loads(
+                "fetch", each.fetches, each.layer(n + is_ahead), -num_slots - is_ahead
+            )
             yield Loop(n - num_slots, 1, step, tuple(ops))
         lag = self._lag(each)
         ends = [move for move in self.ends if lag]
         for move in ends:
             if move.leaves == HEAD:
                 yield Loop(-1, 1, step, tuple(self._update_of_ends(move, 0, makes=False)))
-        # What a tick does changes here: in its own layer, in the one that it gathers, and in the one that it fetches.
+        # What a tick does changes here: in its own layer, in the one that it gathers, and in the
+        # one that it fetches.
         borders, ahead = {len(each.order[0]), self._first_on_device(each)}, distance + is_ahead
-        turns = {turn - n for turn in borders for n in (0, is_ahead, ahead)} | {num_takes - distance}
+        turns = {turn - n for turn in borders for n in (0, is_ahead, ahead)} | {
+            num_takes - distance
+        }
         turns |= {num_ticks - 1} if is_ahead else set()
         turns |= {lag, *(turn + lag for turn in borders)} if lag else set()
         turns |= {1} if any(move.leaves == HEAD for move in ends) else set()
-        turns |= {n for move in ends if move.leaves == HEAD_PIECES for n in (move.counts[0], move.counts[0] + lag)}
+        turns |= {
+            n
+            for move in ends
+            if move.leaves == HEAD_PIECES
+            for n in (move.counts[0], move.counts[0] + lag)
+        }
         cuts = sorted({0, num_ticks} | {tick for tick in turns if 0 < tick < num_ticks})
         for start, stop in itertools.pairwise(cuts):
-            yield Loop(start, stop - start, step, tuple(self._tick(each, start, num_takes, is_ahead, ends)))
+            yield Loop(
+                start, stop - start, step, tuple(self._tick(each, start, num_takes, is_ahead, ends))
+            )
         if lag:
             yield from self._drain(each, lag, ends, num_ticks, step)
 
     def _first_on_device(self, each: _Pass) -> int:
-        """Return the first tick whose layer's state rests in another tier than that of the tick before it."""
+        """Return the first tick whose layer's state rests in another tier than that of the tick
+        before it.
+        """
         num = max(0, self.device_layers - self.layers.start)
         return num if each.order[0].step == 1 else len(self.layers) - num
 
     def _lag(self, each: _Pass) -> int:
         """Return how many ticks after its update a phase stores a record; 0 if it stores none late."""
-        is_updating = each.name == ("backward" if self.in_backward else "update") and bool(each.writes)
+        is_updating = each.name == ("backward" if self.in_backward else "update") and bool(
+            each.writes
+        )
         return self.stores_late if is_updating else 0
 
-    def _tick(self, each: _Pass, tick: int, num_takes: int, is_ahead: bool, ends: Sequence[EndsMove]) -> list[Op]:
+    def _tick(
+        self, each: _Pass, tick: int, num_takes: int, is_ahead: bool, ends: Sequence[EndsMove]
+    ) -> list[Op]:
         """Return the operations of a tick, in order."""
         layer, lag, take = each.layer(tick), self._lag(each), tick + is_ahead
         ops = list[Op]()
@@ -435,7 +543,15 @@ class _Writer:
         ops += self._loads("load", each.reads, layer, 0)
         made = 0 if lag else sum(self._size(kind) for kind in self._off(each.writes, layer))
         if each.name == "forward":
-            ops.append(Op("compute", Record("layer"), layer, "compute", self._kept_ahead(each, is_ahead) + made))
+            ops.append(
+                Op(
+                    "compute",
+                    Record("layer"),
+                    layer,
+                    "compute",
+                    self._kept_ahead(each, is_ahead) + made,
+                )
+            )
         if each.name == "backward":
             derivative = self._kept_ahead(each, is_ahead) + self._size("derivative")
             ops.append(Op("compute", Record("layer"), layer, "compute", derivative))
@@ -444,7 +560,9 @@ class _Writer:
                 ops.append(Op("update", Record("opt_state"), layer, "compute", made))
         if each.name == "update" and not self.host:
             ops.append(Op("update", Record("opt_state"), layer, "compute", made))
-        if self.regathers and (each.name == "update" or (each.name == "backward" and self.in_backward)):
+        if self.regathers and (
+            each.name == "update" or (each.name == "backward" and self.in_backward)
+        ):
             ops.append(self._op("gather", "params", layer, "network"))
         if self.host and each.name != "forward":
             ops += self._called(each, layer, self.host)
@@ -460,12 +578,16 @@ class _Writer:
         return ops
 
     def _piece_stored(self, move: EndsMove, tick: int, lag: int) -> list[Op]:
-        """Return the store of the piece of the head that was updated `lag` ticks before, if there is one."""
+        """Return the store of the piece of the head that was updated `lag` ticks before, if there
+        is one.
+        """
         piece = move.counts[0] - 1 - (tick - lag)
         return [self._store_of_ends(move, piece, lag)] if 0 <= piece < move.counts[0] else []
 
     def _kept_ahead(self, each: _Pass, is_ahead: bool) -> int:
-        """Return the bytes that a layer which was gathered a tick ago still has: whole, and what its gather has not used up."""
+        """Return the bytes that a layer which was gathered a tick ago still has: whole, and what
+        its gather has not used up.
+        """
         used = ["activations"] if self.master or not self.in_backward else ["activations", "params"]
         if not is_ahead:
             return 0
@@ -490,20 +612,30 @@ class _Writer:
             ops.append(Op("host_update", Record("opt_state"), layer, "host", 0, -len(self.layers)))
         else:
             # Without masters the parameters are what is updated.
-            needs = ["grads"] * host.stashes + ["params"] * (not self.master) + self._off(["opt_state"], layer)
+            needs = (
+                ["grads"] * host.stashes
+                + ["params"] * (not self.master)
+                + self._off(["opt_state"], layer)
+            )
             ops += [self._op("host_read", kind, layer, "read") for kind in needs if kind in on_disk]
             ops.append(Op("host_update", Record("opt_state"), layer, "host"))
-            ops += [Op("store", Record(kind), layer, "host") for kind in self._off(each.writes, layer)]
+            ops += [
+                Op("store", Record(kind), layer, "host") for kind in self._off(each.writes, layer)
+            ]
             writes = self._off(["params", "opt_state"], layer)
-            ops += [self._op("host_write", kind, layer, "write") for kind in writes if kind in on_disk]
+            ops += [
+                self._op("host_write", kind, layer, "write") for kind in writes if kind in on_disk
+            ]
         if host.gives_params:
             ops.append(self._op("load", "made", layer, "up"))
         return ops
 
-    # --- leaves that are no stack of layers --------------------------------------------------------------------------------
+    # --- leaves that are no stack of layers -------------------------------------------------------
 
     def _update_of_ends(self, move: EndsMove, number: int, makes: bool) -> list[Op]:
-        """Return the load and the update of a record, group or piece; `makes`: beside what was loaded."""
+        """Return the load and the update of a record, group or piece; `makes`: beside what was
+        loaded.
+        """
         n = number if len(move.num_bytes) > 1 else 0
         record, size = Record("opt_state", move.leaves), move.num_bytes[n]
         loaded = move.loaded[n] if move.loaded else size
@@ -516,7 +648,9 @@ class _Writer:
         size = move.num_bytes[number if len(move.num_bytes) > 1 else 0]
         return Op("store", Record("opt_state", move.leaves), number, "down", size, lag)
 
-    def _drain(self, each: _Pass, lag: int, ends: Sequence[EndsMove], num_ticks: int, step: int) -> Iterator[Loop]:
+    def _drain(
+        self, each: _Pass, lag: int, ends: Sequence[EndsMove], num_ticks: int, step: int
+    ) -> Iterator[Loop]:
         """Yield the loops after the last layer: they store the records of the last `lag` layers."""
         pieces = [move for move in ends if move.leaves == HEAD_PIECES]
         pending = list[Op]()
@@ -537,13 +671,18 @@ class _Writer:
             tick += 1
         for move in (move for move in ends if move.leaves == END_PIECES):
             for n, count in enumerate(move.counts):
-                load, store = self._update_of_ends(move, n, makes=True), self._store_of_ends(move, n)
+                load, store = (
+                    self._update_of_ends(move, n, makes=True),
+                    self._store_of_ends(move, n),
+                )
                 # `num_bytes` is of a piece.
-                whole = [op._replace(number=0, num_bytes=count * op.num_bytes) for op in (*load, store)]
+                whole = [
+                    op._replace(number=0, num_bytes=count * op.num_bytes) for op in (*load, store)
+                ]
                 yield from _in_pieces(whole[:-1], whole[-1:], count, tick)
                 tick += count + 1
 
-    # --- single operations -------------------------------------------------------------------------------------------------
+    # --- single operations ------------------------------------------------------------------------
 
     def _size(self, kind: str) -> int:
         return self.sizes.get(kind, 0)
@@ -552,10 +691,14 @@ class _Writer:
         return Op(verb, Record(kind), layer, lane, _size_in(lane, kind, self.sizes), lag)
 
     def _loads(self, verb: str, kinds: Sequence[str], layer: int, lag: int) -> list[Op]:
-        """Return what brings a record to the device, by "fetch" or "load": off the disk first, where it rests there."""
+        """Return what brings a record to the device, by "fetch" or "load": off the disk first,
+        where it rests there.
+        """
         ops = list[Op]()
         for kind in self._off(kinds, layer):
-            ops += [self._op("read", kind, layer, "read", lag)] if self.tiers[kind] == "nvme" else []
+            ops += (
+                [self._op("read", kind, layer, "read", lag)] if self.tiers[kind] == "nvme" else []
+            )
             ops.append(self._op(verb, kind, layer, "up", lag))
         return ops
 
@@ -564,7 +707,9 @@ class _Writer:
         ops = list[Op]()
         for kind in self._off(each.writes, layer):
             ops.append(self._op("store", kind, layer, "down", lag))
-            ops += [self._op("write", kind, layer, "write", lag)] if self.tiers[kind] == "nvme" else []
+            ops += (
+                [self._op("write", kind, layer, "write", lag)] if self.tiers[kind] == "nvme" else []
+            )
         return ops
 
 
@@ -572,9 +717,15 @@ def _check_int(name: str, value: object, least: int, most: int | None = None) ->
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ValueError(f"{name}={value!r}: an int is needed")
     if value < least or (most is not None and value > most):
-        raise ValueError(f"{name}={value}: {least} or more is needed" if most is None else f"{name}={value}: {least} to {most}")
+        raise ValueError(
+            f"{name}={value}: {least} or more is needed"
+            if most is None
+            else f"{name}={value}: {least} to {most}"
+        )
 
 
 def _check_names(what: str, names: Iterable[str], known: Iterable[str]) -> None:
     if unknown := sorted(set(names) - set(known), key=str):
-        raise ValueError(f"{what} has {', '.join(map(repr, unknown))}: known are {', '.join(known)}")
+        raise ValueError(
+            f"{what} has {', '.join(map(repr, unknown))}: known are {', '.join(known)}"
+        )

@@ -4,7 +4,8 @@
     loop     trips that do the same, each with the next layer
     op       one thing that a trip does with one record
 
-What a step computes, moves and holds is read off this list: the compiled loops, the moves of the disk, bytes in flight and over
+What a step computes, moves and holds is read off this list: the compiled loops, the moves of the
+  disk, bytes in flight and over
 the link, seconds, tables and pictures.
 
 An operation has a **verb** and runs in a **lane**, which does one thing after another:
@@ -25,11 +26,12 @@ An operation has a **verb** and runs in a **lane**, which does one thing after a
     host_read    read      reads a record from the disk into the buffer where the host updates it
     host_write   write     writes a record from that buffer to the disk
 
-Ticks number the trips of a phase. Tick t >= 0 computes the t-th layer that the phase visits; ticks before 0 fill the ring, and
-ticks after the last layer store what is left. The **lag** of an operation is the number of ticks by which it follows the tick
-that computes with its record: -2 for a record that is fetched two ticks ahead, 1 for a record that is stored a tick late. A
-`host_update` with a negative lag has no tick of its own: with a delayed update the host has updated since the step began, and
-the tick waits until it is done with the record.
+Ticks number the trips of a phase. Tick t >= 0 computes the t-th layer that the phase visits; ticks
+before 0 fill the ring, and ticks after the last layer store what is left. The **lag** of an
+operation is the number of ticks by which it follows the tick that computes with its record: -2 for
+a record that is fetched two ticks ahead, 1 for a record that is stored a tick late. A `host_update`
+with a negative lag has no tick of its own: with a delayed update the host has updated since the
+step began, and the tick waits until it is done with the record.
 """
 
 import dataclasses
@@ -44,18 +46,18 @@ MOVES: tuple[str, ...] = ("up", "down", "read", "write")
 LAYERS = "layers"
 """`Record.leaves` of a layer's one record."""
 HEAD, HEAD_PIECES, LATE_ENDS, END_PIECES = "head", "head_pieces", "late_ends", "end_pieces"
-"""`Record.leaves` of leaves that are no stack of layers, where they are updated beside backward or update."""
+"""`Record.leaves` of leaves that are no stack of layers, where they are updated beside backward or
+update.
+"""
 
 
 class Record(NamedTuple):
     """What an operation works on.
 
     Attributes:
-      kind: one of KINDS, or
-        "layer": what a tick computes;
-        "gathered": a layer's parameters, whole on each device;
-        "handed", "weights": the gradient and the float32 weights that an update on the host is given;
-        "made": the parameters that an update on the host returns.
+      kind: one of KINDS, or "layer": what a tick computes; "gathered": a layer's parameters, whole
+        on each device; "handed", "weights": the gradient and the float32 weights that an update on
+        the host is given; "made": the parameters that an update on the host returns.
       leaves: LAYERS, the name of a group of tiles, or the name of unstacked leaves.
     """
 
@@ -69,10 +71,11 @@ class Op(NamedTuple):
     Attributes:
       verb: what is done.
       record: to what.
-      number: of the record among those of its kind, in the first trip of the loop: the number of a layer or tile.
+      number: of the record among those of its kind, in the first trip of the loop: the number of a
+        layer or tile.
       lane: where.
-      num_bytes: bytes of the record on one device, which cross the link or the disk, or which the device holds. 0 if the
-        operation adds none, or if they are unknown.
+      num_bytes: bytes of the record on one device, which cross the link or the disk, or which the
+        device holds. 0 if the operation adds none, or if they are unknown.
       lag: ticks from the one that computes with the record to this one.
       inner: of "tiles", the `host_offload.schedule.Phase` over the tiles of one layer; else None.
     """
@@ -124,11 +127,17 @@ class Loop:
 
 
 def joined(loops: Iterable[Loop]) -> tuple[Loop, ...]:
-    """Return loops, of which those that go on where the one before them ends are one with it where their trips do the same."""
+    """Return loops, of which those that go on where the one before them ends are one with it where
+    their trips do the same.
+    """
     found: list[Loop] = []
     for loop in loops:
         last = found[-1] if found else None
-        if last is not None and (last.stop, last.step) == (loop.start, loop.step) and last.at(loop.start) == loop.ops:
+        if (
+            last is not None
+            and (last.stop, last.step) == (loop.start, loop.step)
+            and last.at(loop.start) == loop.ops
+        ):
             found[-1] = dataclasses.replace(last, trips=last.trips + loop.trips)
         else:
             found.append(loop)

@@ -1,4 +1,5 @@
-"""A whole step as one list of phases: those of each stack of layers, and those of the leaves that are no layers.
+"""A whole step as one list of phases: those of each stack of layers, and those of the leaves that
+are no layers.
 
     embed
     forward         stack by stack, the first one first
@@ -8,9 +9,10 @@
     update          stack by stack, the first one first
     ends            before the update of the layers, or after it
 
-The loops of a stack are those of a schedule of its own (`host_offload.schedule.schedule`). Rings are filled when a loop begins
-and empty when it ends, so that stacks share no slot, and the bytes in flight are those of one stack at a time. A part of a
-stack, whose layers keep other values for backward than those beside it, has loops of its own, and is here what a stack is.
+The loops of a stack are those of a schedule of its own (`host_offload.schedule.schedule`). Rings
+are filled when a loop begins and empty when it ends, so that stacks share no slot, and the bytes in
+flight are those of one stack at a time. A part of a stack, whose layers keep other values for
+backward than those beside it, has loops of its own, and is here what a stack is.
 """
 
 import dataclasses
@@ -36,7 +38,9 @@ _BEFORE_UPDATE = ("embed", "forward", "head", "backward", "embed_backward")
 
 
 def layers_kind(kind: str, stack: str) -> str:
-    """Return the name of the records of a kind that are a stack's layers; `stack` is its name, "" of the only one."""
+    """Return the name of the records of a kind that are a stack's layers; `stack` is its name, ""
+    of the only one.
+    """
     return f"{kind}.{stack}" if stack else kind
 
 
@@ -45,7 +49,8 @@ class Part(NamedTuple):
 
     Attributes:
       phase: of it.
-      name: "forward", "backward" or "update"; or that of a phase of the leaves that are no layers (`build_ends`).
+      name: "forward", "backward" or "update"; or that of a phase of the leaves that are no layers
+        (`build_ends`).
       stack: of layers, by name; None of the leaves that are no layers.
       group: whose tiles it goes over, or "".
     """
@@ -61,7 +66,8 @@ class StepPlan:
     """Everything that a step does, in order.
 
     Attributes:
-      stacks: the schedule of each stack of layers by name, in order; "" is the name of the only one.
+      stacks: the schedule of each stack of layers by name, in order; "" is the name of the only
+        one.
       ends: the phases of the unstacked leaves by name (`host_offload.schedule.build_ends`).
       ends_first: the unstacked leaves are updated before the layers.
       names: what the table calls unstacked leaves, by their name in records; others keep that name.
@@ -81,12 +87,22 @@ class StepPlan:
         found = list[Part]()
         for name in (*_BEFORE_UPDATE, *update):
             found += [Part(self.ends[name], name)] if name in self.ends else []
-            for stack, schedule in (reversed if name == "backward" else list)(list(self.stacks.items())):
-                layers = [Part(phase, name, stack) for phase in schedule.phases if phase.name == name]
+            for stack, schedule in (reversed if name == "backward" else list)(
+                list(self.stacks.items())
+            ):
+                layers = [
+                    Part(phase, name, stack) for phase in schedule.phases if phase.name == name
+                ]
                 found += layers
                 # After the layers of a stack come the tiles of all of them, group by group.
-                groups = schedule.tiles if isinstance(schedule, TiledSchedule) and layers and name == "update" else ()
-                found += [Part(group.phase("update"), "update", stack, group.name) for group in groups]
+                groups = (
+                    schedule.tiles
+                    if isinstance(schedule, TiledSchedule) and layers and name == "update"
+                    else ()
+                )
+                found += [
+                    Part(group.phase("update"), "update", stack, group.name) for group in groups
+                ]
         return tuple(found)
 
     def __repr__(self) -> str:
@@ -96,7 +112,11 @@ class StepPlan:
     def __str__(self) -> str:
         count = self.num_microbatches
         each = "" if count == 1 else f"; a layer computes its {count} microbatches in one tick"
-        head = f"at most {self.peak_bytes:,} bytes in flight on a device, in {self.peak[0]}{each}" if self.peak_bytes else ""
+        head = (
+            f"at most {self.peak_bytes:,} bytes in flight on a device, in {self.peak[0]}{each}"
+            if self.peak_bytes
+            else ""
+        )
         columns = f"{'phase':<22} {'ticks':>11} {'operation':<14} {'of':<28} {'numbers':>11} {'lane':<8} {'bytes':>16}"
         lines = [*([head] if head else []), columns]
         for part in self.parts:
@@ -106,7 +126,9 @@ class StepPlan:
 
     def _line(self, phase: str, depth: int, loop: Loop, op: Op) -> str:
         """Return the line of an operation, `depth` loops over tiles inside of the phase's own loop."""
-        leaves = self.names.get(op.record.leaves) or _UNSTACKED.get(op.record.leaves, op.record.leaves)
+        leaves = self.names.get(op.record.leaves) or _UNSTACKED.get(
+            op.record.leaves, op.record.leaves
+        )
         record = op.record.kind if op.record.leaves == LAYERS else f"{op.record.kind} of {leaves}"
         ticks, numbers = f"{loop.start}", f"{op.number}"
         if loop.trips > 1:
@@ -114,7 +136,9 @@ class StepPlan:
             numbers += f" .. {op.number + loop.step * (loop.trips - 1)}"
         size = f"{op.num_bytes:,}" if op.num_bytes else "-"
         verb = "  " * depth + op.verb
-        line = f"{phase:<22} {ticks:>11} {verb:<14} {record:<28} {numbers:>11} {op.lane:<8} {size:>16}"
+        line = (
+            f"{phase:<22} {ticks:>11} {verb:<14} {record:<28} {numbers:>11} {op.lane:<8} {size:>16}"
+        )
         return line if not op.lag else f"{line}  {_lag(op)}"
 
     def moved(self, *lanes: str, called: bool | None = None) -> int:
@@ -123,7 +147,8 @@ class StepPlan:
         What devices send to each other is `program.memory(batch).collectives`.
 
         Args:
-          *lanes: "up" to the device, "down" to host memory, "read" from the disk or "write" to the disk.
+          *lanes: "up" to the device, "down" to host memory, "read" from the disk or "write" to the
+            disk.
           called: count only what callbacks move, or only what they do not; None: everything.
 
         Raises:
@@ -132,7 +157,8 @@ class StepPlan:
         return sum(part.phase.moved(*lanes, called=called) for part in self.parts)
 
     def peak_of(self, name: str) -> int:
-        """Return the most bytes in flight in any tick of the phases of a name; 0 if this step has no such phase.
+        """Return the most bytes in flight in any tick of the phases of a name; 0 if this step has
+        no such phase.
 
         Raises:
           ValueError: no step has a phase of that name.
@@ -146,7 +172,8 @@ class StepPlan:
     def peak(self) -> tuple[str, int]:
         """The phase with the most bytes in flight, and how many that are.
 
-        The embedding and the head that were loaded stay on the device from forward to the end of backward.
+        The embedding and the head that were loaded stay on the device from forward to the end of
+        backward.
         """
         loaded = self.ends["embed"].moved("up") if "embed" in self.ends else 0
         peak = ("", 0)
@@ -160,13 +187,16 @@ class StepPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes in flight on a device in any tick, with what is gathered: `gathered` and `in_flight` of a report."""
+        """The most bytes in flight on a device in any tick, with what is gathered: `gathered` and
+        `in_flight` of a report.
+        """
         return self.peak[1]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class StackedSchedule(Schedule):
-    """The schedules of several stacks as one: its phases are called "<stack>/<phase>", in the order in which they run.
+    """The schedules of several stacks as one: its phases are called "<stack>/<phase>", in the order
+    in which they run.
 
     Attributes:
       stacks: the schedule of each, by name, in order.
@@ -190,7 +220,11 @@ class StackedSchedule(Schedule):
         Raises:
           ValueError: the schedules were built without record_bytes.
         """
-        return {_named(name, loop): n for name, stack in self.stacks.items() for loop, n in stack.in_flight().items()}
+        return {
+            _named(name, loop): n
+            for name, stack in self.stacks.items()
+            for loop, n in stack.in_flight().items()
+        }
 
     @property
     def peak_bytes(self) -> int:
@@ -206,7 +240,9 @@ class StackedSchedule(Schedule):
 
 
 def stacked_schedule(stacks: Mapping[str, Schedule]) -> Schedule:
-    """Return the schedule of a step over some stacks, given that of each by name; of one without a name, its own."""
+    """Return the schedule of a step over some stacks, given that of each by name; of one without a
+    name, its own.
+    """
     if list(stacks) == [""]:
         return stacks[""]
     order = [("forward", list), ("backward", reversed), ("update", list)]
@@ -219,8 +255,13 @@ def stacked_schedule(stacks: Mapping[str, Schedule]) -> Schedule:
     ]
     every = list(stacks.values())
     # A kind is where it is in some stack: a stack may have none of it.
-    tiers = {kind: max((s.tiers[kind] for s in every), key=lambda tier: tier != "device") for kind in every[0].tiers}
-    fields: dict[str, Any] = {field.name: getattr(every[0], field.name) for field in dataclasses.fields(Schedule)}
+    tiers = {
+        kind: max((s.tiers[kind] for s in every), key=lambda tier: tier != "device")
+        for kind in every[0].tiers
+    }
+    fields: dict[str, Any] = {
+        field.name: getattr(every[0], field.name) for field in dataclasses.fields(Schedule)
+    }
     fields |= {"num_layers": sum(s.num_layers for s in every), "first_layer": 0}
     fields |= {"device_layers": sum(max(0, s.device_layers - s.first_layer) for s in every)}
     # Records of different stacks have different sizes: those are told by the schedule of each.
@@ -244,7 +285,9 @@ def _lag(op: Op) -> str:
 
 
 def _operations(phase: Phase, depth: int = 0) -> Iterator[tuple[int, Loop, Op]]:
-    """Yield (how deep it is, its loop, operation) of each operation, with those of loops over tiles."""
+    """Yield (how deep it is, its loop, operation) of each operation, with those of loops over
+    tiles.
+    """
     for loop in phase.loops:
         for op in loop.ops:
             yield depth, loop, op

@@ -1,10 +1,12 @@
 """Draw what happens in which tick, as text or as SVG: strips of lanes of boxes.
 
-A strip is one loop, a lane is one of the things that happen at once in it (a copy, a collective, a computation, a buffer), and
-a box shows during which ticks a lane works for a layer. One column is one tick. Ticks are drawn equally long, because their
-order is known and their seconds are not: a box shows what may overlap, never for how long. Ticks below 0 come before the loop.
+A strip is one loop, a lane is one of the things that happen at once in it (a copy, a collective, a
+computation, a buffer), and a box shows during which ticks a lane works for a layer. One column is
+one tick. Ticks are drawn equally long, because their order is known and their seconds are not: a
+box shows what may overlap, never for how long. Ticks below 0 come before the loop.
 
-The text fits a terminal: of a long strip it shows both ends. The SVG shows everything and needs no file beside it.
+The text fits a terminal: of a long strip it shows both ends. The SVG shows everything and needs no
+  file beside it.
 """
 
 import html
@@ -73,7 +75,9 @@ class Strip:
 
 
 def draw_text(title: str, strips: Iterable[Strip], width: int = 80) -> str:
-    """Return the strips in lines of `width` characters: layer numbers, `.` where a lane rests, `..` for ticks left out."""
+    """Return the strips in lines of `width` characters: layer numbers, `.` where a lane rests, `..`
+    for ticks left out.
+    """
     lines = [title]
     for strip in strips:
         lines += ["", strip.name + strip.note, *_rows(strip, width)]
@@ -83,7 +87,9 @@ def draw_text(title: str, strips: Iterable[Strip], width: int = 80) -> str:
 def _rows(strip: Strip, width: int) -> list[str]:
     rows = {"tick": {tick: str(tick) for tick in range(strip.start, strip.stop)}}
     for lane in strip.drawn:
-        rows[lane.name] = {tick: str(box.layer) for box in lane.boxes for tick in range(box.start, box.stop)}
+        rows[lane.name] = {
+            tick: str(box.layer) for box in lane.boxes for tick in range(box.start, box.stop)
+        }
     label = max(map(len, rows))
     cell = 1 + max(len(text) for cells in rows.values() for text in cells.values())
     fits = max(4, (width - label - 5) // cell)  # 5: the bar before tick 0, and ".."
@@ -104,8 +110,8 @@ def _rows(strip: Strip, width: int) -> list[str]:
 def draw_svg(title: str, strips: Sequence[Strip]) -> str:
     """Return a standalone SVG document.
 
-    A lane is a group of id "<strip>-<lane>" (spaces are dashes) that holds one group of class "box" for each box: a tooltip, a
-    stripe for each kind, the layer's number.
+    A lane is a group of id "<strip>-<lane>" (spaces are dashes) that holds one group of class "box"
+    for each box: a tooltip, a stripe for each kind, the layer's number.
     """
     digits = max(len(str(n)) for strip in strips for n in (strip.start, strip.stop))
     cell = DIGIT * digits + 12
@@ -114,7 +120,9 @@ def draw_svg(title: str, strips: Sequence[Strip]) -> str:
         body += _svg_strip(strip, y, cell)
         # The row of ticks, the lanes, and two rows for the next strip's heading.
         y += ROW * (len(strip.drawn) + 3)
-    kinds = {kind for strip in strips for lane in strip.drawn for box in lane.boxes for kind in box.kinds}
+    kinds = {
+        kind for strip in strips for lane in strip.drawn for box in lane.boxes for kind in box.kinds
+    }
     legend = [kind for kind in COLOURS if kind in kinds]
     longest = max(len(title), *(len(strip.name + strip.note) for strip in strips))
     columns = max(strip.stop - strip.start for strip in strips)
@@ -129,7 +137,9 @@ def draw_svg(title: str, strips: Sequence[Strip]) -> str:
     ]
     for i, kind in enumerate(legend):
         x = 12 + LEGEND * i
-        head.append(f'<rect x="{x}" y="42" width="16" height="16" fill="{COLOURS[kind]}" stroke="#555"/>')
+        head.append(
+            f'<rect x="{x}" y="42" width="16" height="16" fill="{COLOURS[kind]}" stroke="#555"/>'
+        )
         head.append(f'<text x="{x + 22}" y="55">{kind}</text>')
     return "\n".join([*head, "</g>", *body, "</svg>", ""])
 
@@ -156,19 +166,35 @@ def _svg_strip(strip: Strip, y: int, cell: int) -> list[str]:
         lines.append(f'<g id="{strip.name}-{lane.name.replace(" ", "-")}" text-anchor="middle">')
         lines.append(f'<text x="12" y="{top + 17}" text-anchor="start">{lane.name}</text>')
         for box in lane.boxes:
-            lines += _svg_box(lane.name, box, left(box.start) + 1, top + 2, cell * (box.stop - box.start) - 2, ROW - 4)
+            lines += _svg_box(
+                lane.name,
+                box,
+                left(box.start) + 1,
+                top + 2,
+                cell * (box.stop - box.start) - 2,
+                ROW - 4,
+            )
         lines.append("</g>")
     return [*lines, "</g>"]
 
 
 def _svg_box(lane: str, box: Box, x: int, y: int, width: int, height: int) -> list[str]:
-    when = f"tick {box.start}" if box.stop - box.start == 1 else f"ticks {box.start} to {box.stop - 1}"
-    lines = ['<g class="box">', f"<title>{lane}, {when}: layer {box.layer}, {', '.join(box.kinds)}</title>"]
+    when = (
+        f"tick {box.start}" if box.stop - box.start == 1 else f"ticks {box.start} to {box.stop - 1}"
+    )
+    lines = [
+        '<g class="box">',
+        f"<title>{lane}, {when}: layer {box.layer}, {', '.join(box.kinds)}</title>",
+    ]
     stripe = height / len(box.kinds)
     for i, kind in enumerate(box.kinds):
-        lines.append(f'<rect x="{x}" y="{y + i * stripe:g}" width="{width}" height="{stripe:g}" fill="{COLOURS[kind]}"/>')
+        lines.append(
+            f'<rect x="{x}" y="{y + i * stripe:g}" width="{width}" height="{stripe:g}" fill="{COLOURS[kind]}"/>'
+        )
     # One frame around all stripes.
-    lines.append(f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="2" fill="none" stroke="#555"/>')
+    lines.append(
+        f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="2" fill="none" stroke="#555"/>'
+    )
     return [*lines, f'<text x="{x + width / 2:g}" y="{y + 15}">{box.layer}</text>', "</g>"]
 
 

@@ -1,7 +1,10 @@
-"""Write the planned and the actual transfers of a program as a file that Perfetto opens (ui.perfetto.dev).
+"""Write the planned and the actual transfers of a program as a file that Perfetto opens
+(ui.perfetto.dev).
 
-The format is the Chrome trace event format, object form: complete events ("X"), counters ("C") and names ("M"), times in
-microseconds. Slices of one thread must not overlap there, so transfers of one kind that overlap are drawn on several **lanes**.
+The format is the Chrome trace event format, object form: complete events ("X"), counters ("C") and
+  names ("M"), times in
+microseconds. Slices of one thread must not overlap there, so transfers of one kind that overlap are
+drawn on several **lanes**.
 
     process     threads                                  what is drawn
     disk        steps; counters                          each run with its sums; transfers queued, and their bytes
@@ -9,9 +12,10 @@ microseconds. Slices of one thread must not overlap there, so transfers of one k
     predicted   compute, up, down, read, write           what somebody predicted of a step, from each step's begin
     rank N      read, write and wait, by kind, lanes     each transfer and each wait of one device
 
-A planned move and its actual transfers have the same "run" and "move" among their arguments. A transfer without them is
-one that no run of the trace asked for: read ahead for the next run, or dropped. "counted_in" is the run whose metrics count
-it, which is the one that ended next: a record written last is counted by the run after.
+A planned move and its actual transfers have the same "run" and "move" among their arguments. A
+transfer without them is one that no run of the trace asked for: read ahead for the next run, or
+dropped. "counted_in" is the run whose metrics count it, which is the one that ended next: a record
+written last is counted by the run after.
 """
 
 import collections
@@ -26,7 +30,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from host_offload.engine import Event
-from host_offload.trace.plan import Causes, Intervals, Lateness, Planned, Run, Use, plan, transfers_of, uses_of
+from host_offload.trace.plan import (
+    Causes,
+    Intervals,
+    Lateness,
+    Planned,
+    Run,
+    Use,
+    plan,
+    transfers_of,
+    uses_of,
+)
 
 DISK, PLANNED, RANKS = 1, 2, 3
 """Process ids: of what all devices share, of the plan, of the first device."""
@@ -36,7 +50,8 @@ STEP = "step"
 """The name of the runs that are predicted."""
 Json = dict[str, Any]
 Span = tuple[str, str, float, float]
-"""(lane, label, start, stop): what a lane was predicted to do, in seconds from the begin of a step."""
+"""(lane, label, start, stop): what a lane was predicted to do, in seconds from the begin of a step.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,9 +95,15 @@ class _Builder:
     """The data that the parts of one trace share."""
 
     def __init__(
-        self, runs: Sequence[Run], distance: int, before: Run | None, after: Sequence[Event], predicted: Sequence[Span]
+        self,
+        runs: Sequence[Run],
+        distance: int,
+        before: Run | None,
+        after: Sequence[Event],
+        predicted: Sequence[Span],
     ) -> None:
-        # The run before is planned and counted like the others, for it read ahead for them, and is not drawn.
+        # The run before is planned and counted like the others, for it read ahead for them, and is
+        # not drawn.
         self.runs = [*([] if before is None else [before]), *runs]
         self.first = len(self.runs) - len(runs)  # that is drawn
         self.distance, self.after, self.predicted = distance, after, predicted
@@ -90,11 +111,20 @@ class _Builder:
         self.transfers = transfers_of(events)
         self.uses = uses_of(self.runs)
         self.use_of = {use.number: use for use in self.uses}
-        self.counted_in = {e.number: i for i, run in enumerate(self.runs) for e in run.events if e.name in ("read", "write")}
-        since = min([run.start for run in self.runs] + [event.queued for event in events], default=0.0)
+        self.counted_in = {
+            e.number: i
+            for i, run in enumerate(self.runs)
+            for e in run.events
+            if e.name in ("read", "write")
+        }
+        since = min(
+            [run.start for run in self.runs] + [event.queued for event in events], default=0.0
+        )
         causes = Causes(self.transfers, since)
         self.busy, self.late = causes.busy, {use.number: causes.of(use) for use in self.uses}
-        self.planned = [p for p in plan(self.runs, self.uses, self.transfers, distance) if p.run >= self.first]
+        self.planned = [
+            p for p in plan(self.runs, self.uses, self.transfers, distance) if p.run >= self.first
+        ]
         self.drawn = [transfer for transfer in self.transfers.values() if self._is_drawn(transfer)]
         starts = [run.start for run in self.runs[self.first :]] + [p.start for p in self.planned]
         self.origin = min(starts + [t.queued for t in self.drawn], default=0.0)
@@ -122,8 +152,17 @@ class _Builder:
         # Whole numbers: rounding after the lanes are chosen could let two slices of a lane overlap.
         return round((time - self.origin) * 1e9)
 
-    def _slice(self, process: int, track: str, name: str, start: float, end: float, args: Json) -> _Slice:
-        return _Slice(process=process, track=track, name=name, start=self._ns(start), end=self._ns(end), args=args)
+    def _slice(
+        self, process: int, track: str, name: str, start: float, end: float, args: Json
+    ) -> _Slice:
+        return _Slice(
+            process=process,
+            track=track,
+            name=name,
+            start=self._ns(start),
+            end=self._ns(end),
+            args=args,
+        )
 
     def _place(self, use: Use | None) -> Json:
         """Return the arguments that name the planned move of a transfer."""
@@ -135,16 +174,27 @@ class _Builder:
         use, late = self.use_of.get(event.number), self.late.get(event.number)
         counted = self.counted_in.get(event.number)
         args = {
-            "kind": event.kind, "layer": event.layer, **self._place(use), "number": event.number, "bytes": event.num_bytes,
-            "GB_per_s": _rate(event.num_bytes, event.seconds), "queued_ms": _ms(event.start - event.queued),
-            **({} if counted is None or counted < self.first else {"counted_in": self.names[counted]}),
-        }  # fmt: skip
+            "kind": event.kind,
+            "layer": event.layer,
+            **self._place(use),
+            "number": event.number,
+            "bytes": event.num_bytes,
+            "GB_per_s": _rate(event.num_bytes, event.seconds),
+            "queued_ms": _ms(event.start - event.queued),
+            **(
+                {}
+                if counted is None or counted < self.first
+                else {"counted_in": self.names[counted]}
+            ),
+        }
         if event.name == "read":
             args["ahead"] = event.ahead
             if use is not None and late is not None:
                 args |= {"before_use_ms": _ms(use.wanted - event.end), **_lateness(late)}
         name = f"{event.name} {event.kind} {event.layer}"
-        return self._slice(RANKS + event.rank, f"{event.name} {event.kind}", name, event.start, event.end, args)
+        return self._slice(
+            RANKS + event.rank, f"{event.name} {event.kind}", name, event.start, event.end, args
+        )
 
     def _waits(self) -> Iterable[_Slice]:
         for run in self.runs[self.first :]:
@@ -159,7 +209,9 @@ class _Builder:
                         **_lateness(late),
                     }
                     name = f"{'write' if use.move.writes else 'read'} {event.kind} {event.layer}: {late.cause or 'not late'}"
-                    yield self._slice(RANKS + event.rank, f"wait {event.kind}", name, event.start, event.end, args)
+                    yield self._slice(
+                        RANKS + event.rank, f"wait {event.kind}", name, event.start, event.end, args
+                    )
 
     def _planned(self) -> Iterable[_Slice]:
         uses: dict[tuple[int, int | None], list[Use]] = {}
@@ -171,30 +223,43 @@ class _Builder:
     def _planned_move(self, p: Planned, uses: Sequence[Use]) -> _Slice:
         what = "write" if p.move.writes else "read"
         args = {
-            "kind": p.move.kind, "layer": p.move.layer, "run": self.names[p.run], "move": p.turn, "bytes": p.num_bytes,
-            "GB_per_s": _rate(p.num_bytes, p.seconds), "made_on_devices": len(uses),
-        }  # fmt: skip
+            "kind": p.move.kind,
+            "layer": p.move.layer,
+            "run": self.names[p.run],
+            "move": p.turn,
+            "bytes": p.num_bytes,
+            "GB_per_s": _rate(p.num_bytes, p.seconds),
+            "made_on_devices": len(uses),
+        }
         if not p.move.writes:
             reads = [self.transfers[use.number] for use in uses if use.number in self.transfers]
             args["missed_on_devices"] = sum(not read.ahead for read in reads)
             args["ideally_late_ms"] = _ms(max(0.0, p.start + p.seconds - p.wanted))
         if uses:
-            args |= _lateness(max((self.late[use.number] for use in uses), key=lambda late: late.seconds))
+            args |= _lateness(
+                max((self.late[use.number] for use in uses), key=lambda late: late.seconds)
+            )
         name = f"{what} {p.move.kind} {p.move.layer}"
-        return self._slice(PLANNED, f"{what} {p.move.kind}", name, p.start, p.start + p.seconds, args)
+        return self._slice(
+            PLANNED, f"{what} {p.move.kind}", name, p.start, p.start + p.seconds, args
+        )
 
     def _predicted(self) -> Iterable[_Slice]:
         for index, run in enumerate(self.runs):
             if index >= self.first and run.name == STEP:
                 for lane, label, start, stop in self.predicted:
                     args = {"run": self.names[index]}
-                    yield self._slice(PREDICTED, lane, label, run.start + start, run.start + stop, args)
+                    yield self._slice(
+                        PREDICTED, lane, label, run.start + start, run.start + stop, args
+                    )
 
     def _runs(self) -> Iterable[_Slice]:
         for index, run in enumerate(self.runs):
             if index >= self.first:
                 end = max([run.start, *(e.end for e in run.events)]) if run.end is None else run.end
-                yield self._slice(DISK, "steps", self.names[index], run.start, end, self._sums(index, run, end))
+                yield self._slice(
+                    DISK, "steps", self.names[index], run.start, end, self._sums(index, run, end)
+                )
 
     def _sums(self, index: int, run: Run, end: float) -> Json:
         """Return the bytes and waits of a run, counted as in its metrics, and the waits by cause."""
@@ -202,8 +267,14 @@ class _Builder:
         for name in ("read", "write"):
             transfers = [e for e in run.events if e.name == name]
             # Transfers overlap: the rate is over the time in which any was under way.
-            num_bytes, under_way = sum(e.num_bytes for e in transfers), Intervals((e.start, e.end) for e in transfers)
-            args[f"{name}_bytes"], args[f"{name}_GB_per_s"] = num_bytes, _rate(num_bytes, under_way.seconds)
+            num_bytes, under_way = (
+                sum(e.num_bytes for e in transfers),
+                Intervals((e.start, e.end) for e in transfers),
+            )
+            args[f"{name}_bytes"], args[f"{name}_GB_per_s"] = (
+                num_bytes,
+                _rate(num_bytes, under_way.seconds),
+            )
         stalls: dict[str, float] = collections.defaultdict(float)
         for use in self.uses:
             if use.run == index:
@@ -212,7 +283,9 @@ class _Builder:
         seconds = end - run.start
         args["stall_ms"] = {cause: _ms(stall) for cause, stall in sorted(stalls.items())}
         args["misses"] = sum(e.name == "read" and not e.ahead for e in run.events)
-        args["disk_busy"] = round(self.busy.covered(run.start, end) / seconds, 4) if seconds else 0.0
+        args["disk_busy"] = (
+            round(self.busy.covered(run.start, end) / seconds, 4) if seconds else 0.0
+        )
         return args | ({} if run.end is not None else {"ended": False})
 
     def _counters(self) -> list[Json]:
@@ -228,7 +301,9 @@ class _Builder:
             now.update(change)
             for name, unit in (("transfers queued", ""), ("bytes in flight", " bytes")):
                 values = {direction: now[direction + unit] for direction in ("read", "write")}
-                events.append({"ph": "C", "pid": DISK, "name": name, "ts": time / 1e3, "args": values})
+                events.append(
+                    {"ph": "C", "pid": DISK, "name": name, "ts": time / 1e3, "args": values}
+                )
         return events
 
 
@@ -242,7 +317,11 @@ def _names(runs: Sequence[Run], first: int) -> list[str]:
 
 
 def _lateness(late: Lateness) -> Json:
-    return {"late_ms": _ms(late.seconds), "disk_rested_ms": _ms(late.rested), "cause": late.cause} if late.cause else {}
+    return (
+        {"late_ms": _ms(late.seconds), "disk_rested_ms": _ms(late.rested), "cause": late.cause}
+        if late.cause
+        else {}
+    )
 
 
 def _ms(seconds: float) -> float:
@@ -261,7 +340,9 @@ def _process(process: int, name: str, order: int) -> list[Json]:
 
 
 def _on_lanes(slices: Iterable[_Slice]) -> list[Json]:
-    """Return slices as complete events, each on the first lane of its track that is free, and the lanes' names."""
+    """Return slices as complete events, each on the first lane of its track that is free, and the
+    lanes' names.
+    """
     tracks: dict[tuple[int, str], list[_Slice]] = {}
     for s in slices:
         tracks.setdefault((s.process, s.track), []).append(s)
@@ -275,22 +356,51 @@ def _on_lanes(slices: Iterable[_Slice]) -> list[Json]:
             lane = next((i for i, end in enumerate(ends) if end <= s.start), len(ends))
             ends[lane : lane + 1] = [s.end]
             events.append(
-                {"ph": "X", "pid": process, "tid": first + lane, "name": s.name, "cat": track, "ts": s.start / 1e3,
-                 "dur": (s.end - s.start) / 1e3, "args": s.args}
-            )  # fmt: skip
+                {
+                    "ph": "X",
+                    "pid": process,
+                    "tid": first + lane,
+                    "name": s.name,
+                    "cat": track,
+                    "ts": s.start / 1e3,
+                    "dur": (s.end - s.start) / 1e3,
+                    "args": s.args,
+                }
+            )
         for lane in range(len(ends)):
             tid, name = first + lane, track if lane == 0 else f"{track} ({lane + 1})"
-            events.append({"ph": "M", "pid": process, "tid": tid, "name": "thread_name", "args": {"name": name}})
-            events.append({"ph": "M", "pid": process, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
+            events.append(
+                {
+                    "ph": "M",
+                    "pid": process,
+                    "tid": tid,
+                    "name": "thread_name",
+                    "args": {"name": name},
+                }
+            )
+            events.append(
+                {
+                    "ph": "M",
+                    "pid": process,
+                    "tid": tid,
+                    "name": "thread_sort_index",
+                    "args": {"sort_index": tid},
+                }
+            )
         threads[process] += len(ends)
     return events
 
 
 def check_path(path: str | os.PathLike[str]) -> None:
-    """Raise ValueError where a trace cannot be written. An existing file is not changed, and no new file is left."""
+    """Raise ValueError where a trace cannot be written.
+
+    An existing file is not changed, and no new file is left.
+    """
     name = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(name, str) or not name:
-        raise ValueError(f"a trace cannot be written to {path!r}: name a file, such as trace.json.gz")
+        raise ValueError(
+            f"a trace cannot be written to {path!r}: name a file, such as trace.json.gz"
+        )
     try:
         if os.path.lexists(name) and not os.path.isfile(name):
             raise OSError(errno.EINVAL, "no regular file")
@@ -305,12 +415,15 @@ def check_path(path: str | os.PathLike[str]) -> None:
 
 
 def _part_of(name: str) -> str:
-    """Return a file to which a trace is written before it is renamed; nobody can have put a link of that name there."""
+    """Return a file to which a trace is written before it is renamed; nobody can have put a link of
+    that name there.
+    """
     return f"{name}.{secrets.token_hex(8)}.part"
 
 
 def write_trace(trace: Json, path: str | os.PathLike[str]) -> None:
-    """Write a trace as JSON, compressed if the name ends in ".gz"; the file appears when it is complete.
+    """Write a trace as JSON, compressed if the name ends in ".gz"; the file appears when it is
+    complete.
 
     Raises:
       OSError: it cannot be written; an older file of that name stays.

@@ -1,17 +1,20 @@
 """The planned transfers of a step beside the actual ones: pure functions of moves and events.
 
-An event is a transfer or a wait, a **use** the moment at which a step asks for a record or hands one over, and each use is one
-move of the plan. The plan knows an order and how early a read may start; this gives it seconds:
+An event is a transfer or a wait, a **use** the moment at which a step asks for a record or hands
+one over, and each use is one move of the plan. The plan knows an order and how early a read may
+start; this gives it seconds:
 
     wanted    when each use would have come if no device had ever waited for the disk
     write     starts when it is wanted, and when the write before it has ended
     read      starts when `host_offload.schedule.Window` lets it (see `_released`), and when the read before it has ended
     seconds   bytes of all devices of this process / rate at which this run read or wrote
 
-so what is drawn is the best that this disk could have done with this plan. Where a read is still too late for its use, the disk
-is too slow for the step. Where it is not, the cause of each wait says what went differently.
+so what is drawn is the best that this disk could have done with this plan. Where a read is still
+too late for its use, the disk is too slow for the step. Where it is not, the cause of each wait
+says what went differently.
 
-Every late record has one of four causes. The disk **rests** while no transfer is queued or under way.
+Every late record has one of four causes. The disk **rests** while no transfer is queued or under
+way.
 
     asked too late         the disk rested for as long as this read was late, after the record had been written and before the
                            read was queued: a larger distance would have hidden it
@@ -103,7 +106,8 @@ class Planned:
       start: seconds of `time.perf_counter`.
       seconds: how long.
       num_bytes: of all devices of this process.
-      wanted: when the first device would ask for it, or the last hand it over, if no device ever waited for the disk.
+      wanted: when the first device would ask for it, or the last hand it over, if no device ever
+        waited for the disk.
     """
 
     run: int
@@ -121,7 +125,8 @@ class Lateness:
 
     Attributes:
       seconds: how long after it was wanted a record was there, or was taken to be written.
-      rested: seconds for which the disk rested while the record could have been read and was not asked for.
+      rested: seconds for which the disk rested while the record could have been read and was not
+        asked for.
       cause: one of the four, or "" if it was not late.
     """
 
@@ -166,7 +171,8 @@ def transfers_of(events: Iterable[Event]) -> dict[int, Event]:
 def uses_of(runs: Sequence[Run]) -> list[Use]:
     """Return the uses of records, in the order of time within a run.
 
-    The k-th use of a record is the k-th move of it; where the first events were dropped, both are counted from the last.
+    The k-th use of a record is the k-th move of it; where the first events were dropped, both are
+    counted from the last.
     """
     return [use for index, run in enumerate(runs) for use in _uses_of_run(index, run)]
 
@@ -177,7 +183,8 @@ def _uses_of_run(index: int, run: Run) -> list[Use]:
         if event.name in ("read_wait", "write_wait"):
             waits.setdefault(event.number, []).append(event)
     groups = sorted(waits.values(), key=lambda group: group[0].start)
-    # The oldest events were dropped: uses and moves are paired from the end, where both are complete.
+    # The oldest events were dropped: uses and moves are paired from the end, where both are
+    # complete.
     backward = run.num_events > len(run.events)
     turns: dict[Move, list[int]] = {}
     for turn, move in enumerate(run.moves):
@@ -190,12 +197,23 @@ def _uses_of_run(index: int, run: Run) -> list[Use]:
         of_record, k = turns.get(move, []), counts.get((first.rank, move), 0)
         counts[first.rank, move] = k + 1
         turn = None if k >= len(of_record) else of_record[-1 - k if backward else k]
-        uses.append(Use(run=index, turn=turn, move=move, rank=first.rank, number=first.number, waits=tuple(group)))
+        uses.append(
+            Use(
+                run=index,
+                turn=turn,
+                move=move,
+                rank=first.rank,
+                number=first.number,
+                waits=tuple(group),
+            )
+        )
     return uses[::-1] if backward else uses
 
 
 def written_before(transfers: Mapping[int, Event]) -> dict[int, float]:
-    """Return, by the number of each read, the end of the last write of its record that was queued before it."""
+    """Return, by the number of each read, the end of the last write of its record that was queued
+    before it.
+    """
     last: dict[tuple[str, int, int], float] = {}
     ends = {}
     # A write and a read that were queued at the same moment: the write comes first.
@@ -226,7 +244,11 @@ class Causes:
         if use.move.writes:
             # A wait counts where a write of this kind ended in it: that one made room.
             ends = self._ends.get((use.move.kind, use.rank), [])
-            late = sum(w.seconds for w in use.waits if bisect.bisect_left(ends, w.start) < bisect.bisect_right(ends, w.end))
+            late = sum(
+                w.seconds
+                for w in use.waits
+                if bisect.bisect_left(ends, w.start) < bisect.bisect_right(ends, w.end)
+            )
             return Lateness(late, 0.0, EARLIER_WRITES if late else "")
         read = self.transfers.get(use.number)
         if read is None or read.end <= use.wanted:
@@ -234,12 +256,15 @@ class Causes:
         late, written = read.end - use.wanted, self._written.get(use.number, self.since)
         if written > use.wanted:
             return Lateness(late, 0.0, STILL_WRITTEN)
-        # From the time the record could have been read to the time it was asked for, less what the disk did meanwhile.
+        # From the time the record could have been read to the time it was asked for, less what the
+        # disk did meanwhile.
         rested = max(0.0, read.queued - written - self.busy.covered(written, read.queued))
         return Lateness(late, rested, ASKED_TOO_LATE if rested >= late else DISK_BUSY)
 
 
-def plan(runs: Sequence[Run], uses: Sequence[Use], transfers: Mapping[int, Event], distance: int) -> list[Planned]:
+def plan(
+    runs: Sequence[Run], uses: Sequence[Use], transfers: Mapping[int, Event], distance: int
+) -> list[Planned]:
     """Return every move of the runs at its ideal time: see the module's docstring.
 
     Args:
@@ -255,8 +280,15 @@ def plan(runs: Sequence[Run], uses: Sequence[Use], transfers: Mapping[int, Event
     def place(run: int, turn: int, start: float) -> float:
         key = (run, turn)
         move = runs[run].moves[turn]
-        ideal[key] = Planned(run=run, turn=turn, move=move, start=start, seconds=seconds[key], num_bytes=num_bytes[key],
-                             wanted=wanted[run][turn])  # fmt: skip
+        ideal[key] = Planned(
+            run=run,
+            turn=turn,
+            move=move,
+            start=start,
+            seconds=seconds[key],
+            num_bytes=num_bytes[key],
+            wanted=wanted[run][turn],
+        )
         return start + seconds[key]
 
     every = [(run, turn) for run in range(len(runs)) for turn in range(len(runs[run].moves))]
@@ -288,7 +320,10 @@ def _wanted(runs: Sequence[Run], uses: Sequence[Use]) -> list[list[float]]:
     A move without a use has the time of the move before it.
     """
     times: list[list[list[float]]] = [[[] for _ in run.moves] for run in runs]
-    stalls = [Intervals((e.start, e.end) for e in run.events if e.name in ("read_wait", "write_wait")) for run in runs]
+    stalls = [
+        Intervals((e.start, e.end) for e in run.events if e.name in ("read_wait", "write_wait"))
+        for run in runs
+    ]
     for use in uses:
         if use.turn is not None:
             # Less all the time that the run had stalled by then, on any device.
@@ -298,7 +333,8 @@ def _wanted(runs: Sequence[Run], uses: Sequence[Use]) -> list[list[float]]:
     for run, of_run in zip(runs, times, strict=True):
         row, last = [], run.start
         for move, moments in zip(run.moves, of_run, strict=True):
-            # A read is wanted by the first device that asks, a write when the last one has handed over.
+            # A read is wanted by the first device that asks, a write when the last one has handed
+            # over.
             last = (max(moments) if move.writes else min(moments)) if moments else last
             row.append(last)
         wanted.append(row)
@@ -308,7 +344,9 @@ def _wanted(runs: Sequence[Run], uses: Sequence[Use]) -> list[list[float]]:
 def _costs(
     runs: Sequence[Run], uses: Sequence[Use], transfers: Mapping[int, Event]
 ) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], float]]:
-    """Return bytes and seconds of each move by (run, turn), at the rate of its run and direction, or of all runs."""
+    """Return bytes and seconds of each move by (run, turn), at the rate of its run and direction,
+    or of all runs.
+    """
     by_name: dict[str, list[Event]] = {"read": [], "write": []}
     of_run: dict[tuple[int, str], list[Event]] = {}
     sizes: dict[tuple[int, int], dict[int, int]] = {}
@@ -341,12 +379,16 @@ def _rate(transfers: Sequence[Event]) -> float:
 
 
 def _released(
-    runs: Sequence[Run], wanted: Sequence[Sequence[float]], written: Mapping[tuple[int, int], float], distance: int
+    runs: Sequence[Run],
+    wanted: Sequence[Sequence[float]],
+    written: Mapping[tuple[int, int], float],
+    distance: int,
 ) -> dict[tuple[int, int], float]:
     """Return when the plan lets each read start, by (run, turn).
 
-    That is when the `distance`-th read of its kind before it has been asked for, the one before of its own record likewise, and
-    its record written; within the window's horizon; and if the run before had other moves, when its run begins.
+    That is when the `distance`-th read of its kind before it has been asked for, the one before of
+    its own record likewise, and its record written; within the window's horizon; and if the run
+    before had other moves, when its run begins.
     """
     released: dict[tuple[int, int], float] = {}
     last_write: dict[tuple[str, int], float] = {}  # of each record so far: its end
@@ -357,7 +399,9 @@ def _released(
         begin = runs[first].start
 
         def at(turn: int, index: int = index, n: int = n) -> tuple[int, int]:
-            """Return (run, turn) of one counted from this run's first, which may be of the run before."""
+            """Return (run, turn) of one counted from this run's first, which may be of the run
+            before.
+            """
             return (index, turn) if turn >= 0 else (index - 1, turn + n)
 
         lowest = -n if first < index else 0
@@ -371,8 +415,8 @@ def _released(
                     last_write[record] = written[index, turn]
                 continue
             if turn >= 0:
-                # It waits for the move that is a horizon before it, the read whose buffer it takes, its own use if nothing is
-                # read ahead, and the read before it of its own record.
+                # It waits for the move that is a horizon before it, the read whose buffer it takes,
+                # its own use if nothing is read ahead, and the read before it of its own record.
                 bounds = [turn - horizon] if turn - horizon >= lowest else []
                 bounds += [before[-distance]] if 0 < distance <= len(before) else []
                 bounds += [turn] if not distance else []

@@ -1,8 +1,9 @@
-"""Record the transfers of a program, run by run, while it is traced, and write them to a file when the trace ends.
+"""Record the transfers of a program, run by run, while it is traced, and write them to a file when
+the trace ends.
 
-Outside of a trace only the last run is kept, because the first records of a traced run were read ahead in it. In a trace all
-runs are kept, up to MOST_EVENTS transfers and waits. Of a longer trace only the last runs are kept, which the file's
-"otherData" and the log report.
+Outside of a trace only the last run is kept, because the first records of a traced run were read
+ahead in it. In a trace all runs are kept, up to MOST_EVENTS transfers and waits. Of a longer trace
+only the last runs are kept, which the file's "otherData" and the log report.
 """
 
 import contextlib
@@ -37,7 +38,11 @@ class Recorder:
         self._dropped = 0
 
     def begin(self, name: str, moves: Sequence[Move], engine: Engine) -> None:
-        """Start a run. If the run before it failed, its transfers are taken out of the statistics of the engine first."""
+        """Start a run.
+
+        If the run before it failed, its transfers are taken out of the statistics of the engine
+        first.
+        """
         if self._open is not None:
             self._close(engine.take_stats(), None)
         self._open = Run(name=name, moves=tuple(moves), start=time.perf_counter())
@@ -49,7 +54,12 @@ class Recorder:
 
     def _close(self, stats: Stats, end: float | None) -> None:
         assert self._open is not None
-        run, self._open = dataclasses.replace(self._open, end=end, events=list(stats.events), num_events=stats.num_events), None
+        run, self._open = (
+            dataclasses.replace(
+                self._open, end=end, events=list(stats.events), num_events=stats.num_events
+            ),
+            None,
+        )
         if self._traced is None:
             self._last = run
             return
@@ -66,17 +76,20 @@ class Recorder:
         metadata: Mapping[str, Any],
         predicted: Sequence[Span] = (),
     ) -> Iterator[None]:
-        """Write the runs of the context to a file when it ends, also by an error, which no error of writing replaces.
+        """Write the runs of the context to a file when it ends, also by an error, which no error of
+        writing replaces.
 
         Args:
           path: of the file.
           engine: returns the engine, or None if it was closed.
           metadata: goes into the file.
-          predicted: what the lanes of a step were predicted to do; drawn from the begin of each step.
+          predicted: what the lanes of a step were predicted to do; drawn from the begin of each
+            step.
 
         Raises:
           ValueError: the program is in another trace.
-          OSError: the file could not be written when the context ended without an error; after one it is logged.
+          OSError: the file could not be written when the context ended without an error; after one
+            it is logged.
         """
         if self._traced is not None:
             raise ValueError("this program is traced already: end that trace first")
@@ -86,7 +99,9 @@ class Recorder:
             yield
             has_failed = False
         finally:
-            if os.getpid() == process:  # a forked child has no threads to wait for, and the file is its parent's
+            if (
+                os.getpid() == process
+            ):  # a forked child has no threads to wait for, and the file is its parent's
                 self._end_trace(path, engine, metadata, has_failed, predicted)
 
     def _end_trace(
@@ -100,13 +115,17 @@ class Recorder:
         runs, self._traced = self._traced, None
         assert runs is not None
         after = []
-        # The last writes of the last run may still be under way: wait for them, so that they are drawn.
+        # The last writes of the last run may still be under way: wait for them, so that they are
+        # drawn.
         if (live := engine()) is not None:
             with contextlib.suppress(SwapError):  # the program's next run raises it
                 live.flush()
             after = live.recent_events()
         if self._open is not None:  # it failed
-            runs, after = [*runs, dataclasses.replace(self._open, events=after, num_events=len(after))], []
+            runs, after = (
+                [*runs, dataclasses.replace(self._open, events=after, num_events=len(after))],
+                [],
+            )
         before, self._last = self._last, (runs or [self._last])[-1]
         try:
             self._write(path, runs, before, after, metadata, predicted)
@@ -127,11 +146,25 @@ class Recorder:
         lost = sum(run.num_events - len(run.events) for run in runs)
         other_data = {**metadata, "prefetch_distance": self.distance, "runs": len(runs)}
         other_data |= {"runs_dropped": self._dropped, "events_dropped": lost}
-        trace = build_trace(runs, self.distance, before=before, after=after, predicted=predicted, metadata=other_data)
+        trace = build_trace(
+            runs,
+            self.distance,
+            before=before,
+            after=after,
+            predicted=predicted,
+            metadata=other_data,
+        )
         write_trace(trace, path)
-        logger.info("the swapping of %d runs is in %s: open it at https://ui.perfetto.dev", len(runs), os.fspath(path))
+        logger.info(
+            "the swapping of %d runs is in %s: open it at https://ui.perfetto.dev",
+            len(runs),
+            os.fspath(path),
+        )
         if self._dropped or lost:
             logger.warning(
                 "%s lacks the first %d runs and %d events: %d events are kept; trace fewer steps",
-                os.fspath(path), self._dropped, lost, MOST_EVENTS,
-            )  # fmt: skip
+                os.fspath(path),
+                self._dropped,
+                lost,
+                MOST_EVENTS,
+            )

@@ -1,10 +1,11 @@
 """Cross entropy of a linear head without its logits: `linear_cross_entropy`.
 
-The logits `x[T, D] @ w[D, V]` of a large vocabulary are the largest array of a language model: at 16K tokens and 128K words,
-8 GiB in float32, beside 128 MiB of x. Here they exist a tile at a time, in the forward pass and again in backward.
+The logits `x[T, D] @ w[D, V]` of a large vocabulary are the largest array of a language model: at
+16K tokens and 128K words, 8 GiB in float32, beside 128 MiB of x. Here they exist a tile at a time,
+in the forward pass and again in backward.
 
-What there was already, and why this is written all the same (read in optax 0.2.8, and in tokamax, Liger-Kernel and torch of
-2026):
+What there was already, and why this is written all the same (read in optax 0.2.8, and in tokamax,
+Liger-Kernel and torch of 2026):
 
 | | optax | tokamax | Liger (torch has its options) | here |
 |---|---|---|---|---|
@@ -17,8 +18,9 @@ What there was already, and why this is written all the same (read in optax 0.2.
 | reduction | none | sum (default), mean | mean (default), sum, none | mean (default), sum, none |
 | over devices | partitioner | no | no | vocabulary split, w gathered by tiles |
 
-Names are those of torch and Liger, except `z_loss`, as PaLM, T5X and MaxText call it. The mean is over labels that count, as
-theirs is; where none counts it is 0 with gradient 0, where torch's is NaN: a batch of padding then leaves a run alone.
+Names are those of torch and Liger, except `z_loss`, as PaLM, T5X and MaxText call it. The mean is
+over labels that count, as theirs is; where none counts it is 0 with gradient 0, where torch's is
+NaN: a batch of padding then leaves a run alone.
 """
 
 import dataclasses
@@ -42,7 +44,8 @@ from pallas_kernels.varying import vary_alike
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 REDUCTIONS = ("mean", "sum", "none")
 _LEAST_CAST = 127
-"""Negative labels down to -128, such as -1 and -100, may have been cast to a dtype that has none."""
+"""Negative labels down to -128, such as -1 and -100, may have been cast to a dtype that has none.
+"""
 UNMEASURED = "no measurement on a GPU says yet that it is faster"
 
 
@@ -62,41 +65,46 @@ def linear_cross_entropy(
     split: Split | None = None,
     config: Config | KernelConfig | None = None,
 ) -> jax.Array:
-    """Return the cross entropy of `x[..., D] @ w[D, V]` with `labels[...]`, in nats and float32, differentiable in x and w.
+    """Return the cross entropy of `x[..., D] @ w[D, V]` with `labels[...]`, in nats and float32,
+    differentiable in x and w.
 
-    Products are of the inputs' dtype, summed in float32; each gradient is summed in float32 and rounded once to its dtype.
-    Temporary arrays take about a twentieth of the logits (`Config`), or on Hopper's kernels 512 D bytes a core. Backward
-    computes logits again: 4 or 5 products for 3.
+    Products are of the inputs' dtype, summed in float32; each gradient is summed in float32 and
+    rounded once to its dtype. Temporary arrays take about a twentieth of the logits (`Config`), or
+    on Hopper's kernels 512 D bytes a core. Backward computes logits again: 4 or 5 products for 3.
 
-    A label of V or more makes the loss NaN, and the gradients, in every mode. It works under jit, vmap, scan, `jax.checkpoint`
-    and reverse-mode differentiation of first order.
+    A label of V or more makes the loss NaN, and the gradients, in every mode. It works under jit,
+    vmap, scan, `jax.checkpoint` and reverse-mode differentiation of first order.
 
     Args:
       x: float32, bfloat16 or float16.
       w: of x's dtype.
-      labels: integers below V, in an array or a list. Tokens of negative labels count nothing: their loss and gradient are 0.
-        Unsigned ones have no negative number: a -1 that was cast to uint32 is above V, and so NaN; uint8 and uint16 are refused
-        where V is so large that it would be a label.
-      reduction: "mean" over the labels that count (0 where none does), "sum", or "none" for losses of the shape of `labels`.
+      labels: integers below V, in an array or a list. Tokens of negative labels count nothing:
+        their loss and gradient are 0. Unsigned ones have no negative number: a -1 that was cast to
+        uint32 is above V, and so NaN; uint8 and uint16 are refused where V is so large that it
+        would be a label.
+      reduction: "mean" over the labels that count (0 where none does), "sum", or "none" for losses
+        of the shape of `labels`.
       ignore_index: one more label that counts nothing, such as that of padding.
       label_smoothing: the part of a label that is spread evenly over the vocabulary, 0 to 1.
       z_loss: factor of lse^2 in each token's loss; 1e-4 is usual.
       softcap: logits become `softcap * tanh(logits / softcap)`.
-      check_labels: labels of V or more raise ValueError where labels are known. Under jit they are not: there the error is
-        one of `jax.experimental.checkify`, whose `err.throw()` raises it, and without `checkify` the NaN is what tells. A
-        callback that raised would leave other devices waiting in a collective.
+      check_labels: labels of V or more raise ValueError where labels are known. Under jit they are
+        not: there the error is one of `jax.experimental.checkify`, whose `err.throw()` raises it,
+        and without `checkify` the NaN is what tells. A callback that raised would leave other
+        devices waiting in a collective.
       num_tiles: of each device's part of the vocabulary; None has them chosen, by memory.
-      implementation: "mosaic" (the Hopper kernel forward, 16-bit dtypes, w whole on its device; backward is XLA's loops unless
-        `KernelConfig(backward=True)` asks for the kernels), "xla" (in tiles), "reference" (whole logits in float32), or None to
-        have it chosen and logged.
-      split: how the arrays are split over a mesh; None: they are not, or the call is inside a `jax.shard_map` on whole w.
-      config: sizes of the tiles on one device, a `KernelConfig` of the kernels or a `Config` of XLA's loops; None has them
-        chosen. Not with `num_tiles`.
+      implementation: "mosaic" (the Hopper kernel forward, 16-bit dtypes, w whole on its device;
+        backward is XLA's loops unless `KernelConfig(backward=True)` asks for the kernels), "xla"
+        (in tiles), "reference" (whole logits in float32), or None to have it chosen and logged.
+      split: how the arrays are split over a mesh; None: they are not, or the call is inside a
+        `jax.shard_map` on whole w.
+      config: sizes of the tiles on one device, a `KernelConfig` of the kernels or a `Config` of
+        XLA's loops; None has them chosen. Not with `num_tiles`.
 
     Raises:
       ValueError: dims, dtypes or options that do not fit, labels out of range as told above.
-      NotImplementedError: the named implementation does not serve this call; or the kernels are under `jax.vmap` in jax 0.10,
-        which batches no kernel.
+      NotImplementedError: the named implementation does not serve this call; or the kernels are
+        under `jax.vmap` in jax 0.10, which batches no kernel.
     """
     x, w = jnp.asarray(x), jnp.asarray(w)
     if not isinstance(labels, jax.Array) or (check_labels and _is_known(labels)):
@@ -113,7 +121,9 @@ def linear_cross_entropy(
     wrong = counts & (labels >= vocab)
     if check_labels:
         _refuse(wrong, labels, vocab)
-    form = Form(vocab, float(label_smoothing), float(z_loss), None if softcap is None else float(softcap))
+    form = Form(
+        vocab, float(label_smoothing), float(z_loss), None if softcap is None else float(softcap)
+    )
     target = target_of(x, w)
     chosen = resolve(
         "linear_cross_entropy",
@@ -121,13 +131,15 @@ def linear_cross_entropy(
         {
             "mosaic": mosaic.refusal(x.dtype, target, split, num_tiles),
             "xla": None,
-            "reference": None if split is None else "its logits are left to the partitioner, so it takes no split",
+            "reference": None
+            if split is None
+            else "its logits are left to the partitioner, so it takes no split",
         },
         {"mosaic": UNMEASURED},
     )
     rows = x.reshape(-1, x.shape[-1])
-    # One mark for all that count nothing. Labels of V or more become V, which matches no column, and
-    # NaN replaces their loss. In 32 bits they might be negative themselves, and count nothing.
+    # One mark for all that count nothing. Labels of V or more become V, which matches no column,
+    # and NaN replaces their loss. In 32 bits they might be negative themselves, and count nothing.
     places = jnp.where(counts, jnp.where(wrong, vocab, labels).astype(jnp.int32), -1).reshape(-1)
     losses: Any
     if chosen == "reference":
@@ -140,8 +152,12 @@ def linear_cross_entropy(
         if chosen == "mosaic":
             kernel = config if isinstance(config, KernelConfig) else KernelConfig()
             kernel = dataclasses.replace(kernel, num_cores=kernel.num_cores or target.num_cores)
-        losses = vjp.losses(vjp.Call(form, tiles, num_tiles, split, kernel), *vary_alike((rows, w, places)))
-    losses = jnp.reshape(losses, labels.shape) * jnp.where(wrong, jnp.nan, 1)  # a factor, for gradients to be NaN too
+        losses = vjp.losses(
+            vjp.Call(form, tiles, num_tiles, split, kernel), *vary_alike((rows, w, places))
+        )
+    losses = jnp.reshape(losses, labels.shape) * jnp.where(
+        wrong, jnp.nan, 1
+    )  # a factor, for gradients to be NaN too
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -152,7 +168,12 @@ def _refuse(wrong: Any, labels: Any, vocab: int) -> None:
     """Raise, now or under checkify, where labels are out of range."""
     message = f"{{count}} of {math.prod(labels.shape)} labels are not below V={vocab}; the largest is {{largest}}"
     if isinstance(labels, Tracer):
-        checkify.debug_check(~wrong.any(), f"linear_cross_entropy: {message}", count=wrong.sum(), largest=labels.max())
+        checkify.debug_check(
+            ~wrong.any(),
+            f"linear_cross_entropy: {message}",
+            count=wrong.sum(),
+            largest=labels.max(),
+        )
     # Labels of which other processes hold a part are neither: for them the NaN is what tells.
     elif isinstance(wrong, np.ndarray | np.generic) and wrong.any():
         raise _refusal(message.format(count=wrong.sum(), largest=labels.max()))
@@ -166,7 +187,9 @@ def _check_arrays(x: Any, w: Any, labels: Any) -> None:
     names = ", ".join(jnp.dtype(dtype).name for dtype in DTYPES)
     shapes = f"x is {list(x.shape)} and w {list(w.shape)}"
     if x.dtype not in DTYPES or w.dtype != x.dtype:
-        raise _refusal(f"x is {x.dtype} and w {w.dtype}: one dtype of {names} is needed; cast one of them")
+        raise _refusal(
+            f"x is {x.dtype} and w {w.dtype}: one dtype of {names} is needed; cast one of them"
+        )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise _refusal(f"labels are {labels.dtype}: integers, places in the vocabulary, are needed")
     bounds = jnp.iinfo(labels.dtype)
@@ -178,12 +201,16 @@ def _check_arrays(x: Any, w: Any, labels: Any) -> None:
     if w.ndim != 2 or not x.ndim or x.shape[-1] != w.shape[0]:
         raise _refusal(f"{shapes}: x[..., D] and w[D, V] are needed; transpose an embedding[V, D]")
     if labels.shape != x.shape[:-1]:
-        raise _refusal(f"labels are {list(labels.shape)} and {shapes}: a label for each token, {list(x.shape[:-1])}, is needed")
+        raise _refusal(
+            f"labels are {list(labels.shape)} and {shapes}: a label for each token, {list(x.shape[:-1])}, is needed"
+        )
     if not x.size or not w.size:
         raise _refusal(f"{shapes}: one token, one dim and one column at least are needed")
 
 
-def _check_options(reduction: str, label_smoothing: float, z_loss: float, softcap: float | None) -> None:
+def _check_options(
+    reduction: str, label_smoothing: float, z_loss: float, softcap: float | None
+) -> None:
     if reduction not in REDUCTIONS:
         raise _refusal(f"reduction={reduction!r} is unknown: choose from {', '.join(REDUCTIONS)}")
     if not 0 <= label_smoothing <= 1:
@@ -195,18 +222,29 @@ def _check_options(reduction: str, label_smoothing: float, z_loss: float, softca
 
 
 def _check_tiles(
-    num_tiles: int | None, config: Config | KernelConfig | None, vocab: int, implementation: Implementation | None
+    num_tiles: int | None,
+    config: Config | KernelConfig | None,
+    vocab: int,
+    implementation: Implementation | None,
 ) -> None:
     if isinstance(config, KernelConfig) and implementation != "mosaic":
-        raise _refusal(f"{config} is of the kernels, and implementation={implementation!r}: implementation='mosaic' is needed")
+        raise _refusal(
+            f"{config} is of the kernels, and implementation={implementation!r}: implementation='mosaic' is needed"
+        )
     if isinstance(config, Config) and implementation == "mosaic":
-        raise _refusal(f"{config} is of XLA's loops, and implementation='mosaic': a KernelConfig is needed, or None")
+        raise _refusal(
+            f"{config} is of XLA's loops, and implementation='mosaic': a KernelConfig is needed, or None"
+        )
     if num_tiles is None:
         return
     if config is not None:
-        raise _refusal(f"num_tiles={num_tiles} and {config} both give the tiles: one of them is needed")
+        raise _refusal(
+            f"num_tiles={num_tiles} and {config} both give the tiles: one of them is needed"
+        )
     if isinstance(num_tiles, bool) or not isinstance(num_tiles, int) or not 1 <= num_tiles <= vocab:
-        raise _refusal(f"num_tiles={num_tiles!r}: 1 to V={vocab} is needed, or None to have it chosen")
+        raise _refusal(
+            f"num_tiles={num_tiles!r}: 1 to V={vocab} is needed, or None to have it chosen"
+        )
 
 
 def _refusal(what: str) -> ValueError:

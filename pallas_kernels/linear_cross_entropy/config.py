@@ -5,14 +5,16 @@ A tile is `block_t x block_v` logits in float32. Two ways through them lead to b
     one pass     dx[T, D] is summed in float32 over all vocabulary tiles: 4 T D bytes; logits are computed once more
     two passes   dx for a tile of tokens, then dw for a tile of the vocabulary; logits are computed twice more
 
-Either sums each gradient in float32 and rounds it once. In products of 2 T D V operations, forward and backward are 4 or 5,
-where the program that keeps its logits needs 3.
+Either sums each gradient in float32 and rounds it once. In products of 2 T D V operations, forward
+and backward are 4 or 5, where the program that keeps its logits needs 3.
 
-What is chosen: one pass, then the largest tiles, as long as the temporary arrays take less than a twentieth of the whole
-logits in the inputs' dtype, or 128 MiB, less than which is not worth a second pass. So the memory of logits is gone whatever
-the shape; in 16 bits one pass fits where D is below about V / 50. It is not taken with tiles of 512 columns: each tile reads
-and writes dx, 8 T D bytes for 6 T D v operations, which on an H200 (4.8 TB/s, 989 TFLOP/s) are 0.27 and 0.13 of the time of its
-products for v of 1024 and 2048, and 0.54 for 512, where a second pass costs a third.
+What is chosen: one pass, then the largest tiles, as long as the temporary arrays take less than a
+  twentieth of the whole
+logits in the inputs' dtype, or 128 MiB, less than which is not worth a second pass. So the memory
+of logits is gone whatever the shape; in 16 bits one pass fits where D is below about V / 50. It is
+not taken with tiles of 512 columns: each tile reads and writes dx, 8 T D bytes for 6 T D v
+operations, which on an H200 (4.8 TB/s, 989 TFLOP/s) are 0.27 and 0.13 of the time of its products
+for v of 1024 and 2048, and 0.54 for 512, where a second pass costs a third.
 """
 
 import dataclasses
@@ -34,8 +36,9 @@ class Config:
     """Sizes of the tiles.
 
     Attributes:
-      block_t, block_v: tokens and columns of a tile, gathered if w is. A dim that they do not divide ends in a tile that
-        overlaps the one before, and what was counted there is not counted again.
+      block_t, block_v: tokens and columns of a tile, gathered if w is. A dim that they do not
+        divide ends in a tile that overlaps the one before, and what was counted there is not
+        counted again.
       passes: 1 or 2, of backward.
     """
 
@@ -55,7 +58,8 @@ class Problem:
     """What the tiles depend on: dims on one device, and the bytes of a number.
 
     Attributes:
-      gathers: w arrives tile by tile from other devices, so that a second pass would gather it again.
+      gathers: w arrives tile by tile from other devices, so that a second pass would gather it
+        again.
     """
 
     tokens: int
@@ -72,8 +76,8 @@ class Problem:
     def temp_bytes(self, config: Config) -> int:
         """Return the bytes of temporary arrays of backward, which has more of them than forward.
 
-        A tile of logits in float32 and its slopes in the inputs' dtype; the tile of x and that of w; the float32 sums of
-        a gradient's tile. One pass has those of both at once, and all of dx.
+        A tile of logits in float32 and its slopes in the inputs' dtype; the tile of x and that of
+        w; the float32 sums of a gradient's tile. One pass has those of both at once, and all of dx.
         """
         t, v = min(config.block_t, self.tokens), min(config.block_v, self.vocab)
         tile = t * v * (4 + self.itemsize) + (t + v) * self.hidden * self.itemsize + WORKSPACE
@@ -86,7 +90,11 @@ def choose(problem: Problem, num_tiles: int | None = None) -> Config:
     """Return the tiles that the rule above prefers; of the vocabulary `num_tiles`, if given."""
     width = None if num_tiles is None else -(-problem.vocab // num_tiles)
     configs = [
-        Config(block_t=even(problem.tokens, block), block_v=width or even(problem.vocab, block), passes=passes)
+        Config(
+            block_t=even(problem.tokens, block),
+            block_v=width or even(problem.vocab, block),
+            passes=passes,
+        )
         for passes, blocks in BLOCKS.items()
         for block in blocks
         if passes == 1 or not problem.gathers
@@ -97,6 +105,8 @@ def choose(problem: Problem, num_tiles: int | None = None) -> Config:
 
 
 def even(size: int, block: int) -> int:
-    """Return the size of the fewest equal blocks, at most `block` wide, that cover `size`, as a multiple of LANES."""
+    """Return the size of the fewest equal blocks, at most `block` wide, that cover `size`, as a
+    multiple of LANES.
+    """
     count = math.ceil(size / block)
     return min(size, math.ceil(math.ceil(size / count) / LANES) * LANES)

@@ -1,34 +1,40 @@
-"""`linear_cross_entropy` for Hopper, in Pallas Mosaic GPU: logits in registers, slopes in shared memory, and neither beyond.
+"""`linear_cross_entropy` for Hopper, in Pallas Mosaic GPU: logits in registers, slopes in shared
+memory, and neither beyond.
 
     forward    one kernel    statistics of each token, 16 bytes a part of the vocabulary        1 product
     backward   dx, then dw   each computes the logits that it needs again, by tiles             4 products
 
-`mosaic_forward` and `mosaic_backward` hold the kernels, `ring` the loads that both hide behind products. Products are of the
-inputs' dtype, on tensor cores (wgmma), summed in float32; what is done with the logits is the reference's own arithmetic.
+`mosaic_forward` and `mosaic_backward` hold the kernels, `ring` the loads that both hide behind
+products. Products are of the inputs' dtype, on tensor cores (wgmma), summed in float32; what is
+done with the logits is the reference's own arithmetic.
 
-What is traded. Logits are computed three times, where XLA's loops with one pass of backward compute them twice; one kernel for
-both gradients would have to add to one of them from many blocks at once, with atomic operations, in an order that changes from
-run to run. Sums of a gradient lie in global memory in float32, 4 * 128 * D bytes a core (264 MiB on an H200 at D = 4096),
-and are read and written once for 512 columns or tokens (`kernel_config` counts it). XLA's tiles are wider, 2048, and cuBLAS
-multiplies them: whether the kernels are faster is for a GPU to say. Until those of backward are wider than COLUMNS and keep
-their sums out of memory nobody takes them who does not ask (`KernelConfig.backward`): backward is XLA's loops.
+What is traded. Logits are computed three times, where XLA's loops with one pass of backward compute
+them twice; one kernel for both gradients would have to add to one of them from many blocks at once,
+with atomic operations, in an order that changes from run to run. Sums of a gradient lie in global
+memory in float32, 4 * 128 * D bytes a core (264 MiB on an H200 at D = 4096), and are read and
+written once for 512 columns or tokens (`kernel_config` counts it). XLA's tiles are wider, 2048, and
+cuBLAS multiplies them: whether the kernels are faster is for a GPU to say. Until those of backward
+are wider than COLUMNS and keep their sums out of memory nobody takes them who does not ask
+(`KernelConfig.backward`): backward is XLA's loops.
 
 What there was, and whether it serves (read in 2026):
 
-- tokamax's `linear_softmax_cross_entropy_loss` has a Hopper kernel forward: dims that its blocks divide, bfloat16 alone (others
-  are cast to it), a log-sum-exp for each tile of columns instead of online, labels' columns gathered outside as float32[D, T].
-  Its backward kernel adds to both gradients with atomic operations and is not used: backward is XLA's, on float32 copies. No
+- tokamax's `linear_softmax_cross_entropy_loss` has a Hopper kernel forward: dims that its blocks
+  divide, bfloat16 alone (others are cast to it), a log-sum-exp for each tile of columns instead of
+  online, labels' columns gathered outside as float32[D, T]. Its backward kernel adds to both
+  gradients with atomic operations and is not used: backward is XLA's, on float32 copies. No
   smoothing, z-loss, softcap, ignored labels or float16.
-- jax ships no such op: of `jax.experimental.pallas.ops.gpu`, attention has the online softmax, and `hopper_matmul_mgpu` the
-  product with an epilogue a tile, which sees one tile's columns.
+- jax ships no such op: of `jax.experimental.pallas.ops.gpu`, attention has the online softmax, and
+  `hopper_matmul_mgpu` the product with an epilogue a tile, which sees one tile's columns.
 
-Over a mesh (`split`) each device runs the kernels on its tokens and its columns of the vocabulary, and what is joined is joined
-as XLA's loops have it. Where dw goes to shards of V it is transposed for that, which is a copy. A matrix that rests on shards
-of D, or of V over axes of the tokens, is gathered by XLA's loops alone.
+Over a mesh (`split`) each device runs the kernels on its tokens and its columns of the vocabulary,
+and what is joined is joined as XLA's loops have it. Where dw goes to shards of V it is transposed
+for that, which is a copy. A matrix that rests on shards of D, or of V over axes of the tokens, is
+gathered by XLA's loops alone.
 
-Edges. T may be any multiple of 8, and D and V any of 64; others are padded with zeros before the kernels, which copies the
-operand, and the gradient where 128 does not divide T or V, or 64 D. Columns beyond V count nothing, tokens beyond T have weight
-0.
+Edges. T may be any multiple of 8, and D and V any of 64; others are padded with zeros before the
+kernels, which copies the operand, and the gradient where 128 does not divide T or V, or 64 D.
+Columns beyond V count nothing, tokens beyond T have weight 0.
 """
 
 import functools
@@ -63,7 +69,8 @@ def refusal(dtype: Any, target: Target, split: Split | None, num_tiles: int | No
 
 @functools.partial(jax.jit, static_argnames=("form", "config"))
 def forward(form: Form, config: KernelConfig, x: Array, w: Array, labels: Array) -> Stats:
-    """Return the statistics, float32[T] each, of the logits of x[T, D] and w[D, V]: columns of the vocabulary, or all of it.
+    """Return the statistics, float32[T] each, of the logits of x[T, D] and w[D, V]: columns of the
+    vocabulary, or all of it.
 
     A label is a place among these columns, or none of theirs.
     """
@@ -72,7 +79,9 @@ def forward(form: Form, config: KernelConfig, x: Array, w: Array, labels: Array)
     num_parts = config.parts_of(tokens, x.shape[1], columns)
     out_type = _typed((num_parts, mosaic_forward.STATS, padded), jnp.float32, x, w, labels)
     labels = _pad(labels, (padded - tokens,), -1)
-    parts = mosaic_forward.stats(form, config, *_whole(x, w), columns, labels, out_type)[..., :tokens]  # [P, 4, T]
+    parts = mosaic_forward.stats(form, config, *_whole(x, w), columns, labels, out_type)[
+        ..., :tokens
+    ]  # [P, 4, T]
     stats = Stats(*(parts[:, n] for n in range(mosaic_forward.STATS)))  # [num_parts, T]
     # Parts are joined as tiles are: sums of exponentials are brought to the largest maximum.
     largest = stats.max.max(0)
@@ -103,7 +112,13 @@ def backward(
 
 
 def _gradient(
-    form: Form, config: KernelConfig, of_x: bool, x: Array, w: Array, tokens: tuple[Array, ...], unit: Array
+    form: Form,
+    config: KernelConfig,
+    of_x: bool,
+    x: Array,
+    w: Array,
+    tokens: tuple[Array, ...],
+    unit: Array,
 ) -> Array:
     whole_x, whole_w = _whole(x, w)
     sweep = Sweep(config, of_x, whole_x.shape[0], whole_x.shape[1], whole_w.shape[1], w.shape[1])
@@ -112,7 +127,9 @@ def _gradient(
         out_types.append(_typed(sweep.sums_shape, jnp.float32, x, w, *tokens))
     # Tokens of padding have weight 0 and a finite log-sum-exp, 0: their slopes are 0 and not NaN.
     tokens = tuple(_pad(each, (sweep.num_tokens - len(x),)) for each in tokens)
-    gradient = mosaic_backward.gradient(form, sweep, whole_x, whole_w, tokens, unit.reshape(1), out_types)
+    gradient = mosaic_backward.gradient(
+        form, sweep, whole_x, whole_w, tokens, unit.reshape(1), out_types
+    )
     rows, columns = (x if of_x else w).shape
     return gradient[:rows, :columns]
 
@@ -124,14 +141,22 @@ def _whole(x: Array, w: Array) -> tuple[Array, Array]:
 
 
 def _pad(array: Array, more: tuple[int, ...], value: int = 0) -> Array:
-    return jnp.pad(array, [(0, count) for count in more], constant_values=value) if any(more) else array
+    return (
+        jnp.pad(array, [(0, count) for count in more], constant_values=value)
+        if any(more)
+        else array
+    )
 
 
 def _typed(shape: tuple[int, ...], dtype: Any, *arrays: Array) -> Any:
-    """Return the type of a kernel's result; in a `jax.shard_map` it tells over which axes the value varies: the arguments'."""
+    """Return the type of a kernel's result; in a `jax.shard_map` it tells over which axes the value
+    varies: the arguments'.
+    """
 
     def made_of(*arrays: Array) -> Array:
         # A sum of one element of each array varies over the axes of all of them.
-        return functools.reduce(jnp.add, (a.ravel()[0].astype(dtype) for a in arrays), jnp.zeros(shape, dtype))
+        return functools.reduce(
+            jnp.add, (a.ravel()[0].astype(dtype) for a in arrays), jnp.zeros(shape, dtype)
+        )
 
     return jax.eval_shape(made_of, *arrays)

@@ -1,19 +1,23 @@
-"""The backward kernel of `linear_cross_entropy` on Hopper: dx or dw, of slopes that exist in shared memory alone.
+"""The backward kernel of `linear_cross_entropy` on Hopper: dx or dw, of slopes that exist in shared
+memory alone.
 
-A block owns rows of the gradient and sweeps the dim that is summed over: for dx it owns tokens and sweeps the vocabulary, for
-dw it owns columns of the vocabulary and sweeps tokens (`sweep`). It goes by groups of `num_slopes` tiles, each `width` wide:
+A block owns rows of the gradient and sweeps the dim that is summed over: for dx it owns tokens and
+  sweeps the vocabulary, for
+dw it owns columns of the vocabulary and sweeps tokens (`sweep`). It goes by groups of `num_slopes`
+tiles, each `width` wide:
 
     for each group:
       for i in tiles:  z = sum_k x[t, k] w[k, v];  s_i = slope(z) -> shared memory, 16 bits
       for d in D / 64: dx[t, d] += sum_i s_i w[d, v_i]^T        or        dw[d, v] += sum_i x[t_i, d]^T s_i
 
-Both loops take the same tiles of w (for dw, of x), 64 of D by `width`, through the same slots (`ring`): what was summed over in
-the first product are columns of the second. A warpgroup makes the slopes that it multiplies, so the two share slots alone.
+Both loops take the same tiles of w (for dw, of x), 64 of D by `width`, through the same slots
+(`ring`): what was summed over in the first product are columns of the second. A warpgroup makes the
+slopes that it multiplies, so the two share slots alone.
 
-A gradient's rows over all of D are more than a core's registers and shared memory hold: between groups they lie in a float32
-array of global memory that only this block touches, where each element is read and written by one and the same thread. So there
-is no atomic operation, sums are added in one order, and two runs give the same bits. The last group rounds and writes the
-result instead.
+A gradient's rows over all of D are more than a core's registers and shared memory hold: between
+groups they lie in a float32 array of global memory that only this block touches, where each element
+is read and written by one and the same thread. So there is no atomic operation, sums are added in
+one order, and two runs give the same bits. The last group rounds and writes the result instead.
 """
 
 import dataclasses
@@ -28,13 +32,26 @@ from pallas_kernels import mosaic_gpu as plgpu
 from pallas_kernels import registers
 from pallas_kernels.linear_cross_entropy.kernel_config import COLUMNS
 from pallas_kernels.linear_cross_entropy.reference import Form
-from pallas_kernels.linear_cross_entropy.ring import COPIES, LOADER_REGISTERS, MULTIPLIER_REGISTERS, WARPGROUPS, Ring, loop
+from pallas_kernels.linear_cross_entropy.ring import (
+    COPIES,
+    LOADER_REGISTERS,
+    MULTIPLIER_REGISTERS,
+    WARPGROUPS,
+    Ring,
+    loop,
+)
 from pallas_kernels.linear_cross_entropy.sweep import HALF, Sweep
 from pallas_kernels.shared_memory import swizzled
 
 
 def gradient(
-    form: Form, sweep: Sweep, x: jax.Array, w: jax.Array, tokens: tuple[jax.Array, ...], unit: jax.Array, out_types: list[Any]
+    form: Form,
+    sweep: Sweep,
+    x: jax.Array,
+    w: jax.Array,
+    tokens: tuple[jax.Array, ...],
+    unit: jax.Array,
+    out_types: list[Any],
 ) -> jax.Array:
     """Return dx[T', D'] or dw[D', V'] in whole pieces.
 
@@ -49,12 +66,23 @@ def gradient(
     """
     config = sweep.config
 
-    def body(x_gmem: Any, w_gmem: Any, token_gmems: Any, unit_gmem: Any, out_gmem: Any, sums_gmem: Any = None) -> None:
-        count = (sweep.num_items - lax.axis_index("block") + sweep.num_blocks - 1) // sweep.num_blocks
+    def body(
+        x_gmem: Any,
+        w_gmem: Any,
+        token_gmems: Any,
+        unit_gmem: Any,
+        out_gmem: Any,
+        sums_gmem: Any = None,
+    ) -> None:
+        count = (
+            sweep.num_items - lax.axis_index("block") + sweep.num_blocks - 1
+        ) // sweep.num_blocks
 
         def scope(x_smem: Any, w_smem: Any, slopes_smem: Any, full: Any, empty: Any) -> None:
             ring = Ring(config.num_backward_stages, x_smem, w_smem, full, empty)
-            multiplier = _Multiplier(form, sweep, ring, slopes_smem, token_gmems, unit_gmem, out_gmem, sums_gmem)
+            multiplier = _Multiplier(
+                form, sweep, ring, slopes_smem, token_gmems, unit_gmem, out_gmem, sums_gmem
+            )
             lax.cond(
                 lax.axis_index("warpgroup") == WARPGROUPS,
                 lambda: _load(sweep, ring, count, x_gmem, w_gmem),
@@ -75,7 +103,12 @@ def gradient(
     call: Any = pl.kernel(
         body,
         out_type=out_types,
-        mesh=plgpu.Mesh(grid=(sweep.num_blocks,), grid_names=("block",), num_threads=WARPGROUPS + 1, thread_name="warpgroup"),
+        mesh=plgpu.Mesh(
+            grid=(sweep.num_blocks,),
+            grid_names=("block",),
+            num_threads=WARPGROUPS + 1,
+            thread_name="warpgroup",
+        ),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         name=f"linear_cross_entropy_d{'x' if sweep.of_x else 'w'}",
     )
@@ -112,13 +145,20 @@ def _load(sweep: Sweep, ring: Ring, count: Any, x_gmem: Any, w_gmem: Any) -> Non
                 starts = [n * size for n in range(COPIES)]
                 if sweep.of_x:
                     at = pl.ds(column, columns)
-                    return [(w_gmem.at[pl.ds(part + n, size), at], ring.w.at[slot, pl.ds(n, size)]) for n in starts]
+                    return [
+                        (w_gmem.at[pl.ds(part + n, size), at], ring.w.at[slot, pl.ds(n, size)])
+                        for n in starts
+                    ]
                 at = pl.ds(part, COLUMNS)
-                return [(x_gmem.at[pl.ds(row + n, size), at], ring.x.at[slot, pl.ds(n, size)]) for n in starts]
+                return [
+                    (x_gmem.at[pl.ds(row + n, size), at], ring.x.at[slot, pl.ds(n, size)])
+                    for n in starts
+                ]
 
             ring.fill(first + num_slopes * sweep.num_steps + step, copies)
 
-        # In the order in which the multiplying warpgroups use them: tiles by parts of D, then parts of D by tiles.
+        # In the order in which the multiplying warpgroups use them: tiles by parts of D, then parts
+        # of D by tiles.
         loop(0, num_slopes * sweep.num_steps, load_logits)
         loop(0, num_slopes * sweep.num_steps, load_swept)
 
@@ -145,11 +185,20 @@ class _Multiplier:
 
         def of_group(item: Any, group: Any) -> None:
             first = (item * sweep.num_groups + group) * sweep.steps_a_group
-            loop(0, sweep.config.num_slopes, lambda i: self._slopes(item, group, i, first + i * sweep.num_steps))
-            # The next products read the slopes by wgmma, which sees what threads wrote only after this.
+            loop(
+                0,
+                sweep.config.num_slopes,
+                lambda i: self._slopes(item, group, i, first + i * sweep.num_steps),
+            )
+            # The next products read the slopes by wgmma, which sees what threads wrote only after
+            # this.
             plgpu.commit_smem()
             first += sweep.config.num_slopes * sweep.num_steps
-            loop(0, sweep.num_steps, lambda d: self._add(item, group, d, first + d * sweep.config.num_slopes))
+            loop(
+                0,
+                sweep.num_steps,
+                lambda d: self._add(item, group, d, first + d * sweep.config.num_slopes),
+            )
 
         loop(0, count, lambda item: loop(0, sweep.num_groups, lambda group: of_group(item, group)))
 
@@ -172,18 +221,29 @@ class _Multiplier:
             column += warpgroup * HALF
         # In pieces of 64 x 64, or the values between sums and slopes would not fit the registers.
         for r in range(0, rows, HALF):
-            label, lse, weight = (registers.load(gmem.at[pl.ds(row + r, HALF)], registers.row_layout()) for gmem in self.tokens)
+            label, lse, weight = (
+                registers.load(gmem.at[pl.ds(row + r, HALF)], registers.row_layout())
+                for gmem in self.tokens
+            )
             for c in range(0, columns, COLUMNS):
-                chunk = sums[r : r + HALF, c : c + COLUMNS]  # [tokens, vocabulary], for dx and for dw
+                chunk = sums[
+                    r : r + HALF, c : c + COLUMNS
+                ]  # [tokens, vocabulary], for dx and for dw
 
                 def spread(of_row: jax.Array, shape: tuple[int, ...] = chunk.shape) -> jax.Array:
                     return lax.broadcast_in_dim(of_row, shape, (0,))
 
-                at = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, chunk.shape, 1), plgpu.Layout.WGMMA)
-                slope = self.form.slope(self.form.cap(chunk), spread(lse), at == spread(label - (column + c)))
+                at = plgpu.layout_cast(
+                    lax.broadcasted_iota(jnp.int32, chunk.shape, 1), plgpu.Layout.WGMMA
+                )
+                slope = self.form.slope(
+                    self.form.cap(chunk), spread(lse), at == spread(label - (column + c))
+                )
                 # Columns of padding have logits of 0, and so a probability.
                 slope = jnp.where(at < sweep.columns - (column + c), slope * spread(weight), 0.0)
-                self.slopes[i, warpgroup, r : r + HALF, c : c + COLUMNS] = slope.astype(self.slopes.dtype)
+                self.slopes[i, warpgroup, r : r + HALF, c : c + COLUMNS] = slope.astype(
+                    self.slopes.dtype
+                )
 
     def _add(self, item: Any, group: Any, d: Any, first: Any) -> None:
         """Add a group's products to part d of the gradient."""
@@ -191,7 +251,9 @@ class _Multiplier:
 
         def operands(i: Any, slot: Any) -> tuple[Any, Any]:
             if sweep.of_x:
-                return self.slopes.at[i, warpgroup], plgpu.transpose_ref(self.ring.w.at[slot], (1, 0))
+                return self.slopes.at[i, warpgroup], plgpu.transpose_ref(
+                    self.ring.w.at[slot], (1, 0)
+                )
             return plgpu.transpose_ref(self.ring.x.at[slot], (1, 0)), self.slopes.at[i, warpgroup]
 
         def products() -> jax.Array:
@@ -208,8 +270,11 @@ class _Multiplier:
             finish(products())
             return
         sums = self.sums.at[(lax.axis_index("block"), *sweep.own(0, d))]
-        before = registers.load(sums, plgpu.Layout.WGMMA)  # asked for now, on its way while products are made
-        # The first group reads what was never written, or another item's sums: a select drops them, even if they are NaN.
+        before = registers.load(
+            sums, plgpu.Layout.WGMMA
+        )  # asked for now, on its way while products are made
+        # The first group reads what was never written, or another item's sums: a select drops them,
+        # even if they are NaN.
         is_first = lax.broadcast_in_dim(group == 0, before.shape, ())
         total = jnp.where(is_first, 0.0, before) + products()
 

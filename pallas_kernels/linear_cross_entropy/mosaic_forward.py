@@ -1,13 +1,15 @@
-"""The forward kernel of `linear_cross_entropy` on Hopper: statistics of each token's logits, and no logit leaves a core.
+"""The forward kernel of `linear_cross_entropy` on Hopper: statistics of each token's logits, and no
+logit leaves a core.
 
     item (t, p):  m = -inf, l = y = u = 0                      a block of tokens t, a part p of the vocabulary
       for v in p: z = cap(sum_k x[t, k] w[k, v])               float32, in registers
                   m' = max(m, max z),  l = l exp(m - m') + sum exp(z - m'),  y += z[label],  u += sum z
       m, l, y, u -> stats[p, t]
 
-A block has one loading warpgroup and two that multiply, each half of the tokens (`ring`). A token's logits are in four threads
-of one of them, so that no statistic crosses warpgroups. The parts are joined outside, 16 bytes a token and part. The grid is as
-large as the GPU, and parts vary fastest over it: blocks that run together share some tokens and some columns in the L2 cache.
+A block has one loading warpgroup and two that multiply, each half of the tokens (`ring`). A token's
+logits are in four threads of one of them, so that no statistic crosses warpgroups. The parts are
+joined outside, 16 bytes a token and part. The grid is as large as the GPU, and parts vary fastest
+over it: blocks that run together share some tokens and some columns in the L2 cache.
 """
 
 from typing import Any
@@ -21,7 +23,14 @@ from pallas_kernels import mosaic_gpu as plgpu
 from pallas_kernels import registers
 from pallas_kernels.linear_cross_entropy.kernel_config import COLUMNS, ROWS, KernelConfig
 from pallas_kernels.linear_cross_entropy.reference import Form
-from pallas_kernels.linear_cross_entropy.ring import COPIES, LOADER_REGISTERS, MULTIPLIER_REGISTERS, WARPGROUPS, Ring, loop
+from pallas_kernels.linear_cross_entropy.ring import (
+    COPIES,
+    LOADER_REGISTERS,
+    MULTIPLIER_REGISTERS,
+    WARPGROUPS,
+    Ring,
+    loop,
+)
 from pallas_kernels.shared_memory import swizzled
 
 HALF = ROWS // WARPGROUPS
@@ -31,9 +40,16 @@ STATS = 4  # max, sum of exponentials, logit of the label, sum of logits
 
 
 def stats(
-    form: Form, config: KernelConfig, x: jax.Array, w: jax.Array, columns: int, labels: jax.Array, out_type: Any
+    form: Form,
+    config: KernelConfig,
+    x: jax.Array,
+    w: jax.Array,
+    columns: int,
+    labels: jax.Array,
+    out_type: Any,
 ) -> jax.Array:
-    """Return float32[num_parts, STATS, T'] for x[T, D], w[D, V'] and int32 labels[T'], T' a multiple of ROWS.
+    """Return float32[num_parts, STATS, T'] for x[T, D], w[D, V'] and int32 labels[T'], T' a
+    multiple of ROWS.
 
     Columns of w from `columns` on count nothing.
     """
@@ -51,11 +67,18 @@ def stats(
         count = (num_items - block + num_blocks - 1) // num_blocks
 
         def place(item: Any) -> tuple[Any, Any, Any, Any]:
-            """Return an item's first token, its part, its first tile of the vocabulary and how many it has."""
+            """Return an item's first token, its part, its first tile of the vocabulary and how many
+            it has.
+            """
             index = block + item * num_blocks
             part = lax.rem(index, num_parts)
             first = part * tiles_a_part
-            return lax.div(index, num_parts) * ROWS, part, first, jnp.minimum(num_tiles - first, tiles_a_part)
+            return (
+                lax.div(index, num_parts) * ROWS,
+                part,
+                first,
+                jnp.minimum(num_tiles - first, tiles_a_part),
+            )
 
         def fill(ring: Ring) -> None:
             plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
@@ -79,7 +102,8 @@ def stats(
                     loop(0, num_steps, load_step)
 
                 loop(0, tiles, load_tile)
-                # Carried, and not computed from the item: the last part may have fewer tiles than the others.
+                # Carried, and not computed from the item: the last part may have fewer tiles than
+                # the others.
                 return done + tiles * num_steps
 
             ring.drain(lax.fori_loop(0, count, load_item, jnp.int32(0)))
@@ -100,10 +124,16 @@ def stats(
                         (HALF, config.block_v),
                         lambda _, slot: (ring.x.at[slot, pl.ds(start, HALF)], ring.w.at[slot]),
                     )
-                    return _join(form, sums, label, columns, (first + tile) * config.block_v, *carry)
+                    return _join(
+                        form, sums, label, columns, (first + tile) * config.block_v, *carry
+                    )
 
-                zero = plgpu.layout_cast(jnp.full((HALF,), 0.0, jnp.float32), registers.row_layout())
-                lowest = plgpu.layout_cast(jnp.full((HALF,), -jnp.inf, jnp.float32), registers.row_layout())
+                zero = plgpu.layout_cast(
+                    jnp.full((HALF,), 0.0, jnp.float32), registers.row_layout()
+                )
+                lowest = plgpu.layout_cast(
+                    jnp.full((HALF,), -jnp.inf, jnp.float32), registers.row_layout()
+                )
                 statistics = lax.fori_loop(0, tiles, of_tile, (lowest, zero, zero, zero))
                 for n, each in enumerate(statistics):
                     stats_gmem[part, n, tokens] = each
@@ -113,7 +143,11 @@ def stats(
 
         def scope(x_smem: Any, w_smem: Any, full: Any, empty: Any) -> None:
             ring = Ring(config.num_stages, x_smem, w_smem, full, empty)
-            lax.cond(lax.axis_index("warpgroup") == WARPGROUPS, lambda: fill(ring), lambda: multiply(ring))
+            lax.cond(
+                lax.axis_index("warpgroup") == WARPGROUPS,
+                lambda: fill(ring),
+                lambda: multiply(ring),
+            )
 
         pl.run_scoped(
             scope,
@@ -127,9 +161,16 @@ def stats(
     call: Any = pl.kernel(
         body,
         out_type=out_type,
-        mesh=plgpu.Mesh(grid=(num_blocks,), grid_names=("block",), num_threads=WARPGROUPS + 1, thread_name="warpgroup"),
+        mesh=plgpu.Mesh(
+            grid=(num_blocks,),
+            grid_names=("block",),
+            num_threads=WARPGROUPS + 1,
+            thread_name="warpgroup",
+        ),
         # No sum crosses warps, whose scratch memory both warpgroups would share.
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, reduction_scratch_bytes=0),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, reduction_scratch_bytes=0
+        ),
         name="linear_cross_entropy",
     )
     return call(x, w, labels)
@@ -145,7 +186,9 @@ def _join(
     for first in range(0, sums.shape[1], CHUNK):
         z = form.cap(sums[:, first : first + CHUNK])  # [HALF, CHUNK]
         column = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, z.shape, 1), plgpu.Layout.WGMMA)
-        statistics = _join_chunk(form, z, column, label - (start + first), columns - (start + first), *statistics)
+        statistics = _join_chunk(
+            form, z, column, label - (start + first), columns - (start + first), *statistics
+        )
     return statistics
 
 
@@ -166,7 +209,8 @@ def _join_chunk(
         return lax.broadcast_in_dim(row, z.shape, (0,))
 
     there = column < stop
-    # A part begins with a column that exists. So `largest` is finite from the first chunk on, and nothing is inf - inf.
+    # A part begins with a column that exists. So `largest` is finite from the first chunk on, and
+    # nothing is inf - inf.
     inside = jnp.where(there, z, -jnp.inf)
     before, largest = largest, jnp.maximum(largest, inside.max(1))
     total = total * jnp.exp(before - largest) + jnp.exp(inside - spread(largest)).sum(1)

@@ -4,10 +4,11 @@
     lse[t]  = log sum_v exp z[t, v]
     loss[t] = lse - (1 - e) z[t, y_t] - e / V sum_v z[t, v] + k lse^2
 
-for the label y_t: cross entropy to a label that keeps 1 - e and spreads e evenly over the vocabulary (label smoothing, Szegedy
-et al., arXiv:1512.00567), with the penalty k lse^2 that keeps the normaliser near 1 (z-loss, PaLM, arXiv:2204.02311, section
-5) and the cap on logits of Gemma 2 (arXiv:2408.00118, section 2). A token of
-a negative label counts nothing: its loss is 0.
+for the label y_t: cross entropy to a label that keeps 1 - e and spreads e evenly over the
+  vocabulary (label smoothing, Szegedy
+et al., arXiv:1512.00567), with the penalty k lse^2 that keeps the normaliser near 1 (z-loss, PaLM,
+arXiv:2204.02311, section 5) and the cap on logits of Gemma 2 (arXiv:2408.00118, section 2). A token
+of a negative label counts nothing: its loss is 0.
 
 The slope of a token's loss, which kernels spell out,
 
@@ -40,10 +41,14 @@ class Form:
 
     def cap(self, products: jax.Array) -> jax.Array:
         """Return logits of `x @ w`."""
-        return products if self.softcap is None else self.softcap * jnp.tanh(products / self.softcap)
+        return (
+            products if self.softcap is None else self.softcap * jnp.tanh(products / self.softcap)
+        )
 
     def loss(self, lse: jax.Array, of_label: jax.Array, total: jax.Array) -> jax.Array:
-        """Return each token's loss, of its log-sum-exp, its label's logit and the sum of its logits."""
+        """Return each token's loss, of its log-sum-exp, its label's logit and the sum of its
+        logits.
+        """
         e = self.label_smoothing
         loss = lse - (1 - e) * of_label + self.z_loss * lse * lse
         return loss - e / self.vocab * total if e else loss
@@ -51,7 +56,9 @@ class Form:
     def slope(self, logits: jax.Array, lse: jax.Array, is_label: jax.Array) -> jax.Array:
         """Return d loss / d (x @ w) of `logits[T, n]`, some columns of them; lse may be `[T, 1]`."""
         e = self.label_smoothing
-        slope = (1 + 2 * self.z_loss * lse) * jnp.exp(logits - lse) - jnp.where(is_label, 1 - e, 0.0)
+        slope = (1 + 2 * self.z_loss * lse) * jnp.exp(logits - lse) - jnp.where(
+            is_label, 1 - e, 0.0
+        )
         if e:
             slope = slope - e / self.vocab
         return slope if self.softcap is None else slope * (1 - (logits / self.softcap) ** 2)
@@ -60,7 +67,9 @@ class Form:
 def losses(form: Form, x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
     """Return float32 losses[T] for x[T, D], w[D, V] and labels[T], as above."""
     # By default accelerators multiply float32 with fewer bits (TF32 on GPUs).
-    products = jnp.dot(x.astype(jnp.float32), w.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    products = jnp.dot(
+        x.astype(jnp.float32), w.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+    )
     logits = form.cap(products)
     # Labels out of range read some logit: the caller replaces those losses, by 0 or by NaN.
     of_label = jnp.take_along_axis(logits, jnp.clip(labels, 0, form.vocab - 1)[:, None], 1)[:, 0]

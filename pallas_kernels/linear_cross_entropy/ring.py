@@ -1,9 +1,11 @@
-"""Tiles of x and w on their way through shared memory: a ring of slots that one warpgroup fills and two empty.
+"""Tiles of x and w on their way through shared memory: a ring of slots that one warpgroup fills and
+two empty.
 
-The tensor memory accelerator (TMA) copies a tile of x and one of w into a slot; wgmma reads both from there. Two barriers a
-slot order them: `full`, on which its two copies arrive, and `empty`, on which each multiplying warpgroup arrives when the
-product that read the slot has ended. That is one product later, so that one is always in flight. Steps are counted through over
-all tiles of a block, so the loader runs ahead into the next tile while one ends.
+The tensor memory accelerator (TMA) copies a tile of x and one of w into a slot; wgmma reads both
+from there. Two barriers a slot order them: `full`, on which its two copies arrive, and `empty`, on
+which each multiplying warpgroup arrives when the product that read the slot has ended. That is one
+product later, so that one is always in flight. Steps are counted through over all tiles of a block,
+so the loader runs ahead into the next tile while one ends.
 
     loader     s:  wait empty[s - num_stages];  two copies -> slot
     multiplier s:  wait full[s];  acc += a @ b;  wait for product s - 1;  arrive empty[s - 1]
@@ -24,7 +26,10 @@ COPIES = 2
 """Of each step: what its barrier counts."""
 WARPGROUPS = 2
 """That multiply; one more loads."""
-LOADER_REGISTERS, MULTIPLIER_REGISTERS = 40, 232  # a thread; 128 * (40 + 2 * 232) = 63 Ki of the 64 Ki that a core has
+LOADER_REGISTERS, MULTIPLIER_REGISTERS = (
+    40,
+    232,
+)  # a thread; 128 * (40 + 2 * 232) = 63 Ki of the 64 Ki that a core has
 
 
 def loop(start: Any, stop: Any, body: Callable[[Any], None]) -> None:
@@ -52,7 +57,9 @@ class Ring:
         return lax.rem(step, self.num_stages)
 
     def fill(self, step: Any, copies: Callable[[Any], list[tuple[Any, Any]]]) -> None:
-        """Start the copies of a step, pairs of global and shared memory for its slot, once that is empty."""
+        """Start the copies of a step, pairs of global and shared memory for its slot, once that is
+        empty.
+        """
         slot = self.slot(step)
 
         # In the first round every slot is empty, and nobody arrives for it.
@@ -60,7 +67,8 @@ class Ring:
         def _():
             plgpu.barrier_wait(self.empty.at[slot])
 
-        # As many as `full` counts: with fewer a multiplier would wait forever, with more it would start too early.
+        # As many as `full` counts: with fewer a multiplier would wait forever, with more it would
+        # start too early.
         pairs = copies(slot)
         assert len(pairs) == COPIES
         for gmem, smem in pairs:
@@ -68,10 +76,18 @@ class Ring:
 
     def drain(self, steps: Any) -> None:
         """Wait until all of `steps` steps were used, so that barriers are left as they were found."""
-        loop(jnp.maximum(steps - self.num_stages, 0), steps, lambda step: plgpu.barrier_wait(self.empty.at[self.slot(step)]))
+        loop(
+            jnp.maximum(steps - self.num_stages, 0),
+            steps,
+            lambda step: plgpu.barrier_wait(self.empty.at[self.slot(step)]),
+        )
 
     def products(
-        self, first: Any, count: int, shape: tuple[int, int], operands: Callable[[Any, Any], tuple[Any, Any]]
+        self,
+        first: Any,
+        count: int,
+        shape: tuple[int, int],
+        operands: Callable[[Any, Any], tuple[Any, Any]],
     ) -> jax.Array:
         """Return the float32 sum, of this shape, of the products of `count` steps from `first`.
 

@@ -4,13 +4,15 @@
     w[D, V_vocab]                         the vocabulary over others: `tensor`
     w[D_fsdp, V_vocab]                    and at rest also over axes that split tokens, on either dim
 
-Each device computes its columns for its tokens. Over the axes of the vocabulary log-sum-exps are joined (pmax, and psum, of
-numbers a token) and dx is summed: dx[T, D]{U_vocab} -> dx[T, D]. Over those of tokens dw is summed: dw[D, V]{U_tokens} ->
-dw[D, V]. Both sums are of arrays in the inputs' dtype, as those of the partitioner are.
+Each device computes its columns for its tokens. Over the axes of the vocabulary log-sum-exps are
+joined (pmax, and psum, of numbers a token) and dx is summed: dx[T, D]{U_vocab} -> dx[T, D]. Over
+those of tokens dw is summed: dw[D, V]{U_tokens} -> dw[D, V]. Both sums are of arrays in the inputs'
+dtype, as those of the partitioner are.
 
-Where w rests split over an axis of the tokens, it is gathered a tile at a time, w[D_fsdp, v] -> w[D, v], used and released,
-and a tile's gradient is reduce-scattered as it is made: no device holds the whole matrix. Where w arrives whole, its gradient
-may still go to shards (`dw`), which halves the bytes of its reduction.
+Where w rests split over an axis of the tokens, it is gathered a tile at a time, w[D_fsdp, v] ->
+w[D, v], used and released, and a tile's gradient is reduce-scattered as it is made: no device holds
+the whole matrix. Where w arrives whole, its gradient may still go to shards (`dw`), which halves
+the bytes of its reduction.
 """
 
 import dataclasses
@@ -29,11 +31,14 @@ class Split:
     Attributes:
       mesh: concrete or abstract.
       tokens: axes that split dim 0 of x and of labels.
-      w: spec of w. Axes among `tokens` are gathered on use; the others, on dim V alone, split the vocabulary.
-      dw: spec of w's gradient; None is `w`. It may name axes among `tokens` that `w` does not, on one dim.
+      w: spec of w. Axes among `tokens` are gathered on use; the others, on dim V alone, split the
+        vocabulary.
+      dw: spec of w's gradient; None is `w`. It may name axes among `tokens` that `w` does not, on
+        one dim.
 
     Raises:
-      ValueError: an unknown axis, one named twice, or one that splits neither tokens nor the vocabulary.
+      ValueError: an unknown axis, one named twice, or one that splits neither tokens nor the
+        vocabulary.
     """
 
     mesh: Any
@@ -48,9 +53,17 @@ class Split:
                 raise ValueError(
                     f"linear_cross_entropy: the spec {spec} of {name}[D, V] must have one entry a dim, an axis once"
                 )
-            if unknown := [axis for axis in (*used, *self.tokens) if axis not in self.mesh.axis_names]:
-                raise ValueError(f"linear_cross_entropy: the mesh has axes {self.mesh.axis_names}, and not {unknown}")
-            if wrong := [axis for axis in (*_entry(spec, 0), *used) if axis not in (*self.tokens, *self.vocab)]:
+            if unknown := [
+                axis for axis in (*used, *self.tokens) if axis not in self.mesh.axis_names
+            ]:
+                raise ValueError(
+                    f"linear_cross_entropy: the mesh has axes {self.mesh.axis_names}, and not {unknown}"
+                )
+            if wrong := [
+                axis
+                for axis in (*_entry(spec, 0), *used)
+                if axis not in (*self.tokens, *self.vocab)
+            ]:
                 raise ValueError(
                     f"linear_cross_entropy: {wrong[0]!r} splits {name}[D, V] in {spec}: only axes that split the tokens, "
                     f"{self.tokens}, may split D, and be gathered; the rest split V of w"
@@ -86,7 +99,9 @@ class Split:
     @property
     def scattered(self) -> tuple[str, ...]:
         """Axes over which dw is reduce-scattered."""
-        return tuple(axis for dim in (0, 1) for axis in _entry(self.grad_spec, dim) if axis in self.tokens)
+        return tuple(
+            axis for dim in (0, 1) for axis in _entry(self.grad_spec, dim) if axis in self.tokens
+        )
 
     @property
     def dim(self) -> int:
@@ -116,41 +131,56 @@ class Split:
                 )
 
     def column_ids(self, start: jax.Array, count: int, local: int) -> jax.Array:
-        """Return the places in the whole vocabulary of `count` columns from `start` of this device's `local` ones."""
+        """Return the places in the whole vocabulary of `count` columns from `start` of this
+        device's `local` ones.
+        """
         axes = _entry(self.w, 1)
         first = jax.lax.axis_index(axes) * local if axes else 0
         return first + start + jnp.arange(count)
 
     def gather(self, w: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """All_gather a tile w[D, v] and the places ids[v] of its columns over the axes of tokens that split it."""
+        """All_gather a tile w[D, v] and the places ids[v] of its columns over the axes of tokens
+        that split it.
+        """
         if not self.gathered:
             return w, ids
         if self.dim == 0:
             return jax.lax.all_gather(w, self.gathered, tiled=True), ids
-        # Stacked and then transposed, a tile at a time: for a gather tiled along V XLA would transpose all of w.
+        # Stacked and then transposed, a tile at a time: for a gather tiled along V XLA would
+        # transpose all of w.
         whole = jax.lax.all_gather(w, self.gathered)  # [N, D, v]
-        return jnp.moveaxis(whole, 0, 1).reshape(len(w), -1), jax.lax.all_gather(ids, self.gathered, tiled=True)
+        return jnp.moveaxis(whole, 0, 1).reshape(len(w), -1), jax.lax.all_gather(
+            ids, self.gathered, tiled=True
+        )
 
     def reduce_dw(self, dw: jax.Array) -> jax.Array:
         """Sum dw over the tokens of all devices, and return this device's shard: a part of dim 0."""
-        if self.scattered:  # shards first: the rest of the axes, which may cross nodes, then carry 1 / N of the bytes
+        # shards first: the rest of the axes, which may cross nodes, then carry 1 / N of the bytes
+        if self.scattered:
             dw = jax.lax.psum_scatter(dw, self.scattered, tiled=True)
         rest = tuple(axis for axis in self.tokens if axis not in self.scattered)
         return jax.lax.psum(dw, rest) if rest else dw
 
     def reduce_gradients(self, dx: jax.Array, dw: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Sum dx[T, D] over the vocabulary and dw[D, V] of whole w over the tokens of all devices; dw goes to its shards."""
+        """Sum dx[T, D] over the vocabulary and dw[D, V] of whole w over the tokens of all devices;
+        dw goes to its shards.
+        """
         dx = jax.lax.psum(dx, self.vocab) if self.vocab else dx
         # A reduce-scatter cuts dim 0: for shards of V it is given dw^T.
-        return dx, self.reduce_dw(dw.T).T if self.scattered and self.dim == 1 else self.reduce_dw(dw)
+        return dx, self.reduce_dw(dw.T).T if self.scattered and self.dim == 1 else self.reduce_dw(
+            dw
+        )
 
     def reduce_tile(self, dw: jax.Array) -> jax.Array:
         """Do the same for a tile of gathered columns, dw[D, v]."""
         if self.dim == 0:
             return self.reduce_dw(dw)
         by_device = dw.reshape(len(dw), self.widening, -1)
-        # [N, D, v] -> [N D, v]: each device's columns are one piece of dim 0, which the reduce-scatter cuts.
-        return self.reduce_dw(jnp.moveaxis(by_device, 1, 0).reshape(-1, by_device.shape[2])).reshape(len(dw), -1)
+        # [N, D, v] -> [N D, v]: each device's columns are one piece of dim 0, which the
+        # reduce-scatter cuts.
+        return self.reduce_dw(
+            jnp.moveaxis(by_device, 1, 0).reshape(-1, by_device.shape[2])
+        ).reshape(len(dw), -1)
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:

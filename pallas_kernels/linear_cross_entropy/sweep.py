@@ -1,4 +1,5 @@
-"""How the backward kernel of `linear_cross_entropy` goes through its arrays: what a block owns, and what it sweeps.
+"""How the backward kernel of `linear_cross_entropy` goes through its arrays: what a block owns, and
+what it sweeps.
 
     dx[T, D]   a block owns ROWS tokens, and sweeps the vocabulary      a tile of slopes is [ROWS, width]
     dw[D, V]   a block owns ROWS columns, and sweeps tokens             a tile of slopes is [width, ROWS]
@@ -47,7 +48,9 @@ class Sweep:
 
     @property
     def num_groups(self) -> int:
-        return pl.cdiv(self.vocab if self.of_x else self.tokens, self.config.width * self.config.num_slopes)
+        return pl.cdiv(
+            self.vocab if self.of_x else self.tokens, self.config.width * self.config.num_slopes
+        )
 
     @property
     def num_steps(self) -> int:

@@ -1,8 +1,10 @@
-"""The losses of `linear_cross_entropy` and their derivative: one rule for every implementation and split.
+"""The losses of `linear_cross_entropy` and their derivative: one rule for every implementation and
+split.
 
-From forward to backward are kept x, w, the labels and the log-sum-exp of each token, 4 T bytes; logits are computed again, tile
-by tile. Both directions are one `jax.shard_map` each where arrays are split, with the collectives of `split` spelt out: so the
-rule is opaque to transformations of what surrounds it, and no array [T, V] is ever handed to the partitioner.
+From forward to backward are kept x, w, the labels and the log-sum-exp of each token, 4 T bytes;
+logits are computed again, tile by tile. Both directions are one `jax.shard_map` each where arrays
+are split, with the collectives of `split` spelt out: so the rule is opaque to transformations of
+what surrounds it, and no array [T, V] is ever handed to the partitioner.
 
 There is no forward-mode derivative: `jax.jvp` and `jax.hessian` raise.
 """
@@ -25,7 +27,9 @@ from pallas_kernels.linear_cross_entropy.split import Split
 
 Array = jax.Array
 LSE = "linear_cross_entropy.lse"
-"""Name of the log-sum-exps: a rematerialised region whose policy saves it does not compute the forward pass again."""
+"""Name of the log-sum-exps: a rematerialised region whose policy saves it does not compute the
+forward pass again.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +41,8 @@ class Call:
       config: tiles; None has them chosen.
       num_tiles: of each device's columns; None has them chosen. Not with `config`.
       split: over a mesh, or None.
-      kernel: sizes of the Hopper kernels; where it is given forward's runs, and backward's where it says so. `config` and
-        `num_tiles` are of XLA's loops.
+      kernel: sizes of the Hopper kernels; where it is given forward's runs, and backward's where it
+        says so. `config` and `num_tiles` are of XLA's loops.
     """
 
     form: Form
@@ -49,22 +53,36 @@ class Call:
 
     def pieces(self, x: Array, w: Array, labels: Array) -> xla.Pieces:
         """Return one device's arrays with their tiles."""
-        gathers, widening = (bool(self.split.gathered), self.split.widening) if self.split else (False, 1)
+        gathers, widening = (
+            (bool(self.split.gathered), self.split.widening) if self.split else (False, 1)
+        )
         problem = Problem(x.shape[0], x.shape[1], w.shape[1] * widening, x.dtype.itemsize, gathers)
-        return xla.Pieces(self.form, self.config or choose(problem, self.num_tiles), self.split, x, w, labels)
+        return xla.Pieces(
+            self.form, self.config or choose(problem, self.num_tiles), self.split, x, w, labels
+        )
 
     def places(self, w: Array, labels: Array) -> Array:
         """Return labels as places among one device's columns, w[D, v]; those of others are outside."""
-        return labels - self.split.column_ids(jnp.int32(0), 1, w.shape[1]) if self.split and self.split.vocab else labels
+        return (
+            labels - self.split.column_ids(jnp.int32(0), 1, w.shape[1])
+            if self.split and self.split.vocab
+            else labels
+        )
 
     def mapped(self, fn: Callable[..., Any], in_specs: str, out_specs: str) -> Callable[..., Any]:
-        """Return `fn` of each device's pieces; a letter a spec: x of [T, D], t of [T], w of [D, V], g of w's gradient."""
+        """Return `fn` of each device's pieces; a letter a spec: x of [T, D], t of [T], w of [D, V],
+        g of w's gradient.
+        """
         if self.split is None:
             return fn
         tokens = PartitionSpec(self.split.tokens)
         specs = {"x": tokens, "t": tokens, "w": self.split.w, "g": self.split.grad_spec}
-        ins, outs = (tuple(specs[letter] for letter in letters) for letters in (in_specs, out_specs))
-        return jax.shard_map(fn, mesh=self.split.mesh, in_specs=ins, out_specs=outs, check_vma=False)
+        ins, outs = (
+            tuple(specs[letter] for letter in letters) for letters in (in_specs, out_specs)
+        )
+        return jax.shard_map(
+            fn, mesh=self.split.mesh, in_specs=ins, out_specs=outs, check_vma=False
+        )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -92,7 +110,9 @@ def _backward(call: Call, residuals: Any, dloss: Array) -> tuple[Array, Array, N
         # The cotangent of a token that counts nothing may be anything, NaN included.
         weight = jnp.where(labels >= 0, dloss, 0)
         if call.kernel is not None and call.kernel.backward:
-            grads = mosaic.backward(call.form, call.kernel, x, w, call.places(w, labels), lse, weight)
+            grads = mosaic.backward(
+                call.form, call.kernel, x, w, call.places(w, labels), lse, weight
+            )
             return call.split.reduce_gradients(*grads) if call.split else grads
         return xla.backward(call.pieces(x, w, labels), lse, weight)
 

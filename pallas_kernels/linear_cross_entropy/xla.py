@@ -1,4 +1,5 @@
-"""`linear_cross_entropy` as XLA computes it: loops over tiles of tokens and vocabulary, products of the inputs' dtype.
+"""`linear_cross_entropy` as XLA computes it: loops over tiles of tokens and vocabulary, products of
+the inputs' dtype.
 
     forward                                       backward in one pass              backward in two passes
     for v: w_v                                    for v: w_v, dw_v = 0              for t: dx_t = 0
@@ -6,16 +7,18 @@
         join max, sum, z[label], sum of z               dx_t += s w_v^T             for v: dw_v = 0
                                                         dw_v += x_t^T s               for t: dw_v += x_t^T slope(x_t w_v)
 
-The log-sum-exp is joined online (Milakov and Gimelshein, arXiv:1805.02867): a maximum m and a sum l of exp(z - m) become,
-with a tile's, m' = max(m, max z) and l exp(m - m') + sum exp(z - m').
+The log-sum-exp is joined online (Milakov and Gimelshein, arXiv:1805.02867): a maximum m and a sum l
+of exp(z - m) become, with a tile's, m' = max(m, max z) and l exp(m - m') + sum exp(z - m').
 
-Slopes are rounded to the inputs' dtype for the two products of backward, so they are kept near 1: the cotangents of the tokens,
-1 / T each for a mean, are divided by their largest, which multiplies the float32 sums afterwards. In float16, whose numbers end
-at 6e-8, that is not enough for probabilities of a vocabulary of 1e5: there slopes are multiplied by 2^12 too.
+Slopes are rounded to the inputs' dtype for the two products of backward, so they are kept near 1:
+the cotangents of the tokens, 1 / T each for a mean, are divided by their largest, which multiplies
+the float32 sums afterwards. In float16, whose numbers end at 6e-8, that is not enough for
+probabilities of a vocabulary of 1e5: there slopes are multiplied by 2^12 too.
 
-Tiles of dims that blocks do not divide: the last starts early enough to be whole and overlaps the one before, so that no array
-is padded, which would be a copy. In a tile, `fresh` are the places that were not in the one before; the others count nothing,
-and are not written.
+Tiles of dims that blocks do not divide: the last starts early enough to be whole and overlaps the
+  one before, so that no array
+is padded, which would be a copy. In a tile, `fresh` are the places that were not in the one before;
+the others count nothing, and are not written.
 """
 
 import dataclasses
@@ -33,7 +36,8 @@ Array = jax.Array
 STALE = -1
 """The place of a column that the tile before had: that of no label that counts."""
 HEADROOM = {jnp.dtype(jnp.float16): 2.0**12}
-"""Slopes are multiplied by it: at most about 2 in absolute value, they stay below float16's 65504."""
+"""Slopes are multiplied by it: at most about 2 in absolute value, they stay below float16's 65504.
+"""
 
 
 class Stats(NamedTuple):
@@ -82,7 +86,10 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """One device's x[T, D], w[D, V] and labels[T], in tiles. Labels of tokens that count nothing are negative."""
+    """One device's x[T, D], w[D, V] and labels[T], in tiles.
+
+    Labels of tokens that count nothing are negative.
+    """
 
     form: Form
     config: Config
@@ -103,13 +110,20 @@ class Pieces:
 
     @property
     def sends_columns(self) -> bool:
-        """Tell whether all of dw is summed here and its columns go to other devices: then it is dw^T[V, D], for shards to be
-        whole pieces of memory.
+        """Tell whether all of dw is summed here and its columns go to other devices: then it is
+        dw^T[V, D], for shards to be whole pieces of memory.
         """
-        return self.split is not None and not self.split.gathered and bool(self.split.scattered) and self.split.dim == 1
+        return (
+            self.split is not None
+            and not self.split.gathered
+            and bool(self.split.scattered)
+            and self.split.dim == 1
+        )
 
     def read_w(self, k: Array) -> tuple[Array, Array]:
-        """Return tile k of the columns, w[D, v], and their places[v] in the vocabulary; STALE where they are not fresh."""
+        """Return tile k of the columns, w[D, v], and their places[v] in the vocabulary; STALE where
+        they are not fresh.
+        """
         tiles = self.columns
         w, fresh = tiles.read(self.w, k, 1), tiles.fresh(k)
         places = jnp.arange(tiles.block) + tiles.start(k)
@@ -121,10 +135,13 @@ class Pieces:
 
     def logits(self, t: Array, w: Array) -> Array:
         """Return float32 logits[block_t, v] of a tile of tokens."""
-        return self.form.cap(jnp.dot(self.rows.read(self.x, t, 0), w, preferred_element_type=jnp.float32))
+        return self.form.cap(
+            jnp.dot(self.rows.read(self.x, t, 0), w, preferred_element_type=jnp.float32)
+        )
 
     def is_label(self, t: Array, places: Array) -> Array:
-        # A label of -1 equals STALE and matches stale columns. Its token counts nothing, so that this has no effect.
+        # A label of -1 equals STALE and matches stale columns. Its token counts nothing, so that
+        # this has no effect.
         return self.rows.read(self.labels, t, 0)[:, None] == places[None, :]
 
 
@@ -142,14 +159,16 @@ def forward(pieces: Pieces) -> Stats:
         fresh = (places != STALE)[None, :] if pieces.columns.overlap else None
 
         def over_tokens(t: Array, stats: Stats) -> Stats:
-            # The statistics of rows in the overlap have this tile already. What is joined to them again is not written.
+            # The statistics of rows in the overlap have this tile already. What is joined to them
+            # again is not written.
             before = Stats(*(rows.read(a, t, 0) for a in stats))
             z = pieces.logits(t, w)  # [block_t, v]
             inside = z if fresh is None else jnp.where(fresh, z, -jnp.inf)
             largest = jnp.maximum(before.max, inside.max(1))
             after = Stats(
                 largest,
-                before.sum * jnp.exp(before.max - largest) + jnp.exp(inside - largest[:, None]).sum(1),
+                before.sum * jnp.exp(before.max - largest)
+                + jnp.exp(inside - largest[:, None]).sum(1),
                 before.of_label + jnp.where(pieces.is_label(t, places), z, 0).sum(1),
                 before.total + (z if fresh is None else jnp.where(fresh, z, 0)).sum(1),
             )
@@ -158,7 +177,11 @@ def forward(pieces: Pieces) -> Stats:
         return loop(rows.count, over_tokens, stats)
 
     zeros = jnp.zeros(rows.size, jnp.float32)
-    return loop(pieces.columns.count, over_vocab, Stats(jnp.full(rows.size, -jnp.inf, jnp.float32), zeros, zeros, zeros))
+    return loop(
+        pieces.columns.count,
+        over_vocab,
+        Stats(jnp.full(rows.size, -jnp.inf, jnp.float32), zeros, zeros, zeros),
+    )
 
 
 def joined(stats: Stats, axes: tuple[str, ...]) -> Stats:
@@ -171,7 +194,9 @@ def joined(stats: Stats, axes: tuple[str, ...]) -> Stats:
 
 
 def scaled(weight: Array, dtype: Any) -> tuple[Array, Array]:
-    """Return weights of tokens whose slopes `dtype` keeps, and the factor of their sums that undoes the scaling."""
+    """Return weights of tokens whose slopes `dtype` keeps, and the factor of their sums that undoes
+    the scaling.
+    """
     headroom = HEADROOM.get(dtype, 1.0)
     # Where no token counts, weights are 0 and any unit serves.
     largest = jnp.abs(weight).max()
@@ -180,7 +205,8 @@ def scaled(weight: Array, dtype: Any) -> tuple[Array, Array]:
 
 
 def backward(pieces: Pieces, lse: Array, weight: Array) -> tuple[Array, Array]:
-    """Return dx[T, D] of this device's columns, and dw[D, V] of all tokens where w is, or as the split sends it.
+    """Return dx[T, D] of this device's columns, and dw[D, V] of all tokens where w is, or as the
+    split sends it.
 
     Args:
       pieces: what forward had.
@@ -193,7 +219,9 @@ def backward(pieces: Pieces, lse: Array, weight: Array) -> tuple[Array, Array]:
 
     def slopes(t: Array, w_v: Array, places: Array) -> Array:
         """Return slopes[block_t, v] in x's dtype, 0 for what is not fresh."""
-        slope = pieces.form.slope(pieces.logits(t, w_v), rows.read(lse, t, 0)[:, None], pieces.is_label(t, places))
+        slope = pieces.form.slope(
+            pieces.logits(t, w_v), rows.read(lse, t, 0)[:, None], pieces.is_label(t, places)
+        )
         counts, fresh = rows.read(weight, t, 0), rows.fresh(t)
         # Rows of the overlap have added their part to dw: here they count nothing.
         counts = counts if fresh is None else jnp.where(fresh, counts, 0)
@@ -205,11 +233,14 @@ def backward(pieces: Pieces, lse: Array, weight: Array) -> tuple[Array, Array]:
 
     def to_w(s: Array, t: Array) -> Array:
         x_t = rows.read(x, t, 0)
-        return _contract(s, x_t, 0, 0) if columns_first else _contract(x_t, s, 0, 0)  # [T, D] [T, V] -> [V, D] or [D, V]
+        return (
+            _contract(s, x_t, 0, 0) if columns_first else _contract(x_t, s, 0, 0)
+        )  # [T, D] [T, V] -> [V, D] or [D, V]
 
     def keep(dw: Array, v: Array, tile: Array) -> Array:
         tile = (tile * unit).astype(w.dtype)
-        # Gathered columns are reduced a tile at a time; whole ones wait for one reduction at the end.
+        # Gathered columns are reduced a tile at a time; whole ones wait for one reduction at the
+        # end.
         if pieces.split is not None and pieces.split.gathered:
             tile = pieces.split.reduce_tile(tile)
         return columns.write(dw, v, tile, 0 if columns_first else 1)
@@ -239,7 +270,13 @@ def backward(pieces: Pieces, lse: Array, weight: Array) -> tuple[Array, Array]:
 
     def dw_over_vocab(v: Array, dw: Array) -> Array:
         w_v, places = pieces.read_w(v)
-        return keep(dw, v, loop(rows.count, lambda t, dw_v: dw_v + to_w(slopes(t, w_v, places), t), zeros_for(w_v)))
+        return keep(
+            dw,
+            v,
+            loop(
+                rows.count, lambda t, dw_v: dw_v + to_w(slopes(t, w_v, places), t), zeros_for(w_v)
+            ),
+        )
 
     empty = jnp.zeros(w.T.shape if columns_first else w.shape, w.dtype)
     if pieces.config.passes == 1:
@@ -256,4 +293,6 @@ def backward(pieces: Pieces, lse: Array, weight: Array) -> tuple[Array, Array]:
 
 
 def _contract(a: Array, b: Array, dim_a: int, dim_b: int) -> Array:
-    return jax.lax.dot_general(a, b, (((dim_a,), (dim_b,)), ((), ())), preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(
+        a, b, (((dim_a,), (dim_b,)), ((), ())), preferred_element_type=jnp.float32
+    )

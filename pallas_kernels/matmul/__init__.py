@@ -1,6 +1,7 @@
 """A product with its bias, accumulation, activation and gate: `matmul`, one kernel on Hopper.
 
-What there was already, and why this is written all the same (read in jax 0.10.2 and 0.12.0, and in tokamax of 2026):
+What there was already, and why this is written all the same (read in jax 0.10.2 and 0.12.0, and in
+tokamax of 2026):
 
 | | jax `hopper_matmul_mgpu` | tokamax `gated_linear_unit`, sm90 | here |
 |---|---|---|---|
@@ -13,9 +14,10 @@ What there was already, and why this is written all the same (read in jax 0.10.2
 | over devices | no | no | rows, columns, and parts of a sum (`Split`) |
 | clusters that share loads | yes | yes | of two blocks, along M or N |
 
-So a plain product with dims that blocks divide is served by what JAX ships, and by XLA's cuBLAS; this one is for what they do
-not do. The gated form takes two arrays, as Llama's checkpoints name the weights apart (`gate_proj`, `up_proj`), and to stack
-them is a copy; tokamax takes such a pair too, and stacks it.
+So a plain product with dims that blocks divide is served by what JAX ships, and by XLA's cuBLAS;
+this one is for what they do not do. The gated form takes two arrays, as Llama's checkpoints name
+the weights apart (`gate_proj`, `up_proj`), and to stack them is a copy; tokamax takes such a pair
+too, and stacks it.
 """
 
 import dataclasses
@@ -49,31 +51,39 @@ def matmul(
     config: Config | None = None,
     split: Split | None = None,
 ) -> jax.Array:
-    """Return `activation(x @ w + bias + accumulate)`, or of two weights `activation(z_0) * z_1` with `z_i` such sums.
+    """Return `activation(x @ w + bias + accumulate)`, or of two weights `activation(z_0) * z_1`
+    with `z_i` such sums.
 
-    `x[..., K] @ w[K, N] -> y[..., N]`, summed in float32 and rounded once. Differentiable in every array. On several devices
-    give a `split`, or call it in `jax.shard_map` on each device's own pieces: the kernel is opaque to the partitioner.
+    `x[..., K] @ w[K, N] -> y[..., N]`, summed in float32 and rounded once. Differentiable in every
+    array. On several devices give a `split`, or call it in `jax.shard_map` on each device's own
+    pieces: the kernel is opaque to the partitioner.
 
     Args:
       x: bfloat16 or float16 for the kernel; any float dtype otherwise.
       w: of x's dtype. Two of them, `(gate, up)`, make a gated linear unit.
       bias: `[N]`, of x's dtype or float32; two of them for two weights.
       activation: "gelu" (tanh form), "silu" or None.
-      accumulate: `[..., N]`, an existing output that the product is added to, before the activation; two for two weights. The
-        kernel overwrites it (the first of two) where its dtype is the result's: donate it. Not in a `jax.shard_map` that checks
-        which axes a value varies over: JAX aliases nothing there, so give that `check_vma=False` where memory counts.
-      implementation: "mosaic" (the Hopper kernel), "xla", "reference" (float32), or None to have it chosen and logged: the
-        kernel where the table of `pallas_kernels.matmul.measured` says that it is faster for this shape, XLA's form elsewhere
-        and under `jax.vmap`, of which nothing is measured.
-      preferred_element_type: dtype of the result; None is that of `accumulate`, else x's. float32 is for sums that go on.
-      config: sizes of the kernel; None takes those of that table, and for other shapes those of a closed form.
-      split: how the arrays are split over a mesh; what is in place stays so. Where it splits K, over P devices, the result and
-        `accumulate` are `[P, ..., N]`, the parts of the sum. None: nothing is split, or the call is inside a `jax.shard_map`.
+      accumulate: `[..., N]`, an existing output that the product is added to, before the
+        activation; two for two weights. The kernel overwrites it (the first of two) where its dtype
+        is the result's: donate it. Not in a `jax.shard_map` that checks which axes a value varies
+        over: JAX aliases nothing there, so give that `check_vma=False` where memory counts.
+      implementation: "mosaic" (the Hopper kernel), "xla", "reference" (float32), or None to have it
+        chosen and logged: the kernel where the table of `pallas_kernels.matmul.measured` says that
+        it is faster for this shape, XLA's form elsewhere and under `jax.vmap`, of which nothing is
+        measured.
+      preferred_element_type: dtype of the result; None is that of `accumulate`, else x's. float32
+        is for sums that go on.
+      config: sizes of the kernel; None takes those of that table, and for other shapes those of a
+        closed form.
+      split: how the arrays are split over a mesh; what is in place stays so. Where it splits K,
+        over P devices, the result and `accumulate` are `[P, ..., N]`, the parts of the sum. None:
+        nothing is split, or the call is inside a `jax.shard_map`.
 
     Raises:
-      ValueError: dims or dtypes that do not fit each other, an unknown activation or implementation, blocks that do not fit.
-      NotImplementedError: the named implementation has no kernel for these dtypes or this device; or the named kernel is under
-        `jax.vmap` in jax 0.10, which batches no kernel.
+      ValueError: dims or dtypes that do not fit each other, an unknown activation or
+        implementation, blocks that do not fit.
+      NotImplementedError: the named implementation has no kernel for these dtypes or this device;
+        or the named kernel is under `jax.vmap` in jax 0.10, which batches no kernel.
     """
     weights, biases, accumulates = _tuple(w), _tuple(bias), _tuple(accumulate)
     call = _describe(x, weights, biases, accumulates, activation, preferred_element_type, split)
@@ -86,26 +96,38 @@ def matmul(
     accumulates = tuple(a.reshape(*parts, m, n) for a in accumulates)
     form = Form(activation, problem.out_dtype)
     chosen = resolve(
-        "matmul", implementation, {"mosaic": call.refusal, "xla": None, "reference": None}, {"mosaic": call.passed_over}
+        "matmul",
+        implementation,
+        {"mosaic": call.refusal, "xla": None, "reference": None},
+        {"mosaic": call.passed_over},
     )
     if chosen == "reference":
         # Not by the rule of `vjp`: its gradients are JAX's own.
         y = reference.matmul(form, rows, weights, biases, accumulates, num_parts)
     else:
         if chosen == "mosaic":
-            config = config or (choose(problem, call.target.num_cores) if row is None else row.config)
+            config = config or (
+                choose(problem, call.target.num_cores) if row is None else row.config
+            )
             problem.check(config)
         config, is_named = config if chosen == "mosaic" else None, implementation is not None
-        static = vjp.Call(form, config, is_named, split, problem.bias_dtype, problem.accumulate_dtype)
-        # Cast outside of the rule, so that JAX sums a replicated weight's gradient over the shards (see `varying`).
+        static = vjp.Call(
+            form, config, is_named, split, problem.bias_dtype, problem.accumulate_dtype
+        )
+        # Cast outside of the rule, so that JAX sums a replicated weight's gradient over the shards
+        # (see `varying`).
         y: Any = vjp.matmul(static, *vary_alike((rows, weights, biases, accumulates)))
     return y.reshape((*parts, *x.shape[:-1], n))
 
 
 def is_measured(*arrays: Any) -> bool:
-    """Tell whether the table of measurements has a row of the device that a program of these arrays is for."""
+    """Tell whether the table of measurements has a row of the device that a program of these arrays
+    is for.
+    """
     target = target_of(*arrays)
-    return any((row.chip, row.num_cores) == (target.chip, target.num_cores) for row in measured.table())
+    return any(
+        (row.chip, row.num_cores) == (target.chip, target.num_cores) for row in measured.table()
+    )
 
 
 def is_faster(
@@ -118,18 +140,23 @@ def is_faster(
     preferred_element_type: Any = None,
     split: Split | None = None,
 ) -> bool:
-    """Tell whether `matmul` of these takes the kernel where no implementation is named: a measurement says it is faster.
+    """Tell whether `matmul` of these takes the kernel where no implementation is named: a
+    measurement says it is faster.
 
     Raises:
       ValueError: as `matmul`.
     """
-    call = _describe(x, _tuple(w), _tuple(bias), _tuple(accumulate), activation, preferred_element_type, split)
+    call = _describe(
+        x, _tuple(w), _tuple(bias), _tuple(accumulate), activation, preferred_element_type, split
+    )
     return call.refusal is None and call.passed_over is None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A call's problem on one device, the device, and the row of the table that speaks for it, or None."""
+    """A call's problem on one device, the device, and the row of the table that speaks for it, or
+    None.
+    """
 
     problem: Problem
     target: Target
@@ -145,15 +172,27 @@ class _Call:
         """Why the kernel is not taken unless it is named, or None."""
         if self.row is None:
             return UNMEASURED
-        return None if self.row.is_faster else f"it was measured, and takes {self.row.over_xla:.2f} of XLA's time"
+        return (
+            None
+            if self.row.is_faster
+            else f"it was measured, and takes {self.row.over_xla:.2f} of XLA's time"
+        )
 
 
 def _describe(
-    x: jax.Array, weights: Any, biases: Any, accumulates: Any, activation: str | None, preferred: Any, split: Split | None
+    x: jax.Array,
+    weights: Any,
+    biases: Any,
+    accumulates: Any,
+    activation: str | None,
+    preferred: Any,
+    split: Split | None,
 ) -> _Call:
     accumulate_dtype = accumulates[0].dtype if accumulates else None
     dtype = jnp.dtype(preferred or accumulate_dtype or x.dtype)
-    _check(x, weights, biases, accumulates, activation, dtype, 0 if split is None else split.num_parts)
+    _check(
+        x, weights, biases, accumulates, activation, dtype, 0 if split is None else split.num_parts
+    )
     k, n = weights[0].shape
     m = math.prod(x.shape[:-1])
     shard_m, shard_n, shard_k = (m, n, k) if split is None else split.shard(m, n, k)
@@ -176,15 +215,27 @@ def _tuple(value: jax.Array | Pair | None) -> tuple[jax.Array, ...]:
 
 
 def _check(
-    x: Any, weights: Any, biases: Any, accumulates: Any, activation: str | None, dtype: jnp.dtype, num_parts: int
+    x: Any,
+    weights: Any,
+    biases: Any,
+    accumulates: Any,
+    activation: str | None,
+    dtype: jnp.dtype,
+    num_parts: int,
 ) -> None:
     if activation not in ACTIVATIONS:
-        raise ValueError(f"matmul: activation={activation!r} is unknown: choose from {', '.join(map(repr, ACTIVATIONS))}")
+        raise ValueError(
+            f"matmul: activation={activation!r} is unknown: choose from {', '.join(map(repr, ACTIVATIONS))}"
+        )
     if len(weights) not in (1, 2):
-        raise ValueError(f"matmul: {len(weights)} weights: one, or two for a gated product, are needed")
+        raise ValueError(
+            f"matmul: {len(weights)} weights: one, or two for a gated product, are needed"
+        )
     k, n = ([*x.shape] or [0])[-1], ([*weights[0].shape] or [0])[-1]
     if not x.ndim or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"matmul: x is {x.dtype}{list(x.shape)}: [..., K] of a float dtype is needed")
+        raise ValueError(
+            f"matmul: x is {x.dtype}{list(x.shape)}: [..., K] of a float dtype is needed"
+        )
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"matmul: preferred_element_type={dtype}: a float dtype is needed")
     if num_parts and (len(weights) > 1 or biases or activation is not None):
@@ -193,13 +244,25 @@ def _check(
             f"one weight alone is needed, not {len(weights)} with {len(biases)} biases and activation={activation!r}"
         )
     y_shape = (*((num_parts,) if num_parts else ()), *x.shape[:-1], n)
-    for name, terms, shape in (("w", weights, (k, n)), ("bias", biases, (n,)), ("accumulate", accumulates, y_shape)):
+    for name, terms, shape in (
+        ("w", weights, (k, n)),
+        ("bias", biases, (n,)),
+        ("accumulate", accumulates, y_shape),
+    ):
         if terms and len(terms) != len(weights):
-            raise ValueError(f"matmul: {len(terms)} of {name} for {len(weights)} of w: one for each weight is needed")
+            raise ValueError(
+                f"matmul: {len(terms)} of {name} for {len(weights)} of w: one for each weight is needed"
+            )
         for term in terms:
             if term.shape != shape:
-                raise ValueError(f"matmul: {name} is {list(term.shape)}, and x is {list(x.shape)}: {list(shape)} is needed")
+                raise ValueError(
+                    f"matmul: {name} is {list(term.shape)}, and x is {list(x.shape)}: {list(shape)} is needed"
+                )
             if term.dtype != terms[0].dtype or not jnp.issubdtype(term.dtype, jnp.floating):
-                raise ValueError(f"matmul: {name} is {', '.join(str(t.dtype) for t in terms)}: one float dtype is needed")
+                raise ValueError(
+                    f"matmul: {name} is {', '.join(str(t.dtype) for t in terms)}: one float dtype is needed"
+                )
     if weights[0].dtype != x.dtype:
-        raise ValueError(f"matmul: x is {x.dtype} and w {weights[0].dtype}: one dtype is needed; cast one of them")
+        raise ValueError(
+            f"matmul: x is {x.dtype} and w {weights[0].dtype}: one dtype is needed; cast one of them"
+        )

@@ -1,13 +1,16 @@
 """Sizes of the blocks of the Hopper kernel, by shape and dtype.
 
-A tile of the result, `block_m x block_n`, is one block's work at a time: its float32 sums live in the registers of two
-warpgroups, 128 of them a thread at most, which is 128 x 256. K passes through shared memory `block_k` at a time, `num_stages`
-steps ahead, as many as fit. Of two weights each has half of `block_n`.
+A tile of the result, `block_m x block_n`, is one block's work at a time: its float32 sums live in
+the registers of two warpgroups, 128 of them a thread at most, which is 128 x 256. K passes through
+shared memory `block_k` at a time, `num_stages` steps ahead, as many as fit. Of two weights each has
+half of `block_n`.
 
-Which tile: the least of a closed form in cycles, not a measurement. For each step a tile multiplies for `m * n * k / 2048`
-cycles (4096 floating point operations a cycle and core) and loads for `(m + n) * k * 2 / 64` (64 bytes a cycle and core from
-the L2 cache); the longer of them counts, then whole waves of tiles over all cores. So large tiles are taken until the last wave
-is too empty. A smaller tile must save 5 %, for each tile also begins and ends, which the form does not count.
+Which tile: the least of a closed form in cycles, not a measurement. For each step a tile multiplies
+  for `m * n * k / 2048`
+cycles (4096 floating point operations a cycle and core) and loads for `(m + n) * k * 2 / 64` (64
+bytes a cycle and core from the L2 cache); the longer of them counts, then whole waves of tiles over
+all cores. So large tiles are taken until the last wave is too empty. A smaller tile must save 5 %,
+for each tile also begins and ends, which the form does not count.
 """
 
 import dataclasses
@@ -22,7 +25,8 @@ WARPGROUPS = 2  # that multiply; one more loads
 CHUNK_M = 64  # rows of the result that pass through shared memory at a time, a warpgroup
 CHUNK_BYTES = 128  # and bytes of each row, of the widest dtype: the widest swizzle
 SLOTS = 2  # chunks in flight, a warpgroup
-COLUMNS = 64  # K and N are multiples of it inside the kernel: the width of a swizzled tile of 16-bit numbers
+# K and N are multiples of it inside the kernel: the width of a swizzled tile of 16-bit numbers
+COLUMNS = 64
 MAX_STAGES = 6
 BLOCKS = ((128, 256), (256, 128), (128, 128), (128, 64))
 
@@ -36,10 +40,11 @@ class Config:
       block_k: of K, in one stage.
       num_stages: steps of K that are in shared memory or on the way to it.
       num_cores: blocks that run at a time; each goes through tiles until none is left.
-      raster: tiles along N before the next row of tiles, so that blocks that run together share what they load in the L2 cache;
-        of a cluster, its tiles count as one.
-      cluster_m, cluster_n: blocks of a cluster, side by side along M or N. Two of them have neighbouring tiles and share what
-        both read: along M columns of the weights, along N rows of x. Each loads half of it, into the memory of both.
+      raster: tiles along N before the next row of tiles, so that blocks that run together share
+        what they load in the L2 cache; of a cluster, its tiles count as one.
+      cluster_m, cluster_n: blocks of a cluster, side by side along M or N. Two of them have
+        neighbouring tiles and share what both read: along M columns of the weights, along N rows of
+        x. Each loads half of it, into the memory of both.
     """
 
     block_m: int = 128
@@ -57,7 +62,11 @@ class Config:
         return self.cluster_m * self.cluster_n
 
     def __post_init__(self):
-        if self.block_m % (WARPGROUPS * CHUNK_M) or self.block_n % COLUMNS or self.block_k % COLUMNS:
+        if (
+            self.block_m % (WARPGROUPS * CHUNK_M)
+            or self.block_n % COLUMNS
+            or self.block_k % COLUMNS
+        ):
             raise ValueError(
                 f"block_m={self.block_m}, block_n={self.block_n}, block_k={self.block_k}: "
                 f"multiples of {WARPGROUPS * CHUNK_M}, {COLUMNS} and {COLUMNS} are needed"
@@ -66,9 +75,16 @@ class Config:
             raise ValueError(
                 f"block_m * block_n = {self.block_m} * {self.block_n}: the sums of more than 128 * 256 do not fit the registers"
             )
-        if min(self.block_m, self.block_n, self.block_k, self.num_cores, self.raster) < 1 or self.num_stages < 2:
+        if (
+            min(self.block_m, self.block_n, self.block_k, self.num_cores, self.raster) < 1
+            or self.num_stages < 2
+        ):
             raise ValueError(f"{self}: sizes of 1 or more, and 2 stages or more, are needed")
-        if min(self.cluster_m, self.cluster_n) < 1 or self.cluster > 2 or self.num_cores % self.cluster:
+        if (
+            min(self.cluster_m, self.cluster_n) < 1
+            or self.cluster > 2
+            or self.num_cores % self.cluster
+        ):
             raise ValueError(
                 f"cluster_m={self.cluster_m}, cluster_n={self.cluster_n}, num_cores={self.num_cores}: "
                 "a cluster is of one block or of two, along M or along N, and num_cores is a multiple of its blocks"
@@ -77,7 +93,9 @@ class Config:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What a tile depends on: dims, the number of weights, and dtypes (None: there is no such term)."""
+    """What a tile depends on: dims, the number of weights, and dtypes (None: there is no such
+    term).
+    """
 
     m: int
     n: int
@@ -97,7 +115,9 @@ class Problem:
         return (block_m + block_n) * block_k * self.dtype.itemsize
 
     def epilogue_bytes(self, block_n: int) -> int:
-        """Return the shared memory of the end of a tile: chunks of the result and of what is accumulated, and the biases."""
+        """Return the shared memory of the end of a tile: chunks of the result and of what is
+        accumulated, and the biases.
+        """
         # Result and accumulate pass in chunks of one shape, and the wider dtype limits its columns.
         dtypes = [dtype for dtype in (self.out_dtype, self.accumulate_dtype) if dtype is not None]
         chunk = WARPGROUPS * SLOTS * CHUNK_M * chunk_columns(dtypes, block_n // self.num_weights)
@@ -111,7 +131,9 @@ class Problem:
 
     def shared_bytes(self, config: Config) -> int:
         """Return the shared memory that a block takes."""
-        stages = config.num_stages * self.stage_bytes(config.block_m, config.block_n, config.block_k)
+        stages = config.num_stages * self.stage_bytes(
+            config.block_m, config.block_n, config.block_k
+        )
         return stages + self.epilogue_bytes(config.block_n)
 
     def check(self, config: Config) -> None:
@@ -122,11 +144,15 @@ class Problem:
                 f"a multiple of {COLUMNS}, at most 256, is needed"
             )
         if (size := self.shared_bytes(config)) > SHARED_BYTES:
-            raise ValueError(f"{config} takes {size} bytes of shared memory, and a block has {SHARED_BYTES}: lower num_stages")
+            raise ValueError(
+                f"{config} takes {size} bytes of shared memory, and a block has {SHARED_BYTES}: lower num_stages"
+            )
 
 
 def chunk_columns(dtypes: Iterable[jnp.dtype], columns: int) -> int:
-    """Return the columns that pass through shared memory at a time, of a result and what is accumulated of these dtypes."""
+    """Return the columns that pass through shared memory at a time, of a result and what is
+    accumulated of these dtypes.
+    """
     return min(columns, CHUNK_BYTES // max(dtype.itemsize for dtype in dtypes))
 
 
@@ -149,6 +175,12 @@ def choose(problem: Problem, num_cores: int) -> Config:
         # The largest tiles come first: a smaller one has to save 5 %.
         if cycles < 0.95 * best_cycles:
             best_cycles = cycles
-            best = Config(block_m=block_m, block_n=block_n, block_k=block_k, num_stages=num_stages, num_cores=num_cores)
+            best = Config(
+                block_m=block_m,
+                block_n=block_n,
+                block_k=block_k,
+                num_stages=num_stages,
+                num_cores=num_cores,
+            )
     assert best is not None  # 128 x 128 fits whatever the dtypes
     return best

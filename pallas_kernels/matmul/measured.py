@@ -1,14 +1,20 @@
-"""What was measured of the kernel of `matmul`: the table `measured.json`, which chooses its sizes, and where None takes it.
+"""What was measured of the kernel of `matmul`: the table `measured.json`, which chooses its sizes,
+and where None takes it.
 
-A row is one problem on one chip: the sizes of the kernel that were fastest in a sweep, and seconds of a call of it, of XLA's
-form, and of JAX's own kernel where that serves. `benchmarks/kernels.py sweep` writes rows, beside a GPU.
+A row is one problem on one chip: the sizes of the kernel that were fastest in a sweep, and seconds
+  of a call of it, of XLA's
+form, and of JAX's own kernel where that serves. `benchmarks/kernels.py sweep` writes rows, beside a
+GPU.
 
-    {"chip": "H200", "num_cores": 132, "m": 8192, .., "config": {..}, "seconds": .., "xla_seconds": .., "jax_seconds": .., ..}
+    {"chip": "H200", "num_cores": 132, "m": 8192, .., "config": {..}, "seconds": .., "xla_seconds":
+    .., "jax_seconds": .., ..}
 
-A row speaks for calls on its chip with as many cores, of its N and K, weights, dtypes and activation, and of M from its own
-up to, and without, twice that: a larger M leaves less of the last wave of tiles empty. M that 8 does not divide, which is
-padded, has rows of its own. Of several rows that of the largest M speaks. A call that no row speaks for takes the sizes of
-`config.choose` where the kernel is named, and XLA's form else: nothing is read off the neighbours of a row in any other dim.
+A row speaks for calls on its chip with as many cores, of its N and K, weights, dtypes and
+activation, and of M from its own up to, and without, twice that: a larger M leaves less of the last
+wave of tiles empty. M that 8 does not divide, which is padded, has rows of its own. Of several rows
+that of the largest M speaks. A call that no row speaks for takes the sizes of `config.choose` where
+the kernel is named, and XLA's form else: nothing is read off the neighbours of a row in any other
+dim.
 
 Forward alone is measured, of one device, without the products that the derivative keeps.
 """
@@ -29,7 +35,9 @@ from pallas_kernels.matmul.reference import ACTIVATIONS
 from pallas_kernels.shared_memory import TILE_ROWS
 
 PATH = pathlib.Path(__file__).with_name("measured.json")
-FASTER = 0.98  # of XLA's time, at most, where None takes the kernel: a chosen margin, so that noise alone moves no program
+# of XLA's time, at most, where None takes the kernel: a chosen margin, so that noise alone moves no
+# program
+FASTER = 0.98
 REACH = 2  # a row speaks for less than so many times its M
 
 DIMS = ("m", "n", "k", "num_weights")
@@ -50,7 +58,8 @@ class Row:
       config: the sizes that were fastest.
       seconds: of a call of the kernel, the median.
       xla_seconds: of XLA's form, likewise, in the same run.
-      jax_seconds: of JAX's own `hopper_matmul_mgpu` with its fastest sizes, likewise; None where it does not serve.
+      jax_seconds: of JAX's own `hopper_matmul_mgpu` with its fastest sizes, likewise; None where it
+        does not serve.
       device, jax, date: the device's full name, JAX's version, and the day.
     """
 
@@ -68,19 +77,30 @@ class Row:
 
     def __post_init__(self):
         dims = {name: getattr(self.problem, name) for name in DIMS} | {"num_cores": self.num_cores}
-        if any(type(value) is not int or value < 1 for value in dims.values()) or self.problem.num_weights > 2:
+        if (
+            any(type(value) is not int or value < 1 for value in dims.values())
+            or self.problem.num_weights > 2
+        ):
             raise ValueError(f"{dims}: integers of 1 or more, and one weight or two, are needed")
         if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation={self.activation!r} is unknown: choose from {', '.join(map(repr, ACTIVATIONS))}")
+            raise ValueError(
+                f"activation={self.activation!r} is unknown: choose from {', '.join(map(repr, ACTIVATIONS))}"
+            )
         for name in TIMES:
             if (value := getattr(self, name)) is None and name == "jax_seconds":
                 continue
             if not isinstance(value, float) or not math.isfinite(value) or value <= 0:
                 raise ValueError(f"{name}={value!r}: seconds above 0 are needed")
-        if bad := [name for name in ("chip", *ABOUT) if not isinstance(getattr(self, name), str) or not getattr(self, name)]:
+        if bad := [
+            name
+            for name in ("chip", *ABOUT)
+            if not isinstance(getattr(self, name), str) or not getattr(self, name)
+        ]:
             raise ValueError(f"{', '.join(bad)}: text is needed")
         if self.config.num_cores > self.num_cores:
-            raise ValueError(f"config has num_cores={self.config.num_cores}, and the chip {self.num_cores}")
+            raise ValueError(
+                f"config has num_cores={self.config.num_cores}, and the chip {self.num_cores}"
+            )
         self.problem.check(self.config)
 
     @property
@@ -102,14 +122,17 @@ class Row:
         """Tell whether the row speaks for a call."""
         own = self.problem
         return (
-            (self.chip, self.num_cores, self.activation) == (target.chip, target.num_cores, activation)
+            (self.chip, self.num_cores, self.activation)
+            == (target.chip, target.num_cores, activation)
             and dataclasses.replace(own, m=problem.m) == problem
             and own.m <= problem.m < REACH * own.m
             and (own.m % TILE_ROWS == 0) == (problem.m % TILE_ROWS == 0)
         )
 
 
-def find(rows: Iterable[Row], problem: Problem, activation: str | None, target: Target) -> Row | None:
+def find(
+    rows: Iterable[Row], problem: Problem, activation: str | None, target: Target
+) -> Row | None:
     """Return the row that speaks for a call, or None."""
     serving = [row for row in rows if row.serves(problem, activation, target)]
     return max(serving, key=lambda row: row.problem.m, default=None)
@@ -155,13 +178,19 @@ def _row(fields: Any) -> Row:
     own = ("chip", "num_cores", "activation", *TIMES, *ABOUT)
     needed = {*own, *DIMS, *DTYPES, "config"}
     if set(fields) != needed:
-        raise ValueError(f"without {sorted(needed - set(fields))}, and with the unknown {sorted(set(fields) - needed)}")
+        raise ValueError(
+            f"without {sorted(needed - set(fields))}, and with the unknown {sorted(set(fields) - needed)}"
+        )
     sizes = fields["config"]
     if not isinstance(sizes, Mapping) or any(type(size) is not int for size in sizes.values()):
         raise ValueError(f"config={sizes!r}: an object of integers is needed")
     if missing := sorted({field.name for field in dataclasses.fields(Config)} - set(sizes)):
         raise ValueError(f"config is without {missing}")
-    if bad := [name for name in DTYPES if not isinstance(fields[name], str) and not (name in TERMS and fields[name] is None)]:
+    if bad := [
+        name
+        for name in DTYPES
+        if not isinstance(fields[name], str) and not (name in TERMS and fields[name] is None)
+    ]:
         raise ValueError(f"{', '.join(bad)}: names of dtypes are needed")
     dtypes: dict[str, Any] = {name: fields[name] and jnp.dtype(fields[name]) for name in DTYPES}
     problem = Problem(**{name: fields[name] for name in DIMS}, **dtypes)
@@ -171,10 +200,20 @@ def _row(fields: Any) -> Row:
 def dump(rows: Iterable[Row]) -> str:
     """Return a table's text, a line for each row, in order of chip and problem."""
     lines = []
-    for row in sorted(rows, key=lambda row: (row.chip, row.num_cores, *(getattr(row.problem, d) for d in "nkm"), str(row.key))):
+    for row in sorted(
+        rows,
+        key=lambda row: (
+            row.chip,
+            row.num_cores,
+            *(getattr(row.problem, d) for d in "nkm"),
+            str(row.key),
+        ),
+    ):
         fields: dict[str, Any] = {"chip": row.chip, "num_cores": row.num_cores}
         fields |= {name: getattr(row.problem, name) for name in DIMS}
-        fields |= {name: dtype and str(dtype) for name in DTYPES for dtype in [getattr(row.problem, name)]}
+        fields |= {
+            name: dtype and str(dtype) for name in DTYPES for dtype in [getattr(row.problem, name)]
+        }
         fields |= {"activation": row.activation, "config": dataclasses.asdict(row.config)}
         fields |= {name: getattr(row, name) for name in (*TIMES, *ABOUT)}
         lines.append("\n    " + json.dumps(fields))

@@ -1,34 +1,41 @@
 """`matmul` for Hopper, in Pallas Mosaic GPU: loads, products and epilogue at the same time.
 
-A block has three warpgroups. One loads: the tensor memory accelerator (TMA) copies `block_k` columns of x and rows of each
-weight into one of `num_stages` slots of shared memory. Two multiply, each `block_m / 2` rows: wgmma reads both operands from
-shared memory and sums in float32 registers. Two barriers a slot order them: `full`, on which the copies arrive, and `empty`, on
-which each multiplying warpgroup arrives when the product that read the slot has ended; that is one product later, so that one
-is always in flight.
+A block has three warpgroups. One loads: the tensor memory accelerator (TMA) copies `block_k`
+  columns of x and rows of each
+weight into one of `num_stages` slots of shared memory. Two multiply, each `block_m / 2` rows: wgmma
+reads both operands from shared memory and sums in float32 registers. Two barriers a slot order
+them: `full`, on which the copies arrive, and `empty`, on which each multiplying warpgroup arrives
+when the product that read the slot has ended; that is one product later, so that one is always in
+flight.
 
     loader     s:  wait empty[s - num_stages];  x[tile, s], w[s, tile] -> slot
     multiplier s:  wait full[s];  acc += x @ w;  wait for product s - 1;  arrive empty[s - 1]
 
-The grid is as large as the GPU (persistent): each block goes through tiles of the result, in an order that keeps neighbours
-together. Steps are counted through, over all tiles, so while a tile ends (activation, stores) the loader fills the slots with
-the first steps of the next one.
+The grid is as large as the GPU (persistent): each block goes through tiles of the result, in an
+  order that keeps neighbours
+together. Steps are counted through, over all tiles, so while a tile ends (activation, stores) the
+loader fills the slots with the first steps of the next one.
 
-Two blocks may form a cluster (`cluster_m`, `cluster_n`): they have neighbouring tiles, go through them in step, and what both
-read is loaded once. Each of the two loads half of it and TMA writes that to the memory of both (multicast), so a slot is filled
-from two sides: `empty` counts the multiplying warpgroups of both blocks, in each of them, while `full` counts bytes, whoever
-sends them. By the wait for every last arrival no block ends while the other still writes to it. JAX's own `hopper_matmul_mgpu`
-does the same.
+Two blocks may form a cluster (`cluster_m`, `cluster_n`): they have neighbouring tiles, go through
+them in step, and what both read is loaded once. Each of the two loads half of it and TMA writes
+that to the memory of both (multicast), so a slot is filled from two sides: `empty` counts the
+multiplying warpgroups of both blocks, in each of them, while `full` counts bytes, whoever sends
+them. By the wait for every last arrival no block ends while the other still writes to it. JAX's own
+`hopper_matmul_mgpu` does the same.
 
-The end of a tile passes through shared memory in chunks of 64 rows and 128 bytes. Bias and what is accumulated come by TMA,
-asked for before the products start, so they are there when those end; the result leaves by TMA, two chunks in flight.
+The end of a tile passes through shared memory in chunks of 64 rows and 128 bytes. Bias and what is
+accumulated come by TMA, asked for before the products start, so they are there when those end; the
+result leaves by TMA, two chunks in flight.
 
-Edges: M may be any multiple of 8, and N and K any of 64. TMA gives zeros outside of an array, and writes nothing there. Others
-are padded with zeros before the kernel, which copies the operand, and for M and N the result; JAX's transform for swizzled
-memory takes no other.
+Edges: M may be any multiple of 8, and N and K any of 64. TMA gives zeros outside of an array, and
+  writes nothing there. Others
+are padded with zeros before the kernel, which copies the operand, and for M and N the result; JAX's
+transform for swizzled memory takes no other.
 
-What is accumulated is overwritten by the result where both have one dtype (the first of two): XLA aliases both, and copies only
-if its old value is used again. Each chunk is read before it is written, by the same warpgroup. JAX does this through a Ref, and
-has none that varies over axes of a shard_map.
+What is accumulated is overwritten by the result where both have one dtype (the first of two): XLA
+  aliases both, and copies only
+if its old value is used again. Each chunk is read before it is written, by the same warpgroup. JAX
+does this through a Ref, and has none that varies over axes of a shard_map.
 """
 
 import functools
@@ -45,12 +52,23 @@ from jax.experimental import pallas as pl
 from pallas_kernels import mosaic_gpu as plgpu
 from pallas_kernels.dispatch import Target
 from pallas_kernels.matmul import xla
-from pallas_kernels.matmul.config import CHUNK_M, COLUMNS, SLOTS, WARPGROUPS, Config, Problem, chunk_columns
+from pallas_kernels.matmul.config import (
+    CHUNK_M,
+    COLUMNS,
+    SLOTS,
+    WARPGROUPS,
+    Config,
+    Problem,
+    chunk_columns,
+)
 from pallas_kernels.matmul.reference import Form
 from pallas_kernels.shared_memory import TILE_ROWS, swizzled
 from pallas_kernels.varying import varying_axes
 
-LOADER_REGISTERS, MULTIPLIER_REGISTERS = 40, 232  # a thread; 128 * (40 + 2 * 232) = 63 Ki of the 64 Ki that a core has
+LOADER_REGISTERS, MULTIPLIER_REGISTERS = (
+    40,
+    232,
+)  # a thread; 128 * (40 + 2 * 232) = 63 Ki of the 64 Ki that a core has
 NARROW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
@@ -58,15 +76,23 @@ def refusal(problem: Problem, target: Target) -> str | None:
     """Tell why the kernel cannot serve a call, or None."""
     if problem.dtype not in NARROW:
         return f"it multiplies bfloat16 and float16, not {problem.dtype}"
-    for name, dtype in (("result", problem.out_dtype), ("accumulate", problem.accumulate_dtype), ("bias", problem.bias_dtype)):
+    for name, dtype in (
+        ("result", problem.out_dtype),
+        ("accumulate", problem.accumulate_dtype),
+        ("bias", problem.bias_dtype),
+    ):
         if dtype not in (None, problem.dtype, jnp.dtype(jnp.float32)):
-            return f"of {problem.dtype} inputs the {name} is {problem.dtype} or float32, not {dtype}"
+            return (
+                f"of {problem.dtype} inputs the {name} is {problem.dtype} or float32, not {dtype}"
+            )
     if 0 in (problem.m, problem.n, problem.k):
         return f"dims of 0 have no tiles (M, N, K = {problem.m}, {problem.n}, {problem.k})"
     return target.without_hopper()
 
 
-@functools.partial(jax.jit, static_argnames=("form", "config", "keeps_products"))  # Refs in GMEM exist in a jit only
+@functools.partial(
+    jax.jit, static_argnames=("form", "config", "keeps_products")
+)  # Refs in GMEM exist in a jit only
 def matmul(
     form: Form,
     config: Config,
@@ -76,7 +102,9 @@ def matmul(
     accumulates: Sequence[jax.Array],
     keeps_products: bool,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Return y[M, N], and where `keeps_products` the z_i[M, N] that it was made of, in the result's dtype."""
+    """Return y[M, N], and where `keeps_products` the z_i[M, N] that it was made of, in the result's
+    dtype.
+    """
     (m, k), n = x.shape, weights[0].shape[1]
     more_m, more_k, more_n = -m % TILE_ROWS, -k % COLUMNS, -n % COLUMNS
     results = _kernel(
@@ -107,17 +135,26 @@ def _kernel(
 ) -> list[jax.Array]:
     m, n = x.shape[0], weights[0].shape[1]
     columns = config.block_n // len(weights)
-    chunk_n = chunk_columns([form.dtype, *(accumulate.dtype for accumulate in accumulates)], columns)
-    # A cluster takes its tiles together, and as many of them as it has blocks: those outside of the array are zeros.
+    chunk_n = chunk_columns(
+        [form.dtype, *(accumulate.dtype for accumulate in accumulates)], columns
+    )
+    # A cluster takes its tiles together, and as many of them as it has blocks: those outside of the
+    # array are zeros.
     grid = (pl.cdiv(m, config.block_m * config.cluster_m), pl.cdiv(n, columns * config.cluster_n))
     num_clusters = min(config.num_cores // config.cluster, grid[0] * grid[1])
     # In shard_map a result's type also tells over which axes it varies: it is that of XLA's form.
     xla_form = functools.partial(xla.matmul, form, keeps_products=keeps_products)
     out_types = jax.tree.leaves(jax.eval_shape(xla_form, x, weights, biases, accumulates))
     # In place means through a Ref, and a Ref has no axes over which it varies.
-    in_place = bool(accumulates) and accumulates[0].dtype == form.dtype and not varying_axes(accumulates[0])
+    in_place = (
+        bool(accumulates)
+        and accumulates[0].dtype == form.dtype
+        and not varying_axes(accumulates[0])
+    )
 
-    def body(x_gmem: Any, w_gmems: Any, bias_gmems: Any, accumulate_gmems: Any, *out_gmems: Any) -> None:
+    def body(
+        x_gmem: Any, w_gmems: Any, bias_gmems: Any, accumulate_gmems: Any, *out_gmems: Any
+    ) -> None:
         # The array that is overwritten is an input, and takes the place of the first output.
         results = [accumulate_gmems[0], *out_gmems] if in_place else list(out_gmems)
 
@@ -133,14 +170,19 @@ def _kernel(
 
         pl.run_scoped(
             scope,
-            # The ring of operands. `full` counts the copies of a step, `empty` the warpgroups that have used it.
+            # The ring of operands. `full` counts the copies of a step, `empty` the warpgroups that
+            # have used it.
             swizzled((config.num_stages, config.block_m, config.block_k), x.dtype),
             [swizzled((config.num_stages, config.block_k, columns), w.dtype) for w in weights],
             plgpu.Barrier(num_arrivals=1 + len(weights), num_barriers=config.num_stages),
             _empty(config),
-            # For the end of a tile, a part for each warpgroup. A barrier counts 1 or more, also one that nobody waits for.
+            # For the end of a tile, a part for each warpgroup. A barrier counts 1 or more, also one
+            # that nobody waits for.
             [plgpu.SMEM((WARPGROUPS, columns), bias.dtype) for bias in biases],
-            [swizzled((WARPGROUPS, SLOTS, CHUNK_M, chunk_n), accumulate.dtype) for accumulate in accumulates],
+            [
+                swizzled((WARPGROUPS, SLOTS, CHUNK_M, chunk_n), accumulate.dtype)
+                for accumulate in accumulates
+            ],
             swizzled((WARPGROUPS, SLOTS, CHUNK_M, chunk_n), form.dtype),
             plgpu.Barrier(num_arrivals=max(len(biases), 1), num_barriers=WARPGROUPS),
             plgpu.Barrier(num_arrivals=max(len(accumulates), 1), num_barriers=WARPGROUPS * SLOTS),
@@ -165,42 +207,56 @@ def _kernel(
         return list(call(x, list(weights), list(biases), list(accumulates)))
 
     def run(x: jax.Array, weights: Any, biases: Any, accumulates: Any) -> list[jax.Array]:
-        # XLA lets the Ref have the array's memory, and copies only where the old value is used again.
+        # XLA lets the Ref have the array's memory, and copies only where the old value is used
+        # again.
         place = jax.new_ref(accumulates[0], memory_space=plgpu.GMEM)
         products = call(x, weights, biases, [place, *accumulates[1:]])
         return [jax.freeze(place), *products]
 
     operands = (x, list(weights), list(biases), list(accumulates))
-    # The Ref begins and ends here. Taken out of the program now, it is no effect in it that others would have to look at.
+    # The Ref begins and ends here. Taken out of the program now, it is no effect in it that others
+    # would have to look at.
     pure = discharge_state(jax.make_jaxpr(run)(*operands))
     return jex.jaxpr_as_fun(pure)(*jax.tree.leaves(operands))
 
 
 def _empty(config: Config) -> Any:
-    """Return the barriers on which multiplying warpgroups arrive: of a cluster, those of all its blocks, in each block."""
+    """Return the barriers on which multiplying warpgroups arrive: of a cluster, those of all its
+    blocks, in each block.
+    """
     if config.cluster == 1:
         return plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.num_stages)
-    return plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=WARPGROUPS, num_barriers=config.num_stages)
+    return plgpu.ClusterBarrier(
+        collective_axes=("block",), num_arrivals=WARPGROUPS, num_barriers=config.num_stages
+    )
 
 
 class _Tiles:
     """The tiles of the result that a block goes through, in order, and the steps of K in each."""
 
-    def __init__(self, config: Config, grid: tuple[int, int], num_steps: int, columns: int, num_clusters: int):
+    def __init__(
+        self, config: Config, grid: tuple[int, int], num_steps: int, columns: int, num_clusters: int
+    ):
         self.config, self.grid, self.num_steps = config, grid, num_steps
         self.columns, self.num_clusters = columns, num_clusters
         self.cluster = lax.axis_index("cluster")
         block = lax.axis_index("block") if config.cluster > 1 else 0
-        self.block_m, self.block_n = (block, 0) if config.cluster_m > 1 else (0, block)  # its place in the cluster
+        self.block_m, self.block_n = (
+            (block, 0) if config.cluster_m > 1 else (0, block)
+        )  # its place in the cluster
         # This cluster has the groups of tiles cluster, cluster + num_clusters, ...
         self.count = (grid[0] * grid[1] - self.cluster + num_clusters - 1) // num_clusters
 
     def start(self, tile: Any) -> tuple[Any, Any]:
         """Return the first row and column of a block's tile."""
         # Bands of `raster` tiles along N are walked down M, every other one back up.
-        m, n = plgpu.planar_snake(self.cluster + tile * self.num_clusters, self.grid, 1, self.config.raster)
+        m, n = plgpu.planar_snake(
+            self.cluster + tile * self.num_clusters, self.grid, 1, self.config.raster
+        )
         config = self.config
-        return (m * config.cluster_m + self.block_m) * config.block_m, (n * config.cluster_n + self.block_n) * self.columns
+        return (m * config.cluster_m + self.block_m) * config.block_m, (
+            n * config.cluster_n + self.block_n
+        ) * self.columns
 
     def slot(self, step: Any) -> Any:
         """Return the slot of a step, counted from the first of the first tile."""
@@ -215,7 +271,9 @@ def _loop(start: Any, stop: Any, body: Callable[[Any], None]) -> None:
     lax.fori_loop(start, stop, step, ())
 
 
-def _load(tiles: _Tiles, x_gmem: Any, w_gmems: Any, x_smem: Any, w_smems: Any, full: Any, empty: Any) -> None:
+def _load(
+    tiles: _Tiles, x_gmem: Any, w_gmems: Any, x_smem: Any, w_smems: Any, full: Any, empty: Any
+) -> None:
     """Copy the operands of every step to its slot: the work of the loading warpgroup."""
     config = tiles.config
     # TMA needs few registers: the rest goes to the warpgroups that multiply.
@@ -234,24 +292,35 @@ def _load(tiles: _Tiles, x_gmem: Any, w_gmems: Any, x_smem: Any, w_smems: Any, f
             def _():
                 plgpu.barrier_wait(empty.at[slot])
 
-            # Blocks along N have the same rows of x, and those along M the same columns of the weights.
+            # Blocks along N have the same rows of x, and those along M the same columns of the
+            # weights.
             x_shared = "block" if config.cluster_n > 1 else None
             w_shared = "block" if config.cluster_m > 1 else None
             rows, columns = pl.ds(row, config.block_m), pl.ds(column, tiles.columns)
-            plgpu.copy_gmem_to_smem(x_gmem.at[rows, ks], x_smem.at[slot], full.at[slot], collective_axes=x_shared)
+            plgpu.copy_gmem_to_smem(
+                x_gmem.at[rows, ks], x_smem.at[slot], full.at[slot], collective_axes=x_shared
+            )
             for w_gmem, w_smem in zip(w_gmems, w_smems, strict=True):
-                plgpu.copy_gmem_to_smem(w_gmem.at[ks, columns], w_smem.at[slot], full.at[slot], collective_axes=w_shared)
+                plgpu.copy_gmem_to_smem(
+                    w_gmem.at[ks, columns], w_smem.at[slot], full.at[slot], collective_axes=w_shared
+                )
 
         _loop(0, tiles.num_steps, load_step)
 
     _loop(0, tiles.count, load_tile)
     # Barriers are left as they were found: every arrival is waited for.
     steps = tiles.count * tiles.num_steps
-    _loop(jnp.maximum(steps - config.num_stages, 0), steps, lambda step: plgpu.barrier_wait(empty.at[tiles.slot(step)]))
+    _loop(
+        jnp.maximum(steps - config.num_stages, 0),
+        steps,
+        lambda step: plgpu.barrier_wait(empty.at[tiles.slot(step)]),
+    )
 
 
 def _multiply(tiles: _Tiles, end: "_End", x_smem: Any, w_smems: Any, full: Any, empty: Any) -> None:
-    """Multiply and end every tile: the work of the two multiplying warpgroups, each half of the rows."""
+    """Multiply and end every tile: the work of the two multiplying warpgroups, each half of the
+    rows.
+    """
     rows = tiles.config.block_m // WARPGROUPS
     warpgroup = lax.axis_index("warpgroup")
     half = pl.ds(warpgroup * rows, rows)
@@ -259,7 +328,8 @@ def _multiply(tiles: _Tiles, end: "_End", x_smem: Any, w_smems: Any, full: Any, 
 
     def multiply_tile(tile: Any) -> None:
         row, column = tiles.start(tile)
-        # Its memory is free: all threads had read the last tile's terms at that tile's last `commit_smem`, which is a barrier.
+        # Its memory is free: all threads had read the last tile's terms at that tile's last
+        # `commit_smem`, which is a barrier.
         end.ask(row + warpgroup * rows, column)
 
         def sums(*acc_refs: Any) -> tuple[jax.Array, ...]:
@@ -277,12 +347,15 @@ def _multiply(tiles: _Tiles, end: "_End", x_smem: Any, w_smems: Any, full: Any, 
 
             _loop(0, tiles.num_steps, multiply_step)
             plgpu.wgmma_wait(0)
-            # Now, and not after the end of the tile: meanwhile the loader fills the slot for the next one.
+            # Now, and not after the end of the tile: meanwhile the loader fills the slot for the
+            # next one.
             plgpu.barrier_arrive(empty.at[tiles.slot((tile + 1) * tiles.num_steps - 1)])
             return tuple(acc_ref[...] for acc_ref in acc_refs)
 
         # Accumulators exist in a scope alone; what leaves it are arrays in registers.
-        accumulators = [plgpu.WGMMAAccumulatorRef((rows, tiles.columns), jnp.float32) for _ in w_smems]
+        accumulators = [
+            plgpu.WGMMAAccumulatorRef((rows, tiles.columns), jnp.float32) for _ in w_smems
+        ]
         end.finish(row + warpgroup * rows, column, pl.run_scoped(sums, *accumulators))
 
     _loop(0, tiles.count, multiply_tile)
@@ -291,7 +364,9 @@ def _multiply(tiles: _Tiles, end: "_End", x_smem: Any, w_smems: Any, full: Any, 
 
 
 class _End:
-    """The end of a tile, for the rows of one warpgroup: bias, accumulation, activation, and the way to global memory."""
+    """The end of a tile, for the rows of one warpgroup: bias, accumulation, activation, and the way
+    to global memory.
+    """
 
     def __init__(
         self,
@@ -313,14 +388,20 @@ class _End:
         self.result_gmems, self.result_smem = result_gmems, result_smem
         self.bias_barrier, self.accumulate_barrier = bias_barrier, accumulate_barrier
         rows = tiles.config.block_m // WARPGROUPS
-        self.chunks = [(r, c) for r in range(0, rows, CHUNK_M) for c in range(0, tiles.columns, chunk_n)]
+        self.chunks = [
+            (r, c) for r in range(0, rows, CHUNK_M) for c in range(0, tiles.columns, chunk_n)
+        ]
         self.warpgroup = lax.axis_index("warpgroup")
 
     def ask(self, row: Any, column: Any) -> None:
-        """Start the copies of what is added: the biases, and the first chunks of what is accumulated."""
+        """Start the copies of what is added: the biases, and the first chunks of what is
+        accumulated.
+        """
         for bias_gmem, bias_smem in self.biases:
             source = bias_gmem.at[pl.ds(column, self.columns)]
-            plgpu.copy_gmem_to_smem(source, bias_smem.at[self.warpgroup], self.bias_barrier.at[self.warpgroup])
+            plgpu.copy_gmem_to_smem(
+                source, bias_smem.at[self.warpgroup], self.bias_barrier.at[self.warpgroup]
+            )
         for index in range(min(SLOTS, len(self.chunks))):
             self._ask_chunk(index, row, column)
 
@@ -328,27 +409,45 @@ class _End:
         """Turn the sums of products, float32 in registers, into the result."""
         if self.biases:
             plgpu.barrier_wait(self.bias_barrier.at[self.warpgroup])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # stores of the tile before, which ended in either slot
+        plgpu.wait_smem_to_gmem(
+            0, wait_read_only=True
+        )  # stores of the tile before, which ended in either slot
         num_stores = 0
         for index, (r, c) in enumerate(self.chunks):
             columns = slice(c, c + self.chunk_n)
             products = [z[r : r + CHUNK_M, columns] for z in sums]  # [CHUNK_M, chunk_n] each
             if self.biases:
-                terms = [bias_smem[self.warpgroup, columns].astype(jnp.float32) for _, bias_smem in self.biases]
-                products = [z + lax.broadcast_in_dim(b, z.shape, (1,)) for z, b in zip(products, terms, strict=True)]
+                terms = [
+                    bias_smem[self.warpgroup, columns].astype(jnp.float32)
+                    for _, bias_smem in self.biases
+                ]
+                products = [
+                    z + lax.broadcast_in_dim(b, z.shape, (1,))
+                    for z, b in zip(products, terms, strict=True)
+                ]
             if self.accumulates:
                 plgpu.barrier_wait(self._accumulate_barrier(index))
-                terms = [smem[self.warpgroup, index % SLOTS].astype(jnp.float32) for _, smem in self.accumulates]
+                terms = [
+                    smem[self.warpgroup, index % SLOTS].astype(jnp.float32)
+                    for _, smem in self.accumulates
+                ]
                 products = [z + a for z, a in zip(products, terms, strict=True)]
-            # y first. The products follow where the derivative keeps them; else there is one result.
+            # y first. The products follow where the derivative keeps them; else there is one
+            # result.
             values = [self.form.join(products), *products][: len(self.result_gmems)]
             for value, result_gmem in zip(values, self.result_gmems, strict=True):
                 slot = num_stores % SLOTS
-                plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)  # the store that last used this slot
+                plgpu.wait_smem_to_gmem(
+                    SLOTS - 1, wait_read_only=True
+                )  # the store that last used this slot
                 self.result_smem[self.warpgroup, slot] = value.astype(self.form.dtype)
-                # TMA sees what threads wrote to shared memory only from here on. It is also a barrier of the warpgroup.
+                # TMA sees what threads wrote to shared memory only from here on. It is also a
+                # barrier of the warpgroup.
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(self.result_smem.at[self.warpgroup, slot], self._chunk(result_gmem, index, row, column))
+                plgpu.copy_smem_to_gmem(
+                    self.result_smem.at[self.warpgroup, slot],
+                    self._chunk(result_gmem, index, row, column),
+                )
                 num_stores += 1
             # Every thread has read this chunk (the barrier above): its slot may be filled again.
             if index + SLOTS < len(self.chunks):
@@ -364,4 +463,6 @@ class _End:
     def _ask_chunk(self, index: int, row: Any, column: Any) -> None:
         for gmem, smem in self.accumulates:
             source = self._chunk(gmem, index, row, column)
-            plgpu.copy_gmem_to_smem(source, smem.at[self.warpgroup, index % SLOTS], self._accumulate_barrier(index))
+            plgpu.copy_gmem_to_smem(
+                source, smem.at[self.warpgroup, index % SLOTS], self._accumulate_barrier(index)
+            )

@@ -3,9 +3,10 @@
     z_i[M, N] = x[M, K] @ w_i[K, N] + bias_i[N] + accumulate_i[M, N]
     y = f(z_0)  or, of two weights,  f(z_0) * z_1
 
-with f the identity, gelu (its tanh form, as jax.nn.gelu and Flax have it) or silu. One weight is a dense layer; two are a gated
-linear unit (Shazeer, arXiv:2002.05202): SwiGLU with silu, GeGLU with gelu. What is accumulated comes before the activation, as
-in cuBLASLt and CUTLASS: a product over tiles of K keeps its sums in float32 and applies the activation with the last tile.
+with f the identity, gelu (its tanh form, as jax.nn.gelu and Flax have it) or silu. One weight is a
+dense layer; two are a gated linear unit (Shazeer, arXiv:2002.05202): SwiGLU with silu, GeGLU with
+gelu. What is accumulated comes before the activation, as in cuBLASLt and CUTLASS: a product over
+tiles of K keeps its sums in float32 and applies the activation with the last tile.
 
 Its gradients are JAX's own.
 """
@@ -17,7 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-ACTIVATIONS: dict[str | None, Callable[[jax.Array], jax.Array]] = {None: lambda z: z, "gelu": jax.nn.gelu, "silu": jax.nn.silu}
+ACTIVATIONS: dict[str | None, Callable[[jax.Array], jax.Array]] = {
+    None: lambda z: z,
+    "gelu": jax.nn.gelu,
+    "silu": jax.nn.silu,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +51,20 @@ def matmul(
     accumulates: Sequence[jax.Array],
     num_parts: int = 0,
 ) -> jax.Array:
-    """Return y[M, N] for x[M, K] and one or two of w[K, N], bias[N] and accumulate[M, N]; or parts y[P, M, N]."""
+    """Return y[M, N] for x[M, K] and one or two of w[K, N], bias[N] and accumulate[M, N]; or parts
+    y[P, M, N].
+    """
     wide = x.astype(jnp.float32)
     # By default accelerators multiply float32 with fewer bits (TF32 on GPUs).
-    products = [product(wide, w.astype(jnp.float32), num_parts, precision=jax.lax.Precision.HIGHEST) for w in weights]
+    products = [
+        product(wide, w.astype(jnp.float32), num_parts, precision=jax.lax.Precision.HIGHEST)
+        for w in weights
+    ]
     for terms in (biases, accumulates):
         if terms:
-            products = [z + term.astype(jnp.float32) for z, term in zip(products, terms, strict=True)]
+            products = [
+                z + term.astype(jnp.float32) for z, term in zip(products, terms, strict=True)
+            ]
     return form.join(products).astype(form.dtype)
 
 

@@ -1,11 +1,13 @@
-"""How the kernel of `matmul` is split over a mesh: the partitioner sees nothing of a kernel, so a `jax.shard_map` says it.
+"""How the kernel of `matmul` is split over a mesh: the partitioner sees nothing of a kernel, so a
+`jax.shard_map` says it.
 
     x[M_rows, K] @ w[K, N_columns] -> y[M_rows, N_columns]
     x[M_rows, K_summed] @ w[K_summed, N] -> y[P_summed, M_rows, N]     each device's part of the sum: sum(y, 0) is the product
 
-No collective in either: who wants the product adds the parts up, after as many products as were added to them. Only what
-runs forward is inside. The derivative's products are XLA's, on whole arrays, and the partitioner has their sums over devices
-as those of any dense layer.
+No collective in either: who wants the product adds the parts up, after as many products as were
+  added to them. Only what
+runs forward is inside. The derivative's products are XLA's, on whole arrays, and the partitioner
+has their sums over devices as those of any dense layer.
 """
 
 import dataclasses
@@ -23,7 +25,8 @@ class Split:
       mesh: concrete or abstract.
       rows: axes that split M.
       columns: axes that split N; not with `summed`.
-      summed: axes that split K, over P devices. Of one weight, without bias and activation: these come after the sum.
+      summed: axes that split K, over P devices. Of one weight, without bias and activation: these
+        come after the sum.
 
     Raises:
       ValueError: an unknown axis, or one named twice.
@@ -80,7 +83,11 @@ class Split:
         Raises:
           ValueError: a dim that its axes do not divide.
         """
-        for name, size, axes in (("M", m, self.rows), ("N", n, self.columns), ("K", k, self.summed)):
+        for name, size, axes in (
+            ("M", m, self.rows),
+            ("N", n, self.columns),
+            ("K", k, self.summed),
+        ):
             if size % self.size(axes):
                 raise ValueError(
                     f"matmul: {name}={size} does not divide by {self.size(axes)}, the devices along {' x '.join(axes)}: "

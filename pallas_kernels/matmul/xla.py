@@ -1,4 +1,6 @@
-"""`matmul` as XLA computes it: products of narrow inputs summed in float32 (cuBLAS on GPUs), the rest fused as it sees fit."""
+"""`matmul` as XLA computes it: products of narrow inputs summed in float32 (cuBLAS on GPUs), the
+rest fused as it sees fit.
+"""
 
 from collections.abc import Sequence
 
@@ -17,10 +19,14 @@ def matmul(
     keeps_products: bool,
     num_parts: int = 0,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Return y[M, N], and where `keeps_products` the z_i[M, N] that it was made of, in the result's dtype; or y[P, M, N]."""
+    """Return y[M, N], and where `keeps_products` the z_i[M, N] that it was made of, in the result's
+    dtype; or y[P, M, N].
+    """
     products = [product(x, w, num_parts, preferred_element_type=jnp.float32) for w in weights]
     for terms in (biases, accumulates):
         if terms:
-            products = [z + term.astype(jnp.float32) for z, term in zip(products, terms, strict=True)]
+            products = [
+                z + term.astype(jnp.float32) for z, term in zip(products, terms, strict=True)
+            ]
     residuals = tuple(z.astype(form.dtype) for z in products) if keeps_products else ()
     return form.join(products).astype(form.dtype), residuals

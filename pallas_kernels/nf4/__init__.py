@@ -1,17 +1,21 @@
-"""Weights in 4 bits with a scale for each block of 64: `quantize_nf4` and `dequantize_nf4`, for what is kept and never trained.
+"""Weights in 4 bits with a scale for each block of 64: `quantize_nf4` and `dequantize_nf4`, for
+what is kept and never trained.
 
     q = quantize_nf4(w)                        # 0.5 bytes an element, 1/64 for the scales, 1/2048 for the scales of the scales
     y = dequantize_nf4(q, jnp.bfloat16)
 
-NormalFloat (Dettmers et al., QLoRA, arXiv:2305.14314, section 3): an element becomes the nearest of 16 values, quantiles of a
-normal distribution, times the largest magnitude of its block; these magnitudes are themselves kept in 8 bits (the paper's
-double quantisation). With a float32 scale a block it would be 0.5625 bytes an element; it is 0.516.
+NormalFloat (Dettmers et al., QLoRA, arXiv:2305.14314, section 3): an element becomes the nearest of
+16 values, quantiles of a normal distribution, times the largest magnitude of its block; these
+magnitudes are themselves kept in 8 bits (the paper's double quantisation). With a float32 scale a
+block it would be 0.5625 bytes an element; it is 0.516.
 
-What there was already, and why this is written all the same: bitsandbytes is CUDA for torch, one mean for all scales of an
-array, a table of 256 values for the scales, and blocks of the flattened array, which lie across the shards of a split one. qwix
-has the 16 values in jnp, without the second quantisation. Here blocks and their groups lie along the last dim, so that a shard
-has the blocks of the whole array, and every implementation returns the same bits on every device. The 16 values and the rule
-for the nearest are those of bitsandbytes.
+What there was already, and why this is written all the same: bitsandbytes is CUDA for torch, one
+  mean for all scales of an
+array, a table of 256 values for the scales, and blocks of the flattened array, which lie across the
+shards of a split one. qwix has the 16 values in jnp, without the second quantisation. Here blocks
+and their groups lie along the last dim, so that a shard has the blocks of the whole array, and
+every implementation returns the same bits on every device. The 16 values and the rule for the
+nearest are those of bitsandbytes.
 """
 
 import dataclasses
@@ -34,15 +38,20 @@ from pallas_kernels.quantize.vjp import without_derivative
 UNMEASURED = "no measurement on a GPU says yet that it is faster"
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "scales", "steps", "means"], meta_fields=[])
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["codes", "scales", "steps", "means"],
+    meta_fields=[],
+)
 @dataclasses.dataclass(frozen=True)
 class Nf4:
     """An array in blocks of 64 values of 4 bits, whose scales are in groups of values of 8 bits.
 
     Attributes:
-      codes: `[..., R, K / 2]`, uint8: byte j of a block's 32 has element j in its low bits and element 32 + j above.
-      scales: `[..., R, K / 64]`, int8: a block's largest magnitude is about its group's mean plus this times the group's step;
-        -128 is a block with NaN or an infinity in it.
+      codes: `[..., R, K / 2]`, uint8: byte j of a block's 32 has element j in its low bits and
+        element 32 + j above.
+      scales: `[..., R, K / 64]`, int8: a block's largest magnitude is about its group's mean plus
+        this times the group's step; -128 is a block with NaN or an infinity in it.
       steps: `[..., R / r, K / 64 / c]`, float32, for groups of r rows and c blocks.
       means: the same.
     """
@@ -54,7 +63,8 @@ class Nf4:
 
 
 def group_of(rows: int, blocks: int) -> Group:
-    """Return the largest group, 256 blocks or less, for an array of so many rows and blocks in a row.
+    """Return the largest group, 256 blocks or less, for an array of so many rows and blocks in a
+    row.
 
     As many blocks of a row as divide it, then as many rows as divide theirs.
     """
@@ -67,45 +77,61 @@ def _divisor(number: int, most: int) -> int:
 
 
 def quantize_nf4(
-    x: jax.Array, group: Group | None = None, implementation: Implementation | None = None, *, config: Config | None = None
+    x: jax.Array,
+    group: Group | None = None,
+    implementation: Implementation | None = None,
+    *,
+    config: Config | None = None,
 ) -> Nf4:
     """Return x in 4 bits, with scales in 8 bits.
 
-    An element is off by half the distance of two of the 16 values, times the largest magnitude of its block, which is at most
-    0.152 of it; and by the error of that magnitude, at most 1 / 254 of how far the farthest of its group is from their mean: a
-    block with a weight a thousand times its group's others' costs them their precision.
-    0 stays 0. A block with NaN or an infinity in it comes back as NaN, all of it; in the mean it counts as 0, and the other
-    blocks' error has the same bound. A block whose largest magnitude is below 2^-72 counts as zeros. Nothing is random.
+    An element is off by half the distance of two of the 16 values, times the largest magnitude of
+    its block, which is at most 0.152 of it; and by the error of that magnitude, at most 1 / 254 of
+    how far the farthest of its group is from their mean: a block with a weight a thousand times its
+    group's others' costs them their precision. 0 stays 0. A block with NaN or an infinity in it
+    comes back as NaN, all of it; in the mean it counts as 0, and the other blocks' error has the
+    same bound. A block whose largest magnitude is below 2^-72 counts as zeros. Nothing is random.
 
-    `x[..., R, K] -> codes[..., R, K / 2], scales[..., R, K / 64], steps and means[..., R / r, K / 64 / c]`; of a vector there
-    is no R. Not differentiable: see `vjp` of `quantize`. On several devices call it in `jax.shard_map` on each device's own
-    pieces.
+    `x[..., R, K] -> codes[..., R, K / 2], scales[..., R, K / 64], steps and means[..., R / r, K /
+    64 / c]`; of a vector there is no R. Not differentiable: see `vjp` of `quantize`. On several
+    devices call it in `jax.shard_map` on each device's own pieces.
 
     Args:
       x: bfloat16, float16 or float32; K a multiple of 64.
-      group: (r, c): rows and blocks of a row whose scales share a step and a mean, divisors of R (1 for a vector) and K / 64.
-        None: those of `group_of`. For pieces of an array, name one that divides each piece, or the whole has other groups.
-      implementation: "mosaic" (the Hopper kernel), "xla", "reference" (the same in jnp, fused only by a `jax.jit` around it),
-        or None to have it chosen and logged.
+      group: (r, c): rows and blocks of a row whose scales share a step and a mean, divisors of R (1
+        for a vector) and K / 64. None: those of `group_of`. For pieces of an array, name one that
+        divides each piece, or the whole has other groups.
+      implementation: "mosaic" (the Hopper kernel), "xla", "reference" (the same in jnp, fused only
+        by a `jax.jit` around it), or None to have it chosen and logged.
       config: sizes of the kernel; None chooses them.
 
     Raises:
-      ValueError: x, group or implementation is none of these, sizes that do not fit, or a derivative is taken.
-      NotImplementedError: the named implementation has no kernel for this device; or the kernel is under `jax.vmap` in jax
-        0.10, which batches no kernel.
+      ValueError: x, group or implementation is none of these, sizes that do not fit, or a
+        derivative is taken.
+      NotImplementedError: the named implementation has no kernel for this device; or the kernel is
+        under `jax.vmap` in jax 0.10, which batches no kernel.
     """
     if not x.ndim or x.dtype not in FLOATS:
-        raise ValueError(f"quantize_nf4: x is {x.dtype}{list(x.shape)}: [..., K] of bfloat16, float16 or float32 is needed")
+        raise ValueError(
+            f"quantize_nf4: x is {x.dtype}{list(x.shape)}: [..., K] of bfloat16, float16 or float32 is needed"
+        )
     if x.shape[-1] % BLOCK:
-        raise ValueError(f"quantize_nf4: x is {list(x.shape)}: {x.shape[-1]} is no multiple of {BLOCK}, the size of a block")
+        raise ValueError(
+            f"quantize_nf4: x is {list(x.shape)}: {x.shape[-1]} is no multiple of {BLOCK}, the size of a block"
+        )
     per_row = x.shape[-1] // BLOCK
     rows = x.shape[-2] if x.ndim > 1 else 1
     group = group_of(rows, per_row) if group is None else group
-    if not all(isinstance(n, int) and n > 0 and size % n == 0 for n, size in zip(group, (rows, per_row), strict=True)):
+    if not all(
+        isinstance(n, int) and n > 0 and size % n == 0
+        for n, size in zip(group, (rows, per_row), strict=True)
+    ):
         raise ValueError(
             f"quantize_nf4: group={group}: divisors of {rows} rows and of the {per_row} blocks of a row are needed"
         )
-    chosen, config = _choose("quantize_nf4", implementation, _problem(x.shape, x.dtype, jnp.int8), config, x)
+    chosen, config = _choose(
+        "quantize_nf4", implementation, _problem(x.shape, x.dtype, jnp.int8), config, x
+    )
 
     def run(x: jax.Array) -> Nf4:
         blocks = x.reshape(*x.shape[:-1], per_row, BLOCK)
@@ -116,22 +142,34 @@ def quantize_nf4(
         else:
             codes, largest = (xla if chosen == "xla" else reference).quantize(blocks)
         # 1 / 64 of the elements: their arithmetic is XLA's everywhere.
-        scales, steps, means = (reference if chosen == "reference" else xla).quantize_scales(_rows(largest), group)
+        scales, steps, means = (reference if chosen == "reference" else xla).quantize_scales(
+            _rows(largest), group
+        )
         # Every implementation returns the bits of a byte as int8.
-        codes = jax.lax.bitcast_convert_type(codes, jnp.uint8).reshape(*x.shape[:-1], x.shape[-1] // 2)
-        of_vector = [a[0] for a in (scales, steps, means)] if x.ndim == 1 else (scales, steps, means)
+        codes = jax.lax.bitcast_convert_type(codes, jnp.uint8).reshape(
+            *x.shape[:-1], x.shape[-1] // 2
+        )
+        of_vector = (
+            [a[0] for a in (scales, steps, means)] if x.ndim == 1 else (scales, steps, means)
+        )
         return Nf4(codes, *of_vector)
 
     return without_derivative("quantize_nf4", run, "dequantize_nf4(quantize_nf4(x), x.dtype)")(x)
 
 
 def dequantize_nf4(
-    q: Nf4, dtype: Any = jnp.float32, implementation: Implementation | None = None, *, config: Config | None = None
+    q: Nf4,
+    dtype: Any = jnp.float32,
+    implementation: Implementation | None = None,
+    *,
+    config: Config | None = None,
 ) -> jax.Array:
-    """Return the array `[..., K]`: values times scales, multiplied in float32 and rounded to nearest.
+    """Return the array `[..., K]`: values times scales, multiplied in float32 and rounded to
+    nearest.
 
-    XLA's form leaves the dims as they are, so that the partitioner may split any of them, the last one by blocks. For the
-    kernel the scales are made first, 4 bytes for 64 elements. Not differentiable: see `vjp` of `quantize`.
+    XLA's form leaves the dims as they are, so that the partitioner may split any of them, the last
+    one by blocks. For the kernel the scales are made first, 4 bytes for 64 elements. Not
+    differentiable: see `vjp` of `quantize`.
 
     Args:
       q: of `quantize_nf4`.
@@ -140,20 +178,31 @@ def dequantize_nf4(
       config: as of `quantize_nf4`.
 
     Raises:
-      ValueError: q's arrays do not fit each other, dtype or implementation is none of these, sizes that do not fit, or a
-        derivative is taken.
+      ValueError: q's arrays do not fit each other, dtype or implementation is none of these, sizes
+        that do not fit, or a derivative is taken.
       NotImplementedError: as of `quantize_nf4`.
     """
     dtype = jnp.dtype(dtype)
     if dtype not in FLOATS:
-        raise ValueError(f"dequantize_nf4: dtype={dtype}: choose from {', '.join(map(str, FLOATS))}")
+        raise ValueError(
+            f"dequantize_nf4: dtype={dtype}: choose from {', '.join(map(str, FLOATS))}"
+        )
     _check(q)
     shape = (*q.codes.shape[:-1], 2 * q.codes.shape[-1])
-    chosen, config = _choose("dequantize_nf4", implementation, _problem(shape, jnp.int8, dtype), config, q.codes, q.scales)
+    chosen, config = _choose(
+        "dequantize_nf4",
+        implementation,
+        _problem(shape, jnp.int8, dtype),
+        config,
+        q.codes,
+        q.scales,
+    )
 
     def run(q: Nf4) -> jax.Array:
         codes = jax.lax.bitcast_convert_type(q.codes, jnp.int8).reshape(*q.scales.shape, BLOCK // 2)
-        largest = (reference if chosen == "reference" else xla).dequantize_scales(*map(_rows, (q.scales, q.steps, q.means)))
+        largest = (reference if chosen == "reference" else xla).dequantize_scales(
+            *map(_rows, (q.scales, q.steps, q.means))
+        )
         largest = largest.reshape(q.scales.shape)
         if chosen == "mosaic":
             assert config is not None
@@ -175,11 +224,19 @@ def _check(q: Nf4) -> None:
     arrays = {"codes": q.codes, "scales": q.scales, "steps": q.steps, "means": q.means}
     dtypes = [jnp.uint8, jnp.int8, jnp.float32, jnp.float32]
     ndim, fits = q.codes.ndim, [a.dtype for a in arrays.values()] == dtypes
-    fits &= ndim > 0 and all(a.ndim == ndim for a in arrays.values()) and q.steps.shape == q.means.shape
+    fits &= (
+        ndim > 0 and all(a.ndim == ndim for a in arrays.values()) and q.steps.shape == q.means.shape
+    )
     if fits:
         grid, groups = (*q.codes.shape[:-1], 2 * q.codes.shape[-1] // BLOCK), q.steps.shape
-        fits &= 2 * q.codes.shape[-1] == grid[-1] * BLOCK and q.scales.shape == grid and groups[:-2] == grid[:-2]
-        fits &= all(size % n == 0 if n else not size for size, n in zip(grid[-2:], groups[-2:], strict=True))
+        fits &= (
+            2 * q.codes.shape[-1] == grid[-1] * BLOCK
+            and q.scales.shape == grid
+            and groups[:-2] == grid[:-2]
+        )
+        fits &= all(
+            size % n == 0 if n else not size for size, n in zip(grid[-2:], groups[-2:], strict=True)
+        )
     if not fits:
         found = ", ".join(f"{name} {a.dtype}{list(a.shape)}" for name, a in arrays.items())
         raise ValueError(
@@ -203,11 +260,19 @@ def _problem(shape: tuple[int, ...], in_dtype: Any, out_dtype: Any) -> Problem:
 
 
 def _choose(
-    op: str, implementation: Implementation | None, problem: Problem, config: Config | None, *arrays: Any
+    op: str,
+    implementation: Implementation | None,
+    problem: Problem,
+    config: Config | None,
+    *arrays: Any,
 ) -> tuple[Implementation, Config | None]:
     """Return the implementation that runs, and the sizes of its kernel."""
     target = target_of(*arrays)
-    refusals: dict[Implementation, str | None] = {"mosaic": refusal(problem, target), "xla": None, "reference": None}
+    refusals: dict[Implementation, str | None] = {
+        "mosaic": refusal(problem, target),
+        "xla": None,
+        "reference": None,
+    }
     chosen = resolve(op, implementation, refusals, {"mosaic": UNMEASURED})
     if chosen != "mosaic":
         return chosen, None

@@ -1,14 +1,17 @@
-"""`quantize_nf4` and `dequantize_nf4` for Hopper, in Pallas Mosaic GPU: each element is read once and written once.
+"""`quantize_nf4` and `dequantize_nf4` for Hopper, in Pallas Mosaic GPU: each element is read once
+and written once.
 
-Tiles of 64 blocks go through shared memory as those of `quantize` do (`quantize.mosaic`, `stream`). A byte has an element of a
-block's first half and one of its second, so that a tile of codes makes two tiles of elements side by side, and no element
-changes its thread:
+Tiles of 64 blocks go through shared memory as those of `quantize` do (`quantize.mosaic`, `stream`).
+A byte has an element of a block's first half and one of its second, so that a tile of codes makes
+two tiles of elements side by side, and no element changes its thread:
 
     dequantize:  codes[64, 32] -> y[64, 0:32] of the low bits, y[64, 32:64] of the high ones
     quantize:    x[64, 0:32], x[64, 32:64] -> largest[64], codes[64, 32]
 
-Threads cannot look a value up in registers: to dequantize, selects choose among the 16 values, 10 an element as compiled. By
-arithmetic, at 64 a cycle and core, they take longer than the memory does; a lookup by bytes (PTX prmt) would take less.
+Threads cannot look a value up in registers: to dequantize, selects choose among the 16 values, 10
+  an element as compiled. By
+arithmetic, at 64 a cycle and core, they take longer than the memory does; a lookup by bytes (PTX
+prmt) would take less.
 """
 
 import functools
@@ -31,10 +34,15 @@ def quantize(config: Config, x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     def compute(x_smem: Any, code_smem: Any, largest_smem: Any) -> None:
         halves = [load(x_smem, half) for half in HALVES]  # [64, 32] each
-        largest = functools.reduce(jnp.maximum, (reference.magnitudes(half).max(1) for half in halves))
+        largest = functools.reduce(
+            jnp.maximum, (reference.magnitudes(half).max(1) for half in halves)
+        )
         scale, inverse, mask = reference.scales(largest)
         largest_smem[...] = scale
-        v = [reference.normalized(half, spread(inverse, half.shape), spread(mask, half.shape)) for half in halves]
+        v = [
+            reference.normalized(half, spread(inverse, half.shape), spread(mask, half.shape))
+            for half in halves
+        ]
         code_smem[...] = reference.pack(*map(reference.nearest, v))
 
     out_types = jax.eval_shape(reference.quantize, x)

@@ -1,27 +1,31 @@
-"""The specification of `quantize_nf4` and `dequantize_nf4`, on blocks `x[..., 64]`: plain jnp, which is also XLA's form.
+"""The specification of `quantize_nf4` and `dequantize_nf4`, on blocks `x[..., 64]`: plain jnp,
+which is also XLA's form.
 
     largest[...]    = max |x|                              over a block
     code[..., 64]   = the n with LEVELS[n] nearest to x / largest, the lower one of two
     y[..., 64]      = LEVELS[code] * largest'
 
-LEVELS are quantiles of the normal distribution, as many on each side of 0 as 4 bits leave, divided by the largest (QLoRA,
-arXiv:2305.14314, equation 4 and appendix E): with q the inverse of its distribution function and d = 1 - (1/30 + 1/32) / 2,
+LEVELS are quantiles of the normal distribution, as many on each side of 0 as 4 bits leave, divided
+by the largest (QLoRA, arXiv:2305.14314, equation 4 and appendix E): with q the inverse of its
+distribution function and d = 1 - (1/30 + 1/32) / 2,
 
     q(p) for 8 values p from d to 1/2, its end left out, -q(p) for 7 of them, and 0;  all over q(d)
 
-They stand here as that appendix has them, for what others have quantised has these bits; computed in float64 they are the same
-to 2e-7. largest' is what is left of `largest` when it is kept in 8 bits, by groups of blocks:
+They stand here as that appendix has them, for what others have quantised has these bits; computed
+in float64 they are the same to 2e-7. largest' is what is left of `largest` when it is kept in 8
+bits, by groups of blocks:
 
     mean  = sum of largest / blocks of the group
     step  = max |largest - mean| / 127                      in 16 significant bits
     scale = round((largest - mean) * inverse)               -127 .. 127; -128: the block is not finite
     largest' = max(0, mean + scale * step)
 
-Every implementation returns the same bits on every device, as `quantize.reference` tells of its own. Here further:
+Every implementation returns the same bits on every device, as `quantize.reference` tells of its
+own. Here further:
 
 - A sum depends on the order of its terms. So halves are added to halves, which is one order.
-- A product and the sum it goes into become one instruction that rounds once, where a compiler likes to. So steps have 16
-  significant bits: times 8 they are exact, rounded or not.
+- A product and the sum it goes into become one instruction that rounds once, where a compiler likes
+  to. So steps have 16 significant bits: times 8 they are exact, rounded or not.
 """
 
 import itertools
@@ -32,7 +36,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.quantize.reference import EXPONENT, FORMATS, MAGNITUDE, Format, magnitudes, normalized
+from pallas_kernels.quantize.reference import (
+    EXPONENT,
+    FORMATS,
+    MAGNITUDE,
+    Format,
+    magnitudes,
+    normalized,
+)
 
 Group = tuple[int, int]
 BLOCK = 64  # elements of a block
@@ -57,14 +68,17 @@ LEVELS = (
     1.0,
 )
 MIDPOINTS = tuple(float(np.float32((low + high) / 2)) for low, high in itertools.pairwise(LEVELS))
-# Its inverse takes the largest magnitude to 128 at most: what takes it to 1 may be subnormal, and a zero on some processors.
+# Its inverse takes the largest magnitude to 128 at most: what takes it to 1 may be subnormal, and a
+# zero on some processors.
 UNIT = 128.0
 FORM = Format(jnp.dtype(jnp.int8), UNIT)
 INT8 = FORMATS[jnp.dtype(jnp.int8)]
 
 
 def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (codes int8[..., 32] as bits, largest float32[...], NaN of blocks that are not finite) of x[..., 64]."""
+    """Return (codes int8[..., 32] as bits, largest float32[...], NaN of blocks that are not finite)
+    of x[..., 64].
+    """
     x = x.astype(jnp.float32)
     largest, inverse, mask = scales(magnitudes(x).max(-1))
     codes = nearest(normalized(x, inverse[..., None], mask[..., None]))
@@ -75,11 +89,16 @@ def dequantize(codes: jax.Array, largest: jax.Array, dtype: jnp.dtype) -> jax.Ar
     """Return y[..., 64] for codes int8[..., 32], as bits, and largest float32[...]."""
     # One axis more instead of two halves joined: an elementwise program for XLA.
     halves = codes.astype(jnp.int32)[..., None, :] >> jnp.array([0, 4])[:, None]  # [..., 2, 32]
-    return (chosen(halves, _pairs(halves)) * largest[..., None, None]).astype(dtype).reshape(*largest.shape, BLOCK)
+    return (
+        (chosen(halves, _pairs(halves)) * largest[..., None, None])
+        .astype(dtype)
+        .reshape(*largest.shape, BLOCK)
+    )
 
 
 def quantize_scales(largest: jax.Array, group: Group) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (scales int8[..., R, K], steps float32[..., R / r, K / c], means the same) of magnitudes [..., R, K].
+    """Return (scales int8[..., R, K], steps float32[..., R / r, K / c], means the same) of
+    magnitudes [..., R, K].
 
     A group is of r rows and c blocks.
     """
@@ -114,7 +133,9 @@ def _grouped(array: jax.Array, group: Group) -> jax.Array:
 
 
 def _ungrouped(array: jax.Array, shape: tuple[int, ...], group: Group) -> jax.Array:
-    """Return an array of this shape `[..., R, K]` of `[..., R / r, K / c, r c]`, or of one value for each group."""
+    """Return an array of this shape `[..., R, K]` of `[..., R / r, K / c, r c]`, or of one value
+    for each group.
+    """
     *outer, rows, blocks = shape
     r, c = group
     inner = (r, c) if array.shape[-1] == r * c else (1, 1)
@@ -123,14 +144,19 @@ def _ungrouped(array: jax.Array, shape: tuple[int, ...], group: Group) -> jax.Ar
 
 
 def scales(largest: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (largest, inverse, mask) of each block as `Format.scales` does, the inverse for `nearest`."""
+    """Return (largest, inverse, mask) of each block as `Format.scales` does, the inverse for
+    `nearest`.
+    """
     scale, inverse, mask = FORM.scales(largest)
     return scale * UNIT, inverse, mask
 
 
 def nearest(v: jax.Array) -> jax.Array:
     """Return the n int32 with LEVELS[n] nearest to v / 128, |v| <= 128."""
-    return sum(((v > middle * UNIT).astype(jnp.int32) for middle in MIDPOINTS), jnp.zeros(v.shape, jnp.int32))
+    return sum(
+        ((v > middle * UNIT).astype(jnp.int32) for middle in MIDPOINTS),
+        jnp.zeros(v.shape, jnp.int32),
+    )
 
 
 def pack(low: jax.Array, high: jax.Array) -> jax.Array:
@@ -141,25 +167,30 @@ def pack(low: jax.Array, high: jax.Array) -> jax.Array:
 def _pairs(codes: jax.Array) -> list[jax.Array]:
     """Return LEVELS[2 k + (codes & 1)] for k = 0 .. 7, float32, by bits.
 
-    A select wants its numbers as arrays, 16 of them as large as the result. XLA never makes these; but JAX takes what depends
-    on no argument out of a scan that is differentiated, and hands it in.
+    A select wants its numbers as arrays, 16 of them as large as the result. XLA never makes these;
+    but JAX takes what depends on no argument out of a scan that is differentiated, and hands it in.
     """
     mask = -(codes & 1)
     bits = [int(n) for n in np.asarray(LEVELS, np.float32).view(np.int32)]
-    return [_floats((mask & (low ^ high)) ^ low) for low, high in zip(bits[::2], bits[1::2], strict=True)]
+    return [
+        _floats((mask & (low ^ high)) ^ low)
+        for low, high in zip(bits[::2], bits[1::2], strict=True)
+    ]
 
 
 def chosen(codes: jax.Array, pairs: Sequence[jax.Array] = ()) -> jax.Array:
-    """Return LEVELS[codes & 15], float32: chosen by a bit of the code at a time, without a table in memory.
+    """Return LEVELS[codes & 15], float32: chosen by a bit of the code at a time, without a table in
+    memory.
 
-    A kernel has no lookup in registers, and XLA's, an element at a time from memory, is no faster on a CPU. `pairs` are what
-    the first bit has chosen, if that is known.
+    A kernel has no lookup in registers, and XLA's, an element at a time from memory, is no faster
+    on a CPU. `pairs` are what the first bit has chosen, if that is known.
     """
     values: list[jax.Array | float] = list(pairs or LEVELS)
     for bit in range(1 if pairs else 0, 4):
         is_odd = (codes & (1 << bit)) != 0
         values = [
-            jnp.where(is_odd, jnp.float32(high), jnp.float32(low)) for low, high in zip(values[::2], values[1::2], strict=True)
+            jnp.where(is_odd, jnp.float32(high), jnp.float32(low))
+            for low, high in zip(values[::2], values[1::2], strict=True)
         ]
     [value] = values
     return jnp.asarray(value)

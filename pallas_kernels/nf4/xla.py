@@ -1,4 +1,6 @@
-"""`quantize_nf4` and `dequantize_nf4` as XLA computes them: the reference, compiled as programs that it fuses."""
+"""`quantize_nf4` and `dequantize_nf4` as XLA computes them: the reference, compiled as programs
+that it fuses.
+"""
 
 import jax
 

@@ -1,21 +1,26 @@
-"""Arrays in 8 bits with a scale for each block: `quantize` and `dequantize`, for what is sent or kept.
+"""Arrays in 8 bits with a scale for each block: `quantize` and `dequantize`, for what is sent or
+kept.
 
     q = quantize(x, jnp.int8, block_size=256, key=key)      # 1 byte an element and 4 a block
     y = dequantize(q, jnp.bfloat16)
 
-What there was already, and why this is written all the same (read in jax 0.10.2, tokamax, qwix, DeepSpeed and bitsandbytes, all
-of 2025 and 2026):
+What there was already, and why this is written all the same (read in jax 0.10.2, tokamax, qwix,
+DeepSpeed and bitsandbytes, all of 2025 and 2026):
 
-- jax quantises inside of `jax.nn.scaled_dot_general` alone: blocks of 32 or 16 with scales of 8 bits, for products.
-- qwix is jnp: scales for tiles that must divide the dim, a cast to fp8 by the compiler, stochastic rounding by noise that is
-  added. tokamax's `quantize_as` is jnp too: tiles that must divide, integers cut off instead of rounded.
-- ZeRO++ in DeepSpeed is CUDA: float16 to int8 and int4, to nearest. Its scale is max / 128, so that the largest element, where
-  it is positive, is cut to 127 / 128 of itself.
-- bitsandbytes is CUDA: blocks of the flattened array, each element looked up in a table of 256 values.
+- jax quantises inside of `jax.nn.scaled_dot_general` alone: blocks of 32 or 16 with scales of 8
+  bits, for products.
+- qwix is jnp: scales for tiles that must divide the dim, a cast to fp8 by the compiler, stochastic
+  rounding by noise that is added. tokamax's `quantize_as` is jnp too: tiles that must divide,
+  integers cut off instead of rounded.
+- ZeRO++ in DeepSpeed is CUDA: float16 to int8 and int4, to nearest. Its scale is max / 128, so that
+  the largest element, where it is positive, is cut to 127 / 128 of itself.
+- bitsandbytes is CUDA: blocks of the flattened array, each element looked up in a table of 256
+  values.
 
-None serves bfloat16 to int8 or fp8 on a GPU in one pass in JAX, and none says what becomes of NaN and infinity. Here blocks lie
-along the last dim, so a shard along any other dim has the blocks of the whole array, and the last block of a row may be
-shorter. What is not finite is not hidden: such a block's scale is NaN, and all of it comes back as NaN.
+None serves bfloat16 to int8 or fp8 on a GPU in one pass in JAX, and none says what becomes of NaN
+and infinity. Here blocks lie along the last dim, so a shard along any other dim has the blocks of
+the whole array, and the last block of a row may be shorter. What is not finite is not hidden: such
+a block's scale is NaN, and all of it comes back as NaN.
 """
 
 import dataclasses
@@ -36,14 +41,17 @@ from pallas_kernels.quantize.vjp import without_derivative
 UNMEASURED = "no measurement on a GPU says yet that it is faster"
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scales"], meta_fields=["block_size"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["values", "scales"], meta_fields=["block_size"]
+)
 @dataclasses.dataclass(frozen=True)
 class Quantized:
     """An array in blocks of 8-bit values.
 
     Attributes:
       values: `[..., K]`, int8, float8_e4m3fn or float8_e5m2.
-      scales: `[..., ceil(K / block_size)]`, float32; an element is about its value times its block's scale.
+      scales: `[..., ceil(K / block_size)]`, float32; an element is about its value times its
+        block's scale.
       block_size: elements of a block along the last dim; the last block of a row may have fewer.
     """
 
@@ -61,37 +69,47 @@ def quantize(
     *,
     config: Config | None = None,
 ) -> Quantized:
-    """Return x in 8 bits, with a scale for each block of its last dim: the largest magnitude becomes the largest value.
+    """Return x in 8 bits, with a scale for each block of its last dim: the largest magnitude
+    becomes the largest value.
 
-    Rounded to nearest even, an element is off by half a step at most; a step is largest / 127 of int8, and 2^-3 (float8_e4m3fn)
-    or 2^-2 (float8_e5m2) of the power of 2 below the element. Rounded stochastically it is off by less than a step, and not at
-    all in expectation. A block with NaN or an infinity in it has the scale NaN and zeros for values. A block whose largest
-    magnitude is below 2^-72 has the scale 0. Every implementation returns the same bits, on every device.
+    Rounded to nearest even, an element is off by half a step at most; a step is largest / 127 of
+    int8, and 2^-3 (float8_e4m3fn) or 2^-2 (float8_e5m2) of the power of 2 below the element.
+    Rounded stochastically it is off by less than a step, and not at all in expectation. A block
+    with NaN or an infinity in it has the scale NaN and zeros for values. A block whose largest
+    magnitude is below 2^-72 has the scale 0. Every implementation returns the same bits, on every
+    device.
 
-    `x[..., K] -> values[..., K], scales[..., ceil(K / block_size)]`. Not differentiable: see `vjp`. On several devices call it
-    in `jax.shard_map` on each device's own pieces, where the kernel is wanted: it is opaque to the partitioner.
+    `x[..., K] -> values[..., K], scales[..., ceil(K / block_size)]`. Not differentiable: see `vjp`.
+    On several devices call it in `jax.shard_map` on each device's own pieces, where the kernel is
+    wanted: it is opaque to the partitioner.
 
     Args:
       x: bfloat16, float16 or float32.
       dtype: int8, float8_e4m3fn or float8_e5m2.
-      block_size: elements of a block. The kernel takes multiples of 64. It copies x where K is no multiple of it, and where
-        the number of blocks is none of 8.
-      key: of `jax.random.key`, to round stochastically. The bits depend on the key and on an element's place in x alone: for
-        pieces of an array, fold each piece's index into the key, or equal places round alike.
-      implementation: "mosaic" (the Hopper kernel), "xla", "reference" (the same in jnp, fused only by a `jax.jit` around it),
-        or None to have it chosen and logged.
+      block_size: elements of a block. The kernel takes multiples of 64. It copies x where K is no
+        multiple of it, and where the number of blocks is none of 8.
+      key: of `jax.random.key`, to round stochastically. The bits depend on the key and on an
+        element's place in x alone: for pieces of an array, fold each piece's index into the key, or
+        equal places round alike.
+      implementation: "mosaic" (the Hopper kernel), "xla", "reference" (the same in jnp, fused only
+        by a `jax.jit` around it), or None to have it chosen and logged.
       config: sizes of the kernel; None chooses them.
 
     Raises:
-      ValueError: x, dtype, block_size, key or implementation is none of these, sizes that do not fit, or a derivative is taken.
-      NotImplementedError: the named implementation has no kernel for this block size or this device; or the kernel is under
-        `jax.vmap` in jax 0.10, which batches no kernel.
+      ValueError: x, dtype, block_size, key or implementation is none of these, sizes that do not
+        fit, or a derivative is taken.
+      NotImplementedError: the named implementation has no kernel for this block size or this
+        device; or the kernel is under `jax.vmap` in jax 0.10, which batches no kernel.
     """
     form = FORMATS.get(jnp.dtype(dtype))
     if form is None:
-        raise ValueError(f"quantize: dtype={jnp.dtype(dtype)}: choose from {', '.join(map(str, FORMATS))}")
+        raise ValueError(
+            f"quantize: dtype={jnp.dtype(dtype)}: choose from {', '.join(map(str, FORMATS))}"
+        )
     if not x.ndim or x.dtype not in mosaic.FLOATS:
-        raise ValueError(f"quantize: x is {x.dtype}{list(x.shape)}: [..., K] of bfloat16, float16 or float32 is needed")
+        raise ValueError(
+            f"quantize: x is {x.dtype}{list(x.shape)}: [..., K] of bfloat16, float16 or float32 is needed"
+        )
     _check_block_size("quantize", block_size)
     _check_key(key)
     num_blocks = _num_blocks(x.shape, block_size)
@@ -116,18 +134,25 @@ def quantize(
             codes, scales = (xla if chosen == "xla" else reference).quantize(form, blocks, words)
         # Every implementation returns the bits of a code as int8.
         codes = jax.lax.bitcast_convert_type(codes, form.dtype)
-        return _of_blocks(codes, x.shape), scales.reshape(*x.shape[:-1], -(-x.shape[-1] // block_size))
+        return _of_blocks(codes, x.shape), scales.reshape(
+            *x.shape[:-1], -(-x.shape[-1] // block_size)
+        )
 
     values, scales = without_derivative("quantize", run)(x, key)
     return Quantized(values, scales, block_size)
 
 
 def dequantize(
-    q: Quantized, dtype: Any = jnp.float32, implementation: Implementation | None = None, *, config: Config | None = None
+    q: Quantized,
+    dtype: Any = jnp.float32,
+    implementation: Implementation | None = None,
+    *,
+    config: Config | None = None,
 ) -> jax.Array:
     """Return `values * scales`, `[..., K]`, multiplied in float32 and rounded to nearest.
 
-    Values are read as those that `quantize` writes, which are finite. Not differentiable: see `vjp`.
+    Values are read as those that `quantize` writes, which are finite. Not differentiable: see
+    `vjp`.
 
     Args:
       q: of `quantize`.
@@ -136,13 +161,15 @@ def dequantize(
       config: as of `quantize`.
 
     Raises:
-      ValueError: q's arrays do not fit each other, dtype or implementation is none of these, sizes that do not fit, or a
-        derivative is taken.
+      ValueError: q's arrays do not fit each other, dtype or implementation is none of these, sizes
+        that do not fit, or a derivative is taken.
       NotImplementedError: as of `quantize`.
     """
     dtype = jnp.dtype(dtype)
     if dtype not in mosaic.FLOATS:
-        raise ValueError(f"dequantize: dtype={dtype}: choose from {', '.join(map(str, mosaic.FLOATS))}")
+        raise ValueError(
+            f"dequantize: dtype={dtype}: choose from {', '.join(map(str, mosaic.FLOATS))}"
+        )
     values, scales, block_size = q.values, q.scales, q.block_size
     form = FORMATS.get(values.dtype)
     if form is None or not values.ndim:
@@ -172,7 +199,8 @@ def dequantize(
             assert config is not None
             y = mosaic.dequantize(form, config, codes, scales.reshape(-1), dtype)
         else:
-            # With their dims: the partitioner may split any of them, and would gather what is flattened.
+            # With their dims: the partitioner may split any of them, and would gather what is
+            # flattened.
             codes = codes.reshape(*scales.shape, block_size)
             y = (xla if chosen == "xla" else reference).dequantize(form, codes, scales, dtype)
         return _of_blocks(y, values.shape)
@@ -181,11 +209,19 @@ def dequantize(
 
 
 def _choose(
-    op: str, implementation: Implementation | None, problem: Problem, config: Config | None, *arrays: Any
+    op: str,
+    implementation: Implementation | None,
+    problem: Problem,
+    config: Config | None,
+    *arrays: Any,
 ) -> tuple[Implementation, Config | None]:
     """Return the implementation that runs, and the sizes of its kernel."""
     target = target_of(*arrays)
-    refusals: dict[Implementation, str | None] = {"mosaic": mosaic.refusal(problem, target), "xla": None, "reference": None}
+    refusals: dict[Implementation, str | None] = {
+        "mosaic": mosaic.refusal(problem, target),
+        "xla": None,
+        "reference": None,
+    }
     chosen = resolve(op, implementation, refusals, {"mosaic": UNMEASURED})
     if chosen != "mosaic":
         return chosen, None
@@ -209,14 +245,18 @@ def _in_blocks(array: jax.Array, block_size: int) -> jax.Array:
 
 
 def _of_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return the array `[..., K]` of this shape that blocks `[G, block_size]`, or `[..., block_size]`, make."""
+    """Return the array `[..., K]` of this shape that blocks `[G, block_size]`, or `[...,
+    block_size]`, make.
+    """
     per_row = -(-shape[-1] // blocks.shape[-1])
     return blocks.reshape(*shape[:-1], per_row * blocks.shape[-1])[..., : shape[-1]]
 
 
 def _check_block_size(op: str, block_size: Any) -> None:
     if not isinstance(block_size, int) or block_size < 1:
-        raise ValueError(f"{op}: block_size={block_size!r}: an integer of 1 or more is needed, as 128 or 256")
+        raise ValueError(
+            f"{op}: block_size={block_size!r}: an integer of 1 or more is needed, as 128 or 256"
+        )
 
 
 def _check_key(key: Any) -> None:
@@ -225,4 +265,6 @@ def _check_key(key: Any) -> None:
     is_raw_key = dtype == jnp.uint32 and key.ndim == 1  # of jax.random.PRNGKey
     if key is not None and not (is_key or is_raw_key):
         value = repr(key) if dtype is None else f"{dtype}{list(key.shape)}"
-        raise ValueError(f"quantize: key is {value}: one key is needed, as jax.random.key(0), or None to round to nearest")
+        raise ValueError(
+            f"quantize: key is {value}: one key is needed, as jax.random.key(0), or None to round to nearest"
+        )

@@ -1,16 +1,18 @@
 """Sizes of the Hopper kernels, by the size of blocks and dtypes.
 
-A tile is 64 blocks; one warpgroup has it to itself, from its loads to its stores. Shared memory holds, for each of
-`num_warpgroups`, `num_stages` tiles that are loaded or on their way, and 2 tiles of results, of which one may be on its way
-out.
+A tile is 64 blocks; one warpgroup has it to itself, from its loads to its stores. Shared memory
+holds, for each of `num_warpgroups`, `num_stages` tiles that are loaded or on their way, and 2 tiles
+of results, of which one may be on its way out.
 
-Which sizes: 4 warpgroups or 3 where they fit with 2 stages, for they hide each other's waits and arithmetic, then 2, then one
+Which sizes: 4 warpgroups or 3 where they fit with 2 stages, for they hide each other's waits and
+  arithmetic, then 2, then one
 with 2 stages; and as many stages as fit. With B the size of blocks, what is on its way to a core is
 
     num_warpgroups * num_stages * 64 * B * itemsize      bytes
 
-By Little's law an H200's 4.8 TB/s at a latency of about 1 us need 36 KB for each of 132 cores, of which the loads' part is what
-is read over what is read and written: every choice has more. This is arithmetic, not a measurement.
+By Little's law an H200's 4.8 TB/s at a latency of about 1 us need 36 KB for each of 132 cores, of
+which the loads' part is what is read over what is read and written: every choice has more. This is
+arithmetic, not a measurement.
 """
 
 import dataclasses
@@ -41,13 +43,20 @@ class Config:
     num_cores: int = 132
 
     def __post_init__(self):
-        if not 1 <= self.num_warpgroups <= MAX_WARPGROUPS or self.num_stages < 1 or self.num_cores < 1:
-            raise ValueError(f"{self}: 1 to {MAX_WARPGROUPS} warpgroups, 1 stage or more and 1 core or more are needed")
+        if (
+            not 1 <= self.num_warpgroups <= MAX_WARPGROUPS
+            or self.num_stages < 1
+            or self.num_cores < 1
+        ):
+            raise ValueError(
+                f"{self}: 1 to {MAX_WARPGROUPS} warpgroups, 1 stage or more and 1 core or more are needed"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What sizes depend on: G blocks of B, dtypes of what is read and written, and bytes read and written for each block.
+    """What sizes depend on: G blocks of B, dtypes of what is read and written, and bytes read and
+    written for each block.
 
     `packed` is how many elements a number of 8 bits holds.
     """
@@ -80,10 +89,14 @@ class Problem:
 
 
 def choose(problem: Problem, num_cores: int) -> Config | None:
-    """Return the first of the sizes above that fit, with as many stages as fit; None where no tile fits."""
+    """Return the first of the sizes above that fit, with as many stages as fit; None where no tile
+    fits.
+    """
     # Two warpgroups may do with one stage: one computes while the other's tile is on its way.
     for num_warpgroups, min_stages in ((4, 2), (3, 2), (2, 1), (1, 2)):
         for num_stages in range(MAX_STAGES, min_stages - 1, -1):
             if problem.shared_bytes(num_warpgroups, num_stages) <= SHARED_BYTES:
-                return Config(num_warpgroups=num_warpgroups, num_stages=num_stages, num_cores=num_cores)
+                return Config(
+                    num_warpgroups=num_warpgroups, num_stages=num_stages, num_cores=num_cores
+                )
     return None

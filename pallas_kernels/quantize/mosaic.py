@@ -1,20 +1,26 @@
-"""`quantize` and `dequantize` for Hopper, in Pallas Mosaic GPU: each element is read once and written once.
+"""`quantize` and `dequantize` for Hopper, in Pallas Mosaic GPU: each element is read once and
+written once.
 
-Blocks of the last dim, one after the other in memory, are the rows of `x[G, B]`, so that neither kernel knows of the array's
-shape. A tile is 64 rows. A warpgroup has tiles to itself: the tensor memory accelerator (TMA) copies them to shared memory,
-`num_stages` ahead, and the results back, while other warpgroups of the core, and the same one's copies, go on.
+Blocks of the last dim, one after the other in memory, are the rows of `x[G, B]`, so that neither
+kernel knows of the array's shape. A tile is 64 rows. A warpgroup has tiles to itself: the tensor
+memory accelerator (TMA) copies them to shared memory, `num_stages` ahead, and the results back,
+while other warpgroups of the core, and the same one's copies, go on.
 
     tile i:  wait for its copy;  results of the tile -> slot;  start their copy out;  start the copy of tile i + num_stages
 
-Results are written to shared memory when every thread has read the tile, and `commit_smem`, which copies out need, waits for
-all of them: only then is the tile's memory given to the next copy. The grid is as large as the GPU (persistent).
+Results are written to shared memory when every thread has read the tile, and `commit_smem`, which
+copies out need, waits for all of them: only then is the tile's memory given to the next copy. The
+grid is as large as the GPU (persistent).
 
-To quantize, a tile is read twice from shared memory, 128 columns at a time, so that few of it are in registers: for the largest
-magnitude of each row, which 4 threads have and exchange, and for the codes. The arithmetic is the reference's own.
+To quantize, a tile is read twice from shared memory, 128 columns at a time, so that few of it are
+  in registers: for the largest
+magnitude of each row, which 4 threads have and exchange, and for the codes. The arithmetic is the
+reference's own.
 
-Edges: G may be any multiple of 8. TMA gives zeros outside of an array, and writes nothing there. Other G are padded with zeros
-before the kernel, which copies the array, and so does what takes them off the result; JAX's transform for swizzled memory takes
-no other.
+Edges: G may be any multiple of 8. TMA gives zeros outside of an array, and writes nothing there.
+  Other G are padded with zeros
+before the kernel, which copies the array, and so does what takes them off the result; JAX's
+transform for swizzled memory takes no other.
 """
 
 import functools
@@ -56,14 +62,20 @@ def refusal(problem: Problem, target: Target) -> str | None:
 
 
 @functools.partial(jax.jit, static_argnames=("form", "config"))
-def quantize(form: Format, config: Config, x: jax.Array, words: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Return (codes int8[G, B], scales float32[G]) of x[G, B] and, to round stochastically, words uint32[G]."""
+def quantize(
+    form: Format, config: Config, x: jax.Array, words: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Return (codes int8[G, B], scales float32[G]) of x[G, B] and, to round stochastically, words
+    uint32[G].
+    """
     chunks = _chunks(x.shape[1])
 
     def compute(x_smem: Any, *refs: Any) -> None:
         *word_smems, code_smem, scale_smem = refs
         # First pass over the tile: the scales of its rows.
-        largest = functools.reduce(jnp.maximum, (reference.magnitudes(load(x_smem, at)).max(1) for at in chunks))
+        largest = functools.reduce(
+            jnp.maximum, (reference.magnitudes(load(x_smem, at)).max(1) for at in chunks)
+        )
         scale, inverse, mask = form.scales(largest)
         scale_smem[...] = scale
         for at in chunks:
@@ -71,20 +83,25 @@ def quantize(form: Format, config: Config, x: jax.Array, words: jax.Array | None
             part = load(x_smem, at)  # [64, 128], or [64, 64]
             r = None
             if word_smems:
-                columns = plgpu.layout_cast(lax.broadcasted_iota(jnp.uint32, part.shape, 1), _layout()) + jnp.uint32(at.start)
+                columns = plgpu.layout_cast(
+                    lax.broadcasted_iota(jnp.uint32, part.shape, 1), _layout()
+                ) + jnp.uint32(at.start)
                 r = reference.random_bits(spread(word_smems[0][...], part.shape), columns)
             v = reference.normalized(part, spread(inverse, part.shape), spread(mask, part.shape))
             code_smem[:, at] = form.encode(v, r)
 
     arrays = [x] if words is None else [x, words]
-    # The reference tells the types of the results, with the axes of a shard_map over which they vary.
+    # The reference tells the types of the results, with the axes of a shard_map over which they
+    # vary.
     out_types = jax.eval_shape(functools.partial(reference.quantize, form), x, words)
     codes, scales = stream("quantize", config, compute, arrays, out_types)
     return codes, scales
 
 
 @functools.partial(jax.jit, static_argnames=("form", "config", "dtype"))
-def dequantize(form: Format, config: Config, codes: jax.Array, scales: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def dequantize(
+    form: Format, config: Config, codes: jax.Array, scales: jax.Array, dtype: jnp.dtype
+) -> jax.Array:
     """Return y[G, B] for codes int8[G, B] and scales float32[G]."""
     chunks = _chunks(codes.shape[1])
 
@@ -94,7 +111,9 @@ def dequantize(form: Format, config: Config, codes: jax.Array, scales: jax.Array
             values = form.decode(plgpu.layout_cast(code_smem[:, at], _layout()))
             y_smem[:, at] = (values * spread(scale, values.shape)).astype(dtype)
 
-    out_type = jax.eval_shape(functools.partial(reference.dequantize, form, dtype=dtype), codes, scales)
+    out_type = jax.eval_shape(
+        functools.partial(reference.dequantize, form, dtype=dtype), codes, scales
+    )
     [y] = stream("dequantize", config, compute, [codes, scales], [out_type])
     return y
 
@@ -123,15 +142,19 @@ def stream(
     out_types: Sequence[Any],
     width: int | None = None,
 ) -> list[jax.Array]:
-    """Run `compute(*inputs, *outputs)` on each tile of 64 rows, in shared memory; arrays are [G, B] or [G].
+    """Run `compute(*inputs, *outputs)` on each tile of 64 rows, in shared memory; arrays are [G, B]
+    or [G].
 
-    `width` is the number of columns that `compute` reads or writes at a time, where it is less than a swizzled tile's.
+    `width` is the number of columns that `compute` reads or writes at a time, where it is less than
+    a swizzled tile's.
     """
     num_rows = arrays[0].shape[0]
     if more := -num_rows % TILE_ROWS:
         arrays = [jnp.pad(array, [(0, more)] + [(0, 0)] * (array.ndim - 1)) for array in arrays]
         padded = [out.update(shape=(num_rows + more, *out.shape[1:])) for out in out_types]
-        return [result[:num_rows] for result in stream(name, config, compute, arrays, padded, width)]
+        return [
+            result[:num_rows] for result in stream(name, config, compute, arrays, padded, width)
+        ]
     num_tiles = pl.cdiv(num_rows, ROWS)
     num_blocks = min(config.num_cores, pl.cdiv(num_tiles, config.num_warpgroups))
     stride = num_blocks * config.num_warpgroups
@@ -151,9 +174,12 @@ def stream(
 
             def load(tile: Any, slot: Any) -> None:
                 for gmem, smem in zip(in_gmems, in_smems, strict=True):
-                    plgpu.copy_gmem_to_smem(gmem.at[rows(tile)], smem.at[warpgroup, slot], arrived(slot))
+                    plgpu.copy_gmem_to_smem(
+                        gmem.at[rows(tile)], smem.at[warpgroup, slot], arrived(slot)
+                    )
 
-            # Fill every slot first; from then on a tile's slot is filled again when the tile is done.
+            # Fill every slot first; from then on a tile's slot is filled again when the tile is
+            # done.
             for slot in range(config.num_stages):
 
                 @pl.when(slot < count)
@@ -163,7 +189,9 @@ def stream(
             def step(tile: Any, _: tuple[()]) -> tuple[()]:
                 slot, out_slot = lax.rem(tile, config.num_stages), lax.rem(tile, SLOTS)
                 plgpu.barrier_wait(arrived(slot))
-                plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)  # the tile that last used these results' memory
+                plgpu.wait_smem_to_gmem(
+                    SLOTS - 1, wait_read_only=True
+                )  # the tile that last used these results' memory
                 outs = [smem.at[warpgroup, out_slot] for smem in out_smems]
                 compute(*(smem.at[warpgroup, slot] for smem in in_smems), *outs)
                 plgpu.commit_smem()
@@ -171,7 +199,8 @@ def stream(
                 for n, (gmem, out) in enumerate(zip(out_gmems, outs, strict=True), 1):
                     plgpu.copy_smem_to_gmem(out, gmem.at[rows(tile)], commit_group=n == len(outs))
 
-                # `commit_smem` was a barrier: every thread has read the tile, and its slot may be overwritten.
+                # `commit_smem` was a barrier: every thread has read the tile, and its slot may be
+                # overwritten.
                 @pl.when(tile + config.num_stages < count)
                 def _() -> None:
                     load(tile + config.num_stages, slot)
@@ -186,16 +215,26 @@ def stream(
             scope,
             [_shared((config.num_warpgroups, config.num_stages), array, width) for array in arrays],
             [_shared((config.num_warpgroups, SLOTS), out, width) for out in out_types],
-            plgpu.Barrier(num_arrivals=len(arrays), num_barriers=config.num_warpgroups * config.num_stages),
+            plgpu.Barrier(
+                num_arrivals=len(arrays), num_barriers=config.num_warpgroups * config.num_stages
+            ),
             collective_axes="warpgroup",
         )
 
     call: Any = pl.kernel(
         body,
         out_type=list(out_types),
-        mesh=plgpu.Mesh(grid=(num_blocks,), grid_names=("block",), num_threads=config.num_warpgroups, thread_name="warpgroup"),
-        # A row is on four threads of one warp: its maximum needs no scratch memory, which all warpgroups would share.
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, reduction_scratch_bytes=0),
+        mesh=plgpu.Mesh(
+            grid=(num_blocks,),
+            grid_names=("block",),
+            num_threads=config.num_warpgroups,
+            thread_name="warpgroup",
+        ),
+        # A row is on four threads of one warp: its maximum needs no scratch memory, which all
+        # warpgroups would share.
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, reduction_scratch_bytes=0
+        ),
         name=name,
     )
     return list(call(*arrays))

@@ -1,27 +1,33 @@
-"""The specification of `quantize` and `dequantize`, on blocks `x[G, B]`: plain jnp, which is also XLA's form.
+"""The specification of `quantize` and `dequantize`, on blocks `x[G, B]`: plain jnp, which is also
+XLA's form.
 
     largest[G] = max |x|                          over a block
     scale[G]   = largest / most                   most: 127 (int8), 448 (float8_e4m3fn), 57344 (float8_e5m2)
     code[G, B] = round(x * inverse)               inverse[G]: the largest float32 with inverse * largest <= most
     y[G, B]    = code * scale
 
-Rounding is to nearest even, or with random bits r to one of the two neighbours, to the upper one in magnitude with the
-probability of the distance from the lower one (Gupta et al., arXiv:1502.02551), so that the expected value of y is x:
+Rounding is to nearest even, or with random bits r to one of the two neighbours, to the upper one in
+magnitude with the probability of the distance from the lower one (Gupta et al., arXiv:1502.02551),
+so that the expected value of y is x:
 
     u = |x| * inverse / step                      step: between neighbours; 1, or 2^(exponent - mantissa bits) of fp8
     n = floor(u + r / 2^F)                        r uniform in 0 .. 2^F - 1, u rounded to F bits after the point
 
-Every implementation returns the same bits on every device. What would stand in the way, and what is done about it:
+Every implementation returns the same bits on every device. What would stand in the way, and what is
+done about it:
 
-- A product and a sum become one instruction that rounds once, where a compiler likes to. So nothing is added to a product,
-  unless the product is exact (by a power of 2) or its magnitude is taken between them, for which there is no instruction.
-- A quotient is off by a last bit or two on GPUs, as XLA compiles it. So it is a first guess, which products correct.
-- A cast to fp8 rounds twice in some compilers. So fp8 is made of integers here. One formula serves subnormal numbers too:
-  where they begin, neighbours stop coming closer.
-- Subnormal float32 are zeros on some processors. So a block whose largest magnitude is below 2^-72 counts as zeros, and in
-  others an element that small has no part in any result.
+- A product and a sum become one instruction that rounds once, where a compiler likes to. So nothing
+  is added to a product, unless the product is exact (by a power of 2) or its magnitude is taken
+  between them, for which there is no instruction.
+- A quotient is off by a last bit or two on GPUs, as XLA compiles it. So it is a first guess, which
+  products correct.
+- A cast to fp8 rounds twice in some compilers. So fp8 is made of integers here. One formula serves
+  subnormal numbers too: where they begin, neighbours stop coming closer.
+- Subnormal float32 are zeros on some processors. So a block whose largest magnitude is below 2^-72
+  counts as zeros, and in others an element that small has no part in any result.
 
-The random bits are a hash of the key, the block and the column, and no stream: an element's bits depend on nothing else.
+The random bits are a hash of the key, the block and the column, and no stream: an element's bits
+  depend on nothing else.
 """
 
 import dataclasses
@@ -31,7 +37,10 @@ import jax.numpy as jnp
 from jax import lax
 
 GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio: multiples of it are spread evenly
-MAGNITUDE, EXPONENT = 0x7FFFFFFF, 0x7F800000  # of float32's bits; EXPONENT alone is infinity, and what is above it NaN
+MAGNITUDE, EXPONENT = (
+    0x7FFFFFFF,
+    0x7F800000,
+)  # of float32's bits; EXPONENT alone is infinity, and what is above it NaN
 SMALLEST = (127 - 72) << 23  # the bits of 2^-72
 
 
@@ -54,7 +63,9 @@ class Format:
     fraction: int = 16
 
     def encode(self, v: jax.Array, r: jax.Array | None) -> jax.Array:
-        """Return the codes int8[..] of v float32[..], |v| <= most, as bits; r uint32[..] of 32 random bits, or None."""
+        """Return the codes int8[..] of v float32[..], |v| <= most, as bits; r uint32[..] of 32
+        random bits, or None.
+        """
         bits = _integers(v)
         magnitude = bits & MAGNITUDE
         u = _floats(magnitude)
@@ -67,20 +78,25 @@ class Format:
         # What is smaller than the normal numbers has the step of the least of them.
         exponent = jnp.maximum(magnitude & EXPONENT, least)
         # u / step: a product by a power of 2, which is exact.
-        n = self._round(u * _floats(((126 + self.mantissa + self.bias) << 23) - (exponent - least)), r)
+        n = self._round(
+            u * _floats(((126 + self.mantissa + self.bias) << 23) - (exponent - least)), r
+        )
         # n is below 2^(mantissa + 1), and carries into the exponent by itself.
         n = n + ((exponent - least) >> (23 - self.mantissa))
         # The sign, from bit 31 to bit 7.
         return (n | ((bits >> 24) & 0x80)).astype(jnp.int8)
 
     def _round(self, u: jax.Array, r: jax.Array | None) -> jax.Array:
-        """Return the integers int32 near u >= 0; the sum with a power of 2 leaves no smaller bits, and rounds to nearest."""
+        """Return the integers int32 near u >= 0; the sum with a power of 2 leaves no smaller bits,
+        and rounds to nearest.
+        """
         fraction = 0 if r is None else self.fraction
         anchor = (127 + 23 - fraction) << 23  # the bits of 2^(23 - fraction)
         n = _integers(u + 2.0 ** (23 - fraction)) - anchor
         if r is None:
             return n
-        # n has F bits after the point. F random bits carry into the whole part with the probability that they tell.
+        # n has F bits after the point. F random bits carry into the whole part with the probability
+        # that they tell.
         return (n + lax.bitcast_convert_type(r >> jnp.uint32(32 - fraction), jnp.int32)) >> fraction
 
     def decode(self, codes: jax.Array) -> jax.Array:
@@ -97,14 +113,16 @@ class Format:
         return _floats(_integers(y) | ((codes & 0x80) << 24))
 
     def scales(self, largest: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return (scale, inverse, mask) of each block, float32 and int32 bits that are ones where its elements count.
+        """Return (scale, inverse, mask) of each block, float32 and int32 bits that are ones where
+        its elements count.
 
         Args:
           largest: the largest magnitude of the block's elements, as the bits of float32, int32[..].
         """
         is_finite, is_zero = largest < EXPONENT, largest < SMALLEST
         mask = jnp.where(is_finite, jnp.where(is_zero, 0, -1), 0)
-        # Blocks that do not count divide by some number too: it must be one that gives no NaN and no infinity.
+        # Blocks that do not count divide by some number too: it must be one that gives no NaN and
+        # no infinity.
         largest = jnp.where(mask == 0, SMALLEST, largest)
         value = _floats(largest)
         inverse = self.inverse(value, self.most / value)
@@ -113,23 +131,33 @@ class Format:
         return scale, inverse, mask
 
     def inverse(self, largest: jax.Array, guess: jax.Array) -> jax.Array:
-        """Return the largest float32 whose product with `largest` is `most` at most, of a guess that is off by 2 last bits."""
+        """Return the largest float32 whose product with `largest` is `most` at most, of a guess
+        that is off by 2 last bits.
+        """
         inverse = _integers(guess) - 4  # now it is from 1 to 7 too low
         # A bisection in three steps, of products, which every device rounds alike.
         for more in (4, 2, 1):
-            inverse = jnp.where(_floats(inverse + more) * largest <= self.most, inverse + more, inverse)
+            inverse = jnp.where(
+                _floats(inverse + more) * largest <= self.most, inverse + more, inverse
+            )
         return _floats(inverse)
 
 
 FORMATS = {
     jnp.dtype(jnp.int8): Format(jnp.dtype(jnp.int8), 127.0),
-    jnp.dtype(jnp.float8_e4m3fn): Format(jnp.dtype(jnp.float8_e4m3fn), 448.0, mantissa=3, bias=7, fraction=19),
-    jnp.dtype(jnp.float8_e5m2): Format(jnp.dtype(jnp.float8_e5m2), 57344.0, mantissa=2, bias=15, fraction=20),
+    jnp.dtype(jnp.float8_e4m3fn): Format(
+        jnp.dtype(jnp.float8_e4m3fn), 448.0, mantissa=3, bias=7, fraction=19
+    ),
+    jnp.dtype(jnp.float8_e5m2): Format(
+        jnp.dtype(jnp.float8_e5m2), 57344.0, mantissa=2, bias=15, fraction=20
+    ),
 }
 
 
 def quantize(form: Format, x: jax.Array, words: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Return (codes int8[G, B], scales float32[G]) of x[G, B] and, to round stochastically, `block_words` uint32[G]."""
+    """Return (codes int8[G, B], scales float32[G]) of x[G, B] and, to round stochastically,
+    `block_words` uint32[G].
+    """
     x = x.astype(jnp.float32)
     scale, inverse, mask = form.scales(magnitudes(x).max(1))
     columns = lax.broadcasted_iota(jnp.uint32, x.shape, 1)
@@ -143,7 +171,9 @@ def dequantize(form: Format, codes: jax.Array, scales: jax.Array, dtype: jnp.dty
 
 
 def magnitudes(x: jax.Array) -> jax.Array:
-    """Return |x| as the bits of float32, int32 of the same shape: ordered as numbers are, NaN above infinity."""
+    """Return |x| as the bits of float32, int32 of the same shape: ordered as numbers are, NaN above
+    infinity.
+    """
     return _integers(x) & MAGNITUDE
 
 
@@ -155,17 +185,23 @@ def normalized(x: jax.Array, inverse: jax.Array, mask: jax.Array) -> jax.Array:
 def block_words(key: jax.Array, num_blocks: int) -> jax.Array:
     """Return a word for each block, uint32[G], that its elements' random bits start from."""
     seeds = jax.random.bits(key, (2,), jnp.uint32)
-    # One seed would only permute the words among blocks: two keys would have the same words in another order.
+    # One seed would only permute the words among blocks: two keys would have the same words in
+    # another order.
     return mix(mix(lax.iota(jnp.uint32, num_blocks) ^ seeds[0]) ^ seeds[1])
 
 
 def random_bits(words: jax.Array, columns: jax.Array) -> jax.Array:
-    """Return 32 random bits for each element, uint32[G, B], of the words of blocks and the columns in them, uint32."""
+    """Return 32 random bits for each element, uint32[G, B], of the words of blocks and the columns
+    in them, uint32.
+    """
     return mix(words ^ (columns * jnp.uint32(GOLDEN)))
 
 
 def mix(x: jax.Array) -> jax.Array:
-    """Return a permutation of 32 bits of which each input bit changes half: murmur3's fmix32 (A. Appleby, public domain)."""
+    """Return a permutation of 32 bits of which each input bit changes half: murmur3's fmix32 (A.
+
+    Appleby, public domain).
+    """
     x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> jnp.uint32(16))

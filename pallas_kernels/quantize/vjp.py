@@ -1,12 +1,15 @@
 """`quantize` and `dequantize` have no derivative, and say so.
 
-Rounding is flat where it is not a step: its derivative is 0, which is no use, and in its place the field puts what a use needs.
-A quantised copy that is sent (ZeRO++, arXiv:2306.10209) or kept (8-bit optimizers, arXiv:2110.02861) stands outside of what is
-differentiated; training that is aware of its quantisation passes cotangents straight through (Bengio et al., arXiv:1308.3432):
+Rounding is flat where it is not a step: its derivative is 0, which is no use, and in its place the
+  field puts what a use needs.
+A quantised copy that is sent (ZeRO++, arXiv:2306.10209) or kept (8-bit optimizers,
+arXiv:2110.02861) stands outside of what is differentiated; training that is aware of its
+quantisation passes cotangents straight through (Bengio et al., arXiv:1308.3432):
 
     x + stop_gradient(dequantize(quantize(x), x.dtype) - x)
 
-whose derivative is that of x. So to differentiate raises, instead of a gradient of zeros that nobody notices.
+whose derivative is that of x. So to differentiate raises, instead of a gradient of zeros that
+nobody notices.
 """
 
 import functools

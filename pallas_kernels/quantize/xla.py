@@ -1,4 +1,6 @@
-"""`quantize` and `dequantize` as XLA computes them: the reference, compiled as one program that it fuses."""
+"""`quantize` and `dequantize` as XLA computes them: the reference, compiled as one program that it
+fuses.
+"""
 
 import jax
 

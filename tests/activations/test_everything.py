@@ -1,4 +1,6 @@
-"""`activations="everything"`: all that JAX keeps is kept, and backward computes nothing of forward again."""
+"""`activations="everything"`: all that JAX keeps is kept, and backward computes nothing of forward
+again.
+"""
 
 import dataclasses
 import re
@@ -25,7 +27,9 @@ GPT = {"vocab": 32, "seq": 32, "hidden": 32, "layers": 2, "heads": 4, "loss_tile
 
 def build(model: Any, tx: Any = None, devices: int = 2, **fields: Any) -> zj.Program:
     mesh = zj.make_mesh(fsdp=devices, devices=jax.devices()[:devices])
-    return zj.build_train_step(model, tx or optax.adam(1e-2, eps=1e-4), zj.ZeroConfig(**fields), mesh)
+    return zj.build_train_step(
+        model, tx or optax.adam(1e-2, eps=1e-4), zj.ZeroConfig(**fields), mesh
+    )
 
 
 def trained(program: zj.Program, data: Any) -> tuple[np.ndarray, Any]:
@@ -40,7 +44,9 @@ def gpt_batches(count: int, rows: int = 8) -> list[Any]:
 
 
 def dropping() -> zj.LayeredModel:
-    """A model whose block has weights that are scaled and transposed, a random mask, a loop and two names."""
+    """A model whose block has weights that are scaled and transposed, a random mask, a loop and two
+    names.
+    """
 
     def block(p: Any, x: jax.Array, key: Any) -> jax.Array:
         y = checkpoint_name(jax.nn.gelu(x @ (0.5 * p["up"])), "hidden")
@@ -64,7 +70,12 @@ CASES: dict[str, dict[str, Any]] = {
     "streamed": {"params": HOST, "grads": HOST, "opt_state": HOST, "num_microbatches": 2},
     "streamed in bfloat16": {"gather_ahead": True, "precision": "bf16", "reduce_dtype": "float32"},
     "values in host memory": {"update": "in_backward", "offloaded_names": ("hidden",)},
-    "segments": {"activations": (S(1, activations="everything", offloaded_names=("out",)), S(2, activations="remat"))},
+    "segments": {
+        "activations": (
+            S(1, activations="everything", offloaded_names=("out",)),
+            S(2, activations="remat"),
+        )
+    },
 }
 
 
@@ -73,7 +84,9 @@ def test_the_step_is_the_one_that_computes_again(name: str) -> None:
     fields = {"activations": "everything"} | CASES[name]
     data = toys.batches(3)
     losses, params = trained(build(dropping(), **fields), data)
-    expected, others = trained(build(dropping(), **{**fields, "activations": "remat", "offloaded_names": ()}), data)
+    expected, others = trained(
+        build(dropping(), **{**fields, "activations": "remat", "offloaded_names": ()}), data
+    )
     rtol, atol = (2e-2, 2e-2) if "precision" in fields else (1e-6, 2e-6)
     np.testing.assert_allclose(losses, expected, rtol=rtol)
     toys.assert_trees_close(params, others, atol=atol)
@@ -100,7 +113,9 @@ def layered() -> zj.LayeredModel:
 def test_backward_evaluates_no_activation_again(model: Any, fields: Any, count: int) -> None:
     def tanhs(activations: Any) -> int:
         program = build(model(), optax.sgd(0.1), activations=activations, **fields)
-        return len(re.findall(r" tanh\(", program.lower(gpt_batches(1)[0]).compile().as_text() or ""))
+        return len(
+            re.findall(r" tanh\(", program.lower(gpt_batches(1)[0]).compile().as_text() or "")
+        )
 
     assert tanhs("everything") == count
     assert tanhs("save") > count  # so that the count could tell
@@ -110,21 +125,35 @@ def test_backward_evaluates_no_activation_again(model: Any, fields: Any, count: 
 def test_bytes_of_a_layer_are_the_closed_form(dtype: str) -> None:
     c = gpt.GPTConfig(**GPT, dtype=jnp.dtype(dtype))
     precision: Any = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
-    program = build(gpt.layered_gpt(c), activations="everything", precision=precision, update="in_backward", devices=1)
+    program = build(
+        gpt.layered_gpt(c),
+        activations="everything",
+        precision=precision,
+        update="in_backward",
+        devices=1,
+    )
     kept, batch = program.kept(gpt_batches(1)[0]), gpt_batches(1)[0]
-    expected = memory.layer_activation_bytes(32, 8, 32, 4, activations="everything", itemsize=c.dtype.itemsize)
-    assert kept.num_bytes == pytest.approx(2 * expected, rel=0.03)  # besides statistics of rows, which it leaves out
+    expected = memory.layer_activation_bytes(
+        32, 8, 32, 4, activations="everything", itemsize=c.dtype.itemsize
+    )
+    assert kept.num_bytes == pytest.approx(
+        2 * expected, rel=0.03
+    )  # besides statistics of rows, which it leaves out
     assert program.memory(batch).tiers["device"]["activations"] == kept.num_bytes
 
 
-@pytest.mark.parametrize("fields", [{"stage": 0}, {"update": "in_backward"}], ids=["resident", "streamed"])
+@pytest.mark.parametrize(
+    "fields", [{"stage": 0}, {"update": "in_backward"}], ids=["resident", "streamed"]
+)
 def test_what_is_kept_is_what_the_compiled_step_takes_more(fields: Any) -> None:
     """Against remat: of the same step the compiled program needs more by what it keeps besides."""
     c = gpt.GPTConfig(vocab=32, seq=64, hidden=64, layers=8, heads=4, loss_tiles=0)
     batch = {name: np.zeros((16, 64), np.int32) for name in ("tokens", "targets")}
     found: dict[Any, tuple[int, int]] = {}
     for activations in ("everything", "remat"):
-        program = build(gpt.layered_gpt(c), optax.sgd(0.1), devices=1, activations=activations, **fields)
+        program = build(
+            gpt.layered_gpt(c), optax.sgd(0.1), devices=1, activations=activations, **fields
+        )
         temp = program.lower(batch).compile().memory_analysis().temp_size_in_bytes
         found[activations] = program.kept(batch).num_bytes, temp
     kept, temp = (found["everything"][n] - found["remat"][n] for n in (0, 1))
@@ -132,7 +161,9 @@ def test_what_is_kept_is_what_the_compiled_step_takes_more(fields: Any) -> None:
 
 
 def test_nothing_of_the_parameters_is_kept() -> None:
-    """A scaled weight is as large as the gathered layer: keeping it would end ZeRO-3's bound on memory."""
+    """A scaled weight is as large as the gathered layer: keeping it would end ZeRO-3's bound on
+    memory.
+    """
     program = build(dropping(), activations="everything", params=HOST)
     weights = {(toys.HIDDEN, toys.INNER), (toys.INNER, toys.HIDDEN), (toys.HIDDEN, toys.HIDDEN)}
     kept = program.kept(toys.batches(1)[0])
@@ -141,18 +172,25 @@ def test_nothing_of_the_parameters_is_kept() -> None:
 
 
 def test_what_it_cannot_do_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match=r"offloaded_names=\['#0'\]: the values that it keeps have no numbers"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"offloaded_names=\['#0'\]: the values that it keeps have no numbers",
+    ):
         build(dropping(), activations="everything", offloaded_names=("#0",))
     program = build(dropping(), activations="everything", offloaded_names=("absent",))
     with pytest.raises(ValueError, match=r"name \['absent'\], which the block does not mark"):
         program.kept(toys.batches(1)[0])
     tiled = tiled_toys.model()
-    with pytest.raises(NotImplementedError, match="for layers whose tiles rest off the device: use 'save'"):
+    with pytest.raises(
+        NotImplementedError, match="for layers whose tiles rest off the device: use 'save'"
+    ):
         build(tiled, activations="everything", params=HOST)
 
 
 def averaging() -> zj.LayeredModel:
-    """A model whose block averages its input twenty times: cheap to keep, and a pass over memory each to compute again."""
+    """A model whose block averages its input twenty times: cheap to keep, and a pass over memory
+    each to compute again.
+    """
 
     def block(p: Any, x: jax.Array, key: Any) -> jax.Array:
         del key
@@ -160,7 +198,9 @@ def averaging() -> zj.LayeredModel:
             x = x + 0.01 * jnp.tanh(jnp.mean(x, -1, keepdims=True))
         return x + jnp.tanh(x @ p["w"])
 
-    return dataclasses.replace(toys.small(), init_block=lambda key: {"w": toys.draw(key, (toys.HIDDEN,) * 2)}, block=block)
+    return dataclasses.replace(
+        toys.small(), init_block=lambda key: {"w": toys.draw(key, (toys.HIDDEN,) * 2)}, block=block
+    )
 
 
 MACHINE = zj.Machine(
@@ -169,18 +209,32 @@ MACHINE = zj.Machine(
 )  # fmt: skip
 
 
-def test_a_plan_leaves_it_out_where_tiles_are_off_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_leaves_it_out_where_tiles_are_off_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(traced, "is_there", lambda mesh: False)
     mesh = zj.make_mesh(fsdp=1, devices=jax.devices()[:1])
-    plan = zj.plan(tiled_toys.model(), optax.adam(1e-3), mesh, tiled_toys.batches(1)[0], MACHINE, fixed={"params": HOST})
+    plan = zj.plan(
+        tiled_toys.model(),
+        optax.adam(1e-3),
+        mesh,
+        tiled_toys.batches(1)[0],
+        MACHINE,
+        fixed={"params": HOST},
+    )
     assert plan.config.activations != "everything"
     assert any("activations='everything' is not considered" in note for note in plan.notes)
 
 
 def test_a_plan_takes_it_where_it_saves_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traced, "is_there", lambda mesh: False)  # so that seconds follow from the machine's rates
+    monkeypatch.setattr(
+        traced, "is_there", lambda mesh: False
+    )  # so that seconds follow from the machine's rates
     mesh, batch = zj.make_mesh(fsdp=1, devices=jax.devices()[:1]), toys.batches(1, 512)[0]
-    plans = [zj.plan(model, optax.adam(1e-3), mesh, batch, MACHINE) for model in (averaging(), toys.small())]
+    plans = [
+        zj.plan(model, optax.adam(1e-3), mesh, batch, MACHINE)
+        for model in (averaging(), toys.small())
+    ]
     assert [plan.config.activations for plan in plans] == ["everything", "save"]
     program = zj.build_train_step(averaging(), optax.adam(1e-3), plans[0].config, mesh)
     assert plans[0].bytes["device"]["activations"] == program.kept(batch).num_bytes

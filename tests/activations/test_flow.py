@@ -45,13 +45,21 @@ def chosen(program, specs, args, mesh, slots):
 
 
 def gpt_block(**settings):
-    c = gpt.GPTConfig(**{"vocab": 32, "seq": 16, "hidden": 32, "layers": 2, "heads": 4, "tensor_axis": "tensor"} | settings)
+    c = gpt.GPTConfig(
+        **{"vocab": 32, "seq": 16, "hidden": 32, "layers": 2, "heads": 4, "tensor_axis": "tensor"}
+        | settings
+    )
     model = gpt.layered_gpt(c)
-    params, x = jax.eval_shape(model.init_block, jax.random.key(0)), jax.ShapeDtypeStruct((4, 16, 32), jnp.float32)
+    params, x = (
+        jax.eval_shape(model.init_block, jax.random.key(0)),
+        jax.ShapeDtypeStruct((4, 16, 32), jnp.float32),
+    )
     leaves, tree = jax.tree.flatten(params)
     flat = tree.flatten_up_to(model.specs["block"])
     specs = [*(pad_spec(s, leaf.ndim) for s, leaf in zip(flat, leaves, strict=True)), X]
-    program = traced(lambda leaves, x: model.block(jax.tree.unflatten(tree, leaves), x, None), leaves, x)
+    program = traced(
+        lambda leaves, x: model.block(jax.tree.unflatten(tree, leaves), x, None), leaves, x
+    )
     return program, specs, [*leaves, x]
 
 
@@ -59,7 +67,11 @@ def test_flow_says_what_the_partitioner_chooses():
     mesh = zj.make_mesh(data=1, fsdp=2, tensor=4)
     program, specs, args = gpt_block()
     said = flow(program, specs, mesh.shape)
-    avals: dict[int, Any] = {out: v.aval for i in program.instructions for out, v in zip(i.outs, i.eqn.outvars, strict=True)}
+    avals: dict[int, Any] = {
+        out: v.aval
+        for i in program.instructions
+        for out, v in zip(i.outs, i.eqn.outvars, strict=True)
+    }
     data = program.reached(program.inputs[-1:])
     known = [slot for slot in avals if said[slot] is not None and slot in data]
     assert len(known) > 0.9 * len(data & set(avals))
@@ -68,15 +80,32 @@ def test_flow_says_what_the_partitioner_chooses():
         assert sharding.is_equivalent_to(expected, avals[slot].ndim), (slot, said[slot], sharding)
     products = [said[i.outs[0]] for i in program.instructions if i.eqn.primitive.name in PRODUCTS]
     over = [spec.index(T) if spec and T in spec else None for spec in products]
-    assert over == [2, 1, 1, None, 2, None]  # qkv, scores[B, heads, T, 1, S], weighted[B, heads, w, 1, T], proj, fc, out
+    assert over == [
+        2,
+        1,
+        1,
+        None,
+        2,
+        None,
+    ]  # qkv, scores[B, heads, T, 1, S], weighted[B, heads, w, 1, T], proj, fc, out
 
 
 ROW, COLUMN = (T, None), (None, T)
 CASES = {
     # name: (function, specs of its operands, their shapes, spec of its result)
-    "dims that split a dim": (lambda a: a.reshape(4, 8, 2, 3), [(BATCH, T)], [(4, 48)], (BATCH, T, None, None)),
+    "dims that split a dim": (
+        lambda a: a.reshape(4, 8, 2, 3),
+        [(BATCH, T)],
+        [(4, 48)],
+        (BATCH, T, None, None),
+    ),
     "dims that merge": (lambda a: a.reshape(4, 96), [(BATCH, T, None)], [(4, 8, 12)], (BATCH, T)),
-    "a merge of a dim behind another": (lambda a: a.reshape(32, 12), [(BATCH, T, None)], [(4, 8, 12)], None),
+    "a merge of a dim behind another": (
+        lambda a: a.reshape(32, 12),
+        [(BATCH, T, None)],
+        [(4, 8, 12)],
+        None,
+    ),
     "one behind a dim that is split to the end": (
         lambda a: a.reshape(16, 12),
         [(BATCH, T, None)],
@@ -84,16 +113,41 @@ CASES = {
         ((*BATCH, T), None),
     ),
     "a part that does not divide": (lambda a: a.reshape(4, 3, 16), [(BATCH, T)], [(4, 48)], None),
-    "dims of 1": (lambda a: a.reshape(4, 1, 8)[..., None], [(BATCH, T)], [(4, 8)], (BATCH, None, T, None)),
-    "a split operand beside one that is not": (jnp.add, [(BATCH, T), (BATCH, None)], [(4, 8), (4, 8)], (BATCH, T)),
+    "dims of 1": (
+        lambda a: a.reshape(4, 1, 8)[..., None],
+        [(BATCH, T)],
+        [(4, 8)],
+        (BATCH, None, T, None),
+    ),
+    "a split operand beside one that is not": (
+        jnp.add,
+        [(BATCH, T), (BATCH, None)],
+        [(4, 8), (4, 8)],
+        (BATCH, T),
+    ),
     "splits that differ": (jnp.add, [COLUMN, ROW], [(8, 8), (8, 8)], None),
-    "a dim of 1 beside a split one": (jnp.multiply, [(None, None), (BATCH, T)], [(4, 1), (4, 8)], (BATCH, T)),
+    "a dim of 1 beside a split one": (
+        jnp.multiply,
+        [(None, None), (BATCH, T)],
+        [(4, 1), (4, 8)],
+        (BATCH, T),
+    ),
     "a row product": (jnp.dot, [(BATCH, T), ROW], [(4, 8), (8, 12)], (BATCH, None)),
     "a column product": (jnp.dot, [(BATCH, None), COLUMN], [(4, 8), (8, 12)], (BATCH, T)),
-    "a column product of a split sequence": (jnp.dot, [(BATCH, T, None), COLUMN], [(4, 8, 12), (12, 8)], None),
+    "a column product of a split sequence": (
+        jnp.dot,
+        [(BATCH, T, None), COLUMN],
+        [(4, 8, 12), (12, 8)],
+        None,
+    ),
     "a slice along a whole dim": (lambda a: a[:, 2:6], [(BATCH, None)], [(4, 8)], (BATCH, None)),
     "a slice along a split dim": (lambda a: a[:, 2:6], [(BATCH, T)], [(4, 8)], None),
-    "concatenated": (lambda a, b: jnp.concatenate([a, b], 1), [(T, None), (None, None)], [(4, 8), (4, 2)], (T, None)),
+    "concatenated": (
+        lambda a, b: jnp.concatenate([a, b], 1),
+        [(T, None), (None, None)],
+        [(4, 8), (4, 2)],
+        (T, None),
+    ),
     "padded": (lambda a: jnp.pad(a, ((0, 0), (1, 1))), [(T, None)], [(4, 8)], (T, None)),
     "parts": (lambda a: jnp.split(a, 2, 1)[1], [(T, None)], [(4, 8)], (T, None)),
     "a sum over devices": (lambda a: a.sum(1), [(BATCH, T)], [(4, 8)], (BATCH,)),
@@ -114,7 +168,12 @@ CASES = {
     ),
     "what a mask meets": (lambda a: a + jnp.tri(8), [COLUMN], [(8, 8)], COLUMN),
     "a custom derivative": (jax.nn.relu, [COLUMN], [(4, 8)], COLUMN),
-    "a region": (jax.checkpoint(lambda a, w: jnp.sin(a @ w)), [(BATCH, None), COLUMN], [(4, 8), (8, 12)], (BATCH, T)),
+    "a region": (
+        jax.checkpoint(lambda a, w: jnp.sin(a @ w)),
+        [(BATCH, None), COLUMN],
+        [(4, 8), (8, 12)],
+        (BATCH, T),
+    ),
     "a carry": (
         lambda a, w: jax.lax.scan(lambda c, w: (c + a @ w, None), a, w)[0],
         [(BATCH, None), (None, None, T)],
@@ -127,8 +186,18 @@ CASES = {
         [(4, 8), (3, 4, 8)],
         (BATCH, T),
     ),
-    "branches": (lambda a: jax.lax.cond(a[0, 0] > 0, jnp.sin, jnp.cos, a), [(BATCH, None)], [(4, 8)], (BATCH, None)),
-    "constrained": (lambda a: jax.lax.with_sharding_constraint(a, PartitionSpec(None, T)), [(None, None)], [(4, 8)], COLUMN),
+    "branches": (
+        lambda a: jax.lax.cond(a[0, 0] > 0, jnp.sin, jnp.cos, a),
+        [(BATCH, None)],
+        [(4, 8)],
+        (BATCH, None),
+    ),
+    "constrained": (
+        lambda a: jax.lax.with_sharding_constraint(a, PartitionSpec(None, T)),
+        [(None, None)],
+        [(4, 8)],
+        COLUMN,
+    ),
     "no rule": (jnp.linalg.cholesky, [(None, None)], [(4, 4)], None),
 }
 
@@ -142,7 +211,11 @@ def test_flow_of_each_kind_of_equation():
             (ref,) = program.outputs
             assert flow(program, given, mesh.shape)[ref] == expected, name
             if expected is not None:
-                leaves, specs, outs = [*leaves, *floats(*shapes)], [*specs, *given], [*outs, (name, len(leaves), len(shapes))]
+                leaves, specs, outs = (
+                    [*leaves, *floats(*shapes)],
+                    [*specs, *given],
+                    [*outs, (name, len(leaves), len(shapes))],
+                )
 
         def run(*leaves):
             return [CASES[name][0](*leaves[first : first + count]) for name, first, count in outs]
@@ -162,4 +235,7 @@ def test_flow_says_nothing_of_what_is_made_of_no_data_or_of_what_is_not_known():
         jax.random.key(0),
         *floats((8, 8)),
     )
-    assert [flow(program, [(), COLUMN], {"tensor": 2})[ref] for ref in program.outputs] == [None, COLUMN]
+    assert [flow(program, [(), COLUMN], {"tensor": 2})[ref] for ref in program.outputs] == [
+        None,
+        COLUMN,
+    ]

@@ -53,7 +53,7 @@ def of_layers(kept):
     return [value for value in kept if value.count > 1]
 
 
-# --- bytes -----------------------------------------------------------------------------------------------------------------
+# --- bytes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.by_default("save-float32-4", "selective-bfloat16-1")
@@ -75,7 +75,10 @@ def test_bytes_of_a_layer_are_the_closed_form(activations, dtype, tensor):
 def test_what_is_kept_has_names_and_prints():
     p = program(stage=3, activations="selective", devices=2)
     kept = p.kept(batch())
-    assert [value.name.split()[:2] for value in kept if value.shape == (8, 32, 32)] == [["x"], ["#3", "dot_general"]]
+    assert [value.name.split()[:2] for value in kept if value.shape == (8, 32, 32)] == [
+        ["x"],
+        ["#3", "dot_general"],
+    ]
     (hidden,) = [value for value in kept if value.shape == (8, 32, 128)]
     assert hidden.spec == (("data", "fsdp"), None, None)
     assert hidden.num_bytes == 2 * 4 * 32 * 128 * 4
@@ -96,7 +99,10 @@ def test_the_closed_forms_of_the_papers():
     assert (ours(), paper()) == (84, 114)
     assert (ours(tensor=8), paper(tensor=8)) == (14, 23)
     assert (ours(activations="selective"), paper(activations="selective")) == (20, 34)
-    assert (ours(activations="selective", tensor=8), paper(activations="selective", tensor=8)) == (6, 13)
+    assert (ours(activations="selective", tensor=8), paper(activations="selective", tensor=8)) == (
+        6,
+        13,
+    )
     split = {"activations": "selective", "tensor": 8, "sequence_parallel": True}
     assert (ours(**split), paper(**split)) == (2.5, 4.25)
     assert ours(activations="selective", tensor=8, partition_activations=True) == 2.5
@@ -106,22 +112,32 @@ def test_the_closed_forms_of_the_papers():
         ours(activations="nvme")
 
 
-@pytest.mark.parametrize(("preset", "theirs", "ours"), [("22b", 16, 9), ("175b", 18, 11), ("530b", 20, 12), ("1t", 20, 12)])
+@pytest.mark.parametrize(
+    ("preset", "theirs", "ours"),
+    [("22b", 16, 9), ("175b", 18, 11), ("530b", 20, 12), ("1t", 20, 12)],
+)
 def test_closed_forms_of_the_papers_models(preset, theirs, ours):
-    """Figure 7 of arXiv:2205.05198: percent that both of its techniques leave at tensor 8, a fifth; and ours of the same."""
+    """Figure 7 of arXiv:2205.05198: percent that both of its techniques leave at tensor 8, a fifth;
+    and ours of the same.
+    """
     c = gpt.PRESETS[preset]
     sizes = (c.seq, 1, c.hidden, c.heads)
     whole = memory.korthikanti_layer_bytes(*sizes, tensor=8)
     both = {"tensor": 8, "sequence_parallel": True, "activations": "selective"}
-    percent = [100 * f(*sizes, **both) / whole for f in (memory.korthikanti_layer_bytes, memory.layer_activation_bytes)]
+    percent = [
+        100 * f(*sizes, **both) / whole
+        for f in (memory.korthikanti_layer_bytes, memory.layer_activation_bytes)
+    ]
     assert [round(n) for n in percent] == [theirs, ours]
 
 
-# --- which values ----------------------------------------------------------------------------------------------------------
+# --- which values ---------------------------------------------------------------------------------
 
 
 def kept_of(block, mode="save", x=X, key=None, params=W):
-    layer = plan_layer(lambda p, x, k, given: (block(p, x, k), None), params, x, key, Given(), mode, (), ())
+    layer = plan_layer(
+        lambda p, x, k, given: (block(p, x, k), None), params, x, key, Given(), mode, (), ()
+    )
     return layer, [a.shape for a in layer.shapes]
 
 
@@ -141,12 +157,17 @@ def test_elementwise_steps_norms_and_random_masks_are_made_again():
 
 def test_an_activation_that_holds_a_call_is_made_again():
     """`jax.nn.relu` is a custom derivative around a jit."""
-    assert kept_of(lambda p, x, key: x + jax.nn.relu(jax.nn.relu6(x @ p["w"]) @ p["v"]))[1] == [X.shape, X.shape]
+    assert kept_of(lambda p, x, key: x + jax.nn.relu(jax.nn.relu6(x @ p["w"]) @ p["v"]))[1] == [
+        X.shape,
+        X.shape,
+    ]
 
 
 def test_of_a_value_and_its_cast_the_one_computed_is_kept():
     def block(p, x, key):
-        scores = jnp.einsum("bsd,df->bsf", x, p["w"].astype(x.dtype), preferred_element_type=jnp.float32)
+        scores = jnp.einsum(
+            "bsd,df->bsf", x, p["w"].astype(x.dtype), preferred_element_type=jnp.float32
+        )
         return x + jnp.tanh(scores.astype(jnp.bfloat16)) @ p["v"].astype(x.dtype)
 
     layer, _ = kept_of(block, x=X.astype(jnp.bfloat16))
@@ -225,11 +246,18 @@ def test_a_loop_keeps_its_products_and_repeats_none():
     plain = jax.grad(lambda p, x: looped(p, x, None).sum(), argnums=(0, 1))(W, X)
     layer, shapes = kept_of(looped)
     y, _, kept = layer.forward(W, X, None, Given())
-    toys.assert_trees_close(layer.backward(W, X, None, Given(), kept, jnp.ones_like(y), None)[:2], plain, atol=1e-4)
-    assert sorted(shapes) == [(3, *X.shape), X.shape]  # the product of each turn, and the result; what is carried is made again
+    toys.assert_trees_close(
+        layer.backward(W, X, None, Given(), kept, jnp.ones_like(y), None)[:2], plain, atol=1e-4
+    )
+    assert sorted(shapes) == [
+        (3, *X.shape),
+        X.shape,
+    ]  # the product of each turn, and the result; what is carried is made again
     # Two gradients for each product, and no product again.
     assert backward_of(layer)["dot_general"] == 4
-    resident = jax.make_jaxpr(jax.grad(lambda p, x: keep_products(looped)(p, x, None).sum(), argnums=(0, 1)))(W, X)
+    resident = jax.make_jaxpr(
+        jax.grad(lambda p, x: keep_products(looped)(p, x, None).sum(), argnums=(0, 1))
+    )(W, X)
     assert primitives(live(resident))["dot_general"] == 1 + 4  # the sum's gradient needs no result
 
 
@@ -246,14 +274,17 @@ def test_a_sum_over_tiles_keeps_no_tile():
 def test_a_region_that_the_model_rematerialises_keeps_what_its_policy_says():
     def block(p, x, key):
         inner = jax.checkpoint(
-            lambda x: jnp.sin(jnp.sin(x @ p["w"]) @ p["v"]), policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+            lambda x: jnp.sin(jnp.sin(x @ p["w"]) @ p["v"]),
+            policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         )
         return x + inner(x)
 
     layer, shapes = kept_of(block)
     assert shapes == [X.shape, X.shape]
     assert backward_of(layer)["dot_general"] == 4
-    nothing, shapes = kept_of(lambda p, x, key: x + jax.checkpoint(lambda x: jnp.sin(jnp.sin(x @ p["w"]) @ p["v"]))(x))
+    nothing, shapes = kept_of(
+        lambda p, x, key: x + jax.checkpoint(lambda x: jnp.sin(jnp.sin(x @ p["w"]) @ p["v"]))(x)
+    )
     assert shapes == []
     assert backward_of(nothing)["dot_general"] == 4 + 2
 
@@ -268,7 +299,9 @@ def test_a_constant_that_a_block_returns_is_kept_by_nobody():
         head=lambda p, p_embed, x, batch, key: jnp.mean((x["x"] * x["scale"]) ** 2),
     )  # fmt: skip
     names = [value.name for value in program(model=model).kept({"x": X}) if value.shape == X.shape]
-    assert len([name for name in names if "dot_general" in name]) == 1  # the second is read by no derivative
+    assert (
+        len([name for name in names if "dot_general" in name]) == 1
+    )  # the second is read by no derivative
 
 
 def test_branches_and_integers():
@@ -280,7 +313,9 @@ def test_branches_and_integers():
     plain = jax.grad(lambda p, x: block(p, x, None).sum(), argnums=(0, 1))(W, X)
     layer, _ = kept_of(block)
     y, _, kept = layer.forward(W, X, None, Given())
-    toys.assert_trees_close(layer.backward(W, X, None, Given(), kept, jnp.ones_like(y), None)[:2], plain, atol=1e-5)
+    toys.assert_trees_close(
+        layer.backward(W, X, None, Given(), kept, jnp.ones_like(y), None)[:2], plain, atol=1e-5
+    )
     assert backward_of(layer)["dot_general"] == 2
     resident = jax.grad(lambda p, x: keep_products(block)(p, x, None).sum(), argnums=(0, 1))(W, X)
     toys.assert_trees_close(resident, plain, atol=1e-5)
@@ -296,7 +331,10 @@ def with_product_for_gpus(p, x, key):
 
 def test_a_branch_of_another_platform_is_not_compiled_here():
     params, x = jax.tree.map(lambda a: a.astype(jnp.float16), (W, X))
-    sums = [lambda p, x, f=f: f(p, x, None).sum() for f in (with_product_for_gpus, keep_products(with_product_for_gpus))]
+    sums = [
+        lambda p, x, f=f: f(p, x, None).sum()
+        for f in (with_product_for_gpus, keep_products(with_product_for_gpus))
+    ]
     plain, kept = (jax.jit(jax.grad(f, argnums=(0, 1)))(params, x) for f in sums)
     toys.assert_trees_close(kept, plain, atol=1e-2)
 
@@ -335,24 +373,32 @@ def test_what_a_rule_keeps_is_split_as_its_operands_are():
         head=lambda p, p_embed, x, batch, key: jnp.mean(x**2), init_block=lambda key: W,
         block=lambda p, x, key: x + rule(x, p["w"]) @ p["v"], specs={"block": {"w": P(None, "tensor"), "v": P("tensor", None)}},
     )  # fmt: skip
-    kept = program(model=model, devices=2, tensor=2, stage=0, activations="save", update="in_backward").kept({"x": X})
+    kept = program(
+        model=model, devices=2, tensor=2, stage=0, activations="save", update="in_backward"
+    ).kept({"x": X})
     # What its derivative reads, and its result, which the next product's does; x itself.
     assert sorted(value.spec[2] or "" for value in kept) == ["", "tensor", "tensor"]
 
 
-@pytest.mark.parametrize("keep", [keep_products, lambda f: keep_by_segments(f, "save")], ids=["layer", "segments"])
+@pytest.mark.parametrize(
+    "keep", [keep_products, lambda f: keep_by_segments(f, "save")], ids=["layer", "segments"]
+)
 def test_a_callback_runs_once(keep):
     seen = []
 
     def loss(p, x, key):
         y = jnp.tanh(x @ p["w"])
-        jax.experimental.io_callback(lambda total: seen.append(total), None, jax.lax.stop_gradient(y.sum()))
+        jax.experimental.io_callback(
+            lambda total: seen.append(total), None, jax.lax.stop_gradient(y.sum())
+        )
         return (y @ p["v"]).sum()
 
     grads = jax.jit(jax.grad(lambda p: keep(loss)(p, X, None)))(W)
     jax.effects_barrier()
     assert len(seen) == 1
-    toys.assert_trees_close(grads, jax.grad(lambda p: (jnp.tanh(X @ p["w"]) @ p["v"]).sum())(W), atol=1e-4)
+    toys.assert_trees_close(
+        grads, jax.grad(lambda p: (jnp.tanh(X @ p["w"]) @ p["v"]).sum())(W), atol=1e-4
+    )
 
 
 def test_a_model_keeps_the_same_by_segments():
@@ -366,18 +412,25 @@ def test_a_model_keeps_the_same_by_segments():
     toys.assert_trees_close(kept(W, X, key), plain(W, X, key), atol=1e-6)
 
     def num_bytes(f):
-        residuals = jax.make_jaxpr(lambda p: jax.tree.leaves(jax.vjp(lambda p: f(p, X, key), p)[1]))(W)
-        made: Any = {v for v in residuals.jaxpr.outvars if isinstance(v, jex.Var)} - {*residuals.jaxpr.invars}
+        residuals = jax.make_jaxpr(
+            lambda p: jax.tree.leaves(jax.vjp(lambda p: f(p, X, key), p)[1])
+        )(W)
+        made: Any = {v for v in residuals.jaxpr.outvars if isinstance(v, jex.Var)} - {
+            *residuals.jaxpr.invars
+        }
         return sum(v.aval.size * v.aval.dtype.itemsize for v in made)
 
-    # Two a layer: the stream, or the second product, and the first product; and what the mean reads.
+    # Two a layer: the stream, or the second product, and the first product; and what the mean
+    # reads.
     assert num_bytes(keep_by_segments(loss, "save")) < 11 * X.nbytes
     assert num_bytes(loss) > 25 * X.nbytes
-    products = [primitives(live(jax.make_jaxpr(f)(W, X, key)))["dot_general"] for f in (plain, kept)]
+    products = [
+        primitives(live(jax.make_jaxpr(f)(W, X, key)))["dot_general"] for f in (plain, kept)
+    ]
     assert products[0] == products[1] == 4 * 6 - 1  # the first layer has no gradient of x
 
 
-# --- training --------------------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 @pytest.mark.exhaustive
@@ -390,7 +443,9 @@ def test_steps_are_those_of_one_device(activations, tensor, form):
     make = {"layered": gpt.layered_gpt, "unrolled": gpt.unrolled_gpt}[form]
     c = gpt.GPTConfig(**SMALL, dropout=0.1)
     random = np.random.default_rng(0)
-    data = [{name: random.integers(0, 32, (8, 32)) for name in ("tokens", "targets")} for _ in range(3)]
+    data = [
+        {name: random.integers(0, 32, (8, 32)) for name in ("tokens", "targets")} for _ in range(3)
+    ]
     one = program(model=make(c), stage=0)
     expected, _ = toys.run(one, one.init(jax.random.key(0)), data)
     split = gpt.GPTConfig(**SMALL, dropout=0.1, tensor_axis="tensor")

@@ -1,6 +1,8 @@
-"""Activations split over `tensor`, by sequence parallelism and by what is kept: equal to a program that splits nothing.
+"""Activations split over `tensor`, by sequence parallelism and by what is kept: equal to a program
+that splits nothing.
 
-Relative differences allowed after 5 steps: of losses; of a parameter, over its leaf's largest; of all, over how they moved. In
+Relative differences allowed after 5 steps: of losses; of a parameter, over its leaf's largest; of
+  all, over how they moved. In
 16 bits a leaf whose gradients are rounding alone says nothing.
 
     float32     2e-6     1e-5     1e-4
@@ -25,7 +27,11 @@ import zerojax as zj
 from zerojax import memory
 from zerojax.activations import SequenceParallelism, sequence_parallel
 
-TOLERANCES = {"fp32": (2e-6, 1e-5, 1e-4), "bf16": (1e-3, np.inf, 4e-2), "fp16": (1e-4, np.inf, 2e-2)}
+TOLERANCES = {
+    "fp32": (2e-6, 1e-5, 1e-4),
+    "bf16": (1e-3, np.inf, 4e-2),
+    "fp16": (1e-4, np.inf, 2e-2),
+}
 AXES = {
     "split": ("neither", "sequence_parallel", "partition_activations", "both"),
     "model": tuple(models.MODELS),
@@ -37,7 +43,10 @@ AXES = {
     "update": ("after_backward", "in_backward", "host"),
     "precision": ("fp32", "bf16", "fp16"),
 }
-QUICK = {split: (split, "gpt", "f2t2", 3, "selective", 1, "device", "after_backward", "fp32") for split in AXES["split"][1:3]}
+QUICK = {
+    split: (split, "gpt", "f2t2", 3, "selective", 1, "device", "after_backward", "fp32")
+    for split in AXES["split"][1:3]
+}
 
 
 def named(values):
@@ -52,20 +61,31 @@ def is_valid(case):
 
 
 def pairs():
-    """Return quick cases, and some in which all pairs of values are of two axes that 600 random cases have."""
+    """Return quick cases, and some in which all pairs of values are of two axes that 600 random
+    cases have.
+    """
     draw = random.Random(0)
     drawn = (named(draw.choice(values) for values in AXES.values()) for _ in range(600))
-    return [*map(named, QUICK.values()), *matrix.pairwise([case for case in drawn if is_valid(case)])]
+    return [
+        *map(named, QUICK.values()),
+        *matrix.pairwise([case for case in drawn if is_valid(case)]),
+    ]
 
 
 def settings_of(case, swap_dir):
-    fields = {name: case[name] for name in ("stage", "activations", "num_microbatches", "precision")}
+    fields = {
+        name: case[name] for name in ("stage", "activations", "num_microbatches", "precision")
+    }
     for name in ("sequence_parallel", "partition_activations"):
         fields[name] = case["split"] in (name, "both")
     fields |= {"opt_state": case["states"], "grads": case["states"]}
     if case["stage"] == 3:
         fields["params"] = case["states"]
-    fields |= {"update": "after_backward", "update_on": "host"} if case["update"] == "host" else {"update": case["update"]}
+    fields |= (
+        {"update": "after_backward", "update_on": "host"}
+        if case["update"] == "host"
+        else {"update": case["update"]}
+    )
     return fields | {"swap_dir": str(swap_dir)}
 
 
@@ -79,12 +99,14 @@ def test_split_activations_train_as_whole_ones_do(case, tmp_path):
     assert all(a <= b for a, b in zip(found, most, strict=True)), (found, most)
 
 
-# --- partition_activations ---------------------------------------------------------------------------------------------------
+# --- partition_activations ------------------------------------------------------------------------
 
 
 def program_of(seq=models.SEQ, model=None, mesh=None, **fields):
     model = model or models.MODELS["gpt"](jnp.float32)
-    return zj.build_train_step(model, optax.sgd(1e-3), zj.ZeroConfig(**fields), mesh or models.mesh_of(tensor=4))
+    return zj.build_train_step(
+        model, optax.sgd(1e-3), zj.ZeroConfig(**fields), mesh or models.mesh_of(tensor=4)
+    )
 
 
 def kept_of(program, seq=models.SEQ):
@@ -98,23 +120,39 @@ def test_partition_activations_keeps_what_the_closed_form_says(activations):
     program = program_of(activations=activations, partition_activations=True)
     kept = kept_of(program)
     expected = memory.layer_activation_bytes(
-        models.SEQ, models.ROWS, models.WIDTH, models.HEADS, tensor=4, partition_activations=True, activations=mode, itemsize=4
+        models.SEQ,
+        models.ROWS,
+        models.WIDTH,
+        models.HEADS,
+        tensor=4,
+        partition_activations=True,
+        activations=mode,
+        itemsize=4,
     )
     assert kept.num_bytes == 2 * expected
     tokens = jax.ShapeDtypeStruct((models.ROWS, models.SEQ), jnp.int32)
     tiers = program.memory({"tokens": tokens, "targets": tokens}).tiers
-    assert tiers["pinned_host" if activations == "pinned_host" else "device"]["activations"] == kept.num_bytes
+    assert (
+        tiers["pinned_host" if activations == "pinned_host" else "device"]["activations"]
+        == kept.num_bytes
+    )
     assert all("tensor" in value.spec for value in kept)
 
 
 def test_partition_activations_keeps_whole_what_does_not_divide_and_says_so():
     def block(p, x, key):
-        return {"x": x["x"] + jnp.tanh(x["x"] @ p["a"]) @ p["b"], "odd": 2 * x["odd"] + jnp.mean(x["x"])}
+        return {
+            "x": x["x"] + jnp.tanh(x["x"] @ p["a"]) @ p["b"],
+            "odd": 2 * x["odd"] + jnp.mean(x["x"]),
+        }
 
     model = zj.LayeredModel(
         num_layers=2,
         init_embed=lambda key: {"w": jnp.ones(())},
-        embed=lambda p, batch, key: {"x": batch["x"] * p["w"], "odd": batch["x"][:, :1, 0] * p["w"]},
+        embed=lambda p, batch, key: {
+            "x": batch["x"] * p["w"],
+            "odd": batch["x"][:, :1, 0] * p["w"],
+        },
         init_block=lambda key: {"a": jnp.ones((8, 16)), "b": jnp.ones((16, 8))},
         block=block,
         init_head=lambda key: {},
@@ -137,7 +175,7 @@ def test_partition_activations_needs_layers_and_means_nothing_without_tensor():
     assert program_of(partition_activations=True, **alone).config == program_of(**alone).config
 
 
-# --- sequence parallelism of any block ----------------------------------------------------------------------------------------
+# --- sequence parallelism of any block ------------------------------------------------------------
 
 B, T, H = 4, 8, 8
 
@@ -178,19 +216,35 @@ def run_block(operations, p, x):
 
 SPECS = {"column": P(None, "tensor"), "column_of_wide": P("tensor", None), "whole": P(), "row": P("tensor", None),
          "row_heads": P("tensor", None)}  # fmt: skip
-SHAPES = {"column": (H, 16), "column_of_wide": (16, H), "whole": (H, H), "row": (16, H), "row_heads": (16, H)}
+SHAPES = {
+    "column": (H, 16),
+    "column_of_wide": (16, H),
+    "whole": (H, H),
+    "row": (16, H),
+    "row_heads": (16, H),
+}
 OTHERS = ("norm", "mix", "flip", "gate", "attend")
 
 
 @settings(deadline=None, max_examples=6)
-@given(st.lists(st.tuples(st.sampled_from([*SPECS, *OTHERS]), st.integers(0, 3)), min_size=2, max_size=9), st.booleans())
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([*SPECS, *OTHERS]), st.integers(0, 3)), min_size=2, max_size=9
+    ),
+    st.booleans(),
+)
 def test_sequence_parallel_blocks_compute_what_they_did(operations, remat):
     check_blocks(operations, remat)
 
 
 @pytest.mark.exhaustive
 @settings(deadline=None, max_examples=150)
-@given(st.lists(st.tuples(st.sampled_from([*SPECS, *OTHERS]), st.integers(0, 3)), min_size=2, max_size=14), st.booleans())
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([*SPECS, *OTHERS]), st.integers(0, 3)), min_size=2, max_size=14
+    ),
+    st.booleans(),
+)
 def test_sequence_parallel_of_many_blocks(operations, remat):
     check_blocks(operations, remat)
 
@@ -199,7 +253,10 @@ def check_blocks(operations, remat):
     operations = [("column", 0), *operations]
     names = {f"{n}-{name}": name for n, (name, _) in enumerate(operations) if name in SPECS}
     rng = np.random.default_rng(0)
-    p = {leaf: jnp.asarray(0.3 * rng.normal(size=SHAPES[name]), jnp.float32) for leaf, name in names.items()}
+    p = {
+        leaf: jnp.asarray(0.3 * rng.normal(size=SHAPES[name]), jnp.float32)
+        for leaf, name in names.items()
+    }
     x, dy = (jnp.asarray(rng.normal(size=(B, T, H)), jnp.float32) for _ in range(2))
     mesh = models.mesh_of(fsdp=2, tensor=2)
 

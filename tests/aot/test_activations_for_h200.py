@@ -1,7 +1,8 @@
-"""What a layer keeps, in programs compiled for H200s that are not there: bytes of the loops' stacks, temporaries, products.
+"""What a layer keeps, in programs compiled for H200s that are not there: bytes of the loops'
+stacks, temporaries, products.
 
-The layer is the example's GPT block. Rows and layers are numbers that nothing else in the program is, so that its stacks are
-known by their first two dims.
+The layer is the example's GPT block. Rows and layers are numbers that nothing else in the program
+is, so that its stacks are known by their first two dims.
 """
 
 import dataclasses
@@ -24,9 +25,20 @@ SIZES = {"seq": 256, "hidden": 512, "heads": 8, "vocab": 256, "loss_tiles": 0}
 
 @functools.cache
 def compiled(
-    activations, tensor=1, layers=LAYERS, precision="bf16", form="layered", preset=None, attention: Any = "xla", **fields
+    activations,
+    tensor=1,
+    layers=LAYERS,
+    precision="bf16",
+    form="layered",
+    preset=None,
+    attention: Any = "xla",
+    **fields,
 ):
-    of_axis = {"layers": layers, "dtype": jnp.bfloat16, "tensor_axis": "tensor" if tensor > 1 else None}
+    of_axis = {
+        "layers": layers,
+        "dtype": jnp.bfloat16,
+        "tensor_axis": "tensor" if tensor > 1 else None,
+    }
     sizes = gpt.GPTConfig(**SIZES) if preset is None else gpt.PRESETS[preset]
     c = dataclasses.replace(sizes, loss_tiles=0, attention=attention, **of_axis)
     mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=tensor, fsdp=1, tensor=tensor)
@@ -42,12 +54,15 @@ def fused(activations, attention, **settings):
     """Return cuDNN's calls in a step, forward and backward, and its bytes beside the arguments."""
     program, kept, _ = compiled(activations, attention=attention, **settings)
     text = program.as_text()
-    calls = [text.count(f'custom_call_target="__cudnn$fmhaSoftmax{kind}"') for kind in ("", "Backward")]
+    calls = [
+        text.count(f'custom_call_target="__cudnn$fmhaSoftmax{kind}"') for kind in ("", "Backward")
+    ]
     of_layers = sum(value.num_bytes for value in kept if value.count == LAYERS) / LAYERS
     return calls, program.memory_analysis().temp_size_in_bytes, of_layers
 
 
-# Each call runs once a layer with "save". Else backward runs the forward one again: its logsumexp is no product, and not kept.
+# Each call runs once a layer with "save". Else backward runs the forward one again: its logsumexp
+# is no product, and not kept.
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("activations", "fields", "tensor"),
@@ -61,7 +76,8 @@ def fused(activations, attention, **settings):
             ({"update": "in_backward"}, 4),
             ({"form": "unrolled"}, 1),
         )
-        if (activations, fields) != ("selective", {"form": "unrolled"})  # which needs to know the layers
+        if (activations, fields)
+        != ("selective", {"form": "unrolled"})  # which needs to know the layers
     ],
 )
 def test_cudnns_attention_compiles_and_its_scores_are_nowhere(activations, fields, tensor):
@@ -78,17 +94,29 @@ def test_cudnns_attention_compiles_and_its_scores_are_nowhere(activations, field
     assert temp < temp_of_xla
     if activations == "save":
         assert temp_of_xla - temp >= scores
-    if not streams and "form" not in fields:  # the heads of what cuDNN's makes are known to be split
-        assert kept == pytest.approx(kept_of_xla - (scores - logsumexp if activations == "save" else 0), rel=0.01)
+    if (
+        not streams and "form" not in fields
+    ):  # the heads of what cuDNN's makes are known to be split
+        assert kept == pytest.approx(
+            kept_of_xla - (scores - logsumexp if activations == "save" else 0), rel=0.01
+        )
 
 
 def stack_bytes(text, layers=LAYERS):
-    """Return the bytes of a layer's arrays that the loop over layers carries, without those of parameters and gradients."""
+    """Return the bytes of a layer's arrays that the loop over layers carries, without those of
+    parameters and gradients.
+    """
 
     def is_kept(dims):
         return dims[:1] == (layers,) and ROWS in dims[1:3]
 
-    return max(sum(a.num_bytes for a in arrays if is_kept(a.dims)) for arrays in hlo.carried_arrays(text)) / layers
+    return (
+        max(
+            sum(a.num_bytes for a in arrays if is_kept(a.dims))
+            for arrays in hlo.carried_arrays(text)
+        )
+        / layers
+    )
 
 
 def closed_form(activations, tensor=1):
@@ -113,22 +141,31 @@ def test_bytes_kept_a_layer_are_the_closed_form(activations, tensor):
 @pytest.mark.parametrize("split", ["", "sequence_parallel", "partition_activations"])
 @pytest.mark.parametrize("activations", ["save", "selective", "remat"])
 @pytest.mark.parametrize("preset", ["22b", "175b"])
-def test_layers_of_the_paper_keep_the_closed_form_and_no_more_than_the_papers(preset, activations, split, tensor):
+def test_layers_of_the_paper_keep_the_closed_form_and_no_more_than_the_papers(
+    preset, activations, split, tensor
+):
     """Korthikanti et al. (arXiv:2205.05198), table 3: a + h is such that both terms count."""
     by_config = {split: True} if split else {}
     program, _, _ = compiled(activations, tensor, preset=preset, **by_config)
     c = gpt.PRESETS[preset]
     sizes, given = (c.seq, ROWS, c.hidden, c.heads), {"tensor": tensor, "activations": activations}
     found = stack_bytes(program.as_text())
-    assert found == pytest.approx(memory.layer_activation_bytes(*sizes, **given, **by_config), rel=0.01)
+    assert found == pytest.approx(
+        memory.layer_activation_bytes(*sizes, **given, **by_config), rel=0.01
+    )
     # Of theirs nothing is kept split without sequence parallelism.
     sequence_parallel = split == "sequence_parallel"
-    assert found <= 1.0001 * memory.korthikanti_layer_bytes(*sizes, **given, sequence_parallel=sequence_parallel)
+    assert found <= 1.0001 * memory.korthikanti_layer_bytes(
+        *sizes, **given, sequence_parallel=sequence_parallel
+    )
 
 
 def growth(activations, **fields):
     """Return the temporary bytes that a layer more adds."""
-    few, many = (compiled(activations, layers=n, **fields)[0].memory_analysis().temp_size_in_bytes for n in (8, 16))
+    few, many = (
+        compiled(activations, layers=n, **fields)[0].memory_analysis().temp_size_in_bytes
+        for n in (8, 16)
+    )
     return (many - few) / 8
 
 
@@ -144,13 +181,23 @@ def test_temporary_bytes_grow_by_it(activations):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("activations", ["save", "selective"])
 def test_temporary_bytes_of_streamed_steps_grow_by_it(activations):
-    """No stack is copied: updated in backward, a layer's gradients are gone before the next one's come."""
-    assert growth(activations, update="in_backward") == pytest.approx(closed_form(activations), rel=0.05)
+    """No stack is copied: updated in backward, a layer's gradients are gone before the next one's
+    come.
+    """
+    assert growth(activations, update="in_backward") == pytest.approx(
+        closed_form(activations), rel=0.05
+    )
 
 
-# Of a block's six products backward has two each. The result of the last one is read by no derivative.
+# Of a block's six products backward has two each. The result of the last one is read by no
+# derivative.
 @pytest.mark.exhaustive  # by default test_kept.py counts the products of traced derivatives
 @pytest.mark.parametrize(("activations", "each"), [("save", 18), ("selective", 19), ("remat", 23)])
-def test_no_product_runs_twice_in_save_the_scores_do_in_selective_and_forward_does_in_remat(activations, each):
-    few, many = (hlo.num_products(compiled(activations, 8, n)[0].as_text(), unknown_trips=n) for n in (3, LAYERS))
+def test_no_product_runs_twice_in_save_the_scores_do_in_selective_and_forward_does_in_remat(
+    activations, each
+):
+    few, many = (
+        hlo.num_products(compiled(activations, 8, n)[0].as_text(), unknown_trips=n)
+        for n in (3, LAYERS)
+    )
     assert many - few == (LAYERS - 3) * each

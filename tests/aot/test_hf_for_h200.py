@@ -1,4 +1,6 @@
-"""Facts of steps of pretrained models compiled for one H200: an 8 B model with adapters, from its `config.json` alone."""
+"""Facts of steps of pretrained models compiled for one H200: an 8 B model with adapters, from its
+`config.json` alone.
+"""
 
 import functools
 import json
@@ -14,7 +16,9 @@ import zerojax as zj
 from zerojax import aot
 from zerojax.hf import config_of, model_of
 
-pytestmark = pytest.mark.xdist_group("h200")  # tests share compiled programs, so they share a process
+pytestmark = pytest.mark.xdist_group(
+    "h200"
+)  # tests share compiled programs, so they share a process
 LLAMA_8B = {
     "model_type": "llama", "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 500_000.0, "max_position_embeddings": 131_072,
@@ -39,7 +43,9 @@ def compiled(name: str, packed: bool) -> Any:
             json.dump(LLAMA_8B, file)
         model, count = model_of(folder, lora=LORA), config_of(folder).num_params
     config = zj.ZeroConfig(precision="bf16", activations="remat", **CASES[name])
-    program = zj.build_train_step(model, optax.adamw(1e-4), config, aot.gpu_mesh("h200", gpus_per_host=1))
+    program = zj.build_train_step(
+        model, optax.adamw(1e-4), config, aot.gpu_mesh("h200", gpus_per_host=1)
+    )
     tokens = jax.ShapeDtypeStruct((1, SEQ), jnp.int32)
     keys = ("tokens", "targets", *(("segment_ids", "positions") if packed else ()))
     result = program.lower(dict.fromkeys(keys, tokens)).compile()
@@ -51,14 +57,27 @@ def compiled(name: str, packed: bool) -> Any:
 def test_a_step_of_8_billion_holds_no_gradient_or_master_of_the_base(name):
     program, text, stats, count = compiled(name, False)
     assert count == 8_030_261_248
-    # Of one layer the decoder of 8 or 4 bits passes through float32, within its fusion; of all layers nothing does.
+    # Of one layer the decoder of 8 or 4 bits passes through float32, within its fusion; of all
+    # layers nothing does.
     depths = (("32,",), ("", "32,"))[name in ("bf16", "host")]
-    shapes = {f"{depth}{a},{b}" for m, n in MATRICES for a, b in ((m, n), (n, m)) for depth in depths}
+    shapes = {
+        f"{depth}{a},{b}" for m, n in MATRICES for a, b in ((m, n), (n, m)) for depth in depths
+    }
     shapes -= {"1024,4096"}  # which a tile of the loss has, too: 1024 tokens
-    assert not [s for s in shapes if f"f32[{s}]" in text]  # no master, and no gradient that waits or is summed
+    assert not [
+        s for s in shapes if f"f32[{s}]" in text
+    ]  # no master, and no gradient that waits or is summed
     state = program.layout.abstract_state
     trained = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    widths = (4096 + 4096, 4096 + 1024, 4096 + 1024, 4096 + 4096, 4096 + 14_336, 4096 + 14_336, 14_336 + 4096)
+    widths = (
+        4096 + 4096,
+        4096 + 1024,
+        4096 + 1024,
+        4096 + 4096,
+        4096 + 14_336,
+        4096 + 14_336,
+        14_336 + 4096,
+    )
     assert trained == 32 * LORA.rank * sum(widths)
     assert sum(leaf.size for leaf in jax.tree.leaves(state.master)) == trained
     held = stats.argument_size_in_bytes + stats.host_argument_size_in_bytes

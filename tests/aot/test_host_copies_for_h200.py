@@ -1,4 +1,6 @@
-"""What a streamed step moves over the link to the host, by copies and by kernels, compiled for one H200."""
+"""What a streamed step moves over the link to the host, by copies and by kernels, compiled for one
+H200.
+"""
 
 import collections
 import re
@@ -30,7 +32,9 @@ def program(**config) -> zj.Program:
         lambda p, e, x, b, k: jnp.mean((x @ p["w"]) ** 2),
     )
     config = {"precision": "bf16", "activations": "remat", "update": "in_backward"} | config
-    return zj.build_train_step(model, optax.adamw(1e-3), zj.ZeroConfig(**config), aot.gpu_mesh("h200", gpus_per_host=1))
+    return zj.build_train_step(
+        model, optax.adamw(1e-3), zj.ZeroConfig(**config), aot.gpu_mesh("h200", gpus_per_host=1)
+    )
 
 
 BATCH = {"tokens": jax.ShapeDtypeStruct((4, 4), jnp.int32)}
@@ -38,7 +42,11 @@ BATCH = {"tokens": jax.ShapeDtypeStruct((4, 4), jnp.int32)}
 
 @pytest.mark.exhaustive
 @pytest.mark.xdist_group("h200")
-@pytest.mark.parametrize("config", [{"opt_state": H}, {"params": H, "grads": H, "opt_state": H}], ids=["opt_state", "all"])
+@pytest.mark.parametrize(
+    "config",
+    [{"opt_state": H}, {"params": H, "grads": H, "opt_state": H}],
+    ids=["opt_state", "all"],
+)
 def test_host_copies_are_those_of_the_thunks(tmp_path, config):
     zero = program(**config)
     found = zero.host_copies(BATCH)
@@ -48,23 +56,41 @@ def test_host_copies_are_those_of_the_thunks(tmp_path, config):
     total = hlo.host_link_bytes(text, unknown_trips=1)
     assert {way: found.by_copies[way] + found.by_kernels[way] for way in total} == total
     assert found.source == "thunks"
-    # Each asynchronous thunk of the dump that touches host memory is a move of the program: by a kernel if it starts one.
-    (sequence,), (metadata,) = tmp_path.glob("*.thunk_sequence.txt"), tmp_path.glob("*.thunk_metadata.txt")
-    names = {int(n): name for name, n in re.findall(r'annotation: "(.*)"\s+thunk_id: (\d+)', metadata.read_text())}
-    starts = {int(n): kind for n, kind in re.findall(r"(\d+): kAsyncStart.*\n\s+\d+: (k\w+)", sequence.read_text())}
+    # Each asynchronous thunk of the dump that touches host memory is a move of the program: by a
+    # kernel if it starts one.
+    (sequence,), (metadata,) = (
+        tmp_path.glob("*.thunk_sequence.txt"),
+        tmp_path.glob("*.thunk_metadata.txt"),
+    )
+    names = {
+        int(n): name
+        for name, n in re.findall(r'annotation: "(.*)"\s+thunk_id: (\d+)', metadata.read_text())
+    }
+    starts = {
+        int(n): kind
+        for n, kind in re.findall(r"(\d+): kAsyncStart.*\n\s+\d+: (k\w+)", sequence.read_text())
+    }
     shapes = dict(re.findall(r"^\s+%(\S+) = (.*?) [\w-]+-start\(", text, re.MULTILINE))
     told = {names[n]: kind for n, kind in starts.items() if "S(5)" in shapes[names[n]]}
     assert len(told) > 10
     moves = {m.instruction: m.by for m in found.moves if m.instruction in shapes}
-    assert moves == {name: "kernel" if kind == "kCustomKernel" else "copy" for name, kind in told.items()}
+    assert moves == {
+        name: "kernel" if kind == "kCustomKernel" else "copy" for name, kind in told.items()
+    }
     # Records that the schedule's order picks are named by their leaves.
-    stacks = {"state.master['blocks']['w']", "state.opt_state[0].mu['blocks']['w']", "state.opt_state[0].nu['blocks']['w']"}
+    stacks = {
+        "state.master['blocks']['w']",
+        "state.opt_state[0].mu['blocks']['w']",
+        "state.opt_state[0].nu['blocks']['w']",
+    }
     assert stacks <= {m.leaf for m in found.moves}
     moves = [m for m in found.moves if m.leaf in stacks]
     assert {(m.num_bytes, m.shape) for m in moves} == {(4 * D * D, f"f32[{L},{D},{D}]")}
     # Each record once each way; one of a loop may be moved before or after it.
     times = {
-        (leaf, way): sum(m.times for m in moves if (m.leaf, m.direction) == (leaf, way)) for leaf in stacks for way in total
+        (leaf, way): sum(m.times for m in moves if (m.leaf, m.direction) == (leaf, way))
+        for leaf in stacks
+        for way in total
     }
     assert times == dict.fromkeys(times, L)
     # The dump's own text, in its own notation, tells the same.
@@ -76,7 +102,11 @@ def test_host_copies_are_those_of_the_thunks(tmp_path, config):
 @pytest.mark.xdist_group("h200")
 def test_nothing_that_moves_host_memory_is_in_a_cuda_graph_unless_the_config_says_so():
     in_graphs = {
-        asked: [m.instruction for m in program(opt_state=H, cuda_graphs=asked).host_copies(BATCH).moves if m.in_graph]
+        asked: [
+            m.instruction
+            for m in program(opt_state=H, cuda_graphs=asked).host_copies(BATCH).moves
+            if m.in_graph
+        ]
         for asked in (False, True)
     }
     assert in_graphs[False] == []
@@ -85,26 +115,40 @@ def test_nothing_that_moves_host_memory_is_in_a_cuda_graph_unless_the_config_say
 
 @pytest.mark.xdist_group("h200")
 def test_no_callback_is_called_from_two_places():
-    """The fusion of a callback with the slices that it takes, which is XLA's default from 0.11 on, clones it before 0.12."""
+    """The fusion of a callback with the slices that it takes, which is XLA's default from 0.11 on,
+    clones it before 0.12.
+    """
     zero = program(opt_state=H, update_on="host", update="after_backward", clip_norm=1.0)
-    options, others = (compiler_options(p.model, p.layout) or {} for p in (zero, program(opt_state=H)))
+    options, others = (
+        compiler_options(p.model, p.layout) or {} for p in (zero, program(opt_state=H))
+    )
     assert options[FUSION] is False
     assert FUSION not in others
 
     def calls(options):
         text = str(zero.lower(BATCH).compile(options).as_text())
-        found = re.findall(r'custom_call_target="xla_buffer_python_gpu_callback".*?backend_config=\{index = (\d+)', text)
+        found = re.findall(
+            r'custom_call_target="xla_buffer_python_gpu_callback".*?backend_config=\{index = (\d+)',
+            text,
+        )
         return collections.Counter(found)
 
     once = calls({})
     assert set(once.values()) == {1}
-    assert calls({FUSION: True}) == (once if jaxlib_version() >= (0, 12) else once + collections.Counter("0"))
+    assert calls({FUSION: True}) == (
+        once if jaxlib_version() >= (0, 12) else once + collections.Counter("0")
+    )
 
 
 @pytest.mark.xdist_group("h200")
 def test_records_are_not_copied_out_of_stacks_on_the_device():
-    """XLA copies a slice at an address that it knows. Of host memory it has to; on the device a copy only takes memory."""
-    on_device, on_host = (str(program(**config).lower(BATCH).compile().as_text()) for config in ({}, {"opt_state": H}))
+    """XLA copies a slice at an address that it knows.
+
+    Of host memory it has to; on the device a copy only takes memory.
+    """
+    on_device, on_host = (
+        str(program(**config).lower(BATCH).compile().as_text()) for config in ({}, {"opt_state": H})
+    )
     assert "dynamic_slice_config" not in on_device
     assert "dynamic_slice_config" in on_host
 
@@ -121,7 +165,14 @@ def test_autotune_predicts_each_setting_from_its_compiled_program(monkeypatch):
     monkeypatch.setattr(state_records, "crosses_link", lambda mesh: True)
     base = program(params=H, opt_state=H)
     tuned = zj.autotune(
-        base.model, base.tx, base.config, base.mesh, BATCH, distances=(1, 2), groups=(2, 3), rates=hlo.Rates(link=1e6)
+        base.model,
+        base.tx,
+        base.config,
+        base.mesh,
+        BATCH,
+        distances=(1, 2),
+        groups=(2, 3),
+        rates=hlo.Rates(link=1e6),
     )
     settings = [(step.config.prefetch_distance, step.config.link_groups) for step in tuned.tried]
     assert settings[:2] == [(1, None), (2, None)]

@@ -1,4 +1,6 @@
-"""What programs compiled for an H200 that is not there do with host memory: which record, how many bytes, how often."""
+"""What programs compiled for an H200 that is not there do with host memory: which record, how many
+bytes, how often.
+"""
 
 import dataclasses
 from typing import Any
@@ -21,10 +23,16 @@ STACK = L * RECORD
 REVERSED = np.arange(L, dtype=np.int32)[::-1]
 
 
-def compile_text(function: Any, returns_stack: bool = False, gpus: int = GPUS, shape: tuple[int, ...] = (L, D, D)) -> str:
-    """Compile (order[L], stack[L, D, D_fsdp] on the host, x[8, D]) -> x or stack, and return the HLO text."""
+def compile_text(
+    function: Any, returns_stack: bool = False, gpus: int = GPUS, shape: tuple[int, ...] = (L, D, D)
+) -> str:
+    """Compile (order[L], stack[L, D, D_fsdp] on the host, x[8, D]) -> x or stack, and return the
+    HLO text.
+    """
     mesh = aot.gpu_mesh("h200", gpus_per_host=gpus)
-    device = NamedSharding(mesh.abstract_mesh, P())  # one on `mesh` itself would lose its memory kind: the devices only compile
+    device = NamedSharding(
+        mesh.abstract_mesh, P()
+    )  # one on `mesh` itself would lose its memory kind: the devices only compile
     host = NamedSharding(mesh.abstract_mesh, P(None, None, "fsdp"), memory_kind="pinned_host")
     out: Any = {False: device, True: host}[returns_stack]
     with jax.set_mesh(mesh):
@@ -38,38 +46,52 @@ def compile_text(function: Any, returns_stack: bool = False, gpus: int = GPUS, s
 
 
 def load(stack: Any, layer: Any) -> Any:
-    return jax.device_put(jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False), jax.memory.Space.Device)
+    return jax.device_put(
+        jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False), jax.memory.Space.Device
+    )
 
 
 def store(stack: Any, record: Any, layer: Any) -> Any:
-    return jax.lax.dynamic_update_index_in_dim(stack, jax.device_put(record, jax.memory.Space.Host), layer, 0)
+    return jax.lax.dynamic_update_index_in_dim(
+        stack, jax.device_put(record, jax.memory.Space.Host), layer, 0
+    )
 
 
 def reads(index: Any, start: int = 0, stop: Any = L) -> Any:
     """Return a program that adds the records index(order, i) for i = start .. stop - 1."""
 
     def program(order: Any, stack: Any, x: Any) -> Any:
-        total = jax.lax.fori_loop(start, stop, lambda i, t: t + load(stack, index(order, i)), jnp.zeros((D, D), jnp.int32))
+        total = jax.lax.fori_loop(
+            start, stop, lambda i, t: t + load(stack, index(order, i)), jnp.zeros((D, D), jnp.int32)
+        )
         return x + total[:8]
 
     return program
 
 
 def carries(following: Any, start: int) -> Any:
-    """Return a program that reads L records, the first at `start` and each next one at following(the last)."""
+    """Return a program that reads L records, the first at `start` and each next one at
+    following(the last).
+    """
 
     def program(order: Any, stack: Any, x: Any) -> Any:
         def tick(_: Any, carry: Any) -> Any:
             layer, total = carry
             return following(layer), 3 * total + load(stack, layer)
 
-        return x + jax.lax.fori_loop(0, L, tick, (jnp.int32(start), jnp.zeros((D, D), jnp.int32)))[1][:8]
+        return (
+            x
+            + jax.lax.fori_loop(0, L, tick, (jnp.int32(start), jnp.zeros((D, D), jnp.int32)))[1][:8]
+        )
 
     return program
 
 
 def updates(index: Any) -> Any:
-    """Return a program that doubles the records index(order, i) for i = 0 .. L - 1 where they are."""
+    """Return a program that doubles the records index(order, i) for i = 0 ..
+
+    L - 1 where they are.
+    """
 
     def program(order: Any, stack: Any, x: Any) -> Any:
         double = lambda i, s: store(s, 2 * load(s, index(order, i)) + x[0, 0], index(order, i))  # noqa: E731
@@ -108,7 +130,10 @@ def test_reads_at_the_raw_counter_or_at_an_argument_are_safe(name):
 def test_updates_in_place_move_each_record_once_each_way(name):
     text = compile_text(updates(INDICES[name]), returns_stack=True)
     found = {s.op: s for s in hlo.host_slices(text)}
-    assert {op: s.direction for op, s in found.items()} == {"dynamic-slice": "to_device", "dynamic-update-slice": "to_host"}
+    assert {op: s.direction for op, s in found.items()} == {
+        "dynamic-slice": "to_device",
+        "dynamic-update-slice": "to_host",
+    }
     assert {(s.num_bytes, s.times) for s in found.values()} == {(RECORD, L)}
     assert {s.index for s in found.values()} == {"raw" if name == "raw" else "array"}
     assert hlo.unsafe_host_slices(text) == []
@@ -120,13 +145,25 @@ def test_updates_in_place_move_each_record_once_each_way(name):
     ("program", "returns_stack", "offset", "stride"),
     [
         pytest.param(reads(constant), False, (L - 1) * RECORD, -RECORD, id="constant_order"),
-        pytest.param(reads(lambda order, i: L - 1 - i), False, (L - 1) * RECORD, -RECORD, id="reversed_scan"),
+        pytest.param(
+            reads(lambda order, i: L - 1 - i), False, (L - 1) * RECORD, -RECORD, id="reversed_scan"
+        ),
         pytest.param(reads(lambda order, i: i, start=1), False, RECORD, RECORD, id="loop_from_1"),
-        pytest.param(carries(lambda layer: layer - 1, L - 1), False, (L - 1) * RECORD, -RECORD, id="carried_downwards"),
-        pytest.param(updates(constant), True, (L - 1) * RECORD, -RECORD, id="constant_order_written"),
+        pytest.param(
+            carries(lambda layer: layer - 1, L - 1),
+            False,
+            (L - 1) * RECORD,
+            -RECORD,
+            id="carried_downwards",
+        ),
+        pytest.param(
+            updates(constant), True, (L - 1) * RECORD, -RECORD, id="constant_order_written"
+        ),
     ],
 )
-def test_functions_of_the_counter_are_found_where_xla_derives_them_wrongly(program, returns_stack, offset, stride):
+def test_functions_of_the_counter_are_found_where_xla_derives_them_wrongly(
+    program, returns_stack, offset, stride
+):
     """The control of both tests above, for as long as XLA has the bug."""
     text = compile_text(program, returns_stack)
     slices = hlo.host_slices(text)
@@ -134,7 +171,9 @@ def test_functions_of_the_counter_are_found_where_xla_derives_them_wrongly(progr
     assert all(s.has_descriptor for s in slices)
     if {s.descriptor for s in slices} == {hlo.Descriptor(offset, stride, 0)}:
         assert hlo.unsafe_host_slices(text) == []
-        pytest.skip(f"the XLA of jax {jax.__version__} derives this index rightly: offset {offset}, stride {stride}")
+        pytest.skip(
+            f"the XLA of jax {jax.__version__} derives this index rightly: offset {offset}, stride {stride}"
+        )
     assert hlo.unsafe_host_slices(text) == slices
 
 
@@ -144,7 +183,11 @@ def test_an_altered_descriptor_is_unsafe():
     assert found.descriptor == hlo.Descriptor(0, RECORD, 0)
     stride = f'"byte_stride":"{RECORD}"'
     assert text.count(stride) == 1
-    for altered in (f'"byte_stride":"-{RECORD}"', '"byte_stride":"0"', f'"byte_stride":"{RECORD}","modulus":"3"'):
+    for altered in (
+        f'"byte_stride":"-{RECORD}"',
+        '"byte_stride":"0"',
+        f'"byte_stride":"{RECORD}","modulus":"3"',
+    ):
         (found,) = hlo.unsafe_host_slices(text.replace(stride, altered))
         assert found.index == "raw"
 
@@ -161,7 +204,10 @@ def test_a_carried_index_is_raw_only_if_it_counts_up_from_0(following, start, ki
     text = compile_text(carries(following, start))
     found = hlo.host_slices(text)
     assert {s.index for s in found} == {kind}
-    assert sum(s.times for s in found) in (1, L)  # a record that stays may be loaded before the loop
+    assert sum(s.times for s in found) in (
+        1,
+        L,
+    )  # a record that stays may be loaded before the loop
     assert hlo.unsafe_host_slices(text) == []
 
 
@@ -179,12 +225,16 @@ def test_slices_under_a_condition_are_found():
     def guarded(order: Any, stack: Any, x: Any) -> Any:
         def tick(i: Any, total: Any) -> Any:
             layer = order[i]
-            return total + jax.lax.cond(layer >= 0, lambda: load(stack, layer), lambda: jnp.zeros((D, D), jnp.int32))
+            return total + jax.lax.cond(
+                layer >= 0, lambda: load(stack, layer), lambda: jnp.zeros((D, D), jnp.int32)
+            )
 
         return x + jax.lax.fori_loop(0, L, tick, jnp.zeros((D, D), jnp.int32))[:8]
 
     text = compile_text(guarded)
-    assert [(s.num_bytes, s.times, s.index) for s in hlo.host_slices(text)] == [(RECORD, L, "array")]
+    assert [(s.num_bytes, s.times, s.index) for s in hlo.host_slices(text)] == [
+        (RECORD, L, "array")
+    ]
 
 
 def test_whole_stacks_that_are_copied_are_found():
@@ -192,7 +242,9 @@ def test_whole_stacks_that_are_copied_are_found():
         return x + jax.device_put(stack, jax.memory.Space.Device)[order[0], :8]
 
     def whole_back(order: Any, stack: Any, x: Any) -> Any:
-        return jax.device_put(2 * jax.device_put(stack, jax.memory.Space.Device) + x[0, 0], jax.memory.Space.Host)
+        return jax.device_put(
+            2 * jax.device_put(stack, jax.memory.Space.Device) + x[0, 0], jax.memory.Space.Host
+        )
 
     (copy,) = hlo.host_copies(compile_text(whole))
     assert (copy.direction, copy.num_bytes, copy.times) == ("to_device", STACK, 1)
@@ -214,7 +266,10 @@ def test_a_loop_without_a_trip_count_is_refused_or_told():
     assert hlo.unsafe_host_slices(text, unknown_trips=1) == []
 
 
-@pytest.mark.skipif(jaxlib_version() < GPU_JAXLIB, reason="jaxlib is older than 0.11.1: its XLA derives wrong addresses")
+@pytest.mark.skipif(
+    jaxlib_version() < GPU_JAXLIB,
+    reason="jaxlib is older than 0.11.1: its XLA derives wrong addresses",
+)
 @pytest.mark.parametrize("step", [1, -1])
 @pytest.mark.parametrize("name", self_test.forms())
 def test_forms_of_the_self_test_are_copies_at_proven_addresses(name, step):
@@ -232,25 +287,35 @@ def test_forms_of_the_self_test_are_copies_at_proven_addresses(name, step):
     assert hlo.host_copies(text) == []
     stores = L if name in ("update", "update_ahead", "activations") else 0
     loads = L + (name == "activations")
-    assert hlo.host_link_bytes(text) == {"to_device": loads * GPUS * RECORD, "to_host": (stores + 1) * GPUS * RECORD}
+    assert hlo.host_link_bytes(text) == {
+        "to_device": loads * GPUS * RECORD,
+        "to_host": (stores + 1) * GPUS * RECORD,
+    }
 
 
 def test_a_loop_of_one_trip_is_kept_and_its_bound_is_known():
     def program(order: Any, stack: Any, x: Any) -> Any:
         mesh: Any = jax.sharding.get_abstract_mesh()
-        return x + one_trip(3, lambda i, t: t + load(stack, i), jnp.zeros((D, D), jnp.int32), mesh)[:8]
+        return (
+            x + one_trip(3, lambda i, t: t + load(stack, i), jnp.zeros((D, D), jnp.int32), mesh)[:8]
+        )
 
     text = compile_text(program)
     assert text.count(" while(") == text.count('"known_trip_count":{"n":"1"}') == 1
     (found,) = hlo.host_slices(text)
     assert (found.num_bytes, found.times, found.index) == (RECORD, 1, "constant")
     assert found.has_descriptor  # a copy; outside of a loop it would be a kernel
-    # Of the sum's shards, for x. Each device draws for itself: a number that one of them sent would be reduced.
+    # Of the sum's shards, for x. Each device draws for itself: a number that one of them sent would
+    # be reduced.
     assert {c.op for c in hlo.collectives(text)} <= {"all-gather"}
 
 
 def test_a_form_at_the_raw_counter_is_told_from_one_at_the_argument():
     form = self_test.forms()["update"]
-    raw = dataclasses.replace(form, run=lambda order, stack, kind: form.run(jnp.arange(L), stack, kind))
-    text = compile_text(lambda order, stack, x: raw.run(order, stack, "pinned_host")[0], returns_stack=True, gpus=1)
+    raw = dataclasses.replace(
+        form, run=lambda order, stack, kind: form.run(jnp.arange(L), stack, kind)
+    )
+    text = compile_text(
+        lambda order, stack, x: raw.run(order, stack, "pinned_host")[0], returns_stack=True, gpus=1
+    )
     assert {s.index for s in hlo.host_slices(text)} == {"raw"}

@@ -1,4 +1,6 @@
-"""Facts of Muon compiled for H200s that are not there: products shared out over the devices, and what moves for it."""
+"""Facts of Muon compiled for H200s that are not there: products shared out over the devices, and
+what moves for it.
+"""
 
 import functools
 import math
@@ -13,7 +15,9 @@ import zerojax as zj
 from zerojax import aot, hlo
 from zerojax.hlo.parse import parse_arrays, parse_ints, parse_module
 
-pytestmark = pytest.mark.xdist_group("h200")  # tests share compiled programs, so they share a process
+pytestmark = pytest.mark.xdist_group(
+    "h200"
+)  # tests share compiled programs, so they share a process
 ROWS, COLUMNS, STEPS = 256, 512, 2  # Newton-Schulz iterations: each the same three products
 HOST = "pinned_host"
 INVOLUNTARY = "nvoluntary full rematerialization"
@@ -41,17 +45,25 @@ def compiled(layers, axes, fields):
 
 
 def float32_flops(text):
-    """Return the FLOPs of a device's products of float32: those of the optimizer, since the model's are of bfloat16."""
+    """Return the FLOPs of a device's products of float32: those of the optimizer, since the model's
+    are of bfloat16.
+    """
     total = 0
     for computation in parse_module(text).computations.values():
         for i in computation.instructions.values():
-            assert "gemm" not in i.rest or i.op != "custom-call", "products that are calls are not counted here"
+            assert "gemm" not in i.rest or i.op != "custom-call", (
+                "products that are calls are not counted here"
+            )
             if i.op != "dot":
                 continue
             left = parse_arrays(computation.instructions[i.operands[0]].shape)[0]
             summed = parse_ints(i.rest.split("lhs_contracting_dims={")[1].split("}")[0])
             (out,) = parse_arrays(i.shape)
-            total += 2 * math.prod(out.dims) * math.prod(left.dims[d] for d in summed) if left.dtype == "f32" else 0
+            total += (
+                2 * math.prod(out.dims) * math.prod(left.dims[d] for d in summed)
+                if left.dtype == "f32"
+                else 0
+            )
     return total
 
 
@@ -71,17 +83,25 @@ MATRIX_FLOPS = STEPS * (2 * ROWS**2 * COLUMNS + 2 * ROWS**3 + 2 * ROWS**2 * COLU
         pytest.param(16, {"fsdp": 8}, {"params": HOST, "opt_state": HOST}, None, id="host"),
     ],
 )
-def test_a_devices_products_are_its_share_and_bytes_those_that_memory_tells(layers, axes, fields, share, capfd):
+def test_a_devices_products_are_its_share_and_bytes_those_that_memory_tells(
+    layers, axes, fields, share, capfd
+):
     program, text, batch = compiled(layers, tuple(axes.items()), tuple(fields.items()))
     assert INVOLUNTARY not in capfd.readouterr().err
     sent = program.memory(batch).collectives
-    moved = [c for c in hlo.collectives(text, unknown_trips=1) if c.dtype == "f32" and c.num_bytes >= 1 << 16]
+    moved = [
+        c
+        for c in hlo.collectives(text, unknown_trips=1)
+        if c.dtype == "f32" and c.num_bytes >= 1 << 16
+    ]
     if share is None:  # streamed: one layer at a time, whose matrix every device gathers
         assert not hlo.unsafe_host_slices(text, 1)
         gathered = sum(c.num_bytes * c.times for c in moved if c.op == "all-gather")
         assert gathered == 4 * layers * ROWS * COLUMNS
         both = hlo.collective_bytes(text, least_bytes=1 << 16, unknown_trips=1)["all-gather"]
-        assert sent["all_gather"] == pytest.approx(both * 7 / 8, rel=1e-2)  # the ends' vectors are small
+        assert sent["all_gather"] == pytest.approx(
+            both * 7 / 8, rel=1e-2
+        )  # the ends' vectors are small
         return
     assert float32_flops(text) == share * MATRIX_FLOPS
     assert {c.op for c in moved} == {"all-to-all"}

@@ -1,7 +1,8 @@
-"""Facts of `linear_cross_entropy` compiled for H200s that are not there: memory, arrays, collectives.
+"""Facts of `linear_cross_entropy` compiled for H200s that are not there: memory, arrays,
+collectives.
 
-16K tokens a device, a vocabulary of 128K, in bfloat16: whole logits are 4 GiB, and 8 GiB in float32. Limits are parts of the
-smaller.
+16K tokens a device, a vocabulary of 128K, in bfloat16: whole logits are 4 GiB, and 8 GiB in
+float32. Limits are parts of the smaller.
 """
 
 import dataclasses
@@ -27,7 +28,12 @@ pytestmark = pytest.mark.xdist_group("h200")
 
 
 def compile_loss(
-    hidden: int, axes: dict[str, int] | None = None, w_spec: P | None = None, *, grads: bool = True, **options: Any
+    hidden: int,
+    axes: dict[str, int] | None = None,
+    w_spec: P | None = None,
+    *,
+    grads: bool = True,
+    **options: Any,
 ) -> Any:
     """Compile the loss, with its gradients or alone, of T tokens on each device."""
     axes = axes or {"fsdp": 1}
@@ -47,12 +53,19 @@ def compile_loss(
         return zj.linear_cross_entropy(x, w, labels, w_spec=w_spec, **options)
 
     with jax.set_mesh(mesh):
-        return jax.jit(jax.value_and_grad(loss, (0, 1)) if grads else loss).lower(x, w, labels).compile()
+        return (
+            jax.jit(jax.value_and_grad(loss, (0, 1)) if grads else loss)
+            .lower(x, w, labels)
+            .compile()
+        )
 
 
 def largest_array(text: str) -> int:
     """Return the elements of the largest array that any instruction has."""
-    return max(math.prod(map(int, dims.split(","))) for dims in re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", text))
+    return max(
+        math.prod(map(int, dims.split(",")))
+        for dims in re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", text)
+    )
 
 
 @pytest.mark.parametrize(("hidden", "passes"), [(2048, 1), (4096, 2), (8192, 2)])
@@ -62,7 +75,9 @@ def test_temporary_memory_is_below_5_percent_of_the_logits(hidden, passes):
     assert temp < 0.05 * LOGITS
     config = choose(Problem(T, hidden, V, 2))
     assert config.passes == passes
-    closed = Problem(T, hidden, V, 2).temp_bytes(config) - WORKSPACE  # of cuBLAS, which what is compiled untuned has not
+    closed = (
+        Problem(T, hidden, V, 2).temp_bytes(config) - WORKSPACE
+    )  # of cuBLAS, which what is compiled untuned has not
     assert 0.7 * closed < temp < 1.1 * closed
     assert largest_array(compiled.as_text()) == hidden * V < T * V  # that is w and dw
 
@@ -93,37 +108,54 @@ def test_whole_logits_are_seen_where_they_are():
     ],
 )
 def test_w_at_rest_on_shards_is_gathered_a_tile_at_a_time(axes, w_spec, moved):
-    """Twice, in forward and in backward, in bfloat16; its gradient is reduce-scattered once, and then summed over `data`."""
+    """Twice, in forward and in backward, in bfloat16; its gradient is reduce-scattered once, and
+    then summed over `data`.
+    """
     hidden = 2048
     compiled = compile_loss(hidden, axes, w_spec)
     text = compiled.as_text()
     tensor = axes.get("tensor", 1)
-    found = {op: n / (2 * hidden * V) for op, n in hlo.collective_bytes(text, least_bytes=1 << 20).items()}
+    found = {
+        op: n / (2 * hidden * V)
+        for op, n in hlo.collective_bytes(text, least_bytes=1 << 20).items()
+    }
     if tensor > 1:  # dx is summed over the vocabulary
         found["all-reduce"] -= T / V
     assert found == pytest.approx(moved, rel=0.02)
     gathered = hlo.peak_gathered_bytes(text)
     assert 0 < gathered < 1.01 * 2 * hidden * 2048  # one tile
     shards = compiled.memory_analysis()
-    assert shards.temp_size_in_bytes < 4 * T * hidden + 0.05 * LOGITS  # dx in float32 over all tiles, and tiles
+    assert (
+        shards.temp_size_in_bytes < 4 * T * hidden + 0.05 * LOGITS
+    )  # dx in float32 over all tiles, and tiles
 
 
 @pytest.mark.parametrize(
     ("axes", "moved"),
-    [({"fsdp": 8}, {"reduce-scatter": 1}), ({"data": 4, "fsdp": 2}, {"reduce-scatter": 1, "all-reduce": 0.5})],
+    [
+        ({"fsdp": 8}, {"reduce-scatter": 1}),
+        ({"data": 4, "fsdp": 2}, {"reduce-scatter": 1, "all-reduce": 0.5}),
+    ],
 )
 def test_gradients_of_a_whole_w_are_reduce_scattered(axes, moved):
     hidden = 2048
     compiled = compile_loss(hidden, axes)
-    found = {op: n / (2 * hidden * V) for op, n in hlo.collective_bytes(compiled.as_text(), least_bytes=1 << 20).items()}
+    found = {
+        op: n / (2 * hidden * V)
+        for op, n in hlo.collective_bytes(compiled.as_text(), least_bytes=1 << 20).items()
+    }
     assert found == pytest.approx(moved, rel=0.02)
     dw = 2 * hidden * V
-    assert compiled.memory_analysis().temp_size_in_bytes < dw * 1.5 + 0.05 * LOGITS  # before its reduction, and not transposed
+    assert (
+        compiled.memory_analysis().temp_size_in_bytes < dw * 1.5 + 0.05 * LOGITS
+    )  # before its reduction, and not transposed
 
 
 @pytest.mark.exhaustive
 def test_a_gpt_step_has_the_same_collectives_and_less_memory():
-    """A GPT-2 of 124 M parameters with its own vocabulary, which the closed form gives tiles: 8 GPUs at stage 3."""
+    """A GPT-2 of 124 M parameters with its own vocabulary, which the closed form gives tiles: 8
+    GPUs at stage 3.
+    """
     c = dataclasses.replace(gpt.PRESETS["124m"], vocab=50304, dtype=jnp.bfloat16, attention="xla")
     assert c.tiles_loss
     mesh = aot.gpu_mesh("h200", gpus_per_host=8)

@@ -1,4 +1,6 @@
-"""Facts of steps with everything on disk, compiled for H200s that are not there: what the device holds, whatever the layers."""
+"""Facts of steps with everything on disk, compiled for H200s that are not there: what the device
+holds, whatever the layers.
+"""
 
 import functools
 from typing import Any
@@ -7,7 +9,15 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from test_streamed_for_h200 import ACTIVATION_BYTES, BATCH, INVOLUNTARY, LAYER_BYTES, SEQ, SMALL, layered
+from test_streamed_for_h200 import (
+    ACTIVATION_BYTES,
+    BATCH,
+    INVOLUNTARY,
+    LAYER_BYTES,
+    SEQ,
+    SMALL,
+    layered,
+)
 
 import zerojax as zj
 from zerojax import aot, hlo
@@ -28,7 +38,13 @@ def compiled(name: str) -> tuple[zj.Program, Any, Any]:
     fields = dict(CASES[name])
     gpus, layers = fields.pop("gpus"), fields.pop("layers", 24)
     config = zj.ZeroConfig(
-        precision="bf16", params=DISK, grads=DISK, opt_state=DISK, activations=DISK, swap_dir="not there", **fields
+        precision="bf16",
+        params=DISK,
+        grads=DISK,
+        opt_state=DISK,
+        activations=DISK,
+        swap_dir="not there",
+        **fields,
     )
     mesh = aot.gpu_mesh("h200", hosts=gpus // 8, gpus_per_host=8)
     program = zj.build_train_step(layered(layers, False), optax.adamw(1e-3), config, mesh)
@@ -43,9 +59,14 @@ def test_nvme_step_holds_a_few_layers_and_no_state(name, capfd):
     program, result, report = compiled(name)
     stats = result.memory_analysis()
     ahead = int(program.config.gather_ahead)
-    assert stats.temp_size_in_bytes < (program.config.prefetch_distance + 3 + ahead) * LAYER_BYTES + 4 * ACTIVATION_BYTES
+    assert (
+        stats.temp_size_in_bytes
+        < (program.config.prefetch_distance + 3 + ahead) * LAYER_BYTES + 4 * ACTIVATION_BYTES
+    )
     assert stats.host_argument_size_in_bytes == stats.host_temp_size_in_bytes == 0
-    assert report.argument_bytes == stats.argument_size_in_bytes < 1 << 16  # tokens, counters and the batch
+    assert (
+        report.argument_bytes == stats.argument_size_in_bytes < 1 << 16
+    )  # tokens, counters and the batch
     assert not hlo.host_slices(result.as_text(), unknown_trips=1)
     assert INVOLUNTARY not in capfd.readouterr().err
 
@@ -70,18 +91,29 @@ def test_nvme_account_is_that_of_the_files():
     program, _, report = compiled("8 GPUs")
     disk = program.layout.disk
     assert report.tiers["nvme"].keys() == {"params", "grads", "opt_state", "activations"}
-    assert sum(report.tiers["nvme"].values()) == sum(r.num_layers * r.num_bytes for r in disk.kinds.values())
+    assert sum(report.tiers["nvme"].values()) == sum(
+        r.num_layers * r.num_bytes for r in disk.kinds.values()
+    )
     states = sum(report.tiers["nvme"][kind] for kind in ("params", "grads", "opt_state"))
-    assert states == pytest.approx(16 * report.num_params / 8, rel=0.01)  # 2 + 2 + 12 bytes a parameter
+    assert states == pytest.approx(
+        16 * report.num_params / 8, rel=0.01
+    )  # 2 + 2 + 12 bytes a parameter
     assert 0 < report.tiers["pinned_host"]["buffers"] < report.tiers["nvme"]["opt_state"] / 4
     ways = {"params": 2, "grads": 2, "opt_state": 2, "activations": 2}
-    assert report.tiers["device"]["slots"] == sum(n * disk.kinds[kind].num_bytes for kind, n in ways.items())
+    assert report.tiers["device"]["slots"] == sum(
+        n * disk.kinds[kind].num_bytes for kind, n in ways.items()
+    )
 
 
 def test_nvme_state_that_the_host_updates_takes_no_room_on_the_device():
     program, _, report = compiled("8 GPUs, update on the host")
     kinds = program.layout.disk.kinds
     assert kinds["opt_state"].slot_bytes == kinds["grads"].slot_bytes == 0
-    # One slot for what goes down to the worker, gradients with a few scalars. Parameters rest on disk, and none come up.
-    given = report.tiers["device"]["slots"] - kinds["params"].num_bytes - 2 * kinds["activations"].num_bytes
+    # One slot for what goes down to the worker, gradients with a few scalars. Parameters rest on
+    # disk, and none come up.
+    given = (
+        report.tiers["device"]["slots"]
+        - kinds["params"].num_bytes
+        - 2 * kinds["activations"].num_bytes
+    )
     assert given == pytest.approx(kinds["params"].num_bytes, rel=1e-3)

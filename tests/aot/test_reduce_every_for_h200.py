@@ -1,4 +1,6 @@
-"""Reductions once a step, compiled for 8 H200s that are not there: one of each gradient, in float32; and its memory."""
+"""Reductions once a step, compiled for 8 H200s that are not there: one of each gradient, in
+float32; and its memory.
+"""
 
 import functools
 from typing import Any
@@ -72,10 +74,18 @@ def compiled(case: str, every: str | None) -> tuple[zj.Program, list[hlo.Collect
 @pytest.mark.parametrize("case", CASES)
 def test_of_eight_microbatches_each_gradient_is_reduced_once_in_float32(case):
     program, found, _, account = compiled(case, "step")
-    over_data = [c for c in found if set((c.axes or "").split("+")) & {"data", "fsdp"} and c.num_bytes > SMALL]
+    over_data = [
+        c
+        for c in found
+        if set((c.axes or "").split("+")) & {"data", "fsdp"} and c.num_bytes > SMALL
+    ]
     reductions = [c for c in over_data if c.op in ("reduce-scatter", "all-reduce")]
     assert {c.dtype for c in reductions} == {"f32"}
-    assert {c.op for c in over_data} <= {"reduce-scatter", "all-reduce", "all-gather"}  # no rows are sent
+    assert {c.op for c in over_data} <= {
+        "reduce-scatter",
+        "all-reduce",
+        "all-gather",
+    }  # no rows are sent
     mesh, stage = program.mesh, program.config.stage
     split, whole = 0, 0
     for leaf in program.layout.leaves:
@@ -99,5 +109,6 @@ def test_of_eight_microbatches_each_gradient_is_reduced_once_in_float32(case):
 def test_temporaries_grow_as_the_account_says(case):
     (_, _, once, account), (_, _, each, before) = compiled(case, "step"), compiled(case, None)
     grown = account.device_bytes - before.device_bytes
-    # Of the streamed step XLA takes 3,004,928 bytes more and the account says 2,728,192: 277 kB are in no closed form.
+    # Of the streamed step XLA takes 3,004,928 bytes more and the account says 2,728,192: 277 kB are
+    # in no closed form.
     np.testing.assert_allclose(once - each, grown, rtol=0.11 if case == "gpt_streamed" else 0.1)

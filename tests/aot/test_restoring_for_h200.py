@@ -1,4 +1,6 @@
-"""What puts a restored record in place, compiled for H200s that are not there: at its own address of host memory, in place."""
+"""What puts a restored record in place, compiled for H200s that are not there: at its own address
+of host memory, in place.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,9 @@ ALL = {"stage": 3, "params": HOST, "grads": HOST, "opt_state": HOST}
 @pytest.mark.parametrize("name", ["layers", "tiles", "fraction"])
 def test_a_record_is_written_where_it_belongs(name, h200_compiler):
     mesh = aot.gpu_mesh("h200", gpus_per_host=2)
-    config = zj.ZeroConfig(**ALL, precision="bf16", opt_state_device_fraction=0.5 if name == "fraction" else 0.0)
+    config = zj.ZeroConfig(
+        **ALL, precision="bf16", opt_state_device_fraction=0.5 if name == "fraction" else 0.0
+    )
     model = tiled_toys.model(stochastic=False) if name == "tiles" else toys.layered()
     program = zj.build_train_step(model, toys.optimizer(), config, mesh)
     values = state_arrays(program.layout.abstract_state)
@@ -34,11 +38,16 @@ def test_a_record_is_written_where_it_belongs(name, h200_compiler):
     ]  # fmt: skip
     leaves, arrays = [leaf for leaf, _ in pairs], [jax.tree.leaves(value) for _, value in pairs]
     lead = leaves[0].lead
-    values = [jax.ShapeDtypeStruct(leaf.shape[lead:], leaf.dtype, sharding=leaf.record(mesh).sharding) for leaf in leaves]
+    values = [
+        jax.ShapeDtypeStruct(leaf.shape[lead:], leaf.dtype, sharding=leaf.record(mesh).sharding)
+        for leaf in leaves
+    ]
     index = jax.ShapeDtypeStruct((lead,), jnp.int32, sharding=named(mesh, ()))
     for on_device in (True, False) if first else (False,):
         with jax.set_mesh(mesh):
-            compiled = filler(mesh, leaves, arrays, on_device).lower(arrays, values, index).compile()
+            compiled = (
+                filler(mesh, leaves, arrays, on_device).lower(arrays, values, index).compile()
+            )
         text = compiled.as_text()
         written = [s for s in hlo.host_slices(text) if s.op == "dynamic-update-slice"]
         assert len(written) == (0 if on_device else len(leaves))

@@ -1,4 +1,6 @@
-"""Collectives of sequence parallelism, compiled for H200s that are not there: per layer, in units of s b h elements."""
+"""Collectives of sequence parallelism, compiled for H200s that are not there: per layer, in units
+of s b h elements.
+"""
 
 import collections
 import dataclasses
@@ -59,7 +61,9 @@ def gated(c):
 
 
 def of_a_layer(model, fsdp=1, tensor=8, **settings):
-    """Return the text, and the collectives of x in the loops over layers: s b h elements by (loop, kind), loops in order."""
+    """Return the text, and the collectives of x in the loops over layers: s b h elements by (loop,
+    kind), loops in order.
+    """
     mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=8, fsdp=fsdp, tensor=tensor)
     config = zj.ZeroConfig(precision="bf16", **settings)
     program = zj.build_train_step(model, optax.adamw(1e-3), config, mesh)
@@ -67,7 +71,8 @@ def of_a_layer(model, fsdp=1, tensor=8, **settings):
     text = program.lower({"tokens": tokens, "targets": tokens}).compile().as_text() or ""
     moved = collections.defaultdict(collections.Counter)
     for c in hlo.collectives(text, unknown_trips=CONFIG.layers):
-        # Weights of a stage 3 are gathered and reduced in these loops too: those are no whole numbers of s b h.
+        # Weights of a stage 3 are gathered and reduced in these loops too: those are no whole
+        # numbers of s b h.
         if c.times == CONFIG.layers and c.num_bytes % SBH == 0:
             assert c.dtype == "bf16"
             moved[c.computation][c.op] += c.num_bytes // SBH
@@ -85,8 +90,16 @@ REMAT = {"all-gather": 4, "reduce-scatter": 3}  # what is gathered again is what
         (gpt.layered_gpt(CONFIG), {"stage": 1, "activations": "selective"}, BACKWARD),
         (gpt.layered_gpt(CONFIG), {"stage": 1, "activations": "remat"}, REMAT),
         (gated(CONFIG), {"stage": 1, "activations": "selective"}, BACKWARD),
-        (gpt.layered_gpt(dataclasses.replace(CONFIG, mlp_tiles=4)), {"stage": 1, "activations": "remat"}, REMAT),
-        (gpt.layered_gpt(CONFIG), {"stage": 3, "activations": "selective", "fsdp": 2, "tensor": 4}, BACKWARD),
+        (
+            gpt.layered_gpt(dataclasses.replace(CONFIG, mlp_tiles=4)),
+            {"stage": 1, "activations": "remat"},
+            REMAT,
+        ),
+        (
+            gpt.layered_gpt(CONFIG),
+            {"stage": 3, "activations": "selective", "fsdp": 2, "tensor": 4},
+            BACKWARD,
+        ),
     ],
     ids=["gpt", "gpt-remat", "gated", "tiles", "gpt-stage3"],
 )
@@ -113,15 +126,25 @@ def test_sequence_parallel_moves_what_tensor_parallelism_does():
     ids=["remat", "selective", "host"],
 )
 def test_partition_activations_adds_a_gather_of_what_is_whole(settings, forward, backward):
-    """Of the layer's input, and with "selective" of attention's projection: nothing else moves than without."""
-    text, loops = of_a_layer(gpt.layered_gpt(CONFIG), stage=1, partition_activations=True, **settings)
+    """Of the layer's input, and with "selective" of attention's projection: nothing else moves than
+    without.
+    """
+    text, loops = of_a_layer(
+        gpt.layered_gpt(CONFIG), stage=1, partition_activations=True, **settings
+    )
     assert loops == [forward, backward]
     assert "source_target_pairs={}" not in text
     # No stack of the stream [L, B, T, H] is whole on a device, and the host has an eighth of it.
     whole = [
-        a for arrays in hlo.carried_arrays(text) for a in arrays if a.dims == (CONFIG.layers, 1, CONFIG.seq, CONFIG.hidden)
+        a
+        for arrays in hlo.carried_arrays(text)
+        for a in arrays
+        if a.dims == (CONFIG.layers, 1, CONFIG.seq, CONFIG.hidden)
     ]
     split = [
-        a for arrays in hlo.carried_arrays(text) for a in arrays if a.dims == (CONFIG.layers, 1, CONFIG.seq // 8, CONFIG.hidden)
+        a
+        for arrays in hlo.carried_arrays(text)
+        for a in arrays
+        if a.dims == (CONFIG.layers, 1, CONFIG.seq // 8, CONFIG.hidden)
     ]
     assert (whole, bool(split)) == ([], True)

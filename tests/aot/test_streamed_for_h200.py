@@ -1,6 +1,8 @@
-"""Facts of streamed steps compiled for 8 H200s that are not there: bytes in each memory, host link, collectives, overlap.
+"""Facts of streamed steps compiled for 8 H200s that are not there: bytes in each memory, host link,
+collectives, overlap.
 
-The layers are MLPs of three 4096 x 4096 matrices in bfloat16, on few tokens: activations are small beside them.
+The layers are MLPs of three 4096 x 4096 matrices in bfloat16, on few tokens: activations are small
+  beside them.
 """
 
 import collections
@@ -21,7 +23,9 @@ from zerojax import aot, hlo
 from zerojax.compat import GPU_JAXLIB, jaxlib_version
 from zerojax.memory.report import MemoryReport
 
-pytestmark = pytest.mark.xdist_group("h200")  # tests share compiled programs, so they share a process
+pytestmark = pytest.mark.xdist_group(
+    "h200"
+)  # tests share compiled programs, so they share a process
 HIDDEN, VOCAB, SEQ, BATCH, GPUS, LAYERS = 4096, 512, 64, 2, 8, 24
 LAYER_PARAMS = 3 * HIDDEN**2 + HIDDEN
 LAYER_BYTES = 2 * LAYER_PARAMS
@@ -29,8 +33,8 @@ MATRIX_SHARD = 2 * HIDDEN**2 // GPUS
 ACTIVATION_BYTES = 2 * BATCH * SEQ * HIDDEN  # a layer's input on one GPU
 SMALL = 1 << 21  # below: scalars, activations, leaves that are not stacked
 LAST_LOADS_ARE_LATE = jax.__version_info__ < (0, 12)
-"""Before 0.12 XLA starts the loads of a tick's last turn beside the reductions of gradients. The products here are small; in a
-model of 6.7 B every load has products beside it."""
+"""Before 0.12 XLA starts the loads of a tick's last turn beside the reductions of gradients. The
+products here are small; in a model of 6.7 B every load has products beside it."""
 INVOLUNTARY = "nvoluntary full rematerialization"
 
 HOST = "pinned_host"
@@ -55,7 +59,13 @@ CASES: dict[str, dict[str, Any]] = {
     "tensor": {**AHEAD, "mesh": (("fsdp", 4), ("tensor", 2))},
     "segments": {**ALL, "activations": SEGMENTS},
     "segments_in_backward": {**AHEAD, "activations": SEGMENTS, "update": "in_backward"},
-    "large_ends": {"opt_state": HOST, "update": "in_backward", "activations": "remat", "layers": 12, "vocab": 16384},
+    "large_ends": {
+        "opt_state": HOST,
+        "update": "in_backward",
+        "activations": "remat",
+        "layers": 12,
+        "vocab": 16384,
+    },
     "update_on_host": {"opt_state": HOST, "update_on": "host", "activations": "remat"},
     "update_on_host_all": {**ALL, "update_on": "host"},
 }
@@ -65,7 +75,9 @@ RESIDENT = {"resident": {"opt_state": HOST}, "resident_on_device": {}}
 
 
 def init_block(key: Any) -> Any:
-    return {name: jax.random.normal(key, (HIDDEN, HIDDEN)) for name in "abc"} | {"scale": jnp.ones(HIDDEN)}
+    return {name: jax.random.normal(key, (HIDDEN, HIDDEN)) for name in "abc"} | {
+        "scale": jnp.ones(HIDDEN)
+    }
 
 
 def block(p: Any, x: Any, key: Any) -> Any:
@@ -123,7 +135,11 @@ class Compiled:
 
     def beside(self, *kinds: str) -> list[hlo.Span]:
         """What loops of many trips move, and beside what."""
-        return [s for s in hlo.spans(self.text) if s.kind in kinds and s.times > 1 and s.num_bytes > SMALL]
+        return [
+            s
+            for s in hlo.spans(self.text)
+            if s.kind in kinds and s.times > 1 and s.num_bytes > SMALL
+        ]
 
 
 @pytest.fixture(autouse=True)
@@ -140,20 +156,29 @@ def compiled(name: str) -> Compiled:
     layers, vocab = fields.pop("layers", LAYERS), fields.pop("vocab", VOCAB)
     model = unrolled(2) if name in RESIDENT else layered(layers, "tensor" in axes, vocab)
     config = zj.ZeroConfig(**{"stage": 3, "precision": "bf16", **fields})
-    program = zj.build_train_step(model, optax.adamw(1e-3), config, aot.gpu_mesh("h200", gpus_per_host=GPUS, **axes))
+    program = zj.build_train_step(
+        model, optax.adamw(1e-3), config, aot.gpu_mesh("h200", gpus_per_host=GPUS, **axes)
+    )
     tokens = jax.ShapeDtypeStruct((BATCH * GPUS * config.num_microbatches, SEQ), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens}
     result = program.lower(batch).compile()
     return Compiled(program, result.as_text(), result.memory_analysis(), program.memory(batch))
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.by_default("all_96_layers-1")
 @pytest.mark.parametrize(
     ("name", "distance"),
-    [("all_distance_0", 0), ("all", 1), ("all_96_layers", 1), ("all_distance_2", 2), ("ahead", 1), ("ahead_distance_2", 2)],
+    [
+        ("all_distance_0", 0),
+        ("all", 1),
+        ("all_96_layers", 1),
+        ("all_distance_2", 2),
+        ("ahead", 1),
+        ("ahead_distance_2", 2),
+    ],
 )
 def test_the_device_holds_a_few_layers_however_many_there_are(name, distance):
     c = compiled(name)
@@ -165,7 +190,9 @@ def test_the_device_holds_a_few_layers_however_many_there_are(name, distance):
 @pytest.mark.exhaustive  # by default the test above holds a few layers of 96
 def test_device_bytes_are_equal_at_24_and_96_layers():
     few, many = compiled("all"), compiled("all_96_layers")
-    np.testing.assert_allclose(few.stats.temp_size_in_bytes, many.stats.temp_size_in_bytes, rtol=0.01)
+    np.testing.assert_allclose(
+        few.stats.temp_size_in_bytes, many.stats.temp_size_in_bytes, rtol=0.01
+    )
     assert many.stats.host_argument_size_in_bytes > 3.9 * few.stats.host_argument_size_in_bytes
 
 
@@ -199,10 +226,12 @@ def test_optimizer_state_of_a_resident_model_is_updated_leaf_by_leaf():
     in_pieces = 3 * 3 * (1 << 20)
     assert c.report.tiers["device"]["in_flight"] == in_pieces
     assert c.stats.temp_size_in_bytes <= on_device.stats.temp_size_in_bytes + 2.1 * leaf
-    assert c.stats.host_argument_size_in_bytes > 6 * leaf  # so that all of them at once would be seen above
+    assert (
+        c.stats.host_argument_size_in_bytes > 6 * leaf
+    )  # so that all of them at once would be seen above
 
 
-# --- the link to the host --------------------------------------------------------------------------------------------------
+# --- the link to the host -------------------------------------------------------------------------
 
 
 @pytest.mark.by_default(*QUICK, "resident")
@@ -211,13 +240,17 @@ def test_every_record_crosses_the_link_as_often_as_the_account_says(name):
     c = compiled(name)
     copied = hlo.host_link_bytes(c.text, unknown_trips=1)
     for way, expected in c.report.host_link.items():
-        np.testing.assert_allclose(copied[way], expected - c.report.callback_link[way], rtol=1e-3, err_msg=way)
+        np.testing.assert_allclose(
+            copied[way], expected - c.report.callback_link[way], rtol=1e-3, err_msg=way
+        )
 
 
 @pytest.mark.by_default(*QUICK, "resident")
 @pytest.mark.parametrize("name", [*CASES, "resident"])
 def test_slices_of_host_memory_are_at_the_records_asked_for(name):
-    """Older versions of jaxlib are refused where a step would run: their addresses are those of other records."""
+    """Older versions of jaxlib are refused where a step would run: their addresses are those of
+    other records.
+    """
     text = compiled(name).text
     slices = hlo.host_slices(text, unknown_trips=1)
     assert bool(slices) == (name != "update_on_host")
@@ -233,48 +266,72 @@ def test_an_update_on_the_host_moves_4_bytes_a_parameter():
     assert c.report.host_link == {"to_device": 2 * shard, "to_host": 2 * shard}
     everything = compiled("update_on_host_all")
     assert everything.report.callback_link == {"to_device": 0, "to_host": 2 * shard}
-    assert sum(everything.report.host_link.values()) < 0.2 * sum(compiled("all").report.host_link.values())
+    assert sum(everything.report.host_link.values()) < 0.2 * sum(
+        compiled("all").report.host_link.values()
+    )
 
 
-# --- collectives -----------------------------------------------------------------------------------------------------------
+# --- collectives ----------------------------------------------------------------------------------
 
 
 @pytest.mark.by_default("all-1", "in_backward-1", "microbatches-4")
-@pytest.mark.parametrize(("name", "scatters"), [("all", 1), ("ahead", 1), ("in_backward", 1), ("microbatches", 4)])
+@pytest.mark.parametrize(
+    ("name", "scatters"), [("all", 1), ("ahead", 1), ("in_backward", 1), ("microbatches", 4)]
+)
 def test_a_layer_is_gathered_twice_whatever_the_microbatches(name, scatters):
     c = compiled(name)
     moved = hlo.collective_bytes(c.text, SMALL, unknown_trips=1)
-    elements = {op: n / 2 / c.report.num_params for op, n in moved.items() if n > 1e-3 * c.report.num_params}
+    elements = {
+        op: n / 2 / c.report.num_params for op, n in moved.items() if n > 1e-3 * c.report.num_params
+    }
     assert set(elements) == {"all-gather", "reduce-scatter"}
     np.testing.assert_allclose(elements["all-gather"], 2, rtol=0.02)
     np.testing.assert_allclose(elements["reduce-scatter"], scatters, rtol=0.02)
     sent = {op: 2 * n * c.report.num_params * (GPUS - 1) / GPUS for op, n in elements.items()}
     np.testing.assert_allclose(sent["all-gather"], c.report.collectives["all_gather"], rtol=0.02)
-    np.testing.assert_allclose(sent["reduce-scatter"], c.report.collectives["reduce_scatter"], rtol=0.02)
+    np.testing.assert_allclose(
+        sent["reduce-scatter"], c.report.collectives["reduce_scatter"], rtol=0.02
+    )
 
 
 @pytest.mark.by_default("all", "in_backward", "microbatches")
 @pytest.mark.parametrize("name", ["all", "ahead", "in_backward", "microbatches"])
 def test_gradients_are_reduced_to_their_shards_inside_the_backward_loop(name):
-    found = [c for c in hlo.collectives(compiled(name).text, unknown_trips=1) if c.op == "reduce-scatter" and c.times > 1]
+    found = [
+        c
+        for c in hlo.collectives(compiled(name).text, unknown_trips=1)
+        if c.op == "reduce-scatter" and c.times > 1
+    ]
     reduced = sum(c.num_bytes * c.times for c in found)
-    assert reduced >= (LAYERS - 3) * LAYER_BYTES  # of the first tick and the last two, each is a loop of its own
+    assert (
+        reduced >= (LAYERS - 3) * LAYER_BYTES
+    )  # of the first tick and the last two, each is a loop of its own
     assert all(c.num_bytes <= 1.01 * LAYER_BYTES for c in found)
 
 
-@pytest.mark.exhaustive  # 9 seconds; by default a resident model is split over `tensor`, in test_compiled_for_h200
+# 9 seconds; by default a resident model is split over `tensor`, in test_compiled_for_h200
+@pytest.mark.exhaustive
 def test_over_fsdp_and_tensor_no_activation_is_replicated():
-    """Rows of the look-up's gradient travel to their shards. Left to itself XLA of jax 0.11 and 0.12 sums whole activations."""
+    """Rows of the look-up's gradient travel to their shards.
+
+    Left to itself XLA of jax 0.11 and 0.12 sums whole activations.
+    """
     c = compiled("tensor")
     stream = 2 * ACTIVATION_BYTES  # of 4 devices over fsdp, for 8
-    found = [e for e in hlo.collectives(c.text, unknown_trips=1, mesh=c.program.mesh) if e.num_bytes == stream]
+    found = [
+        e
+        for e in hlo.collectives(c.text, unknown_trips=1, mesh=c.program.mesh)
+        if e.num_bytes == stream
+    ]
     assert {(e.op, e.axes) for e in found if e.axes != "tensor"} == {("all-to-all", "fsdp")}
     assert sum(e.times for e in found if e.axes == "fsdp") == 1
-    gathered = [e.num_bytes for e in hlo.collectives(c.text, unknown_trips=1) if e.op == "all-gather"]
+    gathered = [
+        e.num_bytes for e in hlo.collectives(c.text, unknown_trips=1) if e.op == "all-gather"
+    ]
     assert min(gathered) == 4 * BATCH * GPUS * SEQ  # tokens, int32: 4 KiB
 
 
-# --- overlap ---------------------------------------------------------------------------------------------------------------
+# --- overlap --------------------------------------------------------------------------------------
 
 
 @pytest.mark.by_default("in_backward")
@@ -283,14 +340,21 @@ def test_with_gather_ahead_gathers_and_fetches_run_beside_products(name):
     c = compiled(name)
     gathers = c.beside("all-gather")
     loops = {s.computation for s in gathers}
-    assert len(loops) >= 2  # forward and backward; at distance 2 also a loop for the ticks that fetch nothing more
+    assert (
+        len(loops) >= 2
+    )  # forward and backward; at distance 2 also a loop for the ticks that fetch nothing more
     assert all(s.is_async and s.products >= 2 for s in gathers)
-    fetches = [s for s in c.beside("to_device") if s.computation in loops and s.num_bytes == MATRIX_SHARD]
+    fetches = [
+        s for s in c.beside("to_device") if s.computation in loops and s.num_bytes == MATRIX_SHARD
+    ]
     assert len({s.computation for s in fetches}) == 2
     assert all(s.is_async for s in fetches)
-    # Where a layer's record is updated in backward it is loaded in turns, and the last turn has the last product.
+    # Where a layer's record is updated in backward it is loaded in turns, and the last turn has the
+    # last product.
     least = 1 if name == "in_backward" else 2
-    assert sum(s.products < least for s in fetches) <= (1 if name == "in_backward" and LAST_LOADS_ARE_LATE else 0)
+    assert sum(s.products < least for s in fetches) <= (
+        1 if name == "in_backward" and LAST_LOADS_ARE_LATE else 0
+    )
 
 
 def test_without_gather_ahead_a_layer_waits_for_its_gather_and_not_for_its_fetch():
@@ -313,10 +377,14 @@ def test_without_distance_a_layer_waits_for_its_fetch_too():
 
 
 def test_backward_loads_and_stores_at_once_beside_its_products():
-    """Every load and every store of a record has products beside it, and the last load ends before the update."""
+    """Every load and every store of a record has products beside it, and the last load ends before
+    the update.
+    """
     c = compiled("in_backward")
     loops = {s.computation for s in c.beside("to_host")}
-    (backward,) = (name for name in loops if any(s.computation == name for s in c.beside("reduce-scatter")))
+    (backward,) = (
+        name for name in loops if any(s.computation == name for s in c.beside("reduce-scatter"))
+    )
     moves = [s for s in c.beside("to_device", "to_host") if s.computation == backward]
     stored = [s for s in moves if s.kind == "to_host"]
     assert len(stored) == 12  # master, two moments and the parameters of three matrices
@@ -324,7 +392,9 @@ def test_backward_loads_and_stores_at_once_beside_its_products():
     assert all(s.is_async for s in moves)
     assert all(s.products >= 1 for s in stored)
     alone = [s for s in moves if not s.products]
-    assert sum(s.num_bytes for s in alone) <= (LAYER_BYTES * 7 / GPUS / 4 if LAST_LOADS_ARE_LATE else 0)
+    assert sum(s.num_bytes for s in alone) <= (
+        LAYER_BYTES * 7 / GPUS / 4 if LAST_LOADS_ARE_LATE else 0
+    )
 
 
 def test_the_head_is_stored_beside_backward_and_the_embedding_is_loaded_while_the_last_record_is_stored():
@@ -333,10 +403,18 @@ def test_the_head_is_stored_beside_backward_and_the_embedding_is_loaded_while_th
     of_end = 4 * VOCAB * HIDDEN // GPUS  # a master or a moment of one of both
 
     def moves(kind: str, computation: str, num_bytes: int = of_end) -> list[hlo.Span]:
-        return [s for s in spans if (s.kind, s.computation, s.num_bytes) == (kind, computation, num_bytes)]
+        return [
+            s
+            for s in spans
+            if (s.kind, s.computation, s.num_bytes) == (kind, computation, num_bytes)
+        ]
 
     names = {s.computation for s in spans}
-    (drain,) = (name for name in names if len(moves("to_device", name)) == 3 and len(moves("to_host", name)) == 3)
+    (drain,) = (
+        name
+        for name in names
+        if len(moves("to_device", name)) == 3 and len(moves("to_host", name)) == 3
+    )
     assert len(moves("to_host", drain, 2 * MATRIX_SHARD)) == 9  # of the last layer
     (outside,) = (name for name in names - {drain} if len(moves("to_device", name)) == 3)
     assert all(s.products >= 1 for s in moves("to_device", outside))  # the head's
@@ -349,11 +427,15 @@ def test_ends_that_are_larger_than_a_layer_are_stored_while_their_next_rows_are_
     c = compiled("large_ends")
     of_piece = 4 * 16384 * HIDDEN // GPUS // 32
     ticks = c.program.schedule.phase("backward").ticks()
-    loads = [op for _, ops in ticks for op in ops if (op.verb, op.record.leaves) == ("load", END_PIECES)]
+    loads = [
+        op for _, ops in ticks for op in ops if (op.verb, op.record.leaves) == ("load", END_PIECES)
+    ]
     assert [op.num_bytes for op in loads] == 32 * [3 * of_piece]  # a master and two moments
     spans = [s for s in hlo.spans(c.text) if s.times == 31 and s.kind in ("to_device", "to_host")]
     loops = sorted({s.computation for s in spans})
-    assert len(loops) == 1  # of the embedding; the first piece and the last store are loops of their own
+    assert (
+        len(loops) == 1
+    )  # of the embedding; the first piece and the last store are loops of their own
     moved = [(s.kind, s.num_bytes) for s in spans]
     assert sorted(moved) == [("to_device", of_piece)] * 3 + [("to_host", of_piece)] * 3
     assert all(s.is_async for s in spans)
@@ -363,11 +445,21 @@ def test_a_head_that_is_larger_than_a_layer_crosses_the_link_beside_the_products
     c = compiled("large_ends")
     of_piece = 4 * 16384 * HIDDEN // GPUS // 8
     phase = c.program.schedule.phase("backward")
-    loads = {op.num_bytes for _, ops in phase.ticks() for op in ops if (op.verb, op.record.leaves) == ("load", HEAD_PIECES)}
+    loads = {
+        op.num_bytes
+        for _, ops in phase.ticks()
+        for op in ops
+        if (op.verb, op.record.leaves) == ("load", HEAD_PIECES)
+    }
     ticks = [phase.ticks_of(HEAD_PIECES, verb) for verb in ("load", "store")]
     assert (loads, ticks) == ({3 * of_piece}, [list(range(8)), list(range(1, 9))])  # of 12 ticks
-    spans = [s for s in hlo.spans(c.text) if s.kind in ("to_device", "to_host") and s.num_bytes == of_piece]
-    # The first tick stores nothing yet. Seven load a piece and store another one. The next one stores the last one.
+    spans = [
+        s
+        for s in hlo.spans(c.text)
+        if s.kind in ("to_device", "to_host") and s.num_bytes == of_piece
+    ]
+    # The first tick stores nothing yet. Seven load a piece and store another one. The next one
+    # stores the last one.
     moved = collections.Counter((s.kind, s.times) for s in spans)
     assert moved == {("to_device", 1): 3, ("to_device", 7): 3, ("to_host", 7): 3, ("to_host", 1): 3}
     assert all(s.is_async and s.products >= 1 for s in spans)

@@ -1,4 +1,6 @@
-"""Rings of permutes compiled for H200s that are not there: what runs beside each, and what it moves."""
+"""Rings of permutes compiled for H200s that are not there: what runs beside each, and what it
+moves.
+"""
 
 import collections
 import dataclasses
@@ -21,9 +23,21 @@ CASES: dict[str, tuple[zj.LayeredModel, int, dict[str, Any]]] = {
     "gpt-save": (gpt.layered_gpt(CONFIG), 4, {"stage": 3, "activations": "save"}),
     "gpt-remat": (gpt.layered_gpt(CONFIG), 8, {"stage": 1, "activations": "remat"}),
     "gpt-stage3": (gpt.layered_gpt(CONFIG), 4, {"stage": 3, "activations": "selective"}),
-    "gpt-float32": (gpt.layered_gpt(CONFIG), 4, {"stage": 3, "activations": "save", "reduce_dtype": "float32"}),
-    "gpt-host": (gpt.layered_gpt(CONFIG), 4, {"stage": 3, "params": "pinned_host", "activations": "pinned_host"}),
-    "gpt-tiles": (gpt.layered_gpt(dataclasses.replace(CONFIG, mlp_tiles=4)), 8, {"stage": 1, "activations": "remat"}),
+    "gpt-float32": (
+        gpt.layered_gpt(CONFIG),
+        4,
+        {"stage": 3, "activations": "save", "reduce_dtype": "float32"},
+    ),
+    "gpt-host": (
+        gpt.layered_gpt(CONFIG),
+        4,
+        {"stage": 3, "params": "pinned_host", "activations": "pinned_host"},
+    ),
+    "gpt-tiles": (
+        gpt.layered_gpt(dataclasses.replace(CONFIG, mlp_tiles=4)),
+        8,
+        {"stage": 1, "activations": "remat"},
+    ),
     "gated": (gated(CONFIG), 8, {"stage": 1, "activations": "save"}),
 }
 
@@ -32,17 +46,25 @@ CASES: dict[str, tuple[zj.LayeredModel, int, dict[str, Any]]] = {
 def compiled(case: str, tensor_overlap: bool) -> str:
     model, tensor, settings = CASES[case]
     mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=8, fsdp=8 // tensor, tensor=tensor)
-    config = zj.ZeroConfig(precision="bf16", sequence_parallel=True, tensor_overlap=tensor_overlap, **settings)
+    config = zj.ZeroConfig(
+        precision="bf16", sequence_parallel=True, tensor_overlap=tensor_overlap, **settings
+    )
     program = zj.build_train_step(model, optax.adamw(1e-3), config, mesh)
     tokens = jax.ShapeDtypeStruct((8 // tensor, CONFIG.seq), jnp.int32)
     return program.lower({"tokens": tokens, "targets": tokens}).compile().as_text() or ""
 
 
 def of_x(case: str, text: str) -> list[hlo.Collective]:
-    """Return the collectives of x over `tensor` in the loops over layers; the all_reduces are of gradients of norms."""
+    """Return the collectives of x over `tensor` in the loops over layers; the all_reduces are of
+    gradients of norms.
+    """
     tensor = CASES[case][1]
     mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=8, fsdp=8 // tensor, tensor=tensor)
-    found = [c for c in hlo.collectives(text, unknown_trips=CONFIG.layers, mesh=mesh) if c.times == CONFIG.layers]
+    found = [
+        c
+        for c in hlo.collectives(text, unknown_trips=CONFIG.layers, mesh=mesh)
+        if c.times == CONFIG.layers
+    ]
     return [c for c in found if c.axes == "tensor" and c.op != "all-reduce"]
 
 
@@ -60,11 +82,16 @@ def sent(case: str, text: str) -> list[int]:
 @pytest.mark.parametrize("case", [case for case in CASES if case != "gpt-tiles"])
 def test_each_permute_of_a_ring_spans_a_product(case):
     text, (_, tensor, settings) = compiled(case, True), CASES[case]
-    permutes = [s for s in hlo.spans(text, CONFIG.layers) if s.times == CONFIG.layers and s.kind == "collective-permute"]
+    permutes = [
+        s
+        for s in hlo.spans(text, CONFIG.layers)
+        if s.times == CONFIG.layers and s.kind == "collective-permute"
+    ]
     assert all(s.is_async and s.products >= 1 for s in permutes)
     assert {c.op for c in of_x(case, text)} == {"collective-permute"}
     assert "source_target_pairs={}" not in text
-    # Forward has 4 rings. Backward has those of 4 cotangents, and 2 of repeated pieces; what runs again has one more.
+    # Forward has 4 rings. Backward has those of 4 cotangents, and 2 of repeated pieces; what runs
+    # again has one more.
     is_recomputed = settings["activations"] in ("remat", "pinned_host")
     assert sent(case, text) == [4 * (tensor - 1), (7 if is_recomputed else 6) * (tensor - 1)]
     assert sent(case, text) == sent(case, compiled(case, False))
@@ -73,7 +100,9 @@ def test_each_permute_of_a_ring_spans_a_product(case):
 def test_beside_rings_gradients_are_reduced_once_in_float32():
     """In pieces, each would be reduced by itself."""
     text = compiled("gpt-float32", True)
-    found = [c for c in hlo.collectives(text, unknown_trips=CONFIG.layers) if c.times == CONFIG.layers]
+    found = [
+        c for c in hlo.collectives(text, unknown_trips=CONFIG.layers) if c.times == CONFIG.layers
+    ]
     assert {c.dtype for c in found if c.op == "collective-permute"} == {"bf16"}
     (scatter,) = [c for c in found if c.op == "reduce-scatter"]
     assert scatter.dtype == "f32"
@@ -87,4 +116,6 @@ def test_products_of_a_tiled_mlp_keep_their_gather_and_those_of_attention_do_not
             whole[c.op] += c.num_bytes // SBH
     # Forward 1 + 1, and backward those of two cotangents and 1 repeated gather.
     assert whole == {"all-gather": 3, "reduce-scatter": 2}
-    assert all(s.products >= 1 for s in hlo.spans(text, CONFIG.layers) if s.kind == "collective-permute")
+    assert all(
+        s.products >= 1 for s in hlo.spans(text, CONFIG.layers) if s.kind == "collective-permute"
+    )

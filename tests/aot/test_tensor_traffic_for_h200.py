@@ -1,4 +1,6 @@
-"""What `program.memory` says that `tensor` sends, against programs compiled for H200s that are not there."""
+"""What `program.memory` says that `tensor` sends, against programs compiled for H200s that are not
+there.
+"""
 
 import dataclasses
 from typing import Any
@@ -28,20 +30,34 @@ CONFIG = gpt.GPTConfig(
 SP, PA = {"sequence_parallel": True}, {"partition_activations": True}
 
 
-def sent(model: Any, fsdp: int = 1, tensor: int = 4, **settings: Any) -> tuple[dict[str, float], dict[str, int]]:
-    """Return the bytes that a device sends over `tensor`, by collective: compiled, and by the account."""
+def sent(
+    model: Any, fsdp: int = 1, tensor: int = 4, **settings: Any
+) -> tuple[dict[str, float], dict[str, int]]:
+    """Return the bytes that a device sends over `tensor`, by collective: compiled, and by the
+    account.
+    """
     mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=fsdp * tensor, fsdp=fsdp, tensor=tensor)
-    program = zj.build_train_step(model, optax.adamw(1e-3), zj.ZeroConfig(precision="bf16", **settings), mesh)
-    tokens = jax.ShapeDtypeStruct((2 * fsdp * settings.get("num_microbatches", 1), CONFIG.seq), jnp.int32)
+    program = zj.build_train_step(
+        model, optax.adamw(1e-3), zj.ZeroConfig(precision="bf16", **settings), mesh
+    )
+    tokens = jax.ShapeDtypeStruct(
+        (2 * fsdp * settings.get("num_microbatches", 1), CONFIG.seq), jnp.int32
+    )
     batch = {"tokens": tokens, "targets": tokens}
     text = program.lower(batch).compile().as_text() or ""
     found = hlo.collective_bytes(text, unknown_trips=1, mesh=mesh).get("tensor", {})
     ring = (tensor - 1) / tensor
-    of_ring = {"all-gather": ring, "reduce-scatter": ring, "all-reduce": 2 * ring}  # a permute sends its operand
+    of_ring = {
+        "all-gather": ring,
+        "reduce-scatter": ring,
+        "all-reduce": 2 * ring,
+    }  # a permute sends its operand
     names = {op: op.removeprefix("collective-").replace("-", "_") for op in found}
     moved = {names[op]: n * of_ring.get(op, 1) for op, n in found.items()}
     told = program.memory(batch).collectives
-    return moved, {name.removeprefix("tensor_"): n for name, n in told.items() if name.startswith("tensor_")}
+    return moved, {
+        name.removeprefix("tensor_"): n for name, n in told.items() if name.startswith("tensor_")
+    }
 
 
 @pytest.mark.parametrize(
@@ -52,15 +68,39 @@ def sent(model: Any, fsdp: int = 1, tensor: int = 4, **settings: Any) -> tuple[d
         (gpt.layered_gpt(CONFIG), {"stage": 1, "activations": "save"} | SP),
         (gpt.layered_gpt(CONFIG), {"stage": 1, "activations": "remat"} | SP),
         (gpt.layered_gpt(CONFIG), {"stage": 3, "activations": "selective", "fsdp": 2} | SP),
-        (gpt.layered_gpt(CONFIG), {"stage": 1, "activations": "selective", "num_microbatches": 2} | SP),
-        (gpt.layered_gpt(CONFIG), {"activations": "pinned_host", "update": "in_backward", "params": "pinned_host"} | SP),
+        (
+            gpt.layered_gpt(CONFIG),
+            {"stage": 1, "activations": "selective", "num_microbatches": 2} | SP,
+        ),
+        (
+            gpt.layered_gpt(CONFIG),
+            {"activations": "pinned_host", "update": "in_backward", "params": "pinned_host"} | SP,
+        ),
         (gpt.layered_gpt(CONFIG), {"stage": 1, "activations": "remat"} | PA),
-        (gpt.layered_gpt(CONFIG), {"stage": 3, "activations": "selective", "fsdp": 2, "num_microbatches": 2} | PA),
-        (gpt.layered_gpt(dataclasses.replace(CONFIG, tied=False)), {"stage": 1, "activations": "save"}),
-        (gpt.layered_gpt(dataclasses.replace(CONFIG, mlp_tiles=2)), {"stage": 1, "activations": "remat"} | SP),
-        (gpt.layered_gpt(dataclasses.replace(CONFIG, mlp_tiles=2)), {"stage": 1, "activations": "save"}),
-        (gpt.layered_gpt(dataclasses.replace(CONFIG, loss_tiles=4)), {"stage": 1, "activations": "selective"} | SP),
-        (gpt.layered_gpt(CONFIG), {"stage": 1, "activations": "selective", "tensor_overlap": True} | SP),
+        (
+            gpt.layered_gpt(CONFIG),
+            {"stage": 3, "activations": "selective", "fsdp": 2, "num_microbatches": 2} | PA,
+        ),
+        (
+            gpt.layered_gpt(dataclasses.replace(CONFIG, tied=False)),
+            {"stage": 1, "activations": "save"},
+        ),
+        (
+            gpt.layered_gpt(dataclasses.replace(CONFIG, mlp_tiles=2)),
+            {"stage": 1, "activations": "remat"} | SP,
+        ),
+        (
+            gpt.layered_gpt(dataclasses.replace(CONFIG, mlp_tiles=2)),
+            {"stage": 1, "activations": "save"},
+        ),
+        (
+            gpt.layered_gpt(dataclasses.replace(CONFIG, loss_tiles=4)),
+            {"stage": 1, "activations": "selective"} | SP,
+        ),
+        (
+            gpt.layered_gpt(CONFIG),
+            {"stage": 1, "activations": "selective", "tensor_overlap": True} | SP,
+        ),
         (gated(CONFIG), {"stage": 1, "activations": "selective"}),
         (gated(CONFIG), {"stage": 1, "activations": "selective"} | SP),
         (gpt.unrolled_gpt(CONFIG), {"stage": 1, "activations": "remat"}),

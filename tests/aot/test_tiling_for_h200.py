@@ -1,4 +1,6 @@
-"""Facts of tiled models compiled for H200s that are not there: one tile is gathered, or fetched, at a time."""
+"""Facts of tiled models compiled for H200s that are not there: one tile is gathered, or fetched, at
+a time.
+"""
 
 import dataclasses
 import functools
@@ -24,7 +26,9 @@ class Net(nnx.Module):
     """Two MLPs on a stream."""
 
     def __init__(self, num_tiles, *, rngs):
-        make = functools.partial(zj.TiledMLP, HIDDEN, INNER, num_tiles=num_tiles, dtype=jnp.bfloat16)
+        make = functools.partial(
+            zj.TiledMLP, HIDDEN, INNER, num_tiles=num_tiles, dtype=jnp.bfloat16
+        )
         self.mlps = nnx.List([make(rngs=rngs) for _ in range(2)])
 
     def __call__(self, x):
@@ -38,15 +42,19 @@ def compiled(num_tiles):
     """Return the text of the compiled step, and its temporary bytes on a device."""
     mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=8, fsdp=8)
     model = zj.from_flax(
-        lambda rngs: Net(num_tiles, rngs=rngs), lambda net, x: jnp.mean(jnp.square(net(x).astype(jnp.float32)))
+        lambda rngs: Net(num_tiles, rngs=rngs),
+        lambda net, x: jnp.mean(jnp.square(net(x).astype(jnp.float32))),
     )
-    program = zj.build_train_step(model, optax.adamw(1e-3), zj.ZeroConfig(stage=3, precision="bf16"), mesh)
+    program = zj.build_train_step(
+        model, optax.adamw(1e-3), zj.ZeroConfig(stage=3, precision="bf16"), mesh
+    )
     step = program.lower(jax.ShapeDtypeStruct((8, TOKENS, HIDDEN), jnp.bfloat16)).compile()
     assert program.gathered_early == ()
     return step.as_text(), step.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.exhaustive  # by default the test of a streamed layer on eight GPUs sees its tiles gathered
+# by default the test of a streamed layer on eight GPUs sees its tiles gathered
+@pytest.mark.exhaustive
 def test_sixteen_tiles_gather_a_tenth_at_a_time():
     (whole, whole_temp), (tiled, tiled_temp) = compiled(1), compiled(16)
     layer_bytes = 2 * (2 * HIDDEN * INNER + INNER + HIDDEN)
@@ -61,10 +69,13 @@ def test_sixteen_tiles_gather_a_tenth_at_a_time():
         }
 
 
-# --- the streamed step -------------------------------------------------------------------------------------------------------
+# --- the streamed step ----------------------------------------------------------------------------
 
 
-UPDATES = {"after_backward": {"grads": "pinned_host", "update": "after_backward"}, "in_backward": {}}
+UPDATES = {
+    "after_backward": {"grads": "pinned_host", "update": "after_backward"},
+    "in_backward": {},
+}
 
 
 @functools.cache
@@ -75,16 +86,21 @@ def compiled_stream(gpus, num_tiles, update):
     return step.as_text(), step.memory_analysis(), program.memory(batch)
 
 
-@pytest.mark.exhaustive  # by default eight GPUs hold a tile, and a layer larger than the budget trains on one
+# by default eight GPUs hold a tile, and a layer larger than the budget trains on one
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("update", UPDATES)
 def test_on_one_gpu_sixteen_tiles_hold_a_tenth_of_a_layer(update):
-    (_, whole, whole_account), (text, tiled, account) = (compiled_stream(1, n, update) for n in (1, 16))
+    (_, whole, whole_account), (text, tiled, account) = (
+        compiled_stream(1, n, update) for n in (1, 16)
+    )
     layer_bytes = 2 * 2 * HIDDEN * 4 * HIDDEN
     assert whole_account.tiers["device"]["gathered"] == pytest.approx(layer_bytes, rel=0.001)
     assert account.tiers["device"]["gathered"] * 10 <= whole_account.tiers["device"]["gathered"]
     assert tiled.temp_size_in_bytes * 10 <= whole.temp_size_in_bytes
     # everything beside the arguments is what the account says, parameters of a tile among it
-    extra = sum(account.tiers["device"][kind] for kind in ("grads", "gathered", "activations", "in_flight"))
+    extra = sum(
+        account.tiers["device"][kind] for kind in ("grads", "gathered", "activations", "in_flight")
+    )
     assert tiled.temp_size_in_bytes <= 1.1 * extra
     assert hlo.unsafe_host_slices(text, 1) == []
     assert hlo.host_link_bytes(text, 1) == account.host_link
@@ -96,7 +112,9 @@ def test_on_eight_gpus_a_streamed_layer_is_gathered_by_tiles():
     layer_bytes = 2 * 2 * HIDDEN * 4 * HIDDEN
     assert hlo.peak_gathered_bytes(text) <= layer_bytes / 10
     # everything beside the arguments is what the account says, parameters of a tile among it
-    extra = sum(account.tiers["device"][kind] for kind in ("grads", "gathered", "activations", "in_flight"))
+    extra = sum(
+        account.tiers["device"][kind] for kind in ("grads", "gathered", "activations", "in_flight")
+    )
     assert stats.temp_size_in_bytes <= 1.1 * extra
     assert hlo.unsafe_host_slices(text, 1) == []
     moved = hlo.collective_bytes(text, least_bytes=1 << 20, unknown_trips=1)
@@ -105,7 +123,9 @@ def test_on_eight_gpus_a_streamed_layer_is_gathered_by_tiles():
 
 
 def test_a_layer_larger_than_the_budget_trains_within_it():
-    """Parameters of one layer take 17 GB in bfloat16, with state 120 GB; the program has 8 GB of device memory."""
+    """Parameters of one layer take 17 GB in bfloat16, with state 120 GB; the program has 8 GB of
+    device memory.
+    """
     budget, hidden = 8_000_000_000, 32768
     fields = {**tiling.STREAM, "device_budget_bytes": budget}
     with pytest.raises(ValueError, match=f"device_budget_bytes={budget}: .*nothing fits"):
@@ -125,7 +145,12 @@ def init_bytes(program):
     key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
     empty = [a for a in jax.tree.leaves(program.layout.abstract_state) if is_away(a)]
     with jax.set_mesh(program.mesh):
-        return program._init.jitted.lower(key, empty, number).compile().memory_analysis().temp_size_in_bytes
+        return (
+            program._init.jitted.lower(key, empty, number)
+            .compile()
+            .memory_analysis()
+            .temp_size_in_bytes
+        )
 
 
 @pytest.mark.exhaustive
@@ -134,27 +159,43 @@ def test_the_widest_mlp_that_fits_is_found():
     width, found = tiling.widest(1, **case, budget=7e9, start=tiling.STEP)
     assert found == tiling.compile_width(width, 1, **case)
     assert found.total <= 7e9 < tiling.compile_width(width + tiling.STEP, 1, **case).total
-    with pytest.raises(ValueError, match=r"a width of 4096 takes \d+ bytes, more than the budget of 1000000"):
+    with pytest.raises(
+        ValueError, match=r"a width of 4096 takes \d+ bytes, more than the budget of 1000000"
+    ):
         tiling.widest(1, **case, budget=1e6, start=tiling.STEP)
 
 
-# --- on the kernel of pallas_kernels.matmul ----------------------------------------------------------------------------------
+# --- on the kernel of pallas_kernels.matmul -------------------------------------------------------
 
 
 def gpt_step(implementation, axes, **fields):
-    """Return a GPT's compiled step: the kernels of each loop that has any, bytes of collectives by kind, temporaries."""
+    """Return a GPT's compiled step: the kernels of each loop that has any, bytes of collectives by
+    kind, temporaries.
+    """
     sizes = gpt.GPTConfig(
-        layers=4, hidden=1024, heads=8, seq=1024, vocab=1024, dtype=jnp.bfloat16, mlp_tiles=4, attention="xla"
+        layers=4,
+        hidden=1024,
+        heads=8,
+        seq=1024,
+        vocab=1024,
+        dtype=jnp.bfloat16,
+        mlp_tiles=4,
+        attention="xla",
     )
     tensor_axis = "tensor" if axes.get("tensor", 1) > 1 else None
     c = dataclasses.replace(sizes, mlp_implementation=implementation, tensor_axis=tensor_axis)
     mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=4, **axes)
-    program = zj.build_train_step(gpt.layered_gpt(c), optax.adamw(1e-3), zj.ZeroConfig(precision="bf16", **fields), mesh)
+    program = zj.build_train_step(
+        gpt.layered_gpt(c), optax.adamw(1e-3), zj.ZeroConfig(precision="bf16", **fields), mesh
+    )
     tokens = jax.ShapeDtypeStruct((8, c.seq), jnp.int32)
     step = program.lower({"tokens": tokens, "targets": tokens}).compile()
     text = step.as_text()
     computations = text.split("\n}\n")
-    kernels = [[line for line in c.splitlines() if 'custom_call_target="mosaic_gpu_v2"' in line] for c in computations]
+    kernels = [
+        [line for line in c.splitlines() if 'custom_call_target="mosaic_gpu_v2"' in line]
+        for c in computations
+    ]
     moved = hlo.collective_bytes(text, least_bytes=1 << 16, unknown_trips=1)
     return [lines for lines in kernels if lines], moved, step.memory_analysis().temp_size_in_bytes
 
@@ -186,7 +227,8 @@ def test_a_tiled_step_holds_the_kernel_forward_and_backward_and_moves_what_it_di
     none, expected, expected_temp = gpt_step(None, axes, **fields)
     assert none == []
     assert temp <= 1.01 * expected_temp
-    # Gathers and reductions of weights are those of XLA's products; over tensor a layer's sum is reduced once, in 16 bits.
+    # Gathers and reductions of weights are those of XLA's products; over tensor a layer's sum is
+    # reduced once, in 16 bits.
     assert moved.get("all-reduce", 0) <= expected.get("all-reduce", 0)
     for kind in {*moved, *expected} - {"all-reduce"}:
         assert moved[kind] == pytest.approx(expected[kind], rel=0.01)

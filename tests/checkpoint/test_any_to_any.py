@@ -1,11 +1,24 @@
-"""A state saved in one stage, tier, mesh and precision is, restored in another, the same state bit for bit."""
+"""A state saved in one stage, tier, mesh and precision is, restored in another, the same state bit
+for bit.
+"""
 
 import pathlib
 
 import jax
 import pytest
 import toys
-from matrix_of_checkpoints import DISK, HOST, SAVED, STEPS, TARGETS, Place, assert_same, build, numbers, trained
+from matrix_of_checkpoints import (
+    DISK,
+    HOST,
+    SAVED,
+    STEPS,
+    TARGETS,
+    Place,
+    assert_same,
+    build,
+    numbers,
+    trained,
+)
 
 import zerojax as zj
 from zerojax.state import as_arguments
@@ -18,7 +31,9 @@ ROUNDING = 2e-4
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Return `of(place)`: the directory of a checkpoint, made once, what it holds, and the losses of the run that goes on."""
+    """Return `of(place)`: the directory of a checkpoint, made once, what it holds, and the losses
+    of the run that goes on.
+    """
     made = {}
 
     def of(place: Place):
@@ -40,11 +55,19 @@ def restored_alike(checkpoints, source: Place, target: Place, tmp_path: pathlib.
     with build(target, tmp_path / "swap") as program, zj.Checkpointer(directory) as ckpt:
         state = ckpt.restore(program)
         flat, shardings = jax.tree.leaves(as_arguments(state)), jax.tree.leaves(program.shardings)
-        assert all(a.sharding.is_equivalent_to(s, a.ndim) for a, s in zip(flat, shardings, strict=True))
         assert all(
-            a.sharding.memory_kind == s.memory_kind for a, s in zip(flat, shardings, strict=True) if s.memory_kind is not None
+            a.sharding.is_equivalent_to(s, a.ndim) for a, s in zip(flat, shardings, strict=True)
         )
-        if state.master is not None and program.config.params == "device" and program.config.opt_state == "device":
+        assert all(
+            a.sharding.memory_kind == s.memory_kind
+            for a, s in zip(flat, shardings, strict=True)
+            if s.memory_kind is not None
+        )
+        if (
+            state.master is not None
+            and program.config.params == "device"
+            and program.config.opt_state == "device"
+        ):
             cast = jax.tree.map(lambda m, p: m.astype(p.dtype), state.master, state.params)
             toys.assert_trees_close(jax.device_get(state.params), jax.device_get(cast), atol=0)
         with zj.Checkpointer(tmp_path / "again") as again:
@@ -84,7 +107,9 @@ def test_restored_is_saved_everywhere(checkpoints, source, target, tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_losses_afterwards_are_those_of_the_run_that_went_on(checkpoints, target, tmp_path):
-    """In one program, which each checkpoint is restored into: bit for bit in the place where it was saved."""
+    """In one program, which each checkpoint is restored into: bit for bit in the place where it was
+    saved.
+    """
     with build(target, tmp_path / "swap") as program:
         for source in SAVED:
             directory, _, expected = checkpoints(source)
@@ -92,4 +117,8 @@ def test_losses_afterwards_are_those_of_the_run_that_went_on(checkpoints, target
                 losses, _ = toys.run(program, ckpt.restore(program), AFTERWARDS)
             apart = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
             print(f"{source} -> {target}: {apart:.1e}")
-            assert losses == expected if source == target else apart <= ROUNDING, (str(source), losses, expected)
+            assert losses == expected if source == target else apart <= ROUNDING, (
+                str(source),
+                losses,
+                expected,
+            )

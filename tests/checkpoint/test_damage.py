@@ -1,4 +1,6 @@
-"""What is wrong with a checkpoint, a folder or a disk is told; training and older checkpoints go on as they were."""
+"""What is wrong with a checkpoint, a folder or a disk is told; training and older checkpoints go on
+as they were.
+"""
 
 import contextlib
 import errno
@@ -132,7 +134,10 @@ def test_an_unreadable_sector_is_damage(program, tmp_path, caplog):
         with pytest.raises(DamagedError, match=told):
             zj.export_safetensors(disk / "c" / "2", tmp_path / "out")
         assert re.search(told, inspect(disk / "c" / "2", verify=True).text)
-        with pytest.raises(CheckpointError, match=r"EIO \(5\), Input/output error at byte \d+, .*weights; the disk failed"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"EIO \(5\), Input/output error at byte \d+, .*weights; the disk failed",
+        ):
             zj.import_params(program, disk / "weights", key=jax.random.key(0))
         caplog.clear()
         state = ckpt.restore(program)
@@ -155,7 +160,9 @@ def test_interrupts_in_a_save_leave_no_snapshot_open(program, tmp_path, monkeypa
 
     with zj.Checkpointer(tmp_path / "c") as ckpt:
         state = program.init(jax.random.key(0))
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a worker of xdist ignores it
+        before = signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # a worker of xdist ignores it
         try:
             monkeypatch.setattr("zerojax.checkpoint.orbax.begin_save", interrupted)
             with pytest.raises(KeyboardInterrupt):
@@ -173,13 +180,18 @@ def test_a_record_that_rotted_in_the_swap_folder_fails_the_save(program, tmp_pat
         state = program.init(jax.random.key(0))
         ckpt.save(program, state)
         state, _ = program.step(state, DATA[0])
-        program.swap.engine.flush()  # writes outlast the step: a record that is damaged before its write is whole after it
+        # writes outlast the step: a record that is damaged before its write is whole after it
+        program.swap.engine.flush()
         (record,) = pathlib.Path(program.config.swap_dir).rglob("opt_state/1/c.1.0")
         data = bytearray(record.read_bytes())
         data[100] ^= 1
-        with open(record, "r+b") as file:  # the same file: what has two names is the other one, of the step before
+        with open(
+            record, "r+b"
+        ) as file:  # the same file: what has two names is the other one, of the step before
             file.write(data)
-        with pytest.raises(CheckpointError, match=r"opt_state/1/c\.1\.0: its checksum is \w+, and \w+ was written"):
+        with pytest.raises(
+            CheckpointError, match=r"opt_state/1/c\.1\.0: its checksum is \w+, and \w+ was written"
+        ):
             ckpt.save(program, state)
         assert ckpt.all_steps() == [0]
         state, _ = program.step(ckpt.restore(program), DATA[0])
@@ -187,9 +199,13 @@ def test_a_record_that_rotted_in_the_swap_folder_fails_the_save(program, tmp_pat
 
 
 @pytest.mark.by_default("EMFILE")
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.ENOMEM], ids=lambda number: errno.errorcode[number])
+@pytest.mark.parametrize(
+    "number", [errno.EMFILE, errno.EACCES, errno.ENOMEM], ids=lambda number: errno.errorcode[number]
+)
 def test_what_cannot_be_read_now_is_no_damage(program, saved, number, monkeypatch, caplog):
-    """No step is passed over, and the next save sets none aside: a process with more files or memory reads it."""
+    """No step is passed over, and the next save sets none aside: a process with more files or
+    memory reads it.
+    """
     folder, _ = saved
     name, real = errno.errorcode[number], os.open
 
@@ -202,7 +218,9 @@ def test_what_cannot_be_read_now_is_no_damage(program, saved, number, monkeypatc
         with monkeypatch.context() as patch:
             patch.setattr(os, "open", refused)
             for call in (lambda: ckpt.restore(program), lambda: ckpt.restore(program, 2)):
-                with pytest.raises(CheckpointError, match=rf"reading .*/2/state failed: {name} .*; ") as caught:
+                with pytest.raises(
+                    CheckpointError, match=rf"reading .*/2/state failed: {name} .*; "
+                ) as caught:
                     call()
                 assert not isinstance(caught.value, DamagedError)
             with pytest.raises(CheckpointError, match=name):
@@ -236,7 +254,7 @@ def test_a_checkpoint_without_verification_is_compared_by_size(program, saved):
             ckpt.restore(program, 2)
 
 
-# --- another model, another run ----------------------------------------------------------------------------------------------
+# --- another model, another run -------------------------------------------------------------------
 
 
 def test_a_checkpoint_of_another_model_names_the_leaves_that_differ(program, saved, tmp_path):
@@ -246,7 +264,10 @@ def test_a_checkpoint_of_another_model_names_the_leaves_that_differ(program, sav
         3, toys.init_embed, toys.embed, lambda k: toys.init_block(k) | {"w1": np.ones((16, 48)), "extra": np.ones(2)},
         toys.block, lambda k: {"bias": np.zeros(24)}, toys.head,
     )  # fmt: skip
-    with zj.Checkpointer(folder) as ckpt, build({"stage": 3}, tmp_path, model=wide, tx=optax.sgd(1e-3)) as other:
+    with (
+        zj.Checkpointer(folder) as ckpt,
+        build({"stage": 3}, tmp_path, model=wide, tx=optax.sgd(1e-3)) as other,
+    ):
         with pytest.raises(CheckpointError) as raised:
             ckpt.restore(other)
         for part in (
@@ -256,10 +277,15 @@ def test_a_checkpoint_of_another_model_names_the_leaves_that_differ(program, sav
         ):
             assert part in str(raised.value)
         assert not isinstance(raised.value, DamagedError)
-        with pytest.raises(CheckpointError, match="has no checkpoint of step 7: there are \\[1, 2\\]"):
+        with pytest.raises(
+            CheckpointError, match="has no checkpoint of step 7: there are \\[1, 2\\]"
+        ):
             ckpt.restore(other, 7)
     unrolled = build({"stage": 3}, tmp_path, model=toys.unrolled())
-    with zj.Checkpointer(folder) as ckpt, pytest.raises(CheckpointError, match=r"weights\['layers'\]\[0\]"):
+    with (
+        zj.Checkpointer(folder) as ckpt,
+        pytest.raises(CheckpointError, match=r"weights\['layers'\]\[0\]"),
+    ):
         ckpt.restore(unrolled)
     program.eval(state, DATA[0])
 
@@ -276,7 +302,9 @@ def test_checkpoints_of_another_run_are_not_overwritten(program, saved):
     folder, expected = saved
     with zj.Checkpointer(folder) as ckpt:
         state, _ = program.step(program.init(jax.random.key(5)), DATA[0])
-        with pytest.raises(CheckpointError, match="steps up to 2, of another run, and this state is at step 1"):
+        with pytest.raises(
+            CheckpointError, match="steps up to 2, of another run, and this state is at step 1"
+        ):
             ckpt.save(program, state)
     assert_same(numbers(folder, 1), expected)
 
@@ -287,13 +315,19 @@ def test_two_writers_of_one_folder(program, saved):
         "import fcntl, os, sys; fd = os.open(sys.argv[1] + '/.zerojax.lock', os.O_RDWR); fcntl.flock(fd, fcntl.LOCK_EX); "
         "os.ftruncate(fd, 0); os.pwrite(fd, str(os.getpid()).encode(), 0); print('locked', flush=True); sys.stdin.read()"
     )
-    with subprocess.Popen([sys.executable, "-c", code, folder], stdin=-1, stdout=-1) as other, zj.Checkpointer(folder) as ckpt:
+    with (
+        subprocess.Popen([sys.executable, "-c", code, folder], stdin=-1, stdout=-1) as other,
+        zj.Checkpointer(folder) as ckpt,
+    ):
         assert other.stdout is not None
         assert other.stdin is not None
         assert other.stdout.readline() == b"locked\n"
         state = ckpt.restore(program)
         state, _ = program.step(state, DATA[2])
-        with pytest.raises(CheckpointError, match=rf"process {other.pid} saves checkpoints in .*a directory of its own"):
+        with pytest.raises(
+            CheckpointError,
+            match=rf"process {other.pid} saves checkpoints in .*a directory of its own",
+        ):
             ckpt.save(program, state)
         other.stdin.close()
         other.wait()
@@ -301,7 +335,7 @@ def test_two_writers_of_one_folder(program, saved):
     assert_same(numbers(folder, 1), expected)
 
 
-# --- folders and disks -------------------------------------------------------------------------------------------------------
+# --- folders and disks ----------------------------------------------------------------------------
 
 
 def save_and_wait(ckpt, program, state):
@@ -312,7 +346,9 @@ def save_and_wait(ckpt, program, state):
 @pytest.mark.by_default("nvme")
 @pytest.mark.parametrize("tier", ["device", DISK])
 def test_a_full_disk_loses_nothing(program, tier, tmp_path):
-    """The swap folder is on another disk: what is linked there is copied, and the copy finds no room."""
+    """The swap folder is on another disk: what is linked there is copied, and the copy finds no
+    room.
+    """
     with contextlib.ExitStack() as stack:
         small = stack.enter_context(mounted(tmp_path / "small", "size=4m"))
         made = program if tier == DISK else stack.enter_context(build({"stage": 3}, tmp_path))
@@ -339,7 +375,9 @@ def test_a_full_disk_loses_nothing(program, tier, tmp_path):
 
 
 def test_a_full_disk_below_swap_folder_and_checkpoints(tmp_path):
-    """Linked records need room for the next step's: where there is none, the save is refused, and the step is not."""
+    """Linked records need room for the next step's: where there is none, the save is refused, and
+    the step is not.
+    """
     with (
         mounted(tmp_path / "small", "size=4m") as small,
         build(ON_DISK, small / "swap", {"fsdp": 1}) as made,
@@ -369,7 +407,9 @@ def test_a_read_only_folder_is_told(program, tmp_path):
 
 
 def test_a_snapshot_is_linked_and_what_it_links_is_never_written_again(program, saved, tmp_path):
-    """On one file system no byte is copied: the record of the checkpoint is the file that the swap folder had."""
+    """On one file system no byte is copied: the record of the checkpoint is the file that the swap
+    folder had.
+    """
     folder, _ = saved
     with zj.Checkpointer(folder) as ckpt:
         state = ckpt.restore(program)
@@ -378,7 +418,9 @@ def test_a_snapshot_is_linked_and_what_it_links_is_never_written_again(program, 
         before = {p.stat().st_ino for p in swap.glob("*/opt_state/*/c.*")}
         ckpt.save(program, state)
         ckpt.wait()
-        after = {p.stat().st_ino for p in records(folder, 3) if p.parents[1].name == "disk.opt_state"}
+        after = {
+            p.stat().st_ino for p in records(folder, 3) if p.parents[1].name == "disk.opt_state"
+        }
         assert after
         assert after <= before
         expected = numbers(folder, 3)
@@ -388,7 +430,9 @@ def test_a_snapshot_is_linked_and_what_it_links_is_never_written_again(program, 
         assert not list(swap.glob("*/snapshot-*"))
 
 
-def test_a_program_that_closes_waits_for_what_is_saved_from_its_disk(program, tmp_path, monkeypatch):
+def test_a_program_that_closes_waits_for_what_is_saved_from_its_disk(
+    program, tmp_path, monkeypatch
+):
     move = Snapshot.move
 
     def late(self, kept, target):
@@ -408,11 +452,16 @@ def test_a_program_that_closes_waits_for_what_is_saved_from_its_disk(program, tm
         assert toys.run(program, ckpt.restore(program, 0), DATA[:1])[0] == expected
 
 
-# --- settings ----------------------------------------------------------------------------------------------------------------
+# --- settings -------------------------------------------------------------------------------------
 
 
 def test_settings_out_of_range_are_refused(tmp_path):
-    wrong = [("max_to_keep", 0), ("save_interval_steps", 0), ("max_host_bytes", -1), ("max_host_bytes", True)]
+    wrong = [
+        ("max_to_keep", 0),
+        ("save_interval_steps", 0),
+        ("max_host_bytes", -1),
+        ("max_host_bytes", True),
+    ]
     for name, value in [*wrong, ("best_mode", "best"), ("best_metric", 3)]:
         with pytest.raises(ValueError, match=f"{name}={value!r}: "):
             zj.Checkpointer(tmp_path, **{name: value})
@@ -438,13 +487,17 @@ def test_interval_keep_and_best(resident, tmp_path):
             ckpt.save(resident, state, metrics={"loss": loss})
         assert ckpt.best_step() == 9
         assert ckpt.all_steps() == [9, 10]  # the newest, too
-        with pytest.raises(ValueError, match="best_metric='loss': metrics with that name are needed"):
+        with pytest.raises(
+            ValueError, match="best_metric='loss': metrics with that name are needed"
+        ):
             ckpt.save(resident, resident.step(state, DATA[0])[0], metrics={"norm": 1.0})
 
 
 @pytest.mark.parametrize("on_host", [True, False])
 def test_copies_stay_within_the_bound(on_host, tmp_path, monkeypatch):
-    """Pieces of arrays that numpy does not read where they are, such as a GPU's, are cut on the device."""
+    """Pieces of arrays that numpy does not read where they are, such as a GPU's, are cut on the
+    device.
+    """
     monkeypatch.setattr("zerojax.checkpoint.save.is_host_memory", lambda _: on_host)
     found, fields = [], {"stage": 3, "params": HOST, "opt_state": HOST}
     with build(fields, tmp_path, {"fsdp": 2}) as made:

@@ -1,4 +1,5 @@
-"""Descriptions of checkpoints whose checksum is right, and whose contents are not: each field is held against what it may be.
+"""Descriptions of checkpoints whose checksum is right, and whose contents are not: each field is
+held against what it may be.
 
 So are the names beside them, and what lies under the name of a file without being one.
 """
@@ -89,36 +90,84 @@ REFUSED = {
     "no values": (put("values", 3), "values is 3, and an object is needed"),
     "many processes": (put("num_processes", "2"), "num_processes is '2', and an integer, from 1"),
     "another process": (put("process", 1), "process is 1, and an integer, 0, is needed"),
-    "shape": (put("leaves", W, "shape", [4, -8]), r"leaves\[.*\]\.shape\[1\] is -8, and an integer, from 0 to 2\^63 - 1,"),
-    "large shape": (put("leaves", W, "shape", [2**40, 2**40]), r"shape is \[1099511627776, .*less than 2\^63 bytes"),
-    "shape beyond its records": (put("leaves", W, "shape", [4, 9]), r"shape is \[4, 9\], and its records hold 32 elements"),
+    "shape": (
+        put("leaves", W, "shape", [4, -8]),
+        r"leaves\[.*\]\.shape\[1\] is -8, and an integer, from 0 to 2\^63 - 1,",
+    ),
+    "large shape": (
+        put("leaves", W, "shape", [2**40, 2**40]),
+        r"shape is \[1099511627776, .*less than 2\^63 bytes",
+    ),
+    "shape beyond its records": (
+        put("leaves", W, "shape", [4, 9]),
+        r"shape is \[4, 9\], and its records hold 32 elements",
+    ),
     "dims": (put("leaves", W, "shape", [1] * 70), "a list of at most 32 integers is needed"),
-    "dtype": (put("leaves", W, "dtype", "object"), r"dtype is 'object', and a dtype of numpy or ml_dtypes is needed"),
+    "dtype": (
+        put("leaves", W, "dtype", "object"),
+        r"dtype is 'object', and a dtype of numpy or ml_dtypes is needed",
+    ),
     "lead": (put("leaves", W, "lead", 3), r"lead is 3, and an integer, from 0 to 2,"),
     "flag": (put("leaves", W, "is_tiled", 1), "is_tiled is 1, and true or false is needed"),
-    "data": (put("values", "step", "data", "AwAA"), r"values.step.data is 'AwAA', and the base64 of 4 bytes, for int32\[\]"),
-    "base64": (put("values", "step", "data", "?"), "values.step.data is '\\?', and base64 is needed"),
+    "data": (
+        put("values", "step", "data", "AwAA"),
+        r"values.step.data is 'AwAA', and the base64 of 4 bytes, for int32\[\]",
+    ),
+    "base64": (
+        put("values", "step", "data", "?"),
+        "values.step.data is '\\?', and base64 is needed",
+    ),
     "surrogate": (put("leaves", W, "spec", "\ud800"), r"spec is '\\ud800', and a text of UTF-8"),
     "key": (put("keys", {"other": "rbg"}), r"keys\['other'\] is of no leaf in values"),
-    "position": (put("data", {"at": 3}), r'data is .*, and \{"json": ...\} or \{"bytes": ...\} is needed'),
+    "position": (
+        put("data", {"at": 3}),
+        r'data is .*, and \{"json": ...\} or \{"bytes": ...\} is needed',
+    ),
     "absolute folder": (
         put(*STORE, "folder", "/tmp"),
         r"stores\[0\].folder is '/tmp', and a path below the folder of the desc",
     ),
-    "outer folder": (put(*STORE, "folder", "../../x"), "stores.0..folder is '../../x', and a path below"),
+    "outer folder": (
+        put(*STORE, "folder", "../../x"),
+        "stores.0..folder is '../../x', and a path below",
+    ),
     "first": (put(*STORE, "first", 4), r"stores\[0\].first is 4, and an integer, from 0 to 3,"),
-    "first alone": (put(*STORE, "first", 1), r"stores\[0\].num_records is 4, and an integer, from 1 to 3,"),
-    "lead of a store": (put(*STORE, "lead", [4]), r"stores\[0\].lead is \[4\], and \[2, 2\] of weights"),
-    "huge lead": (put(*STORE, "lead", [2**62, 2**62]), r"stores\[0\].lead is .*less than 2\^63 bytes"),
-    "checksums": (put(*STORE, "checksums", ["0" * 16]), r"stores\[0\].checksums are 1, and num_records is 4"),
-    "digits": (put(*STORE, "checksums", ["x" * 16] * 4), r"stores\[0\].checksums\[0\] is 'x{16}', and 16 hexadecimal digits"),
-    "offset": (put(*SHARD, "offset", 4080), r"leaves\[0\].offset is 4080, and an integer, from 0 to 4032,"),
-    "large shard": (put(*SHARD, "shape", [4, 4000]), r"shape is \[4, 4000\], and a shard of float32 in a record of 4096 bytes"),
+    "first alone": (
+        put(*STORE, "first", 1),
+        r"stores\[0\].num_records is 4, and an integer, from 1 to 3,",
+    ),
+    "lead of a store": (
+        put(*STORE, "lead", [4]),
+        r"stores\[0\].lead is \[4\], and \[2, 2\] of weights",
+    ),
+    "huge lead": (
+        put(*STORE, "lead", [2**62, 2**62]),
+        r"stores\[0\].lead is .*less than 2\^63 bytes",
+    ),
+    "checksums": (
+        put(*STORE, "checksums", ["0" * 16]),
+        r"stores\[0\].checksums are 1, and num_records is 4",
+    ),
+    "digits": (
+        put(*STORE, "checksums", ["x" * 16] * 4),
+        r"stores\[0\].checksums\[0\] is 'x{16}', and 16 hexadecimal digits",
+    ),
+    "offset": (
+        put(*SHARD, "offset", 4080),
+        r"leaves\[0\].offset is 4080, and an integer, from 0 to 4032,",
+    ),
+    "large shard": (
+        put(*SHARD, "shape", [4, 4000]),
+        r"shape is \[4, 4000\], and a shard of float32 in a record of 4096 bytes",
+    ),
     "start": (
         put(*SHARD, "start", [0, 5]),
         r"is the part \[4, 4\] from \[0, 5\] on of weights.*, a record of which is \[4, 8\]",
     ),
-    "unknown leaf": (put(*SHARD, "name", "x"), r"leaves\[0\].name is 'x', and a name in leaves is needed"),
+    "unknown leaf": (
+        put(*SHARD, "name", "x"),
+        r"leaves\[0\].name is 'x', and a name in leaves is needed",
+    ),
 }
 
 
@@ -136,7 +185,9 @@ def test_what_makes_no_sense_is_refused_by_field(step, text):
 def test_processes_whose_descriptions_are_not_there_are_counted_not_listed(step, text, number):
     put("num_processes", number)(said := json.loads(text))
     describe(step, said)
-    with pytest.raises(DamagedError, match=f"was saved by {number} processes, and lost manifest.1.json"):
+    with pytest.raises(
+        DamagedError, match=f"was saved by {number} processes, and lost manifest.1.json"
+    ):
         read_all(step)
 
 
@@ -147,17 +198,31 @@ def test_descriptions_of_two_checkpoints_are_told(step, text):
     said["leaves"][W]["spec"] = "()"
     describe(step, said, "manifest.1.json")
     try:
-        with pytest.raises(CheckpointError, match=r"manifest\.1\.json and manifest\.0\.json are not of one checkpoint"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"manifest\.1\.json and manifest\.0\.json are not of one checkpoint",
+        ):
             read_all(step)
     finally:
         (step / "state" / "manifest.1.json").unlink()
 
 
 @pytest.mark.parametrize(
-    "content", [pytest.param("[" * 100_000, id="deep"), '{"a": 1' + "0" * 5000 + "}", "[]", "{}", b"\xff\xfe", "\0", ""]
+    "content",
+    [
+        pytest.param("[" * 100_000, id="deep"),
+        '{"a": 1' + "0" * 5000 + "}",
+        "[]",
+        "{}",
+        b"\xff\xfe",
+        "\0",
+        "",
+    ],
 )
 def test_what_is_no_description_is_damage(step, text, content):
-    (step / "state" / "manifest.0.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    (step / "state" / "manifest.0.json").write_bytes(
+        content if isinstance(content, bytes) else content.encode()
+    )
     with pytest.raises(DamagedError, match=r"manifest\.0\.json cannot be read"):
         SavedState(str(step / "state"))
     config = step / "config" / "metadata"
@@ -189,7 +254,7 @@ def test_configs_of_any_content_are_shown(step):
         config.write_bytes(before)
 
 
-# --- what is no file ---------------------------------------------------------------------------------------------------------
+# --- what is no file ------------------------------------------------------------------------------
 
 
 def fifo(path: pathlib.Path) -> None:
@@ -207,7 +272,9 @@ def bound_socket(path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("make", [fifo, bound_socket, pathlib.Path.mkdir])
-@pytest.mark.parametrize("name", ["state/manifest.0.json", "config/metadata", "state/disk.opt_state/0/c.1.0"])
+@pytest.mark.parametrize(
+    "name", ["state/manifest.0.json", "config/metadata", "state/disk.opt_state/0/c.1.0"]
+)
 def test_what_is_no_file_is_damage_and_nothing_waits_for_it(step, make, name, tmp_path):
     shutil.copytree(step, copy := tmp_path / "3")
     (copy / name).unlink()
@@ -223,13 +290,15 @@ def test_what_is_no_file_is_damage_and_nothing_waits_for_it(step, make, name, tm
             read_all(copy)
 
 
-# --- any content -------------------------------------------------------------------------------------------------------------
+# --- any content ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def program():
     axes, fields = older.PLACES["disk"]
-    with older.build(axes, {name: value for name, value in fields.items() if value != older.DISK}) as made:
+    with older.build(
+        axes, {name: value for name, value in fields.items() if value != older.DISK}
+    ) as made:
         yield made
 
 

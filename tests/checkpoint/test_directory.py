@@ -31,7 +31,12 @@ def loss(params, batch, key):
 def build(shape=(4, 8), **fields):
     model = zj.Model(lambda key: {"w": jax.random.normal(key, shape)}, fields.pop("loss", loss))
     mesh = zj.make_mesh(fsdp=1, devices=jax.devices()[:1])
-    return zj.build_train_step(fields.pop("model", model), fields.pop("tx", optax.adam(1e-2)), zj.ZeroConfig(**fields), mesh)
+    return zj.build_train_step(
+        fields.pop("model", model),
+        fields.pop("tx", optax.adam(1e-2)),
+        zj.ZeroConfig(**fields),
+        mesh,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +73,9 @@ def test_the_last_save_is_waited_for_when_the_program_ends(tmp_path):
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "c")]
     environment = processes.environment() | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert zj.Checkpointer(tmp_path / "c").latest_step() == 0
 
@@ -165,7 +172,9 @@ def test_a_forked_child_does_not_keep_the_lock(program, tmp_path):
         ckpt.wait()
         (hold, release), (told, tell) = os.pipe(), os.pipe()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("warnings.warn", lambda *_, **__: None)  # JAX's, that a child must not use it
+            patch.setattr(
+                "warnings.warn", lambda *_, **__: None
+            )  # JAX's, that a child must not use it
             child = os.fork()
         if child == 0:  # what a fork does to the lock is done when it returns
             os.write(tell, b"1")
@@ -191,7 +200,9 @@ def test_random_keys_keep_their_implementation(impl, tmp_path):
         ckpt.save(made, state)
         restored = ckpt.restore(made)
         assert restored.key.dtype == state.key.dtype
-        np.testing.assert_array_equal(jax.random.key_data(restored.key), jax.random.key_data(state.key))
+        np.testing.assert_array_equal(
+            jax.random.key_data(restored.key), jax.random.key_data(state.key)
+        )
         made.step(restored, BATCH)
 
 
@@ -199,7 +210,9 @@ def test_an_array_is_not_taken_for_tiles(program, tmp_path):
     """[2, 4, 4] would be the tiles of [4, 8]."""
     with zj.Checkpointer(tmp_path) as ckpt, build(shape=(2, 4, 4)) as stacked:
         ckpt.save(stacked, stacked.init(jax.random.key(0)))
-        with pytest.raises(CheckpointError, match=r"weights\['w'\] \[2, 4, 4\], and here it is \[4, 8\]"):
+        with pytest.raises(
+            CheckpointError, match=r"weights\['w'\] \[2, 4, 4\], and here it is \[4, 8\]"
+        ):
             ckpt.restore(program)
 
 
@@ -210,7 +223,10 @@ class Tiled(nnx.Module):
 
 def test_tiles_of_a_whole_flax_model_are_converted(tmp_path):
     def made(tiles):
-        model = zj.from_flax(lambda rngs: Tiled(tiles, rngs), lambda m, batch: jnp.mean(jnp.square(m.mlp(batch["x"]))))
+        model = zj.from_flax(
+            lambda rngs: Tiled(tiles, rngs),
+            lambda m, batch: jnp.mean(jnp.square(m.mlp(batch["x"]))),
+        )
         return build(model=model)
 
     losses = []
@@ -228,7 +244,9 @@ def test_leaves_without_elements_are_saved(tmp_path):
     def both(params, batch, key):
         return loss(params, batch, key) + jnp.sum(params["empty"])
 
-    model = zj.Model(lambda key: {"w": jax.random.normal(key, (4, 8)), "empty": jnp.zeros((0, 4))}, both)
+    model = zj.Model(
+        lambda key: {"w": jax.random.normal(key, (4, 8)), "empty": jnp.zeros((0, 4))}, both
+    )
     made = build(model=model)
     with zj.Checkpointer(tmp_path) as ckpt:
         state = run(made, made.init(jax.random.key(0)), ckpt, 1)
@@ -257,7 +275,9 @@ def test_a_checkpoint_of_another_version_is_not_passed_over(program, tmp_path):
         said = json.loads(path.read_text()) | {"format": 99}
         del said["checksum"]
         path.write_text(json.dumps(said | {"checksum": _checksum(said)}))
-        with pytest.raises(CheckpointError, match="is of format 99, and this version of zerojax reads 1"):
+        with pytest.raises(
+            CheckpointError, match="is of format 99, and this version of zerojax reads 1"
+        ):
             ckpt.restore(program)
 
 

@@ -1,4 +1,6 @@
-"""Frozen weights in checkpoints: written once and linked after, restored and imported bit for bit into every tier."""
+"""Frozen weights in checkpoints: written once and linked after, restored and imported bit for bit
+into every tier.
+"""
 
 import contextlib
 import dataclasses
@@ -18,16 +20,28 @@ import zerojax as zj
 from host_offload.disk import SwapError
 from zerojax.checkpoint import DamagedError, inspect
 
-FROZEN = {"embed": {"table": True, "odd": False}, "block": {"w1": True, "b1": True, "w2": False, "scale": False, "gate": False}}
+FROZEN = {
+    "embed": {"table": True, "odd": False},
+    "block": {"w1": True, "b1": True, "w2": False, "scale": False, "gate": False},
+}
 HOST, DISK = "pinned_host", "nvme"
-TIERS = {"device": {}, "host": {"params": HOST, "opt_state": HOST}, "base_on_disk": {"frozen": DISK}}
+TIERS = {
+    "device": {},
+    "host": {"params": HOST, "opt_state": HOST},
+    "base_on_disk": {"frozen": DISK},
+}
 TIERS["all_on_disk"] = {"params": DISK, "opt_state": DISK}
 
 
 def build(tmp_path, named=FROZEN, /, tx=None, **fields):
     (swap := tmp_path / "swap").mkdir(exist_ok=True)
-    config = zj.ZeroConfig(precision="bf16", swap_dir=str(swap) if DISK in fields.values() else None, **fields)
-    model, mesh = dataclasses.replace(toys.layered(), frozen=named), zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
+    config = zj.ZeroConfig(
+        precision="bf16", swap_dir=str(swap) if DISK in fields.values() else None, **fields
+    )
+    model, mesh = (
+        dataclasses.replace(toys.layered(), frozen=named),
+        zj.make_mesh(fsdp=2, devices=jax.devices()[:2]),
+    )
     return zj.build_train_step(model, tx or optax.adamw(1e-2), config, mesh)
 
 
@@ -40,9 +54,13 @@ def assert_same(a, b):
 
 
 def files(folder, wanted):
-    """Return the records of a step's state whose folder's name holds a word, by their path below it."""
+    """Return the records of a step's state whose folder's name holds a word, by their path below
+    it.
+    """
     root = pathlib.Path(folder) / "state"
-    return {str(p.relative_to(root)): p for p in root.rglob("c.*") if wanted in str(p.relative_to(root))}
+    return {
+        str(p.relative_to(root)): p for p in root.rglob("c.*") if wanted in str(p.relative_to(root))
+    }
 
 
 @pytest.mark.exhaustive
@@ -59,10 +77,16 @@ def test_a_base_is_written_once_and_restored_bit_for_bit(restored_to, saved_from
         saved = weights(program, state)
         first, second = (files(directory / str(step), "frozen") for step in (1, 2))
         assert first.keys() == second.keys()
-        assert sum(p.stat().st_size for p in first.values()) >= 2 * sum(np.prod(leaf.shape) for leaf in program.layout.frozen)
+        assert sum(p.stat().st_size for p in first.values()) >= 2 * sum(
+            np.prod(leaf.shape) for leaf in program.layout.frozen
+        )
         assert all(os.path.samefile(first[name], second[name]) for name in first)
         trained = [files(directory / str(step), "") for step in (1, 2)]
-        assert not any(os.path.samefile(path, trained[1][name]) for name, path in trained[0].items() if name not in first)
+        assert not any(
+            os.path.samefile(path, trained[1][name])
+            for name, path in trained[0].items()
+            if name not in first
+        )
     with build(tmp_path, **TIERS[restored_to]) as program, zj.Checkpointer(directory) as ckpt:
         state = ckpt.restore(program)
         assert_same(weights(program, state), saved)
@@ -71,7 +95,10 @@ def test_a_base_is_written_once_and_restored_bit_for_bit(restored_to, saved_from
         ckpt.save(program, state)
         ckpt.wait()
         third = files(directory / "3", "frozen")
-        if {saved_from, restored_to} <= {"device", "host"}:  # the run goes on with the base that it restored
+        if {saved_from, restored_to} <= {
+            "device",
+            "host",
+        }:  # the run goes on with the base that it restored
             assert all(os.path.samefile(first[name], third[name]) for name in first)
         # Another state's base is written beside the checkpoint's, which stays as it is.
         program.init(jax.random.key(5))
@@ -136,7 +163,9 @@ def check_saving_takes_no_room(program, state, tmp_path):
             ckpt.wait()
     records = {file.stat().st_ino for file in swap.rglob("c.*.0")}
     for step in ("1", "2"):
-        assert {path.stat().st_ino for path in files(tmp_path / "linked" / step, "disk.frozen").values()} == records
+        assert {
+            path.stat().st_ino for path in files(tmp_path / "linked" / step, "disk.frozen").values()
+        } == records
     assert held_bytes(swap) == before
 
 
@@ -146,14 +175,23 @@ def full(fd, offset, size):
 
 def held_bytes(folder, pattern="*"):
     """Return the bytes that the files of a folder take on the disk, each file once."""
-    files = {(found := file.stat()).st_ino: found.st_blocks for file in folder.rglob(pattern) if file.is_file()}
+    files = {
+        (found := file.stat()).st_ino: found.st_blocks
+        for file in folder.rglob(pattern)
+        if file.is_file()
+    }
     return 512 * sum(files.values())
 
 
-def test_a_base_on_disk_is_linked_from_its_checkpoint_and_outlives_a_new_state_without_room(tmp_path):
+def test_a_base_on_disk_is_linked_from_its_checkpoint_and_outlives_a_new_state_without_room(
+    tmp_path,
+):
     (swap := tmp_path / "swap").mkdir()
     first, second = toys.batches(2)
-    with build(tmp_path, tx=optax.sgd(1e-2), frozen=DISK) as program, zj.Checkpointer(tmp_path / "run") as ckpt:
+    with (
+        build(tmp_path, tx=optax.sgd(1e-2), frozen=DISK) as program,
+        zj.Checkpointer(tmp_path / "run") as ckpt,
+    ):
         state, _ = program.step(program.init(jax.random.key(0)), first)
         ckpt.save(program, state)
         ckpt.wait()
@@ -167,7 +205,10 @@ def test_a_base_on_disk_is_linked_from_its_checkpoint_and_outlives_a_new_state_w
         assert held_bytes(swap) == before
         state, metrics = program.step(state, second)  # the last state is still there
         expected = float(metrics["loss"]), weights(program, state)
-        records = {path.stat().st_ino: path.read_bytes() for path in files(tmp_path / "run/1", "disk.frozen").values()}
+        records = {
+            path.stat().st_ino: path.read_bytes()
+            for path in files(tmp_path / "run/1", "disk.frozen").values()
+        }
         with no_room():
             state = ckpt.restore(program)
         assert {path.stat().st_ino for path in swap.rglob("c.*.0")} == records.keys()
@@ -181,7 +222,10 @@ def test_a_base_on_disk_is_linked_from_its_checkpoint_and_outlives_a_new_state_w
         again = files(tmp_path / "run/1", "disk.frozen").values()
         assert {path.stat().st_ino: path.read_bytes() for path in again} == records
     before = held_bytes(tmp_path, "c.*.0")
-    with build(tmp_path, tx=optax.sgd(1e-2), frozen=DISK) as program, zj.Checkpointer(tmp_path / "run") as ckpt:
+    with (
+        build(tmp_path, tx=optax.sgd(1e-2), frozen=DISK) as program,
+        zj.Checkpointer(tmp_path / "run") as ckpt,
+    ):
         with no_room():
             state = ckpt.restore(program)
         assert {path.stat().st_ino for path in swap.rglob("c.*.0")} == records.keys()
@@ -211,8 +255,12 @@ def test_other_leaves_frozen_are_restored_where_the_optimizer_state_allows_it(tm
         ckpt.save(program, state)
     with build(tmp_path, tx=optax.sgd(1e-2)) as program, zj.Checkpointer(directory) as ckpt:
         restored = weights(program, ckpt.restore(program))
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1 / 256), restored, saved)  # the base in 16 bits
-    refused = pytest.raises(zj.CheckpointError, match=r"no opt_state\[0\].mu\['blocks'\]\['scale'\]")
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1 / 256), restored, saved
+        )  # the base in 16 bits
+    refused = pytest.raises(
+        zj.CheckpointError, match=r"no opt_state\[0\].mu\['blocks'\]\['scale'\]"
+    )
     with build(tmp_path) as program, zj.Checkpointer(directory) as ckpt, refused:
         ckpt.restore(program)
 
@@ -220,7 +268,10 @@ def test_other_leaves_frozen_are_restored_where_the_optimizer_state_allows_it(tm
 @pytest.mark.exhaustive
 def test_averages_are_exported_beside_the_base_that_needs_none(tmp_path):
     directory, path = tmp_path / "run", tmp_path / "ema.safetensors"
-    with build(tmp_path, tx=optax.chain(optax.adamw(1e-2), zj.Ema(0.9))) as program, zj.Checkpointer(directory) as ckpt:
+    with (
+        build(tmp_path, tx=optax.chain(optax.adamw(1e-2), zj.Ema(0.9))) as program,
+        zj.Checkpointer(directory) as ckpt,
+    ):
         state = program.init(jax.random.key(0))
         state, _ = jax.block_until_ready(program.step(state, toys.batches(1)[0]))
         ckpt.save(program, state)
@@ -236,7 +287,9 @@ def test_a_checkpoint_of_other_frozen_weights_names_them_and_the_repair(tmp_path
         init = lambda key: {"a": jnp.ones(8), "b": jnp.ones(8)}  # noqa: E731
         loss = lambda p, batch, key: jnp.mean(batch["x"] @ (p["a"] * p["b"]))  # noqa: E731
         model = zj.Model(init, loss, frozen=frozen)
-        return zj.build_train_step(model, optax.adam(0.1), zj.ZeroConfig(stage=1), zj.make_mesh(fsdp=8))
+        return zj.build_train_step(
+            model, optax.adam(0.1), zj.ZeroConfig(stage=1), zj.make_mesh(fsdp=8)
+        )
 
     program = build({"a": True, "b": False})
     with zj.Checkpointer(tmp_path / "run") as checkpoint:

@@ -1,4 +1,6 @@
-"""Frozen weights in 8 and 4 bits in checkpoints and imports: the same bits in every tier, and another layout is refused."""
+"""Frozen weights in 8 and 4 bits in checkpoints and imports: the same bits in every tier, and
+another layout is refused.
+"""
 
 import re
 
@@ -15,12 +17,19 @@ from zerojax.models import init_params
 
 LAYERS, HIDDEN, INNER, VOCAB = 2, 16, 1024, 64
 HOST, DISK = "pinned_host", "nvme"
-TIERS = {"device": {}, "host": {"params": HOST, "opt_state": HOST}, "base_on_disk": {"frozen": DISK}}
+TIERS = {
+    "device": {},
+    "host": {"params": HOST, "opt_state": HOST},
+    "base_on_disk": {"frozen": DISK},
+}
 
 
 def init_block(key):
     up, down = jax.random.split(key)
-    base = {"up": jax.random.normal(up, (HIDDEN, INNER)) / 4, "down": jax.random.normal(down, (INNER, HIDDEN)) / 32}
+    base = {
+        "up": jax.random.normal(up, (HIDDEN, INNER)) / 4,
+        "down": jax.random.normal(down, (INNER, HIDDEN)) / 32,
+    }
     return base | {"scale": jnp.ones(HIDDEN)}
 
 
@@ -32,7 +41,9 @@ MODEL = zj.LayeredModel(
     lambda p, x, key: x + jnp.tanh((x * p["scale"]) @ p["up"]) @ p["down"],
     lambda key: jnp.zeros(VOCAB),
     lambda bias, table, x, batch, key: jnp.mean(
-        optax.softmax_cross_entropy_with_integer_labels((x @ table.T + bias).astype(jnp.float32), batch["tokens"])
+        optax.softmax_cross_entropy_with_integer_labels(
+            (x @ table.T + bias).astype(jnp.float32), batch["tokens"]
+        )
     ),
     frozen={"embed": True, "block": {"up": True, "down": True, "scale": False}},
 )
@@ -41,7 +52,9 @@ BATCH = {"tokens": np.arange(8 * 4).reshape(8, 4) % VOCAB}
 
 def build(format, tmp_path, devices=2, **fields):
     (swap := tmp_path / "swap").mkdir(exist_ok=True)
-    config = zj.ZeroConfig(frozen_dtype=format, swap_dir=str(swap) if DISK in fields.values() else None, **fields)
+    config = zj.ZeroConfig(
+        frozen_dtype=format, swap_dir=str(swap) if DISK in fields.values() else None, **fields
+    )
     mesh = zj.make_mesh(fsdp=devices, devices=jax.devices()[:devices])
     return zj.build_train_step(MODEL, optax.sgd(1e-2), config, mesh)
 
@@ -58,18 +71,29 @@ def assert_same(a, b):
 @pytest.mark.parametrize("restored_to", TIERS)
 @pytest.mark.parametrize("saved_from", TIERS)
 @pytest.mark.parametrize("format", ["int8", "nf4"])
-def test_an_encoded_base_is_restored_bit_for_bit_into_every_tier(format, saved_from, restored_to, tmp_path):
+def test_an_encoded_base_is_restored_bit_for_bit_into_every_tier(
+    format, saved_from, restored_to, tmp_path
+):
     directory = tmp_path / "run"
-    with build(format, tmp_path, **TIERS[saved_from]) as program, zj.Checkpointer(directory) as ckpt:
+    with (
+        build(format, tmp_path, **TIERS[saved_from]) as program,
+        zj.Checkpointer(directory) as ckpt,
+    ):
         state, _ = jax.block_until_ready(program.step(program.init(jax.random.key(0)), BATCH))
         saved = weights(program, state)
         ckpt.save(program, state)
         ckpt.wait()
-        held = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(program.layout.abstract_arrays.frozen))
+        held = sum(
+            a.size * a.dtype.itemsize
+            for a in jax.tree.leaves(program.layout.abstract_arrays.frozen)
+        )
         text = inspect(directory / "1").text
         assert re.search(rf"total frozen +{held:,}\n", text)
         assert f"weights['blocks']['up']#{format}." in text
-    with build(format, tmp_path, **TIERS[restored_to]) as program, zj.Checkpointer(directory) as ckpt:
+    with (
+        build(format, tmp_path, **TIERS[restored_to]) as program,
+        zj.Checkpointer(directory) as ckpt,
+    ):
         state = ckpt.restore(program)
         assert_same(weights(program, state), saved)
         jax.block_until_ready(program.step(state, BATCH))
@@ -109,7 +133,9 @@ def test_adapters_go_on_over_a_base_on_other_shards(format, fields, tmp_path):
         after = weights(program, state)
         for layer in range(LAYERS):
             for name in ("up", "down"):
-                np.testing.assert_array_equal(after[f"blocks/{layer}"][name], saved[f"blocks/{layer}"][name])
+                np.testing.assert_array_equal(
+                    after[f"blocks/{layer}"][name], saved[f"blocks/{layer}"][name]
+                )
 
 
 def test_an_encoded_base_moves_where_its_blocks_and_groups_are_whole(tmp_path):
@@ -121,19 +147,30 @@ def test_an_encoded_base_moves_where_its_blocks_and_groups_are_whole(tmp_path):
             ckpt.save(program, state)
             ckpt.wait()
     # One device merges all dims of an array. The blocks are the same.
-    with build("int8", tmp_path, devices=1, frozen=DISK) as program, zj.Checkpointer(tmp_path / "int8") as ckpt:
+    with (
+        build("int8", tmp_path, devices=1, frozen=DISK) as program,
+        zj.Checkpointer(tmp_path / "int8") as ckpt,
+    ):
         assert_same(weights(program, ckpt.restore(program)), saved)
     # One group of scales on one device is two on two devices.
     refused = pytest.raises(
         zj.CheckpointError, match=r"in 8 or 4 bits in other blocks .*#nf4.*of several saved groups.*bit for bit or not at all.*"
         "import_params",
     )  # fmt: skip
-    with build("nf4", tmp_path, devices=1) as program, zj.Checkpointer(tmp_path / "nf4") as ckpt, refused:
+    with (
+        build("nf4", tmp_path, devices=1) as program,
+        zj.Checkpointer(tmp_path / "nf4") as ckpt,
+        refused,
+    ):
         ckpt.restore(program)
-    refused = pytest.raises(zj.CheckpointError, match=r"no weights\['blocks'\]\['down'\] .*bit for bit or not at all")
+    refused = pytest.raises(
+        zj.CheckpointError, match=r"no weights\['blocks'\]\['down'\] .*bit for bit or not at all"
+    )
     with build(None, tmp_path) as program, zj.Checkpointer(tmp_path / "nf4") as ckpt, refused:
         ckpt.restore(program)
-    with pytest.raises(zj.CheckpointError, match=r"\['down'\] is frozen, and rests in nf4.*iter_params"):
+    with pytest.raises(
+        zj.CheckpointError, match=r"\['down'\] is frozen, and rests in nf4.*iter_params"
+    ):
         zj.export_safetensors(tmp_path / "nf4", tmp_path / "out.safetensors")
 
 
@@ -147,10 +184,14 @@ def test_an_imported_base_is_what_the_codec_makes_of_it(format, tier, tmp_path):
         got, encodings = weights(program, state), program.layout.encodings
         for name in ("up", "down"):
             weight = params["blocks"][name]
-            whole = decode(encode(jnp.asarray(weight), encodings[f"['blocks']['{name}']"].layout), jnp.float32)
+            whole = decode(
+                encode(jnp.asarray(weight), encodings[f"['blocks']['{name}']"].layout), jnp.float32
+            )
             assert 0 < np.abs(weight - whole).max() < 0.2 * np.abs(weight).max()
             for layer in range(LAYERS):
                 np.testing.assert_array_equal(got[f"blocks/{layer}"][name], whole[layer])
         fewer = params | {"blocks": params["blocks"] | {"up": params["blocks"]["up"][:, :8]}}
-        with pytest.raises(ValueError, match=r"blocks.up \[2, 8, 1024\], and here it is \[2, 16, 1024\]"):
+        with pytest.raises(
+            ValueError, match=r"blocks.up \[2, 8, 1024\], and here it is \[2, 16, 1024\]"
+        ):
             zj.import_params(program, fewer, key=jax.random.key(0))

@@ -18,7 +18,10 @@ from zerojax.checkpoint.manifest import SavedState
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inspected")
-    with build(Place(3, "device"), folder / "swap") as program, zj.Checkpointer(folder / "c") as ckpt:
+    with (
+        build(Place(3, "device"), folder / "swap") as program,
+        zj.Checkpointer(folder / "c") as ckpt,
+    ):
         ckpt.save(program, program.init(jax.random.key(0)))
     shutil.copytree(folder / "c" / "0", folder / "c" / "20")
     return folder / "c"
@@ -74,13 +77,21 @@ def test_step_shows_leaves_values_config_and_totals(original, capsys):
     status, text = inspected(capsys, original / "20")
     assert status == 0
     line = next(line for line in text.splitlines() if line.startswith("weights['blocks']['w1']"))
-    assert re.split(" {2,}", line) == ["weights['blocks']['w1']", "[3, 16, 40]", "float32", "(None, 'fsdp', None)", "7,680"]
+    assert re.split(" {2,}", line) == [
+        "weights['blocks']['w1']",
+        "[3, 16, 40]",
+        "float32",
+        "(None, 'fsdp', None)",
+        "7,680",
+    ]
     assert row(text, "step") == ["step", "[]", "int32", "=", "0", "4"]
     assert row(text, "mesh")[1:] == ["data=1", "fsdp=8", "tensor=1"]
     assert {"stage=3", "precision=fp16"} <= set(text.split())
     with SavedState(str(original / "20" / "state")) as saved:
         weights = sum(c.num_bytes for name, c in saved.leaves.items() if name.startswith("weights"))
-        rest = sum(c.num_bytes for name, c in saved.leaves.items() if not name.startswith("weights"))
+        rest = sum(
+            c.num_bytes for name, c in saved.leaves.items() if not name.startswith("weights")
+        )
         rest += sum(value.nbytes for value in saved.values.values())
     assert row(text, "total") == ["total", "weights", f"{weights:,}"]
     assert text.splitlines()[-1].split() == ["total", f"{weights + rest:,}"]
@@ -145,5 +156,7 @@ def test_no_device_is_used(original):
         "sys.exit(bool(xla_bridge._backends))"
     )
     subprocess.run(
-        [sys.executable, "-c", program, "inspect", str(original / "20"), "--verify"], check=True, capture_output=True
+        [sys.executable, "-c", program, "inspect", str(original / "20"), "--verify"],
+        check=True,
+        capture_output=True,
     )

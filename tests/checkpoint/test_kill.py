@@ -1,4 +1,6 @@
-"""A process killed at any moment, in a save too, goes on from a whole checkpoint to the losses of one that was not killed."""
+"""A process killed at any moment, in a save too, goes on from a whole checkpoint to the losses of
+one that was not killed.
+"""
 
 import contextlib
 import pathlib
@@ -20,12 +22,18 @@ LONGEST_RUN = 3.0
 
 
 @contextlib.contextmanager
-def worker(folder: pathlib.Path, tier: str, last: int) -> Iterator[tuple[subprocess.Popen[str], int, pathlib.Path]]:
-    """Start one; yields it once it trains, with the step that it went on from and the file of its warnings."""
+def worker(
+    folder: pathlib.Path, tier: str, last: int
+) -> Iterator[tuple[subprocess.Popen[str], int, pathlib.Path]]:
+    """Start one; yields it once it trains, with the step that it went on from and the file of its
+    warnings.
+    """
     told = folder / "stderr"
     command = [sys.executable, killed.__file__, str(folder), tier, str(last)]
     with told.open("w") as stderr:
-        process = subprocess.Popen(command, env=processes.environment(), stdout=subprocess.PIPE, stderr=stderr, text=True)
+        process = subprocess.Popen(
+            command, env=processes.environment(), stdout=subprocess.PIPE, stderr=stderr, text=True
+        )
     try:
         assert process.stdout is not None
         line = process.stdout.readline().split()
@@ -70,7 +78,9 @@ def test_killed_runs_go_on_to_the_same_losses(tmp_path, tier, kills):
         newest = assert_whole(saved)
         with worker(tmp_path, tier, last=1 << 30) as (process, start, told):
             assert start == newest
-            assert ("zerojax-swap-0" in told.read_text()) == (kill > 0 and tier == "nvme")  # that of the process before
+            assert ("zerojax-swap-0" in told.read_text()) == (
+                kill > 0 and tier == "nvme"
+            )  # that of the process before
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(delays.uniform(0, longest))
                 raise AssertionError(told.read_text())
@@ -86,7 +96,10 @@ def test_killed_runs_go_on_to_the_same_losses(tmp_path, tier, kills):
         if tier == "nvme":
             assert "zerojax-swap-0" in told.read_text()
         assert process.wait(300) == 0, told.read_text()
-    found, whole = logged(tmp_path, "losses"), logged(tmp_path, "whole")  # of a run that was not killed
+    found, whole = (
+        logged(tmp_path, "losses"),
+        logged(tmp_path, "whole"),
+    )  # of a run that was not killed
     assert sorted(found) == sorted(whole) == [*range(1, last + 1)]
     assert found == whole
     assert not [path for path in (tmp_path / "swap").iterdir() if path.is_dir()]

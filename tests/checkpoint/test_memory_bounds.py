@@ -1,4 +1,6 @@
-"""Saving takes the copies that it says, and restoring a process's shards and a record: measured on 150 to 230 MB."""
+"""Saving takes the copies that it says, and restoring a process's shards and a record: measured on
+150 to 230 MB.
+"""
 
 import json
 import os
@@ -19,7 +21,10 @@ pytestmark = pytest.mark.xdist_group("memory_bounds")  # which share one process
 SLACK = 40 << 20  # what compiling takes, and records of 9 MB
 ON_DISK = "on disk, the same as the checkpoint's"
 ROWS = {"on the device, at most 64 MB of copies": 16, "on the device": 16, ON_DISK: 24}
-"""What is measured, and the layers of its model. On disk more of them take no more memory, and their state is 230 MB."""
+"""What is measured, and the layers of its model.
+
+On disk more of them take no more memory, and their state is 230 MB.
+"""
 SCRIPT = """
 import ctypes, gc, json, sys
 import checkpoints
@@ -33,7 +38,13 @@ for name, layers in json.loads(sys.argv[2]).items():
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """Return what `benchmarks/checkpoints.py` measures, by row: one after the other in one process."""
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path_factory.mktemp("measured")), json.dumps(ROWS)]
+    command = [
+        sys.executable,
+        "-c",
+        SCRIPT,
+        str(tmp_path_factory.mktemp("measured")),
+        json.dumps(ROWS),
+    ]
     env = processes.environment()
     env["PYTHONPATH"] += os.pathsep + str(processes.ROOT / "benchmarks")
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
@@ -52,7 +63,9 @@ def test_copies_are_the_shards_or_within_the_bound(measured):
 
 
 def test_one_record_is_in_memory_at_a_time(tmp_path, monkeypatch):
-    """A record is read once the one before is in place, however slow the device: busy here, with large products."""
+    """A record is read once the one before is in place, however slow the device: busy here, with
+    large products.
+    """
     read, fillers, made, unready = restoring.LeafSource.record, restoring.filler, [], []
 
     @jax.jit
@@ -61,7 +74,9 @@ def test_one_record_is_in_memory_at_a_time(tmp_path, monkeypatch):
         return value + none.astype(value.dtype)
 
     def record(source, index, sharding):
-        unready.extend(a for arrays in made[-1:] for a in jax.tree.leaves(arrays) if not a.is_ready())
+        unready.extend(
+            a for arrays in made[-1:] for a in jax.tree.leaves(arrays) if not a.is_ready()
+        )
         return read(source, index, sharding)
 
     def filler(*args):
@@ -75,7 +90,10 @@ def test_one_record_is_in_memory_at_a_time(tmp_path, monkeypatch):
 
     monkeypatch.setattr(restoring.LeafSource, "record", record)
     monkeypatch.setattr(restoring, "filler", filler)
-    with build(Place(3, "device", "1"), tmp_path) as program, zj.Checkpointer(tmp_path / "c") as ckpt:
+    with (
+        build(Place(3, "device", "1"), tmp_path) as program,
+        zj.Checkpointer(tmp_path / "c") as ckpt,
+    ):
         ckpt.save(program, program.init(jax.random.key(0)))
         ckpt.restore(program)
     assert len(made) == toys.LAYERS

@@ -1,4 +1,6 @@
-"""What was saved stays: no call that fails, no kill and nothing that lies in a directory takes a whole checkpoint away."""
+"""What was saved stays: no call that fails, no kill and nothing that lies in a directory takes a
+whole checkpoint away.
+"""
 
 import contextlib
 import errno
@@ -44,14 +46,22 @@ def newest(program, folder) -> int:
 
 
 def test_a_step_that_is_there_is_not_set_aside_for_a_save_that_fails(program, tmp_path):
-    """The directory could not be flushed when it had appeared, so its save failed; and so does the next one."""
+    """The directory could not be flushed when it had appeared, so its save failed; and so does the
+    next one.
+    """
     with zj.Checkpointer(tmp_path, max_to_keep=1, is_async=False) as ckpt:
         state = run(program, program.init(jax.random.key(0)), ckpt, 1)
         state, _ = program.step(state, BATCH)
-        with failing_fsync(lambda path: path == str(tmp_path)), pytest.raises(zj.CheckpointError, match=r"EIO \(5\)"):
+        with (
+            failing_fsync(lambda path: path == str(tmp_path)),
+            pytest.raises(zj.CheckpointError, match=r"EIO \(5\)"),
+        ):
             ckpt.save(program, state)
         state, _ = program.step(state, BATCH)
-        with failing_fsync(lambda path: "orbax-checkpoint-tmp" in path), pytest.raises(zj.CheckpointError, match="EIO"):
+        with (
+            failing_fsync(lambda path: "orbax-checkpoint-tmp" in path),
+            pytest.raises(zj.CheckpointError, match="EIO"),
+        ):
             ckpt.save(program, state)
         assert newest(program, tmp_path) == 2
         assert ckpt.save(program, state)
@@ -85,12 +95,20 @@ def test_after_a_rollback_nothing_is_set_aside_before_a_save_is_done(program, tm
     kept = os.stat(tmp_path / "2").st_ino
     with zj.Checkpointer(tmp_path, is_async=False) as ckpt:
         state, _ = program.step(ckpt.restore(program, 1), {"x": BATCH["x"] + 1})
-        with failing_fsync(lambda path: "orbax-checkpoint-tmp" in path), pytest.raises(zj.CheckpointError, match="EIO"):
+        with (
+            failing_fsync(lambda path: "orbax-checkpoint-tmp" in path),
+            pytest.raises(zj.CheckpointError, match="EIO"),
+        ):
             ckpt.save(program, state)
         assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["1", "2", "3"]
         assert newest(program, tmp_path) == 3
         assert ckpt.save(program, state)  # in place of another step 2
-        assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["1", "2", "2.set-aside", "3.set-aside"]
+        assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [
+            "1",
+            "2",
+            "2.set-aside",
+            "3.set-aside",
+        ]
         assert os.stat(tmp_path / "2.set-aside").st_ino == kept
         np.testing.assert_array_equal(ckpt.restore(program).params["w"], state.params["w"])
 
@@ -112,7 +130,9 @@ def test_a_kill_while_a_step_replaces_another_leaves_the_new_one(program, tmp_pa
         assert int(ckpt.restore(program, 1).step) == 1
 
 
-def test_a_replacement_that_could_not_be_renamed_is_renamed_by_a_later_save(program, tmp_path, monkeypatch):
+def test_a_replacement_that_could_not_be_renamed_is_renamed_by_a_later_save(
+    program, tmp_path, monkeypatch
+):
     with zj.Checkpointer(tmp_path, max_to_keep=1, is_async=False) as ckpt:
         run(program, program.init(jax.random.key(0)), ckpt, 2)
     real = os.rename
@@ -159,12 +179,18 @@ def test_a_file_system_without_flushes_of_folders_is_saved_to(program, tmp_path,
     with failing_fsync(os.path.isdir, errno.EINVAL), zj.Checkpointer(tmp_path) as ckpt:
         run(program, program.init(jax.random.key(0)), ckpt, 2)
     assert newest(program, tmp_path) == 2
-    told = [r.getMessage() for r in caplog.records if "does not flush folders (fsync: Invalid argument)" in r.getMessage()]
+    told = [
+        r.getMessage()
+        for r in caplog.records
+        if "does not flush folders (fsync: Invalid argument)" in r.getMessage()
+    ]
     assert len(told) == 1
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_a_file_system_without_locks_is_saved_to_by_one_process(program, tmp_path, caplog, monkeypatch, num_processes):
+def test_a_file_system_without_locks_is_saved_to_by_one_process(
+    program, tmp_path, caplog, monkeypatch, num_processes
+):
     def flock(fd, operation):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
@@ -173,13 +199,25 @@ def test_a_file_system_without_locks_is_saved_to_by_one_process(program, tmp_pat
         if num_processes == 2:
             monkeypatch.setattr(jax, "process_count", lambda: 2)
             directory = Directory(tmp_path)
-            with pytest.raises(zj.CheckpointError, match=r"does not lock files \(flock: .*\), .*: mount it with locks"):
+            with pytest.raises(
+                zj.CheckpointError,
+                match=r"does not lock files \(flock: .*\), .*: mount it with locks",
+            ):
                 directory.lock()
             assert not directory.is_locked
             return
         run(program, program.init(jax.random.key(0)), ckpt, 2)
     assert newest(program, tmp_path) == 2
-    assert len([r for r in caplog.records if "a second run that saves there is not noticed" in r.getMessage()]) == 1
+    assert (
+        len(
+            [
+                r
+                for r in caplog.records
+                if "a second run that saves there is not noticed" in r.getMessage()
+            ]
+        )
+        == 1
+    )
 
 
 @pytest.mark.parametrize("planted", ["symlink", "hard link", "fifo", "folder", "text"])
@@ -223,7 +261,9 @@ def test_a_step_that_cannot_be_looked_at_is_not_passed_over(program, tmp_path, m
                 call()
 
 
-def test_a_save_that_failed_while_the_disk_could_not_be_asked_is_tried_again(program, tmp_path, monkeypatch):
+def test_a_save_that_failed_while_the_disk_could_not_be_asked_is_tried_again(
+    program, tmp_path, monkeypatch
+):
     with zj.Checkpointer(tmp_path, is_async=False) as ckpt:
         state = run(program, program.init(jax.random.key(0)), ckpt, 1)
         state, _ = program.step(state, BATCH)
@@ -261,7 +301,9 @@ def test_a_forked_child_that_unwinds_waits_for_nothing(program, tmp_path):
     with zj.Checkpointer(tmp_path) as ckpt:
         state = run(program, program.init(jax.random.key(0)), ckpt, 1)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("warnings.warn", lambda *_, **__: None)  # JAX's, that a child must not use it
+            patch.setattr(
+                "warnings.warn", lambda *_, **__: None
+            )  # JAX's, that a child must not use it
             child = os.fork()
         if child == 0:
             code = 1
@@ -296,7 +338,9 @@ def test_an_interrupted_wait_gives_no_save_up(program, tmp_path, caplog, call):
             patch.setattr(ckpt._writer._thread, "join", join)
             with pytest.raises(KeyboardInterrupt):
                 getattr(ckpt, call)()
-            with pytest.raises(zj.CheckpointError, match="saves checkpoints in"):  # else it would remove what is being written
+            with pytest.raises(
+                zj.CheckpointError, match="saves checkpoints in"
+            ):  # else it would remove what is being written
                 zj.Checkpointer(tmp_path).save(program, state, force=True)
         run(program, state, ckpt, 1)
     assert newest(program, tmp_path) == 2

@@ -1,4 +1,5 @@
-"""The promise of a Checkpointer, over sequences of calls: `restore` returns the newest state whose save was confirmed.
+"""The promise of a Checkpointer, over sequences of calls: `restore` returns the newest state whose
+save was confirmed.
 
     save        confirmed when it, and the wait for it, return
     fail        a save in which a call of the file system fails, the n-th of a kind
@@ -7,8 +8,9 @@
     damage      a record of a step is changed on disk
     keep        another run, with another max_to_keep
 
-After each of them a fresh Checkpointer restores. It must return the newest confirmed state that was not damaged, bit for bit.
-It may return one whose save was not confirmed, if that has appeared: no caller was told of it.
+After each of them a fresh Checkpointer restores. It must return the newest confirmed state that was
+not damaged, bit for bit. It may return one whose save was not confirmed, if that has appeared: no
+caller was told of it.
 """
 
 import contextlib
@@ -24,7 +26,13 @@ import jax
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from test_directory import BATCH, build
 
 import zerojax as zj
@@ -46,14 +54,19 @@ CHANGES = ("fsync", "rename", "mkdir", "rmdir", "unlink")
 
 @contextlib.contextmanager
 def at_call(root, names, number, act):
-    """Call `act(name)` before the call with that number, counted from 0, of some functions of `os` on files below `root`."""
+    """Call `act(name)` before the call with that number, counted from 0, of some functions of `os`
+    on files below `root`.
+    """
     lock, left = threading.Lock(), [number]
 
     def wrapped(name, real):
         def call(path, *args, **kwargs):
-            # Of a descriptor the file that it is open for: rmtree removes names relative to their folder's.
+            # Of a descriptor the file that it is open for: rmtree removes names relative to their
+            # folder's.
             folder = kwargs.get("dir_fd")
-            where = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else os.fspath(path)
+            where = (
+                os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else os.fspath(path)
+            )
             if isinstance(folder, int):
                 where = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), where)
             if isinstance(where, str) and where.startswith(root):
@@ -80,8 +93,12 @@ class Directory(RuleBasedStateMachine):
         self.path = pathlib.Path(self.room.name) / "c"
         self.ckpt = zj.Checkpointer(self.path)
         self.state = self.program.init(jax.random.key(0))
-        self.confirmed: dict[int, bytes] = {}  # by step, what was saved there, as far as retention may have left it
-        self.unconfirmed: list[tuple[int, bytes]] = []  # states whose saves failed: they may have appeared
+        self.confirmed: dict[
+            int, bytes
+        ] = {}  # by step, what was saved there, as far as retention may have left it
+        self.unconfirmed: list[
+            tuple[int, bytes]
+        ] = []  # states whose saves failed: they may have appeared
         self.damaged: set[int] = set()
         self.last: int | None = None  # step from which this run goes on
         self.seed = 0
@@ -93,7 +110,9 @@ class Directory(RuleBasedStateMachine):
         self.room.cleanup()
 
     def numbers(self, state) -> bytes:
-        return b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves((state.params, state.opt_state)))
+        return b"".join(
+            np.asarray(leaf).tobytes() for leaf in jax.tree.leaves((state.params, state.opt_state))
+        )
 
     def advance(self):
         self.seed += 1  # so that a run that went back makes other states
@@ -102,7 +121,9 @@ class Directory(RuleBasedStateMachine):
 
     def confirm(self, step, numbers):
         # What is newer than the step from which this run went on is another run's, and set aside.
-        self.confirmed = {k: v for k, v in self.confirmed.items() if self.last is None or k <= self.last}
+        self.confirmed = {
+            k: v for k, v in self.confirmed.items() if self.last is None or k <= self.last
+        }
         self.unconfirmed = []
         self.confirmed[step], self.last = numbers, step
         self.damaged = {k for k in self.damaged if k in self.confirmed and k != step}
@@ -188,8 +209,12 @@ class Directory(RuleBasedStateMachine):
             other.rename(self.path)
             self.confirmed, self.unconfirmed, self.damaged = before
             self.unconfirmed.append((step, numbers))
-            if self.keep is not None and step in self.ckpt.all_steps():  # it has appeared, so retention may have begun
-                self.confirmed = {k: v for k, v in self.confirmed.items() if (self.path / str(k)).is_dir()}
+            if (
+                self.keep is not None and step in self.ckpt.all_steps()
+            ):  # it has appeared, so retention may have begun
+                self.confirmed = {
+                    k: v for k, v in self.confirmed.items() if (self.path / str(k)).is_dir()
+                }
             self.reopen()
 
     @precondition(lambda self: set(self.confirmed) - self.damaged)
@@ -200,7 +225,9 @@ class Directory(RuleBasedStateMachine):
     @precondition(lambda self: set(self.confirmed) - self.damaged and not self.unconfirmed)
     @rule(data=st.data(), way=st.sampled_from(["flip", "cut", "remove", "manifest"]))
     def damage(self, data, way):
-        step = data.draw(st.sampled_from(sorted(set(self.confirmed) - self.damaged)))  # a bit that flips twice is whole
+        step = data.draw(
+            st.sampled_from(sorted(set(self.confirmed) - self.damaged))
+        )  # a bit that flips twice is whole
         folder = self.path / str(step) / "state"
         file = folder / "manifest.0.json" if way == "manifest" else sorted(folder.rglob("c.*"))[-1]
         held = bytearray(file.read_bytes())
@@ -231,14 +258,16 @@ class Directory(RuleBasedStateMachine):
                 return
             step, numbers = int(state.step), self.numbers(state)
             assert reader.latest_step() == step
-        assert (whole and step == max(whole) and numbers == self.confirmed[step]) or (step, numbers) in self.unconfirmed, (
-            f"confirmed {sorted(whole)}, restored {step}"
-        )
+        assert (whole and step == max(whole) and numbers == self.confirmed[step]) or (
+            step,
+            numbers,
+        ) in self.unconfirmed, f"confirmed {sorted(whole)}, restored {step}"
 
 
 @pytest.mark.parametrize("examples", [5, pytest.param(100, marks=pytest.mark.exhaustive)])
 def test_the_newest_confirmed_state_is_restored(examples, monkeypatch):
-    # A process that is killed loses nothing that the kernel has, and waiting for the disk takes most of the time.
+    # A process that is killed loses nothing that the kernel has, and waiting for the disk takes
+    # most of the time.
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     run_state_machine_as_test(
         Directory,

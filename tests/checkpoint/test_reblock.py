@@ -1,4 +1,6 @@
-"""Arrays of weights in 8 or 4 bits, read for other shards: each block gets its own numbers, or the read is refused."""
+"""Arrays of weights in 8 or 4 bits, read for other shards: each block gets its own numbers, or the
+read is refused.
+"""
 
 import itertools
 
@@ -24,7 +26,10 @@ class Arrays:
 
 
 def named(tree):
-    return {NAME + jax.tree_util.keystr(path, simple=True): a for path, a in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    return {
+        NAME + jax.tree_util.keystr(path, simple=True): a
+        for path, a in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
 
 
 def read(saved, shapes, lead):
@@ -53,22 +58,33 @@ def blocks_groups(groups, blocks):
     return groups.reshape(-1)
 
 
-@pytest.mark.parametrize(("before", "after"), [((1, 1), (1, 4)), ((1, 2), (1, 4)), ((1, 1), (2, 1))])
+@pytest.mark.parametrize(
+    ("before", "after"), [((1, 1), (1, 4)), ((1, 2), (1, 4)), ((1, 1), (2, 1))]
+)
 def test_each_block_has_its_own_numbers_and_those_of_its_group(before, after):
     """Two layers, whose arrays count their elements."""
     shapes = {name: a.shape for name, a in abstract(after, (2,)).items()}
     saved = {name: np.arange(a.size).reshape(a.shape) for name, a in abstract(before, (2,)).items()}
     found = read(saved, shapes, 1)
     for name in ("codes", "scales"):
-        np.testing.assert_array_equal(found[NAME + name].reshape(-1), saved[NAME + name].reshape(-1))
+        np.testing.assert_array_equal(
+            found[NAME + name].reshape(-1), saved[NAME + name].reshape(-1)
+        )
     for name in ("steps", "means"):
         there = blocks_groups(saved[NAME + name], saved[NAME + "scales"])
-        np.testing.assert_array_equal(blocks_groups(found[NAME + name], found[NAME + "scales"]), there)
+        np.testing.assert_array_equal(
+            blocks_groups(found[NAME + name], found[NAME + "scales"]), there
+        )
 
 
 def test_a_group_of_several_saved_ones_and_another_weight_are_refused():
-    whole, cut = ({name: a.shape for name, a in abstract(shards).items()} for shards in ((1, 1), (1, 4)))
-    with pytest.raises(ValueError, match=r"a group of scales of weights\['w'\] here has blocks of several saved groups"):
+    whole, cut = (
+        {name: a.shape for name, a in abstract(shards).items()} for shards in ((1, 1), (1, 4))
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"a group of scales of weights\['w'\] here has blocks of several saved groups",
+    ):
         reblocked(NAME + "steps", whole, cut, 0)
     with pytest.raises(ValueError, match=r"^$"):
         reblocked(NAME + "codes", whole, {**cut, NAME + "codes": (16, 1024)}, 0)
@@ -82,13 +98,21 @@ def test_what_is_read_for_other_shards_decodes_to_the_same_bits(shape, format):
     encoded = {}
     for shards in itertools.product((1, 2, 4, 8), repeat=len(shape)):
         divides = all(size % n == 0 for size, n in zip(shape, shards, strict=True))
-        if divides and sum(n > 1 for n in shards) < 2 and storage.refusal(format, shape, shards) is None:
-            encoded[shards] = storage.encode(weight, storage.choose_layout(format, shape, shards), "xla")
+        if (
+            divides
+            and sum(n > 1 for n in shards) < 2
+            and storage.refusal(format, shape, shards) is None
+        ):
+            encoded[shards] = storage.encode(
+                weight, storage.choose_layout(format, shape, shards), "xla"
+            )
     counts = {"read": 0, "refused": 0}
     for before, after in itertools.product(encoded.values(), repeat=2):
         if before.layout.moved != after.layout.moved:
             continue  # under other names in a checkpoint
-        saved, here = ({name: np.asarray(a) for name, a in named(each.q).items()} for each in (before, after))
+        saved, here = (
+            {name: np.asarray(a) for name, a in named(each.q).items()} for each in (before, after)
+        )
         try:
             found = read(saved, {name: a.shape for name, a in here.items()}, 0)
         except ValueError:
@@ -96,7 +120,9 @@ def test_what_is_read_for_other_shards_decodes_to_the_same_bits(shape, format):
             counts["refused"] += 1
             continue
         arrays = [jnp.asarray(found[name]) for name in here]
-        decoded = storage.decode(jax.tree.unflatten(jax.tree.structure(after), arrays), jnp.float32, "xla")
+        decoded = storage.decode(
+            jax.tree.unflatten(jax.tree.structure(after), arrays), jnp.float32, "xla"
+        )
         np.testing.assert_array_equal(decoded, storage.decode(before, jnp.float32, "xla"))
         counts["read"] += 1
     assert counts["read"] > len(encoded)  # each as it is, and some as others

@@ -1,4 +1,6 @@
-"""Training goes on from a checkpoint as if it had not stopped: bit for bit in the same place, within rounding elsewhere."""
+"""Training goes on from a checkpoint as if it had not stopped: bit for bit in the same place,
+within rounding elsewhere.
+"""
 
 import contextlib
 
@@ -27,7 +29,11 @@ def build(fields, swap, axes=None, model=None, tx=None):
 
 
 CASES = {
-    "device": {"stage": 3, "precision": "fp16", "loss_scaling": LossScaling(initial=2.0**10, growth_interval=2)},
+    "device": {
+        "stage": 3,
+        "precision": "fp16",
+        "loss_scaling": LossScaling(initial=2.0**10, growth_interval=2),
+    },
     "host": {"stage": 3, **ON_HOST, "precision": "bf16"},
     "fraction": {"stage": 3, **ON_HOST, "opt_state_device_fraction": 0.5},
     "disk": {"stage": 3, "params": DISK, "opt_state": DISK, "update": "in_backward"},
@@ -40,7 +46,9 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def on_disk(tmp_path_factory):
-    """A program of the case "disk", and the directory of a checkpoint of it after 3 steps, with the losses of the next 3."""
+    """A program of the case "disk", and the directory of a checkpoint of it after 3 steps, with the
+    losses of the next 3.
+    """
     folder = tmp_path_factory.mktemp("on_disk")
     with build(CASES["disk"], folder / "swap") as program:
         with zj.Checkpointer(folder / "c") as ckpt:
@@ -53,10 +61,16 @@ def on_disk(tmp_path_factory):
 @pytest.mark.by_default("disk")
 @pytest.mark.parametrize("name", CASES)
 def test_resumed_losses_are_those_of_the_run_that_went_on(name, on_disk, tmp_path):
-    """With saves in the background, after which the run goes on at once: what is saved is the state of that step."""
+    """With saves in the background, after which the run goes on at once: what is saved is the state
+    of that step.
+    """
     tx = optax.adamw(1e-2) if "update_on" in CASES[name] else None
     with contextlib.ExitStack() as stack:
-        program = on_disk[0] if name == "disk" else stack.enter_context(build(CASES[name], tmp_path / "swap", tx=tx))
+        program = (
+            on_disk[0]
+            if name == "disk"
+            else stack.enter_context(build(CASES[name], tmp_path / "swap", tx=tx))
+        )
         ckpt = stack.enter_context(zj.Checkpointer(tmp_path / "c"))
         state = program.init(jax.random.key(0))
         _, state = toys.run(program, state, DATA[:3])
@@ -64,7 +78,9 @@ def test_resumed_losses_are_those_of_the_run_that_went_on(name, on_disk, tmp_pat
         losses, state = toys.run(program, state, DATA[3:])
         assert ckpt.save(program, state)
         assert toys.run(program, ckpt.restore(program, 3), DATA[3:])[0] == losses
-        resumed, again = toys.run(program, ckpt.restore(program, 3), DATA[3:])  # over a state that was restored
+        resumed, again = toys.run(
+            program, ckpt.restore(program, 3), DATA[3:]
+        )  # over a state that was restored
         assert resumed == losses
         with zj.Checkpointer(tmp_path / "again") as other:
             other.save(program, again)
@@ -91,20 +107,28 @@ def losses_after(ckpt, fields, swap, **where):
 def test_resumed_elsewhere_losses_agree_within_rounding(fields, axes, rtol, on_disk, tmp_path):
     _, directory, expected = on_disk
     with zj.Checkpointer(directory) as ckpt:
-        np.testing.assert_allclose(losses_after(ckpt, fields, tmp_path / "b", axes=axes), expected, rtol=rtol)
+        np.testing.assert_allclose(
+            losses_after(ckpt, fields, tmp_path / "b", axes=axes), expected, rtol=rtol
+        )
 
 
 @pytest.mark.by_default("device")
-@pytest.mark.parametrize("fields", [{"stage": 3}, {"stage": 1, "opt_state": DISK}], ids=["device", "disk"])
+@pytest.mark.parametrize(
+    "fields", [{"stage": 3}, {"stage": 1, "opt_state": DISK}], ids=["device", "disk"]
+)
 def test_a_model_without_layers_is_restored_from_and_onto_disk(fields, tmp_path, monkeypatch):
     monkeypatch.setattr(toys, "LAYERS", 1)  # has leaves of all kinds
     found = []
     with zj.Checkpointer(tmp_path / "c") as ckpt:
-        with build({"stage": 2, "opt_state": DISK}, tmp_path / "a", model=toys.unrolled()) as program:
+        with build(
+            {"stage": 2, "opt_state": DISK}, tmp_path / "a", model=toys.unrolled()
+        ) as program:
             _, state = toys.run(program, program.init(jax.random.key(0)), DATA[:3])
             ckpt.save(program, state)
             found.append(toys.run(program, state, DATA[3:])[0])
-        found.append(losses_after(ckpt, fields, tmp_path / "b", model=toys.unrolled(), axes={"fsdp": 8}))
+        found.append(
+            losses_after(ckpt, fields, tmp_path / "b", model=toys.unrolled(), axes={"fsdp": 8})
+        )
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
 
 
@@ -115,7 +139,9 @@ def test_weights_that_were_saved_are_those_that_are_cast(tmp_path):
         expected = jax.device_get((state.params, state.master))
         ckpt.save(program, state)
         restored = ckpt.restore(program)
-        toys.assert_trees_close(jax.device_get((restored.params, restored.master)), expected, atol=0)
+        toys.assert_trees_close(
+            jax.device_get((restored.params, restored.master)), expected, atol=0
+        )
 
 
 def test_random_keys_of_an_optimizer_are_restored(tmp_path):

@@ -1,4 +1,6 @@
-"""Two processes save together and one restores, and the reverse; what fails in one is raised in both, and nobody waits."""
+"""Two processes save together and one restores, and the reverse; what fails in one is raised in
+both, and nobody waits.
+"""
 
 import errno
 
@@ -11,7 +13,9 @@ from matrix_of_checkpoints import assert_same, numbers
 
 import zerojax as zj
 
-pytestmark = pytest.mark.xdist_group("two_processes_of_checkpoints")  # tests share what the processes found
+pytestmark = pytest.mark.xdist_group(
+    "two_processes_of_checkpoints"
+)  # tests share what the processes found
 
 WORKER = """
 import save_together
@@ -19,16 +23,24 @@ found = save_together.work(out, me, "TIER")
 """
 
 
-@pytest.fixture(scope="module", params=["device", pytest.param("nvme", marks=pytest.mark.exhaustive)])
+@pytest.fixture(
+    scope="module", params=["device", pytest.param("nvme", marks=pytest.mark.exhaustive)]
+)
 def found(tmp_path_factory, request):
-    """This process's program and the folder of its checkpoints and of two processes', and what each of the three found.
+    """This process's program and the folder of its checkpoints and of two processes', and what each
+    of the three found.
 
     By default test_two_processes.py saves and restores what is on disk.
     """
     folder, tier = tmp_path_factory.mktemp("together"), request.param
     with save_together.build(folder, tier) as program:
         alone = save_together.save(program, folder / "one")
-        yield program, folder, alone, processes.launch(WORKER.replace("TIER", tier), folder / "two", 2, devices=4)
+        yield (
+            program,
+            folder,
+            alone,
+            processes.launch(WORKER.replace("TIER", tier), folder / "two", 2, devices=4),
+        )
 
 
 def test_one_process_restores_what_two_saved(found, tmp_path):
@@ -42,7 +54,10 @@ def test_one_process_restores_what_two_saved(found, tmp_path):
         state = ckpt.restore(program)
         with zj.Checkpointer(tmp_path / "again") as again:
             again.save(program, state)
-        assert_same(numbers(tmp_path / "again", save_together.STEPS), numbers(directory, save_together.STEPS))
+        assert_same(
+            numbers(tmp_path / "again", save_together.STEPS),
+            numbers(directory, save_together.STEPS),
+        )
         losses, _ = toys.run(program, state, toys.batches(5)[save_together.STEPS :])
     np.testing.assert_allclose(losses, first["trained"][save_together.STEPS :], rtol=1e-5)
 

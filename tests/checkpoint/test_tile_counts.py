@@ -1,4 +1,6 @@
-"""A weight saved in one number of tiles is restored as any other, and as the dense weight, and back."""
+"""A weight saved in one number of tiles is restored as any other, and as the dense weight, and
+back.
+"""
 
 import contextlib
 import dataclasses
@@ -34,7 +36,9 @@ def tiled_model(tiles):
         return x + tiling.tiled_mlp(x, p["mlp"])
 
     made = tiled_toys.model(stochastic=False, block=block)
-    return dataclasses.replace(made, init_block=init_block, tiles={"mlp": bool(tiles), "scale": False})
+    return dataclasses.replace(
+        made, init_block=init_block, tiles={"mlp": bool(tiles), "scale": False}
+    )
 
 
 def test_any_number_of_tiles_is_restored_as_any_other(tmp_path):
@@ -47,7 +51,13 @@ def test_any_number_of_tiles_is_restored_as_any_other(tmp_path):
     ]
 
     def program_of(tiles, fields):
-        return build(fields, tmp_path / "swap", {"fsdp": 2}, tiled_model(tiles), optax.sgd(1e-4, momentum=0.9))
+        return build(
+            fields,
+            tmp_path / "swap",
+            {"fsdp": 2},
+            tiled_model(tiles),
+            optax.sgd(1e-4, momentum=0.9),
+        )
 
     with program_of(*places[0]) as first:
         for tiles, fields in places:
@@ -98,13 +108,18 @@ def test_a_dense_layer_in_tiles_along_both_dims_is_restored_as_any_other(tmp_pat
             np.testing.assert_array_equal(dense, expected)
             with zj.Checkpointer(tmp_path / f"again {grid}") as other:
                 other.save(first, restored(first, tmp_path / str(grid)))
-            assert_same(numbers(tmp_path / f"again {grid}", 1), numbers(tmp_path / str(grids[0]), 1))
+            assert_same(
+                numbers(tmp_path / f"again {grid}", 1), numbers(tmp_path / str(grids[0]), 1)
+            )
 
 
 def saved_and_restored(folder, source, target, tx=None):
     """Return the weights of a model, and what another has of them after a restore."""
     mesh = zj.make_mesh(devices=jax.devices()[:1])
-    programs = [zj.build_train_step(m, tx or optax.adam(1e-2), zj.ZeroConfig(stage=0), mesh) for m in (source, target)]
+    programs = [
+        zj.build_train_step(m, tx or optax.adam(1e-2), zj.ZeroConfig(stage=0), mesh)
+        for m in (source, target)
+    ]
     state = programs[0].init(jax.random.key(0))
     with zj.Checkpointer(folder) as ckpt:
         ckpt.save(programs[0], state)
@@ -112,33 +127,51 @@ def saved_and_restored(folder, source, target, tx=None):
 
 
 def linen_model(layer):
-    return zj.from_flax(layer, lambda m, b: jnp.mean(m(b["x"]) ** 2), example_batch={"x": jnp.ones((4, 16))})
+    return zj.from_flax(
+        layer, lambda m, b: jnp.mean(m(b["x"]) ** 2), example_batch={"x": jnp.ones((4, 16))}
+    )
 
 
 @pytest.mark.parametrize(("there", "here"), [(1, 4), (4, 1), (2, 4)])
 def test_a_linen_mlp_goes_from_any_tiles_to_one_and_back(there, here, tmp_path):
     models = [linen_model(zj.linen.TiledMLP(24, num_tiles=n, gated=True)) for n in (there, here)]
     weights, restored = saved_and_restored(tmp_path, *models)
-    jax.tree.map(np.testing.assert_array_equal, tiling.untile_mlp(restored), tiling.untile_mlp(weights))
+    jax.tree.map(
+        np.testing.assert_array_equal, tiling.untile_mlp(restored), tiling.untile_mlp(weights)
+    )
 
 
 def test_a_linen_dense_layer_goes_to_one_tile(tmp_path):
     models = [linen_model(zj.linen.TiledDense(24, num_tiles=n, in_tiles=n)) for n in (2, 1)]
     weights, restored = saved_and_restored(tmp_path, *models)
-    np.testing.assert_array_equal(restored["kernel"][0], tiling.untile_kernel(weights["kernel"], in_tiles=2))
+    np.testing.assert_array_equal(
+        restored["kernel"][0], tiling.untile_kernel(weights["kernel"], in_tiles=2)
+    )
 
 
 def function_model(in_tiles, out_tiles, flag):
     def init(key):
-        return {"up": tiling.tile_kernel(jax.random.normal(key, (16, 16)), in_tiles=in_tiles, out_tiles=out_tiles)}
+        return {
+            "up": tiling.tile_kernel(
+                jax.random.normal(key, (16, 16)), in_tiles=in_tiles, out_tiles=out_tiles
+            )
+        }
 
-    return zj.Model(init, lambda p, b, _: jnp.mean(tiling.tiled_dense(b["x"], p["up"], in_tiles=in_tiles)), tiles={"up": flag})
+    return zj.Model(
+        init,
+        lambda p, b, _: jnp.mean(tiling.tiled_dense(b["x"], p["up"], in_tiles=in_tiles)),
+        tiles={"up": flag},
+    )
 
 
 def test_a_weight_with_the_name_of_an_mlps_is_not_taken_for_it(tmp_path):
-    with pytest.raises(CheckpointError, match=r"\['up'\] \[4, 8, 8\], .*tell by the model's tiles how many of 2"):
+    with pytest.raises(
+        CheckpointError, match=r"\['up'\] \[4, 8, 8\], .*tell by the model's tiles how many of 2"
+    ):
         saved_and_restored(tmp_path / "a", function_model(2, 2, True), function_model(2, 1, True))
-    weights, restored = saved_and_restored(tmp_path / "b", function_model(2, 2, True), function_model(2, 1, 2))
+    weights, restored = saved_and_restored(
+        tmp_path / "b", function_model(2, 2, True), function_model(2, 1, 2)
+    )
     found, expected = (tiling.untile_kernel(tree["up"], in_tiles=2) for tree in (restored, weights))
     np.testing.assert_array_equal(found, expected)
 
@@ -149,7 +182,8 @@ def test_exported_tiles_are_imported_as_any_others(form, tmp_path):
     mesh = zj.make_mesh(devices=jax.devices()[:1])
     config = zj.ZeroConfig(stage=0)
     source, target = (
-        zj.build_train_step(function_model(*grid, grid[0]), optax.adam(1e-2), config, mesh) for grid in ((2, 2), (4, 2))
+        zj.build_train_step(function_model(*grid, grid[0]), optax.adam(1e-2), config, mesh)
+        for grid in ((2, 2), (4, 2))
     )
     state = source.init(jax.random.key(0))
     with zj.Checkpointer(tmp_path / "c") as ckpt:
@@ -164,10 +198,19 @@ def test_exported_tiles_are_imported_as_any_others(form, tmp_path):
 def test_moments_that_are_not_like_their_weights_are_not_restored_in_other_tiles(tmp_path):
     """Of a factored moment in 4 tiles, those of rows have one shape whatever the grid."""
     models = [function_model(2, 2, 2), function_model(4, 1, 4)]
-    with pytest.raises(CheckpointError, match=r"v_row\['up'\] \[4, .*is not like its weight, and so is not converted"):
-        saved_and_restored(tmp_path / "a", *models, tx=optax.adafactor(1e-2, min_dim_size_to_factor=4))
-    weights, restored = saved_and_restored(tmp_path / "b", *models, tx=optax.adafactor(1e-2))  # nothing is factored
-    found, expected = (tiling.untile_kernel(tree["up"], in_tiles=n) for tree, n in ((restored, 4), (weights, 2)))
+    with pytest.raises(
+        CheckpointError,
+        match=r"v_row\['up'\] \[4, .*is not like its weight, and so is not converted",
+    ):
+        saved_and_restored(
+            tmp_path / "a", *models, tx=optax.adafactor(1e-2, min_dim_size_to_factor=4)
+        )
+    weights, restored = saved_and_restored(
+        tmp_path / "b", *models, tx=optax.adafactor(1e-2)
+    )  # nothing is factored
+    found, expected = (
+        tiling.untile_kernel(tree["up"], in_tiles=n) for tree, n in ((restored, 4), (weights, 2))
+    )
     np.testing.assert_array_equal(found, expected)
 
 
@@ -190,7 +233,11 @@ def test_boxes_of_tiles_are_those_of_the_dense_weight(source, target, told, stac
 
     def cut(grid):
         made = (
-            dense if grid is None else np.asarray(tiling.tile_kernel(jnp.asarray(dense), in_tiles=grid[0], out_tiles=grid[1]))
+            dense
+            if grid is None
+            else np.asarray(
+                tiling.tile_kernel(jnp.asarray(dense), in_tiles=grid[0], out_tiles=grid[1])
+            )
         )
         return np.stack([made, made + 1000]) if stacked else made
 
@@ -206,7 +253,9 @@ def test_boxes_of_tiles_are_those_of_the_dense_weight(source, target, told, stac
         return
     flag = target is not None and (target[0] if told else True)
     tiled = (source is not None, flag)
-    how = retiled(saved.shape, here.shape, stacked=stacked, tiled=tiled, is_mlp=bool(same_dim) and not told)
+    how = retiled(
+        saved.shape, here.shape, stacked=stacked, tiled=tiled, is_mlp=bool(same_dim) and not told
+    )
     for part in (slice(None), slice(1, 2)):
         box = tuple(range(n)[part] for n in here.shape)
         out = np.empty([len(r) for r in box], np.float32)

@@ -19,7 +19,9 @@ def test_memory_prints_the_papers_figures(capsys):
     assert lines[-1].endswith("2.95 P")
 
 
-@pytest.mark.parametrize("arguments", [["memory", "--params", "0", "--shards", "4"], ["memory"], []])
+@pytest.mark.parametrize(
+    "arguments", [["memory", "--params", "0", "--shards", "4"], ["memory"], []]
+)
 def test_bad_arguments_exit_with_a_message(arguments, capsys):
     with pytest.raises(SystemExit):
         cli.main(arguments)
@@ -29,7 +31,10 @@ def test_bad_arguments_exit_with_a_message(arguments, capsys):
 
 def test_bench_io_on_too_small_a_disk_says_which_flag_to_lower(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench_io, "tune", lambda path: DEFAULT)
-    with disks.mounted(tmp_path / "small", "size=1m") as folder, pytest.raises(SystemExit) as caught:
+    with (
+        disks.mounted(tmp_path / "small", "size=1m") as folder,
+        pytest.raises(SystemExit) as caught,
+    ):
         cli.main(["bench-io", str(folder), "--gib", "0.5"])
     assert caught.value.code == 2
     told = capsys.readouterr().err
@@ -40,7 +45,9 @@ def test_bench_io_on_too_small_a_disk_says_which_flag_to_lower(tmp_path, capsys,
 
 
 def test_module_runs():
-    done = subprocess.run([sys.executable, "-m", "zerojax", "--help"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "zerojax", "--help"], capture_output=True, text=True, check=True
+    )
     assert "memory" in done.stdout
 
 
@@ -48,29 +55,58 @@ SHAPE = ["--layers", "48", "--hidden", "6144", "--heads", "64", "--seq", "2048",
 
 
 def test_memory_prints_a_transformers_activations(capsys):
-    """By the closed forms: with the stream split, 20 s b h / t bytes a layer, and 34 s b h / t by Korthikanti et al."""
-    cli.main(["memory", *SHAPE, "--vocab", "51200", "--tensor", "8", "--sequence-parallel", "--activations", "selective"])
+    """By the closed forms: with the stream split, 20 s b h / t bytes a layer, and 34 s b h / t by
+    Korthikanti et al.
+    """
+    cli.main(
+        [
+            "memory",
+            *SHAPE,
+            "--vocab",
+            "51200",
+            "--tensor",
+            "8",
+            "--sequence-parallel",
+            "--activations",
+            "selective",
+        ]
+    )
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[0] == f"{48 * 12 * 6144**2 + 51200 * 6144:,}"  # 22 B parameters
     mode, *cells = lines[-1].split()
     sbh = 2048 * 6144 / 2**30
     assert mode == "selective"
-    assert [float(cell) for cell in cells] == [round(n, 3) for each in (20, 34) for n in (each * sbh / 8, 48 * each * sbh / 8)]
+    assert [float(cell) for cell in cells] == [
+        round(n, 3) for each in (20, 34) for n in (each * sbh / 8, 48 * each * sbh / 8)
+    ]
     cli.main(["memory", *SHAPE])
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-3:]] == ["save", "selective", "remat"]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-3:]] == [
+        "save",
+        "selective",
+        "remat",
+    ]
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--layers", "2", "--shards", "2"], "--layers: activations are those of a transformer, whose --hidden, --heads"),
-        (["--params", "5", "--shards", "2", "--sequence-parallel"], "--sequence-parallel: activations are those"),
+        (
+            ["--layers", "2", "--shards", "2"],
+            "--layers: activations are those of a transformer, whose --hidden, --heads",
+        ),
+        (
+            ["--params", "5", "--shards", "2", "--sequence-parallel"],
+            "--sequence-parallel: activations are those",
+        ),
         (["--shards", "2"], "--params, or --layers, --hidden, --heads and --seq"),
         ([*SHAPE, "--tensor", "5"], "--heads 64 do not divide by --tensor 5"),
         ([*SHAPE, "--hidden", "6145"], "--hidden 6145 does not divide by --heads 64"),
         ([*SHAPE, "--sequence-parallel"], "give 2 or more"),
         ([*SHAPE, "--partition-activations"], "--partition-activations splits the sequence"),
-        ([*SHAPE, "--seq", "2047", "--tensor", "8", "--sequence-parallel"], "pad the sequences to 2048"),
+        (
+            [*SHAPE, "--seq", "2047", "--tensor", "8", "--sequence-parallel"],
+            "pad the sequences to 2048",
+        ),
         ([*SHAPE, "--batch", "0"], "must be at least 1"),
     ],
 )
@@ -94,7 +130,20 @@ ENTRY %main (h: f32[1000,1000]) -> f32[1000,1000] {
 def test_simulate_prints_predictions_at_the_rates_given(tmp_path, capsys):
     path = tmp_path / "program.txt"
     path.write_text(SCHEDULED)
-    cli.main(["simulate", str(path), "--link", "4e6", "--launch-seconds", "0", "--issue-seconds", "0", "--streams", "turns"])
+    cli.main(
+        [
+            "simulate",
+            str(path),
+            "--link",
+            "4e6",
+            "--launch-seconds",
+            "0",
+            "--issue-seconds",
+            "0",
+            "--streams",
+            "turns",
+        ]
+    )
     told = capsys.readouterr().out
     # 4e6 bytes at 4e6 a second.
     assert "predicted step 1000.0 ms: compute 0.0 ms, idle 100.0 %" in told
@@ -105,10 +154,15 @@ def test_simulate_prints_predictions_at_the_rates_given(tmp_path, capsys):
 
 def test_errors_of_an_export_name_options(tmp_path, capsys, monkeypatch):
     said = "merge them by merge_lora=True, or write them alone by zerojax.export_peft; give it as `like`"
-    monkeypatch.setattr(commands, "export_hf", lambda *args, **options: (_ for _ in ()).throw(ValueError(said)))
+    monkeypatch.setattr(
+        commands, "export_hf", lambda *args, **options: (_ for _ in ()).throw(ValueError(said))
+    )
     with pytest.raises(SystemExit, match="2"):
         cli.main(["export", str(tmp_path), "out", "--format", "hf", "--like", "folder"])
-    assert "by --merge-lora, or write them alone by --format peft; give it as --like\n" in capsys.readouterr().err
+    assert (
+        "by --merge-lora, or write them alone by --format peft; give it as --like\n"
+        in capsys.readouterr().err
+    )
 
 
 def test_simulate_says_what_it_cannot_read(tmp_path, capsys):
@@ -128,7 +182,21 @@ def test_simulate_says_what_it_cannot_read(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
-PLAN = ["plan", "--layers", "2", "--hidden", "64", "--heads", "4", "--seq", "16", "--batch", "8", "--machine", "h200"]
+PLAN = [
+    "plan",
+    "--layers",
+    "2",
+    "--hidden",
+    "64",
+    "--heads",
+    "4",
+    "--seq",
+    "16",
+    "--batch",
+    "8",
+    "--machine",
+    "h200",
+]
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
@@ -170,7 +238,10 @@ def test_machine_files_of_any_kind_end_with_one_line(name, data, words, tmp_path
     assert words in line
 
 
-@pytest.mark.parametrize("arguments", [["probe", "--out=\ud800"], ["machines", "\ud800.toml"], [*PLAN, "--set=link_up=\udcff"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["probe", "--out=\ud800"], ["machines", "\ud800.toml"], [*PLAN, "--set=link_up=\udcff"]],
+)
 def test_errors_of_arguments_that_are_no_utf_8_can_be_printed(arguments, capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(arguments)

@@ -1,4 +1,6 @@
-"""Command lines and machine files that were drawn: each prints what it was asked for, or one line with exit status 2."""
+"""Command lines and machine files that were drawn: each prints what it was asked for, or one line
+with exit status 2.
+"""
 
 import os
 import pathlib
@@ -20,7 +22,23 @@ NUMBERS = [
      "10" * 200, "9" * 5000, "1T", "175B", "7.5e9", "K", "", " ", "x", "---1", "0x10", "1_000", "٣", "½",
     "1e", "--", "-", "\ud800",
 ]  # fmt: skip
-WORDS = ["bf16", "fp16", "fp32", "h200", "l4", "dgx2", "H200", "turns", "each", "plain", "nvme", "save", "remat", "hf", "orbax"]
+WORDS = [
+    "bf16",
+    "fp16",
+    "fp32",
+    "h200",
+    "l4",
+    "dgx2",
+    "H200",
+    "turns",
+    "each",
+    "plain",
+    "nvme",
+    "save",
+    "remat",
+    "hf",
+    "orbax",
+]
 FIX = [
     "stage", "opt_state", "params", "activations", "num_microbatches", "prefetch_distance", "clip_norm", "precision",
     "swap_dir", "update_on", "frozen", "opt_state_device_fraction", "gather_ahead", "nothing", "",
@@ -47,7 +65,20 @@ OPTIONS = {
 }  # fmt: skip
 FLAGS = {"--sequence-parallel", "--partition-activations", "--fused-attention", "--gated", "--round-moments", "--verify",
          "--merge-lora", "--ema"}  # fmt: skip
-WHOLE_PLAN = ["--layers", "2", "--hidden", "64", "--heads", "4", "--seq", "16", "--batch", "8", "--machine", "h200"]
+WHOLE_PLAN = [
+    "--layers",
+    "2",
+    "--hidden",
+    "64",
+    "--heads",
+    "4",
+    "--seq",
+    "16",
+    "--batch",
+    "8",
+    "--machine",
+    "h200",
+]
 WHOLE_SHAPE = ["--layers", "2", "--hidden", "64", "--heads", "4", "--seq", "16"]
 
 
@@ -69,7 +100,18 @@ def paths(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     (tmp_path / "gone.toml").symlink_to("nowhere")
     (tmp_path / "folder.toml").mkdir()
     (tmp_path / "checkpoints" / "3").mkdir(parents=True)
-    names = [*made, "pipe.toml", "pipe", "zero.toml", "gone.toml", "folder.toml", "checkpoints", "none", "none/none.toml", ""]
+    names = [
+        *made,
+        "pipe.toml",
+        "pipe",
+        "zero.toml",
+        "gone.toml",
+        "folder.toml",
+        "checkpoints",
+        "none",
+        "none/none.toml",
+        "",
+    ]
     return [str(tmp_path / name) for name in names]
 
 
@@ -95,7 +137,11 @@ def drawn_line(rng: random.Random, paths: list[str]) -> list[str]:
     if command in ("simulate", "bench-io", "inspect", "export"):
         line.append(rng.choice(paths))
     if command == "export":
-        line += [rng.choice(paths), "--format", rng.choice(["orbax", "safetensors", "hf", "peft", "x"])]
+        line += [
+            rng.choice(paths),
+            "--format",
+            rng.choice(["orbax", "safetensors", "hf", "peft", "x"]),
+        ]
     if command == "machines":
         line += [rng.choice([*paths, *WORDS]) for _ in range(rng.randrange(3))]
     for _ in range(rng.randrange(1, 4)):
@@ -169,17 +215,32 @@ def drawn_file(rng: random.Random) -> bytes:
     rows = ['base = "h200"'] if rng.random() < 0.5 else []
     for _ in range(rng.randrange(6)):
         key = rng.choice(keys)
-        usual = {"name": '"lab"', "base": '"l4"', "nodes": "2", "devices_per_node": "4"}.get(key, "5e10")
+        usual = {"name": '"lab"', "base": '"l4"', "nodes": "2", "devices_per_node": "4"}.get(
+            key, "5e10"
+        )
         rows.append(f"{key} = {usual if rng.random() < 0.5 else rng.choice(VALUES)}")
     if rng.random() < 0.3:
         rows.append(
-            rng.choice(["[flops]", "[[flops]]", "[a.b.c]", "[source]", "[", "]", "a = " + "[" * 3000, "a = " + "{x=" * 3000])
+            rng.choice(
+                [
+                    "[flops]",
+                    "[[flops]]",
+                    "[a.b.c]",
+                    "[source]",
+                    "[",
+                    "]",
+                    "a = " + "[" * 3000,
+                    "a = " + "{x=" * 3000,
+                ]
+            )
         )
         rows.append(f"{rng.choice(['bf16', 'fp8', 'link_up'])} = {rng.choice(VALUES)}")
     data = "\n".join(rows).encode("utf-8", "surrogatepass")
     for _ in range(rng.choice([0, 0, 0, 1, 3])):
         at = rng.randrange(len(data) + 1)
-        edit = rng.choice([b"", b"\x00", b"\xff", rng.choice(string.printable).encode(), b"\n", b"="])
+        edit = rng.choice(
+            [b"", b"\x00", b"\xff", rng.choice(string.printable).encode(), b"\n", b"="]
+        )
         data = data[:at] + edit + data[at + rng.randrange(3) :]
     return data
 
@@ -194,7 +255,11 @@ def check_files(seeds: range, folder: pathlib.Path) -> None:
                 found = zj.machine(path)
             except ValueError as error:
                 said = str(error)
-                return "refused" if str(path) in said or "machine" in said else f"says no place: {said}"
+                return (
+                    "refused"
+                    if str(path) in said or "machine" in said
+                    else f"says no place: {said}"
+                )
             assert str(found)
             assert zj.machine(folder / found_again(found)) == found
             return "read"

@@ -1,4 +1,6 @@
-"""Arguments that are wrong are refused by name before a record is read, and never with Python's own words."""
+"""Arguments that are wrong are refused by name before a record is read, and never with Python's own
+words.
+"""
 
 import json
 import os
@@ -45,8 +47,12 @@ def test_the_home_of_the_user_is_found(tmp_path, monkeypatch):
 def test_a_length_in_the_config_that_is_no_number_is_refused_when_loading(tmp_path, value):
     byte_tokenizer().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"model_max_length": value}))
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json: model_max_length is .*: a number is needed"):
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(config | {"model_max_length": value})
+    )
+    with pytest.raises(
+        ValueError, match=r"tokenizer_config\.json: model_max_length is .*: a number is needed"
+    ):
         data.load_tokenizer(tmp_path)
 
 
@@ -79,7 +85,9 @@ def test_a_template_is_a_regular_file(tmp_path):
 
 @pytest.mark.parametrize("path", [None, 3, b"a.jsonl", ["a.jsonl"], ""])
 def test_a_path_is_a_text_or_a_path(path):
-    with pytest.raises(ValueError, match=r"path=.*: the path of a JSONL file or of a folder is needed"):
+    with pytest.raises(
+        ValueError, match=r"path=.*: the path of a JSONL file or of a folder is needed"
+    ):
         data.tokenize(path, byte_tokenizer())
 
 
@@ -99,7 +107,11 @@ def test_a_path_is_a_text_or_a_path(path):
 def test_template_options_are_refused_before_a_file_is_read(tmp_path, options, words):
     path = write(tmp_path / "a.jsonl", [ONE])
     with pytest.raises(ValueError, match=f"^{words}"):
-        data.tokenize(path, byte_tokenizer("{# self messages conversations #}" + PLAIN), template_options=options)
+        data.tokenize(
+            path,
+            byte_tokenizer("{# self messages conversations #}" + PLAIN),
+            template_options=options,
+        )
     with pytest.raises(ValueError, match=f"^{words}"):
         data.prompt_tokens(byte_tokenizer(), ONE["messages"][:1], template_options=options)
 
@@ -114,7 +126,9 @@ def test_prompts_are_checked():
             data.prompt_tokens(byte_tokenizer(), messages)
 
 
-@pytest.mark.parametrize("dead", ["{# {% generation %} {% endgeneration %} #}", "{% raw %}{% generation %}{% endraw %}"])
+@pytest.mark.parametrize(
+    "dead", ["{# {% generation %} {% endgeneration %} #}", "{% raw %}{% generation %}{% endraw %}"]
+)
 def test_marks_in_a_comment_are_none(tmp_path, dead):
     tokenizer = byte_tokenizer(dead + PLAIN)
     found = data.tokenize(write(tmp_path / "a.jsonl", [ONE]), tokenizer)
@@ -130,5 +144,7 @@ def test_marks_are_found_in_every_spelling(tmp_path, mark):
 
 def test_marks_that_are_never_reached_are_named(tmp_path):
     template = "{% if false %}{% generation %}{% endgeneration %}{% endif %}" + PLAIN
-    with pytest.raises(ValueError, match=r"a\.jsonl:1: no token counts in the loss: the {% generation %} marks"):
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl:1: no token counts in the loss: the {% generation %} marks"
+    ):
         data.tokenize(write(tmp_path / "a.jsonl", [ONE]), byte_tokenizer(template))

@@ -1,4 +1,6 @@
-"""Batches: shuffled anew in each epoch, the same for any number of processes, and continued where they were."""
+"""Batches: shuffled anew in each epoch, the same for any number of processes, and continued where
+they were.
+"""
 
 import itertools
 
@@ -33,7 +35,9 @@ def test_every_row_comes_once_in_an_epoch_and_epochs_differ():
 @pytest.mark.parametrize("processes", [2, 3])
 def test_processes_together_read_the_rows_of_one(processes):
     alone = data.batches(ROWS, 18, seed=1)
-    together = [data.batches(ROWS, 18, seed=1, part=part, num_parts=processes) for part in range(processes)]
+    together = [
+        data.batches(ROWS, 18, seed=1, part=part, num_parts=processes) for part in range(processes)
+    ]
     for _ in range(5):  # epochs end within batches
         own = np.concatenate([firsts(next(part)) for part in together])
         assert np.array_equal(own, firsts(next(alone)))
@@ -54,7 +58,9 @@ def test_checkpointer_continues_a_run_of_batches(tmp_path):
         assert np.array_equal(np.stack([firsts(next(again)) for _ in range(3)]), after)
         with pytest.raises(ValueError, match="seed that it was saved with"):
             ckpt.restore(program, data=data.batches(ROWS, 8, seed=6))
-    there = data.batches(ROWS, 8, seed=5, part=1, num_parts=2)  # by another number of processes: from the number of the step
+    there = data.batches(
+        ROWS, 8, seed=5, part=1, num_parts=2
+    )  # by another number of processes: from the number of the step
     there.go_to(5)
     assert np.array_equal(firsts(next(there)), after[0, 4:])
 

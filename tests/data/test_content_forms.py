@@ -1,4 +1,6 @@
-"""Templates that loop over the parts of `content`: every text of a message is written, whichever form the record has."""
+"""Templates that loop over the parts of `content`: every text of a message is written, whichever
+form the record has.
+"""
 
 import logging
 
@@ -17,8 +19,12 @@ def turns(body: str, condition: str = "") -> str:
 
 
 LOOPS = {
-    "llava": turns("{% for c in m['content'] | selectattr('type', 'equalto', 'text') %}{{ c['text'] }}{% endfor %}"),
-    "idefics": turns("{% for p in m.content %}{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}{% endfor %}"),
+    "llava": turns(
+        "{% for c in m['content'] | selectattr('type', 'equalto', 'text') %}{{ c['text'] }}{% endfor %}"
+    ),
+    "idefics": turns(
+        "{% for p in m.content %}{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}{% endfor %}"
+    ),
     "bare": turns("{% for p in m.content %}{{ p['text'] }}{% endfor %}"),
     "first": turns("{{ m.content[0]['text'] }}"),
     "raising": turns('{% for p in m.content %}{{ p.text + "" }}{% endfor %}'),
@@ -60,7 +66,9 @@ def test_prompts_and_ends_of_texts_are_of_the_same_form(tmp_path):
     tokenizer = byte_tokenizer(LOOPS["llava"], eos="<|end|>")
     prompt = data.prompt_tokens(tokenizer, [{"role": "user", "content": "Why?"}])
     assert tokenizer.decode(prompt) == "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
-    text = "<|im_start|>assistant\nyes<|im_end|>\n"  # a text that the template rendered keeps its end
+    text = (
+        "<|im_start|>assistant\nyes<|im_end|>\n"  # a text that the template rendered keeps its end
+    )
     found = data.tokenize(write(tmp_path / "a.jsonl", [{"text": text}]), tokenizer)
     assert tokenizer.decode(found.tokens) == text
 
@@ -77,7 +85,10 @@ LOSING = {
 @pytest.mark.parametrize("answer", ["e", "A long answer.", parts("e", "f")])
 def test_an_answer_that_no_form_writes_is_refused(tmp_path, name, answer):
     messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": answer}]
-    with pytest.raises(ValueError, match=r"a\.jsonl:1: message 1, an answer: the chat template does not write its text"):
+    with pytest.raises(
+        ValueError,
+        match=r"a\.jsonl:1: message 1, an answer: the chat template does not write its text",
+    ):
         told(tmp_path, LOSING[name], messages)
 
 
@@ -91,25 +102,42 @@ def test_an_answer_that_is_lost_at_its_place_is_refused(tmp_path, template):
         told(tmp_path, losing, messages)
     with pytest.raises(ValueError, match=error):
         told(tmp_path, losing, messages, each_answer=True)
-    assert told(tmp_path, losing, [*messages[:1], {**messages[1], "content": ""}])[1].startswith("<|im_end|>")
+    assert told(tmp_path, losing, [*messages[:1], {**messages[1], "content": ""}])[1].startswith(
+        "<|im_end|>"
+    )
 
 
 def test_a_text_beside_a_call_that_is_lost_is_warned_of(tmp_path, caplog):
-    calling = turns("{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% else %}{{ m.content }}{% endif %}")
+    calling = turns(
+        "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% else %}{{ m.content }}{% endif %}"
+    )
     call = {"function": {"name": "weather", "arguments": "{}"}}
-    messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "I look.", "tool_calls": [call]}]
+    messages = [
+        {"role": "user", "content": "Why?"},
+        {"role": "assistant", "content": "I look.", "tool_calls": [call]},
+    ]
     with caplog.at_level(logging.WARNING):
         assert told(tmp_path, calling, messages)[1] == "weather<|im_end|>\n"
-    assert "a.jsonl:1: the chat template does not write the text of message 1, which calls a tool" in caplog.text
+    assert (
+        "a.jsonl:1: the chat template does not write the text of message 1, which calls a tool"
+        in caplog.text
+    )
 
 
 def test_each_part_of_a_question_is_looked_for(tmp_path, caplog):
     string_or_parts = "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}"
-    messages = [{"role": "user", "content": parts("p1", "p2")}, {"role": "assistant", "content": "a"}]
+    messages = [
+        {"role": "user", "content": parts("p1", "p2")},
+        {"role": "assistant", "content": "a"},
+    ]
     with caplog.at_level(logging.WARNING):
-        assert "user\np1p2<|im_end|>" in told(tmp_path, turns(string_or_parts + "{% endif %}"), messages)[0]
+        assert (
+            "user\np1p2<|im_end|>"
+            in told(tmp_path, turns(string_or_parts + "{% endif %}"), messages)[0]
+        )
         assert not caplog.records
-        first = "{{ m.content if m.content is string else m.content[0].text }}"  # joined, so that no part is lost
+        # joined, so that no part is lost
+        first = "{{ m.content if m.content is string else m.content[0].text }}"
         assert "user\np1\np2<|im_end|>" in told(tmp_path, turns(first), messages)[0]
         assert "user\np1\np2<|im_end|>" in told(tmp_path, LOOPS["first"], messages)[0]
         assert not caplog.records

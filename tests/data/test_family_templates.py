@@ -1,4 +1,6 @@
-"""Templates of real families: which answers count, what ends them, and advice that works where a conversation is refused."""
+"""Templates of real families: which answers count, what ends them, and advice that works where a
+conversation is refused.
+"""
 
 import logging
 
@@ -45,7 +47,9 @@ def test_a_rendered_text_has_the_tokens_of_its_conversation(tmp_path, name):
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
     prompt = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
     expected = tokenized(tmp_path, tokenizer, {"messages": messages})
-    ended = expected.tokens.tolist() + [tokenizer.eos_token_id] * (name == "glm")  # whose turns have no end of their own
+    ended = expected.tokens.tolist() + [tokenizer.eos_token_id] * (
+        name == "glm"
+    )  # whose turns have no end of their own
     assert tokenized(tmp_path, tokenizer, {"text": whole}).tokens.tolist() == ended
     split = tokenized(tmp_path, tokenizer, {"prompt": prompt, "completion": whole[len(prompt) :]})
     assert split.tokens.tolist() == ended
@@ -58,15 +62,20 @@ def test_a_text_of_its_own_begins_and_ends_as_the_tokenizer_says(tmp_path):
     plain = tokenized(tmp_path, tokenizer, {"text": "ab"}).tokens.tolist()
     assert (plain[0], len(plain), plain[-1]) == (bos, 4, eos)
     ending = tokenizer.backend_tokenizer.post_processor.__class__(
-        single="<|begin_of_text|> $A <|eot_id|>", special_tokens=[("<|begin_of_text|>", bos), ("<|eot_id|>", eos)]
+        single="<|begin_of_text|> $A <|eot_id|>",
+        special_tokens=[("<|begin_of_text|>", bos), ("<|eot_id|>", eos)],
     )
     tokenizer.backend_tokenizer.post_processor = ending
     for text in ("ab", "ab<|eot_id|>", "<|begin_of_text|>ab<|eot_id|>"):
         found = tokenized(tmp_path, tokenizer, {"text": text})
         assert (found.tokens.tolist(), bool(found.counted[-1])) == (plain, True)
-    assert tokenized(tmp_path, tokenizer, {"text": "ab<|eot_id|>\n"}).tokens.tolist().count(eos) == 1
+    assert (
+        tokenized(tmp_path, tokenizer, {"text": "ab<|eot_id|>\n"}).tokens.tolist().count(eos) == 1
+    )
     gemma = GEMMA.tokenizer()  # not every special token is an end
-    assert tokenized(tmp_path, gemma, {"text": "ab<start_of_turn>"}).tokens[-1] == gemma.eos_token_id
+    assert (
+        tokenized(tmp_path, gemma, {"text": "ab<start_of_turn>"}).tokens[-1] == gemma.eos_token_id
+    )
 
 
 def test_what_ends_a_turn_counts_where_the_next_one_begins_with_it(tmp_path, caplog):
@@ -76,29 +85,41 @@ def test_what_ends_a_turn_counts_where_the_next_one_begins_with_it(tmp_path, cap
     open_end = '("" if loop.last and not add_generation_prompt else "\\n<|im_end|>\\n")'
     late = PLAIN.replace('"<|im_end|>\\n"', open_end)
     assert texts(tmp_path, byte_tokenizer(late), TWO) == ["yes\n<|im_end|>no!"]
-    weighed = {"messages": [TWO["messages"][0], {**TWO["messages"][1], "weight": 0}, *TWO["messages"][2:]]}
+    weighed = {
+        "messages": [TWO["messages"][0], {**TWO["messages"][1], "weight": 0}, *TWO["messages"][2:]]
+    }
     assert texts(tmp_path, GLM.tokenizer(), weighed) == ["no!"]
 
 
 def test_templates_that_end_turns_are_not_warned_of_and_marks_without_ends_are(tmp_path, caplog):
     outside = MARKED.replace(
-        'm.content + "<|im_end|>" }}{% endgeneration %}', 'm.content }}{% endgeneration %}{{ "<|im_end|>" }}'
+        'm.content + "<|im_end|>" }}{% endgeneration %}',
+        'm.content }}{% endgeneration %}{{ "<|im_end|>" }}',
     )
     with caplog.at_level(logging.WARNING):
         for family in (LLAMA3, QWEN3, MISTRAL, GEMMA):
             texts(tmp_path, family.tokenizer(), conversation("hi", "yes"))
         texts(tmp_path, byte_tokenizer(MARKED), TWO)
         assert not caplog.records
-        assert texts(tmp_path, byte_tokenizer(outside), TWO) == ["yesno!"]  # nothing else than the marks say
+        assert texts(tmp_path, byte_tokenizer(outside), TWO) == [
+            "yesno!"
+        ]  # nothing else than the marks say
     (warning,) = caplog.records
-    assert "a.jsonl:1: the {% generation %} marks of the chat template leave out the special token" in warning.getMessage()
+    assert (
+        "a.jsonl:1: the {% generation %} marks of the chat template leave out the special token"
+        in warning.getMessage()
+    )
 
 
 @pytest.mark.parametrize(
-    ("family", "record"), [(R1, THOUGHT), (R1, TWO), (QWQ, TWO), (MISTRAL, SYSTEM)], ids=["r1", "r1-two", "qwq", "mistral"]
+    ("family", "record"),
+    [(R1, THOUGHT), (R1, TWO), (QWQ, TWO), (MISTRAL, SYSTEM)],
+    ids=["r1", "r1-two", "qwq", "mistral"],
 )
 @pytest.mark.parametrize("each_answer", [False, True])
-def test_advice_is_for_another_template_where_each_answer_would_not_help(tmp_path, family, record, each_answer):
+def test_advice_is_for_another_template_where_each_answer_would_not_help(
+    tmp_path, family, record, each_answer
+):
     with pytest.raises(ValueError, match=r"set tokenizer\.chat_template to one that") as error:
         texts(tmp_path, family.tokenizer(), record, each_answer=each_answer)
     assert "each_answer" not in str(error.value)
@@ -113,8 +134,12 @@ def test_a_template_as_the_advice_says_is_taken(tmp_path, each_answer):
     )
     whole = R1.template.replace('m.content.split("</think>")[-1]', "m.content")
     options = {"each_answer": each_answer}
-    assert texts(tmp_path, R1.tokenizer(marked), THOUGHT, **options) == ["<think>\nHm.\n</think>\n\nyes<|eos|>"]
-    assert texts(tmp_path, R1.tokenizer(whole), THOUGHT, **options) == ["Hm.\n</think>\n\nyes<|eos|>"]
+    assert texts(tmp_path, R1.tokenizer(marked), THOUGHT, **options) == [
+        "<think>\nHm.\n</think>\n\nyes<|eos|>"
+    ]
+    assert texts(tmp_path, R1.tokenizer(whole), THOUGHT, **options) == [
+        "Hm.\n</think>\n\nyes<|eos|>"
+    ]
 
 
 def test_advice_is_for_each_answer_where_that_works(tmp_path):
@@ -126,12 +151,16 @@ def test_advice_is_for_each_answer_where_that_works(tmp_path):
 
 
 def test_marks_without_prefixes_are_taken_as_wholes(tmp_path):
-    """A template that writes the system's message before the last question alone: no turn can be told from the others."""
+    """A template that writes the system's message before the last question alone: no turn can be
+    told from the others.
+    """
     template = MISTRAL.template.replace(
         '{{- " " + m.content | trim + eos_token }}',
         '{% generation %}{{- " " + m.content | trim + eos_token }}{% endgeneration %}',
     )
-    with pytest.raises(ValueError, match="leave out each_answer=True, as the marks of the template say"):
+    with pytest.raises(
+        ValueError, match="leave out each_answer=True, as the marks of the template say"
+    ):
         texts(tmp_path, MISTRAL.tokenizer(template), SYSTEM, each_answer=True)
     assert texts(tmp_path, MISTRAL.tokenizer(template), SYSTEM) == [" yes</s>"]
 
@@ -150,7 +179,10 @@ def test_of_two_templates_each_has_its_own_marks(tmp_path, marks, each_answer):
     tokenizer = byte_tokenizer(templates)
     record = conversation("hi", "yes")
     ends = ["yes<|im_end|>", "yes<|im_end|>\n"]
-    found = [texts(tmp_path, tokenizer, kind, each_answer=each_answer)[0] for kind in (record, {**record, "tools": TOOLS})]
+    found = [
+        texts(tmp_path, tokenizer, kind, each_answer=each_answer)[0]
+        for kind in (record, {**record, "tools": TOOLS})
+    ]
     assert found == (ends if marks == "default" else ends[::-1])
 
 
@@ -163,7 +195,10 @@ def test_of_two_templates_one_may_be_missing(tmp_path):
 
 
 def test_options_that_no_template_reads_are_refused(tmp_path):
-    for name, words in (("enable_thinkng", "reads no 'enable_thinkng'"), ("truncation", "no name that a template can read")):
+    for name, words in (
+        ("enable_thinkng", "reads no 'enable_thinkng'"),
+        ("truncation", "no name that a template can read"),
+    ):
         with pytest.raises(ValueError, match=f"template_options: .*{words}"):
             texts(tmp_path, QWEN3.tokenizer(), TWO, template_options={name: False})
 
@@ -172,4 +207,7 @@ def test_prompts_are_rendered_as_for_training():
     tokenizer = QWEN3.tokenizer()
     messages = [{"role": "user", "content": "hi"}]
     found = data.prompt_tokens(tokenizer, messages, template_options={"enable_thinking": False})
-    assert tokenizer.decode(found) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert (
+        tokenizer.decode(found)
+        == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )

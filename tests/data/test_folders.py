@@ -18,8 +18,15 @@ def calling(arguments, **more):
     return {"messages": turns, **more}
 
 
-TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"city": {"type": "string"}}}}]
-OTHER_TOOLS = [{"type": "function", "function": {"name": "time", "parameters": {"zone": {"type": "string"}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "parameters": {"city": {"type": "string"}}},
+    }
+]
+OTHER_TOOLS = [
+    {"type": "function", "function": {"name": "time", "parameters": {"zone": {"type": "string"}}}}
+]
 CALLS = [
     calling({"city": "Rome"}, tools=TOOLS),
     calling({"day": 3}, tools=OTHER_TOOLS),
@@ -34,7 +41,9 @@ def assert_same(first, second):
     np.testing.assert_array_equal(first.starts, second.starts)
 
 
-@pytest.mark.parametrize("options", [{}, {"on_mixed_types": "use_json"}], ids=["fixed-keys", "json"])
+@pytest.mark.parametrize(
+    "options", [{}, {"on_mixed_types": "use_json"}], ids=["fixed-keys", "json"]
+)
 def test_a_folder_has_the_tokens_of_the_same_lines(tmp_path, options):
     tokenizer = QWEN3.tokenizer()
     lines = data.tokenize(write(tmp_path / "a.jsonl", CALLS), tokenizer)
@@ -74,7 +83,10 @@ def test_a_format_that_was_saved_does_not_matter(tmp_path):
 def test_values_that_json_has_not_are_refused(tmp_path):
     import datetime
 
-    turns = [{"role": "user", "content": "a", "at": datetime.datetime(2026, 1, 1)}, {"role": "assistant", "content": "b"}]
+    turns = [
+        {"role": "user", "content": "a", "at": datetime.datetime(2026, 1, 1)},
+        {"role": "assistant", "content": "b"},
+    ]
     datasets.Dataset.from_list([{"messages": turns}]).save_to_disk(tmp_path / "folder")
     with pytest.raises(ValueError, match="folder: example 0: message 0: at is a datetime"):
         data.tokenize(tmp_path / "folder", byte_tokenizer())

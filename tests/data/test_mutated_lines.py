@@ -1,6 +1,8 @@
-"""Lines that were changed at random: refused with their place, or tokenized as a plain reading of the form says.
+"""Lines that were changed at random: refused with their place, or tokenized as a plain reading of
+the form says.
 
-The reference renders with transformers alone, and finds answers by the texts that the templates here write around them.
+The reference renders with transformers alone, and finds answers by the texts that the templates
+here write around them.
 """
 
 import json
@@ -48,7 +50,19 @@ def changed(seed: int) -> bytes:
         for _ in range(rng.choice((1, 1, 2, 5))):
             at = rng.randrange(len(line))
             new = rng.choice(
-                (b"", b"\x00", b"\xff", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"NaN", b"1e999", b'"', b"\\ud800", b"\n", b"]")
+                (
+                    b"",
+                    b"\x00",
+                    b"\xff",
+                    b"\xed\xa0\x80",
+                    b"\xef\xbb\xbf",
+                    b"NaN",
+                    b"1e999",
+                    b'"',
+                    b"\\ud800",
+                    b"\n",
+                    b"]",
+                )
             )
             line[at : at + rng.randrange(2)] = new
         line = bytes(line)
@@ -120,16 +134,23 @@ def outcome(seed: int, path) -> str:
     if found is None:
         refused.encode()  # it can be printed
         assert f"{path}" in refused, (seed, refused)
-        assert not any(word in refused for word in ("unhashable", "object is not", "NoneType")), (seed, refused)
+        assert not any(word in refused for word in ("unhashable", "object is not", "NoneType")), (
+            seed,
+            refused,
+        )
         return "refused"
     lines = [line for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n") if line.strip()]
     assert len(found) == len(lines), seed
     for i, line in enumerate(lines):
         span = slice(*found.starts[i : i + 2])
         tokens, counted = expected(json.loads(line), tokenizer)
-        np.testing.assert_array_equal(found.tokens[span], tokens, err_msg=f"seed {seed}: {line[:300]}")
+        np.testing.assert_array_equal(
+            found.tokens[span], tokens, err_msg=f"seed {seed}: {line[:300]}"
+        )
         # The first token is predicted from nothing.
-        np.testing.assert_array_equal(found.counted[span][1:], counted[1:], err_msg=f"seed {seed}: {line[:300]}")
+        np.testing.assert_array_equal(
+            found.counted[span][1:], counted[1:], err_msg=f"seed {seed}: {line[:300]}"
+        )
     return "accepted"
 
 

@@ -1,4 +1,6 @@
-"""Conversations in the form of OpenAI's API: arguments as JSON texts, contents in parts, answers with a weight."""
+"""Conversations in the form of OpenAI's API: arguments as JSON texts, contents in parts, answers
+with a weight.
+"""
 
 import json
 import logging
@@ -9,7 +11,9 @@ from family_templates import GEMMA, LLAMA3, PHI, QWEN3, R1
 
 from zerojax import data
 
-PRINTED = PLAIN.replace("m.content", '(m.content or m.tool_calls[0].function.arguments ~ "")')  # as Python would print it
+PRINTED = PLAIN.replace(
+    "m.content", '(m.content or m.tool_calls[0].function.arguments ~ "")'
+)  # as Python would print it
 QUESTION = {"role": "user", "content": "How is it?"}
 SPACES = '{"city":"Rome",  "days": 2}'
 
@@ -22,7 +26,9 @@ def told(path, tokenizer, messages, **options):
 
 
 def call(arguments, **more):
-    calls = [{"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}]
+    calls = [
+        {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    ]
     return [QUESTION, {"role": "assistant", "content": None, "tool_calls": calls, **more}]
 
 
@@ -37,24 +43,38 @@ def test_arguments_as_texts_are_written_as_objects_are(tmp_path, family):
 @pytest.mark.parametrize("template", [None, PRINTED], ids=["added", "printed"])
 def test_templates_that_write_texts_are_given_texts(tmp_path, template):
     """One adds arguments to a text, the other prints them, as Python prints a dict."""
-    tokenizer = R1.tokenizer(template=R1.template.replace("<think>\\n", "")) if template is None else byte_tokenizer(template)
+    tokenizer = (
+        R1.tokenizer(template=R1.template.replace("<think>\\n", ""))
+        if template is None
+        else byte_tokenizer(template)
+    )
     assert SPACES in told(tmp_path, tokenizer, call(SPACES))[1]
     assert '{"city": "Röm"}' in told(tmp_path, tokenizer, call({"city": "Röm"}))[1]
 
 
 def test_parts_are_one_text(tmp_path):
     parts = [{"type": "text", "text": "How is"}, {"type": "text", "text": "it?"}]
-    asked, answer = {"role": "user", "content": parts}, {"role": "assistant", "content": [{"type": "text", "text": "Fine."}]}
+    asked, answer = (
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": [{"type": "text", "text": "Fine."}]},
+    )
     for family in (PHI, LLAMA3):
         whole, counted = told(tmp_path, family.tokenizer(), [asked, answer])
         assert "How is\nit?" in whole
         assert counted.startswith("Fine.<|e")
     printing = byte_tokenizer(PLAIN.replace("m.content", '(m.content ~ "")'))
     assert "user\nHow is\nit?<|im_end|>" in told(tmp_path, printing, [asked, answer])[0]
-    assert "How isit?" in told(tmp_path, GEMMA.tokenizer(), [asked, answer])[0]  # as the template itself writes parts
+    assert (
+        "How isit?" in told(tmp_path, GEMMA.tokenizer(), [asked, answer])[0]
+    )  # as the template itself writes parts
 
 
-ANSWERS = [QUESTION, {"role": "assistant", "content": "one", "weight": 0}, QUESTION, {"role": "assistant", "content": "two"}]
+ANSWERS = [
+    QUESTION,
+    {"role": "assistant", "content": "one", "weight": 0},
+    QUESTION,
+    {"role": "assistant", "content": "two"},
+]
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "marked"])
@@ -111,10 +131,18 @@ def test_tools_are_a_list_or_its_json_text(tmp_path):
             told(tmp_path, QWEN3.tokenizer(), {**record, "tools": wrong})
 
 
-def test_calls_that_a_template_does_not_read_are_refused_and_the_rest_is_warned_of(tmp_path, caplog):
-    with pytest.raises(ValueError, match="message 1 has 'tool_calls', which the chat template does not read"):
+def test_calls_that_a_template_does_not_read_are_refused_and_the_rest_is_warned_of(
+    tmp_path, caplog
+):
+    with pytest.raises(
+        ValueError, match="message 1 has 'tool_calls', which the chat template does not read"
+    ):
         told(tmp_path, byte_tokenizer(), call("{}", content="Let me see."))
-    thinking = [{"role": "system", "content": "Be brief."}, QUESTION, {**ANSWERS[3], "reasoning_content": "Hm."}]
+    thinking = [
+        {"role": "system", "content": "Be brief."},
+        QUESTION,
+        {**ANSWERS[3], "reasoning_content": "Hm."},
+    ]
     no_system = MARKED.replace("for m in messages", 'for m in messages if m.role != "system"')
     with caplog.at_level(logging.WARNING):
         told(tmp_path, byte_tokenizer(no_system), {"messages": thinking, "tools": [{"name": "f"}]})
@@ -140,9 +168,18 @@ def test_no_arguments_are_an_empty_object(tmp_path, family, arguments):
     ("line", "words"),
     [
         ('{"text": "a", "text": "b"}', "'text' is there twice"),
-        ('{"messages": [{"role": "user", "content": "a", "role": "assistant"}]}', "'role' is there twice"),
-        ({"messages": call('{"city": "Rome", "city": "Oslo"}')}, "message 1, tool call 0: arguments .*'city' is there twice"),
-        ({"messages": call("{}"), "tools": '[{"name": "a", "name": "b"}]'}, "tools .*'name' is there twice"),
+        (
+            '{"messages": [{"role": "user", "content": "a", "role": "assistant"}]}',
+            "'role' is there twice",
+        ),
+        (
+            {"messages": call('{"city": "Rome", "city": "Oslo"}')},
+            "message 1, tool call 0: arguments .*'city' is there twice",
+        ),
+        (
+            {"messages": call("{}"), "tools": '[{"name": "a", "name": "b"}]'},
+            "tools .*'name' is there twice",
+        ),
     ],
 )
 def test_a_key_that_stands_twice_is_refused(tmp_path, line, words):
@@ -152,7 +189,9 @@ def test_a_key_that_stands_twice_is_refused(tmp_path, line, words):
 
 
 @pytest.mark.parametrize(
-    "content", [{}, {"content": None}, {"content": None, "tool_calls": []}], ids=["missing", "null", "none"]
+    "content",
+    [{}, {"content": None}, {"content": None, "tool_calls": []}],
+    ids=["missing", "null", "none"],
 )
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
 def test_a_message_without_content_is_refused(tmp_path, role, content):

@@ -1,4 +1,6 @@
-"""What is trained on packed rows is what is trained on the examples alone, in every tier and number of microbatches."""
+"""What is trained on packed rows is what is trained on the examples alone, in every tier and number
+of microbatches.
+"""
 
 import itertools
 
@@ -28,8 +30,15 @@ def whole(rows, size):
 
 
 def build(tier, folder, count=1):
-    config = zj.ZeroConfig(stage=3, num_microbatches=count, **TIERS[tier], **({"swap_dir": folder} if tier == "nvme" else {}))
-    return zj.build_train_step(decoder.model(), optax.sgd(1.0), config, zj.make_mesh(fsdp=2, devices=jax.devices()[:2]))
+    config = zj.ZeroConfig(
+        stage=3,
+        num_microbatches=count,
+        **TIERS[tier],
+        **({"swap_dir": folder} if tier == "nvme" else {}),
+    )
+    return zj.build_train_step(
+        decoder.model(), optax.sgd(1.0), config, zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
+    )
 
 
 @pytest.mark.by_default("device")
@@ -60,7 +69,11 @@ def test_gradients_do_not_depend_on_microbatches(tier, count, tmp_path):
         x = decoder.embed(params["embed"], batch, None)
         for layer in range(decoder.LAYERS):
             x = decoder.block(
-                jax.tree.map(lambda a, layer=layer: a[layer], params["blocks"]), x, None, batch["segment_ids"], None
+                jax.tree.map(lambda a, layer=layer: a[layer], params["blocks"]),
+                x,
+                None,
+                batch["segment_ids"],
+                None,
             )
         out = decoder.head(params["head"], None, x, batch, None)
         return out.total / out.weight

@@ -1,4 +1,6 @@
-"""Packing: every pair of a token and its successor once, no overlap, each row as full as best fit has it."""
+"""Packing: every pair of a token and its successor once, no overlap, each row as full as best fit
+has it.
+"""
 
 import itertools
 
@@ -39,12 +41,18 @@ def test_every_pair_is_in_the_rows_once(case):
             assert (np.diff(at) == 1).all()
             assert (np.diff(tokens) == 1).all()  # one example, in order
             assert row["positions"][at].tolist() == list(range(len(at)))
-            assert targets.tolist() == np.where(examples.counted[tokens + 1], tokens + 1, -1).tolist()
+            assert (
+                targets.tolist() == np.where(examples.counted[tokens + 1], tokens + 1, -1).tolist()
+            )
             seen += tokens.tolist()
-    expected = np.concatenate([np.arange(a, b - 1) for a, b in zip(examples.starts, examples.starts[1:], strict=False)])
+    expected = np.concatenate(
+        [np.arange(a, b - 1) for a, b in zip(examples.starts, examples.starts[1:], strict=False)]
+    )
     assert sorted(seen) == expected.tolist()
     assert rows.counts.positions == len(seen)
-    assert rows.counts.counted == sum(int((rows[i]["targets"] >= 0).sum()) for i in range(len(rows)))
+    assert rows.counts.counted == sum(
+        int((rows[i]["targets"] >= 0).sum()) for i in range(len(rows))
+    )
 
 
 def plain_best_fit(lengths, seq):
@@ -60,7 +68,11 @@ def plain_best_fit(lengths, seq):
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.integers(1, 50).flatmap(lambda seq: st.tuples(st.just(seq), st.lists(st.integers(1, seq), min_size=1, max_size=80))))
+@given(
+    st.integers(1, 50).flatmap(
+        lambda seq: st.tuples(st.just(seq), st.lists(st.integers(1, seq), min_size=1, max_size=80))
+    )
+)
 def test_rows_are_those_of_best_fit(case):
     seq, lengths = case
     order, starts = data.best_fit(lengths, seq)
@@ -72,12 +84,23 @@ def test_rows_are_those_of_best_fit(case):
 def test_too_long_is_refused_truncated_or_dropped_and_counted():
     examples = examples_of([5, 9, 30, 12])
     with pytest.raises(
-        ValueError, match=r"a\.jsonl:2: 9 tokens take 8 positions, and a row has seq=7; 3 of 4 .* has 30 tokens"
+        ValueError,
+        match=r"a\.jsonl:2: 9 tokens take 8 positions, and a row has seq=7; 3 of 4 .* has 30 tokens",
     ):
         data.pack(examples, 7)
     cut, left = data.pack(examples, 7, too_long="truncate"), data.pack(examples, 7, too_long="drop")
-    assert (cut.counts.examples, cut.counts.truncated, cut.counts.cut_tokens, cut.counts.dropped) == (4, 3, 1 + 22 + 4, 0)
-    assert (left.counts.examples, left.counts.truncated, left.counts.cut_tokens, left.counts.dropped) == (1, 0, 0, 3)
+    assert (
+        cut.counts.examples,
+        cut.counts.truncated,
+        cut.counts.cut_tokens,
+        cut.counts.dropped,
+    ) == (4, 3, 1 + 22 + 4, 0)
+    assert (
+        left.counts.examples,
+        left.counts.truncated,
+        left.counts.cut_tokens,
+        left.counts.dropped,
+    ) == (1, 0, 0, 3)
     long = next(cut[i] for i in range(len(cut)) if 14 in cut[i]["tokens"])
     assert long["tokens"].tolist() == list(range(14, 21))
     assert long["targets"].tolist() == list(range(15, 22))
@@ -92,7 +115,8 @@ def test_truncation_that_leaves_nothing_to_count_is_an_error():
     counted[5:13] = False  # of the second example the last token counts alone
     examples = examples_of([5, 9], counted)
     with pytest.raises(
-        ValueError, match=r"a\.jsonl:2: of its 9 tokens the first seq \+ 1 = 8 are kept, and none of them counts"
+        ValueError,
+        match=r"a\.jsonl:2: of its 9 tokens the first seq \+ 1 = 8 are kept, and none of them counts",
     ):
         data.pack(examples, 7, too_long="truncate")
     assert data.pack(examples, 8).counts.counted == 4 + 1

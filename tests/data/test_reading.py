@@ -22,15 +22,36 @@ ONE = conversation("hi", "yes")
     ("line", "words"),
     [
         (b'{"messages": ' + b"[" * 200_000, "nested too deeply"),
-        (json.dumps({**ONE, "tools": [json.loads('{"a":' * 150 + "1" + "}" * 150)]}).encode(), "more than 100 levels deep"),
-        (json.dumps({"messages": [{"role": "user", "content": "a", "x": json.loads("[" * 500 + "]" * 500)}]}).encode(), "deep"),
-        (b'{"text": "a\xffb"}', "not a line of JSON, which is in UTF-8: 'utf-8' codec can't decode byte 0xff"),
+        (
+            json.dumps({**ONE, "tools": [json.loads('{"a":' * 150 + "1" + "}" * 150)]}).encode(),
+            "more than 100 levels deep",
+        ),
+        (
+            json.dumps(
+                {
+                    "messages": [
+                        {"role": "user", "content": "a", "x": json.loads("[" * 500 + "]" * 500)}
+                    ]
+                }
+            ).encode(),
+            "deep",
+        ),
+        (
+            b'{"text": "a\xffb"}',
+            "not a line of JSON, which is in UTF-8: 'utf-8' codec can't decode byte 0xff",
+        ),
         (b'{"text": "a\xed\xa0\x80b"}', "in UTF-8"),  # half of a surrogate pair
         ('{"text": "ä"}'.encode("utf-16"), "in UTF-8"),
-        (b'{"text": "a\\ud800b"}', r"'text' holds '\\ud800' at character 1, half of a surrogate pair"),
+        (
+            b'{"text": "a\\ud800b"}',
+            r"'text' holds '\\ud800' at character 1, half of a surrogate pair",
+        ),
         (b'{"prompt": "\\udc00", "completion": "a"}', r"'prompt' holds '\\udc00' at character 0"),
         (b'{"text": ' + b"1" * 5000 + b"}", "not a line of JSON: .*digits"),
-        (b'\xef\xbb\xbf{"text": "a"}', "not a line of JSON"),  # a byte order mark is at the beginning, if anywhere
+        (
+            b'\xef\xbb\xbf{"text": "a"}',
+            "not a line of JSON",
+        ),  # a byte order mark is at the beginning, if anywhere
         (b"\x00" * 100, "not a line of JSON"),
     ],
 )
@@ -67,7 +88,9 @@ def test_a_line_without_an_end_is_not_read_to_its_end(tmp_path, monkeypatch):
     with (tmp_path / "a.jsonl").open("wb") as file:
         file.write(b'{"text": "a"}\n')
         file.truncate(2**33)
-    monkeypatch.setattr(reading.Source, "count", lambda self: 1)  # which reads all of it, a block at a time
+    monkeypatch.setattr(
+        reading.Source, "count", lambda self: 1
+    )  # which reads all of it, a block at a time
     with pytest.raises(ValueError, match=r"a\.jsonl:2: a line of more than 1,048,576 bytes"):
         data.tokenize(tmp_path / "a.jsonl", byte_tokenizer())
 
@@ -76,13 +99,22 @@ SILENT = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% e
 LOUD = SILENT.replace("{% endfor %}{% endfor %}", "{{ i }}{% endfor %}{% endfor %}")
 
 
-@pytest.mark.parametrize("template", [SILENT + PLAIN, SILENT + MARKED, LOUD + PLAIN], ids=["plain", "marked", "loud"])
+@pytest.mark.parametrize(
+    "template", [SILENT + PLAIN, SILENT + MARKED, LOUD + PLAIN], ids=["plain", "marked", "loud"]
+)
 def test_a_template_that_does_not_end_is_ended(tmp_path, monkeypatch, template):
     monkeypatch.setattr(examples, "RENDER_SECONDS", 0.1)
     path, start = write(tmp_path / "a.jsonl", [ONE]), time.monotonic()
-    with pytest.raises(ValueError, match=r"a\.jsonl:1: the chat template does not end: it computed for more than 0\.1 s"):
+    with pytest.raises(
+        ValueError,
+        match=r"a\.jsonl:1: the chat template does not end: it computed for more than 0\.1 s",
+    ):
         data.tokenize(path, byte_tokenizer(template))
-    parts = {"messages": [{**message, "content": [{"type": "text", "text": "a"}]} for message in ONE["messages"]]}
+    parts = {
+        "messages": [
+            {**message, "content": [{"type": "text", "text": "a"}]} for message in ONE["messages"]
+        ]
+    }
     with pytest.raises(ValueError, match="does not end"):
         data.tokenize(write(path, [parts]), byte_tokenizer(template))
     assert time.monotonic() - start < 5
@@ -91,8 +123,12 @@ def test_a_template_that_does_not_end_is_ended(tmp_path, monkeypatch, template):
 def test_a_template_that_writes_too_much_is_refused(tmp_path):
     """Within one call into C, which nothing interrupts."""
     assert chat.LEAST_BOUND < 2**24
-    with pytest.raises(ValueError, match=r"a\.jsonl:1: the chat template writes 16,777,\d+ characters"):
-        data.tokenize(write(tmp_path / "a.jsonl", [ONE]), byte_tokenizer('{{ "x" * 16777216 }}' + PLAIN))
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl:1: the chat template writes 16,777,\d+ characters"
+    ):
+        data.tokenize(
+            write(tmp_path / "a.jsonl", [ONE]), byte_tokenizer('{{ "x" * 16777216 }}' + PLAIN)
+        )
 
 
 def test_a_limit_of_time_leaves_what_is_in_time_alone():
@@ -142,14 +178,26 @@ def test_a_syntax_error_names_the_line_of_the_template(tmp_path):
 
 
 def test_a_tokenizer_without_a_vocabulary_is_refused(tmp_path):
-    empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab={}, merges=[])), eos_token="</s>")
+    empty = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE(vocab={}, merges=[])), eos_token="</s>"
+    )
     with pytest.raises(ValueError, match="the tokenizer's vocabulary is empty"):
         data.tokenize(write(tmp_path / "a.jsonl", [{"text": "a"}]), empty)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize(
-    "text", ["{}", "[]", "3", "{", "\x00", "[" * 200_000, '{"model": {"vocab": {"a": -1}}}', '{"model": {}}']
+    "text",
+    [
+        "{}",
+        "[]",
+        "3",
+        "{",
+        "\x00",
+        "[" * 200_000,
+        '{"model": {"vocab": {"a": -1}}}',
+        '{"model": {}}',
+    ],
 )
 def test_damaged_tokenizer_files_are_refused_by_name(tmp_path, name, text):
     byte_tokenizer().save_pretrained(tmp_path)
@@ -179,7 +227,10 @@ def test_ids_that_are_none_are_refused(tmp_path, number, place):
     else:
         tree["added_tokens"][0]["id"] = number
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
-    with pytest.raises(ValueError, match=r"tokenizer\.json: the id of the token '.*' is .*: a number from 0 to 16777215"):
+    with pytest.raises(
+        ValueError,
+        match=r"tokenizer\.json: the id of the token '.*' is .*: a number from 0 to 16777215",
+    ):
         data.load_tokenizer(tmp_path)
 
 
@@ -197,6 +248,8 @@ def test_code_of_a_folder_is_neither_run_nor_asked_for(tmp_path, monkeypatch):
 
 def test_warnings_are_logged_once_with_their_number(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
-        data.tokenize(write(tmp_path / "a.jsonl", [ONE] * 5), byte_tokenizer(PLAIN.replace("<|im_end|>", "")))
+        data.tokenize(
+            write(tmp_path / "a.jsonl", [ONE] * 5), byte_tokenizer(PLAIN.replace("<|im_end|>", ""))
+        )
     (warning,) = caplog.records
     assert "a.jsonl:1 (and in 4 more): the chat template ends an answer" in warning.getMessage()

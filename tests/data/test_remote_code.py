@@ -10,8 +10,16 @@ FOLDERS = ("zerojax", "examples", "benchmarks", "tests", "docs")
 
 def loads(tree: ast.AST) -> list[ast.Call]:
     """Return calls of from_pretrained and from_config of transformers' Auto classes."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
-    return [call for call in calls if re.search(r"\bAuto\w+\.from_(pretrained|config)$", ast.unparse(call.func))]
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
+    return [
+        call
+        for call in calls
+        if re.search(r"\bAuto\w+\.from_(pretrained|config)$", ast.unparse(call.func))
+    ]
 
 
 def refuses_code(call: ast.Call) -> bool:

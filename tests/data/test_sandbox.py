@@ -1,4 +1,6 @@
-"""Single operations of a template that would make a huge value are refused at once, and ordinary ones are not changed."""
+"""Single operations of a template that would make a huge value are refused at once, and ordinary
+ones are not changed.
+"""
 
 import time
 
@@ -10,7 +12,9 @@ from transformers.utils import chat_template_utils
 from zerojax import data
 
 ONE = conversation("hi", "yes")
-DOUBLED = "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = DOUBLE %}{% endfor %}"
+DOUBLED = (
+    "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = DOUBLE %}{% endfor %}"
+)
 HUGE = {
     "constant": "{{ 'x' * 10**10 }}",
     "swapped": "{{ 10**10 * 'x' }}",
@@ -39,7 +43,10 @@ HUGE = {
 @pytest.mark.parametrize("name", HUGE)
 def test_an_operation_that_makes_a_huge_value_is_refused_at_once(tmp_path, name):
     path, start = write(tmp_path / "a.jsonl", [ONE]), time.monotonic()
-    with pytest.raises(ValueError, match=r"a\.jsonl:1: the chat template.*: .*(would make|would have|has a width of) "):
+    with pytest.raises(
+        ValueError,
+        match=r"a\.jsonl:1: the chat template.*: .*(would make|would have|has a width of) ",
+    ):
         data.tokenize(path, byte_tokenizer(HUGE[name] + PLAIN))
     assert time.monotonic() - start < 2
 

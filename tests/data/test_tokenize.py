@@ -1,4 +1,6 @@
-"""Records as tokens: which of them count, by marks and by prefixes, and what is refused with its place."""
+"""Records as tokens: which of them count, by marks and by prefixes, and what is refused with its
+place.
+"""
 
 import contextlib
 import tracemalloc
@@ -19,7 +21,13 @@ TWO = conversation("hi é", "yes", "why?", "no!")
 def parts(examples, tokenizer):
     """Return (whole text, text that counts) of each example."""
     spans = [slice(*examples.starts[i : i + 2]) for i in range(len(examples))]
-    return [(tokenizer.decode(examples.tokens[s]), tokenizer.decode(examples.tokens[s][examples.counted[s]])) for s in spans]
+    return [
+        (
+            tokenizer.decode(examples.tokens[s]),
+            tokenizer.decode(examples.tokens[s][examples.counted[s]]),
+        )
+        for s in spans
+    ]
 
 
 def read(path, records, template=PLAIN, **options):
@@ -30,9 +38,13 @@ def read(path, records, template=PLAIN, **options):
 def test_answers_count_by_marks_and_by_prefixes(tmp_path):
     whole = "<|im_start|>user\nhi é<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
     whole += "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\nno!<|im_end|>\n"
-    assert read(tmp_path, [TWO]) == [(whole, "yes<|im_end|>\nno!<|im_end|>\n")]  # what the template writes after an answer, too
+    assert read(tmp_path, [TWO]) == [
+        (whole, "yes<|im_end|>\nno!<|im_end|>\n")
+    ]  # what the template writes after an answer, too
     assert read(tmp_path, [TWO], MARKED) == [(whole, "yes<|im_end|>no!<|im_end|>")]
-    assert read(tmp_path, [conversation("hi", "")])[0][1] == "<|im_end|>\n"  # an empty answer is one
+    assert (
+        read(tmp_path, [conversation("hi", "")])[0][1] == "<|im_end|>\n"
+    )  # an empty answer is one
     greeting = {"messages": [{"role": "assistant", "content": "Hello"}, *TWO["messages"]]}
     assert read(tmp_path, [greeting], MARKED)[0][1] == "Hello<|im_end|>yes<|im_end|>no!<|im_end|>"
     with pytest.raises(ValueError, match=r"a.jsonl:2: the conversation begins with an answer"):
@@ -53,22 +65,37 @@ def test_a_template_that_forgets_thinking_is_refused_or_cut_into_answers(tmp_pat
         message["reasoning_content"] = thought
     one_turn = conversation("a", "b")
     with pytest.raises(
-        ValueError, match=r"a.jsonl:3: the chat template writes messages 0 to 1 in another way when more follows"
+        ValueError,
+        match=r"a.jsonl:3: the chat template writes messages 0 to 1 in another way when more follows",
     ):
         read(tmp_path, [one_turn, one_turn, thoughts], THINKING)
     found = read(tmp_path, [one_turn, thoughts], THINKING, each_answer=True)
     assert [counted for _, counted in found] == [
         "<think></think>b<|im_end|>\n", "<think>one</think>yes<|im_end|>\n", "<think>two</think>no!<|im_end|>\n",
     ]  # fmt: skip
-    assert found[2][0].startswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n")
+    assert found[2][0].startswith(
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
+    )
     no_thinking = read(tmp_path, [one_turn], THINKING, template_options={"enable_thinking": False})
-    assert no_thinking[0][1] == "b<|im_end|>\n"  # a model that is told not to think is given the empty thinking
+    assert (
+        no_thinking[0][1] == "b<|im_end|>\n"
+    )  # a model that is told not to think is given the empty thinking
     with pytest.raises(ValueError, match="and the prompt for an answer in another way"):
-        read(tmp_path, [thoughts], THINKING, each_answer=True, template_options={"enable_thinking": False})
+        read(
+            tmp_path,
+            [thoughts],
+            THINKING,
+            each_answer=True,
+            template_options={"enable_thinking": False},
+        )
 
 
 def test_completions_and_texts_count(tmp_path):
-    asked = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}, {"role": "user", "content": "why"}]
+    asked = [
+        {"role": "user", "content": "2+2"},
+        {"role": "assistant", "content": "4"},
+        {"role": "user", "content": "why"},
+    ]
     records = [
         {"prompt": "2+2=", "completion": "4"},
         {"prompt": asked, "completion": [{"role": "assistant", "content": "so"}]},
@@ -83,11 +110,17 @@ def test_completions_and_texts_count(tmp_path):
 
 
 def test_a_token_counts_where_a_part_of_it_does(tmp_path):
-    """A tokenizer of words: `:yes` is one token over the border between prompt and completion, as transformers masks marks."""
-    words = Tokenizer(models.WordLevel({"[UNK]": 0, "q": 1, ":yes": 2, "sir": 3, "<s>": 4}, unk_token="[UNK]"))
+    """A tokenizer of words: `:yes` is one token over the border between prompt and completion, as
+    transformers masks marks.
+    """
+    words = Tokenizer(
+        models.WordLevel({"[UNK]": 0, "q": 1, ":yes": 2, "sir": 3, "<s>": 4}, unk_token="[UNK]")
+    )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<s>", unk_token="[UNK]")
-    examples = data.tokenize(write(tmp_path / "a.jsonl", [{"prompt": "q :", "completion": "yes sir"}]), tokenizer)
+    examples = data.tokenize(
+        write(tmp_path / "a.jsonl", [{"prompt": "q :", "completion": "yes sir"}]), tokenizer
+    )
     assert examples.tokens.tolist() == [1, 2, 3, 4]
     assert examples.counted.tolist() == [False, True, True, True]
 
@@ -102,8 +135,13 @@ def test_a_folder_of_datasets_is_read(tmp_path):
     assert len(data.tokenize(tmp_path / "two", tokenizer, split="test")) == 1
     with pytest.raises(ValueError, match=r"holds the splits \['test', 'train'\]"):
         data.tokenize(tmp_path / "two", tokenizer)
-    datasets.Dataset.from_list([TWO, {"messages": [{"role": "user", "content": "a"}]}]).save_to_disk(tmp_path / "bad")
-    with pytest.raises(ValueError, match="bad: example 1: no token counts in the loss: no message has the role 'assistant'"):
+    datasets.Dataset.from_list(
+        [TWO, {"messages": [{"role": "user", "content": "a"}]}]
+    ).save_to_disk(tmp_path / "bad")
+    with pytest.raises(
+        ValueError,
+        match="bad: example 1: no token counts in the loss: no message has the role 'assistant'",
+    ):
         data.tokenize(tmp_path / "bad", tokenizer)
 
 
@@ -191,11 +229,16 @@ def test_some_examples_are_held_out(tmp_path):
     train, held_out = examples.hold_out(5)
     assert held_out.numbers.tolist() == [5, 10]
     assert sorted([*train.numbers, *held_out.numbers]) == list(range(1, 11))
-    assert [text for text, _ in parts(held_out, byte_tokenizer())] == ["text 4<|im_end|>", "text 9<|im_end|>"]
+    assert [text for text, _ in parts(held_out, byte_tokenizer())] == [
+        "text 4<|im_end|>",
+        "text 9<|im_end|>",
+    ]
     with pytest.raises(ValueError, match="one in 20 cannot be held out"):
         examples.hold_out(20)
     # Empty lines are no records.
-    (tmp_path / "b.jsonl").write_text("\n" + (tmp_path / "a.jsonl").read_text().replace("\n", "\n\n"))
+    (tmp_path / "b.jsonl").write_text(
+        "\n" + (tmp_path / "a.jsonl").read_text().replace("\n", "\n\n")
+    )
     sparse = data.tokenize(tmp_path / "b.jsonl", byte_tokenizer()).hold_out(5)
     for part, expected in zip(sparse, (train, held_out), strict=True):
         np.testing.assert_array_equal(part.tokens, expected.tokens)

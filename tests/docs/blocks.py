@@ -1,8 +1,8 @@
 """The code blocks of the documentation: where they are, and how those of one page run.
 
-A page's blocks run in order and in one namespace, which begins with the names of `prelude.py`. A block of Python is executed in
-this process, which is warm. A block of shell holds `zerojax` commands, which are called in this process too. `/mnt/disk` is
-replaced by a temporary folder.
+A page's blocks run in order and in one namespace, which begins with the names of `prelude.py`. A
+block of Python is executed in this process, which is warm. A block of shell holds `zerojax`
+commands, which are called in this process too. `/mnt/disk` is replaced by a temporary folder.
 """
 
 import contextlib
@@ -18,7 +18,12 @@ import prelude
 from zerojax import cli
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md")))
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+)
 
 DISK = "/mnt/disk"
 CODE = ("python", "sh")
@@ -56,7 +61,9 @@ def blocks_of(page: pathlib.Path, text: str | None = None) -> list[Block]:
     info, first, code = None, 0, []
     for number, line in enumerate((page.read_text() if text is None else text).splitlines(), 1):
         if line.lstrip().startswith(("```", "~~~")):
-            assert line.startswith("```"), f"{page.name}:{number}: a fence is three backticks at the start of its line"
+            assert line.startswith("```"), (
+                f"{page.name}:{number}: a fence is three backticks at the start of its line"
+            )
             if info is None:
                 info, first, code = line.removeprefix("```"), number + 1, []
             else:
@@ -70,7 +77,9 @@ def blocks_of(page: pathlib.Path, text: str | None = None) -> list[Block]:
 
 
 def complaint(block: Block) -> str | None:
-    """Return what is wrong with the words after a block's opening fence; None if it runs, says why not, or is output."""
+    """Return what is wrong with the words after a block's opening fence; None if it runs, says why
+    not, or is output.
+    """
     if block.runs or block.info == "text":
         return None
     said = NO_RUN.fullmatch(block.info)
@@ -113,12 +122,16 @@ def _python(block: Block, text: str, namespace: dict[str, Any]) -> None:
 def _shell(block: Block, text: str) -> None:
     """Call the commands of a block, one a line."""
     for words in _commands(text):
-        assert words[0] == "zerojax", f"{block.where}: {words[0]} is not the zerojax command: say `no-run: why`"
+        assert words[0] == "zerojax", (
+            f"{block.where}: {words[0]} is not the zerojax command: say `no-run: why`"
+        )
         try:
             cli.main(words[1:])
         except SystemExit as ended:
             if ended.code:
-                raise AssertionError(f"{block.where}: {shlex.join(words)} exits with {ended.code}") from ended
+                raise AssertionError(
+                    f"{block.where}: {shlex.join(words)} exits with {ended.code}"
+                ) from ended
 
 
 def _commands(text: str) -> Iterator[list[str]]:

@@ -1,6 +1,8 @@
-"""The names that blocks of the documentation use without defining them: a tiny model, and what goes with it.
+"""The names that blocks of the documentation use without defining them: a tiny model, and what goes
+with it.
 
-Every page gets these anew. A reader puts their own in the place of `model`, `tx`, `mesh`, `batch` and `data`.
+Every page gets these anew. A reader puts their own in the place of `model`, `tx`, `mesh`, `batch`
+and `data`.
 """
 
 import json
@@ -49,11 +51,15 @@ def init_head(key: jax.Array) -> Any:
 def head(p_head: Any, p_embed: Any, x: jax.Array, batch: Any, key: Any) -> jax.Array:
     del key
     logits = x @ p_embed["table"].T + p_head["bias"]
-    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["targets"]).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), batch["targets"]
+    ).mean()
 
 
 class Data:
-    """Three batches at a time, over and over; with `get_state` and `set_state`, as grain's iterators have."""
+    """Three batches at a time, over and over; with `get_state` and `set_state`, as grain's
+    iterators have.
+    """
 
     def __init__(self, batch: Any) -> None:
         self.batch, self.position = batch, 0
@@ -85,25 +91,47 @@ def write_pretrained() -> None:
     for n in range(LAYERS):
         layer = f"model.layers.{n}"
         shapes |= {f"{layer}.self_attn.{p}_proj.weight": (h, h) for p in "qkvo"}
-        shapes |= {f"{layer}.mlp.{p}_proj.weight": (f, h) for p in ("gate", "up")} | {f"{layer}.mlp.down_proj.weight": (h, f)}
+        shapes |= {f"{layer}.mlp.{p}_proj.weight": (f, h) for p in ("gate", "up")} | {
+            f"{layer}.mlp.down_proj.weight": (h, f)
+        }
         shapes |= {f"{layer}.{norm}_layernorm.weight": (h,) for norm in ("input", "post_attention")}
     random = np.random.default_rng(0)
     folder = pathlib.Path(PRETRAINED)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    weights = {name: random.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
+    weights = {
+        name: random.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()
+    }
     safetensors.numpy.save_file(weights, folder / "model.safetensors")
 
 
 def names() -> dict[str, Any]:
     """Return a namespace for one page."""
     random = np.random.default_rng(0)
-    batch = {name: random.integers(0, VOCAB, (BATCH, SEQ), dtype=np.int32) for name in ("tokens", "targets")}
+    batch = {
+        name: random.integers(0, VOCAB, (BATCH, SEQ), dtype=np.int32)
+        for name in ("tokens", "targets")
+    }
     embedding = jnp.asarray(random.standard_normal((VOCAB, HIDDEN), dtype=np.float32))
     return {
         "__name__": "page",
-        **{"jax": jax, "jnp": jnp, "np": np, "optax": optax, "nn": nn, "nnx": nnx, "P": P, "zj": zj},
-        **{"HIDDEN": HIDDEN, "init_embed": init_embed, "embed": embed, "init_block": init_block, "block": block},
+        **{
+            "jax": jax,
+            "jnp": jnp,
+            "np": np,
+            "optax": optax,
+            "nn": nn,
+            "nnx": nnx,
+            "P": P,
+            "zj": zj,
+        },
+        **{
+            "HIDDEN": HIDDEN,
+            "init_embed": init_embed,
+            "embed": embed,
+            "init_block": init_block,
+            "block": block,
+        },
         **{"init_head": init_head, "head": head},
         "model": zj.LayeredModel(LAYERS, init_embed, embed, init_block, block, init_head, head),
         "tx": optax.adamw(1e-3),

@@ -26,13 +26,18 @@ def test_blocks_of_a_page_run(page, tmp_path, disk, request):
     blocks.run(found, tmp_path, disk)
 
 
-@pytest.mark.parametrize("info", ["", "bash", "python no-run:", "python no-run: later", "python skip", "sh  ", "console"])
+@pytest.mark.parametrize(
+    "info", ["", "bash", "python no-run:", "python no-run: later", "python skip", "sh  ", "console"]
+)
 def test_a_block_that_neither_runs_nor_says_why_is_found(info):
     (block,) = blocks.blocks_of(blocks.ROOT / "README.md", f"```{info}\nx\n```\n")
     assert blocks.complaint(block)
 
 
-@pytest.mark.parametrize("text", ["```python\nstate = undefined_name\n```", "```sh\nzerojax memory --params 0 --shards 1\n```"])
+@pytest.mark.parametrize(
+    "text",
+    ["```python\nstate = undefined_name\n```", "```sh\nzerojax memory --params 0 --shards 1\n```"],
+)
 def test_a_block_that_fails_is_found(text, tmp_path, disk):
     with pytest.raises((NameError, AssertionError)):
         blocks.run(blocks.blocks_of(blocks.ROOT / "README.md", text), tmp_path, disk)

@@ -35,11 +35,16 @@ def test_links_lead_somewhere(page):
         path, _, fragment = link.partition("#")
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), f"{page.name}: {link} is not there"
-        assert not fragment or fragment in anchors(target), f"{page.name}: {link} names no heading of {target.name}"
+        assert not fragment or fragment in anchors(target), (
+            f"{page.name}: {link} names no heading of {target.name}"
+        )
 
 
 def test_every_page_is_in_the_index_and_can_be_reached_from_readme():
-    index, readme = (blocks.ROOT / "docs/README.md").read_text(), (blocks.ROOT / "README.md").read_text()
+    index, readme = (
+        (blocks.ROOT / "docs/README.md").read_text(),
+        (blocks.ROOT / "README.md").read_text(),
+    )
     for page in (blocks.ROOT / "docs").rglob("*.md"):
         if page.name != "README.md":
             assert f"({page.name})" in index, page.name
@@ -58,8 +63,14 @@ def test_config_page_is_what_the_docstrings_say():
 
 def test_ci_finds_the_test_command_in_readme():
     """`.ci/run` reads it by its mark."""
-    (line,) = [line for line in (blocks.ROOT / ".ci/run").read_text().splitlines() if line.startswith("command=$(awk ")]
+    (line,) = [
+        line
+        for line in (blocks.ROOT / ".ci/run").read_text().splitlines()
+        if line.startswith("command=$(awk ")
+    ]
     awk = shlex.split(line.removeprefix("command=$(").removesuffix(")"))
-    command = subprocess.run(awk, cwd=blocks.ROOT, capture_output=True, text=True, check=True).stdout
+    command = subprocess.run(
+        awk, cwd=blocks.ROOT, capture_output=True, text=True, check=True
+    ).stdout
     assert command.strip().endswith(".venv/bin/python -m pytest -n 2 --dist loadgroup")
     assert len(command.splitlines()) == 1

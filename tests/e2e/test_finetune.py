@@ -1,4 +1,6 @@
-"""The script fine-tunes on conversations, is stopped and goes on bit for bit, and writes a folder of what it trained."""
+"""The script fine-tunes on conversations, is stopped and goes on bit for bit, and writes a folder
+of what it trained.
+"""
 
 import contextlib
 import dataclasses
@@ -42,23 +44,45 @@ def inputs(tmp_path_factory) -> list[str]:
 
 def options_of(folder: pathlib.Path, *more: str) -> list[str]:
     """Return what all runs share; in float32, in which numbers can be compared."""
-    sizes = ["--steps", str(STEPS), "--seq", "128", "--batch-size", "8", "--eval-every", "6", "--sample-tokens", "4"]
+    sizes = [
+        "--steps",
+        str(STEPS),
+        "--seq",
+        "128",
+        "--batch-size",
+        "8",
+        "--eval-every",
+        "6",
+        "--sample-tokens",
+        "4",
+    ]
     return [*sizes, "--precision", "fp32", "--logdir", str(folder / "log"), *more]
 
 
 def saving(folder: pathlib.Path) -> list[str]:
-    return ["--checkpoint-dir", str(folder / "saved"), "--checkpoint-every", str(EVERY), "--keep", "2"]
+    return [
+        "--checkpoint-dir",
+        str(folder / "saved"),
+        "--checkpoint-every",
+        str(EVERY),
+        "--keep",
+        "2",
+    ]
 
 
 def figures(folder: pathlib.Path, name: str = "train/loss") -> dict[int, float]:
     """Return a figure of a run by step, all its digits."""
-    lines = [json.loads(line) for line in (folder / "log" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "log" / "metrics.jsonl").read_text().splitlines()
+    ]
     return {line["step"]: line[name] for line in lines if name in line}
 
 
 @pytest.fixture(scope="module")
 def here():
-    """Return `tune(*arguments)`: runs in this process, one program for all; returns what it printed, and if it was stopped."""
+    """Return `tune(*arguments)`: runs in this process, one program for all; returns what it
+    printed, and if it was stopped.
+    """
     programs: list[zj.Program] = []
     mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
 
@@ -113,11 +137,17 @@ def test_what_was_exported_is_what_peft_loads(uncut, inputs):
     base = transformers.AutoModelForCausalLM.from_pretrained(inputs[1], trust_remote_code=False)
     untouched = {name: value.clone() for name, value in base.state_dict().items()}
     merged = peft.PeftModel.from_pretrained(base, folder / "adapters").merge_and_unload()
-    changed = [name for name, value in merged.state_dict().items() if not bool((value == untouched[name]).all())]
+    changed = [
+        name
+        for name, value in merged.state_dict().items()
+        if not bool((value == untouched[name]).all())
+    ]
     assert len(changed) == 7 * 3
 
 
-def test_a_stopped_run_goes_on_to_the_uncut_losses_bit_for_bit(tmp_path, monkeypatch, inputs, here, uncut):
+def test_a_stopped_run_goes_on_to_the_uncut_losses_bit_for_bit(
+    tmp_path, monkeypatch, inputs, here, uncut
+):
     """SIGTERM comes to this process itself, in the middle of a run."""
     step = zj.Run.step
 
@@ -136,7 +166,10 @@ def test_a_stopped_run_goes_on_to_the_uncut_losses_bit_for_bit(tmp_path, monkeyp
     monkeypatch.undo()
     with pytest.raises(ValueError, match=f"holds checkpoints up to step {STOPPED}: --resume True"):
         here(*arguments)
-    with pytest.raises(ValueError, match=r"saved holds the checkpoints of another run: --weight-decay 0.0, and here 0.5"):
+    with pytest.raises(
+        ValueError,
+        match=r"saved holds the checkpoints of another run: --weight-decay 0.0, and here 0.5",
+    ):
         here(*arguments, "--resume", "True", "--weight-decay", "0.5")
     printed, is_over = here(*arguments, "--resume", "True")
     assert not is_over
@@ -156,16 +189,30 @@ finetune.main()
 """
 
 
-def start(folder: pathlib.Path, *arguments: str, processes: int = 1, slowly: bool = False) -> list[subprocess.Popen[str]]:
+def start(
+    folder: pathlib.Path, *arguments: str, processes: int = 1, slowly: bool = False
+) -> list[subprocess.Popen[str]]:
     """Start the script in processes that share two devices."""
     script = ["-c", SLOWLY] if slowly else [str(ROOT / "examples" / "finetune.py")]
     command = [sys.executable, *script, *arguments, "--devices", str(2 // processes)]
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{s.getsockname()[1]}"
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(processes)}
-    pipes: dict[str, Any] = {"cwd": folder, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return [subprocess.Popen(command, env=env | {"JAX_PROCESS_ID": str(me)}, **pipes) for me in range(processes)]
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_NUM_PROCESSES": str(processes),
+    }
+    pipes: dict[str, Any] = {
+        "cwd": folder,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
+    return [
+        subprocess.Popen(command, env=env | {"JAX_PROCESS_ID": str(me)}, **pipes)
+        for me in range(processes)
+    ]
 
 
 def ended(workers: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
@@ -184,7 +231,9 @@ def test_two_processes_agree_with_one(tmp_path, inputs, uncut, here):
     workers = start(tmp_path, *arguments, "--stopped-status", "75", processes=2, slowly=True)
     try:
         while not (tmp_path / "saved" / str(EVERY)).is_dir():
-            assert all(worker.poll() is None for worker in workers), [worker.communicate() for worker in workers]
+            assert all(worker.poll() is None for worker in workers), [
+                worker.communicate() for worker in workers
+            ]
             time.sleep(0.02)
     finally:
         workers[-1].send_signal(signal.SIGTERM)
@@ -200,14 +249,23 @@ def test_two_processes_agree_with_one(tmp_path, inputs, uncut, here):
         found, expected = figures(tmp_path, name), figures(uncut[0], name)
         # The step that a signal ends is not validated.
         assert found.keys() == expected.keys() - ({step} if name == "validation/loss" else set())
-        np.testing.assert_allclose(list(found.values()), [expected[s] for s in found], rtol=1e-4, err_msg=name)
+        np.testing.assert_allclose(
+            list(found.values()), [expected[s] for s in found], rtol=1e-4, err_msg=name
+        )
 
 
 def test_an_export_that_fails_is_told_alone(tmp_path, inputs, uncut, capsys):
     write_model("llama", tmp_path / "sibling", vocab_size=259, seed=1)
-    options = finetune.parse([*inputs, "--lora-rank", "8", "--checkpoint-dir", str(uncut[0] / "saved")])
-    options = dataclasses.replace(options, model=str(tmp_path / "sibling"), export=str(tmp_path / "out"))
-    with pytest.raises(SystemExit, match="2"), finetune.train_loop.told_alone("finetune.py", finetune.Options):
+    options = finetune.parse(
+        [*inputs, "--lora-rank", "8", "--checkpoint-dir", str(uncut[0] / "saved")]
+    )
+    options = dataclasses.replace(
+        options, model=str(tmp_path / "sibling"), export=str(tmp_path / "out")
+    )
+    with (
+        pytest.raises(SystemExit, match="2"),
+        finetune.train_loop.told_alone("finetune.py", finetune.Options),
+    ):
         finetune.export(options, cast(Any, None))
     told = capsys.readouterr().err
     assert "error: --export " in told
@@ -249,13 +307,25 @@ def test_tiers_and_exports(tmp_path, inputs, more):
     rate = [] if "--learning-rate" in more else ["--learning-rate", "3e-3"]
     peft = "--lora-rank" in more and "--merge-lora" not in more
     out = tmp_path / "out"
-    arguments = [*inputs, *options_of(tmp_path), *saving(tmp_path), "--export", str(out), *rate, *more]
+    arguments = [
+        *inputs,
+        *options_of(tmp_path),
+        *saving(tmp_path),
+        "--export",
+        str(out),
+        *rate,
+        *more,
+    ]
     ((status, printed, error),) = ended(start(tmp_path, *arguments))
     assert status == 0, error
     validation = list(figures(tmp_path, "validation/loss").values())
     assert validation[-1] < 4
     assert "--- sample ---" in printed
-    assert not [path for path in tmp_path.iterdir() if path.is_dir() and path.name.startswith("zerojax-swap")]
+    assert not [
+        path
+        for path in tmp_path.iterdir()
+        if path.is_dir() and path.name.startswith("zerojax-swap")
+    ]
     if peft:
         assert (out / "adapter_model.safetensors").exists()
     else:

@@ -1,4 +1,6 @@
-"""What finetune.py asks of its options before a run, and the scripts that start it: no test here makes a step."""
+"""What finetune.py asks of its options before a run, and the scripts that start it: no test here
+makes a step.
+"""
 
 import dataclasses
 import json
@@ -42,10 +44,14 @@ def inputs(tmp_path_factory) -> list[str]:
 
 
 def resumed(folder: pathlib.Path, *arguments: str) -> list[str]:
-    """Compare options with the run whose checkpoints are in a folder, without any of its steps; returns what is told."""
+    """Compare options with the run whose checkpoints are in a folder, without any of its steps;
+    returns what is told.
+    """
     options = finetune.parse([*arguments, "--checkpoint-dir", str(folder)])
     finetune.check(options)
-    ckpt = cast(Any, types.SimpleNamespace(all_steps=lambda: [3] if (folder / "3").exists() else []))
+    ckpt = cast(
+        Any, types.SimpleNamespace(all_steps=lambda: [3] if (folder / "3").exists() else [])
+    )
     record = finetune.record_of(options, zj.make_mesh(fsdp=1, devices=jax.devices()[:1]), ckpt)
     told = finetune.begin(options, finetune.prepare(options), record)
     record.keep()
@@ -55,23 +61,36 @@ def resumed(folder: pathlib.Path, *arguments: str) -> list[str]:
 def test_another_run_does_not_go_on_and_another_schedule_is_told(tmp_path, inputs):
     folder = tmp_path / "saved"
     common = [*inputs, "--seq", "128", "--lora-rank", "4"]
-    assert resumed(folder, *common, "--lora-rank", "8") == []  # a run that ended before its first checkpoint
+    assert (
+        resumed(folder, *common, "--lora-rank", "8") == []
+    )  # a run that ended before its first checkpoint
     assert resumed(folder, *common) == []
     (folder / "3").mkdir()
     write_model("llama", tmp_path / "sibling", vocab_size=259, seed=1)
     shutil.copytree(inputs[1], tmp_path / "elsewhere")
     shutil.copytree(inputs[1], tmp_path / "long")
     told = (tmp_path / "long" / "config.json").read_text()
-    (tmp_path / "long" / "config.json").write_text(told.replace('"rope_theta": 10000.0', '"rope_theta": 50000.0'))
+    (tmp_path / "long" / "config.json").write_text(
+        told.replace('"rope_theta": 10000.0', '"rope_theta": 50000.0')
+    )
     write(tmp_path / "chats.jsonl", [conversation(f"{n}?", "Yes.") for n in range(400)])
     for more, words in (
         (["--model", str(tmp_path / "sibling")], "run: the weights of --model "),
         (["--model", str(tmp_path / "long")], "run: config.json of --model ropes .*, and here "),
         (["--learning-rate", "1e-4"], "--learning-rate 0.0002, and here 0.0001"),
-        (["--lora-rank", "0"], "--lora-rank 4, and here 0; .*--learning-rate 0.0002, and here 1e-05"),
-        (["--lora-targets", "q_proj", "v_proj"], "--lora-targets q_proj k_proj .* down_proj, and here q_proj v_proj"),
+        (
+            ["--lora-rank", "0"],
+            "--lora-rank 4, and here 0; .*--learning-rate 0.0002, and here 1e-05",
+        ),
+        (
+            ["--lora-targets", "q_proj", "v_proj"],
+            "--lora-targets q_proj k_proj .* down_proj, and here q_proj v_proj",
+        ),
         (["--frozen-dtype", "nf4"], "--frozen-dtype None, and here nf4"),
-        (["--seed", "1", "--clip-norm", "2"], "--clip-norm 1.0, and here 2.0; --seed 0, and here 1"),
+        (
+            ["--seed", "1", "--clip-norm", "2"],
+            "--clip-norm 1.0, and here 2.0; --seed 0, and here 1",
+        ),
         (
             ["--data", str(tmp_path / "chats.jsonl")],
             r"run: the rows of --data \(.*--held-out.*\): 64 of 128, .*, and here 95 of",
@@ -79,12 +98,23 @@ def test_another_run_does_not_go_on_and_another_schedule_is_told(tmp_path, input
     ):
         with pytest.raises(ValueError, match=words):
             resumed(folder, *common, *more)
-    assert resumed(folder, *common, "--model", str(tmp_path / "elsewhere"), "--learning-rate", "2e-4") == []
+    assert (
+        resumed(folder, *common, "--model", str(tmp_path / "elsewhere"), "--learning-rate", "2e-4")
+        == []
+    )
     more = ["--steps", "30", "--lora-dropout", "0.5", "--precision", "fp32"]
-    names = ("goes on with --lora-dropout 0.5, and began with 0.0", "goes on with --precision fp32, and began with bf16")
+    names = (
+        "goes on with --lora-dropout 0.5, and began with 0.0",
+        "goes on with --precision fp32, and began with bf16",
+    )
     assert resumed(folder, *common, *more) == [*names, "goes on with --steps 30, and began with 8"]
-    assert resumed(folder, *common, *more)[0] == names[0]  # each time beside what the run began with
-    assert resumed(tmp_path / "other", *common, "--validation-data", str(tmp_path / "chats.jsonl")) == []
+    assert (
+        resumed(folder, *common, *more)[0] == names[0]
+    )  # each time beside what the run began with
+    assert (
+        resumed(tmp_path / "other", *common, "--validation-data", str(tmp_path / "chats.jsonl"))
+        == []
+    )
     (tmp_path / "other" / "3").mkdir()
     (line,) = resumed(tmp_path / "other", *common, "--validation-data", inputs[3])
     assert line.startswith("goes on with held-out rows ")
@@ -99,7 +129,10 @@ def test_another_run_does_not_go_on_and_another_schedule_is_told(tmp_path, input
     with pytest.raises(ValueError, match="cannot be read"):
         resumed(folder, *common)
     (folder / "run.json").write_text("{")
-    with pytest.raises(ValueError, match=r"run.json, which tells what the run began with, cannot be read: .*Remove it"):
+    with pytest.raises(
+        ValueError,
+        match=r"run.json, which tells what the run began with, cannot be read: .*Remove it",
+    ):
         resumed(folder, *common)
     (folder / "run.json").unlink()
     (line,) = resumed(folder, *common, "--seed", "7")
@@ -130,7 +163,8 @@ def test_errors_of_the_library_name_options(capsys, inputs):
         assert as_options(message, finetune.Options) == options
 
 
-# The script, whose steps take 0.3 s more once a checkpoint is there: a signal finds it running, however fast it is.
+# The script, whose steps take 0.3 s more once a checkpoint is there: a signal finds it running,
+# however fast it is.
 def test_kubernetes_job_fits_the_script(monkeypatch):
     service, job = yaml.safe_load_all((ROOT / "examples" / "k8s" / "finetune.yaml").read_text())
     spec = job["spec"]
@@ -147,8 +181,16 @@ def test_kubernetes_job_fits_the_script(monkeypatch):
     assert place.coordinator.startswith(f"{name}-0.{service['metadata']['name']}:")
     options = finetune.parse(container["command"][2:])
     assert options.resume
-    actions = {value: rule["action"] for rule in spec["podFailurePolicy"]["rules"] for value in _codes(rule)}
-    assert actions == {options.stopped_status: "Ignore", 128 + signal.SIGTERM: "Ignore", 2: "FailJob"}
+    actions = {
+        value: rule["action"]
+        for rule in spec["podFailurePolicy"]["rules"]
+        for value in _codes(rule)
+    }
+    assert actions == {
+        options.stopped_status: "Ignore",
+        128 + signal.SIGTERM: "Ignore",
+        2: "FailJob",
+    }
     check_fit(options, count * container["resources"]["limits"]["nvidia.com/gpu"], monkeypatch)
 
 
@@ -166,20 +208,40 @@ def _codes(rule: dict[str, Any]) -> list[int]:
 
 
 def test_slurm_script_starts_a_run_that_fits_its_nodes_and_is_queued_again(tmp_path, monkeypatch):
-    """Stand-ins for srun and scontrol tell what they were called with on 2 nodes; the run ends by a signal."""
+    """Stand-ins for srun and scontrol tell what they were called with on 2 nodes; the run ends by a
+    signal.
+    """
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "activate").touch()
-    for name, text in (("srun", "shift 2\nprintf '%s\\n' \"$@\"\nexit 75"), ("scontrol", 'echo scontrol "$@"')):
+    for name, text in (
+        ("srun", "shift 2\nprintf '%s\\n' \"$@\"\nexit 75"),
+        ("scontrol", 'echo scontrol "$@"'),
+    ):
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / "bin" / name).chmod(0o755)
-    env = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "VENV": str(tmp_path)}
-    env |= {"MODEL": "model", "DATA": "chats.jsonl", "EXPORT": "out", "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    env = {
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_ID": "7",
+        "VENV": str(tmp_path),
+    }
+    env |= {
+        "MODEL": "model",
+        "DATA": "chats.jsonl",
+        "EXPORT": "out",
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+    }
     command = ["bash", str(ROOT / "examples" / "slurm" / "finetune.sh"), "--lora-rank", "16"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     *arguments, last = done.stdout.splitlines()
     assert (done.returncode, last) == (75, "scontrol requeue 7")
     options = finetune.parse(arguments)
-    assert (options.model, options.data, options.export, options.lora_rank) == ("model", "chats.jsonl", "out", 16)
+    assert (options.model, options.data, options.export, options.lora_rank) == (
+        "model",
+        "chats.jsonl",
+        "out",
+        16,
+    )
     assert (options.resume, options.stopped_status) == (True, 75)
     check_fit(options, 16, monkeypatch)
 
@@ -227,8 +289,14 @@ def test_options_that_would_fail_late_are_refused_at_once(inputs, more, words):
 def test_folders_that_cannot_be_written_are_told_before_the_run(tmp_path, inputs):
     (tmp_path / "file").touch()
     arguments = [*inputs, "--seq", "128", "--lora-rank", "4"]
-    with pytest.raises(ValueError, match=r"--logdir .*file/log: .*file is no folder that can be written"):
-        finetune.start(finetune.parse([*arguments, "--logdir", str(tmp_path / "file" / "log"), "--devices", "8"]))
+    with pytest.raises(
+        ValueError, match=r"--logdir .*file/log: .*file is no folder that can be written"
+    ):
+        finetune.start(
+            finetune.parse(
+                [*arguments, "--logdir", str(tmp_path / "file" / "log"), "--devices", "8"]
+            )
+        )
     with pytest.raises(ValueError, match="--checkpoint-dir: the name of a folder is needed"):
         finetune.check(finetune.parse([*arguments, "--checkpoint-dir", ""]))
     (tmp_path / "saved" / "run.json.new").mkdir(parents=True)
@@ -256,21 +324,39 @@ def test_prompts_are_looked_at_before_the_run(tmp_path, inputs):
     tokenizer.save_pretrained(tmp_path / "model")
     write(tmp_path / "texts.jsonl", [{"text": f"text {i}"} for i in range(40)])
     options = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "texts.jsonl")]
-    for prompt, words in (("a <new>", "gives token 259, and the model has 259"), ("", "each needs a token")):
+    for prompt, words in (
+        ("a <new>", "gives token 259, and the model has 259"),
+        ("", "each needs a token"),
+    ):
         with pytest.raises(ValueError, match=words):
             finetune.prepare(finetune.parse([*options, "--prompt", prompt]))
-    assert finetune.prepare(finetune.parse([*options, "--prompt", "ab"])).prompts == [tokenizer("ab")["input_ids"]]
+    assert finetune.prepare(finetune.parse([*options, "--prompt", "ab"])).prompts == [
+        tokenizer("ab")["input_ids"]
+    ]
 
 
 def test_another_template_and_its_options_make_the_examples_and_the_prompts(tmp_path, inputs):
     (tmp_path / "thinking.jinja").write_text(THINKING)
-    given = ["--chat-template", str(tmp_path / "thinking.jinja"), "--seq", "128", "--prompt", "Why?"]
-    found = finetune.prepare(finetune.parse([*inputs, *given, "--template-options", '{"enable_thinking": false}']))
+    given = [
+        "--chat-template",
+        str(tmp_path / "thinking.jinja"),
+        "--seq",
+        "128",
+        "--prompt",
+        "Why?",
+    ]
+    found = finetune.prepare(
+        finetune.parse([*inputs, *given, "--template-options", '{"enable_thinking": false}'])
+    )
     first = found.tokenizer.decode(found.rows.examples.tokens[: found.rows.examples.starts[1]])
     assert "<|im_start|>assistant\n<think></think>It is" in first
-    assert found.tokenizer.decode(found.prompts[0]).endswith("<|im_start|>assistant\n<think></think>")
+    assert found.tokenizer.decode(found.prompts[0]).endswith(
+        "<|im_start|>assistant\n<think></think>"
+    )
     with pytest.raises(ValueError, match=r"--data: .*the chat template reads no 'enable_thinkng'"):
-        finetune.prepare(finetune.parse([*inputs, *given, "--template-options", '{"enable_thinkng": false}']))
+        finetune.prepare(
+            finetune.parse([*inputs, *given, "--template-options", '{"enable_thinkng": false}'])
+        )
 
 
 def test_an_export_has_the_template_of_the_run(tmp_path):
@@ -287,7 +373,8 @@ def test_advice_of_the_library_names_options(tmp_path, inputs):
     (tmp_path / "r1.jinja").write_text(R1.template)
     given = ["--data", str(tmp_path / "a.jsonl"), "--chat-template", str(tmp_path / "r1.jinja")]
     with pytest.raises(
-        ValueError, match=r"in the context of the whole: give a --chat-template that has {% generation %} marks"
+        ValueError,
+        match=r"in the context of the whole: give a --chat-template that has {% generation %} marks",
     ):
         finetune.prepare(finetune.parse([*inputs, *given]))
 
@@ -315,7 +402,10 @@ def test_code_of_a_model_is_not_asked_for(tmp_path, inputs, monkeypatch):
     options = finetune.parse([*inputs, "--model", str(tmp_path / "model"), "--seq", "128"])
     for file, more in (
         ("config.json", {"auto_map": {"AutoConfig": "mine.Config"}}),
-        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["mine.Mine", "mine.Mine"]}, "tokenizer_class": "Mine"}),
+        (
+            "tokenizer_config.json",
+            {"auto_map": {"AutoTokenizer": ["mine.Mine", "mine.Mine"]}, "tokenizer_class": "Mine"},
+        ),
     ):
         path = tmp_path / "model" / file
         path.write_text(json.dumps(json.loads(path.read_text()) | more))
@@ -347,29 +437,38 @@ def test_what_would_end_an_export_is_refused_before_the_run(tmp_path, inputs):
     arguments = [*inputs, "--model", str(model), *saving]
     finetune.check(finetune.parse(arguments))
     (model / "notes.txt").symlink_to("nowhere")
-    with pytest.raises(ValueError, match=r"--export .*notes\.txt is a link to nowhere, which is not there"):
+    with pytest.raises(
+        ValueError, match=r"--export .*notes\.txt is a link to nowhere, which is not there"
+    ):
         finetune.check(finetune.parse(arguments))
     # Adapters alone are written without the folder's other files.
     finetune.check(finetune.parse([*arguments, "--lora-rank", "2"]))
     (model / "notes.txt").unlink()
     (model / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
     for more in ([], ["--lora-rank", "2"]):
-        with pytest.raises(ValueError, match=r"--model .*generation_config\.json: eos_token_id is '</s>'"):
+        with pytest.raises(
+            ValueError, match=r"--model .*generation_config\.json: eos_token_id is '</s>'"
+        ):
             finetune.check(finetune.parse([*arguments, *more]))
 
 
 def test_home_is_expanded(tmp_path, inputs, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     options = finetune.parse([*inputs, "--model=~/model", "--data=~/chats.jsonl", "--export=~/out"])
-    assert [options.model, options.data, options.export] == [str(tmp_path / name) for name in ("model", "chats.jsonl", "out")]
+    assert [options.model, options.data, options.export] == [
+        str(tmp_path / name) for name in ("model", "chats.jsonl", "out")
+    ]
 
 
 def test_flops_of_frozen_matrices_have_no_gradients(inputs):
     whole, adapters = (
-        finetune.model_flops_per_token(finetune.parse([*inputs, *more, "--seq", "2"])) for more in ((), ("--lora-rank", "4"))
+        finetune.model_flops_per_token(finetune.parse([*inputs, *more, "--seq", "2"]))
+        for more in ((), ("--lora-rank", "4"))
     )
     c = config_of(inputs[1])
-    matrices = c.num_params - c.hidden * (2 * c.layers + 1) - c.vocab * c.hidden  # without norms and the embedding
+    matrices = (
+        c.num_params - c.hidden * (2 * c.layers + 1) - c.vocab * c.hidden
+    )  # without norms and the embedding
     attention = 12 * c.layers * c.heads * c.head_dim * 2
     assert math.isclose(whole, 6 * matrices + attention)
     assert math.isclose(adapters, 4 * matrices + attention)

@@ -1,4 +1,6 @@
-"""benchmarks/gpu_check.py: parts run apart and join, a check that ends badly takes no other with it, and bounds can fail."""
+"""benchmarks/gpu_check.py: parts run apart and join, a check that ends badly takes no other with
+it, and bounds can fail.
+"""
 
 import dataclasses
 import json
@@ -47,7 +49,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 TINY = problem.Problem(layers=2, hidden=32, heads=4, seq=16, vocab=128, batch=4, steps=4)
 
 
-# --- the script ------------------------------------------------------------------------------------------------------------
+# --- the script -----------------------------------------------------------------------------------
 
 
 def run_gpu_check(
@@ -55,9 +57,18 @@ def run_gpu_check(
 ) -> tuple[str, dict[str, dict[str, dict[str, Row]]]]:
     """Run the script on a CPU with tiny sizes; returns its table, and rows by part, check and name."""
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--small", *words]
-    command += ["--save", str(folder / "table.md"), "--out", str(folder / "results"), "--swap-dir", str(folder)]
+    command += [
+        "--save",
+        str(folder / "table.md"),
+        "--out",
+        str(folder / "results"),
+        "--swap-dir",
+        str(folder),
+    ]
     env = os.environ | {"JAX_PLATFORMS": "cpu", **env}
-    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=550, check=False)
+    done = subprocess.run(
+        command, env=env, cwd=folder, capture_output=True, text=True, timeout=550, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     runs = joined.read_runs(folder / "results")
     assert all(run.facts["versions"]["jax"] == jax.__version__ for run in runs)
@@ -76,7 +87,9 @@ def run_gpu_check(
     ids=["some", "all"],
 )
 def test_gpu_check_runs_on_a_cpu_and_every_bound_holds(tmp_path, words):
-    """What is left out by default does the same for other mixes, needs a GPU, or is in test_kernel_benchmark.py."""
+    """What is left out by default does the same for other mixes, needs a GPU, or is in
+    test_kernel_benchmark.py.
+    """
     # The bounds of "activations" are those of the fusions that users have.
     text, rows = run_gpu_check(tmp_path, *words, env={} if words else {"XLA_FLAGS": ""})
     assert all(row.ok is True for row in rows["equality"]["slices"].values())
@@ -85,10 +98,17 @@ def test_gpu_check_runs_on_a_cpu_and_every_bound_holds(tmp_path, words):
     if not words:
         assert set(rows) == set(gpu_check.PARTS)
         assert rows["first"]["copies both"]["both, linear index: records"].ok is True
-        assert rows["memory"]["memory"]["peak device memory"].figure == "skipped: cpu devices do not count theirs"
+        assert (
+            rows["memory"]["memory"]["peak device memory"].figure
+            == "skipped: cpu devices do not count theirs"
+        )
         link = rows["mixes"]["speed"]["all, in_backward: link"].values
         assert link["to_device"] > link["to_host"] > 0
-        assert {row.ok for name, row in rows["kernels"]["matmul"].items() if name.endswith(("xla", "unfused"))} == {True}
+        assert {
+            row.ok
+            for name, row in rows["kernels"]["matmul"].items()
+            if name.endswith(("xla", "unfused"))
+        } == {True}
         assert rows["nvme"]["nvme"]["all, activations, clipped"].ok is True
         assert rows["disks"]["disk"]["step over the one from host memory"].values["ratio"] > 0
         assert list((tmp_path / "results").glob("steps-host.*.xplane.pb.gz"))
@@ -101,7 +121,19 @@ def test_gpu_check_runs_on_a_cpu_and_every_bound_holds(tmp_path, words):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "words",
-    [("--part", "first", "memory", "--only", "slices", "copies both", "memory", "8 layers, opt_state"), ()],
+    [
+        (
+            "--part",
+            "first",
+            "memory",
+            "--only",
+            "slices",
+            "copies both",
+            "memory",
+            "8 layers, opt_state",
+        ),
+        (),
+    ],
     ids=["some", "all"],
 )
 @pytest.mark.usefixtures("h200_compiler")
@@ -111,13 +143,21 @@ def test_gpu_check_compiles_without_a_gpu(tmp_path, words):
     streamed = rows["memory"]["memory"]["all, activations, in_backward"]
     assert streamed.ok is True
     assert streamed.values["slices"] > 0
-    assert rows["first"]["8 layers, opt_state"]["predicted at assumed rates"].values["predicted_seconds"] > 0
+    assert (
+        rows["first"]["8 layers, opt_state"]["predicted at assumed rates"].values[
+            "predicted_seconds"
+        ]
+        > 0
+    )
     if not words:
         assert sum(map(len, rows["kernels"].values())) == len(kernels.cases(small=True))
     assert "a GPU that is not there" in text
     told = joined.fits(joined.read_runs(tmp_path / "results"), list(gpu_check.PARTS))
     assert "| h200 | " in told
-    assert "| first | 8 layers, opt_state | opt_state on the host, 3 layers, 128 tokens | all | 0.0 | 0.0 | 4.0 | yes |" in told
+    assert (
+        "| first | 8 layers, opt_state | opt_state on the host, 3 layers, 128 tokens | all | 0.0 | 0.0 | 4.0 | yes |"
+        in told
+    )
 
 
 def test_parts_come_in_the_order_of_what_they_decide():
@@ -136,7 +176,7 @@ def test_a_part_needs_less_than_its_limit(mode):
         assert len({check.name for check in part.checks}) == len(part.checks)
 
 
-# --- parts, whatever they check --------------------------------------------------------------------------------------------
+# --- parts, whatever they check -------------------------------------------------------------------
 
 WORKER = """
 import os, subprocess, sys, time
@@ -183,16 +223,31 @@ serve(checks, context, False, lambda: {"hardware": "some", "versions": {"jax": "
 
 
 def fake_run(folder: pathlib.Path, needs: Mapping[str, float], limit: float) -> Run:
-    """Return a run of a part whose checks are those of `WORKER`, which share a process, with what they need."""
+    """Return a run of a part whose checks are those of `WORKER`, which share a process, with what
+    they need.
+    """
     worker = folder / "worker.py"
     worker.write_text(f"import sys; sys.path.insert(0, {str(ROOT / 'benchmarks')!r})\n{WORKER}")
     checks = tuple(
-        Check(name=name, run=lambda _: iter(()), compiled=None, needs=Needs(gpu=seconds, compiled=0, small=0))
+        Check(
+            name=name,
+            run=lambda _: iter(()),
+            compiled=None,
+            needs=Needs(gpu=seconds, compiled=0, small=0),
+        )
         for name, seconds in needs.items()
     )
     part = Part(name="fake", what="", groups=(Group(checks=checks),))
     command = [sys.executable, str(worker)]
-    return Run(part=part, only=None, mode="run", limit=limit, out=folder / "out", command=command, told="some command")
+    return Run(
+        part=part,
+        only=None,
+        mode="run",
+        limit=limit,
+        out=folder / "out",
+        command=command,
+        told="some command",
+    )
 
 
 def is_running(pid: int) -> bool:
@@ -207,12 +262,17 @@ def test_a_check_that_crashes_or_hangs_takes_no_other_with_it(tmp_path):
     left = tmp_path / "left"
     left.mkdir()
     (left / "of a lost check").touch()
-    # The later checks are said to need far more than they do, so that a slow machine changes nothing here.
-    run = fake_run(tmp_path, {"good": 1, "crashes": 1, "hangs": 1, "raises": 6, "last": 6}, limit=15)
+    # The later checks are said to need far more than they do, so that a slow machine changes
+    # nothing here.
+    run = fake_run(
+        tmp_path, {"good": 1, "crashes": 1, "hangs": 1, "raises": 6, "last": 6}, limit=15
+    )
     thread = threading.Thread(target=run, args=([left],))
     thread.start()
     file = tmp_path / "out" / "fake.jsonl"
-    while not (file.exists() and '"before", "figure": "2"' in file.read_text()):  # written while the check still runs
+    while not (
+        file.exists() and '"before", "figure": "2"' in file.read_text()
+    ):  # written while the check still runs
         assert thread.is_alive()
         time.sleep(0.02)
     assert '"check": "hangs", "end"' not in file.read_text()
@@ -221,10 +281,15 @@ def test_a_check_that_crashes_or_hangs_takes_no_other_with_it(tmp_path):
     assert {name: one.status for name, one in found.checks.items()} == {
         "good": "done", "crashes": "crashed", "hangs": "stopped", "raises": "done", "last": "done",
     }  # fmt: skip
-    assert [row.figure for row in found.checks["crashes"].rows] == ["1", "exit status 3: this is not a result"]
+    assert [row.figure for row in found.checks["crashes"].rows] == [
+        "1",
+        "exit status 3: this is not a result",
+    ]
     assert found.checks["hangs"].rows[-1].figure.startswith("stopped after ")
     assert found.checks["raises"].rows[-1].figure == "RuntimeError: broken | here"
-    assert found.checks["last"].rows[0].figure == "7.0"  # what an earlier check found, whatever became of its process
+    assert (
+        found.checks["last"].rows[0].figure == "7.0"
+    )  # what an earlier check found, whatever became of its process
     assert not joined.holds([found])
     assert list(left.iterdir()) == []
     assert not is_running(int(found.checks["hangs"].rows[0].values["pid"]))
@@ -247,7 +312,10 @@ def test_a_check_with_few_seconds_left_runs_in_its_short_form(tmp_path):
     run = fake_run(tmp_path, {"good": 4, "shortened": 60}, limit=30)
     run()
     (found,) = joined.read_runs(tmp_path / "out")
-    assert {name: one.status for name, one in found.checks.items()} == {"good": "done", "shortened": "done"}
+    assert {name: one.status for name, one in found.checks.items()} == {
+        "good": "done",
+        "shortened": "done",
+    }
     assert found.checks["shortened"].rows[0].figure == "True"
     other = fake_run(tmp_path / "out", {"shortened": 20}, limit=30)
     other()
@@ -264,7 +332,9 @@ def test_short_seconds_shorten_checks_and_drop_none(tmp_path):
     run = fake_run(tmp_path, {"good": 20, "shortened": 300, "last": 100}, limit=50)
     run()
     (found,) = joined.read_runs(tmp_path / "out")
-    assert {name: one.status for name, one in found.checks.items()} == dict.fromkeys(("good", "shortened", "last"), "done")
+    assert {name: one.status for name, one in found.checks.items()} == dict.fromkeys(
+        ("good", "shortened", "last"), "done"
+    )
     assert found.checks["shortened"].rows[0].figure == "True"
 
 
@@ -272,14 +342,18 @@ def test_short_seconds_shorten_checks_and_drop_none(tmp_path):
 def test_rates_of_a_check_that_fails_halfway_are_measured_again(tmp_path, check):
     run = fake_run(tmp_path, {check: 10, "last": 10}, limit=60)
     first, last = run.part.groups[0].checks
-    run.part = dataclasses.replace(run.part, groups=(Group(checks=(dataclasses.replace(first, measures=True), last)),))
+    run.part = dataclasses.replace(
+        run.part, groups=(Group(checks=(dataclasses.replace(first, measures=True), last)),)
+    )
     run.key = "an H100, jax 1"
     for _ in range(2):
         run()
         found = joined.read_runs(tmp_path / "out")[-1]
         assert found.checks[check].rows[0].figure == "1"
         assert found.checks[check].rows[-1].ok is False
-        assert found.checks["last"].rows[0].figure == "1.0"  # a later check of the same part is told what there is
+        assert (
+            found.checks["last"].rows[0].figure == "1.0"
+        )  # a later check of the same part is told what there is
         assert not (tmp_path / "out" / "rates.json").exists()
 
 
@@ -287,7 +361,9 @@ def test_rates_are_measured_once_for_a_device_and_a_version_of_jax(tmp_path):
     def measured_by(key: str) -> list[Row]:
         run = fake_run(tmp_path, {"good": 5, "last": 5}, limit=60)
         first, last = run.part.groups[0].checks
-        run.part = dataclasses.replace(run.part, groups=(Group(checks=(dataclasses.replace(first, measures=True), last)),))
+        run.part = dataclasses.replace(
+            run.part, groups=(Group(checks=(dataclasses.replace(first, measures=True), last)),)
+        )
         run.key = key
         run()
         found = joined.read_runs(tmp_path / "out")[-1]
@@ -299,12 +375,30 @@ def test_rates_are_measured_once_for_a_device_and_a_version_of_jax(tmp_path):
     assert (again.figure, last.figure) == ("measured by an earlier part: found 7", "7.0")
     other, _ = measured_by("an H200, jax 1")
     assert other.figure == "None"
-    assert json.loads((tmp_path / "out" / "rates.json").read_text()).keys() == {"an H100, jax 1", "an H200, jax 1"}
+    assert json.loads((tmp_path / "out" / "rates.json").read_text()).keys() == {
+        "an H100, jax 1",
+        "an H200, jax 1",
+    }
 
 
-def lines(path: pathlib.Path, hardware: str, at: str, rows: Mapping[str, Row | None], cut_off: bool = False) -> None:
-    """Write what a run of the part that the file is named after leaves; of a check without a row, nothing."""
-    head = {"part": path.stem, "command": "c", "mode": "run", "limit": 480.0, "time": at, "checks": list(rows)}
+def lines(
+    path: pathlib.Path,
+    hardware: str,
+    at: str,
+    rows: Mapping[str, Row | None],
+    cut_off: bool = False,
+) -> None:
+    """Write what a run of the part that the file is named after leaves; of a check without a row,
+    nothing.
+    """
+    head = {
+        "part": path.stem,
+        "command": "c",
+        "mode": "run",
+        "limit": 480.0,
+        "time": at,
+        "checks": list(rows),
+    }
     said: list[Any] = [{"head": head}, {"facts": {"hardware": hardware, "versions": {"jax": "1"}}}]
     for name, row in rows.items():
         if row is not None:
@@ -312,7 +406,10 @@ def lines(path: pathlib.Path, hardware: str, at: str, rows: Mapping[str, Row | N
             said += [] if cut_off else [{"check": name, "end": {"status": "done", "seconds": 1.0}}]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        file.write("\n".join(map(json.dumps, said)) + ('\n{"check": "half' if cut_off else '\n{"seconds": 2.0}\n'))
+        file.write(
+            "\n".join(map(json.dumps, said))
+            + ('\n{"check": "half' if cut_off else '\n{"seconds": 2.0}\n')
+        )
 
 
 def test_results_of_parts_that_ran_apart_join(tmp_path):
@@ -322,8 +419,19 @@ def test_results_of_parts_that_ran_apart_join(tmp_path):
         "2026-11-01 10:00:00",
         {"x": Row("r", "replaced", ok=False), "y": Row("r", "y")},
     )
-    lines(tmp_path / "b" / "two.jsonl", "one GPU", "2026-11-02 10:00:00", {"x": Row("r", "new", "b", ok=True)})
-    lines(tmp_path / "c" / "one.jsonl", "another", "2026-11-03 10:00:00", {"z": Row("r", "z"), "w": None}, cut_off=True)
+    lines(
+        tmp_path / "b" / "two.jsonl",
+        "one GPU",
+        "2026-11-02 10:00:00",
+        {"x": Row("r", "new", "b", ok=True)},
+    )
+    lines(
+        tmp_path / "c" / "one.jsonl",
+        "another",
+        "2026-11-03 10:00:00",
+        {"z": Row("r", "z"), "w": None},
+        cut_off=True,
+    )
     runs = joined.latest(joined.read_runs(tmp_path))
     text = joined.table(runs, ["one", "two"])
     assert "replaced" not in text
@@ -340,9 +448,20 @@ def test_results_of_parts_that_ran_apart_join(tmp_path):
 
 def test_a_run_that_began_no_check_is_replaced_by_a_later_one_on_any_machine(tmp_path):
     one, path = {"x": Row("r", "new", "b", ok=True)}, tmp_path / "one.jsonl"
-    head = {"part": "one", "command": "c", "mode": "run", "limit": 1.0, "time": "2026-11-01 10:00:00", "checks": ["x"]}
+    head = {
+        "part": "one",
+        "command": "c",
+        "mode": "run",
+        "limit": 1.0,
+        "time": "2026-11-01 10:00:00",
+        "checks": ["x"],
+    }
     end = {"check": "x", "end": {"status": "not run", "seconds": 0.0}}
-    said = [{"head": head}, {"check": "x", "row": dataclasses.asdict(Row("x", "not run: why"))}, end]
+    said = [
+        {"head": head},
+        {"check": "x", "row": dataclasses.asdict(Row("x", "not run: why"))},
+        end,
+    ]
     path.write_text("\n".join(map(json.dumps, said)) + "\n")
     assert not joined.holds(joined.latest(joined.read_runs(tmp_path)))
     lines(path, "one GPU", "2026-11-02 10:00:00", one)
@@ -374,19 +493,25 @@ def test_gpu_check_refuses_what_would_measure_something_else(options, why, monke
 def commands_of(page: str) -> list[list[str]]:
     """Return the options of each gpu_check command on a page of docs."""
     text = (ROOT / "docs" / page).read_text().replace("\\\n", " ")
-    found = re.findall(r"^(?:XLA_FLAGS=\S* )?python benchmarks/gpu_check\.py (.*)$", text, re.MULTILINE)
+    found = re.findall(
+        r"^(?:XLA_FLAGS=\S* )?python benchmarks/gpu_check\.py (.*)$", text, re.MULTILINE
+    )
     return [shlex.split(words) for words in found]
 
 
 @pytest.mark.parametrize(
-    "words", [words for page in ("first_contact.md", "performance.md") for words in commands_of(page)], ids=" ".join
+    "words",
+    [words for page in ("first_contact.md", "performance.md") for words in commands_of(page)],
+    ids=" ".join,
 )
 def test_commands_on_pages_name_parts_and_checks_that_exist(words, monkeypatch, tmp_path):
     """Those of the first contact fit into ten minutes a call, which another test sums up."""
     for folder in ("RESULTS", "DISK", "results"):
         (tmp_path / folder).mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", *words[: words.index("#") if "#" in words else None]])
+    monkeypatch.setattr(
+        sys, "argv", ["gpu_check.py", *words[: words.index("#") if "#" in words else None]]
+    )
     options = gpu_check.parse()
     if options.only and not options.join:
         chosen = {check.name for part in options.part for check in gpu_check.PARTS[part].checks}
@@ -398,7 +523,9 @@ def test_each_call_of_the_first_contact_takes_ten_minutes_at_most():
     calls = re.split(r"^## Call \d: .*$", page, flags=re.MULTILINE)[1:]
     assert len(calls) == 3
     for call in calls:
-        limits = [float(limit) for limit in re.findall(r"--limit (\d+)", call.partition("\n## ")[0])]
+        limits = [
+            float(limit) for limit in re.findall(r"--limit (\d+)", call.partition("\n## ")[0])
+        ]
         assert len(limits) >= 2
         assert sum(limits) <= 570  # seconds; starts of Python are within the limits
 
@@ -421,12 +548,15 @@ def test_a_row_says_what_was_raised():
     first, second = attempt("breaks", breaks)
     assert first.ok
     assert (second.ok, second.figure) == (False, "RuntimeError: broken | here OSError: the disk")
-    assert line("check", second) == "| check | breaks | RuntimeError: broken / here OSError: the disk |  | NO |"
+    assert (
+        line("check", second)
+        == "| check | breaks | RuntimeError: broken / here OSError: the disk |  | NO |"
+    )
     (row,) = attempt("refuses", refuses)
     assert (row.ok, row.figure) == (None, "skipped: not built")
 
 
-# --- what checks say ---------------------------------------------------------------------------------------------------------
+# --- what checks say ------------------------------------------------------------------------------
 
 
 def test_a_sweep_tells_verdicts_and_fails_where_a_winner_is_wrong(monkeypatch, tmp_path):
@@ -443,7 +573,10 @@ def test_a_sweep_tells_verdicts_and_fails_where_a_winner_is_wrong(monkeypatch, t
     monkeypatch.setattr(kernels, "sweep_outcomes", lambda *_: outcomes)
     context = Context(sizes=SMALL, peer_python=None, keep=tmp_path, swap_dir="", ram_dir="")
     won, wrong, left_out = check_sweep(context)
-    assert "0.900 of XLA's time, not comparable with that of JAX's kernel; None takes kernel" in won.figure
+    assert (
+        "0.900 of XLA's time, not comparable with that of JAX's kernel; None takes kernel"
+        in won.figure
+    )
     assert (won.ok, wrong.ok, left_out.ok) == (None, False, None)
 
 
@@ -494,7 +627,9 @@ planes {
 
 
 def test_a_profile_tells_idle_time_and_what_runs_beside_what():
-    """Kernels in 0-2 and 5-8 s, one that moves host memory in 2-3, 40 bytes up in 1-3, 80 down in 2-10."""
+    """Kernels in 0-2 and 5-8 s, one that moves host memory in 2-3, 40 bytes up in 1-3, 80 down in
+    2-10.
+    """
     events = events_of(jax.profiler.ProfileData.from_text_proto(PROFILE))
     found = measure(events, {"mover"}, num_steps=1)
     assert (found.seconds, found.compute_seconds, found.mover_seconds) == (10.0, 5.0, 1.0)
@@ -510,7 +645,9 @@ def test_a_profile_tells_idle_time_and_what_runs_beside_what():
 
 def test_bounds_of_a_step_hold_at_most_tokens_alone(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
-    found = measure(events_of(jax.profiler.ProfileData.from_text_proto(PROFILE)), (), num_steps=1)  # 0.6 of the step
+    found = measure(
+        events_of(jax.profiler.ProfileData.from_text_proto(PROFILE)), (), num_steps=1
+    )  # 0.6 of the step
     for mode, is_largest, ok in (
         ("opt_state on the host", True, False),
         ("opt_state on the host", False, None),
@@ -521,7 +658,9 @@ def test_bounds_of_a_step_hold_at_most_tokens_alone(monkeypatch):
         assert compute.ok is ok
         assert copies.ok is (None if mode == "resident" else False)  # 30 of 36 bytes a second
     predicted: Any = type("Predicted", (), {"seconds": 2.0, "idle": 0.3})
-    assert [next(compared_rows(found, step, predicted, judged=True)).ok for step in (2.2, 1.6, 2.4)] == [True, False, False]
+    assert [
+        next(compared_rows(found, step, predicted, judged=True)).ok for step in (2.2, 1.6, 2.4)
+    ] == [True, False, False]
     predicted.idle = 0.2  # where 0.4 was measured
     assert not next(compared_rows(found, 2.0, predicted, judged=True)).ok
 
@@ -533,16 +672,25 @@ def test_the_bound_of_compute_is_that_of_the_version_of_jax():
     assert least_compute("resident", (0, 12, 0)) is None
 
 
-MODES = ("resident", "opt_state on the host", "params, grads, opt_state on the host", "the same, delayed_update")
+MODES = (
+    "resident",
+    "opt_state on the host",
+    "params, grads, opt_state on the host",
+    "the same, delayed_update",
+)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_pool_is_sized_to_what_a_mode_keeps_in_host_memory(mode):
-    case = Case(mode=mode, sizes=dataclasses.replace(SMALL.llama, layers=6), tokens=SMALL.llama.tokens[0])
+    case = Case(
+        mode=mode, sizes=dataclasses.replace(SMALL.llama, layers=6), tokens=SMALL.llama.tokens[0]
+    )
     with case.build(one_device()) as program:
         kept = program.memory(case.abstract_batch()).tiers["pinned_host"]
     # What a delayed update makes is pinned beside the pool.
-    assert sum(kept.values()) - kept.get("made", 0) == pytest.approx(pinned_bytes(mode, case.sizes), rel=0.01)
+    assert sum(kept.values()) - kept.get("made", 0) == pytest.approx(
+        pinned_bytes(mode, case.sizes), rel=0.01
+    )
 
 
 def test_a_pool_is_what_is_needed_and_never_above_what_the_user_or_the_host_allows():
@@ -554,10 +702,14 @@ def test_a_pool_is_what_is_needed_and_never_above_what_the_user_or_the_host_allo
     assert free.pool(200 << 30) == 116
     assert dataclasses.replace(free, pool_gib=60).pool(needed) == 60
     assert dataclasses.replace(free, pool_gib=110).pool(needed) == 80
-    (group,) = (g for g in gpu_check.PARTS["steps-opt_state"].groups if g.checks[0].name == "16K tokens")
+    (group,) = (
+        g for g in gpu_check.PARTS["steps-opt_state"].groups if g.checks[0].name == "16K tokens"
+    )
     assert gpu_check.pool_of(group, GPU, free) == 80  # both numbers of tokens are of one program
     (group,) = (g for g in gpu_check.PARTS["first"].groups if g.checks[-1].name == "copies both")
-    assert gpu_check.pool_of(group, GPU, free) == 19  # GiB: pieces of 8 for two stacks of 5.4, and 2 for the link's arrays
+    assert (
+        gpu_check.pool_of(group, GPU, free) == 19
+    )  # GiB: pieces of 8 for two stacks of 5.4, and 2 for the link's arrays
 
 
 def test_a_larger_device_has_more_layers():
@@ -574,7 +726,9 @@ def test_a_larger_device_has_more_layers():
             self.case = case
 
         def memory(self, _: Any) -> Any:
-            return type("Report", (), {"tiers": {"device": {"states": 16 * num_params(self.case.sizes)}}})
+            return type(
+                "Report", (), {"tiers": {"device": {"states": 16 * num_params(self.case.sizes)}}}
+            )
 
         def close(self) -> None:
             pass
@@ -594,7 +748,11 @@ def test_a_step_has_as_many_layers_as_host_memory_has_room_for():
             self.layers, self.closed = layers, False
 
         def memory(self, _: Any) -> Any:
-            return type("Report", (), {"tiers": {"pinned_host": {"opt_state": 10 * self.layers, "buffers": 7}}})
+            return type(
+                "Report",
+                (),
+                {"tiers": {"pinned_host": {"opt_state": 10 * self.layers, "buffers": 7}}},
+            )
 
         def close(self) -> None:
             built.append(self.layers)
@@ -620,7 +778,9 @@ class Sized:
     closed: bool = False
 
     def memory(self, batch: Any) -> Any:
-        return type("Report", (), {"tiers": {"device": {"states": self.layers * batch["tokens"].size}}})
+        return type(
+            "Report", (), {"tiers": {"device": {"states": self.layers * batch["tokens"].size}}}
+        )
 
     def close(self) -> None:
         self.closed = True
@@ -639,9 +799,13 @@ class Counting:
 
 
 @pytest.mark.parametrize(
-    ("device_bytes", "layers", "steps"), [(24 * 32768, (24, 20), 1), (2 * 24 * 32768, (32, 32), 2)], ids=["rebuilt", "kept"]
+    ("device_bytes", "layers", "steps"),
+    [(24 * 32768, (24, 20), 1), (2 * 24 * 32768, (32, 32), 2)],
+    ids=["rebuilt", "kept"],
 )
-def test_a_program_of_fewer_tokens_is_fitted_again_to_more(monkeypatch, device_bytes, layers, steps):
+def test_a_program_of_fewer_tokens_is_fitted_again_to_more(
+    monkeypatch, device_bytes, layers, steps
+):
     built: list[Sized] = []
 
     def build(case: Case, mesh: Any) -> Sized:
@@ -650,7 +814,14 @@ def test_a_program_of_fewer_tokens_is_fitted_again_to_more(monkeypatch, device_b
 
     monkeypatch.setattr(Case, "build", build)
     monkeypatch.setattr(llamas, "Stepped", Counting)
-    context = Context(sizes=GPU, peer_python=None, keep=pathlib.Path(), swap_dir="", ram_dir="", device_bytes=device_bytes)
+    context = Context(
+        sizes=GPU,
+        peer_python=None,
+        keep=pathlib.Path(),
+        swap_dir="",
+        ram_dir="",
+        device_bytes=device_bytes,
+    )
     sizes = dataclasses.replace(GPU.llama, layers=32 if steps == 2 else 24)
 
     def step(tokens: int) -> Mapping[str, float]:
@@ -658,7 +829,12 @@ def test_a_program_of_fewer_tokens_is_fitted_again_to_more(monkeypatch, device_b
         return list(llamas.check_step(lambda _: case)(context))[-1].values
 
     assert step(16384) == {"layers": layers[0], "of": layers[0], "steps": 1, "is_largest": False}
-    assert step(32768) == {"layers": layers[1], "of": layers[1], "steps": steps, "is_largest": steps == 2}
+    assert step(32768) == {
+        "layers": layers[1],
+        "of": layers[1],
+        "steps": steps,
+        "is_largest": steps == 2,
+    }
     assert [program.closed for program in built] == [True] * (len(built) - 1) + [False]
     assert len(built) == (1 if steps == 2 else 2)
 
@@ -668,7 +844,8 @@ def test_a_step_from_a_disk_has_fewer_layers_if_seconds_are_short(monkeypatch):
     context = Context(sizes=GPU, peer_python=None, keep=pathlib.Path(), swap_dir="", ram_dir="")
     for where in disks.MODES:
         layers = [
-            disks.case_of(where, dataclasses.replace(context, is_short=is_short)).sizes.layers for is_short in (False, True)
+            disks.case_of(where, dataclasses.replace(context, is_short=is_short)).sizes.layers
+            for is_short in (False, True)
         ]
         assert layers == [18, llamas.SHORT_LAYERS]
 
@@ -676,22 +853,39 @@ def test_a_step_from_a_disk_has_fewer_layers_if_seconds_are_short(monkeypatch):
 def test_the_layers_on_a_disk_are_as_many_as_fit():
     of = GPU.on_disk
     layer, ends = 14 * (4 * 4096**2 + 3 * 4096 * 11008), 28 * 32000 * 4096
-    assert disks.fitting(of, {disks.RAM: 10**12, disks.DISK: 10**12}, disks.DISK).layers == of.layers
-    assert disks.fitting(of, {disks.RAM: ends + 5 * layer, disks.DISK: ends + 7 * layer}, disks.DISK).layers == 5
+    assert (
+        disks.fitting(of, {disks.RAM: 10**12, disks.DISK: 10**12}, disks.DISK).layers == of.layers
+    )
+    assert (
+        disks.fitting(
+            of, {disks.RAM: ends + 5 * layer, disks.DISK: ends + 7 * layer}, disks.DISK
+        ).layers
+        == 5
+    )
     # A RAM disk that has no room keeps the disk from nothing.
     assert disks.fitting(of, {disks.RAM: 0, disks.DISK: ends + 7 * layer}, disks.DISK).layers == 7
     with pytest.raises(NotImplementedError, match=r"no layer of 2\.6 GiB fits on the RAM disk"):
         disks.fitting(of, {disks.RAM: layer, disks.DISK: 10**12}, disks.RAM)
-    assert SMALL.on_disk.layers == disks.fitting(SMALL.on_disk, {disks.DISK: 1 << 30}, disks.DISK).layers
+    assert (
+        SMALL.on_disk.layers
+        == disks.fitting(SMALL.on_disk, {disks.DISK: 1 << 30}, disks.DISK).layers
+    )
 
 
 def test_gpu_check_sees_another_loss_and_another_parameter():
     job = Job(name="mix", problem=TINY, fields={})
     tolerance = Tolerance(ulp=2, params=1e-6, gradients=1e-6)
-    losses, leaves = np.array([2, 1], np.float32), [np.array([0, 4], np.float32), np.zeros(2, np.float32)]
+    losses, leaves = (
+        np.array([2, 1], np.float32),
+        [np.array([0, 4], np.float32), np.zeros(2, np.float32)],
+    )
 
     def compared(losses, leaves):
-        right = (np.array([2, 1], np.float32), leaves_before, [np.array([0, 4], np.float32), np.zeros(2, np.float32)])
+        right = (
+            np.array([2, 1], np.float32),
+            leaves_before,
+            [np.array([0, 4], np.float32), np.zeros(2, np.float32)],
+        )
         return compare(job, (losses, leaves_before, leaves), right, tolerance)
 
     leaves_before = [np.zeros(2, np.float32)] * 2
@@ -702,7 +896,9 @@ def test_gpu_check_sees_another_loss_and_another_parameter():
     assert not compared(losses * np.float32(1.0001), leaves).ok
     assert not compared(losses * np.float32("nan"), leaves).ok
     assert compared(losses, [leaves[0] + np.float32([1, 0]), leaves[1]]).values["params"] == 0.25
-    assert not compared(losses, [leaves[0], leaves[1] + np.float32(1e-20)]).ok  # a leaf that is zero must stay so
+    assert not compared(
+        losses, [leaves[0], leaves[1] + np.float32(1e-20)]
+    ).ok  # a leaf that is zero must stay so
 
 
 @pytest.mark.parametrize(("step", "hidden", "floor"), [(3.0, 1.0, 1.0), (4.0, 0.0, 4 / 3)])
@@ -713,7 +909,11 @@ def test_gpu_check_tells_how_much_of_the_transfers_is_hidden(step, hidden, floor
     assert link.seconds(20.0, 20.0) == 2.0
     assert link.seconds(25.0, 12.5) == 1.5
     rows = list(speed_rows(job, Timed([step] * 3, [3.0] * 3, [{"loss": 1.0}] * 3, 20, 5), link))
-    assert [row.name for row in rows] == ["mix: step over resident", "mix: link", "mix: transfers hidden"]
+    assert [row.name for row in rows] == [
+        "mix: step over resident",
+        "mix: link",
+        "mix: transfers hidden",
+    ]
     assert rows[0].values["ratio"] == step / 3
     assert rows[2].values["hidden"] == hidden
     assert rows[2].values["over_floor"] == floor

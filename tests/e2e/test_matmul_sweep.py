@@ -1,4 +1,6 @@
-"""The sweep of matmul's sizes: what it tries, what it finds of made-up times, and what it writes to the table."""
+"""The sweep of matmul's sizes: what it tries, what it finds of made-up times, and what it writes to
+the table.
+"""
 
 import dataclasses
 import sys
@@ -21,7 +23,9 @@ H200 = Target("NVIDIA H200", "gpu", 132, is_hopper=True)
 PRODUCT = Product(192, 128, 320)
 
 
-@pytest.mark.parametrize("product", matmul_sweep.swept(small=False), ids=lambda product: product.name)
+@pytest.mark.parametrize(
+    "product", matmul_sweep.swept(small=False), ids=lambda product: product.name
+)
 def test_a_sweep_tries_tiles_in_and_out_of_clusters_with_the_deepest_pipeline_that_fits(product):
     tried = matmul_sweep.tiles_and_clusters(product.problem, 132)
     tiles = {(c.block_m, c.block_n) for c in tried}
@@ -38,7 +42,12 @@ def test_a_sweep_tries_tiles_in_and_out_of_clusters_with_the_deepest_pipeline_th
 
 
 def test_what_does_not_fit_registers_or_shared_memory_is_left_out_before_it_is_compiled():
-    sizes = [{"block_m": 256, "block_n": 256}, {"num_stages": 8}, {"cluster_m": 2, "num_cores": 131}, {"num_stages": 2}]
+    sizes = [
+        {"block_m": 256, "block_n": 256},
+        {"num_stages": 8},
+        {"cluster_m": 2, "num_cores": 131},
+        {"num_stages": 2},
+    ]
     assert matmul_sweep.fitting(PRODUCT.problem, sizes) == [Config(num_stages=2)]
     assert matmul_sweep.deepest(PRODUCT.problem, block_k=1024) == []
 
@@ -47,12 +56,16 @@ def test_a_search_finds_the_fastest_tile_and_cluster_then_cores_depth_and_bands_
     best = Config(block_m=256, block_n=128, num_stages=3, num_cores=128, raster=16, cluster_n=2)
 
     def seconds(config: Config) -> float:
-        return 1.0 + sum(getattr(config, f.name) != getattr(best, f.name) for f in dataclasses.fields(Config))
+        return 1.0 + sum(
+            getattr(config, f.name) != getattr(best, f.name) for f in dataclasses.fields(Config)
+        )
 
     times = matmul_sweep.search(PRODUCT.problem, 132, seconds)
     assert min(times, key=lambda config: times[config]) == best
     assert times[best] == 1.0
-    assert len(times) == 5 * 3 + 1 + 2 + 2  # tiles and clusters; 128 cores; a stage less, and wider ones; two bands
+    assert (
+        len(times) == 5 * 3 + 1 + 2 + 2
+    )  # tiles and clusters; 128 cores; a stage less, and wider ones; two bands
 
 
 class Contender:
@@ -67,26 +80,36 @@ class Contender:
 
     def seconds(self, repeats: int) -> float:
         # Of the kernel's sizes, clusters along M are the fastest.
-        return self.seconds_of[self.name] * (1.0 if self.config is None or self.config.cluster_m == 2 else 2.0)
+        return self.seconds_of[self.name] * (
+            1.0 if self.config is None or self.config.cluster_m == 2 else 2.0
+        )
 
     def __call__(self) -> Any:
         off = self.off if self.name == MOSAIC and self.config.cluster_m == 2 else 1.0
-        return off * (np.asarray(self.arrays[0], np.float32) @ np.asarray(self.arrays[1], np.float32))
+        return off * (
+            np.asarray(self.arrays[0], np.float32) @ np.asarray(self.arrays[1], np.float32)
+        )
 
 
 @pytest.fixture
 def made_up(monkeypatch):
     """Return a function that sweeps with made-up times."""
     monkeypatch.setattr(matmul_sweep, "target_of", lambda *_: H200)
-    monkeypatch.setattr(Product, "step", lambda _, implementation, config=None: (implementation, config))
+    monkeypatch.setattr(
+        Product, "step", lambda _, implementation, config=None: (implementation, config)
+    )
     monkeypatch.setattr(matmul_sweep, "jax_steps", lambda _: [(JAX, None)])
     monkeypatch.setattr(kernels, "Contender", Contender)
     draw = np.random.default_rng(0).standard_normal
     monkeypatch.setattr(Case, "draw", lambda case: tuple(draw(a.shape) for a in case.arrays))
-    monkeypatch.setattr(matmul_sweep, "swept", lambda _: [PRODUCT, dataclasses.replace(PRODUCT, m=64)])
+    monkeypatch.setattr(
+        matmul_sweep, "swept", lambda _: [PRODUCT, dataclasses.replace(PRODUCT, m=64)]
+    )
 
     def outcomes(kernel: float, off: float = 1.0, **options: Any):
-        monkeypatch.setattr(Contender, "seconds_of", {MOSAIC: kernel, XLA: 1.0, JAX: 0.8}, raising=False)
+        monkeypatch.setattr(
+            Contender, "seconds_of", {MOSAIC: kernel, XLA: 1.0, JAX: 0.8}, raising=False
+        )
         monkeypatch.setattr(Contender, "off", off)
         return list(kernels.sweep_outcomes(False, 3, **options))
 
@@ -94,7 +117,9 @@ def made_up(monkeypatch):
 
 
 @pytest.mark.parametrize(("kernel", "verdict"), [(0.5, "kernel"), (1.5, "XLA")])
-def test_a_sweep_writes_the_winner_with_its_times_and_keeps_other_rows(made_up, tmp_path, kernel, verdict):
+def test_a_sweep_writes_the_winner_with_its_times_and_keeps_other_rows(
+    made_up, tmp_path, kernel, verdict
+):
     path = tmp_path / "measured.json"
     other = dataclasses.replace(made_up(2.0)[0].row, chip="H100")
     matmul_sweep.save_row(path, other)
@@ -104,8 +129,14 @@ def test_a_sweep_writes_the_winner_with_its_times_and_keeps_other_rows(made_up, 
     assert (first.row.chip, first.row.num_cores, first.row.device) == ("H200", 132, "NVIDIA H200")
     assert set(measured.parse(path.read_text(), "table")) == {other, first.row, second.row}
     assert measured.find([first.row, second.row], PRODUCT.problem, None, H200) == first.row
-    [line] = [text for text, _ in kernels.sweep_table([first]) if text.startswith(f"| {PRODUCT.name} |")]
-    assert [cell.strip() for cell in line.split("|")[4:7]] == [f"{kernel:.3f}", f"{kernel / 0.8:.3f}", verdict]
+    [line] = [
+        text for text, _ in kernels.sweep_table([first]) if text.startswith(f"| {PRODUCT.name} |")
+    ]
+    assert [cell.strip() for cell in line.split("|")[4:7]] == [
+        f"{kernel:.3f}",
+        f"{kernel / 0.8:.3f}",
+        verdict,
+    ]
 
 
 def test_sizes_that_are_wrong_never_win_and_are_told(made_up):
@@ -138,10 +169,14 @@ def test_a_kernel_that_does_not_run_with_any_size_makes_no_row(made_up, monkeypa
 
 
 def test_a_sweep_that_is_out_of_time_tells_what_it_left_out(made_up):
-    assert [outcome.note for outcome in made_up(0.5, seconds=-1.0)] == ["left out: -1 s are over"] * 2
+    assert [outcome.note for outcome in made_up(0.5, seconds=-1.0)] == [
+        "left out: -1 s are over"
+    ] * 2
 
 
-def test_a_sweep_on_a_cpu_says_that_the_kernel_does_not_run_and_writes_nothing(tmp_path, monkeypatch, capsys):
+def test_a_sweep_on_a_cpu_says_that_the_kernel_does_not_run_and_writes_nothing(
+    tmp_path, monkeypatch, capsys
+):
     path = tmp_path / "measured.json"
     outcomes = list(kernels.sweep_outcomes(True, 1, path))
     assert [outcome.row for outcome in outcomes] == [None] * len(matmul_sweep.swept(small=True))

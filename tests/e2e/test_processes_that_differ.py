@@ -1,4 +1,6 @@
-"""Two processes (jax.distributed, gloo) that differ end with an error that names the difference, and do not hang."""
+"""Two processes (jax.distributed, gloo) that differ end with an error that names the difference,
+and do not hang.
+"""
 
 import pathlib
 import re
@@ -101,16 +103,25 @@ def test_what_differs_is_named_in_both_and_a_process_that_ends_early_ends_the_ot
     assert len(one["losses"]) == 3
     assert (first, second) == (1, 1)
     for _, output in both:
-        assert re.search(r"call \d+ is program 5, step in process 0; process 1 ended before it; every process must", output)
+        assert re.search(
+            r"call \d+ is program 5, step in process 0; process 1 ended before it; every process must",
+            output,
+        )
 
 
 OTHERS: dict[str, tuple[str, str]] = {
-    "process 0 ends early": ("if me == 1: program.step(state, local())", "step in process 1; process 0 ended before it"),
+    "process 0 ends early": (
+        "if me == 1: program.step(state, local())",
+        "step in process 1; process 0 ended before it",
+    ),
     "an error": (
         "if me == 1: raise KeyError('bad data')\nprogram.step(state, local())",
         r"step in process 0; process 1 ended with KeyError \('bad data'\) before it",
     ),
-    "sys.exit": ("if me == 1: sys.exit(0)\nprogram.step(state, local())", "step in process 0; process 1 ended before it"),
+    "sys.exit": (
+        "if me == 1: sys.exit(0)\nprogram.step(state, local())",
+        "step in process 0; process 1 ended before it",
+    ),
     "a new shape in one": (
         "program.step(state, local(length=6 + 2 * me))",
         r"step over \['tokens'\] int32\[4,6\] in process 0, but .* int32\[4,8\] in process 1",
@@ -139,7 +150,9 @@ OTHERS: dict[str, tuple[str, str]] = {
 def test_two_processes_that_part_both_end_and_say_why(case, tmp_path):
     script, words = OTHERS[case]
     begun = "\njson.dump(found, open(out / f'{me}.json', 'w'))\n"
-    for status, output in ends(f"{TRAIN}{begun}{script}\njax.block_until_ready(state)\n", tmp_path / "two"):
+    for status, output in ends(
+        f"{TRAIN}{begun}{script}\njax.block_until_ready(state)\n", tmp_path / "two"
+    ):
         assert status != 0
         assert re.search(words, output), output
 

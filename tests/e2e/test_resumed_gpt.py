@@ -1,4 +1,6 @@
-"""The example, stopped by a signal, goes on from its last step to the losses of a run that was not stopped."""
+"""The example, stopped by a signal, goes on from its last step to the losses of a run that was not
+stopped.
+"""
 
 import contextlib
 import gzip
@@ -27,8 +29,21 @@ NAMES = ("train/loss", "validation/loss")
 
 
 def arguments(folder: pathlib.Path, text: str, sample_bytes: int = 0) -> list[str]:
-    """Return what all runs share; at the default learning rate so short a run would be unstable, and magnify rounding."""
-    sizes = ["--steps", str(STEPS), "--seq", "32", "--batch-size", "8", "--eval-every", "3", "--learning-rate", "3e-4"]
+    """Return what all runs share; at the default learning rate so short a run would be unstable,
+    and magnify rounding.
+    """
+    sizes = [
+        "--steps",
+        str(STEPS),
+        "--seq",
+        "32",
+        "--batch-size",
+        "8",
+        "--eval-every",
+        "3",
+        "--learning-rate",
+        "3e-4",
+    ]
     sizes += ["--sample-bytes", str(sample_bytes)]
     return ["--data", text, *sizes, "--logdir", str(folder / "log")]
 
@@ -39,13 +54,23 @@ def saving(folder: pathlib.Path) -> list[str]:
 
 def figures(folder: pathlib.Path) -> list[dict[str, dict[int, float]]]:
     """Return the figures of each run that wrote below a folder, in order."""
-    return [{n: t.events(p, n) for n in NAMES} for p in sorted((folder / "log").glob("events.out.tfevents.*"))]
+    return [
+        {n: t.events(p, n) for n in NAMES}
+        for p in sorted((folder / "log").glob("events.out.tfevents.*"))
+    ]
 
 
 def stopped(folder: pathlib.Path, text: str, number: int, processes: int = 1) -> int:
-    """Run until a checkpoint is there, send a signal to the last process, and return the step that all stopped at."""
+    """Run until a checkpoint is there, send a signal to the last process, and return the step that
+    all stopped at.
+    """
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, str(t.ROOT / "examples" / "train_gpt.py"), *arguments(folder, text), *saving(folder)]
+    command = [
+        sys.executable,
+        str(t.ROOT / "examples" / "train_gpt.py"),
+        *arguments(folder, text),
+        *saving(folder),
+    ]
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{s.getsockname()[1]}"
@@ -53,7 +78,11 @@ def stopped(folder: pathlib.Path, text: str, number: int, processes: int = 1) ->
     for me in range(processes):
         env = t.os.environ | {"JAX_PLATFORMS": "cpu"}
         if processes > 1:
-            env |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(processes), "JAX_PROCESS_ID": str(me)}
+            env |= {
+                "JAX_COORDINATOR_ADDRESS": address,
+                "JAX_NUM_PROCESSES": str(processes),
+                "JAX_PROCESS_ID": str(me),
+            }
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         devices = ["--devices", str(2 // processes)]
         workers.append(subprocess.Popen([*command, *devices], env=env, cwd=folder, **pipes))
@@ -61,7 +90,9 @@ def stopped(folder: pathlib.Path, text: str, number: int, processes: int = 1) ->
         end = time.monotonic() + 120
         while not (folder / "saved" / "4").is_dir():
             assert time.monotonic() < end
-            assert all(worker.poll() is None for worker in workers), [worker.communicate() for worker in workers]
+            assert all(worker.poll() is None for worker in workers), [
+                worker.communicate() for worker in workers
+            ]
             time.sleep(0.02)
         workers[-1].send_signal(number)
         outputs = [worker.communicate(timeout=120) for worker in workers]
@@ -78,7 +109,9 @@ def stopped(folder: pathlib.Path, text: str, number: int, processes: int = 1) ->
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
-    """Yield `train(*arguments)`: run in this process, all with one program; returns what it printed."""
+    """Yield `train(*arguments)`: run in this process, all with one program; returns what it
+    printed.
+    """
     text, programs = t.folder(tmp_path_factory.mktemp("text")), []
     mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
 
@@ -110,16 +143,24 @@ def resumed(
     folder: pathlib.Path, text: str, step: int, train: Callable[..., str]
 ) -> tuple[dict[str, dict[int, float]], dict[str, dict[int, float]]]:
     """Go on in one process, and return the figures before and after."""
-    assert f"goes on from step {step} of" in train(*arguments(folder, text), *saving(folder), "--resume", "True")
-    assert sorted(int(path.name) for path in (folder / "saved").iterdir() if path.is_dir()) == [STEPS - STEPS % 4 - 4, STEPS]
+    assert f"goes on from step {step} of" in train(
+        *arguments(folder, text), *saving(folder), "--resume", "True"
+    )
+    assert sorted(int(path.name) for path in (folder / "saved").iterdir() if path.is_dir()) == [
+        STEPS - STEPS % 4 - 4,
+        STEPS,
+    ]
     before, after = figures(folder)
     assert list(before["train/loss"]) == [*range(1, step + 1)]
     assert list(after["train/loss"]) == [*range(step + 1, STEPS + 1)]
-    assert list(after["validation/loss"]) == [s for s in range(step + 1, STEPS + 1) if s % 3 == 0 or s == STEPS]
+    assert list(after["validation/loss"]) == [
+        s for s in range(step + 1, STEPS + 1) if s % 3 == 0 or s == STEPS
+    ]
     return before, after
 
 
-@pytest.mark.exhaustive  # by default test_kill.py compares the losses bit for bit, and the test below stops a run
+# by default test_kill.py compares the losses bit for bit, and the test below stops a run
+@pytest.mark.exhaustive
 def test_an_interrupted_run_goes_on_to_the_same_losses(tmp_path, whole):
     text, expected, _ = whole
     step = stopped(tmp_path, text, signal.SIGINT)
@@ -148,24 +189,41 @@ def test_processes_stop_at_one_step_and_one_process_goes_on(tmp_path, whole, her
     for found in resumed(tmp_path, text, step, here[0]):
         for name in NAMES:
             np.testing.assert_allclose(
-                list(found[name].values()), [expected[name][s] for s in found[name]], rtol=1e-4, err_msg=name
+                list(found[name].values()),
+                [expected[name][s] for s in found[name]],
+                rtol=1e-4,
+                err_msg=name,
             )
 
 
-@pytest.mark.exhaustive  # by default test_larger_than_memory.py trains a GPT on disk, and test_kill.py compares such losses
+# by default test_larger_than_memory.py trains a GPT on disk, and test_kill.py compares such losses
+@pytest.mark.exhaustive
 def test_train_gpt_with_states_on_disk_equals_the_run_in_memory(tmp_path, whole):
-    """Losses, validation and the sampled text are the same; the lines tell of the disk, and nothing stays on it."""
+    """Losses, validation and the sampled text are the same; the lines tell of the disk, and nothing
+    stays on it.
+    """
     text, expected, in_memory = whole
     (swap := tmp_path / "swap").mkdir()
     trace = tmp_path / "trace.json.gz"
-    tiers = ["--params", "nvme", "--opt-state", "nvme", "--swap-dir", str(swap), "--swap-trace", str(trace)]
+    tiers = [
+        "--params",
+        "nvme",
+        "--opt-state",
+        "nvme",
+        "--swap-dir",
+        str(swap),
+        "--swap-trace",
+        str(trace),
+    ]
     done = t.run(tmp_path, *arguments(tmp_path, text, sample_bytes=20), *tiers, "--devices", "2")
     assert done.returncode == 0, done.stderr
     (found,) = figures(tmp_path)
     for name, count in zip(NAMES, (STEPS, STEPS // 3), strict=True):
         assert found[name].keys() == expected[name].keys()
         assert len(found[name]) == count
-        np.testing.assert_allclose(list(found[name].values()), list(expected[name].values()), rtol=0, atol=1e-5)
+        np.testing.assert_allclose(
+            list(found[name].values()), list(expected[name].values()), rtol=0, atol=1e-5
+        )
     assert done.stdout.split("--- sample ---")[1] == in_memory.split("--- sample ---")[1]
     assert "stall" not in in_memory
     lines = [line for line in done.stdout.splitlines() if line.startswith("step")]
@@ -186,4 +244,6 @@ def test_resume_needs_a_directory(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         train_gpt.main()
     assert ended.value.code == 2
-    assert capsys.readouterr().err.splitlines() == ["train_gpt.py: error: --resume True: from which --checkpoint-dir?"]
+    assert capsys.readouterr().err.splitlines() == [
+        "train_gpt.py: error: --resume True: from which --checkpoint-dir?"
+    ]

@@ -1,4 +1,6 @@
-"""benchmarks/same_numbers.py tells numbers that differ by a bit, and programs that differ by more than their names."""
+"""benchmarks/same_numbers.py tells numbers that differ by a bit, and programs that differ by more
+than their names.
+"""
 
 import copy
 
@@ -8,7 +10,10 @@ import same_numbers
 
 BEFORE = {
     "about": {"zerojax": "before", "jax": "1"},
-    "trained: a": {"metrics": [{"loss": "0x1.8p+0"}, {"loss": "0x1.4p+0"}], "params": {"w": "ab", "b": "cd"}},
+    "trained: a": {
+        "metrics": [{"loss": "0x1.8p+0"}, {"loss": "0x1.4p+0"}],
+        "params": {"w": "ab", "b": "cd"},
+    },
     "compiled: b": {"bytes": {"temp": 8}, "memory": ["8"], "text": "12"},
 }
 
@@ -69,11 +74,21 @@ FileNames
 
 
 def test_text_without_names_is_that_of_the_program():
-    names = [("jit_step", "jit_other"), ("before.py", "after.py"), ("x.1", "y.7"), ("add.2", "sum"), ("step/{x}", "other")]
+    names = [
+        ("jit_step", "jit_other"),
+        ("before.py", "after.py"),
+        ("x.1", "y.7"),
+        ("add.2", "sum"),
+        ("step/{x}", "other"),
+    ]
     renamed = HLO
     for old, new in names:
         assert old in renamed
         renamed = renamed.replace(old, new)
     assert same_cases.nameless(renamed) == same_cases.nameless(HLO)
-    for old, new in (("f32[8]", "f32[4]"), (" add(", " multiply("), ("(%x.1, %x.1)", "(%x.1, %add.2)")):
+    for old, new in (
+        ("f32[8]", "f32[4]"),
+        (" add(", " multiply("),
+        ("(%x.1, %x.1)", "(%x.1, %add.2)"),
+    ):
         assert same_cases.nameless(HLO.replace(old, new)) != same_cases.nameless(HLO)

@@ -1,4 +1,6 @@
-"""The example trains, reports and samples; its text is deterministic and its iterator can be resumed."""
+"""The example trains, reports and samples; its text is deterministic and its iterator can be
+resumed.
+"""
 
 import dataclasses
 import os
@@ -26,16 +28,26 @@ ON_HOST = [f"--{kind}=pinned_host" for kind in ("params", "grads", "opt-state", 
 
 
 def run(tmp_path: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), "--logdir", str(tmp_path / "log"), *arguments]
+    command = [
+        sys.executable,
+        str(ROOT / "examples" / "train_gpt.py"),
+        "--logdir",
+        str(tmp_path / "log"),
+        *arguments,
+    ]
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
-    return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 def folder(tmp_path: pathlib.Path) -> str:
     text = tmp_path / "text"
     text.mkdir()
     for i in range(40):
-        (text / f"{i}.txt").write_text(f"file {i}: the quick brown fox jumps over the lazy dog. " * 40)
+        (text / f"{i}.txt").write_text(
+            f"file {i}: the quick brown fox jumps over the lazy dog. " * 40
+        )
     (text / "binary").write_bytes(b"\0\1\2")
     return str(text)
 
@@ -60,12 +72,32 @@ def folder(tmp_path: pathlib.Path) -> str:
             ),
             *("--moments", "bfloat16", "--activations", "remat", "--loss-scaling.initial", "1024"),
         ],
-        ["--mesh", "fsdp=2,tensor=4", "--devices", "8", "--sequence-parallel", "True", "--activations", "selective"],
+        [
+            "--mesh",
+            "fsdp=2,tensor=4",
+            "--devices",
+            "8",
+            "--sequence-parallel",
+            "True",
+            "--activations",
+            "selective",
+        ],
     ],
     ids=["streamed", "unrolled", "sequence_parallel"],
 )
 def test_train_gpt_runs_on_a_folder_of_text(tmp_path, arguments):
-    sizes = ["--steps", "12", "--seq", "32", "--batch-size", "16", "--eval-every", "6", "--sample-bytes", "20"]
+    sizes = [
+        "--steps",
+        "12",
+        "--seq",
+        "32",
+        "--batch-size",
+        "16",
+        "--eval-every",
+        "6",
+        "--sample-bytes",
+        "20",
+    ]
     done = run(tmp_path, "--data", folder(tmp_path), *sizes, *arguments)
     assert done.returncode == 0, done.stderr
     assert "--- sample ---" in done.stdout
@@ -95,8 +127,26 @@ def start_two(tmp_path: pathlib.Path, *arguments: str) -> list[subprocess.Popen[
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{s.getsockname()[1]}"
-    sizes = ["--seq", "32", "--batch-size", "16", "--eval-every", "4", "--sample-bytes", "8", "--devices", "2"]
-    command = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), "--data", folder(tmp_path), *sizes, *arguments]
+    sizes = [
+        "--seq",
+        "32",
+        "--batch-size",
+        "16",
+        "--eval-every",
+        "4",
+        "--sample-bytes",
+        "8",
+        "--devices",
+        "2",
+    ]
+    command = [
+        sys.executable,
+        str(ROOT / "examples" / "train_gpt.py"),
+        "--data",
+        folder(tmp_path),
+        *sizes,
+        *arguments,
+    ]
     workers = []
     for me in range(2):
         env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address}
@@ -109,13 +159,17 @@ def start_two(tmp_path: pathlib.Path, *arguments: str) -> list[subprocess.Popen[
 
 @pytest.mark.exhaustive  # by default test_resumed_gpt.py starts two processes
 def test_train_gpt_joins_a_cluster(tmp_path):
-    """Two processes whose environment names a coordinator train one model, and the first alone prints and writes."""
+    """Two processes whose environment names a coordinator train one model, and the first alone
+    prints and writes.
+    """
     workers = start_two(tmp_path, "--steps", "8")
     outputs = [worker.communicate(timeout=300) for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], outputs
     assert "4 x cpu, mesh {'data': 2, 'fsdp': 2" in outputs[0][0]
     assert "validation" in outputs[0][0]
-    assert not any(word in outputs[1][0] for word in ("loss", "parameters", "sample"))  # gloo writes lines of its own
+    assert not any(
+        word in outputs[1][0] for word in ("loss", "parameters", "sample")
+    )  # gloo writes lines of its own
     assert not (tmp_path / "log1").exists()
 
 
@@ -149,14 +203,28 @@ def test_train_gpt_ends_soon_after_one_of_its_processes_was_killed(tmp_path):
         (["--params", "nvme"], "set --swap-dir"),
         (["--params", "nvme", "--swap-dir", "nowhere"], "nowhere"),
         (
-            ["--delayed-update", "True", "--update-on", "host", "--opt-state", "nvme", "--params", "nvme", "--swap-dir", "."],
+            [
+                "--delayed-update",
+                "True",
+                "--update-on",
+                "host",
+                "--opt-state",
+                "nvme",
+                "--params",
+                "nvme",
+                "--swap-dir",
+                ".",
+            ],
             "not built",
         ),
         (["--swap-trace", "trace.json"], "nothing on nvme"),
         (["--stage", "5"], "5"),
         (["--loss-tiles", "257"], "0 (whole logits) to 256"),
         (["--mesh", "fsdp=1,tensor=3", "--devices", "3"], "heads=4 do not divide by tensor=3"),
-        (["--mesh", "fsdp=1,tensor=4", "--seq", "30", "--sequence-parallel", "True"], "pad the sequences to 32"),
+        (
+            ["--mesh", "fsdp=1,tensor=4", "--seq", "30", "--sequence-parallel", "True"],
+            "pad the sequences to 32",
+        ),
         (["--model", "unrolled", "--sequence-parallel", "True"], "works layer by layer"),
     ],
 )
@@ -169,15 +237,25 @@ def test_train_gpt_refuses_clearly(tmp_path, arguments, words):
 
 @pytest.mark.parametrize("script", ["train_gpt.sh", "train_gpt_tensor.sh"])
 def test_slurm_scripts_start_a_run_that_fits_their_nodes(tmp_path, monkeypatch, script):
-    """A stand-in for srun tells what it was called with on 2 nodes: options of the example, for 16 devices."""
+    """A stand-in for srun tells what it was called with on 2 nodes: options of the example, for 16
+    devices.
+    """
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "activate").touch()
     (tmp_path / "bin" / "srun").write_text("#!/bin/sh\nshift 2\nprintf '%s\\n' \"$@\"\n")
     (tmp_path / "bin" / "srun").chmod(0o755)
-    env = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "VENV": str(tmp_path), "DATA": "text"}
+    env = {
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_ID": "7",
+        "VENV": str(tmp_path),
+        "DATA": "text",
+    }
     env["PATH"] = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
     command = ["bash", str(ROOT / "examples" / "slurm" / script), "--steps", "3"]
-    arguments = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
+    arguments = subprocess.run(
+        command, env=env, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     options = train_gpt.parse(arguments)
     assert (options.steps, options.data, options.resume) == (3, "text", True)
     devices = [jax.devices()[0]] * 16
@@ -186,18 +264,25 @@ def test_slurm_scripts_start_a_run_that_fits_their_nodes(tmp_path, monkeypatch, 
     mesh = train_gpt.start(dataclasses.replace(options, devices=8))
     assert mesh.size == 16
     train_gpt.gpt.check_tensor(train_gpt.gpt.PRESETS[options.preset], mesh.shape["tensor"])
-    assert options.batch_size % (mesh.shape["data"] * mesh.shape["fsdp"] * options.zero.num_microbatches) == 0
+    assert (
+        options.batch_size
+        % (mesh.shape["data"] * mesh.shape["fsdp"] * options.zero.num_microbatches)
+        == 0
+    )
 
 
 def test_presets_have_the_parameters_of_their_names():
     presets = train_gpt.gpt.PRESETS
     assert tuple(presets) == typing.get_args(typing.get_type_hints(train_gpt.Options)["preset"])
-    # The vocabulary is bytes here; those of the names are of GPT-2 and, from 22b on, of Korthikanti et al.
+    # The vocabulary is bytes here; those of the names are of GPT-2 and, from 22b on, of Korthikanti
+    # et al.
     of_name = {"124m": 124.4e6, "350m": 354.8e6, "1.3b": 1.3e9, "6.7b": 6.7e9, "13b": 13e9}
     of_paper = {"22b": 22e9, "175b": 175e9, "530b": 530e9, "1t": 1008e9}
     for name, count in (of_name | of_paper).items():
         vocab = 51200 if name in of_paper else 50257
-        np.testing.assert_allclose(dataclasses.replace(presets[name], vocab=vocab).num_params, count, rtol=0.02)
+        np.testing.assert_allclose(
+            dataclasses.replace(presets[name], vocab=vocab).num_params, count, rtol=0.02
+        )
 
 
 def test_corpus_is_deterministic_and_split_by_file(tmp_path):
@@ -208,7 +293,9 @@ def test_corpus_is_deterministic_and_split_by_file(tmp_path):
     assert 0.01 < len(held) / len(train) < 0.2
     first, second = text_data.load_corpus(folder(tmp_path))
     assert b"\1" not in first.tobytes() + second.tobytes()
-    assert len(first) + len(second) == sum(len(p.read_bytes()) + 1 for p in (tmp_path / "text").glob("*.txt"))
+    assert len(first) + len(second) == sum(
+        len(p.read_bytes()) + 1 for p in (tmp_path / "text").glob("*.txt")
+    )
 
 
 def test_iterator_resumes_from_its_state():
@@ -225,13 +312,17 @@ def test_iterator_resumes_from_its_state():
 
 
 def test_parts_side_by_side_are_the_same_batches():
-    """For any number of processes, past the end of the text too; and an iterator can be put anywhere."""
+    """For any number of processes, past the end of the text too; and an iterator can be put
+    anywhere.
+    """
     data = np.arange(16 * 21 + 1, dtype=np.int64)
     whole = text_data.batches(data, 16, 8, seed=1)
     parts = [text_data.batches(data, 16, 4, seed=1, part=part, num_parts=2) for part in range(2)]
     expected = [next(whole)["tokens"] for _ in range(7)]
     for rows in expected:
-        np.testing.assert_array_equal(np.concatenate([next(part)["tokens"] for part in parts]), rows)
+        np.testing.assert_array_equal(
+            np.concatenate([next(part)["tokens"] for part in parts]), rows
+        )
     late = text_data.batches(data, 16, 4, seed=1, part=1, num_parts=2)
     text_data.go_to(late, 5)
     np.testing.assert_array_equal(next(late)["tokens"], expected[5][4:])

@@ -1,4 +1,6 @@
-"""Two processes on one machine (jax.distributed, gloo) train as one process does, and what fails in one is raised in both."""
+"""Two processes on one machine (jax.distributed, gloo) train as one process does, and what fails in
+one is raised in both.
+"""
 
 import errno
 
@@ -133,8 +135,12 @@ def test_two_processes_train_the_losses_of_one(found, kind):
 def test_what_two_processes_saved_from_disk_one_restores_and_the_reverse(found, tmp_path):
     folder, (alone, first, second) = found
     assert_same(numbers(folder / "two" / "again", 3), numbers(folder / "one" / "saved", 3))
-    np.testing.assert_allclose([first["restored"], second["restored"]], alone["nvme"][-1], rtol=1e-5)
-    config = zj.ZeroConfig(stage=3, swap_dir=str(tmp_path), params="nvme", grads="nvme", opt_state="nvme")
+    np.testing.assert_allclose(
+        [first["restored"], second["restored"]], alone["nvme"][-1], rtol=1e-5
+    )
+    config = zj.ZeroConfig(
+        stage=3, swap_dir=str(tmp_path), params="nvme", grads="nvme", opt_state="nvme"
+    )
     mesh = zj.make_mesh(fsdp=4, devices=jax.devices()[:4])
     saved, again = folder / "two" / "saved", tmp_path / "again"
     with (
@@ -158,14 +164,21 @@ def failed_in_another(what):
 
 def test_what_fails_in_one_process_is_raised_in_both(found):
     _, other, failed = found[1]
-    for what, number in (("in a step", errno.ENOENT), ("between steps", errno.EIO), ("build", None)):
+    for what, number in (
+        ("in a step", errno.ENOENT),
+        ("between steps", errno.EIO),
+        ("build", None),
+    ):
         assert other[what][0] == "SwapError"
         assert "process 1 failed" in other[what][1]
         assert failed[what][3] == number
     assert failed["in a step"][2].endswith(DAMAGED.format(rank=max(failed["ranks"])))
     assert failed["build"][0] == "ValueError"
     assert "nowhere" in failed["build"][1]
-    assert other["on the host"][:2] == ["RuntimeError", failed_in_another("the optimizer's update on the host")]
+    assert other["on the host"][:2] == [
+        "RuntimeError",
+        failed_in_another("the optimizer's update on the host"),
+    ]
     assert failed["on the host"][0] == "RuntimeError"
     assert "state is lost: make one by init" in failed["on the host"][1]
     for each in (other, failed):

@@ -1,4 +1,5 @@
-"""Lets a call of each kind fail once, and checks that it does, and that the same call elsewhere does not.
+"""Lets a call of each kind fail once, and checks that it does, and that the same call elsewhere
+does not.
 
     LD_PRELOAD=shim.so python each_kind.py shim.so FOLDER
 
@@ -46,15 +47,23 @@ def removed(path: pathlib.Path, in_folder: bool) -> None:
     """As shutil.rmtree does: by a name in an open folder."""
     fd = os.open(path.parent, os.O_RDONLY)
     try:
-        (os.rmdir if path.is_dir() else os.unlink)(path.name if in_folder else path, **({"dir_fd": fd} if in_folder else {}))
+        (os.rmdir if path.is_dir() else os.unlink)(
+            path.name if in_folder else path, **({"dir_fd": fd} if in_folder else {})
+        )
     finally:
         os.close(fd)
 
 
 CALLS = {
     "open_read": [lambda p: open(p / "file").close()],
-    "open_write": [lambda p: open(p / "file", "r+").close(), lambda p: os.close(os.open(p / "new", os.O_WRONLY | os.O_CREAT))],
-    "read": [lambda p: transferred(p / "file", "read", 8), lambda p: transferred(p / "file", "preadv", [bytearray(8)], 0)],
+    "open_write": [
+        lambda p: open(p / "file", "r+").close(),
+        lambda p: os.close(os.open(p / "new", os.O_WRONLY | os.O_CREAT)),
+    ],
+    "read": [
+        lambda p: transferred(p / "file", "read", 8),
+        lambda p: transferred(p / "file", "preadv", [bytearray(8)], 0),
+    ],
     "write": [
         lambda p: transferred(p / "file", "write", bytes(8)),
         lambda p: transferred(p / "file", "pwritev", [bytes(8)], 0),
@@ -68,7 +77,11 @@ CALLS = {
     "truncate": [lambda p: transferred(p / "file", "ftruncate", 4)],
     "allocate": [lambda p: transferred(p / "file", "posix_fallocate", 0, 8)],
     "lock": [lambda p: locked(p / "file", "flock"), lambda p: locked(p / "file", "lockf")],
-    "stat": [lambda p: os.stat(p / "file"), lambda p: os.lstat(p), lambda p: transferred(p / "file", "fstat")],
+    "stat": [
+        lambda p: os.stat(p / "file"),
+        lambda p: os.lstat(p),
+        lambda p: transferred(p / "file", "fstat"),
+    ],
     "list": [lambda p: os.listdir(p), lambda p: list(os.scandir(p))],
     "space": [lambda p: os.statvfs(p)],
     "close": [lambda p: open(p / "file").close()],

@@ -1,4 +1,6 @@
-"""A training run whose disk fails: its operations, and what must hold after each (`runs.py` says what)."""
+"""A training run whose disk fails: its operations, and what must hold after each (`runs.py` says
+what).
+"""
 
 import contextlib
 import faulthandler
@@ -33,7 +35,14 @@ TOLD = (CheckpointError, SwapError)
 class Episode:
     """A training run whose disk fails."""
 
-    def __init__(self, toy: Toy, faults: shim.Faults, folder: pathlib.Path, seed: int, told: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        toy: Toy,
+        faults: shim.Faults,
+        folder: pathlib.Path,
+        seed: int,
+        told: Callable[[str], None],
+    ) -> None:
         """Begin with two checkpoints.
 
         Args:
@@ -43,10 +52,19 @@ class Episode:
           seed: of all that is drawn.
           told: is called with each operation before it begins.
         """
-        self.toy, self.program, self.faults, self.folder, self._told = toy, toy.program, faults, folder, told
+        self.toy, self.program, self.faults, self.folder, self._told = (
+            toy,
+            toy.program,
+            faults,
+            folder,
+            told,
+        )
         self.seed, self.random = seed, random.Random(seed)
         shutil.copytree(toy.template, folder / "c")
-        self.settings = {"max_to_keep": self.random.choice((None, 1, 2)), "is_async": self.random.random() < 0.7}
+        self.settings = {
+            "max_to_keep": self.random.choice((None, 1, 2)),
+            "is_async": self.random.random() < 0.7,
+        }
         if self.random.random() < 0.3:
             self.settings |= BEST
         self.confirmed = {1, FIRST}
@@ -62,7 +80,9 @@ class Episode:
 
     @staticmethod
     def watch() -> None:
-        """Give the next operation, and all that is checked after it, their time; whatever hangs then ends the process."""
+        """Give the next operation, and all that is checked after it, their time; whatever hangs
+        then ends the process.
+        """
         faulthandler.dump_traceback_later(LONGEST, exit=True)
 
     def checkpointer(self) -> zj.Checkpointer:
@@ -92,16 +112,26 @@ class Episode:
             except BaseException as raised:
                 error = raised
         self.injected = injected()
-        self.slowest = max(self.slowest, (time.monotonic() - start, f"seed {self.seed}: {operation} under {self.plan}"))
+        self.slowest = max(
+            self.slowest,
+            (time.monotonic() - start, f"seed {self.seed}: {operation} under {self.plan}"),
+        )
         self.num_runs += 1
         self.num_hit += bool(self.injected)
         what = "done" if error is None else f"{type(error).__name__}: {error}"
-        self.history.append(f"{operation} under {self.plan}: {'; '.join(map(str, self.injected[:4]))} -> {what[:200]}")
+        self.history.append(
+            f"{operation} under {self.plan}: {'; '.join(map(str, self.injected[:4]))} -> {what[:200]}"
+        )
         if self.rehearses:
             self.toy.counts[operation] = self.faults.counts()
         for other in [error, *background]:
-            # Orbax closes its loop at the first error, while other arrays are being opened; the export tells that error.
-            is_late = operation == "export_orbax" and error is not None and str(other) == "Event loop is closed"
+            # Orbax closes its loop at the first error, while other arrays are being opened; the
+            # export tells that error.
+            is_late = (
+                operation == "export_orbax"
+                and error is not None
+                and str(other) == "Event loop is closed"
+            )
             if other is not None and not isinstance(other, TOLD) and not is_late:
                 where = "" if other is error else " in a thread"
                 raise Found("bare error", f"{type(other).__name__}{where}: {other}", other)
@@ -114,7 +144,7 @@ class Episode:
         """Whether a reader had to take something for damage."""
         return any(each.error in shim.LOST for each in self.injected)
 
-    # --- operations --------------------------------------------------------------------------------------------------------
+    # --- operations -------------------------------------------------------------------------------
 
     def begin_save(self) -> bool:
         return self.ckpt.save(self.program, self.state, metrics={"step": self.step})
@@ -150,7 +180,9 @@ class Episode:
     def save_and_close(self) -> None:
         """Save by a Checkpointer that is closed at once."""
         self.advance()
-        result, error = self.attempt("save_and_close", lambda: (self.begin_save(), self.ckpt.close())[0])
+        result, error = self.attempt(
+            "save_and_close", lambda: (self.begin_save(), self.ckpt.close())[0]
+        )
         self.saved(self.step, result, error)
         with contextlib.suppress(*TOLD):
             self.ckpt.close()
@@ -198,14 +230,18 @@ class Episode:
 
     def inspect(self) -> None:
         report, error = self.attempt("inspect", lambda: inspect(self.folder / "c", verify=True))
-        if error is None and "damaged" in report.text and not self.lost_bytes:  # incomplete ones may be there too
+        if (
+            error is None and "damaged" in report.text and not self.lost_bytes
+        ):  # incomplete ones may be there too
             raise Found("lost", f"told damaged: {report.text}")
 
     def export(self) -> None:
         form = self.random.choice(sorted(EXPORTS))
         target = self.folder / f"out{self.num_exports}"
         self.num_exports += 1
-        source = self.folder / "c" / (str(max(self.on_disk())) if self.random.random() < 0.5 else "")
+        source = (
+            self.folder / "c" / (str(max(self.on_disk())) if self.random.random() < 0.5 else "")
+        )
         newest = max(self.on_disk())
         _, error = self.attempt(f"export_{form}", lambda: EXPORTS[form](source, target))
         if error is None:
@@ -223,17 +259,34 @@ class Episode:
 
     def weights_are(self, found: dict[str, np.ndarray], *steps: int) -> None:
         """Require the weights of one of the steps."""
-        expected = [{n.split("weights")[1]: v for n, v in self.toy.saved[s].items() if n.startswith("weights")} for s in steps]
+        expected = [
+            {
+                n.split("weights")[1]: v
+                for n, v in self.toy.saved[s].items()
+                if n.startswith("weights")
+            }
+            for s in steps
+        ]
         for each in expected:
-            by_name = {"".join(f"['{key}']" for key in name.split(".")): value for name, value in found.items()}
-            if sorted(by_name) == sorted(each) and all(by_name[n].tobytes() == v.tobytes() for n, v in each.items()):
+            by_name = {
+                "".join(f"['{key}']" for key in name.split(".")): value
+                for name, value in found.items()
+            }
+            if sorted(by_name) == sorted(each) and all(
+                by_name[n].tobytes() == v.tobytes() for n, v in each.items()
+            ):
                 return
-        raise Found("wrong number", f"the exported weights are none of steps {steps}: {sorted(found)}")
+        raise Found(
+            "wrong number", f"the exported weights are none of steps {steps}: {sorted(found)}"
+        )
 
     def import_weights(self) -> None:
         form = self.random.choice(sorted(EXPORTS))
         key = jax.random.key(KEY)
-        state, error = self.attempt(f"import_{form}", lambda: zj.import_params(self.program, self.toy.weights[form], key=key))
+        state, error = self.attempt(
+            f"import_{form}",
+            lambda: zj.import_params(self.program, self.toy.weights[form], key=key),
+        )
         if error is None:
             with self.told_later():
                 require_same(self.toy.numbers(state), self.toy.imported, "the imported state")
@@ -250,7 +303,10 @@ class Episode:
         self.regain()
 
     def close_and_init(self) -> None:
-        """Give the swap folder up, and take it again. What the program compiled stays: compiling takes a second."""
+        """Give the swap folder up, and take it again.
+
+        What the program compiled stays: compiling takes a second.
+        """
 
         def call() -> Any:
             self.program.swap.close()
@@ -273,8 +329,12 @@ class Episode:
     def probe(self) -> None:
         """Measure the disk, which never fails."""
         tuning._tune.cache_clear()
-        path = self.program.swap.engine.store_of(next(iter(self.program.swap.engine.kinds())), 0).path
-        result, error = self.attempt("probe", lambda: tuning.tune(os.path.join(path, "..", ".."), 0.02))
+        path = self.program.swap.engine.store_of(
+            next(iter(self.program.swap.engine.kinds())), 0
+        ).path
+        result, error = self.attempt(
+            "probe", lambda: tuning.tune(os.path.join(path, "..", ".."), 0.02)
+        )
         if error is not None or not isinstance(result, tuning.IoSettings):
             raise Found("bare error", f"the probe gave {result} and {error}", error)
 
@@ -293,7 +353,7 @@ class Episode:
             raise Found("bare error", f"the SwapError names no file: {error}", error)
         self.regain()
 
-    # --- what they have in common ------------------------------------------------------------------------------------------
+    # --- what they have in common -----------------------------------------------------------------
 
     def advance(self) -> None:
         """Train a step where this one was saved."""
@@ -304,9 +364,14 @@ class Episode:
     def holds(self, step: int, loss: float) -> None:
         """Require that the state is that of a step; where a write failed since, it is lost."""
         if loss != self.toy.losses[step]:
-            raise Found("wrong number", f"the loss of step {step} is {loss}, and not {self.toy.losses[step]}")
+            raise Found(
+                "wrong number",
+                f"the loss of step {step} is {loss}, and not {self.toy.losses[step]}",
+            )
         with self.told_later():
-            require_same(self.toy.numbers(self.state), self.toy.held[step], f"the state of step {step}")
+            require_same(
+                self.toy.numbers(self.state), self.toy.held[step], f"the state of step {step}"
+            )
             return
         self.state = None
 
@@ -327,9 +392,13 @@ class Episode:
         if step != max(there) and not self.lost_bytes:
             raise Found("lost", f"step {step} was restored, and step {max(there)} is whole")
         self.last = step
-        self.confirmed = {other for other in self.confirmed if other <= step} | {step}  # this run goes on from there
+        self.confirmed = {other for other in self.confirmed if other <= step} | {
+            step
+        }  # this run goes on from there
         with self.told_later():
-            require_same(self.toy.numbers(state), self.toy.held[step], f"the restored state of step {step}")
+            require_same(
+                self.toy.numbers(state), self.toy.held[step], f"the restored state of step {step}"
+            )
             return
         self.state = None
         self.regain()
@@ -339,8 +408,15 @@ class Episode:
         if self.state is not None and self.program.swap is not None:
             try:
                 self.program.eval(self.state, DATA[0])
-                require_same(self.toy.numbers(self.state), self.toy.held[self.step], "the state that was kept")
-            except (SwapError, ValueError):  # ValueError: a restore that failed had begun to overwrite it
+                require_same(
+                    self.toy.numbers(self.state),
+                    self.toy.held[self.step],
+                    "the state that was kept",
+                )
+            except (
+                SwapError,
+                ValueError,
+            ):  # ValueError: a restore that failed had begun to overwrite it
                 self.state = None
         if self.state is None:
             self.injected = []
@@ -365,7 +441,9 @@ class Episode:
                 return self.regain()
         is_saved = self.begin_save()
         self.ckpt.wait()
-        if not is_saved and step not in self.on_disk():  # one that was there already, and only not synced
+        if (
+            not is_saved and step not in self.on_disk()
+        ):  # one that was there already, and only not synced
             raise Found("lost", f"step {step} was not saved, is not there, and is not saved again")
         self.confirmed.add(step)
         self.last = step
@@ -378,22 +456,41 @@ class Episode:
         """Look at the directory without faults."""
         there, newest = self.on_disk(), max(self.confirmed)
         for step in there:
-            files = [f"{folder}/{name}" for folder, _, names in os.walk(self.folder / "c" / str(step)) for name in names]
-            seen = sorted((file, s.st_ino, s.st_size, s.st_mtime_ns) for file in files for s in [os.stat(file)])
+            files = [
+                f"{folder}/{name}"
+                for folder, _, names in os.walk(self.folder / "c" / str(step))
+                for name in names
+            ]
+            seen = sorted(
+                (file, s.st_ino, s.st_size, s.st_mtime_ns)
+                for file in files
+                for s in [os.stat(file)]
+            )
             if self.compared.get(step) == seen:
                 continue
             self.compared[step] = seen
             try:
-                require_same(numbers(self.folder / "c", step), self.toy.saved[step], f"the checkpoint of step {step}")
+                require_same(
+                    numbers(self.folder / "c", step),
+                    self.toy.saved[step],
+                    f"the checkpoint of step {step}",
+                )
             except CheckpointError as error:
-                raise Found("lost", f"the checkpoint of step {step} is there, and not whole: {error}", error) from error
+                raise Found(
+                    "lost", f"the checkpoint of step {step} is there, and not whole: {error}", error
+                ) from error
         if not there or max(there) < newest:
             names = sorted(os.listdir(self.folder / "c"))
-            raise Found("lost", f"step {newest} was saved, and {there or 'none'} are there: {names}")
+            raise Found(
+                "lost", f"step {newest} was saved, and {there or 'none'} are there: {names}"
+            )
         keep = self.settings["max_to_keep"]
         missing = self.confirmed - set(there)
         if (keep is None and missing) or len(there) < min(keep or 0, len(self.confirmed)):
-            raise Found("lost", f"steps {sorted(missing)} were saved, and {there} are there; max_to_keep={keep}")
+            raise Found(
+                "lost",
+                f"steps {sorted(missing)} were saved, and {there} are there; max_to_keep={keep}",
+            )
         self.confirmed -= missing  # which retention removed
         found = zj.Checkpointer(self.folder / "c").latest_step()
         if found != max(there):
@@ -426,7 +523,9 @@ class Episode:
             if operation == "save_and_close":
                 self.begin_anew()
         for _ in range(20):  # both formats
-            if {f"{a}_{form}" for a in ("export", "import") for form in EXPORTS} <= set(self.toy.counts):
+            if {f"{a}_{form}" for a in ("export", "import") for form in EXPORTS} <= set(
+                self.toy.counts
+            ):
                 break
             self.export()
             self.import_weights()
@@ -458,7 +557,9 @@ class Episode:
         self.injected = []
         with zj.Checkpointer(self.folder / "c") as ckpt:
             self.restored(ckpt.restore(self.program))
-        left = [name for name in os.listdir(self.folder / "c") if TEMPORARY in name or name == DELETED]
+        left = [
+            name for name in os.listdir(self.folder / "c") if TEMPORARY in name or name == DELETED
+        ]
         if self.toy.on_disk:
             left += [str(path) for path in self.toy.swap.glob("zerojax-swap-0/snapshot-*")]
         if left:

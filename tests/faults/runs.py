@@ -1,10 +1,13 @@
-"""Saves, restores, trains, imports and exports while system calls fail, and checks after each what was told and what is left.
+"""Saves, restores, trains, imports and exports while system calls fail, and checks after each what
+was told and what is left.
 
     LD_PRELOAD=shim.so python runs.py shim.so FOLDER TOYS FIRST_SEED SECONDS RUNS OUT
 
-A run is one operation under one plan of faults. Runs come in episodes: an episode is a training run with a directory of
-checkpoints, in which steps 1 and 2 are saved (`episode.py`). Its toy (`trained.py`), its settings, its operations and their
-faults follow from its seed. After each operation nothing fails, and these are checked:
+A run is one operation under one plan of faults. Runs come in episodes: an episode is a training run
+  with a directory of
+checkpoints, in which steps 1 and 2 are saved (`episode.py`). Its toy (`trained.py`), its settings,
+its operations and their faults follow from its seed. After each operation nothing fails, and these
+are checked:
 
     wrong number    what was returned without an error is, bit for bit, what it is without faults: state, loss, weights, files
     lost            each saved step is whole, bit for bit; the newest of them is at least the newest whose save was confirmed;
@@ -50,13 +53,20 @@ def frames(error: BaseException | None) -> list[str]:
     while error is not None:
         stack = traceback.extract_tb(error.__traceback__)[-7:]
         lines.append(f"{type(error).__name__}: {str(error)[:300]}")
-        lines += [f"  {os.sep.join(f.filename.split(os.sep)[-3:])}:{f.lineno} {f.name}: {f.line}" for f in stack]
+        lines += [
+            f"  {os.sep.join(f.filename.split(os.sep)[-3:])}:{f.lineno} {f.name}: {f.line}"
+            for f in stack
+        ]
         error = error.__cause__ or error.__context__
     return lines
 
 
-def main(library: str, folder: str, names: str, first: int, seconds: float, runs: int, out: str) -> None:
-    """Run episodes, one for each seed from `first`, until there were so many runs or it took so long."""
+def main(
+    library: str, folder: str, names: str, first: int, seconds: float, runs: int, out: str
+) -> None:
+    """Run episodes, one for each seed from `first`, until there were so many runs or it took so
+    long.
+    """
     zerojax.runtime.swap.tune = lambda _: tuning.DEFAULT  # a probe takes a second
     root, began = pathlib.Path(folder), time.monotonic()
     faults = shim.Faults(library, root)
@@ -71,7 +81,9 @@ def main(library: str, folder: str, names: str, first: int, seconds: float, runs
     made = {}
     for name in names.split(","):
         made[name] = Toy(name, root)
-        Episode(made[name], faults, made[name].root / "rehearsal", 0, lambda text: told(-1, text)).rehearse()
+        Episode(
+            made[name], faults, made[name].root / "rehearsal", 0, lambda text: told(-1, text)
+        ).rehearse()
     found, counts, seed, ran, hit, slowest = [], {}, first, 0, 0, (0.0, "")
     before = descriptors()
     start = time.monotonic()
@@ -87,7 +99,13 @@ def main(library: str, folder: str, names: str, first: int, seconds: float, runs
                 raise
             what = error.what if isinstance(error, Found) else "stuck"
             cause = error.cause if isinstance(error, Found) else error
-            entry: dict[str, Any] = {"seed": seed, "toy": toy.name, "what": what, "text": str(error), "stack": frames(cause)}
+            entry: dict[str, Any] = {
+                "seed": seed,
+                "toy": toy.name,
+                "what": what,
+                "text": str(error),
+                "stack": frames(cause),
+            }
             if episode is not None:
                 entry |= {
                     "operation": episode.operation, "settings": episode.settings, "history": episode.history,
@@ -100,7 +118,11 @@ def main(library: str, folder: str, names: str, first: int, seconds: float, runs
                 toy.program.swap.close()
         faulthandler.cancel_dump_traceback_later()
         if episode is not None:
-            ran, hit, slowest = ran + episode.num_runs, hit + episode.num_hit, max(slowest, episode.slowest)
+            ran, hit, slowest = (
+                ran + episode.num_runs,
+                hit + episode.num_hit,
+                max(slowest, episode.slowest),
+            )
         shutil.rmtree(path, ignore_errors=True)
         seed += 1
     leaked = sorted((descriptors() - before).elements())

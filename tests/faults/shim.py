@@ -1,4 +1,5 @@
-"""The library that makes system calls fail (`shim.c`): how it is built, and how a process that has it loaded says what fails.
+"""The library that makes system calls fail (`shim.c`): how it is built, and how a process that has
+it loaded says what fails.
 
     faults = Faults(library, root)
     with faults.some(Plan(...)) as injected:    calls on files below `root` fail in here, in all threads
@@ -48,7 +49,9 @@ KINDS: dict[str, tuple[str | int, ...]] = {
     "copy": ("EIO", "ENOSPC", "ENOSYS", "EXDEV", SHORT),
     "map": ("ENODEV", "ENOMEM"),
 }
-"""Kinds of calls in the order of shim.c, and the errors that a file system, or the kernel, gives for each."""
+"""Kinds of calls in the order of shim.c, and the errors that a file system, or the kernel, gives
+for each.
+"""
 
 BROKEN: dict[str, Mapping[str, str]] = {
     "a full disk": dict.fromkeys(("write", "mkdir", "link", "allocate", "open_write"), "ENOSPC"),
@@ -58,7 +61,9 @@ BROKEN: dict[str, Mapping[str, str]] = {
     ),
     "no descriptors": dict.fromkeys(("open_read", "open_write", "list"), "EMFILE"),
     "no memory": dict.fromkeys(("open_read", "open_write", "list", "stat", "read"), "ENOMEM"),
-    "a dead disk": dict.fromkeys([k for k in KINDS if k not in ("close", "map", "times", "lock")], "EIO"),
+    "a dead disk": dict.fromkeys(
+        [k for k in KINDS if k not in ("close", "map", "times", "lock")], "EIO"
+    ),
     "a lost server": dict.fromkeys([k for k in KINDS if k not in ("close", "map")], "ESTALE"),
     "no locks": {"lock": "ENOSYS"},
     "folders that cannot be synced": {"fsync_folder": "EINVAL"},
@@ -79,7 +84,15 @@ def compiler() -> str | None:
 
 def build(target: pathlib.Path) -> None:
     """Compile the library."""
-    command = [compiler() or "cc", "-shared", "-fPIC", "-O1", "-o", str(target), str(pathlib.Path(__file__).with_suffix(".c"))]
+    command = [
+        compiler() or "cc",
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-o",
+        str(target),
+        str(pathlib.Path(__file__).with_suffix(".c")),
+    ]
     subprocess.run([*command, "-ldl", "-lpthread"], check=True)
 
 
@@ -104,7 +117,9 @@ class Plan:
     def __str__(self) -> str:
         if self.errors == KINDS:
             return f"each call with chance {self.chance:g}"
-        errors = ", ".join(f"{kind}: {' '.join(map(str, names))}" for kind, names in self.errors.items())
+        errors = ", ".join(
+            f"{kind}: {' '.join(map(str, names))}" for kind, names in self.errors.items()
+        )
         return f"calls {self.first} to {self.last}, chance {self.chance:g}, {errors}"
 
 
@@ -140,15 +155,26 @@ class Faults:
 
     @contextlib.contextmanager
     def some(self, plan: Plan) -> Iterator[Callable[[], list[Injected]]]:
-        """Let calls fail as planned inside the context; yields a function that returns those that did."""
+        """Let calls fail as planned inside the context; yields a function that returns those that
+        did.
+        """
         mask = 0
         for number, kind in enumerate(KINDS):
-            errors = [getattr(errno, e) if isinstance(e, str) else e for e in plan.errors.get(kind, ())]
+            errors = [
+                getattr(errno, e) if isinstance(e, str) else e for e in plan.errors.get(kind, ())
+            ]
             self._library.faults_choose(number, (ctypes.c_int * len(errors))(*errors), len(errors))
             mask |= bool(errors) << number
         uint64 = ctypes.c_uint64
         chance = uint64(int(plan.chance * (1 << 32)))
-        self._library.faults_begin(self._root, uint64(mask), uint64(plan.first), uint64(plan.last), uint64(plan.seed), chance)
+        self._library.faults_begin(
+            self._root,
+            uint64(mask),
+            uint64(plan.first),
+            uint64(plan.last),
+            uint64(plan.seed),
+            chance,
+        )
         try:
             yield self._injected
         finally:
@@ -159,7 +185,14 @@ class Faults:
         for number in range(self._library.faults_logged()):
             fault = self._library.faults_log(number).contents
             error = errno.errorcode[fault.error] if fault.error > 0 else fault.error
-            found.append(Injected(kinds[fault.kind], fault.function.decode(), fault.path.decode(errors="replace"), error))
+            found.append(
+                Injected(
+                    kinds[fault.kind],
+                    fault.function.decode(),
+                    fault.path.decode(errors="replace"),
+                    error,
+                )
+            )
         return found
 
     def counts(self) -> dict[str, int]:
@@ -168,7 +201,9 @@ class Faults:
 
 
 def drawn(counts: Mapping[str, int], random: random.Random) -> Plan:
-    """Return a plan for an operation that makes so many calls of each kind: one call that fails, a broken disk, or many."""
+    """Return a plan for an operation that makes so many calls of each kind: one call that fails, a
+    broken disk, or many.
+    """
     seed, kinds = random.getrandbits(32), [kind for kind, count in counts.items() if count]
     if not kinds:
         return Plan({})
@@ -179,9 +214,15 @@ def drawn(counts: Mapping[str, int], random: random.Random) -> Plan:
         # One that is interrupted for ever is no fault of a disk.
         return Plan({kind: [random.choice(KINDS[kind])]}, first=call, last=call, seed=seed)
     if choice < 0.85:
-        broken = BROKEN[random.choice([name for name, errors in BROKEN.items() if set(errors) & set(kinds)])]
+        broken = BROKEN[
+            random.choice([name for name, errors in BROKEN.items() if set(errors) & set(kinds)])
+        ]
         is_interrupted = "EINTR" in broken.values()
-        first = 1 if random.random() < 0.25 else random.randint(1, sum(counts[kind] for kind in kinds if kind in broken))
+        first = (
+            1
+            if random.random() < 0.25
+            else random.randint(1, sum(counts[kind] for kind in kinds if kind in broken))
+        )
         errors = {kind: [error] for kind, error in broken.items()}
         return Plan(errors, first=first, chance=0.5 if is_interrupted else 1.0, seed=seed)
     return Plan(KINDS, chance=random.choice((0.005, 0.02, 0.1, 0.5)), seed=seed)

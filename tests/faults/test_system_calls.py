@@ -1,7 +1,8 @@
-"""Whatever system call fails or falls short: no number is wrong, no checkpoint is lost, nothing hangs, and each error is told.
+"""Whatever system call fails or falls short: no number is wrong, no checkpoint is lost, nothing
+hangs, and each error is told.
 
-One process does all runs (`runs.py`), under a library that makes its calls fail (`shim.c`). A finding is printed with the seed
-of its episode, which `runs.py` takes as its first seed.
+One process does all runs (`runs.py`), under a library that makes its calls fail (`shim.c`). A
+finding is printed with the seed of its episode, which `runs.py` takes as its first seed.
 """
 
 import json
@@ -17,13 +18,17 @@ import shim
 
 HERE = pathlib.Path(__file__).parent
 LEAKED = 4
-"""Files that may be open at the end and were not at the beginning: what libraries keep, and not one for each run."""
+"""Files that may be open at the end and were not at the beginning: what libraries keep, and not one
+for each run.
+"""
 
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory):
     if sys.platform != "linux":
-        pytest.skip(f"LD_PRELOAD stands in for glibc's functions on Linux, and this is {sys.platform}")
+        pytest.skip(
+            f"LD_PRELOAD stands in for glibc's functions on Linux, and this is {sys.platform}"
+        )
     if shim.compiler() is None:
         pytest.skip("a C compiler is needed: cc, or another by CC")
     path = tmp_path_factory.mktemp("shim") / "shim.so"
@@ -33,9 +38,13 @@ def library(tmp_path_factory):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Return a folder in memory, if there is one: thousands of files are written, and each is synced."""
+    """Return a folder in memory, if there is one: thousands of files are written, and each is
+    synced.
+    """
     memory = pathlib.Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path, prefix="zerojax-faults-") as made:
+    with tempfile.TemporaryDirectory(
+        dir=memory if os.access(memory, os.W_OK) else tmp_path, prefix="zerojax-faults-"
+    ) as made:
         yield pathlib.Path(made)
 
 
@@ -54,7 +63,9 @@ def test_a_call_of_each_kind_fails_as_planned(library, tmp_path):
 
 
 FEW, ALL = "device,nvme", "device,nvme,nvme_tensorstore,nvme_all"
-CASES = {"15": (FEW, 0, 15)} | {f"5000.{part}": (ALL, 10_000 * (part + 1), 500) for part in range(10)}
+CASES = {"15": (FEW, 0, 15)} | {
+    f"5000.{part}": (ALL, 10_000 * (part + 1), 500) for part in range(10)
+}
 
 
 @pytest.mark.by_default("15")

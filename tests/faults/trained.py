@@ -1,4 +1,6 @@
-"""What is trained while system calls fail: small programs, and all that they hold, save and return without faults."""
+"""What is trained while system calls fail: small programs, and all that they hold, save and return
+without faults.
+"""
 
 import pathlib
 import shutil
@@ -34,7 +36,9 @@ def small() -> zj.Model:
     def loss(params: Any, batch: Any, key: Any) -> jax.Array:
         del key
         x = params["table"][batch["tokens"]]  # [B, T, 8]
-        return jnp.mean((x @ params["table"].T) ** 2) + jnp.sum((params["bias"] - batch["weight"]) ** 2)
+        return jnp.mean((x @ params["table"].T) ** 2) + jnp.sum(
+            (params["bias"] - batch["weight"]) ** 2
+        )
 
     return zj.Model(init, loss)
 
@@ -106,8 +110,12 @@ class Toy:
         self.on_disk = "nvme" in fields.values()
         self.swap = self.root / "swap"
         self.swap.mkdir()
-        config = zj.ZeroConfig(stage=3, **fields, **({"swap_dir": str(self.swap)} if self.on_disk else {}))
-        self.program = zj.build_train_step(model(), optax.adam(1e-2), config, zj.make_mesh(fsdp=2, devices=jax.devices()[:2]))
+        config = zj.ZeroConfig(
+            stage=3, **fields, **({"swap_dir": str(self.swap)} if self.on_disk else {})
+        )
+        self.program = zj.build_train_step(
+            model(), optax.adam(1e-2), config, zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
+        )
         self.held, self.saved, self.losses, self.read = {}, {}, {}, {}
         self.counts: dict[str, dict[str, int]] = {}
         with zj.Checkpointer(self.root / "all", **BEST) as ckpt:
@@ -124,11 +132,16 @@ class Toy:
         self.template.mkdir()
         for step in (1, FIRST):
             shutil.copytree(self.root / "all" / str(step), self.template / str(step))
-        self.weights = {"safetensors": self.root / "weights.safetensors", "orbax": self.root / "weights.orbax"}
+        self.weights = {
+            "safetensors": self.root / "weights.safetensors",
+            "orbax": self.root / "weights.orbax",
+        }
         for form, path in self.weights.items():
             EXPORTS[form](self.template, path)
         self.exported = {form: weights_in(path) for form, path in self.weights.items()}
-        self.imported = self.numbers(zj.import_params(self.program, self.weights["safetensors"], key=jax.random.key(KEY)))
+        self.imported = self.numbers(
+            zj.import_params(self.program, self.weights["safetensors"], key=jax.random.key(KEY))
+        )
 
     def params_and_loss(self, state: zj.TrainState) -> dict[str, np.ndarray]:
         """Return what `iter_params` and `eval` give."""
@@ -145,11 +158,15 @@ class Toy:
           SwapError: a record was not written.
         """
         found = {}
-        leaves = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda node: isinstance(node, OnDisk))[0]
+        leaves = jax.tree_util.tree_flatten_with_path(
+            state, is_leaf=lambda node: isinstance(node, OnDisk)
+        )[0]
         for path, leaf in leaves:
             if not isinstance(leaf, OnDisk):
                 is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-                found[jax.tree_util.keystr(path)] = np.array(jax.random.key_data(leaf) if is_key else leaf)
+                found[jax.tree_util.keystr(path)] = np.array(
+                    jax.random.key_data(leaf) if is_key else leaf
+                )
         if self.program.swap is not None:
             engine = self.program.swap.engine
             engine.flush()
@@ -167,14 +184,26 @@ class Toy:
 
 def weights_in(path: pathlib.Path) -> dict[str, np.ndarray]:
     file = open_weights(path)
-    return {n: np.array(file.read(n, tuple((0, size) for size in t.shape))) for n, t in file.tensors.items()}
+    return {
+        n: np.array(file.read(n, tuple((0, size) for size in t.shape)))
+        for n, t in file.tensors.items()
+    }
 
 
-def require_same(actual: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], what: str) -> None:
+def require_same(
+    actual: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], what: str
+) -> None:
     """Raise Found unless all numbers are the same, bit for bit."""
     if sorted(actual) != sorted(expected):
-        raise Found("wrong number", f"{what} holds {sorted(set(actual) ^ set(expected))} too many or too few")
+        raise Found(
+            "wrong number",
+            f"{what} holds {sorted(set(actual) ^ set(expected))} too many or too few",
+        )
     for name, value in expected.items():
         found = actual[name]
-        if found.dtype != value.dtype or found.shape != value.shape or found.tobytes() != value.tobytes():
+        if (
+            found.dtype != value.dtype
+            or found.shape != value.shape
+            or found.tobytes() != value.tobytes()
+        ):
             raise Found("wrong number", f"{what}: {name} differs")

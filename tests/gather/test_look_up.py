@@ -1,4 +1,6 @@
-"""The gradient of a look-up: by rows where these are fewer than the table has, else by whole tables; and what is reduced."""
+"""The gradient of a look-up: by rows where these are fewer than the table has, else by whole
+tables; and what is reduced.
+"""
 
 from typing import Any
 
@@ -15,7 +17,8 @@ from zerojax.gather.look_up import sends_rows
 
 H = 16
 HYBRID = {"data": 2, "fsdp": 4}
-UNEVEN = 33  # a vocabulary that `fsdp` does not divide, as GPT-2's 50,257: the table is split along its width
+# a vocabulary that `fsdp` does not divide, as GPT-2's 50,257: the table is split along its width
+UNEVEN = 33
 
 
 def init(vocab: int) -> Any:
@@ -32,7 +35,9 @@ def tied(p: Any, batch: Any, key: Any) -> jax.Array:
 
 
 def build(loss: Any, vocab: int, mesh: dict[str, int], **config: Any) -> zj.Program:
-    return zj.build_train_step(zj.Model(init(vocab), loss), optax.sgd(0.1), zj.ZeroConfig(**config), zj.make_mesh(**mesh))
+    return zj.build_train_step(
+        zj.Model(init(vocab), loss), optax.sgd(0.1), zj.ZeroConfig(**config), zj.make_mesh(**mesh)
+    )
 
 
 def ids(seq: int, vocab: int, batch: int = 8) -> dict[str, np.ndarray]:
@@ -40,7 +45,11 @@ def ids(seq: int, vocab: int, batch: int = 8) -> dict[str, np.ndarray]:
 
 
 def compiled_text(program: zj.Program, batch: Any) -> Any:
-    return program.lower(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)).compile().as_text()
+    return (
+        program.lower(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch))
+        .compile()
+        .as_text()
+    )
 
 
 # 32 rows a device are more bytes than the table, and 8 are fewer.
@@ -57,9 +66,12 @@ def test_a_tied_table_is_reduced_once(stage):
     vocab, seq = 256, 64
     program = build(tied, vocab, {"fsdp": 8}, stage=stage)
     moved = hlo.collective_bytes(compiled_text(program, ids(seq, vocab)), least_bytes=64)
-    # XLA for CPUs has no reduce_scatter: gradients are reduced by all_reduce. The loss may be combined with them.
+    # XLA for CPUs has no reduce_scatter: gradients are reduced by all_reduce. The loss may be
+    # combined with them.
     assert 0 <= moved["all-reduce"] - 4 * (vocab * H + H * H) <= 8
-    assert moved["all-to-all"] == 4 * (seq * H + vocab * H // 8)  # own rows, and a shard of the table
+    assert moved["all-to-all"] == 4 * (
+        seq * H + vocab * H // 8
+    )  # own rows, and a shard of the table
 
 
 @pytest.mark.exhaustive
@@ -68,7 +80,9 @@ def test_a_tied_table_is_reduced_once_in_a_streamed_step():
     config = zj.ZeroConfig(stage=3, params="pinned_host", opt_state="pinned_host")
     program = zj.build_train_step(gpt.layered_gpt(c), optax.sgd(0.1), config, zj.make_mesh(fsdp=8))
     tokens = ids(c.seq, c.vocab)["ids"]
-    moved = hlo.collective_bytes(compiled_text(program, {"tokens": tokens, "targets": tokens}), unknown_trips=1)
+    moved = hlo.collective_bytes(
+        compiled_text(program, {"tokens": tokens, "targets": tokens}), unknown_trips=1
+    )
     np.testing.assert_allclose(moved["all-reduce"], 4 * c.num_params, rtol=0.01)
 
 
@@ -84,7 +98,9 @@ def test_gradients_equal_plain_autodiff(stage, seq, mesh):
     state, metrics = program.step(state, data)
     np.testing.assert_allclose(float(metrics["loss"]), float(loss), rtol=1e-6)
     for name, g in grads.items():
-        np.testing.assert_allclose((before[name] - program.params(state)[name]) / 0.1, g, atol=2e-6, err_msg=name)
+        np.testing.assert_allclose(
+            (before[name] - program.params(state)[name]) / 0.1, g, atol=2e-6, err_msg=name
+        )
 
 
 @pytest.mark.parametrize("mode", ["fill", "clip"])
@@ -99,7 +115,9 @@ def test_indices_out_of_range_are_treated_as_by_the_look_up(mode):
     before = jax.device_get(program.params(state))
     grads = jax.grad(loss)(jax.device_put(before, jax.devices()[0]), data, None)
     state, _ = program.step(state, data)
-    np.testing.assert_allclose((before["table"] - program.params(state)["table"]) / 0.1, grads["table"], atol=2e-6)
+    np.testing.assert_allclose(
+        (before["table"] - program.params(state)["table"]) / 0.1, grads["table"], atol=2e-6
+    )
 
 
 def test_a_frequent_token_is_summed_in_float32():
@@ -119,11 +137,23 @@ def test_a_frequent_token_is_summed_in_float32():
     ("table", "rows", "cotangent", "mesh", "expected"),
     [
         ((256, H), (8, 8), ("fsdp", None), {"fsdp": 8}, True),
-        ((256, H), (8, 224), ("fsdp", None), {"fsdp": 8}, False),  # 224 + 256 / 8 rows are as many as the table has
+        (
+            (256, H),
+            (8, 224),
+            ("fsdp", None),
+            {"fsdp": 8},
+            False,
+        ),  # 224 + 256 / 8 rows are as many as the table has
         ((256, H), (8, 223), ("fsdp", None), {"fsdp": 8}, True),
         ((256, H), (6, 8), ("fsdp", None), HYBRID, False),  # a batch that the devices do not divide
         ((256, 18), (8, 8), ("fsdp", None), HYBRID, False),  # a width that `fsdp` does not divide
-        ((256, H), (8, 8), ("tensor", "fsdp"), {"fsdp": 4, "tensor": 2}, False),  # the user's own split
+        (
+            (256, H),
+            (8, 8),
+            ("tensor", "fsdp"),
+            {"fsdp": 4, "tensor": 2},
+            False,
+        ),  # the user's own split
     ],
 )
 def test_rows_are_sent_where_they_are_fewer(table, rows, cotangent, mesh, expected):

@@ -17,12 +17,18 @@ MESH = {"data": 2, "fsdp": 4}
 
 
 def stack(n: int) -> Any:
-    return lambda key: {"w": jax.random.normal(key, (n, H, H)) / 4, "b": jnp.full((H,), 0.1), "s": jnp.ones((H,))}
+    return lambda key: {
+        "w": jax.random.normal(key, (n, H, H)) / 4,
+        "b": jnp.full((H,), 0.1),
+        "s": jnp.ones((H,)),
+    }
 
 
 def dense(key: jax.Array) -> Any:
     keys = jax.random.split(key, 4)
-    return {name: jax.random.normal(k, (H, H)) / 4 for name, k in zip("abcd", keys, strict=True)} | {"gain": jnp.float32(1.5)}
+    return {
+        name: jax.random.normal(k, (H, H)) / 4 for name, k in zip("abcd", keys, strict=True)
+    } | {"gain": jnp.float32(1.5)}
 
 
 @jax.custom_vjp
@@ -60,7 +66,9 @@ def scan_reversed_with_outputs(p, batch, key):
 
 
 def scan_over_time_with_shared_weights(p, batch, key):
-    x, _ = jax.lax.scan(lambda x, _: (jnp.tanh(x @ p["a"]) @ p["b"], None), batch["x"], None, length=5)
+    x, _ = jax.lax.scan(
+        lambda x, _: (jnp.tanh(x @ p["a"]) @ p["b"], None), batch["x"], None, length=5
+    )
     return jnp.mean(x**2)
 
 
@@ -97,14 +105,20 @@ def scan_of_remat(p, batch, key):
 
 def cond_branches(p, batch, key):
     def pick(x, flag):
-        return jax.lax.cond(flag > 0, lambda: jnp.tanh(x @ p["a"]), lambda: jnp.sin(x @ p["b"]) @ p["c"])
+        return jax.lax.cond(
+            flag > 0, lambda: jnp.tanh(x @ p["a"]), lambda: jnp.sin(x @ p["b"]) @ p["c"]
+        )
 
-    return jnp.mean(pick(batch["x"], batch["x"][0, 0]) ** 2) + jnp.mean(pick(batch["x"], -1.0) * p["d"][0])
+    return jnp.mean(pick(batch["x"], batch["x"][0, 0]) ** 2) + jnp.mean(
+        pick(batch["x"], -1.0) * p["d"][0]
+    )
 
 
 def switch_inside_scan(p, batch, key):
     def body(x, i):
-        return jax.lax.switch(i, [lambda x: x @ p["a"], lambda x: jnp.tanh(x @ p["b"]), lambda x: x * p["c"][0]], x), None
+        return jax.lax.switch(
+            i, [lambda x: x @ p["a"], lambda x: jnp.tanh(x @ p["b"]), lambda x: x * p["c"][0]], x
+        ), None
 
     return jnp.mean(jax.lax.scan(body, batch["x"], jnp.array([0, 1, 2, 1]))[0] ** 2)
 
@@ -122,7 +136,9 @@ def param_only_expressions(p, batch, key):
     normed = gain * p["a"] / jnp.linalg.norm(p["a"], axis=0, keepdims=True)  # weight norm
     merged = p["b"] + 0.1 * (p["c"] @ p["d"])  # LoRA
     x = jnp.tanh(batch["x"] @ normed) @ merged.T.reshape(2, H // 2, H).reshape(H, H)
-    return jnp.mean(x**2) + 1e-3 * sum(jnp.sum(jnp.square(w)) for w in p.values())  # weight decay in the loss
+    return jnp.mean(x**2) + 1e-3 * sum(
+        jnp.sum(jnp.square(w)) for w in p.values()
+    )  # weight decay in the loss
 
 
 def indexed_stack(p, batch, key):
@@ -159,7 +175,12 @@ def param_only_network(p, batch, key):
 def penalties(p, batch, key):
     squares = sum(jnp.sum(jnp.square(w.astype(jnp.float32))) for w in p.values())
     between = jnp.sum((p["a"] - p["b"]) ** 2)
-    return jnp.mean((batch["x"] @ p["a"]) ** 2) + 1e-2 * squares + 1e-2 * between + 1e-2 * optax.global_norm(p)
+    return (
+        jnp.mean((batch["x"] @ p["a"]) ** 2)
+        + 1e-2 * squares
+        + 1e-2 * between
+        + 1e-2 * optax.global_norm(p)
+    )
 
 
 def tied_twice(p, batch, key):
@@ -199,16 +220,26 @@ CASES = {
 
 def build(loss, init, stage=3, **config) -> zj.Program:
     # the stacked leaf [4, H, H] would be split over its first dim only if that were the largest
-    return zj.build_train_step(zj.Model(init, loss), optax.sgd(0.1), zj.ZeroConfig(stage=stage, **config), zj.make_mesh(**MESH))
+    return zj.build_train_step(
+        zj.Model(init, loss),
+        optax.sgd(0.1),
+        zj.ZeroConfig(stage=stage, **config),
+        zj.make_mesh(**MESH),
+    )
 
 
 def batch(size: int = 8) -> Any:
     random = np.random.default_rng(0)
-    return {"x": random.standard_normal((size, H), dtype=np.float32), "ids": random.integers(0, H, (size,))}
+    return {
+        "x": random.standard_normal((size, H), dtype=np.float32),
+        "ids": random.integers(0, H, (size,)),
+    }
 
 
 def cases():
-    """Every model at stage 3; without `-m exhaustive` in turn saved or recomputed, and every eighth at stage 1 too."""
+    """Every model at stage 3; without `-m exhaustive` in turn saved or recomputed, and every eighth
+    at stage 1 too.
+    """
     for number, name in enumerate(CASES):
         yield pytest.param(name, 1, "save", marks=[pytest.mark.exhaustive] if number % 8 else [])
         yield pytest.param(name, 3, "remat", marks=[] if number % 2 else [pytest.mark.exhaustive])
@@ -222,7 +253,9 @@ def test_gradients_equal_plain_autodiff(name, stage, activations):
     state = program.init(jax.random.key(0))
     params = jax.device_get(program.params(state))
     data = batch()
-    expected, grads = jax.value_and_grad(lambda p: loss(p, data, None))(jax.device_put(params, jax.devices()[0]))
+    expected, grads = jax.value_and_grad(lambda p: loss(p, data, None))(
+        jax.device_put(params, jax.devices()[0])
+    )
     state, metrics = program.step(state, data)
     np.testing.assert_allclose(float(metrics["loss"]), float(expected), rtol=1e-6)
     for path, g in jax.tree_util.tree_flatten_with_path(grads)[0]:
@@ -234,7 +267,9 @@ def test_gradients_equal_plain_autodiff(name, stage, activations):
 
 def weight_shaped_residuals(f: Any, params: Any) -> int:
     """Count what f keeps for backward, its own arguments excepted, that has the shape of a weight."""
-    jaxpr = jax.make_jaxpr(lambda p, b: jax.tree.leaves(jax.vjp(lambda p: f(p, b, None), p)[1]))(params, batch(8)).jaxpr
+    jaxpr = jax.make_jaxpr(lambda p, b: jax.tree.leaves(jax.vjp(lambda p: f(p, b, None), p)[1]))(
+        params, batch(8)
+    ).jaxpr
     kept: Any = {v for v in jaxpr.outvars if isinstance(v, jex.Var)} - set(jaxpr.invars)
     return sum(v.aval.shape[-2:] == (H, H) for v in kept)
 
@@ -248,7 +283,11 @@ def test_no_gathered_parameter_is_a_residual(name):
     step = program._step
     with jax.set_mesh(program.mesh):
         assert (
-            weight_shaped_residuals(lambda p, b, k: step.evaluated(p, b, k, None)[0].total, program.layout.abstract_params) == 0
+            weight_shaped_residuals(
+                lambda p, b, k: step.evaluated(p, b, k, None)[0].total,
+                program.layout.abstract_params,
+            )
+            == 0
         )
 
 
@@ -278,7 +317,9 @@ def test_unknown_control_flow_is_gathered_before_and_reported():
 
 
 def test_param_only_chains_are_traced_once():
-    """Thirty layers over parameters alone: their count doubled with each layer if operands were evaluated anew."""
+    """Thirty layers over parameters alone: their count doubled with each layer if operands were
+    evaluated anew.
+    """
     program = build(param_only_network, dense)
     data = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch())
     assert program.lower(data).as_text().count("stablehlo.tanh") < 200
@@ -303,7 +344,9 @@ def test_scan_over_a_sharded_layer_dim_is_reported():
         return {"w": jax.random.normal(key, (64, H, H)) / 4}
 
     def loss(p, batch, key):
-        return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], p["w"])[0] ** 2)
+        return jnp.mean(
+            jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], p["w"])[0] ** 2
+        )
 
     program = build(loss, init)
     state = program.init(jax.random.key(0))
@@ -318,12 +361,18 @@ def test_bf16_parameters_are_gathered_narrow_where_the_model_widens_them():
     program = build(loss, dense, precision="bf16")
     data = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch())
     text = program.lower(data).as_text()
-    constraints = [line for line in text.splitlines() if "sharding_constraint" in line and f"tensor<{H}x{H}x" in line]
+    constraints = [
+        line
+        for line in text.splitlines()
+        if "sharding_constraint" in line and f"tensor<{H}x{H}x" in line
+    ]
     assert any("bf16" in line for line in constraints)
 
 
 def test_one_equations_bytes_are_those_that_are_gathered():
-    """In bfloat16, whatever the equation widens them to: the largest leaf alone is no more than a layer may be."""
+    """In bfloat16, whatever the equation widens them to: the largest leaf alone is no more than a
+    layer may be.
+    """
 
     def loss(p, batch, key):
         return jnp.mean((batch["x"] @ p["w"].astype(jnp.float32)) ** 2)

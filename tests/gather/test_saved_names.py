@@ -1,4 +1,6 @@
-"""A model's own `jax.checkpoint` keeps the values that it names, also where its parameters are gathered on use."""
+"""A model's own `jax.checkpoint` keeps the values that it names, also where its parameters are
+gathered on use.
+"""
 
 import functools
 
@@ -17,7 +19,13 @@ SAVE_WAVE = jax.checkpoint_policies.save_only_these_names("wave")
 
 def init(key):
     keys = jax.random.split(key, (LAYERS, 2))
-    return [{"up": jax.random.normal(up, (WIDTH, WIDTH)), "down": jax.random.normal(down, (WIDTH, WIDTH))} for up, down in keys]
+    return [
+        {
+            "up": jax.random.normal(up, (WIDTH, WIDTH)),
+            "down": jax.random.normal(down, (WIDTH, WIDTH)),
+        }
+        for up, down in keys
+    ]
 
 
 def layer(p, x):
@@ -32,7 +40,9 @@ def each_layer(params, x, policy):
 
 def all_layers(params, x, policy):
     """One region that holds most of the model, which is gathered unit by unit."""
-    return jax.checkpoint(lambda params, x: functools.reduce(lambda x, p: layer(p, x), params, x), policy=policy)(params, x)
+    return jax.checkpoint(
+        lambda params, x: functools.reduce(lambda x, p: layer(p, x), params, x), policy=policy
+    )(params, x)
 
 
 def run(regions, policy):

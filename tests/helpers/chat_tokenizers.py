@@ -13,7 +13,8 @@ MARKED = """{%- for m in messages %}{{ "<|im_start|>" + m.role + "\\n" }}
 {%- if m.role == "assistant" %}{% generation %}{{ m.content + "<|im_end|>" }}{% endgeneration %}{{ "\\n" }}
 {%- else %}{{ m.content + "<|im_end|>\\n" }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif %}"""
-# As Qwen 3's: an answer before the last question loses its thinking, and the last one is given an empty one.
+# As Qwen 3's: an answer before the last question loses its thinking, and the last one is given an
+# empty one.
 THINKING = """{%- set ns = namespace(last=-1) %}
 {%- for m in messages %}{% if m.role == "user" %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
 {%- for m in messages %}{{ "<|im_start|>" + m.role + "\\n" }}
@@ -29,13 +30,18 @@ def byte_tokenizer(
     special: tuple[str, ...] = ("<|im_start|>", "<|im_end|>"),
     bos: str | None = None,
 ) -> Any:
-    """Return a tokenizer of 256 bytes and 3 special tokens or more; with `bos` it begins texts with that token."""
+    """Return a tokenizer of 256 bytes and 3 special tokens or more; with `bos` it begins texts with
+    that token.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token=eos, pad_token="<pad>", additional_special_tokens=list(special)
+        tokenizer_object=inner,
+        eos_token=eos,
+        pad_token="<pad>",
+        additional_special_tokens=list(special),
     )
     if bos is not None:
         tokenizer.add_special_tokens({"bos_token": bos})
@@ -48,7 +54,11 @@ def byte_tokenizer(
 
 def conversation(*texts: str) -> dict[str, Any]:
     """Return a record of turns of user and assistant."""
-    return {"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]}
+    return {
+        "messages": [
+            {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)
+        ]
+    }
 
 
 def write(path: pathlib.Path, records: list[dict[str, Any]]) -> pathlib.Path:

@@ -15,7 +15,9 @@ import pytest
 def mounted(path: pathlib.Path, options: str) -> Iterator[pathlib.Path]:
     """Mount a tmpfs at a new folder, or skip the test."""
     path.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], capture_output=True, text=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], capture_output=True, text=True
+    )
     if done.returncode:
         pytest.skip(f"mounting a tmpfs needs root and the right to mount: {done.stderr.strip()}")
     try:
@@ -31,7 +33,10 @@ def ext4(path: pathlib.Path, num_bytes: int, options: str = "loop") -> Iterator[
     image = path.with_suffix(".img")
     with open(image, "wb") as file:
         file.truncate(num_bytes)
-    for command in (["mkfs.ext4", "-q", str(image)], ["mount", "-o", options, str(image), str(path)]):
+    for command in (
+        ["mkfs.ext4", "-q", str(image)],
+        ["mount", "-o", options, str(image), str(path)],
+    ):
         try:
             done = subprocess.run(command, capture_output=True, text=True)
         except FileNotFoundError:
@@ -47,7 +52,8 @@ def ext4(path: pathlib.Path, num_bytes: int, options: str = "loop") -> Iterator[
 def lose_data(mount: pathlib.Path, files: Iterable[pathlib.Path]) -> None:
     """Let the bytes of some files on a file system of `ext4` be unreadable from now on.
 
-    What the kernel has in memory stays readable: all names, and the bytes of other files that were just written or read.
+    What the kernel has in memory stays readable: all names, and the bytes of other files that were
+      just written or read.
     """
     os.sync()
     for file in files:
@@ -57,7 +63,9 @@ def lose_data(mount: pathlib.Path, files: Iterable[pathlib.Path]) -> None:
 
 
 def shut_down(mount: pathlib.Path) -> None:
-    """Let a file system of `ext4` fail from now on, as after an error of its disk: what is written ends in EIO."""
+    """Let a file system of `ext4` fail from now on, as after an error of its disk: what is written
+    ends in EIO.
+    """
     request = 0x8004587D  # EXT4_IOC_SHUTDOWN
     fd = os.open(mount, os.O_RDONLY)
     try:

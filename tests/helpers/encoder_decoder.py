@@ -1,8 +1,10 @@
-"""An encoder and a decoder as two stacks, of blocks of different shapes and lengths of sequence; and the plain loop.
+"""An encoder and a decoder as two stacks, of blocks of different shapes and lengths of sequence;
+and the plain loop.
 
-The decoder's blocks attend to the encoder's output, which is their context, and through it the encoder trains. Names are such
-that the tree has the decoder first. Both stacks add to the loss and have a metric of one name; the decoder has slices of
-`per_layer`, a leaf that is frozen, integers in its context, and matrices annotated for `tensor`.
+The decoder's blocks attend to the encoder's output, which is their context, and through it the
+encoder trains. Names are such that the tree has the decoder first. Both stacks add to the loss and
+have a metric of one name; the decoder has slices of `per_layer`, a leaf that is frozen, integers in
+its context, and matrices annotated for `tensor`.
 """
 
 import functools
@@ -39,7 +41,8 @@ def dropped(x: jax.Array, key: Any) -> jax.Array:
 
 
 def encode(p: Any, x: jax.Array, key: Any, context: Any = None, layer: Any = None) -> Any:
-    del context, layer  # a model with `per_layer` for one stack may give the others none, and calls them without
+    # A model with `per_layer` for one stack may call the others without.
+    del context, layer
     y = x + dropped(jnp.tanh(x @ p["w"] + p["b"]), key)
     return y, zj.Loss(0.01 * jnp.mean(y**2), metrics={"square": jnp.mean(y**2)})
 
@@ -61,9 +64,15 @@ def init_decoder(key: jax.Array) -> Any:
 def decode(p: Any, x: jax.Array, key: Any, context: Any, layer: Any) -> Any:
     scores = jnp.einsum("bth,bsh->bts", (x * p["scale"]) @ p["query"], context["memory"]) / layer
     scores = jnp.where(context["mask"][:, None, :], scores, -1e9)
-    y = x + jnp.einsum("bts,bsh->bth", jax.nn.softmax(scores.astype(jnp.float32), -1).astype(x.dtype), context["memory"])
+    y = x + jnp.einsum(
+        "bts,bsh->bth",
+        jax.nn.softmax(scores.astype(jnp.float32), -1).astype(x.dtype),
+        context["memory"],
+    )
     y = y + dropped(jax.nn.gelu(y @ p["up"]) @ p["down"], key)
-    return y.astype(x.dtype), zj.Loss(0.0, metrics={"square": jnp.mean(y**2), "memory": jnp.mean(context["memory"] ** 2)})
+    return y.astype(x.dtype), zj.Loss(
+        0.0, metrics={"square": jnp.mean(y**2), "memory": jnp.mean(context["memory"] ** 2)}
+    )
 
 
 def init_head(key: jax.Array) -> Any:
@@ -92,9 +101,20 @@ def model(**fields: Any) -> zj.LayeredModel:
             zj.Stack("encoder", ENCODER, init_encoder, encode),
             zj.Stack("decoder", DECODER, init_decoder, decode, enter),
         ),
-        "specs": {"block": {"decoder": {"query": None, "up": P(None, "tensor"), "down": P("tensor", None), "scale": None}}},
+        "specs": {
+            "block": {
+                "decoder": {
+                    "query": None,
+                    "up": P(None, "tensor"),
+                    "down": P("tensor", None),
+                    "scale": None,
+                }
+            }
+        },
         "per_layer": {"decoder": TEMPERATURES},
-        "frozen": {"block": {"decoder": {"query": False, "up": False, "down": False, "scale": True}}},
+        "frozen": {
+            "block": {"decoder": {"query": False, "up": False, "down": False, "scale": True}}
+        },
     }
     return zj.LayeredModel(**given | fields)
 
@@ -102,7 +122,10 @@ def model(**fields: Any) -> zj.LayeredModel:
 def batches(count: int, size: int = BATCH) -> list[Any]:
     random = np.random.default_rng(0)
     lengths = {"source": FROM, "inputs": TO, "targets": TO}
-    return [{name: random.integers(0, VOCAB, (size, n)) for name, n in lengths.items()} for _ in range(count)]
+    return [
+        {name: random.integers(0, VOCAB, (size, n)) for name, n in lengths.items()}
+        for _ in range(count)
+    ]
 
 
 def plain_loss(params: Any, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
@@ -114,13 +137,17 @@ def plain_loss(params: Any, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
         added.append(loss)
     x, context = enter(params["embed"], x, batch, None)
     for i in range(DECODER):
-        x, loss = decode(jax.tree.map(lambda a, i=i: a[i], blocks["decoder"]), x, None, context, TEMPERATURES[i])
+        x, loss = decode(
+            jax.tree.map(lambda a, i=i: a[i], blocks["decoder"]), x, None, context, TEMPERATURES[i]
+        )
         added.append(loss)
     metrics = {
         "square": sum(a.metrics["square"] for a in added) / len(added),
         "memory": sum(a.metrics["memory"] for a in added[ENCODER:]) / DECODER,
     }
-    return head(params["head"], params["embed"], x, batch, None) + sum(a.total for a in added), metrics
+    return head(params["head"], params["embed"], x, batch, None) + sum(
+        a.total for a in added
+    ), metrics
 
 
 @functools.cache
@@ -129,7 +156,9 @@ def plain_step(count: int, tx: optax.GradientTransformation) -> Any:
 
     def loss(params: Any, batch: Any) -> Any:
         pieces = jax.tree.map(lambda a: a.reshape(count, -1, *a.shape[1:]), batch)
-        values = [plain_loss(params, jax.tree.map(lambda a, m=m: a[m], pieces)) for m in range(count)]
+        values = [
+            plain_loss(params, jax.tree.map(lambda a, m=m: a[m], pieces)) for m in range(count)
+        ]
         return jax.tree.map(lambda *a: sum(a) / count, *values)
 
     @jax.jit

@@ -1,4 +1,6 @@
-"""Chat templates as families of models have them, shortened to how they write turns, tools, thoughts and ends."""
+"""Chat templates as families of models have them, shortened to how they write turns, tools,
+thoughts and ends.
+"""
 
 import dataclasses
 from typing import Any

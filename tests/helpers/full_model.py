@@ -1,7 +1,8 @@
-"""A layered model that uses all that its functions may read and return, and the plain loop that it must equal.
+"""A layered model that uses all that its functions may read and return, and the plain loop that it
+must equal.
 
-Tokens that count differ from example to example; the block adds to the loss, passes integers on, and reads context, arrays of
-its layer and state; embedding and head update state of their own.
+Tokens that count differ from example to example; the block adds to the loss, passes integers on,
+and reads context, arrays of its layer and state; embedding and head update state of their own.
 """
 
 from typing import Any
@@ -27,10 +28,14 @@ def embed(p: Tree, batch: Tree, key: Any, state: Tree) -> tuple[Tree, Tree]:
     del key
     x = p["table"][batch["tokens"]]
     mean = jax.lax.stop_gradient(x.mean((0, 1)))
-    return {"x": x - 0.1 * state["mean"], "count": batch["tokens"]}, {"mean": 0.5 * state["mean"] + 0.5 * mean}
+    return {"x": x - 0.1 * state["mean"], "count": batch["tokens"]}, {
+        "mean": 0.5 * state["mean"] + 0.5 * mean
+    }
 
 
-def block(p: Tree, x: Tree, key: Any, context: Tree, layer: Tree, state: Tree) -> tuple[tuple[Tree, zj.Loss], Tree]:
+def block(
+    p: Tree, x: Tree, key: Any, context: Tree, layer: Tree, state: Tree
+) -> tuple[tuple[Tree, zj.Loss], Tree]:
     del key
     h = x["x"]
     routes = jax.nn.softmax(h @ p["router"])
@@ -44,16 +49,24 @@ def block(p: Tree, x: Tree, key: Any, context: Tree, layer: Tree, state: Tree) -
 
 def predict(p: Tree, p_embed: Tree, x: Tree, batch: Tree, state: Tree) -> jax.Array:
     del p_embed, batch
-    return x["x"] @ p["out"] + 0.01 * state["embed"]["mean"].sum() + 0.01 * x["count"][..., None] * jnp.arange(VOCAB)
+    return (
+        x["x"] @ p["out"]
+        + 0.01 * state["embed"]["mean"].sum()
+        + 0.01 * x["count"][..., None] * jnp.arange(VOCAB)
+    )
 
 
-def head(p: Tree, p_embed: Tree, x: Tree, batch: Tree, key: Any, state: Tree) -> tuple[zj.Loss, Tree]:
+def head(
+    p: Tree, p_embed: Tree, x: Tree, batch: Tree, key: Any, state: Tree
+) -> tuple[zj.Loss, Tree]:
     del key
     logits = predict(p, p_embed, x, batch, state)
     counts, right = batch["counts"], logits.argmax(-1) == batch["targets"]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
     num = counts.sum()
-    loss = zj.Loss(jnp.sum(losses * counts), num, {"accuracy": zj.Loss(jnp.sum(right * counts), num)})
+    loss = zj.Loss(
+        jnp.sum(losses * counts), num, {"accuracy": zj.Loss(jnp.sum(right * counts), num)}
+    )
     return loss, {"tokens": state["head"]["tokens"] + num.astype(jnp.int32)}
 
 
@@ -89,10 +102,17 @@ def unlayered() -> zj.Model:
     def loss(params: Tree, batch: Tree, key: Any, state: Tree) -> tuple[zj.Loss, Tree]:
         total, after, metrics = forward(params, batch, state)
         del key
-        return zj.Loss(total.total + total.weight * metrics.total, total.weight, {**total.metrics, **metrics.metrics}), after
+        return zj.Loss(
+            total.total + total.weight * metrics.total,
+            total.weight,
+            {**total.metrics, **metrics.metrics},
+        ), after
 
     return zj.Model(
-        lambda key: init_params(layered, key), loss, init_state=lambda key: init_state(layered, key), predict=plain_outputs
+        lambda key: init_params(layered, key),
+        loss,
+        init_state=lambda key: init_state(layered, key),
+        predict=plain_outputs,
     )
 
 
@@ -131,18 +151,27 @@ def plain_loss(params: Tree, batch: Tree, state: Tree) -> jax.Array:
 
 
 def forward(params: Tree, batch: Tree, state: Tree) -> tuple[zj.Loss, Tree, zj.Loss]:
-    """Return the head's loss, the state, and what the layers add: a sum, and means of their metrics."""
+    """Return the head's loss, the state, and what the layers add: a sum, and means of their
+    metrics.
+    """
     x, of_ends, added = _layers(params, batch, state)
     loss, of_head = head(params["head"], params["embed"], x, batch, None, of_ends)
     use = jnp.mean(jnp.stack([one.metrics["use"] for one in added]))
     first = [one.metrics["first"] for one in added]
-    metrics = {"use": use, "first": zj.Loss(sum(m.total for m in first), sum(m.weight for m in first))}
+    metrics = {
+        "use": use,
+        "first": zj.Loss(sum(m.total for m in first), sum(m.weight for m in first)),
+    }
     after = {"embed": of_ends["embed"], "head": of_head, "blocks": state["blocks"]}
     return loss, after, zj.Loss(sum(one.total for one in added), None, metrics)
 
 
-def plain_run(data: list[Tree], count: int, tx: optax.GradientTransformation) -> tuple[list[Tree], Tree, Tree]:
-    """Train on one device in a plain loop over microbatches; returns metrics of each step, parameters and state."""
+def plain_run(
+    data: list[Tree], count: int, tx: optax.GradientTransformation
+) -> tuple[list[Tree], Tree, Tree]:
+    """Train on one device in a plain loop over microbatches; returns metrics of each step,
+    parameters and state.
+    """
     layered, key = model(), jax.random.key(0)
     params, state = jax.jit(lambda key: (init_params(layered, key), init_state(layered, key)))(key)
     opt_state, steps = tx.init(params), []
@@ -160,7 +189,9 @@ def plain_run(data: list[Tree], count: int, tx: optax.GradientTransformation) ->
         losses, grads, sums = [], [], []
         for number in range(count):
             piece = jax.tree.map(lambda a, number=number: jnp.asarray(a[number::count]), batch)
-            (loss, (state, metrics)), grad = of_microbatch(params, state, piece, batch["counts"].sum())
+            (loss, (state, metrics)), grad = of_microbatch(
+                params, state, piece, batch["counts"].sum()
+            )
             losses.append(loss)
             grads.append(grad)
             sums.append(metrics)

@@ -1,4 +1,6 @@
-"""Run one drawn input after the other: each has to end by an allowed outcome, in time and in bounded memory."""
+"""Run one drawn input after the other: each has to end by an allowed outcome, in time and in
+bounded memory.
+"""
 
 import collections
 import resource
@@ -42,7 +44,8 @@ def run_all(cases: list[tuple[str, Callable[[], str]]]) -> collections.Counter[s
     """Run cases, each described and a function that returns its outcome, and count the outcomes.
 
     Raises:
-      AssertionError: some raised what they may not, hung, or took too much memory; the first ten are named.
+      AssertionError: some raised what they may not, hung, or took too much memory; the first ten
+        are named.
     """
     outcomes, wrong = collections.Counter[str](), list[str]()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

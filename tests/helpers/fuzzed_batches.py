@@ -1,4 +1,6 @@
-"""Batches of every kind, at random, and what became of each: refused by name, right, or named as out of range."""
+"""Batches of every kind, at random, and what became of each: refused by name, right, or named as
+out of range.
+"""
 
 import collections
 import math
@@ -12,8 +14,31 @@ import pytest
 from small_decoder import VOCAB, batch_of
 
 KEYS = ("tokens", "targets", "segment_ids", "positions")
-INTEGERS = ("int8", "int16", ">i2", "int32", ">i4", "int64", ">i8", "uint8", "uint16", "uint32", "uint64")
-ODD_DTYPES = ("float32", "float64", "float16", "bool", "object", "U3", "S2", "complex64", "M8[s]", ml_dtypes.bfloat16)
+INTEGERS = (
+    "int8",
+    "int16",
+    ">i2",
+    "int32",
+    ">i4",
+    "int64",
+    ">i8",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+)
+ODD_DTYPES = (
+    "float32",
+    "float64",
+    "float16",
+    "bool",
+    "object",
+    "U3",
+    "S2",
+    "complex64",
+    "M8[s]",
+    ml_dtypes.bfloat16,
+)
 
 
 def clean_batch(rng):
@@ -27,7 +52,9 @@ def clean_batch(rng):
 
 
 def other_dtype(rng, array):
-    return array.astype(str(rng.choice(INTEGERS)))  # a number may wrap: that is what the batch then says
+    return array.astype(
+        str(rng.choice(INTEGERS))
+    )  # a number may wrap: that is what the batch then says
 
 
 def odd_dtype(rng, array):
@@ -39,7 +66,22 @@ def number(rng, array):
     if not isinstance(array, np.ndarray) or not array.size or array.dtype.kind not in "iu":
         return array
     array = array.astype(np.int64)
-    value = rng.choice([-1, -2, -100, VOCAB - 1, VOCAB, 2**24, 2**24 + 1, 2**31 - 1, 2**31, 2**32, 2**32 + 3, -(2**31) - 1])
+    value = rng.choice(
+        [
+            -1,
+            -2,
+            -100,
+            VOCAB - 1,
+            VOCAB,
+            2**24,
+            2**24 + 1,
+            2**31 - 1,
+            2**31,
+            2**32,
+            2**32 + 3,
+            -(2**31) - 1,
+        ]
+    )
     array[tuple(rng.integers(n) for n in array.shape)] = value
     return array if abs(int(value)) >= 2**31 else array.astype(np.int32)
 
@@ -65,7 +107,14 @@ def memory(rng, array):
     read_only.flags.writeable = False
     reversed_twice = np.ascontiguousarray(array[::-1, ::-1])[::-1, ::-1]
     wide = np.repeat(array, 2, 1)[:, ::2]
-    kinds = [read_only, reversed_twice, wide, np.asfortranarray(array), np.ma.masked_array(array), np.asmatrix(array)]
+    kinds = [
+        read_only,
+        reversed_twice,
+        wide,
+        np.asfortranarray(array),
+        np.ma.masked_array(array),
+        np.asmatrix(array),
+    ]
     return kinds[rng.integers(len(kinds))]
 
 
@@ -77,7 +126,12 @@ def value(rng, array):
         jax.random.key(0), np.full((4, 6), math.nan), np.array(["a", 3, None], object), np.dtype("int32"),
     ]  # fmt: skip
     if isinstance(array, np.ndarray) and array.ndim == 2 and array.dtype.kind in "iu":
-        kinds += [array.tolist(), tuple(map(tuple, array.tolist())), list(array), memoryview(np.ascontiguousarray(array))]
+        kinds += [
+            array.tolist(),
+            tuple(map(tuple, array.tolist())),
+            list(array),
+            memoryview(np.ascontiguousarray(array)),
+        ]
         if array.dtype.itemsize <= 4 and array.dtype.isnative:
             kinds += [jnp.asarray(array)] * 4
     return kinds[rng.integers(len(kinds))]
@@ -98,7 +152,9 @@ def whole(rng, batch):
     return kinds[rng.integers(len(kinds))]()
 
 
-CHANGES = np.array([other_dtype, other_dtype, odd_dtype, number, number, shape, memory, value], object)
+CHANGES = np.array(
+    [other_dtype, other_dtype, odd_dtype, number, number, shape, memory, value], object
+)
 
 
 def fuzzed(seed):
@@ -110,31 +166,47 @@ def fuzzed(seed):
         try:
             with warnings.catch_warnings(action="ignore"):
                 batch[key] = change(rng, batch[key])
-        except (TypeError, ValueError, AttributeError, OverflowError):  # such a change of such a value
+        except (
+            TypeError,
+            ValueError,
+            AttributeError,
+            OverflowError,
+        ):  # such a change of such a value
             continue
     return whole(rng, batch) if rng.random() < 0.2 else batch
 
 
 def clean_of(batch):
-    """Return the same batch in int32, and whether its numbers are in range: by Python's own integers."""
+    """Return the same batch in int32, and whether its numbers are in range: by Python's own
+    integers.
+    """
     clean, is_good = {}, True
     for key in KEYS:
         if key in batch:
             numbers = np.asarray(batch[key]).astype(object)
-            least, most = {"tokens": (0, VOCAB - 1), "targets": (-math.inf, VOCAB - 1), "positions": (0, 2**24)}.get(
-                key, (-math.inf, math.inf)
-            )
+            least, most = {
+                "tokens": (0, VOCAB - 1),
+                "targets": (-math.inf, VOCAB - 1),
+                "positions": (0, 2**24),
+            }.get(key, (-math.inf, math.inf))
             is_good &= all(least <= int(n) <= most for n in numbers.flat)
             clean[key] = numbers.astype(np.int64).astype(np.int32)
     return clean, is_good
 
 
 def outcome_of(program, state, batch):
-    """Return "refused", "right" or "out of range"; where it is none of these, what went wrong, with the batch."""
+    """Return "refused", "right" or "out of range"; where it is none of these, what went wrong, with
+    the batch.
+    """
     try:
         loss = float(program.eval(state, batch))
     except ValueError as error:
-        named = [*map(repr, (*KEYS, "last", "cache")), "not read", "cannot be read", "a batch is a dict"]
+        named = [
+            *map(repr, (*KEYS, "last", "cache")),
+            "not read",
+            "cannot be read",
+            "a batch is a dict",
+        ]
         if "batch" not in str(error) or not any(word in str(error) for word in named):
             return f"not named: {error} of {batch!r}"
     except Exception as error:
@@ -142,9 +214,13 @@ def outcome_of(program, state, batch):
     else:
         clean, is_good = clean_of(batch)
         if not is_good:
-            return "out of range" if math.isnan(loss) else f"wrong: {loss} out of range of {batch!r}"
+            return (
+                "out of range" if math.isnan(loss) else f"wrong: {loss} out of range of {batch!r}"
+            )
         expected = float(program.eval(state, clean))
-        return "right" if abs(loss - expected) < 1e-6 else f"wrong: {loss} for {expected} of {batch!r}"
+        return (
+            "right" if abs(loss - expected) < 1e-6 else f"wrong: {loss} for {expected} of {batch!r}"
+        )
     with pytest.raises(ValueError, match="batch"):
         program.step(state, batch)
     return "refused"

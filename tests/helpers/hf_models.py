@@ -1,4 +1,6 @@
-"""Tiny random models that transformers writes, on CPU and in float32, and what it computes with them."""
+"""Tiny random models that transformers writes, on CPU and in float32, and what it computes with
+them.
+"""
 
 import os
 import pathlib
@@ -19,7 +21,12 @@ _LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
-_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 _WINDOW = {"sliding_window": 5}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, **_WINDOW}
@@ -38,11 +45,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True}),
     "llama-gelu": ("LlamaConfig", {"hidden_act": "gelu"}),
     "llama3": ("LlamaConfig", {"rope_parameters": _LLAMA3, "rms_norm_eps": 1e-5}),
-    "llama-linear": ("LlamaConfig", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+    "llama-linear": (
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+    ),
     "llama-yarn": ("LlamaConfig", {"rope_parameters": _YARN}),
     "llama-yarn-factors": (
         "LlamaConfig",
-        {"rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.0, "beta_fast": 16, "truncate": False}},
+        {
+            "rope_parameters": {
+                **_YARN,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.0,
+                "beta_fast": 16,
+                "truncate": False,
+            }
+        },
     ),
     "mistral": ("MistralConfig", _WINDOW),
     "mistral-full": ("MistralConfig", {"sliding_window": None}),
@@ -53,11 +71,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-biases": ("Qwen3Config", {"head_dim": 16, "attention_bias": True}),
     "qwen3-window": ("Qwen3Config", {"head_dim": 16, **_QWEN_WINDOW}),
     "gemma2": ("Gemma2Config", _GEMMA),
-    "gemma2-no-caps": ("Gemma2Config", {**_GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
-    "gemma2-untied": ("Gemma2Config", {**_GEMMA, "tie_word_embeddings": False, "attention_bias": True}),
+    "gemma2-no-caps": (
+        "Gemma2Config",
+        {**_GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma2-untied": (
+        "Gemma2Config",
+        {**_GEMMA, "tie_word_embeddings": False, "attention_bias": True},
+    ),
     "gemma2-all-sliding": ("Gemma2Config", {**_GEMMA, "layer_types": [_SLIDING] * 3}),
     "gemma3": ("Gemma3TextConfig", {**_GEMMA, "layer_types": [_SLIDING, _FULL, _SLIDING]}),
-    "gemma3-linear": ("Gemma3TextConfig", {**_GEMMA, "layer_types": [_SLIDING, _FULL, _FULL], "rope_parameters": _LINEAR3}),
+    "gemma3-linear": (
+        "Gemma3TextConfig",
+        {**_GEMMA, "layer_types": [_SLIDING, _FULL, _FULL], "rope_parameters": _LINEAR3},
+    ),
 }
 """By name: a config of transformers, and its options."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
@@ -70,19 +97,35 @@ def need(*modules: str) -> None:
 
     if absent := [name for name in modules if importlib.util.find_spec(name) is None]:
         if os.environ.get("CI"):
-            raise RuntimeError(f"CI installs zerojax[dev], and {', '.join(absent)} of it cannot be found")
-        pytest.skip(f"needs {', '.join(absent)}: pip install 'zerojax[dev]'", allow_module_level=True)
+            raise RuntimeError(
+                f"CI installs zerojax[dev], and {', '.join(absent)} of it cannot be found"
+            )
+        pytest.skip(
+            f"needs {', '.join(absent)}: pip install 'zerojax[dev]'", allow_module_level=True
+        )
 
 
-def write(case: str, folder: pathlib.Path, *, dtype: str = "float32", shard: str = "40KB", seed: int = 0, **sizes: Any) -> Any:
-    """Write a random model into a folder as transformers does, in several files; returns it in float32."""
+def write(
+    case: str,
+    folder: pathlib.Path,
+    *,
+    dtype: str = "float32",
+    shard: str = "40KB",
+    seed: int = 0,
+    **sizes: Any,
+) -> Any:
+    """Write a random model into a folder as transformers does, in several files; returns it in
+    float32.
+    """
     import torch
     import transformers
 
     name, options = CASES[case]
     torch.manual_seed(seed)
     config = getattr(transformers, name)(**{**SIZES, **options, **sizes})
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", trust_remote_code=False)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", trust_remote_code=False
+    )
     with torch.no_grad():
         for parameter in model.parameters():  # biases and norms begin as constants
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -97,7 +140,9 @@ def write(case: str, folder: pathlib.Path, *, dtype: str = "float32", shard: str
     return loaded.eval()
 
 
-def batch_of(seed: int = 0, rows: int = 2, length: int = 12, vocab: int = 96) -> dict[str, np.ndarray]:
+def batch_of(
+    seed: int = 0, rows: int = 2, length: int = 12, vocab: int = 96
+) -> dict[str, np.ndarray]:
     """Return tokens and targets, of which some do not count."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, vocab, (rows, length + 1)).astype(np.int32)
@@ -117,15 +162,21 @@ def torch_loss(model: Any, batch: Any) -> Any:
     import torch
 
     targets = torch.tensor(batch["targets"], dtype=torch.long).flatten()
-    return torch.nn.functional.cross_entropy(torch_logits(model, batch).flatten(0, 1), targets, ignore_index=-1)
+    return torch.nn.functional.cross_entropy(
+        torch_logits(model, batch).flatten(0, 1), targets, ignore_index=-1
+    )
 
 
-def torch_losses(model: Any, steps: int = 5, rate: float = 1e-3, parameters: Any = None) -> list[float]:
+def torch_losses(
+    model: Any, steps: int = 5, rate: float = 1e-3, parameters: Any = None
+) -> list[float]:
     """Return the losses of steps of AdamW."""
     import torch
 
     parameters = list(model.parameters()) if parameters is None else parameters
-    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        parameters, lr=rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01
+    )
     losses = []
     for step in range(steps):
         loss = torch_loss(model, batch_of(step))
@@ -142,16 +193,25 @@ def adamw(rate: float = 1e-3) -> optax.GradientTransformation:
 
 
 def program_of(
-    model: zj.LayeredModel, tier: str, tmp_path: pathlib.Path, devices: int = 2, tx: Any = None, **fields: Any
+    model: zj.LayeredModel,
+    tier: str,
+    tmp_path: pathlib.Path,
+    devices: int = 2,
+    tx: Any = None,
+    **fields: Any,
 ) -> zj.Program:
     """Return a program whose state rests in a tier."""
     mesh = zj.make_mesh(fsdp=devices, devices=jax.devices()[:devices])
     tiers = {} if tier == "device" else {"params": tier, "grads": tier, "opt_state": tier}
     swap = {"swap_dir": str(tmp_path)} if tier == "nvme" or "nvme" in fields.values() else {}
-    return zj.build_train_step(model, adamw() if tx is None else tx, zj.ZeroConfig(**{**tiers, **swap, **fields}), mesh)
+    return zj.build_train_step(
+        model, adamw() if tx is None else tx, zj.ZeroConfig(**{**tiers, **swap, **fields}), mesh
+    )
 
 
-def losses_of(program: zj.Program, state: zj.TrainState, steps: int = 5) -> tuple[list[float], zj.TrainState]:
+def losses_of(
+    program: zj.Program, state: zj.TrainState, steps: int = 5
+) -> tuple[list[float], zj.TrainState]:
     """Return the losses of steps over the batches of `torch_losses`, and the state after them."""
     losses = []
     for step in range(steps):

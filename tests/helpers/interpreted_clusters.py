@@ -1,9 +1,11 @@
-"""Clusters of two blocks in the interpreter of jax 0.10, which has neither barriers of a cluster nor loads that blocks share.
+"""Clusters of two blocks in the interpreter of jax 0.10, which has neither barriers of a cluster
+nor loads that blocks share.
 
-As the hardware does it (PTX, `mbarrier` and `cp.async.bulk.tensor` with `.multicast::cluster`): to arrive on a cluster's
-barrier is to arrive on that of every block. Of a load that blocks share each block reads a half and writes it to the memory of
-all of them, at the same place, and every block's barrier waits for both halves. Later interpreters have the barriers; there
-every block loads the whole for itself.
+As the hardware does it (PTX, `mbarrier` and `cp.async.bulk.tensor` with `.multicast::cluster`): to
+arrive on a cluster's barrier is to arrive on that of every block. Of a load that blocks share each
+block reads a half and writes it to the memory of all of them, at the same place, and every block's
+barrier waits for both halves. Later interpreters have the barriers; there every block loads the
+whole for itself.
 """
 
 import functools
@@ -31,7 +33,10 @@ class ClusterBarrierType(gpu_core.BarrierType):
 def interpret_clusters(monkeypatch) -> None:
     """Let the interpreter run clusters of two blocks."""
     Interpreter: Any = jaxpr_interpret.JaxprInterpreter
-    arrive, copy = Interpreter._interpret_barrier_arrive_p, Interpreter._interpret_copy_gmem_to_smem_p
+    arrive, copy = (
+        Interpreter._interpret_barrier_arrive_p,
+        Interpreter._interpret_copy_gmem_to_smem_p,
+    )
 
     def aval_of(barrier: gpu_core.ClusterBarrier) -> state_types.AbstractRef:
         dtype = ClusterBarrierType(BLOCKS * barrier.num_arrivals, barrier.orders_tensor_core)
@@ -42,7 +47,9 @@ def interpret_clusters(monkeypatch) -> None:
             return arrive(interpreter, eqn, token, get_invals)
         barriers, *indices = get_invals()
         for block in range(BLOCKS):
-            token, _ = arrive(interpreter, eqn, token, lambda b=block: [_of_block(barriers, b), *indices])
+            token, _ = arrive(
+                interpreter, eqn, token, lambda b=block: [_of_block(barriers, b), *indices]
+            )
         return token, []
 
     def copy_for_all(interpreter: Any, eqn: Any, token: Any, get_invals: Any) -> Any:
@@ -51,7 +58,9 @@ def interpret_clusters(monkeypatch) -> None:
         assert interpreter.cluster_dims == (BLOCKS,)
         [block] = interpreter.cluster_coords
         with mock.patch.object(
-            gpu_callbacks, "call_execute_device_local_memory_transfer", functools.partial(_call_shared_load, block=block)
+            gpu_callbacks,
+            "call_execute_device_local_memory_transfer",
+            functools.partial(_call_shared_load, block=block),
         ):
             return copy(interpreter, eqn, token, get_invals)
 
@@ -61,19 +70,25 @@ def interpret_clusters(monkeypatch) -> None:
         # A kernel of clusters starts when the memory of all blocks is there.
         until = time.monotonic() + PATIENCE
         while key not in memory.mem:
-            assert time.monotonic() < until, f"block {key.thread_id} has no such barrier: it has ended, or never started"
+            assert time.monotonic() < until, (
+                f"block {key.thread_id} has no such barrier: it has ended, or never started"
+            )
             time.sleep(1e-3)
         return get(memory, key, *who)
 
     monkeypatch.setattr(gpu_core.ClusterBarrier, "get_ref_aval", aval_of)
     monkeypatch.setattr(Interpreter, "_interpret_barrier_arrive_p", arrive_at_all)
     monkeypatch.setattr(Interpreter, "_interpret_copy_gmem_to_smem_p", copy_for_all)
-    monkeypatch.setattr(shared_memory.GPUSharedMemory, "get_barrier_and_increment_clock", get_when_there)
+    monkeypatch.setattr(
+        shared_memory.GPUSharedMemory, "get_barrier_and_increment_clock", get_when_there
+    )
 
 
 def _of_block(keys: jax.Array, block: int) -> jax.Array:
     """Return keys of allocations as those of the same allocations of another block."""
-    return keys.at[..., 2].set(block)  # `HostAllocationKey.thread_id`, of what a block's threads share the block's index
+    return keys.at[..., 2].set(
+        block
+    )  # `HostAllocationKey.thread_id`, of what a block's threads share the block's index
 
 
 def _call_shared_load(*, token: Any, source_info: Any, **call: Any) -> Any:
@@ -82,23 +97,38 @@ def _call_shared_load(*, token: Any, source_info: Any, **call: Any) -> Any:
 
 
 def _shared_load(
-    *, token: Any, block: Any, dst_allocation_key_as_array: Any, barrier_allocation_key_as_array: Any, **call: Any
+    *,
+    token: Any,
+    block: Any,
+    dst_allocation_key_as_array: Any,
+    barrier_allocation_key_as_array: Any,
+    **call: Any,
 ) -> Any:
     """Write this block's half of what is read to both blocks."""
-    dst, barrier = (jax.numpy.asarray(key) for key in (dst_allocation_key_as_array, barrier_allocation_key_as_array))
+    dst, barrier = (
+        jax.numpy.asarray(key)
+        for key in (dst_allocation_key_as_array, barrier_allocation_key_as_array)
+    )
     where = call["src_transforms"][-1].get_indexer_shape()
     half = where[0] // BLOCKS
-    rows = indexing.NDIndexer.from_indices_shape((pl.ds(int(block) * half, half), *[slice(None)] * (len(where) - 1)), where)
+    rows = indexing.NDIndexer.from_indices_shape(
+        (pl.ds(int(block) * half, half), *[slice(None)] * (len(where) - 1)), where
+    )
     for name in ("src_transforms", "dst_transforms"):
         call[name] = (*call[name], rows)
     for target in range(BLOCKS):
         memory, key = gpu_callbacks._get_shared_memory(), _of_block(barrier, target)
         arrivals: Any = memory.get_barrier_and_increment_clock(
-            gpu_callbacks.HostAllocationKey.from_array(key), int(call["device_id"]), int(call["thread_id"])
+            gpu_callbacks.HostAllocationKey.from_array(key),
+            int(call["device_id"]),
+            int(call["thread_id"]),
         )[0]
         with arrivals.cv:
             arrivals.arrivals_count -= 1 / BLOCKS  # the transfer counts a whole
         token = gpu_callbacks._execute_device_local_memory_transfer(
-            token=token, dst_allocation_key_as_array=_of_block(dst, target), barrier_allocation_key_as_array=key, **call
+            token=token,
+            dst_allocation_key_as_array=_of_block(dst, target),
+            barrier_allocation_key_as_array=key,
+            **call,
         )
     return token

@@ -1,4 +1,5 @@
-"""Trains the toy on two devices, saving often, until it is killed or done; a test starts it over and over.
+"""Trains the toy on two devices, saving often, until it is killed or done; a test starts it over
+and over.
 
     python killed.py FOLDER TIER LAST_STEP
 
@@ -7,7 +8,8 @@
     FOLDER/whole    the same of a run from the first step to the last, which follows where this one comes to its end
     FOLDER/swap     of the tier nvme
 
-The first line it prints is "ready STEP", once its programs are compiled: the step that it goes on from.
+The first line it prints is "ready STEP", once its programs are compiled: the step that it goes on
+  from.
 """
 
 import os
@@ -33,9 +35,13 @@ DATA = toys.batches(7, size=8)
 
 
 def build(swap: pathlib.Path, tier: str) -> zj.Program:
-    fields: dict[str, Any] = {"params": tier, "opt_state": tier} | ({"swap_dir": str(swap)} if tier == "nvme" else {})
+    fields: dict[str, Any] = {"params": tier, "opt_state": tier} | (
+        {"swap_dir": str(swap)} if tier == "nvme" else {}
+    )
     mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
-    return zj.build_train_step(toys.layered(), toys.optimizer(), zj.ZeroConfig(stage=3, **fields), mesh)
+    return zj.build_train_step(
+        toys.layered(), toys.optimizer(), zj.ZeroConfig(stage=3, **fields), mesh
+    )
 
 
 def batch_of(step: int) -> Any:
@@ -43,7 +49,9 @@ def batch_of(step: int) -> Any:
     return DATA[step % len(DATA)]
 
 
-def train(program: zj.Program, state: zj.TrainState, last: int, log: int, ckpt: zj.Checkpointer | None) -> None:
+def train(
+    program: zj.Program, state: zj.TrainState, last: int, log: int, ckpt: zj.Checkpointer | None
+) -> None:
     """Train up to a step, telling each loss, and saving where there is something to save in."""
     for step in range(int(state.step) + 1, last + 1):
         state, metrics = program.step(state, batch_of(step))
@@ -53,7 +61,9 @@ def train(program: zj.Program, state: zj.TrainState, last: int, log: int, ckpt: 
 
 
 def main(folder: pathlib.Path, tier: str, last: int) -> None:
-    """Go on from what is saved; at the end train all steps again, from the first, in the same program."""
+    """Go on from what is saved; at the end train all steps again, from the first, in the same
+    program.
+    """
     zerojax.runtime.swap.tune = lambda _: tuning.DEFAULT  # a probe takes a second
     (folder / "swap").mkdir(exist_ok=True)
     log = os.open(folder / "losses", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)

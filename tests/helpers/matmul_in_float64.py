@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-# Of an array's largest element. Results are rounded once to their dtype; cotangents once more, to the dtype of x, before the
-# products of the backward pass.
+# Of an array's largest element. Results are rounded once to their dtype; cotangents once more, to
+# the dtype of x, before the products of the backward pass.
 TOLERANCE = {"float32": 2e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
@@ -23,7 +23,10 @@ ACTIVATIONS = {
     "silu": (lambda z: z * _sigmoid(z), lambda z: _sigmoid(z) * (1 + z * (1 - _sigmoid(z)))),
     "gelu": (
         lambda z: 0.5 * z * (1 + _gelu_parts(z)[0]),
-        lambda z: 0.5 * (1 + _gelu_parts(z)[0]) + 0.5 * z * (1 - _gelu_parts(z)[0] ** 2) * _gelu_parts(z)[1],
+        lambda z: (
+            0.5 * (1 + _gelu_parts(z)[0])
+            + 0.5 * z * (1 - _gelu_parts(z)[0] ** 2) * _gelu_parts(z)[1]
+        ),
     ),
 }
 
@@ -43,7 +46,11 @@ def matmul(activation, dy, x, weights, biases, accumulates) -> tuple[Any, tuple[
 
 
 def _wide(tree):
-    return [_wide(leaf) for leaf in tree] if isinstance(tree, tuple | list) else np.asarray(tree, np.float64)
+    return (
+        [_wide(leaf) for leaf in tree]
+        if isinstance(tree, tuple | list)
+        else np.asarray(tree, np.float64)
+    )
 
 
 def assert_close(actual, expected, tolerance: float) -> None:
@@ -54,4 +61,6 @@ def assert_close(actual, expected, tolerance: float) -> None:
             assert_close(a, e, tolerance)
         return
     error, largest = np.abs(np.asarray(actual, np.float64) - expected).max(), np.abs(expected).max()
-    assert error <= tolerance * largest, f"{actual.dtype}{list(actual.shape)} is off by {error / largest:.2e} of {largest:.3g}"
+    assert error <= tolerance * largest, (
+        f"{actual.dtype}{list(actual.shape)} is off by {error / largest:.2e} of {largest:.3g}"
+    )

@@ -1,4 +1,6 @@
-"""Every combination of tiers, schedules, updates and activations that a streamed step has, and a thinned choice of them."""
+"""Every combination of tiers, schedules, updates and activations that a streamed step has, and a
+thinned choice of them.
+"""
 
 import functools
 import itertools
@@ -14,8 +16,16 @@ import zerojax as zj
 
 HOST, DISK = "pinned_host", "nvme"
 STEPS = 10
-MESHES: dict[str, dict[str, int]] = {"fsdp4": {"fsdp": 4}, "fsdp2_tensor2": {"fsdp": 2, "tensor": 2}}
-UPDATES = (("after_backward", "device"), ("in_backward", "device"), ("after_backward", "host"), ("in_backward", "host"))
+MESHES: dict[str, dict[str, int]] = {
+    "fsdp4": {"fsdp": 4},
+    "fsdp2_tensor2": {"fsdp": 2, "tensor": 2},
+}
+UPDATES = (
+    ("after_backward", "device"),
+    ("in_backward", "device"),
+    ("after_backward", "host"),
+    ("in_backward", "host"),
+)
 
 AXES: dict[str, tuple[Any, ...]] = {
     "mesh": tuple(MESHES),
@@ -38,7 +48,15 @@ def is_valid(case: dict[str, Any]) -> bool:
 
 def every_case(disk: bool = False) -> list[dict[str, Any]]:
     """Return every case; without `disk` those of which nothing rests there."""
-    axes = AXES if disk else {name: tuple(v for v in values if v != DISK) for name, values in AXES.items() if name != "io"}
+    axes = (
+        AXES
+        if disk
+        else {
+            name: tuple(v for v in values if v != DISK)
+            for name, values in AXES.items()
+            if name != "io"
+        }
+    )
     cases = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     return [case for case in cases if is_valid(case)]
 
@@ -51,12 +69,17 @@ def pairwise_cases() -> list[dict[str, Any]]:
 
 @functools.cache
 def quick_cases() -> list[dict[str, Any]]:
-    """Choose until every value of every axis is in one case, of those that are compared with one of two resident steps.
+    """Choose until every value of every axis is in one case, of those that are compared with one of
+    two resident steps.
 
     But for what "save" keeps: that is the default, which other tests of streamed steps take.
     """
     references = {("fsdp4", 4, "device"), ("fsdp2_tensor2", 1, "host")}
-    cases = [case for case in every_case(disk=True) if reference_of(case) in references and case["activations"] != "save"]
+    cases = [
+        case
+        for case in every_case(disk=True)
+        if reference_of(case) in references and case["activations"] != "save"
+    ]
     return chosen_of(random.Random(0).sample(cases, 300), lambda case: set(case.items()))
 
 
@@ -70,7 +93,9 @@ def pairwise(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return chosen_of(cases, lambda case: set(itertools.combinations(sorted(case.items()), 2)))
 
 
-def chosen_of(cases: list[dict[str, Any]], claims: Callable[[dict[str, Any]], set[Any]]) -> list[dict[str, Any]]:
+def chosen_of(
+    cases: list[dict[str, Any]], claims: Callable[[dict[str, Any]], set[Any]]
+) -> list[dict[str, Any]]:
     """Choose cases greedily until all that any of them claims is claimed by one that was chosen."""
     of_case = [claims(case) for case in cases]
     missing = set().union(*of_case)
@@ -88,14 +113,19 @@ def name_of(case: dict[str, Any]) -> str:
 
 def config_of(case: dict[str, Any], swap_dir: str | None = None) -> zj.ZeroConfig:
     fields = {name: value for name, value in case.items() if name not in ("mesh", "update")}
-    return zj.ZeroConfig(stage=3, update=case["update"][0], update_on=case["update"][1], swap_dir=swap_dir, **fields)
+    return zj.ZeroConfig(
+        stage=3, update=case["update"][0], update_on=case["update"][1], swap_dir=swap_dir, **fields
+    )
 
 
 def train(mesh: str, config: zj.ZeroConfig) -> tuple[np.ndarray, Any]:
     """Train the toy for STEPS steps on 4 devices; returns losses and parameters."""
     axes = MESHES[mesh]
     program = zj.build_train_step(
-        toys.layered(tensor="tensor" in axes), toys.optimizer(), config, zj.make_mesh(**axes, devices=jax.devices()[:4])
+        toys.layered(tensor="tensor" in axes),
+        toys.optimizer(),
+        config,
+        zj.make_mesh(**axes, devices=jax.devices()[:4]),
     )
     losses, state = toys.run(program, program.init(jax.random.key(0)), toys.batches(STEPS))
     params = {name: jax.device_get(tree) for name, tree in program.iter_params(state)}
@@ -105,14 +135,16 @@ def train(mesh: str, config: zj.ZeroConfig) -> tuple[np.ndarray, Any]:
 
 @functools.cache
 def resident(mesh: str, num_microbatches: int, update_on: str) -> tuple[np.ndarray, Any]:
-    """Return what the resident step makes: once more for the update on the host, whose tests compile other fusions."""
+    """Return what the resident step makes: once more for the update on the host, whose tests
+    compile other fusions.
+    """
     del update_on
     return train(mesh, zj.ZeroConfig(stage=3, num_microbatches=num_microbatches))
 
 
 def differences(case: dict[str, Any], swap_dir: str | None = None) -> tuple[float, float]:
-    """Return how far a case is from the resident step: units in the last place of a loss, and the largest parameter difference
-    over its leaf's largest magnitude.
+    """Return how far a case is from the resident step: units in the last place of a loss, and the
+    largest parameter difference over its leaf's largest magnitude.
     """
     losses, params = train(case["mesh"], config_of(case, swap_dir))
     expected_losses, expected = resident(*reference_of(case))
@@ -126,5 +158,11 @@ def differences(case: dict[str, Any], swap_dir: str | None = None) -> tuple[floa
 
 
 def bounds(case: dict[str, Any]) -> tuple[float, float]:
-    """Return the largest differences allowed: with the update on the device 2 ulp and 1e-6, on the host 1e-5 of either."""
-    return (2.0, 1e-6) if case["update"][1] == "device" else (1e-5 / float(np.finfo(np.float32).eps), 1e-5)
+    """Return the largest differences allowed: with the update on the device 2 ulp and 1e-6, on the
+    host 1e-5 of either.
+    """
+    return (
+        (2.0, 1e-6)
+        if case["update"][1] == "device"
+        else (1e-5 / float(np.finfo(np.float32).eps), 1e-5)
+    )

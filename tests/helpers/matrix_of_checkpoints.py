@@ -1,4 +1,6 @@
-"""States of every stage and tier, saved once a file, and read back byte by byte whatever wrote them."""
+"""States of every stage and tier, saved once a file, and read back byte by byte whatever wrote
+them.
+"""
 
 import dataclasses
 import itertools
@@ -46,20 +48,31 @@ class Place:
 
 
 SAVED = [Place(stage, tier) for stage, tier in itertools.product(range(4), TIERS)]
-TARGETS = [Place(stage, tier, mesh) for stage, tier, mesh in itertools.product(range(4), TIERS, MESHES)]
+TARGETS = [
+    Place(stage, tier, mesh) for stage, tier, mesh in itertools.product(range(4), TIERS, MESHES)
+]
 
 
 def build(place: Place, swap: pathlib.Path, **more: Any) -> zj.Program:
     axes = MESHES[place.mesh]
     size = int(np.prod(list(axes.values())))
-    fields: dict[str, Any] = {"stage": place.stage, "precision": place.precision, "opt_state": place.tier}
+    fields: dict[str, Any] = {
+        "stage": place.stage,
+        "precision": place.precision,
+        "opt_state": place.tier,
+    }
     if place.stage == 3:
         fields |= {"params": place.tier, "grads": place.tier}
     if DISK in fields.values():
         swap.mkdir(exist_ok=True)
         fields["swap_dir"] = str(swap)
     mesh = zj.make_mesh(**axes, devices=jax.devices()[:size])
-    return zj.build_train_step(toys.layered(tensor="tensor" in axes), toys.optimizer(), zj.ZeroConfig(**fields | more), mesh)
+    return zj.build_train_step(
+        toys.layered(tensor="tensor" in axes),
+        toys.optimizer(),
+        zj.ZeroConfig(**fields | more),
+        mesh,
+    )
 
 
 def trained(program: zj.Program, steps: int = STEPS) -> zj.TrainState:

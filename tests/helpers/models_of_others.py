@@ -1,4 +1,5 @@
-"""Models as their authors write them, small: each with the features that it is known for, and nothing of zerojax inside.
+"""Models as their authors write them, small: each with the features that it is known for, and
+nothing of zerojax inside.
 
 lm1b        Flax's example: Linen, logical axes, dropout told by a config, masks
 gemma       Flax's example: NNX, a sharding config over axes "fsdp" and "tp" for parameters and activations
@@ -36,11 +37,16 @@ def tokens(count: int) -> list[Any]:
 
 def vectors(count: int) -> list[Any]:
     random = np.random.default_rng(0)
-    return [{name: random.standard_normal((BATCH, SEQ, WIDTH), dtype=np.float32) for name in ("x", "y")} for _ in range(count)]
+    return [
+        {name: random.standard_normal((BATCH, SEQ, WIDTH), dtype=np.float32) for name in ("x", "y")}
+        for _ in range(count)
+    ]
 
 
 def cross_entropy(logits: jax.Array, batch: Any) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["targets"]).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), batch["targets"]
+    ).mean()
 
 
 def of_tokens(model: Any, batch: Any) -> jax.Array:
@@ -68,7 +74,10 @@ class LM1BBlock(nn.Module):
     @nn.compact
     def __call__(self, inputs: jax.Array, decoder_mask: Any = None) -> jax.Array:
         c, named = self.config, nn.with_logical_partitioning
-        norm = {"bias_init": named(nn.initializers.zeros, ("embed",)), "scale_init": named(nn.initializers.ones, ("embed",))}
+        norm = {
+            "bias_init": named(nn.initializers.zeros, ("embed",)),
+            "scale_init": named(nn.initializers.ones, ("embed",)),
+        }
         x = nn.LayerNorm(**norm)(inputs)
         x = nn.SelfAttention(
             num_heads=HEADS,
@@ -81,9 +90,17 @@ class LM1BBlock(nn.Module):
         )(x, decoder_mask)
         x = inputs + nn.Dropout(rate=c.dropout_rate)(x, deterministic=c.deterministic)
         z = nn.LayerNorm(**norm)(x)
-        z = nn.Dense(INNER, kernel_init=named(c.kernel_init, ("embed", "mlp")), bias_init=named(c.bias_init, ("mlp",)))(z)
+        z = nn.Dense(
+            INNER,
+            kernel_init=named(c.kernel_init, ("embed", "mlp")),
+            bias_init=named(c.bias_init, ("mlp",)),
+        )(z)
         z = nn.Dropout(rate=c.dropout_rate)(nn.relu(z), deterministic=c.deterministic)
-        z = nn.Dense(WIDTH, kernel_init=named(c.kernel_init, ("mlp", "embed")), bias_init=named(c.bias_init, ("embed",)))(z)
+        z = nn.Dense(
+            WIDTH,
+            kernel_init=named(c.kernel_init, ("mlp", "embed")),
+            bias_init=named(c.bias_init, ("embed",)),
+        )(z)
         return x + z
 
 
@@ -93,8 +110,14 @@ class LM1B(nn.Module):
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         c, named = self.config, nn.with_logical_partitioning
-        mask = nn.combine_masks(nn.make_attention_mask(inputs > 0, inputs > 0), nn.make_causal_mask(inputs))
-        y = nn.Embed(VOCAB, WIDTH, embedding_init=named(nn.initializers.normal(stddev=1.0), ("vocab", "embed")))(inputs)
+        mask = nn.combine_masks(
+            nn.make_attention_mask(inputs > 0, inputs > 0), nn.make_causal_mask(inputs)
+        )
+        y = nn.Embed(
+            VOCAB,
+            WIDTH,
+            embedding_init=named(nn.initializers.normal(stddev=1.0), ("vocab", "embed")),
+        )(inputs)
         y = nn.Dropout(rate=c.dropout_rate)(y, deterministic=c.deterministic)
         y = LM1BBlock(c, name="encoderdecoderblock_0")(y, mask)
         kernel, bias = named(c.kernel_init, ("embed", "vocab")), named(c.bias_init, ("vocab",))
@@ -105,7 +128,9 @@ LM1B_RULES = (("vocab", "tensor"), ("mlp", "tensor"), ("kv", "tensor"), ("embed"
 
 
 def lm1b(batch: Any) -> Any:
-    return zj.from_flax(LM1B(LM1BConfig()), of_tokens, example_batch=batch, rngs=("dropout",), axis_rules=LM1B_RULES)
+    return zj.from_flax(
+        LM1B(LM1BConfig()), of_tokens, example_batch=batch, rngs=("dropout",), axis_rules=LM1B_RULES
+    )
 
 
 # gemma
@@ -135,7 +160,10 @@ class GemmaBlock(nnx.Module):
         self.shd, self.shard = shd, shard
         init = nnx.initializers.lecun_normal()
         self.scale = nnx.Param(jnp.zeros(WIDTH), sharding=shd.rms_norm_weight)
-        up, down = nnx.with_partitioning(init, shd.ffw_weight_df), nnx.with_partitioning(init, shd.ffw_weight_fd)
+        up, down = (
+            nnx.with_partitioning(init, shd.ffw_weight_df),
+            nnx.with_partitioning(init, shd.ffw_weight_fd),
+        )
         self.gate_proj = nnx.Linear(WIDTH, INNER, use_bias=False, rngs=rngs, kernel_init=up)
         self.up_proj = nnx.Linear(WIDTH, INNER, use_bias=False, rngs=rngs, kernel_init=up)
         self.down_proj = nnx.Linear(INNER, WIDTH, use_bias=False, rngs=rngs, kernel_init=down)
@@ -148,7 +176,9 @@ class GemmaBlock(nnx.Module):
 
 class Gemma(nnx.Module):
     def __init__(self, shd: GemmaSharding, shard: Callable[..., Any], rngs: nnx.Rngs) -> None:
-        self.table = nnx.Param(nnx.initializers.normal(0.3)(rngs.params(), (VOCAB, WIDTH)), sharding=shd.emb_vd)
+        self.table = nnx.Param(
+            nnx.initializers.normal(0.3)(rngs.params(), (VOCAB, WIDTH)), sharding=shd.emb_vd
+        )
         self.blocks = nnx.List([GemmaBlock(shd, shard, rngs) for _ in range(2)])
 
     def __call__(self, ids: jax.Array) -> jax.Array:
@@ -187,18 +217,26 @@ class MaxTextLayer(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, _: Any) -> Any:
         named, init = nn.with_logical_partitioning, nn.initializers.lecun_normal()
-        x = with_logical_constraint(x, ("activation_batch", "activation_length", "activation_embed"))
+        x = with_logical_constraint(
+            x, ("activation_batch", "activation_length", "activation_embed")
+        )
         y = nn.RMSNorm(scale_init=named(nn.initializers.ones, ("norm",)))(x)
         y = nn.Dense(INNER, use_bias=False, kernel_init=named(init, ("embed", "mlp")))(y)
-        y = with_logical_constraint(nn.gelu(y), ("activation_batch", "activation_length", "activation_mlp"))
-        return x + nn.Dense(WIDTH, use_bias=False, kernel_init=named(init, ("mlp", "embed")))(y), None
+        y = with_logical_constraint(
+            nn.gelu(y), ("activation_batch", "activation_length", "activation_mlp")
+        )
+        return x + nn.Dense(WIDTH, use_bias=False, kernel_init=named(init, ("mlp", "embed")))(
+            y
+        ), None
 
 
 class MaxText(nn.Module):
     @nn.compact
     def __call__(self, ids: jax.Array) -> jax.Array:
         named = nn.with_logical_partitioning
-        table = nn.Embed(VOCAB, WIDTH, embedding_init=named(nn.initializers.normal(0.3), ("vocab", "embed")))
+        table = nn.Embed(
+            VOCAB, WIDTH, embedding_init=named(nn.initializers.normal(0.3), ("vocab", "embed"))
+        )
         stack = nn.scan(
             nn.remat(MaxTextLayer, prevent_cse=False),
             variable_axes={"params": 0},
@@ -230,7 +268,10 @@ def maxtext(batch: Any) -> Any:
 
 class Denoiser(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.up, self.down = nnx.Linear(WIDTH + 1, INNER, rngs=rngs), nnx.Linear(INNER, WIDTH, rngs=rngs)
+        self.up, self.down = (
+            nnx.Linear(WIDTH + 1, INNER, rngs=rngs),
+            nnx.Linear(INNER, WIDTH, rngs=rngs),
+        )
         self.drop = nnx.Dropout(0.1)
 
     def __call__(self, x: jax.Array, t: jax.Array, rngs: nnx.Rngs) -> jax.Array:
@@ -243,7 +284,9 @@ def denoising(model: Any, batch: Any, key: jax.Array | None) -> jax.Array:
     noise_key, time_key, drop_key = jax.random.split(jax.random.key(0) if key is None else key, 3)
     noise = jax.random.normal(noise_key, batch["x"].shape)
     t = jax.random.uniform(time_key, (batch["x"].shape[0], 1, 1))
-    return jnp.mean((model((1 - t) * batch["x"] + t * noise, t, rngs=nnx.Rngs(drop_key)) - noise) ** 2)
+    return jnp.mean(
+        (model((1 - t) * batch["x"] + t * noise, t, rngs=nnx.Rngs(drop_key)) - noise) ** 2
+    )
 
 
 def diffusion(batch: Any) -> Any:
@@ -257,7 +300,9 @@ def diffusion(batch: Any) -> Any:
 class Recurrent(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.first = nnx.RNN(nnx.LSTMCell(WIDTH, INNER, rngs=rngs), rngs=rngs)
-        self.second = nnx.RNN(nnx.GRUCell(INNER, WIDTH, rngs=rngs), reverse=True, keep_order=True, rngs=rngs)
+        self.second = nnx.RNN(
+            nnx.GRUCell(INNER, WIDTH, rngs=rngs), reverse=True, keep_order=True, rngs=rngs
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.second(self.first(x))  # pyright: ignore[reportReturnType]
@@ -274,8 +319,12 @@ def recurrent(batch: Any) -> Any:
 class StackedLayer(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.lecun_normal()
-        self.up = nnx.Linear(WIDTH, INNER, kernel_init=nnx.with_partitioning(init, ("embed", "mlp")), rngs=rngs)
-        self.down = nnx.Linear(INNER, WIDTH, kernel_init=nnx.with_partitioning(init, ("mlp", "embed")), rngs=rngs)
+        self.up = nnx.Linear(
+            WIDTH, INNER, kernel_init=nnx.with_partitioning(init, ("embed", "mlp")), rngs=rngs
+        )
+        self.down = nnx.Linear(
+            INNER, WIDTH, kernel_init=nnx.with_partitioning(init, ("mlp", "embed")), rngs=rngs
+        )
         self.drop = nnx.Dropout(0.1, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -285,7 +334,9 @@ class StackedLayer(nnx.Module):
 class Stacked(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         names = {nnx.PARTITION_NAME: "layers"}
-        make = nnx.vmap(lambda rngs: StackedLayer(rngs), in_axes=0, out_axes=0, transform_metadata=names)
+        make = nnx.vmap(
+            lambda rngs: StackedLayer(rngs), in_axes=0, out_axes=0, transform_metadata=names
+        )
         self.layers = make(rngs.fork(split=3))
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -300,7 +351,9 @@ class Stacked(nnx.Module):
 
 def stacked(batch: Any) -> Any:
     del batch
-    return zj.from_flax(lambda rngs: Stacked(rngs), of_vectors, axis_rules=(("mlp", "tensor"), ("embed", "data")))
+    return zj.from_flax(
+        lambda rngs: Stacked(rngs), of_vectors, axis_rules=(("mlp", "tensor"), ("embed", "data"))
+    )
 
 
 # layered
@@ -312,7 +365,9 @@ class Embedded(nn.Module):
     @nn.compact
     def __call__(self, batch: Any) -> jax.Array:
         named = nn.with_logical_partitioning
-        return nn.Embed(VOCAB, WIDTH, embedding_init=named(nn.initializers.normal(0.3), ("vocab", "embed")))(batch["tokens"])
+        return nn.Embed(
+            VOCAB, WIDTH, embedding_init=named(nn.initializers.normal(0.3), ("vocab", "embed"))
+        )(batch["tokens"])
 
 
 class DroppedLayer(nnx.Module):
@@ -328,8 +383,12 @@ class DroppedLayer(nnx.Module):
 def masked(head: Any, embed: Any, x: jax.Array, batch: Any, key: jax.Array | None) -> jax.Array:
     """Of a part of the tokens, which is drawn; of all of them in evaluation."""
     del embed
-    losses = optax.softmax_cross_entropy_with_integer_labels(head(x).astype(jnp.float32), batch["targets"])
-    return jnp.mean(losses if key is None else losses * jax.random.bernoulli(key, 0.7, losses.shape))
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        head(x).astype(jnp.float32), batch["targets"]
+    )
+    return jnp.mean(
+        losses if key is None else losses * jax.random.bernoulli(key, 0.7, losses.shape)
+    )
 
 
 def layered(batch: Any) -> Any:

@@ -1,4 +1,6 @@
-"""Descriptions that were changed at random: for readers that must refuse what makes no sense, and never fail in another way."""
+"""Descriptions that were changed at random: for readers that must refuse what makes no sense, and
+never fail in another way.
+"""
 
 import json
 import random
@@ -42,14 +44,22 @@ def mutated(text: str | bytes, seed: int) -> Any:
             case 4 if isinstance(value, list) and value:
                 value.append(json.loads(json.dumps(rng.choice(value))))
             case _ if isinstance(value, int):
-                node[key] = rng.choice((value + 1, value - 1, 2 * value, -value, value + 4096, value // 2))
+                node[key] = rng.choice(
+                    (value + 1, value - 1, 2 * value, -value, value + 4096, value // 2)
+                )
             case _:
                 node[key] = [value]
     return tree
 
 
 def _keys(node: Any) -> list[Any]:
-    return list(node) if isinstance(node, dict) else list(range(len(node))) if isinstance(node, list) else []
+    return (
+        list(node)
+        if isinstance(node, dict)
+        else list(range(len(node)))
+        if isinstance(node, list)
+        else []
+    )
 
 
 def flipped(data: bytes, seed: int, stop: int | None = None) -> bytes:

@@ -1,8 +1,10 @@
-"""Write the checkpoints of data/, which later versions must restore: a state in memory, and one on disk.
+"""Write the checkpoints of data/, which later versions must restore: a state in memory, and one on
+disk.
 
     JAX_PLATFORMS=cpu python tests/checkpoint/older.py tests/checkpoint/data
 
-Those that are there were written by commit 8e126d1. They must stay as they are, and so must this model.
+Those that are there were written by commit 8e126d1. They must stay as they are, and so must this
+model.
 """
 
 import hashlib
@@ -46,7 +48,10 @@ def draw(key, *shape):
 
 def init_block(key):
     up, down = jax.random.split(key)
-    return {"scale": jnp.ones(D), "mlp": {"up": draw(up, TILES, D, D // TILES), "down": draw(down, TILES, D // TILES, D)}}
+    return {
+        "scale": jnp.ones(D),
+        "mlp": {"up": draw(up, TILES, D, D // TILES), "down": draw(down, TILES, D // TILES, D)},
+    }
 
 
 def block(p, x, key):
@@ -92,7 +97,9 @@ def build(axes: dict[str, int], fields: dict[str, Any]) -> zj.Program:
     return zj.build_train_step(model(), optax.adamw(1e-2), zj.ZeroConfig(**fields), mesh)
 
 
-def train(program: zj.Program, state: zj.TrainState, data: list[Any]) -> tuple[list[float], zj.TrainState]:
+def train(
+    program: zj.Program, state: zj.TrainState, data: list[Any]
+) -> tuple[list[float], zj.TrainState]:
     losses = []
     for batch in data:
         state, metrics = program.step(state, batch)
@@ -103,7 +110,10 @@ def train(program: zj.Program, state: zj.TrainState, data: list[Any]) -> tuple[l
 def weights(program: zj.Program, state: zj.TrainState) -> dict[str, str]:
     """Return a hash of every float32 weight."""
     pieces = dict(program.iter_params(state))
-    return {jax.tree_util.keystr(path): digest(leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(pieces)[0]}
+    return {
+        jax.tree_util.keystr(path): digest(leaf)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(pieces)[0]
+    }
 
 
 def digest(array: Any) -> str:
@@ -112,7 +122,9 @@ def digest(array: Any) -> str:
 
 
 def write(name: str, folder: pathlib.Path) -> dict[str, Any]:
-    """Save a state as NAME.tar.xz, and return what is expected of one that is restored; works in the current folder."""
+    """Save a state as NAME.tar.xz, and return what is expected of one that is restored; works in
+    the current folder.
+    """
     axes, fields = PLACES[name]
     data = batches(fields["precision"])
     with build(axes, fields) as program, zj.Checkpointer(name) as ckpt:
@@ -121,8 +133,13 @@ def write(name: str, folder: pathlib.Path) -> dict[str, Any]:
         ckpt.wait()
         expected = {"weights": weights(program, state), "skipped": int(state.skipped)}
         expected["losses"] = [loss.hex() for loss in train(program, state, data[STEPS:])[0]]
-        with build({"fsdp": 1}, {"stage": 0, "precision": fields["precision"], "moments": program.config.moments}) as plain:
-            expected["opt_state"] = [digest(leaf) for leaf in jax.tree.leaves(ckpt.restore(plain).opt_state)]
+        with build(
+            {"fsdp": 1},
+            {"stage": 0, "precision": fields["precision"], "moments": program.config.moments},
+        ) as plain:
+            expected["opt_state"] = [
+                digest(leaf) for leaf in jax.tree.leaves(ckpt.restore(plain).opt_state)
+            ]
     with tarfile.open(folder / f"{name}.tar.xz", "w:xz", preset=9) as tar:
         tar.add(f"{name}/{STEPS}", filter=plain_entry)
     return expected

@@ -1,4 +1,6 @@
-"""Files that this process holds open: to find those that a test left, whatever other tests' garbage closes beside it."""
+"""Files that this process holds open: to find those that a test left, whatever other tests' garbage
+closes beside it.
+"""
 
 import collections
 import contextlib
@@ -7,7 +9,9 @@ import os
 
 
 def descriptors() -> collections.Counter[str]:
-    """Return the files that are open, and how often each is, once garbage is collected: errors' stacks hold what was open."""
+    """Return the files that are open, and how often each is, once garbage is collected: errors'
+    stacks hold what was open.
+    """
     gc.collect()
     found: collections.Counter[str] = collections.Counter()
     for name in os.listdir("/proc/self/fd"):

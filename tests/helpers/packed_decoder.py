@@ -1,4 +1,6 @@
-"""A small decoder that reads packed rows: attention within a segment, learned positions, a loss of the targets that count."""
+"""A small decoder that reads packed rows: attention within a segment, learned positions, a loss of
+the targets that count.
+"""
 
 import dataclasses
 from typing import Any
@@ -14,7 +16,10 @@ VOCAB, WIDTH, HEADS, LAYERS, SEQ = 32, 16, 2, 2, 16
 
 
 def init_embed(key: jax.Array) -> Any:
-    return {"token": toys.draw(key, (VOCAB, WIDTH)) / 2, "position": toys.draw(key, (SEQ, WIDTH), 1) / 2}
+    return {
+        "token": toys.draw(key, (VOCAB, WIDTH)) / 2,
+        "position": toys.draw(key, (SEQ, WIDTH), 1) / 2,
+    }
 
 
 def embed(p: Any, batch: Any, key: Any) -> jax.Array:
@@ -23,8 +28,15 @@ def embed(p: Any, batch: Any, key: Any) -> jax.Array:
 
 
 def init_block(key: jax.Array) -> Any:
-    shapes = {"qkv": (WIDTH, 3, HEADS, WIDTH // HEADS), "out": (WIDTH, WIDTH), "up": (WIDTH, 32), "down": (32, WIDTH)}
-    return {name: toys.draw(key, shape, leaf) / 5 for leaf, (name, shape) in enumerate(shapes.items())}
+    shapes = {
+        "qkv": (WIDTH, 3, HEADS, WIDTH // HEADS),
+        "out": (WIDTH, WIDTH),
+        "up": (WIDTH, 32),
+        "down": (32, WIDTH),
+    }
+    return {
+        name: toys.draw(key, shape, leaf) / 5 for leaf, (name, shape) in enumerate(shapes.items())
+    }
 
 
 def block(p: Any, x: jax.Array, key: Any, segment_ids: jax.Array, layer: Any) -> jax.Array:
@@ -44,14 +56,23 @@ def head(p: Any, p_embed: Any, x: jax.Array, batch: Any, key: Any) -> zj.Loss:
     del p_embed, key
     counts = batch["targets"] >= 0
     logits = (x @ p["out"]).astype(jnp.float32)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(batch["targets"], 0))
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits, jnp.maximum(batch["targets"], 0)
+    )
     return zj.Loss(jnp.sum(losses * counts), jnp.sum(counts))
 
 
 def model() -> zj.LayeredModel:
     """Return the decoder."""
     return zj.LayeredModel(
-        LAYERS, init_embed, embed, init_block, block, init_head, head, context=lambda batch: batch["segment_ids"]
+        LAYERS,
+        init_embed,
+        embed,
+        init_block,
+        block,
+        init_head,
+        head,
+        context=lambda batch: batch["segment_ids"],
     )
 
 
@@ -64,7 +85,9 @@ def init_cache(rows: int, length: int, dtype: Any) -> Any:
     return dict.fromkeys(("k", "v"), jnp.zeros((rows, length, HEADS, WIDTH // HEADS), dtype))
 
 
-def cached_block(p: Any, x: jax.Array, cache: Any, positions: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
+def cached_block(
+    p: Any, x: jax.Array, cache: Any, positions: jax.Array, layer: Any
+) -> tuple[jax.Array, Any]:
     del layer
     q, k, v = jnp.moveaxis(jnp.einsum("btd,dchw->btchw", x, p["qkv"]), 2, 0)
     rows = jnp.arange(x.shape[0])[:, None]
@@ -82,5 +105,9 @@ def generator() -> zj.LayeredModel:
         return block(p, x, key, jnp.zeros_like(positions), layer)
 
     return dataclasses.replace(
-        model(), block=causal, context=lambda b: b["positions"], predict=predict, cache=zj.Cache(init_cache, cached_block)
+        model(),
+        block=causal,
+        context=lambda b: b["positions"],
+        predict=predict,
+        cache=zj.Cache(init_cache, cached_block),
     )

@@ -1,4 +1,6 @@
-"""Processes on one machine (jax.distributed, gloo) that run one script together and tell what they found."""
+"""Processes on one machine (jax.distributed, gloo) that run one script together and tell what they
+found.
+"""
 
 import json
 import os
@@ -33,7 +35,9 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, PATH)), "JAX_PLATFORMS": "cpu"}
 
 
-def start(script: str, folder: pathlib.Path, processes: int, devices: int = 8) -> list[subprocess.Popen[str]]:
+def start(
+    script: str, folder: pathlib.Path, processes: int, devices: int = 8
+) -> list[subprocess.Popen[str]]:
     """Start a script in several processes.
 
     Args:
@@ -61,8 +65,12 @@ def found_by(folder: pathlib.Path, processes: int) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{me}.json").read_text()) for me in range(processes)]
 
 
-def launch(script: str, folder: pathlib.Path, processes: int, devices: int = 8) -> list[dict[str, Any]]:
-    """Run a script in several processes, and return what each left in `found`; arguments as of `start`."""
+def launch(
+    script: str, folder: pathlib.Path, processes: int, devices: int = 8
+) -> list[dict[str, Any]]:
+    """Run a script in several processes, and return what each left in `found`; arguments as of
+    `start`.
+    """
     workers = start(script, folder, processes, devices)
     try:
         for worker in workers:

@@ -1,4 +1,6 @@
-"""`config.json` of nine published models, with their keys and options, and sizes that run in a moment."""
+"""`config.json` of nine published models, with their keys and options, and sizes that run in a
+moment.
+"""
 
 from typing import Any
 

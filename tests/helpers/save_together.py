@@ -1,4 +1,6 @@
-"""What each of several processes does with checkpoints of a toy on four devices, and one process alone."""
+"""What each of several processes does with checkpoints of a toy on four devices, and one process
+alone.
+"""
 
 import contextlib
 import errno
@@ -25,7 +27,10 @@ class Counter:
         self.position = 10 * jax.process_index()
         size = toys.BATCH // jax.process_count()
         part = slice(jax.process_index() * size, (jax.process_index() + 1) * size)
-        self._data = [{k: v[part] if getattr(v, "ndim", 0) else v for k, v in batch.items()} for batch in toys.batches(5)]
+        self._data = [
+            {k: v[part] if getattr(v, "ndim", 0) else v for k, v in batch.items()}
+            for batch in toys.batches(5)
+        ]
 
     def __next__(self) -> Any:
         self.position += 1
@@ -39,12 +44,18 @@ class Counter:
 
 
 def build(folder: pathlib.Path, tier: str) -> zj.Program:
-    fields: dict[str, Any] = {"params": tier, "opt_state": tier} | ({"swap_dir": str(folder)} if tier == "nvme" else {})
+    fields: dict[str, Any] = {"params": tier, "opt_state": tier} | (
+        {"swap_dir": str(folder)} if tier == "nvme" else {}
+    )
     mesh = zj.make_mesh(fsdp=4, devices=jax.devices()[:4])
-    return zj.build_train_step(toys.layered(), toys.optimizer(), zj.ZeroConfig(stage=3, **fields), mesh)
+    return zj.build_train_step(
+        toys.layered(), toys.optimizer(), zj.ZeroConfig(stage=3, **fields), mesh
+    )
 
 
-def losses_of(program: zj.Program, state: zj.TrainState, data: Counter, steps: int) -> tuple[list[float], zj.TrainState]:
+def losses_of(
+    program: zj.Program, state: zj.TrainState, data: Counter, steps: int
+) -> tuple[list[float], zj.TrainState]:
     return toys.run(program, state, [next(data) for _ in range(steps)])
 
 
@@ -95,7 +106,9 @@ def in_the_way(directory: pathlib.Path) -> Any:
 
 
 def fail(program: zj.Program, directory: pathlib.Path, me: int) -> dict[str, Any]:
-    """Let a save fail in one process: while the step waits, beside the steps, and where the checkpoint is to appear."""
+    """Let a save fail in one process: while the step waits, beside the steps, and where the
+    checkpoint is to appear.
+    """
     found: dict[str, Any] = {"left": {}}
     with zj.Checkpointer(directory) as ckpt:
         _, state = losses_of(program, program.init(jax.random.key(0)), Counter(), STEPS)
@@ -107,7 +120,12 @@ def fail(program: zj.Program, directory: pathlib.Path, me: int) -> dict[str, Any
                 where = "wait"
                 ckpt.wait()
             except (RuntimeError, ArithmeticError) as error:
-                found[what] = [where, type(error).__name__, str(error), getattr(error, "errno", None)]
+                found[what] = [
+                    where,
+                    type(error).__name__,
+                    str(error),
+                    getattr(error, "errno", None),
+                ]
             assert time.monotonic() - start < 20
             with contextlib.suppress(FileNotFoundError):
                 (directory / str(STEPS) / "obstacle").unlink()
@@ -134,7 +152,9 @@ def fail(program: zj.Program, directory: pathlib.Path, me: int) -> dict[str, Any
 
 
 def pass_over(program: zj.Program, directory: pathlib.Path, me: int) -> int:
-    """Return the step that is restored when a record of the newest is damaged, which one process reads."""
+    """Return the step that is restored when a record of the newest is damaged, which one process
+    reads.
+    """
     with zj.Checkpointer(directory) as ckpt:
         data = Counter()
         _, state = losses_of(program, program.init(jax.random.key(0)), data, 1)

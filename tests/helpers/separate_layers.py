@@ -1,4 +1,6 @@
-"""A small LayeredModel with matrices, a vector and a scalar in each layer, and optax on its layers as separate trees."""
+"""A small LayeredModel with matrices, a vector and a scalar in each layer, and optax on its layers
+as separate trees.
+"""
 
 from typing import Any
 
@@ -43,12 +45,17 @@ def layered(specs=None):
 
 def batches(count):
     random = np.random.default_rng(0)
-    return [{"x": random.integers(0, 6, 8), "y": random.standard_normal((8, 4), dtype=np.float32)} for _ in range(count)]
+    return [
+        {"x": random.integers(0, 6, 8), "y": random.standard_normal((8, 4), dtype=np.float32)}
+        for _ in range(count)
+    ]
 
 
 def separate(params):
     """Return parameters with their layers in a list."""
-    layers = [jax.tree.map(lambda a, i=i: np.asarray(a)[i], params["blocks"]) for i in range(LAYERS)]
+    layers = [
+        jax.tree.map(lambda a, i=i: np.asarray(a)[i], params["blocks"]) for i in range(LAYERS)
+    ]
     return {"embed": params["embed"], "layers": layers, "head": params["head"]}
 
 
@@ -78,7 +85,11 @@ def plain(tx, params, data):
 
 def final(program, state):
     pieces = {name: jax.device_get(tree) for name, tree in program.iter_params(state)}
-    return {"embed": pieces["embed"], "layers": [pieces[f"blocks/{i}"] for i in range(LAYERS)], "head": pieces["head"]}
+    return {
+        "embed": pieces["embed"],
+        "layers": [pieces[f"blocks/{i}"] for i in range(LAYERS)],
+        "head": pieces["head"],
+    }
 
 
 init = jax.jit(lambda key: init_params(layered(), key))
@@ -97,7 +108,9 @@ def run(program, data, state=None):
 
 
 def assert_equals_plain(tx, losses, found):
-    """Compare a run with optax on separate layers, within the rounding of programs that fuse differently."""
+    """Compare a run with optax on separate layers, within the rounding of programs that fuse
+    differently.
+    """
     expected, after = plain(tx, first_params(), batches(len(losses)))
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), found, after)
@@ -106,5 +119,8 @@ def assert_equals_plain(tx, losses, found):
 def applied(tx: Any, params: Any = None) -> Any:
     """Return the optimizer as it is applied to the whole tree."""
     shapes = jax.eval_shape(lambda: params or first_params())
-    stacked = ["blocks" in jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
+    stacked = [
+        "blocks" in jax.tree_util.keystr(path)
+        for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]
+    ]
     return by_layer(tx, shapes, traced_optimizer(tx, shapes), stacked)

@@ -1,7 +1,10 @@
-"""Stands for the module cuda.bindings.driver where there is no GPU: streams run late, each in a thread of its own.
+"""Stands for the module cuda.bindings.driver where there is no GPU: streams run late, each in a
+thread of its own.
 
-Addresses are those of host memory, and a copy reads its source when it runs, not when it is queued: what is not ordered by
-events, or waited for, moves the wrong bytes. Stream 0 stands for a program that is not queued: its calls run at once.
+Addresses are those of host memory, and a copy reads its source when it runs, not when it is queued:
+  what is not ordered by
+events, or waited for, moves the wrong bytes. Stream 0 stands for a program that is not queued: its
+  calls run at once.
 """
 
 import ctypes
@@ -35,10 +38,15 @@ class SimulatedCuda(types.ModuleType):
         CU_EVENT_DISABLE_TIMING = _Enum
 
     def __init__(self, most_registered=1000, delay=0.0):
-        """Refuse to register more than so many buffers; operations of streams take up to `delay` seconds each."""
+        """Refuse to register more than so many buffers; operations of streams take up to `delay`
+        seconds each.
+        """
         super().__init__("cuda.bindings.driver")
         self.registered, self.most_registered, self.delay = {}, most_registered, delay
-        self.events, self.streams = {}, {}  # event -> what its last record waits for; stream -> its queue
+        self.events, self.streams = (
+            {},
+            {},
+        )  # event -> what its last record waits for; stream -> its queue
         self.copies = []  # (stream, source, bytes) of every copy
         self.fail_copies = False
         self.late = {}  # stream -> seconds that each of its copies takes, instead of `delay`

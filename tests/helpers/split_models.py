@@ -1,4 +1,6 @@
-"""Models whose activations `tensor` splits, in each form in which users write them, and what training them gives."""
+"""Models whose activations `tensor` splits, in each form in which users write them, and what
+training them gives.
+"""
 
 import functools
 from collections.abc import Callable
@@ -34,22 +36,31 @@ def gpt_config(**changes: Any) -> gpt.GPTConfig:
 
 
 def cross_entropy(logits: jax.Array, batch: Any) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["targets"]).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), batch["targets"]
+    ).mean()
 
 
 def rms(x: jax.Array, scale: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)).astype(x.dtype) * scale
+    return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)).astype(
+        x.dtype
+    ) * scale
 
 
 def functions(dropout: float = 0.0, stacks: bool = False) -> zj.LayeredModel:
-    """Return a model of plain functions without annotations: RMSNorm, 2 key heads for 4 of queries, SwiGLU, an untied head."""
+    """Return a model of plain functions without annotations: RMSNorm, 2 key heads for 4 of queries,
+    SwiGLU, an untied head.
+    """
     width, hidden, kv = WIDTH // HEADS, 2 * WIDTH, 2
 
     def init_block(key: jax.Array) -> Any:
         shapes = {"q": (WIDTH, WIDTH), "k": (WIDTH, kv * width), "v": (WIDTH, kv * width), "o": (WIDTH, WIDTH),
                   "gate": (WIDTH, hidden), "up": (WIDTH, hidden), "down": (hidden, WIDTH)}  # fmt: skip
-        p = {name: 0.1 * toys.draw(key, shape, leaf) for leaf, (name, shape) in enumerate(shapes.items())}
+        p = {
+            name: 0.1 * toys.draw(key, shape, leaf)
+            for leaf, (name, shape) in enumerate(shapes.items())
+        }
         return p | {"n1": jnp.ones(WIDTH), "n2": jnp.ones(WIDTH)}
 
     def drop(x: jax.Array, key: Any, number: int) -> jax.Array:
@@ -64,11 +75,17 @@ def functions(dropout: float = 0.0, stacks: bool = False) -> zj.LayeredModel:
         x = x + drop(gpt.attention(q, k, v).reshape(x.shape) @ p["o"], key, 0)
         z = rms(x, p["n2"])
         y = x + drop((jax.nn.silu(z @ p["gate"]) * (z @ p["up"])) @ p["down"], key, 1)
-        return y * given[0]["scale"][:, None, None].astype(y.dtype) if given and given[0] is not None else y
+        return (
+            y * given[0]["scale"][:, None, None].astype(y.dtype)
+            if given and given[0] is not None
+            else y
+        )
 
     def enter(p_embed: Any, x: jax.Array, batch: Any, key: Any) -> Any:
         table = p_embed["token"]
-        return x + table[batch["targets"]].astype(x.dtype), {"scale": 1 + 0 * batch["tokens"][:, 0].astype(jnp.float32)}
+        return x + table[batch["targets"]].astype(x.dtype), {
+            "scale": 1 + 0 * batch["tokens"][:, 0].astype(jnp.float32)
+        }
 
     layers: dict[str, Any] = {"num_layers": 2, "init_block": init_block, "block": block}
     if stacks:
@@ -81,11 +98,16 @@ def functions(dropout: float = 0.0, stacks: bool = False) -> zj.LayeredModel:
         **layers,
         init_embed=lambda key: {"token": 0.1 * toys.draw(key, (VOCAB, WIDTH))},
         embed=lambda p, batch, key: p["token"][batch["tokens"]],
-        init_head=lambda key: {"norm": jnp.ones(WIDTH), "out": 0.1 * toys.draw(key, (WIDTH, VOCAB))},
+        init_head=lambda key: {
+            "norm": jnp.ones(WIDTH),
+            "out": 0.1 * toys.draw(key, (WIDTH, VOCAB)),
+        },
         head=lambda p, p_embed, x, batch, key: cross_entropy(rms(x, p["norm"]) @ p["out"], batch),
         stochastic=dropout > 0,
     )
-    return zj.with_specs(model, {r"/[qkv]$|gate|up|out": COLUMN, r"/o$|down": ROW, "token": P("tensor", None)})
+    return zj.with_specs(
+        model, {r"/[qkv]$|gate|up|out": COLUMN, r"/o$|down": ROW, "token": P("tensor", None)}
+    )
 
 
 class LinenEmbed(nn.Module):
@@ -102,7 +124,10 @@ class LinenBlock(nn.Module):
             return nn.Dense(width, use_bias=name == "in", kernel_init=init, name=name)
 
         z = nn.LayerNorm()(x)
-        q, k, v = (dense(WIDTH, (None, "tensor"), name)(z).reshape(*x.shape[:2], HEADS, -1) for name in "qkv")
+        q, k, v = (
+            dense(WIDTH, (None, "tensor"), name)(z).reshape(*x.shape[:2], HEADS, -1)
+            for name in "qkv"
+        )
         x = x + dense(WIDTH, ("tensor", None), "o")(gpt.attention(q, k, v).reshape(x.shape))
         z = nn.gelu(dense(2 * WIDTH, (None, "tensor"), "in")(nn.LayerNorm()(x)))
         return x + dense(WIDTH, ("tensor", None), "down")(z)
@@ -131,11 +156,14 @@ MODELS: dict[str, Callable[[Any], zj.LayeredModel]] = {
     "stacks": lambda dtype: functions(stacks=True),
     "linen": lambda dtype: linen(),
 }
-"""By name, given the compute dtype, in which the weights of all but a Flax module come as they are."""
+"""By name, given the compute dtype, in which the weights of all but a Flax module come as they are.
+"""
 
 
 def mesh_of(data: int = 1, fsdp: int = 1, tensor: int = 1) -> jax.sharding.Mesh:
-    return zj.make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=jax.devices()[: data * fsdp * tensor])
+    return zj.make_mesh(
+        data=data, fsdp=fsdp, tensor=tensor, devices=jax.devices()[: data * fsdp * tensor]
+    )
 
 
 class Trained(NamedTuple):
@@ -149,7 +177,8 @@ class Trained(NamedTuple):
 def trained(model: str, mesh: str, **settings: Any) -> Trained:
     """Train for 5 steps."""
     config = zj.ZeroConfig(**settings)
-    # A large eps: the gradient of a key's bias is 0 but for rounding, and Adam would make steps of that.
+    # A large eps: the gradient of a key's bias is 0 but for rounding, and Adam would make steps of
+    # that.
     tx = optax.adamw(1e-3, eps=1e-3) if config.precision == "fp32" else optax.adamw(0.1, eps=1.0)
     dtype = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}[config.precision]
     with zj.build_train_step(MODELS[model](dtype), tx, config, mesh_of(**MESHES[mesh])) as program:
@@ -169,9 +198,18 @@ def plain(model: str, num_microbatches: int = 1, precision: str = "fp32") -> Tra
 
 
 def differences(result: Trained, expected: Trained) -> tuple[float, float, float]:
-    """Return relative differences: of a loss; of a parameter, over its leaf's largest; of all, over how they moved."""
+    """Return relative differences: of a loss; of a parameter, over its leaf's largest; of all, over
+    how they moved.
+    """
     loss = max(abs(a - b) / abs(b) for a, b in zip(result.losses, expected.losses, strict=True))
-    found, before, after = (jax.tree.leaves(tree) for tree in (result.after, expected.before, expected.after))
-    leaf = max(float(np.max(np.abs(a - b)) / np.max(np.abs(b))) for a, b in zip(found, after, strict=True))
-    norm = lambda some, others: np.sqrt(sum(np.sum((a - b) ** 2) for a, b in zip(some, others, strict=True)))  # noqa: E731
+    found, before, after = (
+        jax.tree.leaves(tree) for tree in (result.after, expected.before, expected.after)
+    )
+    leaf = max(
+        float(np.max(np.abs(a - b)) / np.max(np.abs(b))) for a, b in zip(found, after, strict=True)
+    )
+
+    def norm(some, others):
+        return np.sqrt(sum(np.sum((a - b) ** 2) for a, b in zip(some, others, strict=True)))
+
     return loss, leaf, float(norm(found, after) / norm(before, after))

@@ -11,7 +11,12 @@ from zerojax.tiling import tiled_dense, tiled_mlp
 
 LAYERS, D, H, SEQ = 2, 16, 32, 6
 STEPS = 10
-TILED = {"scale": False, "mix": {"kernel": True, "bias": False}, "first": True, "second": {"up": True, "down": True}}
+TILED = {
+    "scale": False,
+    "mix": {"kernel": True, "bias": False},
+    "first": True,
+    "second": {"up": True, "down": True},
+}
 
 
 def draw(key, *shape, leaf=0):
@@ -19,7 +24,9 @@ def draw(key, *shape, leaf=0):
 
 
 def init_block(key):
-    """Three groups of different counts of tiles: a dense kernel in 2 x 2, a gated MLP with biases in 4, one without in 2."""
+    """Three groups of different counts of tiles: a dense kernel in 2 x 2, a gated MLP with biases
+    in 4, one without in 2.
+    """
     first = {
         "up": draw(key, 4, D, H // 4, leaf=0),
         "gate": draw(key, 4, D, H // 4, leaf=1),
@@ -35,7 +42,9 @@ def init_block(key):
 
 
 def block(p, x, key):
-    """Each loop reads what the one before made, so that backward runs loops again; the last tiles read `scale` besides."""
+    """Each loop reads what the one before made, so that backward runs loops again; the last tiles
+    read `scale` besides.
+    """
     if key is not None:
         x = x * jax.random.bernoulli(key, 0.9, x.shape)
     x = x + jnp.tanh(tiled_dense(x * p["scale"], p["mix"]["kernel"], p["mix"]["bias"], in_tiles=2))
@@ -67,4 +76,9 @@ def batches(count=STEPS, size=16):
 
 def build(config, axes, built):
     size = int(np.prod(list(axes.values())))
-    return zj.build_train_step(built, optax.sgd(1e-4, momentum=0.9), config, zj.make_mesh(**axes, devices=jax.devices()[:size]))
+    return zj.build_train_step(
+        built,
+        optax.sgd(1e-4, momentum=0.9),
+        config,
+        zj.make_mesh(**axes, devices=jax.devices()[:size]),
+    )

@@ -1,6 +1,7 @@
 """Small models with every awkward leaf, and the plain program that they must equal.
 
-The toy has odd shapes (7 x 3), a scalar, a tied embedding, a leaf that is frozen, and matrices annotated for `tensor`.
+The toy has odd shapes (7 x 3), a scalar, a tied embedding, a leaf that is frozen, and matrices
+annotated for `tensor`.
 """
 
 import functools
@@ -17,13 +18,21 @@ import zerojax as zj
 
 LAYERS, HIDDEN, INNER, VOCAB, SEQ, BATCH = 3, 16, 40, 24, 5, 32
 
-BLOCK_SPECS = {"w1": P(None, "tensor"), "b1": P("tensor"), "w2": P("tensor", None), "scale": P(), "gate": P()}
+BLOCK_SPECS = {
+    "w1": P(None, "tensor"),
+    "b1": P("tensor"),
+    "w2": P("tensor", None),
+    "scale": P(),
+    "gate": P(),
+}
 
 
 def draw(key: jax.Array, shape: tuple[int, ...], leaf: int = 0) -> jax.Array:
-    """Return float32 numbers of mean 0 and variance 1, others for another `leaf`: a hash of few operations.
+    """Return float32 numbers of mean 0 and variance 1, others for another `leaf`: a hash of few
+    operations.
 
-    Most of what tests compile makes parameters, and `jax.random.normal` takes several times as long to compile.
+    Most of what tests compile makes parameters, and `jax.random.normal` takes several times as long
+    to compile.
     """
     first, second = jax.random.key_data(key)
     n = (
@@ -31,9 +40,14 @@ def draw(key: jax.Array, shape: tuple[int, ...], leaf: int = 0) -> jax.Array:
         + (first ^ second * jnp.uint32(0x9E3779B1))
         + jnp.uint32(leaf * 0x85EBCA77 % 2**32)
     )
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # the finalizer "lowbias32" of C. Wellons's hash-prospector
+    for shift, factor in (
+        (16, 0x7FEB352D),
+        (15, 0x846CA68B),
+    ):  # the finalizer "lowbias32" of C. Wellons's hash-prospector
         n = (n ^ n >> shift) * jnp.uint32(factor)
-    signed = jax.lax.bitcast_convert_type(n ^ n >> 16, jnp.int32) >> 8  # 24 bits, which float32 holds
+    signed = (
+        jax.lax.bitcast_convert_type(n ^ n >> 16, jnp.int32) >> 8
+    )  # 24 bits, which float32 holds
     return (signed.astype(jnp.float32) * (3**0.5 / 2**23)).reshape(shape)
 
 
@@ -69,21 +83,29 @@ def init_head(key: jax.Array) -> Any:
 
 def head(p: Any, p_embed: Any, x: jax.Array, batch: Any, key: Any) -> jax.Array:
     del key
-    return cross_entropy((x * (1 + 0.1 * p["frozen"])) @ p_embed["table"].T + p["bias"], batch)  # tied
+    return cross_entropy(
+        (x * (1 + 0.1 * p["frozen"])) @ p_embed["table"].T + p["bias"], batch
+    )  # tied
 
 
 def cross_entropy(logits: jax.Array, batch: Any) -> jax.Array:
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["targets"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), batch["targets"]
+    )
     return jnp.mean(losses) * batch["weight"]
 
 
 def layered(tensor: bool = False) -> zj.LayeredModel:
     specs = {"block": BLOCK_SPECS} if tensor else None
-    return zj.LayeredModel(LAYERS, init_embed, embed, init_block, block, init_head, head, specs=specs)
+    return zj.LayeredModel(
+        LAYERS, init_embed, embed, init_block, block, init_head, head, specs=specs
+    )
 
 
 def small() -> zj.LayeredModel:
-    """Return a model of one matrix a part, which compiles in less time than `layered` and reads the same batches."""
+    """Return a model of one matrix a part, which compiles in less time than `layered` and reads the
+    same batches.
+    """
     return zj.LayeredModel(
         LAYERS,
         lambda key: {"table": 0.3 * draw(key, (VOCAB, HIDDEN))},
@@ -98,7 +120,11 @@ def small() -> zj.LayeredModel:
 def unrolled(tensor: bool = False) -> zj.Model:
     def init(key: jax.Array) -> Any:
         keys = jax.random.split(key, LAYERS + 2)
-        return {"embed": init_embed(keys[0]), "layers": [init_block(k) for k in keys[2:]], "head": init_head(keys[1])}
+        return {
+            "embed": init_embed(keys[0]),
+            "layers": [init_block(k) for k in keys[2:]],
+            "head": init_head(keys[1]),
+        }
 
     def loss(params: Any, batch: Any, key: Any) -> jax.Array:
         x = embed(params["embed"], batch, key)
@@ -114,7 +140,11 @@ def plain_loss(params: Any, batch: Any) -> jax.Array:
     """The same loss for both parameter trees, layers in a Python loop, nothing sharded."""
     x = embed(params["embed"], batch, None)
     for i in range(LAYERS):
-        p = params["layers"][i] if "layers" in params else jax.tree.map(lambda a, i=i: a[i], params["blocks"])
+        p = (
+            params["layers"][i]
+            if "layers" in params
+            else jax.tree.map(lambda a, i=i: a[i], params["blocks"])
+        )
         x = block(p, x, None)
     return head(params["head"], params["embed"], x, batch, None)
 
@@ -123,12 +153,18 @@ def optimizer(clip: float | None = None) -> optax.GradientTransformation:
     """AdamW with one frozen leaf; `clip` bounds the norm of the others' gradients."""
 
     def frozen(tree: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(lambda path, _: "frozen" in jax.tree_util.keystr(path), tree)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: "frozen" in jax.tree_util.keystr(path), tree
+        )
 
     def trained(tree: Any) -> Any:
         return jax.tree.map(lambda f: not f, frozen(tree))
 
-    tx = optax.adamw(1e-2) if clip is None else optax.chain(optax.clip_by_global_norm(clip), optax.adamw(1e-2))
+    tx = (
+        optax.adamw(1e-2)
+        if clip is None
+        else optax.chain(optax.clip_by_global_norm(clip), optax.adamw(1e-2))
+    )
     return optax.chain(optax.masked(tx, trained), optax.masked(optax.set_to_zero(), frozen))
 
 
@@ -179,11 +215,15 @@ def run(program: zj.Program, state: Any, data: list[Any]) -> tuple[list[float], 
 
 
 def trained_bytes(program: zj.Program, itemsize: int) -> int:
-    """Return the bytes of all parameters, those that `fsdp` does not split counted on each of its devices."""
+    """Return the bytes of all parameters, those that `fsdp` does not split counted on each of its
+    devices.
+    """
     total = 0
     for path, leaf in jax.tree_util.tree_flatten_with_path(program.layout.abstract_params)[0]:
         spec = program.layout.specs[jax.tree_util.keystr(path)]
-        total += leaf.size * itemsize * (program.mesh.shape["fsdp"] if spec.sharded == spec.base else 1)
+        total += (
+            leaf.size * itemsize * (program.mesh.shape["fsdp"] if spec.sharded == spec.base else 1)
+        )
     return total
 
 
@@ -191,4 +231,6 @@ def assert_trees_close(actual: Any, expected: Any, atol: float) -> None:
     flat, expected_flat = (jax.tree_util.tree_flatten_with_path(t)[0] for t in (actual, expected))
     assert [p for p, _ in flat] == [p for p, _ in expected_flat]
     for (path, a), (_, b) in zip(flat, expected_flat, strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_allclose(
+            np.asarray(a), np.asarray(b), rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path)
+        )

@@ -8,14 +8,24 @@ import pytest
 
 NUMBER = (int, float)
 FIELDS: dict[str, dict[str, Any]] = {  # of each phase of the trace event format that is used
-    "X": {"name": str, "cat": str, "pid": int, "tid": int, "ts": NUMBER, "dur": NUMBER, "args": dict},
+    "X": {
+        "name": str,
+        "cat": str,
+        "pid": int,
+        "tid": int,
+        "ts": NUMBER,
+        "dur": NUMBER,
+        "args": dict,
+    },
     "C": {"name": str, "pid": int, "ts": NUMBER, "args": dict},
     "M": {"name": str, "pid": int, "args": dict},
 }
 
 
 def check(trace: dict[str, Any]) -> None:
-    """Check the format, that no slices of a thread overlap, and that every process and thread has a name."""
+    """Check the format, that no slices of a thread overlap, and that every process and thread has a
+    name.
+    """
     assert set(trace) == {"traceEvents", "displayTimeUnit", "otherData"}
     threads = collections.defaultdict(list)
     for event in trace["traceEvents"]:
@@ -24,11 +34,15 @@ def check(trace: dict[str, Any]) -> None:
         assert event.get("ts", 0) >= 0
         assert event.get("dur", 0) >= 0
         if event["ph"] == "C":
-            assert all(isinstance(value, int) and value >= 0 for value in event["args"].values()), event
+            assert all(isinstance(value, int) and value >= 0 for value in event["args"].values()), (
+                event
+            )
         if event["ph"] == "X":
             threads[event["pid"], event["tid"]].append(event)
     for row in threads.values():
-        spans = sorted((round(s["ts"] * 1e3), round(s["ts"] * 1e3) + round(s["dur"] * 1e3)) for s in row)
+        spans = sorted(
+            (round(s["ts"] * 1e3), round(s["ts"] * 1e3) + round(s["dur"] * 1e3)) for s in row
+        )
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), row
         assert len({s["cat"] for s in row}) == 1
     metadata = [e for e in trace["traceEvents"] if e["ph"] == "M"]
@@ -51,15 +65,21 @@ def slices(trace: dict[str, Any], track: str, process: str = "") -> list[dict[st
 
 
 def check_runs(trace: dict[str, Any], moves: dict[str, Any], ranks: list[int]) -> None:
-    """Check that every move of every run is drawn once in the plan, and once on each device, and a late read with its cause."""
+    """Check that every move of every run is drawn once in the plan, and once on each device, and a
+    late read with its cause.
+    """
     for rank in ranks:
-        for args in (s["args"] for s in slices(trace, "read ", f"rank {rank}") if "move" in s["args"]):
+        for args in (
+            s["args"] for s in slices(trace, "read ", f"rank {rank}") if "move" in s["args"]
+        ):
             assert ("cause" in args) == (args["before_use_ms"] < 0)
             assert args.get("late_ms", 0) == max(0, -args["before_use_ms"])
     assert [s["name"] for s in slices(trace, "steps")] == list(moves)
     for process in ("planned", *(f"rank {rank}" for rank in ranks)):
         drawn = slices(trace, "read ", process) + slices(trace, "write ", process)
-        found = collections.Counter((s["args"]["run"], s["args"]["move"], s["name"]) for s in drawn if "move" in s["args"])
+        found = collections.Counter(
+            (s["args"]["run"], s["args"]["move"], s["name"]) for s in drawn if "move" in s["args"]
+        )
         expected = collections.Counter(
             (run, turn, f"{'write' if move.writes else 'read'} {move.kind} {move.layer}")
             for run, planned in moves.items()
@@ -68,13 +88,27 @@ def check_runs(trace: dict[str, Any], moves: dict[str, Any], ranks: list[int]) -
         assert found == expected, process
 
 
-def check_sums(trace: dict[str, Any], run: str, read: float, written: float, stalled: float, misses: float) -> None:
-    """Check that what counts for a run sums to its metrics: bytes exactly, waits to the nanosecond of each slice."""
+def check_sums(
+    trace: dict[str, Any], run: str, read: float, written: float, stalled: float, misses: float
+) -> None:
+    """Check that what counts for a run sums to its metrics: bytes exactly, waits to the nanosecond
+    of each slice.
+    """
     devices = [name for name in process_names(trace).values() if name.startswith("rank")]
     for track, total in (("read ", read), ("write ", written)):
-        counted = [s["args"] for name in devices for s in slices(trace, track, name) if s["args"].get("counted_in") == run]
+        counted = [
+            s["args"]
+            for name in devices
+            for s in slices(trace, track, name)
+            if s["args"].get("counted_in") == run
+        ]
         assert sum(args["bytes"] for args in counted) == total
-    counted = [s["args"] for name in devices for s in slices(trace, "read ", name) if s["args"].get("counted_in") == run]
+    counted = [
+        s["args"]
+        for name in devices
+        for s in slices(trace, "read ", name)
+        if s["args"].get("counted_in") == run
+    ]
     assert sum(not args["ahead"] for args in counted) == misses
     (step,) = (s for s in slices(trace, "steps") if s["name"] == run)
     assert step["args"]["read_bytes"] == read
@@ -84,4 +118,6 @@ def check_sums(trace: dict[str, Any], run: str, read: float, written: float, sta
     assert sum(s["dur"] for s in waits) / 1e6 == pytest.approx(stalled, abs=1e-9 * len(waits))
     by_cause = step["args"]["stall_ms"]
     assert by_cause["all"] / 1e3 == pytest.approx(stalled, abs=1e-8)
-    assert sum(ms for cause, ms in by_cause.items() if cause != "all") == pytest.approx(by_cause["all"], abs=1e-4)
+    assert sum(ms for cause, ms in by_cause.items() if cause != "all") == pytest.approx(
+        by_cause["all"], abs=1e-4
+    )

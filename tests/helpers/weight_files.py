@@ -13,11 +13,15 @@ import zerojax as zj
 
 
 def awkward() -> zj.Model:
-    """Return a model with lists, a scalar, a leaf without elements, and names with other characters."""
+    """Return a model with lists, a scalar, a leaf without elements, and names with other
+    characters.
+    """
 
     def init(key: jax.Array) -> Any:
         return {
-            "layers": [{"w": jax.random.normal(jax.random.fold_in(key, i), (6, 4 + i))} for i in range(2)],
+            "layers": [
+                {"w": jax.random.normal(jax.random.fold_in(key, i), (6, 4 + i))} for i in range(2)
+            ],
             "gate": jnp.float32(0.25),
             "none": jnp.zeros((0, 3)),
             'it\'s "odd" / here': jnp.arange(3.0) / 3,
@@ -43,12 +47,18 @@ AWKWARD = {
 """Names in a checkpoint, by those that others see."""
 
 
-def program_of(model: Any, tx: optax.GradientTransformation | None = None, devices: int = 1, **fields: Any) -> zj.Program:
+def program_of(
+    model: Any, tx: optax.GradientTransformation | None = None, devices: int = 1, **fields: Any
+) -> zj.Program:
     mesh = zj.make_mesh(fsdp=devices, devices=jax.devices()[:devices])
-    return zj.build_train_step(model, optax.sgd(0.1) if tx is None else tx, zj.ZeroConfig(**fields), mesh)
+    return zj.build_train_step(
+        model, optax.sgd(0.1) if tx is None else tx, zj.ZeroConfig(**fields), mesh
+    )
 
 
-def save(program: zj.Program, state: zj.TrainState, directory: pathlib.Path) -> dict[str, np.ndarray]:
+def save(
+    program: zj.Program, state: zj.TrainState, directory: pathlib.Path
+) -> dict[str, np.ndarray]:
     """Make a checkpoint; returns its numbers."""
     with zj.Checkpointer(directory) as ckpt:
         ckpt.save(program, state)

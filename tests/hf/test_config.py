@@ -27,43 +27,88 @@ def folder_of(tmp_path, config):
 
 
 REFUSED = {
-    "experts": ({"model_type": "qwen3_moe", "num_experts": 8}, "num_experts=8: mixtures of experts are not built"),
+    "experts": (
+        {"model_type": "qwen3_moe", "num_experts": 8},
+        "num_experts=8: mixtures of experts are not built",
+    ),
     "mixtral": ({"model_type": "mixtral", "num_local_experts": 8}, "mixtures of experts"),
     "vision": (
         {"model_type": "gemma3", "text_config": {}, "vision_config": {"depth": 1}},
         "has vision_config: models of images",
     ),
-    "unknown": ({"model_type": "mamba"}, "model_type 'mamba' is not built: gemma2, gemma3_text, llama"),
+    "unknown": (
+        {"model_type": "mamba"},
+        "model_type 'mamba' is not built: gemma2, gemma3_text, llama",
+    ),
     "none": ({"model_type": None}, "model_type=None: the name of a family is needed"),
     "quantised": (
         {"quantization_config": {"quant_method": "gptq", "bits": 4}},
         r"weights are quantised \('gptq' in quantization_config\)",
     ),
-    "rope": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope of type 'dynamic' is not built"),
-    "longrope": ({"rope_parameters": {"rope_type": "longrope"}}, "rope of type 'longrope' is not built"),
-    "rope key": ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mode": 3}}, r"has the keys \['mode'\]"),
-    "rope lacks": ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling.low_freq_factor is missing"),
-    "partial": ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    "rope": (
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "rope of type 'dynamic' is not built",
+    ),
+    "longrope": (
+        {"rope_parameters": {"rope_type": "longrope"}},
+        "rope of type 'longrope' is not built",
+    ),
+    "rope key": (
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mode": 3}},
+        r"has the keys \['mode'\]",
+    ),
+    "rope lacks": (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
+        "rope_scaling.low_freq_factor is missing",
+    ),
+    "partial": (
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor",
+    ),
     "dropout": ({"attention_dropout": 0.1}, "attention_dropout=0.1: dropout is not built"),
-    "keys": ({"attention_gain": 0.5, "mup": True}, "attention_gain=0.5, mup=True: unknown, and may change"),
-    "of another family": ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping=30.0: this model_type does not have it"),
-    "gemma3 cap": ({**GEMMA3, "attn_logit_softcapping": 30.0}, "attn_logit_softcapping=30.0: this model_type does not"),
-    "bidirectional": ({**GEMMA3, "use_bidirectional_attention": True}, "use_bidirectional_attention=True: a decoder sees no"),
+    "keys": (
+        {"attention_gain": 0.5, "mup": True},
+        "attention_gain=0.5, mup=True: unknown, and may change",
+    ),
+    "of another family": (
+        {"attn_logit_softcapping": 30.0},
+        "attn_logit_softcapping=30.0: this model_type does not have it",
+    ),
+    "gemma3 cap": (
+        {**GEMMA3, "attn_logit_softcapping": 30.0},
+        "attn_logit_softcapping=30.0: this model_type does not",
+    ),
+    "bidirectional": (
+        {**GEMMA3, "use_bidirectional_attention": True},
+        "use_bidirectional_attention=True: a decoder sees no",
+    ),
     "layer types": (
         {**GEMMA3, "layer_types": ["chunked_attention"] * 3},
         r"layer_types\[0\] is 'chunked_attention', and one of",
     ),
-    "layer count": ({**GEMMA3, "layer_types": ["full_attention"]}, "layer_types has 1 kinds, and num_hidden_layers=3"),
+    "layer count": (
+        {**GEMMA3, "layer_types": ["full_attention"]},
+        "layer_types has 1 kinds, and num_hidden_layers=3",
+    ),
     "window": ({**GEMMA3, "sliding_window": 0}, "sliding_window is 0, and an integer, from 1"),
     "activation": ({"hidden_act": "xielu"}, "hidden_act is 'xielu', and one of silu, gelu"),
-    "groups": ({"num_key_value_heads": 3}, "num_attention_heads=4 do not divide by num_key_value_heads=3"),
+    "groups": (
+        {"num_key_value_heads": 3},
+        "num_attention_heads=4 do not divide by num_key_value_heads=3",
+    ),
     "size": ({"hidden_size": "48"}, "hidden_size is '48', and an integer, from 1"),
     "missing": ({"vocab_size": None}, "vocab_size is None, and an integer, from 1"),
     "odd heads": ({"head_dim": 5}, "head_dim=5 .*: rotations take pairs"),
     "pad": ({"pad_token_id": 96}, "pad_token_id=96: null, or a token of the 96"),
     # types and ranges
-    "eps": ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, and a number, above 0, below 1, is needed"),
-    "one as eps": ({"rms_norm_eps": 1}, "rms_norm_eps is 1, and a number, above 0, below 1, is needed"),
+    "eps": (
+        {"rms_norm_eps": float("nan")},
+        "rms_norm_eps is nan, and a number, above 0, below 1, is needed",
+    ),
+    "one as eps": (
+        {"rms_norm_eps": 1},
+        "rms_norm_eps is 1, and a number, above 0, below 1, is needed",
+    ),
     "no rope": ({"rope_parameters": False}, "rope_parameters is False, and an object is needed"),
     "no older rope": ({"rope_scaling": False}, "rope_scaling is False, and an object is needed"),
     "null activation": ({"hidden_act": None}, "hidden_act is null, and one of silu, gelu"),
@@ -73,11 +118,26 @@ REFUSED = {
     "no theta": ({"rope_theta": 0}, "rope_theta is 0, and a number, above 1"),
     "null theta": ({"rope_theta": None}, "rope_theta is None, and a number"),
     "infinite theta": ({"rope_theta": float("inf")}, "rope_theta is inf, and a number"),
-    "inner theta": ({"rope_parameters": {"rope_theta": -1.0}}, r"rope_parameters.rope_theta is -1.0, and a number"),
-    "factor 0": ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, r"rope_scaling.factor is 0, and a number, from 1"),
-    "factor -2": ({"rope_scaling": {"rope_type": "yarn", "factor": -2}}, r"rope_scaling.factor is -2, and a number"),
-    "text as factor": ({"rope_scaling": {"type": "linear", "factor": "2"}}, r"rope_scaling.factor is '2', and a number"),
-    "true as factor": ({"rope_scaling": {"type": "linear", "factor": True}}, r"rope_scaling.factor is True, and a number"),
+    "inner theta": (
+        {"rope_parameters": {"rope_theta": -1.0}},
+        r"rope_parameters.rope_theta is -1.0, and a number",
+    ),
+    "factor 0": (
+        {"rope_scaling": {"rope_type": "linear", "factor": 0}},
+        r"rope_scaling.factor is 0, and a number, from 1",
+    ),
+    "factor -2": (
+        {"rope_scaling": {"rope_type": "yarn", "factor": -2}},
+        r"rope_scaling.factor is -2, and a number",
+    ),
+    "text as factor": (
+        {"rope_scaling": {"type": "linear", "factor": "2"}},
+        r"rope_scaling.factor is '2', and a number",
+    ),
+    "true as factor": (
+        {"rope_scaling": {"type": "linear", "factor": True}},
+        r"rope_scaling.factor is True, and a number",
+    ),
     "frequencies": (
         {"rope_scaling": {**CASES["llama3"][1]["rope_parameters"], "low_freq_factor": 4.0}},
         "rope_scaling: low_freq_factor=4.0 is not below high_freq_factor=4.0",
@@ -86,48 +146,114 @@ REFUSED = {
         {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 1, "beta_slow": 2}},
         "rope_scaling: beta_fast=1.0 is below beta_slow=2.0",
     ),
-    "null truncate": ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": None}}, "truncate is None, and true or"),
-    "rope type": ({"rope_scaling": {"rope_type": ["linear"]}}, r"rope_scaling.rope_type: rope of type \['linear'\] is not"),
+    "null truncate": (
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": None}},
+        "truncate is None, and true or",
+    ),
+    "rope type": (
+        {"rope_scaling": {"rope_type": ["linear"]}},
+        r"rope_scaling.rope_type: rope of type \['linear'\] is not",
+    ),
     "two rope types": (
         {"rope_scaling": {"rope_type": "linear", "type": "default", "factor": 2.0}},
         "rope_scaling has rope_type='linear' and type='default'",
     ),
     "rope text": ({"rope_scaling": "linear"}, "rope_scaling is 'linear', and an object is needed"),
     "two ropes": (
-        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+        {
+            "rope_scaling": {"type": "linear", "factor": 2.0},
+            "rope_parameters": {"rope_type": "default"},
+        },
         "rope_parameters and rope_scaling differ",
     ),
-    "kinds of ropes": ({"rope_parameters": {"full_attention": {}}}, "has full_attention: this model_type rotates all layers"),
-    "flat rope": ({**GEMMA3, "rope_parameters": {"rope_theta": 2.0}}, r"has \['rope_theta'\]: this model_type takes an object"),
-    "inner rope": ({**GEMMA3, "rope_parameters": {"full_attention": 3}}, "rope_parameters.full_attention is 3, and an object"),
-    "older rope": ({**GEMMA3, "rope_scaling": {"type": "linear", "factor": 8.0}}, "rope_scaling.type: versions of"),
-    "cap": ({**GEMMA3, "final_logit_softcapping": "50"}, "final_logit_softcapping is '50', and a number, above 0"),
-    "cap 0": ({**GEMMA3, "final_logit_softcapping": 0}, "final_logit_softcapping is 0, and a number, above 0"),
-    "scale": ({**GEMMA3, "query_pre_attn_scalar": float("inf")}, "query_pre_attn_scalar is inf, and a number"),
-    "flag": ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', and true or false is needed"),
+    "kinds of ropes": (
+        {"rope_parameters": {"full_attention": {}}},
+        "has full_attention: this model_type rotates all layers",
+    ),
+    "flat rope": (
+        {**GEMMA3, "rope_parameters": {"rope_theta": 2.0}},
+        r"has \['rope_theta'\]: this model_type takes an object",
+    ),
+    "inner rope": (
+        {**GEMMA3, "rope_parameters": {"full_attention": 3}},
+        "rope_parameters.full_attention is 3, and an object",
+    ),
+    "older rope": (
+        {**GEMMA3, "rope_scaling": {"type": "linear", "factor": 8.0}},
+        "rope_scaling.type: versions of",
+    ),
+    "cap": (
+        {**GEMMA3, "final_logit_softcapping": "50"},
+        "final_logit_softcapping is '50', and a number, above 0",
+    ),
+    "cap 0": (
+        {**GEMMA3, "final_logit_softcapping": 0},
+        "final_logit_softcapping is 0, and a number, above 0",
+    ),
+    "scale": (
+        {**GEMMA3, "query_pre_attn_scalar": float("inf")},
+        "query_pre_attn_scalar is inf, and a number",
+    ),
+    "flag": (
+        {"tie_word_embeddings": "false"},
+        "tie_word_embeddings is 'false', and true or false is needed",
+    ),
     "number as flag": ({"attention_bias": 1}, "attention_bias is 1, and true or false"),
     "zero as flag": ({"mlp_bias": 0}, "mlp_bias is 0, and true or false"),
     "float size": ({"hidden_size": 3.0}, r"hidden_size is 3.0, and an integer, from 1"),
     "true size": ({"num_hidden_layers": True}, "num_hidden_layers is True, and an integer"),
-    "huge size": ({"hidden_size": 10**30}, "hidden_size is 1000000000000000000000000000000, and an integer, from 1"),
-    "layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, and an integer, from 1 to 4096"),
-    "positions": ({"max_position_embeddings": 64.0}, "max_position_embeddings is 64.0, and an integer"),
+    "huge size": (
+        {"hidden_size": 10**30},
+        "hidden_size is 1000000000000000000000000000000, and an integer, from 1",
+    ),
+    "layers": (
+        {"num_hidden_layers": 10**9},
+        "num_hidden_layers is 1000000000, and an integer, from 1 to 4096",
+    ),
+    "positions": (
+        {"max_position_embeddings": 64.0},
+        "max_position_embeddings is 64.0, and an integer",
+    ),
     "heads": ({"num_attention_heads": 96}, "head_dim=0 .*hidden_size=48 // num_attention_heads=96"),
     "list as activation": ({"hidden_act": ["silu"]}, r"hidden_act is \['silu'\], and one of"),
-    "kinds of layers": ({**GEMMA3, "layer_types": "full_attention"}, "layer_types is 'full_attention', and a list"),
-    "lists in kinds": ({**GEMMA3, "layer_types": [["full_attention"]] * 3}, r"layer_types\[0\] is \['full_attention'\]"),
-    "pattern": ({**GEMMA3, "sliding_window_pattern": 0}, "sliding_window_pattern is 0, and an integer, from 1"),
+    "kinds of layers": (
+        {**GEMMA3, "layer_types": "full_attention"},
+        "layer_types is 'full_attention', and a list",
+    ),
+    "lists in kinds": (
+        {**GEMMA3, "layer_types": [["full_attention"]] * 3},
+        r"layer_types\[0\] is \['full_attention'\]",
+    ),
+    "pattern": (
+        {**GEMMA3, "sliding_window_pattern": 0},
+        "sliding_window_pattern is 0, and an integer, from 1",
+    ),
     "true pad": ({"pad_token_id": True}, "pad_token_id is True, and an integer"),
     "type": ({"model_type": ["llama"]}, r"model_type=\['llama'\]: the name of a family"),
     # features that must be off
-    "not causal": ({"is_causal": False}, "is_causal=False: a decoder sees no later tokens; allowed: true"),
-    "no dropout": ({"attention_dropout": float("nan")}, "attention_dropout=nan: dropout is not built"),
+    "not causal": (
+        {"is_causal": False},
+        "is_causal=False: a decoder sees no later tokens; allowed: true",
+    ),
+    "no dropout": (
+        {"attention_dropout": float("nan")},
+        "attention_dropout=nan: dropout is not built",
+    ),
     "rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: rotations of a part"),
     "pruned": ({"pruned_heads": {"0": [1]}}, "pruned_heads={'0': .*: pruned heads are not built"),
-    "layers of their own": ({"per_layer_config": {"1": {"hidden_size": 3}}}, "per_layer_config=.*: sizes that differ"),
+    "layers of their own": (
+        {"per_layer_config": {"1": {"hidden_size": 3}}},
+        "per_layer_config=.*: sizes that differ",
+    ),
     "mlx": ({"quantization": {"bits": 4, "group_size": 64}}, "weights are quantised"),
-    "sliding": ({"layer_types": ["sliding_attention"] * 3}, "this model_type has 'full_attention' in each of 3 layers"),
-    "unused window": ({**GEMMA3, "sliding_window": None, "layer_types": ["sliding_attention"] * 3}, "sliding_window is null"),
+    "sliding": (
+        {"layer_types": ["sliding_attention"] * 3},
+        "this model_type has 'full_attention' in each of 3 layers",
+    ),
+    "unused window": (
+        {**GEMMA3, "sliding_window": None, "layer_types": ["sliding_attention"] * 3},
+        "sliding_window is null",
+    ),
     "pattern of gemma2": (
         {**GEMMA3, "model_type": "gemma2", "sliding_window_pattern": 3},
         "sliding_window_pattern=3: this model_type does not have it; allowed: null, false, 2",
@@ -137,11 +263,23 @@ REFUSED = {
         {"model_type": "gemma3n", "text_config": {"model_type": "gemma3n_text"}},
         "neither is its language model, 'gemma3n_text', which has embeddings for each layer",
     ),
-    "mllama": ({"model_type": "mllama", "text_config": {"model_type": "mllama_text_model"}}, "has layers of cross attention"),
-    "llama4": ({"model_type": "llama4", "vision_config": {"a": 1}}, "which has mixtures of experts, attention in chunks"),
-    "text of gemma4": ({"model_type": "gemma4_text"}, "'gemma4_text' is not built: it has norms of values"),
+    "mllama": (
+        {"model_type": "mllama", "text_config": {"model_type": "mllama_text_model"}},
+        "has layers of cross attention",
+    ),
+    "llama4": (
+        {"model_type": "llama4", "vision_config": {"a": 1}},
+        "which has mixtures of experts, attention in chunks",
+    ),
+    "text of gemma4": (
+        {"model_type": "gemma4_text"},
+        "'gemma4_text' is not built: it has norms of values",
+    ),
     "text of qwen3_5": ({"model_type": "qwen3_5_text"}, "it has layers of linear attention"),
-    "text of an unknown one": ({"model_type": "x", "text_config": {"model_type": "y"}}, "neither is its language model, 'y'"),
+    "text of an unknown one": (
+        {"model_type": "x", "text_config": {"model_type": "y"}},
+        "neither is its language model, 'y'",
+    ),
     "built text": (
         {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
         "language model is of a built family",
@@ -173,21 +311,55 @@ def test_folders_without_a_config_are_refused(tmp_path):
         model_of(tmp_path)
     (tmp_path / "config.json").unlink()
     os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(ValueError, match=r"config.json cannot be read: it is no file of at most 64 MiB"):
+    with pytest.raises(
+        ValueError, match=r"config.json cannot be read: it is no file of at most 64 MiB"
+    ):
         model_of(tmp_path)
 
 
 NO_CHANGE = {
-    "smollm2": {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"kv_cache_dtype": {}}},
+    "smollm2": {
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "transformers.js_config": {"kv_cache_dtype": {}},
+    },
     "mirrors": {"unsloth_fixed": True, "unsloth_version": "2025.1", "neftune_noise_alpha": 5.0},
-    "generation": {"max_length": 4096, "min_length": 1, "temperature": 0.6, "top_k": 50, "top_p": 0.9, "do_sample": True},
-    "beams": {"num_beams": 4, "repetition_penalty": 1.1, "length_penalty": 0.5, "forced_eos_token_id": 2},
-    "tasks": {"num_labels": 3, "id2label": {"0": "a"}, "problem_type": None, "classifier_dropout": 0.1},
-    "neutral": {"partial_rotary_factor": 1.0, "pruned_heads": {}, "use_mrope": False, "is_causal": True, "num_experts": 0},
+    "generation": {
+        "max_length": 4096,
+        "min_length": 1,
+        "temperature": 0.6,
+        "top_k": 50,
+        "top_p": 0.9,
+        "do_sample": True,
+    },
+    "beams": {
+        "num_beams": 4,
+        "repetition_penalty": 1.1,
+        "length_penalty": 0.5,
+        "forced_eos_token_id": 2,
+    },
+    "tasks": {
+        "num_labels": 3,
+        "id2label": {"0": "a"},
+        "problem_type": None,
+        "classifier_dropout": 0.1,
+    },
+    "neutral": {
+        "partial_rotary_factor": 1.0,
+        "pruned_heads": {},
+        "use_mrope": False,
+        "is_causal": True,
+        "num_experts": 0,
+    },
     "dropout": {"attention_dropout": 0.0, "resid_pdrop": 0, "hidden_dropout": None},
     "kinds": {"layer_types": ["full_attention"] * 3},
     "unused window": {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
-    "null": {"sliding_window": None, "rope_scaling": None, "vision_config": None, "quantization_config": None},
+    "null": {
+        "sliding_window": None,
+        "rope_scaling": None,
+        "vision_config": None,
+        "quantization_config": None,
+    },
 }
 """Keys that change nothing in a Llama."""
 
@@ -204,14 +376,24 @@ def test_every_generation_key_of_transformers_changes_nothing(tmp_path):
     import transformers
 
     keys = transformers.GenerationConfig().to_dict()
-    values = {key: 7 for key in keys if not key.startswith("_") and key not in {"pad_token_id", "transformers_version"}}
+    values = {
+        key: 7
+        for key in keys
+        if not key.startswith("_") and key not in {"pad_token_id", "transformers_version"}
+    }
     assert {"temperature", "num_beams", "max_length"} <= set(values)
-    assert config_of(folder_of(tmp_path, {**LLAMA, **values})) == config_of(folder_of(tmp_path, LLAMA))
+    assert config_of(folder_of(tmp_path, {**LLAMA, **values})) == config_of(
+        folder_of(tmp_path, LLAMA)
+    )
 
 
 @pytest.mark.parametrize(
     ("key", "values"),
-    [("mystery", (None, False, 0, 0.0, "", [], {})), ("mystery_factor", (1, 1.0)), ("mystery_multiplier", (1.0,))],
+    [
+        ("mystery", (None, False, 0, 0.0, "", [], {})),
+        ("mystery_factor", (1, 1.0)),
+        ("mystery_multiplier", (1.0,)),
+    ],
 )
 def test_unknown_keys_that_seem_off_are_warned_of_once_by_name(tmp_path, caplog, key, values):
     for n, value in enumerate(values):
@@ -219,12 +401,19 @@ def test_unknown_keys_that_seem_off_are_warned_of_once_by_name(tmp_path, caplog,
         folder = folder_of(tmp_path / str(n), {**LLAMA, key: value})
         caplog.clear()
         assert config_of(folder) == config_of(folder)
-        assert [record.getMessage().split(": ")[1] for record in caplog.records] == [f"{key}={value!r}"]
+        assert [record.getMessage().split(": ")[1] for record in caplog.records] == [
+            f"{key}={value!r}"
+        ]
 
 
-@pytest.mark.parametrize(("key", "value"), [("mystery", 1), ("mystery", True), ("mystery_factor", True), ("mystery", [0])])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("mystery", 1), ("mystery", True), ("mystery_factor", True), ("mystery", [0])],
+)
 def test_unknown_keys_of_other_values_are_refused(tmp_path, key, value):
-    with pytest.raises(ValueError, match=f"{key}=.*: unknown, and may change what the model computes"):
+    with pytest.raises(
+        ValueError, match=f"{key}=.*: unknown, and may change what the model computes"
+    ):
         config_of(folder_of(tmp_path, {**LLAMA, key: value}))
 
 
@@ -240,7 +429,9 @@ def test_a_config_without_optional_keys_means_what_it_means_to_transformers(tmp_
     assert ours.kv_heads == theirs.num_key_value_heads
     assert ours.norm_eps == theirs.rms_norm_eps
     assert ours.tied == theirs.tie_word_embeddings
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.head_dim == (
+        getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    )
 
 
 def test_the_most_layers_take_a_moment(tmp_path):
@@ -256,7 +447,10 @@ def test_the_most_layers_take_a_moment(tmp_path):
     ("options", "told"),
     [
         ({"attention": "flash"}, "attention='flash' is unknown"),
-        ({"mlp_tiles": 2, "lora": zj.Lora(rank=2, alpha=4, targets="all")}, "mlp_tiles=2 with adapters beside down_proj"),
+        (
+            {"mlp_tiles": 2, "lora": zj.Lora(rank=2, alpha=4, targets="all")},
+            "mlp_tiles=2 with adapters beside down_proj",
+        ),
         ({"mlp_tiles": 3}, "3"),
         ({"trainable": lambda path, value: False}, "matches no parameter"),
     ],
@@ -295,7 +489,11 @@ def test_older_keys_mean_what_the_newer_ones_do(tmp_path, name):
         }
         kinds = ["sliding_attention", "full_attention", "sliding_attention"]
         newer = {**GEMMA3, "layer_types": kinds, "rope_parameters": ropes}
-        older = {**GEMMA3, **OLDER["gemma3"], "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+        older = {
+            **GEMMA3,
+            **OLDER["gemma3"],
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        }
     configs = [config_of(folder_of(tmp_path, config)) for config in (newer, older)]
     assert configs[0] == configs[1]
     assert len(set(configs[0].ropes)) == (2 if name == "gemma3" else 1)
@@ -317,7 +515,11 @@ def test_a_family_is_added_by_a_table(tmp_path):
 
     two = {"input_layernorm", "post_attention_layernorm"}
     gemma2 = FAMILIES["gemma2"]
-    names = {there: here for there, here in gemma2.names.items() if "layernorm" not in there or there.split(".")[3] in two}
+    names = {
+        there: here
+        for there, here in gemma2.names.items()
+        if "layernorm" not in there or there.split(".")[3] in two
+    }
     gemma = dataclasses.replace(
         gemma2, names=names, post_norms=False, windows="none", reads=("attention_bias", "hidden_activation"),
         defaults={"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "rope_theta": 1e4, "pad_token_id": 0,
@@ -326,14 +528,18 @@ def test_a_family_is_added_by_a_table(tmp_path):
     families = {**FAMILIES, "gemma": gemma}
     torch.manual_seed(0)
     config = transformers.GemmaConfig(**SIZES, head_dim=16)
-    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", trust_remote_code=False).eval()
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", trust_remote_code=False
+    ).eval()
     theirs.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="'gemma' is not built"):
         model_of(tmp_path)
     program = program_of(model_of(tmp_path, families=families), "device", tmp_path)
     state = zj.import_hf(program, tmp_path, key=jax.random.key(0), families=families)
     ours = np.asarray(program.apply(state, batch_of()))
-    np.testing.assert_allclose(ours, torch_logits(theirs, batch_of()).detach().numpy(), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(
+        ours, torch_logits(theirs, batch_of()).detach().numpy(), rtol=0, atol=1e-4
+    )
 
 
 def test_real_sizes_have_the_published_number_of_parameters(tmp_path):
@@ -341,7 +547,11 @@ def test_real_sizes_have_the_published_number_of_parameters(tmp_path):
     sizes = lambda *n: dict(zip(list(SIZES)[:6], n, strict=True))  # noqa: E731
     models = {
         8_030_261_248: {"model_type": "llama", **sizes(128_256, 4096, 14_336, 32, 32, 8)},
-        494_032_768: {"model_type": "qwen2", **sizes(151_936, 896, 4864, 24, 14, 2), "tie_word_embeddings": True},
+        494_032_768: {
+            "model_type": "qwen2",
+            **sizes(151_936, 896, 4864, 24, 14, 2),
+            "tie_word_embeddings": True,
+        },
         2_614_341_888: {"model_type": "gemma2", **sizes(256_000, 2304, 9216, 26, 8, 4)},
     }
     for count, config in models.items():
@@ -350,8 +560,17 @@ def test_real_sizes_have_the_published_number_of_parameters(tmp_path):
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gemma3_text", "qwen3"])
 def test_products_are_in_the_dtype_in_which_parameters_arrive(tmp_path, kind):
-    config = {**LLAMA, "model_type": kind, "head_dim": 16, "sliding_window": None if kind == "qwen3" else 5}
-    model = model_of(folder_of(tmp_path, {k: v for k, v in config.items() if kind != "llama" or k != "sliding_window"}))
+    config = {
+        **LLAMA,
+        "model_type": kind,
+        "head_dim": 16,
+        "sliding_window": None if kind == "qwen3" else 5,
+    }
+    model = model_of(
+        folder_of(
+            tmp_path, {k: v for k, v in config.items() if kind != "llama" or k != "sliding_window"}
+        )
+    )
     key, batch = jax.random.key(0), batch_of()
 
     def run():
@@ -365,7 +584,9 @@ def test_products_are_in_the_dtype_in_which_parameters_arrive(tmp_path, kind):
     jaxpr = jax.make_jaxpr(run)()
     assert jaxpr.out_avals[0].dtype == jnp.bfloat16
     flat = flatten(jaxpr.jaxpr, jaxpr.consts).instructions
-    inputs: list[Any] = [i.eqn.invars[0].aval for i in flat if i.eqn.primitive.name == "dot_general"]
+    inputs: list[Any] = [
+        i.eqn.invars[0].aval for i in flat if i.eqn.primitive.name == "dot_general"
+    ]
     products = [aval.dtype for aval in inputs]
     assert len(products) >= 9  # seven projections, scores, and what is made of them
     assert set(products) == {jnp.dtype("bfloat16")}

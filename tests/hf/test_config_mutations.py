@@ -1,6 +1,8 @@
-"""A `config.json` that was changed at random is refused by the key, or computes what transformers computes of it.
+"""A `config.json` that was changed at random is refused by the key, or computes what transformers
+computes of it.
 
-Each mutation of a published config ends in one of these ways; any other fails the test, with its seed:
+Each mutation of a published config ends in one of these ways; any other fails the test, with its
+seed:
 
     refused         by a ValueError that names what was changed
     equal           logits are those of transformers, with the same weights
@@ -30,7 +32,11 @@ need("torch", "transformers")
 TOLERANCE = 1e-4
 """Of logits, as in test_parity.py; relative where they are larger than 1."""
 SECONDS = 10
-_LAYER_TYPES = (["full_attention"] * 3, ["sliding_attention"] * 3, ["sliding_attention", "full_attention", "full_attention"])
+_LAYER_TYPES = (
+    ["full_attention"] * 3,
+    ["sliding_attention"] * 3,
+    ["sliding_attention", "full_attention", "full_attention"],
+)
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 _LLAMA3 = {**_YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _ROPES = (
@@ -105,10 +111,16 @@ def changed(name: str, seed: int) -> dict[str, Any]:
 
 
 def names_of_changes(before: Any, after: Any) -> set[str]:
-    """Return the keys whose values differ, and those of objects in which some do; 1, 1.0 and true are not the same."""
+    """Return the keys whose values differ, and those of objects in which some do; 1, 1.0 and true
+    are not the same.
+    """
     if not isinstance(before, dict) or not isinstance(after, dict):
         return set()
-    differ = {key for key in before.keys() | after.keys() if repr(before.get(key, ...)) != repr(after.get(key, ...))}
+    differ = {
+        key
+        for key in before.keys() | after.keys()
+        if repr(before.get(key, ...)) != repr(after.get(key, ...))
+    }
     inner = (names_of_changes(before.get(key), after.get(key)) for key in differ)
     return differ.union(*inner)
 
@@ -128,8 +140,14 @@ class Trial:
             outcome = self.outcome(CONFIGS[name], config)
         except Exception as error:
             differ = sorted(names_of_changes(CONFIGS[name], config), key=repr)
-            shown = {key: config.get(key, "deleted") for key in differ if key in config or key in CONFIGS[name]}
-            raise AssertionError(f"{name} {seed}: {shown}: {type(error).__name__}: {error}") from error
+            shown = {
+                key: config.get(key, "deleted")
+                for key in differ
+                if key in config or key in CONFIGS[name]
+            }
+            raise AssertionError(
+                f"{name} {seed}: {shown}: {type(error).__name__}: {error}"
+            ) from error
         self.counts[outcome] += 1
 
     def outcome(self, before: dict[str, Any], config: dict[str, Any]) -> str:
@@ -140,7 +158,9 @@ class Trial:
             model = model_of(self.folder) if self.computes and ours not in self._models else None
         except ValueError as error:
             told = str(error)
-            assert any(key in told for key in names_of_changes(before, config)), f"it names no key that was changed: {told}"
+            assert any(key in told for key in names_of_changes(before, config)), (
+                f"it names no key that was changed: {told}"
+            )
             return "refused"
         finally:
             assert time.process_time() - start < SECONDS
@@ -159,14 +179,18 @@ class Trial:
         if logits is None:
             return "theirs"
         if ours not in self._ours:
-            self._ours[ours] = our_logits(model or model_of(self.folder), FAMILIES[config["model_type"]].names, theirs, batch)
+            self._ours[ours] = our_logits(
+                model or model_of(self.folder), FAMILIES[config["model_type"]].names, theirs, batch
+            )
         bound = TOLERANCE * max(1.0, float(np.abs(logits).max()))
         np.testing.assert_allclose(self._ours[ours], logits, rtol=0, atol=bound)
         return "equal"
 
 
 def transformers_model(folder: Any, is_large: bool) -> Any:
-    """Return what transformers makes of a folder, with weights by name; a config if it is large; None where it refuses."""
+    """Return what transformers makes of a folder, with weights by name; a config if it is large;
+    None where it refuses.
+    """
     import torch
     import transformers
 
@@ -181,7 +205,9 @@ def transformers_model(folder: Any, is_large: bool) -> Any:
         return None
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            values = np.random.default_rng(zlib.crc32(name.encode())).normal(0, 0.1, tuple(parameter.shape))
+            values = np.random.default_rng(zlib.crc32(name.encode())).normal(
+                0, 0.1, tuple(parameter.shape)
+            )
             is_gain = name.endswith("norm.weight") and "gemma" not in config.model_type
             parameter.copy_(torch.tensor(values + is_gain))
     return model
@@ -193,7 +219,9 @@ def check_sizes(theirs: Any, ours: DecoderConfig) -> None:
         "layers": "num_hidden_layers", "hidden": "hidden_size", "intermediate": "intermediate_size", "vocab": "vocab_size",
         "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
     }  # fmt: skip
-    assert {here: getattr(theirs, there) for here, there in names.items()} == {here: getattr(ours, here) for here in names}
+    assert {here: getattr(theirs, there) for here, there in names.items()} == {
+        here: getattr(ours, here) for here in names
+    }
 
 
 def logits_of(theirs: Any, batch: dict[str, np.ndarray]) -> np.ndarray | None:
@@ -211,7 +239,10 @@ def logits_of(theirs: Any, batch: dict[str, np.ndarray]) -> np.ndarray | None:
 def our_logits(model: Any, table: Any, theirs: Any, batch: dict[str, np.ndarray]) -> np.ndarray:
     """Return a model's logits with the weights of one of transformers."""
     key = jax.random.key(0)
-    shapes = {part: jax.eval_shape(getattr(model, f"init_{part}"), key) for part in ("embed", "block", "head")}
+    shapes = {
+        part: jax.eval_shape(getattr(model, f"init_{part}"), key)
+        for part in ("embed", "block", "head")
+    }
     found: dict[tuple[str, int | None], np.ndarray] = {}
     place = renaming(table)
     for name, parameter in theirs.named_parameters():
@@ -234,14 +265,22 @@ def our_logits(model: Any, table: Any, theirs: Any, batch: dict[str, np.ndarray]
     context = model.context(batch)
     x = model.embed(embed, batch, None)
     for layer in range(model.num_layers):
-        x = model.block(params("block", layer), x, None, context, jax.tree.map(lambda a, n=layer: a[n], model.per_layer))
+        x = model.block(
+            params("block", layer),
+            x,
+            None,
+            context,
+            jax.tree.map(lambda a, n=layer: a[n], model.per_layer),
+        )
     assert used == set(found)
     return np.asarray(model.predict(head, embed, x, batch))
 
 
 def test_published_configs_are_taken_without_a_word(tmp_path, caplog):
     trial = Trial(tmp_path, computes=False)
-    assert {name: trial.outcome({}, config) for name, config in CONFIGS.items()} == dict.fromkeys(CONFIGS, "accepted")
+    assert {name: trial.outcome({}, config) for name, config in CONFIGS.items()} == dict.fromkeys(
+        CONFIGS, "accepted"
+    )
     assert not caplog.records
 
 

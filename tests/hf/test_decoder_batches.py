@@ -1,4 +1,6 @@
-"""A batch out of range moves nothing and is named; one that is wrong by its keys, dtypes or shapes is refused."""
+"""A batch out of range moves nothing and is named; one that is wrong by its keys, dtypes or shapes
+is refused.
+"""
 
 import collections
 import logging
@@ -44,24 +46,36 @@ class Foreign:
 
 @pytest.mark.parametrize("name", ["tokens", "targets"])
 def test_arrays_of_other_libraries_are_refused_with_the_way_round(name):
-    with pytest.raises(ValueError, match=rf"batch\['{name}'\] is a Foreign of .*: give batch\['{name}'\]\.numpy\(\)"):
+    with pytest.raises(
+        ValueError,
+        match=rf"batch\['{name}'\] is a Foreign of .*: give batch\['{name}'\]\.numpy\(\)",
+    ):
         check_batch(changed(**{name: Foreign()}))
 
 
 def test_tensors_of_torch_are_refused_with_the_way_round():
     torch = pytest.importorskip("torch")
     for dtype in (torch.int32, torch.int64):
-        with pytest.raises(ValueError, match=r"batch\['tokens'\] is a Tensor of .*torch\.int.*batch\['tokens'\]\.numpy\(\)"):
+        with pytest.raises(
+            ValueError,
+            match=r"batch\['tokens'\] is a Tensor of .*torch\.int.*batch\['tokens'\]\.numpy\(\)",
+        ):
             check_batch(changed(tokens=torch.zeros((4, 6), dtype=dtype)))
 
 
 OUT_OF_RANGE = {
     "token-negative": ({"tokens": -1}, "fault/tokens_outside_0..95"),
     "token-above": ({"tokens": VOCAB}, "fault/tokens_outside_0..95"),
-    "token-uint32": ({"tokens": np.full((4, 6), 2**32 - 1, np.uint32)}, "fault/tokens_outside_0..95"),
+    "token-uint32": (
+        {"tokens": np.full((4, 6), 2**32 - 1, np.uint32)},
+        "fault/tokens_outside_0..95",
+    ),
     "target-above": ({"targets": VOCAB}, "fault/targets_above_95"),
     "position-negative": ({"positions": -1}, "fault/positions_outside_0..16777216"),
-    "no-target-counts": ({"tokens": -1, "targets": np.full((4, 6), -1, np.int32)}, "fault/tokens_outside_0..95"),
+    "no-target-counts": (
+        {"tokens": -1, "targets": np.full((4, 6), -1, np.int32)},
+        "fault/tokens_outside_0..95",
+    ),
 }
 HOW = {
     "resident": {"stage": 3, "precision": "bf16"},
@@ -69,8 +83,18 @@ HOW = {
     "microbatches": {"stage": 2, "num_microbatches": 2},
     "fp16": {"stage": 3, "precision": "fp16"},
     "streamed": {"params": "pinned_host", "opt_state": "pinned_host", "precision": "bf16"},
-    "in-backward": {"params": "pinned_host", "opt_state": "pinned_host", "update": "in_backward", "num_microbatches": 2},
-    "on-host": {"params": "pinned_host", "opt_state": "pinned_host", "grads": "pinned_host", "update_on": "host"},
+    "in-backward": {
+        "params": "pinned_host",
+        "opt_state": "pinned_host",
+        "update": "in_backward",
+        "num_microbatches": 2,
+    },
+    "on-host": {
+        "params": "pinned_host",
+        "opt_state": "pinned_host",
+        "grads": "pinned_host",
+        "update_on": "host",
+    },
     "nvme": {"params": "nvme", "opt_state": "nvme", "grads": "nvme"},
 }
 
@@ -83,7 +107,9 @@ def test_a_batch_out_of_range_moves_nothing_and_is_named(how, tmp_path, caplog):
     with program_of(write(tmp_path / "model"), 2, **HOW[how], **swap) as program:
         state, _ = program.step(program.init(jax.random.key(0)), batch_of())
         before, skipped = bytes_of(program, state), int(state.skipped)
-        for n, name in enumerate(OUT_OF_RANGE if how == "resident" else ("token-negative", "target-above")):
+        for n, name in enumerate(
+            OUT_OF_RANGE if how == "resident" else ("token-negative", "target-above")
+        ):
             others, fault = OUT_OF_RANGE[name]
             state, metrics = program.step(state, changed(**others))
             assert np.isnan(metrics["loss"])
@@ -130,7 +156,10 @@ def test_integers_of_every_width_give_the_same_loss(resident):
     expected = float(program.eval(state, batch))
     for dtype in ("uint8", ">i4", "int64", "uint64"):
         signed = np.dtype(dtype.replace("uint", "int"))
-        other = {"tokens": batch["tokens"].astype(dtype), "targets": batch["targets"].astype(signed)}
+        other = {
+            "tokens": batch["tokens"].astype(dtype),
+            "targets": batch["targets"].astype(signed),
+        }
         assert float(program.eval(state, other)) == expected, dtype
     ignored = {**batch, "targets": np.where(batch["targets"] < 0, -100, batch["targets"])}
     assert float(program.eval(state, ignored)) == expected
@@ -183,7 +212,11 @@ def test_shapes_alone_are_refused_before_anything_is_compiled(resident):
 
 
 # Most are refused, which compiles nothing.
-@pytest.mark.parametrize("seeds", [(0, 1, 2, *range(6, 15)), pytest.param(range(500), marks=pytest.mark.exhaustive)], ids=len)
+@pytest.mark.parametrize(
+    "seeds",
+    [(0, 1, 2, *range(6, 15)), pytest.param(range(500), marks=pytest.mark.exhaustive)],
+    ids=len,
+)
 def test_a_batch_of_any_kind_is_refused_by_name_or_right(resident, seeds):
     """In less than 10 seconds of the processor: others may use it, too."""
     (program, state), outcomes = resident, collections.Counter[str]()

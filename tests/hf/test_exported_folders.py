@@ -1,4 +1,6 @@
-"""What is exported loads in transformers, and weights that were not trained are the bits of the folder that they came from."""
+"""What is exported loads in transformers, and weights that were not trained are the bits of the
+folder that they came from.
+"""
 
 import json
 from typing import Any
@@ -21,7 +23,11 @@ def bits(folder):
     """Return the bytes of all tensors of a folder, by name, with dtype and shape."""
     file = open_weights(folder)
     return {
-        name: (t.dtype, t.shape, np.asarray(file.read(name, tuple((0, n) for n in t.shape))).tobytes())
+        name: (
+            t.dtype,
+            t.shape,
+            np.asarray(file.read(name, tuple((0, n) for n in t.shape))).tobytes(),
+        )
         for name, t in file.tensors.items()
     }
 
@@ -51,7 +57,11 @@ def loaded(folder):
     import transformers
 
     found: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, output_loading_info=True, attn_implementation="eager", dtype="float32", trust_remote_code=False
+        folder,
+        output_loading_info=True,
+        attn_implementation="eager",
+        dtype="float32",
+        trust_remote_code=False,
     )
     model, info = found
     assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -68,7 +78,13 @@ def exported_logits(folder):
 def test_untouched_weights_are_the_bits_of_the_file(tmp_path, case, tier):
     like = tmp_path / "model"
     write(case, like, dtype="bfloat16")
-    for name in ("tokenizer.json", "more/templates/a.jinja", "more/.hidden", "original/consolidated.00.pth", ".cache/a"):
+    for name in (
+        "tokenizer.json",
+        "more/templates/a.jinja",
+        "more/.hidden",
+        "original/consolidated.00.pth",
+        ".cache/a",
+    ):
         (like / name).parent.mkdir(parents=True, exist_ok=True)
         (like / name).write_text("{}")
     with program_of(model_of(like), tier, tmp_path) as program:
@@ -76,10 +92,19 @@ def test_untouched_weights_are_the_bits_of_the_file(tmp_path, case, tier):
     zj.export_hf(tmp_path / "ckpt", tmp_path / "out", like=like, shard_bytes=30_000)
     assert bits(tmp_path / "out") == bits(like)
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "more/templates/a.jinja"):
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "more/templates/a.jinja",
+    ):
         assert (tmp_path / "out" / name).read_bytes() == (like / name).read_bytes()
     # Folders come along which hold no weights.
-    assert not [name for name in ("more/.hidden", "original", ".cache") if (tmp_path / "out" / name).exists()]
+    assert not [
+        name
+        for name in ("more/.hidden", "original", ".cache")
+        if (tmp_path / "out" / name).exists()
+    ]
     loaded(tmp_path / "out")
 
 
@@ -123,7 +148,15 @@ def test_command_exports_in_another_dtype_which_the_config_tells(tmp_path, capsy
     write("qwen2", like, num_hidden_layers=1)
     program = program_of(model_of(like), "device", tmp_path)
     save(program, zj.import_hf(program, like, key=jax.random.key(0)), tmp_path / "ckpt")
-    arguments = ["export", str(tmp_path / "ckpt"), str(tmp_path / "out"), "--format", "hf", "--like", str(like)]
+    arguments = [
+        "export",
+        str(tmp_path / "ckpt"),
+        str(tmp_path / "out"),
+        "--format",
+        "hf",
+        "--like",
+        str(like),
+    ]
     cli.main([*arguments, "--dtype", "bfloat16"])
     there, here = bits(like), load_file(tmp_path / "out" / "model.safetensors")
     assert here.keys() == there.keys()
@@ -146,7 +179,10 @@ def test_folders_of_other_models_are_told(tmp_path):
     write("llama", other, num_hidden_layers=2, intermediate_size=80)
     program = program_of(model_of(like), "device", tmp_path)
     save(program, zj.import_hf(program, like, key=jax.random.key(0)), tmp_path / "ckpt")
-    with pytest.raises(zj.CheckpointError, match=r"is of another model.*mlp.*gate_proj.kernel \[2, 48, 64\].*q_proj.bias"):
+    with pytest.raises(
+        zj.CheckpointError,
+        match=r"is of another model.*mlp.*gate_proj.kernel \[2, 48, 64\].*q_proj.bias",
+    ):
         zj.export_hf(tmp_path / "ckpt", tmp_path / "out", like=other)
     with pytest.raises(ValueError, match="holds no adapters"):
         zj.export_hf(tmp_path / "ckpt", tmp_path / "out", like=like, merge_lora=True)

@@ -1,4 +1,6 @@
-"""What a folder holds beside its weights is checked before an export begins: links, what cannot be read, and JSON."""
+"""What a folder holds beside its weights is checked before an export begins: links, what cannot be
+read, and JSON.
+"""
 
 import json
 import os
@@ -52,9 +54,18 @@ def test_links_are_followed_within_the_folder_and_to_the_cache_s_blobs(tmp_path)
 
 
 WRONG = {
-    "dangling": (lambda at, outside: at.symlink_to("nowhere"), "is a link to nowhere, which is not there"),
-    "outside": (lambda at, outside: at.symlink_to(outside / "secret"), r"is a link to .*secret, outside of the folder"),
-    "other-blobs": (lambda at, outside: at.symlink_to("../../blobs/x"), r"is a link to .*blobs/x, outside of the folder"),
+    "dangling": (
+        lambda at, outside: at.symlink_to("nowhere"),
+        "is a link to nowhere, which is not there",
+    ),
+    "outside": (
+        lambda at, outside: at.symlink_to(outside / "secret"),
+        r"is a link to .*secret, outside of the folder",
+    ),
+    "other-blobs": (
+        lambda at, outside: at.symlink_to("../../blobs/x"),
+        r"is a link to .*blobs/x, outside of the folder",
+    ),
     "folder-outside": (lambda at, outside: at.symlink_to(outside), "outside of the folder"),
     "loop": (lambda at, outside: at.symlink_to(at.name), "is a link that leads to itself"),
     "fifo": (lambda at, outside: os.mkfifo(at), "is a FIFO, and no regular file"),
@@ -104,7 +115,10 @@ BROKEN = {
     "text": ("not json", "is no JSON"),
     "list": ("[]", "holds a list, and a JSON object is needed"),
     "deep": ("[" * 100_000, "is no JSON: it is nested too deeply"),
-    "string": ('{"eos_token_id": "</s>"}', r"eos_token_id is '</s>': a token's number, a list of some, or null is needed"),
+    "string": (
+        '{"eos_token_id": "</s>"}',
+        r"eos_token_id is '</s>': a token's number, a list of some, or null is needed",
+    ),
     "float": ('{"eos_token_id": [1, 2.5]}', r"eos_token_id is \[1, 2\.5\]"),
     "flag": ('{"eos_token_id": true}', "eos_token_id is True"),
 }
@@ -134,13 +148,15 @@ def test_the_tokens_that_end_an_answer_are_read(tmp_path):
 def test_config_has_the_new_dtype_under_both_of_its_names(tmp_path):
     like = folder_of(tmp_path / "like")
     for keys in (["torch_dtype", "dtype"], ["torch_dtype"], ["dtype"], []):
-        (like / "config.json").write_text(json.dumps({"model_type": "llama"} | dict.fromkeys(keys, "float32")))
+        (like / "config.json").write_text(
+            json.dumps({"model_type": "llama"} | dict.fromkeys(keys, "float32"))
+        )
         out = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
         out.mkdir()
         copy_beside(files_beside(like), out, dtype="bfloat16")
-        assert json.loads((out / "config.json").read_text()) == {"model_type": "llama"} | dict.fromkeys(
-            keys or ["dtype"], "bfloat16"
-        )
+        assert json.loads((out / "config.json").read_text()) == {
+            "model_type": "llama"
+        } | dict.fromkeys(keys or ["dtype"], "bfloat16")
         same = tmp_path / f"same-{out.name}"
         same.mkdir()
         copy_beside(files_beside(like), same)

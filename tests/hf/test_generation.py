@@ -1,4 +1,6 @@
-"""Greedy tokens are those of transformers' generate: with a cache on the device, and without one from disk."""
+"""Greedy tokens are those of transformers' generate: with a cache on the device, and without one
+from disk.
+"""
 
 import jax
 import numpy as np
@@ -38,8 +40,12 @@ def theirs(model):
 @pytest.mark.parametrize("tier", ["device", "pinned_host", "nvme"])
 def test_greedy_tokens_are_those_of_transformers(tmp_path, case, tier):
     # Large weights, and a head of its own: else a random model says the same token again and again.
-    sizes = {"initializer_range": 0.3} | ({"tie_word_embeddings": False} if case.startswith("gemma") else {})
-    sizes |= {"attn_logit_softcapping": 2.0} if case == "gemma2" else {}  # a cap that the scores reach
+    sizes = {"initializer_range": 0.3} | (
+        {"tie_word_embeddings": False} if case.startswith("gemma") else {}
+    )
+    sizes |= (
+        {"attn_logit_softcapping": 2.0} if case == "gemma2" else {}
+    )  # a cap that the scores reach
     expected = theirs(write(case, tmp_path / "model", **sizes))
     with program_of(model_of(tmp_path / "model"), tier, tmp_path) as program:
         state = zj.import_hf(program, tmp_path / "model", key=jax.random.key(0))
@@ -63,7 +69,9 @@ def test_a_cache_changes_no_token(tmp_path, name):
     write(case, tmp_path, initializer_range=0.3)
     program = program_of(model_of(tmp_path, **options), "device", tmp_path, **fields)
     state = zj.import_hf(program, tmp_path, key=jax.random.key(0))
-    found, again = (zj.generate(program, state, PROMPTS, COUNT, use_cache=cached) for cached in (True, False))
+    found, again = (
+        zj.generate(program, state, PROMPTS, COUNT, use_cache=cached) for cached in (True, False)
+    )
     assert [row.tolist() for row in found] == [row.tolist() for row in again]
 
 
@@ -72,6 +80,9 @@ def test_logits_of_one_position_are_those_of_all(tmp_path):
     program = program_of(model_of(tmp_path), "device", tmp_path)
     state = zj.import_hf(program, tmp_path, key=jax.random.key(0))
     tokens, last = np.arange(24, dtype=np.int32).reshape(2, 12), np.asarray([3, 11], np.int32)
-    every, one = program.apply(state, {"tokens": tokens}), program.apply(state, {"tokens": tokens, "last": last})
+    every, one = (
+        program.apply(state, {"tokens": tokens}),
+        program.apply(state, {"tokens": tokens, "last": last}),
+    )
     assert one.shape == (2, 96)
     np.testing.assert_allclose(one, np.asarray(every)[np.arange(2), last], atol=1e-5)

@@ -1,4 +1,6 @@
-"""A folder whose config computes something else than the program's model is refused, though all shapes are the same."""
+"""A folder whose config computes something else than the program's model is refused, though all
+shapes are the same.
+"""
 
 import json
 
@@ -25,7 +27,9 @@ def folder_of(path, **changes):
 
 def test_a_second_import_of_another_config_is_refused(tmp_path):
     like = folder_of(tmp_path / "like")
-    program = zj.build_train_step(model_of(like), adamw(), zj.ZeroConfig(), zj.make_mesh(fsdp=1, devices=jax.devices()[:1]))
+    program = zj.build_train_step(
+        model_of(like), adamw(), zj.ZeroConfig(), zj.make_mesh(fsdp=1, devices=jax.devices()[:1])
+    )
     for name, (changes, key) in OTHER.items():
         other = folder_of(tmp_path / name, **changes)
         message = rf"{name}/config\.json makes it decoder=.*{key}.*this program's model has"
@@ -39,6 +43,11 @@ def test_a_second_import_of_another_config_is_refused(tmp_path):
 def test_home_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     folder_of(tmp_path / "like")
-    program = zj.build_train_step(model_of("~/like"), adamw(), zj.ZeroConfig(), zj.make_mesh(fsdp=1, devices=jax.devices()[:1]))
+    program = zj.build_train_step(
+        model_of("~/like"),
+        adamw(),
+        zj.ZeroConfig(),
+        zj.make_mesh(fsdp=1, devices=jax.devices()[:1]),
+    )
     with pytest.raises(zj.CheckpointError, match=rf"{tmp_path}/like"):
         zj.import_hf(program, "~/like", key=jax.random.key(0))

@@ -1,4 +1,6 @@
-"""The language model of a model of images is saved as docs/fine_tuning.md says, and is a folder that is built."""
+"""The language model of a model of images is saved as docs/fine_tuning.md says, and is a folder
+that is built.
+"""
 
 import math
 import pathlib
@@ -26,13 +28,22 @@ def write(kind, folder):
     if kind == "gemma3":
         text = {**SIZES, "head_dim": 16, "sliding_window": 5}
         tokens = {"image_token_index": 95, "boi_token_index": 94, "eoi_token_index": 93}
-        config = transformers.Gemma3Config(text_config=text, vision_config=VISION, mm_tokens_per_image=4, **tokens)
+        config = transformers.Gemma3Config(
+            text_config=text, vision_config=VISION, mm_tokens_per_image=4, **tokens
+        )
     elif kind == "llava":
         text, vision = transformers.LlamaConfig(**SIZES), transformers.CLIPVisionConfig(**VISION)
-        config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=95)
+        config = transformers.LlavaConfig(
+            text_config=text, vision_config=vision, image_token_index=95
+        )
     else:
-        text, vision = transformers.MistralConfig(**SIZES), transformers.PixtralVisionConfig(**VISION)
-        config = transformers.Mistral3Config(text_config=text, vision_config=vision, image_token_index=95)
+        text, vision = (
+            transformers.MistralConfig(**SIZES),
+            transformers.PixtralVisionConfig(**VISION),
+        )
+        config = transformers.Mistral3Config(
+            text_config=text, vision_config=vision, image_token_index=95
+        )
     model = transformers.AutoModelForImageTextToText.from_config(config, trust_remote_code=False)
     model.save_pretrained(folder)
     return model
@@ -43,14 +54,25 @@ def write(kind, folder):
                          ids=["gemma3", "llava", "mistral3"])  # fmt: skip
 def test_the_language_model_of_a_model_of_images_is_built(tmp_path, kind, inner):
     full = write(kind, tmp_path / "full")
-    with pytest.raises(ValueError, match=rf"language model is of a built family, '{inner}': docs/fine_tuning.md shows"):
+    with pytest.raises(
+        ValueError,
+        match=rf"language model is of a built family, '{inner}': docs/fine_tuning.md shows",
+    ):
         config_of(tmp_path / "full")
-    block = next(b for b in re.findall(r"```python[^\n]*\n(.*?)```", PAGE.read_text(), re.S) if "language_model" in b)
-    block = block.replace("gemma-3-4b-it", str(tmp_path / "full")).replace("gemma-3-4b-text", str(tmp_path / "text"))
+    block = next(
+        b
+        for b in re.findall(r"```python[^\n]*\n(.*?)```", PAGE.read_text(), re.S)
+        if "language_model" in b
+    )
+    block = block.replace("gemma-3-4b-it", str(tmp_path / "full")).replace(
+        "gemma-3-4b-text", str(tmp_path / "text")
+    )
     exec(block, {})
     config, file = config_of(tmp_path / "text"), open_weights(tmp_path / "text")
     assert sum(math.prod(tensor.shape) for tensor in file.tensors.values()) == config.num_params
     place = renaming(FAMILIES[inner].names)
     assert {place(name).name.split(".")[0] for name in file.tensors} == {"embed", "blocks", "head"}
     table = full.model.language_model.embed_tokens.weight.detach().numpy()
-    assert (file.read("model.embed_tokens.weight", tuple((0, n) for n in table.shape)) == table).all()
+    assert (
+        file.read("model.embed_tokens.weight", tuple((0, n) for n in table.shape)) == table
+    ).all()

@@ -1,4 +1,6 @@
-"""A checkpoint goes from a folder's shards to the disk, and out to a folder again, in memory that its size does not change."""
+"""A checkpoint goes from a folder's shards to the disk, and out to a folder again, in memory that
+its size does not change.
+"""
 
 import json
 import shutil
@@ -94,14 +96,22 @@ def run(tmp_path, sizes, limit, layers):
     arguments = [json.dumps(sizes), str(limit), str(tmp_path), json.dumps(layers)]
     # glibc reserves 64 MiB of address space for each of 20 threads, and uses little of it.
     env = processes.environment() | {"MALLOC_ARENA_MAX": "1"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True, env=env, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *arguments],
+        capture_output=True,
+        text=True,
+        env=env,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     print(found)
     return found
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/status tells the peak of memory on Linux")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="/proc/self/status tells the peak of memory on Linux"
+)
 def test_peak_of_memory_does_not_grow_with_the_checkpoint(tmp_path):
     """Four times the layers, and the same record."""
     sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 768}
@@ -112,7 +122,9 @@ def test_peak_of_memory_does_not_grow_with_the_checkpoint(tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/status tells the peak of memory on Linux")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="/proc/self/status tells the peak of memory on Linux"
+)
 def test_four_gigabytes_pass_through_three_of_address_space(tmp_path):
     if (free := shutil.disk_usage(tmp_path).free) < (needed := 24 << 30):
         pytest.skip(f"needs {needed >> 30} GiB of disk, and {free >> 30} are free")

@@ -1,4 +1,6 @@
-"""Adapters over a frozen base train as PEFT's do, write nothing of the base, and are exported for it."""
+"""Adapters over a frozen base train as PEFT's do, write nothing of the base, and are exported for
+it.
+"""
 
 import dataclasses
 import re
@@ -17,7 +19,9 @@ from zerojax.weights import renaming
 
 need("torch", "transformers", "peft")
 # peft reads an attribute that transformers renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
+)
 
 LORA = zj.Lora(rank=3, alpha=12, targets="all")
 SIZES = {"hidden_size": 64, "intermediate_size": 256, "vocab_size": 96}
@@ -60,12 +64,16 @@ BASES = {"bf16": {}, "int8": {"frozen_dtype": "int8"}, "nf4": {"frozen_dtype": "
 @pytest.mark.parametrize("base", list(BASES))
 @pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_adapters_over_a_base_on_disk_track_peft(tmp_path, case, base, tier):
-    """The base is that of a folder in bfloat16, and computed with in float32; the adapters rest on the device."""
+    """The base is that of a folder in bfloat16, and computed with in float32; the adapters rest on
+    the device.
+    """
     import peft
 
     like = tmp_path / "model"
     theirs = write(case, like, dtype="bfloat16", **SIZES)
-    program = program_of(model_of(like, lora=LORA), "device", tmp_path, devices=1, frozen=tier, **BASES[base])
+    program = program_of(
+        model_of(like, lora=LORA), "device", tmp_path, devices=1, frozen=tier, **BASES[base]
+    )
     with program:
         state = zj.import_hf(program, like, key=jax.random.key(1))
         error = set_base(theirs, program, state)
@@ -82,8 +90,12 @@ def test_adapters_over_a_base_on_disk_track_peft(tmp_path, case, base, tier):
     adapted = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapters", is_trainable=True)
     trained = [p for name, p in adapted.named_parameters() if "lora_" in name]
     assert len(trained) == 2 * 7 * 3
-    np.testing.assert_allclose(losses, torch_losses(adapted, rate=1e-3, parameters=trained), rtol=0, atol=1e-4)
-    assert sum(leaf.size for leaf in jax.tree.leaves(state.params)) == sum(p.numel() for p in trained)
+    np.testing.assert_allclose(
+        losses, torch_losses(adapted, rate=1e-3, parameters=trained), rtol=0, atol=1e-4
+    )
+    assert sum(leaf.size for leaf in jax.tree.leaves(state.params)) == sum(
+        p.numel() for p in trained
+    )
 
 
 @pytest.mark.by_default("nf4")
@@ -108,13 +120,18 @@ def test_exported_adapters_are_those_that_trained_merged_or_not(tmp_path, base):
     adapted = peft.PeftModel.from_pretrained(original, tmp_path / "adapters").eval()
     beside = torch_logits(adapted, batch_of()).detach().numpy()
     merged = (
-        torch_logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", **kinds).eval(), batch_of())
+        torch_logits(
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", **kinds).eval(),
+            batch_of(),
+        )
         .detach()
         .numpy()
     )
     assert np.abs(beside - untrained).max() > 1e-2
     np.testing.assert_allclose(merged, beside, rtol=0, atol=1e-5)
-    if base == "bf16":  # else the program computes with a rounded base, and the folder has the one that it was made of
+    if (
+        base == "bf16"
+    ):  # else the program computes with a rounded base, and the folder has the one that it was made of
         np.testing.assert_allclose(program.apply(state, batch_of()), beside, rtol=0, atol=1e-4)
 
 
@@ -126,7 +143,10 @@ def test_adapters_are_restored_from_any_tier_onto_any(tmp_path, here, there):
     write("llama", like)
     found = []
     for tier in (here, there):
-        with program_of(model_of(like, lora=LORA), tier, tmp_path) as program, zj.Checkpointer(tmp_path / "ckpt") as ckpt:
+        with (
+            program_of(model_of(like, lora=LORA), tier, tmp_path) as program,
+            zj.Checkpointer(tmp_path / "ckpt") as ckpt,
+        ):
             if not found:
                 state = zj.import_hf(program, like, key=jax.random.key(1))
                 _, state = losses_of(program, state, steps=2)
@@ -134,7 +154,13 @@ def test_adapters_are_restored_from_any_tier_onto_any(tmp_path, here, there):
                 ckpt.wait()
             else:
                 state = ckpt.restore(program)
-            found.append([np.asarray(a) for _, tree in program.iter_params(state) for a in jax.tree.leaves(tree)])
+            found.append(
+                [
+                    np.asarray(a)
+                    for _, tree in program.iter_params(state)
+                    for a in jax.tree.leaves(tree)
+                ]
+            )
     for a, b in zip(*found, strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -148,15 +174,27 @@ def test_adapters_of_another_scale_or_config_are_not_restored_and_dropout_may_ch
 
     with program() as first, zj.Checkpointer(tmp_path / "ckpt") as ckpt:
         ckpt.save(first, zj.import_hf(first, tmp_path / "like", key=jax.random.key(0)))
-        with program(alpha=8) as other, pytest.raises(zj.CheckpointError, match=r"saved of a model with lora=.*'alpha': 4"):
+        with (
+            program(alpha=8) as other,
+            pytest.raises(zj.CheckpointError, match=r"saved of a model with lora=.*'alpha': 4"),
+        ):
             ckpt.restore(other)
         with program(dropout=0.1) as other:
             assert ckpt.restore(other).step == 0
         # Heads of another width have weights of the same shapes.
-        write("llama", tmp_path / "other", rms_norm_eps=1e-3, num_attention_heads=2, num_key_value_heads=1)
+        write(
+            "llama",
+            tmp_path / "other",
+            rms_norm_eps=1e-3,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+        )
         model = model_of(tmp_path / "other", lora=zj.Lora(rank=2, alpha=4))
         told = r"of a model with decoder=\{.*'heads': 4,.*'norm_eps': 1e-06.* program's has .*'norm_eps': 0.001"
-        with program_of(model, "device", tmp_path, 1) as other, pytest.raises(zj.CheckpointError, match=told):
+        with (
+            program_of(model, "device", tmp_path, 1) as other,
+            pytest.raises(zj.CheckpointError, match=told),
+        ):
             ckpt.restore(other)
         about = first.model.about
         assert about is not None
@@ -169,11 +207,20 @@ def test_adapters_of_another_scale_or_config_are_not_restored_and_dropout_may_ch
 def test_adapters_alone_are_not_exported_where_more_was_trained(tmp_path):
     write("llama", tmp_path / "like")
     model = model_of(
-        tmp_path / "like", lora=zj.Lora(rank=2, alpha=4), trainable=lambda path, _: "lora" in path or path[-1] == "scale"
+        tmp_path / "like",
+        lora=zj.Lora(rank=2, alpha=4),
+        trainable=lambda path, _: "lora" in path or path[-1] == "scale",
     )
     with program_of(model, "device", tmp_path, 1) as program:
-        ckpt = save(program, zj.import_hf(program, tmp_path / "like", key=jax.random.key(0)), tmp_path / "ckpt")
-    with pytest.raises(ValueError, match=r"trained beside the adapters: blocks.input_layernorm.scale; .*merge_lora=True"):
+        ckpt = save(
+            program,
+            zj.import_hf(program, tmp_path / "like", key=jax.random.key(0)),
+            tmp_path / "ckpt",
+        )
+    with pytest.raises(
+        ValueError,
+        match=r"trained beside the adapters: blocks.input_layernorm.scale; .*merge_lora=True",
+    ):
         zj.export_peft(ckpt, tmp_path / "adapters", like=tmp_path / "like")
     assert not (tmp_path / "adapters").exists()
     zj.export_hf(ckpt, tmp_path / "merged", like=tmp_path / "like", merge_lora=True)
@@ -184,13 +231,25 @@ def test_adapters_are_exported_for_their_own_base(tmp_path):
     write("llama", tmp_path / "wider", hidden_size=64)
     write("llama", tmp_path / "shallow", num_hidden_layers=2)
     write("llama", tmp_path / "long", rope_parameters={"rope_type": "default", "rope_theta": 5e4})
-    with program_of(model_of(tmp_path / "like", lora=zj.Lora(rank=2, alpha=4)), "device", tmp_path, 1) as program:
-        ckpt = save(program, zj.import_hf(program, tmp_path / "like", key=jax.random.key(0)), tmp_path / "ckpt")
-    with pytest.raises(zj.CheckpointError, match=r"is of another model than .*wider: lora_A \[2, 48\] beside"):
+    with program_of(
+        model_of(tmp_path / "like", lora=zj.Lora(rank=2, alpha=4)), "device", tmp_path, 1
+    ) as program:
+        ckpt = save(
+            program,
+            zj.import_hf(program, tmp_path / "like", key=jax.random.key(0)),
+            tmp_path / "ckpt",
+        )
+    with pytest.raises(
+        zj.CheckpointError, match=r"is of another model than .*wider: lora_A \[2, 48\] beside"
+    ):
         zj.export_peft(ckpt, tmp_path / "adapters", like=tmp_path / "wider")
-    with pytest.raises(zj.CheckpointError, match=r"layers.2.self_attn.q_proj.weight which is not there"):
+    with pytest.raises(
+        zj.CheckpointError, match=r"layers.2.self_attn.q_proj.weight which is not there"
+    ):
         zj.export_peft(ckpt, tmp_path / "adapters", like=tmp_path / "shallow")
-    with pytest.raises(zj.CheckpointError, match=r"was trained with decoder=\{'ropes'.*long/config.json makes it"):
+    with pytest.raises(
+        zj.CheckpointError, match=r"was trained with decoder=\{'ropes'.*long/config.json makes it"
+    ):
         zj.export_peft(ckpt, tmp_path / "adapters", like=tmp_path / "long")
 
 
@@ -206,7 +265,9 @@ def change(folder, tensor, times, part=...):
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("fsdp", [1, 2])
 @pytest.mark.parametrize("base", list(BASES))
-def test_another_base_of_the_same_shapes_is_not_merged_onto(tmp_path, monkeypatch, base, fsdp, tensor):
+def test_another_base_of_the_same_shapes_is_not_merged_onto(
+    tmp_path, monkeypatch, base, fsdp, tensor
+):
     """Of a mesh with `tensor` blocks lie along other dims, and scales are in groups of rows."""
     for name, seed in (("like", 0), ("sibling", 1)):
         write("qwen2", tmp_path / name, shard="1GB", seed=seed, num_hidden_layers=2, **SIZES)
@@ -217,20 +278,31 @@ def test_another_base_of_the_same_shapes_is_not_merged_onto(tmp_path, monkeypatc
     ckpt = save(program, zj.import_hf(program, like, key=jax.random.key(1)), tmp_path / "ckpt")
     zj.export_peft(ckpt, tmp_path / "adapters", like=like)
     zj.export_hf(ckpt, tmp_path / "merged", like=like, merge_lora=True)
-    for export in (zj.export_peft, lambda *args, like: zj.export_hf(*args, like=like, merge_lora=True)):
+    for export in (
+        zj.export_peft,
+        lambda *args, like: zj.export_hf(*args, like=like, merge_lora=True),
+    ):
         with pytest.raises(
-            zj.CheckpointError, match=r"sibling is not the base .* differ: lm_head\.weight; model\..*; and \d+ more"
+            zj.CheckpointError,
+            match=r"sibling is not the base .* differ: lm_head\.weight; model\..*; and \d+ more",
         ):
             export(ckpt, out, like=sibling)
     # The same codes, and other scales.
     change(like, "model.layers.0.mlp.up_proj.weight", 2)
-    with pytest.raises(zj.CheckpointError, match=r"that differ: model.layers.0.mlp.up_proj.weight. Give"):
+    with pytest.raises(
+        zj.CheckpointError, match=r"that differ: model.layers.0.mlp.up_proj.weight. Give"
+    ):
         zj.export_peft(ckpt, out, like=like)
     change(like, "model.layers.0.mlp.up_proj.weight", 0.5)
     # Some numbers that are in no sample: all are compared where the base is written, in pieces.
     monkeypatch.setattr(base_of_hf, "_PIECE", 1 << 12)
     zj.export_hf(ckpt, tmp_path / "again", like=like, merge_lora=True)
-    change(like, name := "model.layers.1.mlp.up_proj.weight", np.linspace(1, 2, 16, dtype=np.float32), (3, slice(16)))
+    change(
+        like,
+        name := "model.layers.1.mlp.up_proj.weight",
+        np.linspace(1, 2, 16, dtype=np.float32),
+        (3, slice(16)),
+    )
     zj.export_peft(ckpt, tmp_path / "others", like=like)
     with pytest.raises(zj.CheckpointError, match=f"that differ: {name}. Give"):
         zj.export_hf(ckpt, out, like=like, merge_lora=True)
@@ -259,10 +331,19 @@ def test_dropout_of_adapters_is_in_training_alone(tmp_path):
         program = program_of(model_of(tmp_path, lora=lora), "device", tmp_path)
         state = zj.import_hf(program, tmp_path, key=jax.random.key(1))
         trained, state = losses_of(program, state, steps=2)
-        losses.append((trained[-1], float(program.eval(state, batch_of())), float(program.eval(state, batch_of()))))
+        losses.append(
+            (
+                trained[-1],
+                float(program.eval(state, batch_of())),
+                float(program.eval(state, batch_of())),
+            )
+        )
     assert losses[0][0] != losses[1][0]
     assert losses[1][1] == losses[1][2]
-    names = [re.sub(r"\W+", ".", jax.tree_util.keystr(path)) for path, _ in jax.tree_util.tree_leaves_with_path(state.params)]
+    names = [
+        re.sub(r"\W+", ".", jax.tree_util.keystr(path))
+        for path, _ in jax.tree_util.tree_leaves_with_path(state.params)
+    ]
     assert len(names) == 4
     assert all("v_proj.lora" in name or "down_proj.lora" in name for name in names)
 
@@ -285,7 +366,12 @@ def test_adapters_that_cannot_be_are_refused(fields, told):
 def test_a_base_that_lacks_a_weight_is_not_completed(tmp_path):
     write("llama", tmp_path, num_hidden_layers=2, tie_word_embeddings=True)
     config = tmp_path / "config.json"
-    config.write_text(config.read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false'))
+    config.write_text(
+        config.read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false')
+    )
     program = program_of(model_of(tmp_path, lora=LORA), "device", tmp_path)
-    with pytest.raises(zj.CheckpointError, match=r"no head.lm_head.embedding \(in the file lm_head.weight\) \[96, 48\]"):
+    with pytest.raises(
+        zj.CheckpointError,
+        match=r"no head.lm_head.embedding \(in the file lm_head.weight\) \[96, 48\]",
+    ):
         zj.import_hf(program, tmp_path, key=jax.random.key(0))

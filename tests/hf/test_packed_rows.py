@@ -15,7 +15,9 @@ LENGTHS = ((5, 4), (7,))
 
 
 def packed_and_alone(length=12):
-    """Return a batch of rows with several sequences, and one with each sequence in a row of its own."""
+    """Return a batch of rows with several sequences, and one with each sequence in a row of its
+    own.
+    """
     rng = np.random.default_rng(3)
     names = ("tokens", "targets", "segment_ids", "positions")
     packed = {name: np.zeros((len(LENGTHS), length), np.int32) for name in names}
@@ -26,14 +28,22 @@ def packed_and_alone(length=12):
         for number, n in enumerate(lengths):
             tokens, end = rng.integers(1, 96, n + 1).astype(np.int32), at + n
             targets = np.where(rng.random(n) < 0.3, -1, tokens[1:])
-            parts = {"tokens": tokens[:-1], "targets": targets, "segment_ids": number + 1, "positions": np.arange(n)}
+            parts = {
+                "tokens": tokens[:-1],
+                "targets": targets,
+                "segment_ids": number + 1,
+                "positions": np.arange(n),
+            }
             for name, part in parts.items():
                 packed[name][row, at:end] = part
             alone["tokens"].append(np.pad(tokens[:-1], (0, length - n)))
             alone["targets"].append(np.pad(targets, (0, length - n), constant_values=-1))
             at = end
     # The devices of the mesh divide the rows.
-    rows = {name: np.stack([*parts, np.full(length, 0 if name == "tokens" else -1)]) for name, parts in alone.items()}
+    rows = {
+        name: np.stack([*parts, np.full(length, 0 if name == "tokens" else -1)])
+        for name, parts in alone.items()
+    }
     return packed, {name: a.astype(np.int32) for name, a in rows.items()}
 
 
@@ -44,16 +54,23 @@ def test_loss_of_packed_rows_is_that_of_their_sequences_alone(tmp_path, case):
     program = program_of(model_of(tmp_path), "device", tmp_path)
     state = zj.import_hf(program, tmp_path, key=jax.random.key(0))
     packed, alone = packed_and_alone()
-    (loss, grads), (expected, expected_grads) = program.grads(state, packed), program.grads(state, alone)
+    (loss, grads), (expected, expected_grads) = (
+        program.grads(state, packed),
+        program.grads(state, alone),
+    )
     assert abs(float(loss) - float(expected)) < 1e-6
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
     one_segment = {**packed, "segment_ids": np.minimum(packed["segment_ids"], 1)}
-    assert abs(float(program.eval(state, one_segment)) - float(expected)) > 1e-4  # segments are what makes it so
+    assert (
+        abs(float(program.eval(state, one_segment)) - float(expected)) > 1e-4
+    )  # segments are what makes it so
 
 
 def weights_of(program, state):
-    return [np.asarray(leaf) for _, tree in program.iter_params(state) for leaf in jax.tree.leaves(tree)]
+    return [
+        np.asarray(leaf) for _, tree in program.iter_params(state) for leaf in jax.tree.leaves(tree)
+    ]
 
 
 @pytest.mark.exhaustive  # tests/data has one of them
@@ -65,8 +82,11 @@ def test_microbatches_with_uneven_masks_have_the_gradients_of_one_batch(tmp_path
     batch["targets"][3, 1:] = -1
     found = []
     for count in (1, 2, 4):
-        # A step of plain descent at a rate of 1: what it subtracts is the gradient, wherever that rests.
-        program = program_of(model_of(tmp_path / "model"), tier, tmp_path, tx=optax.sgd(1.0), num_microbatches=count)
+        # A step of plain descent at a rate of 1: what it subtracts is the gradient, wherever that
+        # rests.
+        program = program_of(
+            model_of(tmp_path / "model"), tier, tmp_path, tx=optax.sgd(1.0), num_microbatches=count
+        )
         with program:
             before = zj.import_hf(program, tmp_path / "model", key=jax.random.key(0))
             weights = weights_of(program, before)

@@ -1,9 +1,22 @@
-"""Decoders from a Hugging Face folder compute what transformers computes, in float32: logits, losses, and steps of AdamW."""
+"""Decoders from a Hugging Face folder compute what transformers computes, in float32: logits,
+losses, and steps of AdamW.
+"""
 
 import jax
 import numpy as np
 import pytest
-from hf_models import CASES, FAMILIES, batch_of, losses_of, need, program_of, torch_logits, torch_loss, torch_losses, write
+from hf_models import (
+    CASES,
+    FAMILIES,
+    batch_of,
+    losses_of,
+    need,
+    program_of,
+    torch_logits,
+    torch_loss,
+    torch_losses,
+    write,
+)
 
 import zerojax as zj
 from zerojax.hf import FAMILIES as BUILT
@@ -31,14 +44,21 @@ def test_logits_loss_and_gradients_are_those_of_transformers(tmp_path, case):
     our_loss, grads = program.grads(state, batch)
     assert abs(float(our_loss) - loss.item()) < LOSS
     flat = jax.tree_util.tree_flatten_with_path(grads)[0]
-    leaves = {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf) for path, leaf in flat}
+    leaves = {
+        jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf)
+        for path, leaf in flat
+    }
     place = renaming(BUILT[theirs.config.model_type].names)
     for name, parameter in theirs.named_parameters():
         found = place(name)
         here = leaves[found.name] if found.layer is None else leaves[found.name][found.layer]
         there = parameter.grad.numpy()
         np.testing.assert_allclose(
-            here, there if found.axes is None else there.transpose(found.axes), rtol=0, atol=GRADIENT, err_msg=name
+            here,
+            there if found.axes is None else there.transpose(found.axes),
+            rtol=0,
+            atol=GRADIENT,
+            err_msg=name,
         )
     assert config_of(tmp_path).num_params == sum(p.numel() for p in theirs.parameters())
 

@@ -1,4 +1,6 @@
-"""A folder whose `config.json` has other sizes than its weights is refused by the key, before anything is written."""
+"""A folder whose `config.json` has other sizes than its weights is refused by the key, before
+anything is written.
+"""
 
 import json
 
@@ -17,11 +19,16 @@ SIZES_OF = {**SIZES, "num_hidden_layers": 2}
 OTHERS = {
     "vocab_size": (300, r"vocab_size=300, and model\.embed_tokens\.weight \[96, 48\] has 96"),
     "hidden_size": (64, r"hidden_size=64, and model\.[a-z_.0-9]* .*has 48"),
-    "intermediate_size": (80, r"intermediate_size=80, and model\.layers\.0\.mlp\.[a-z]*_proj\.weight .* has 64"),
+    "intermediate_size": (
+        80,
+        r"intermediate_size=80, and model\.layers\.0\.mlp\.[a-z]*_proj\.weight .* has 64",
+    ),
     "attention_bias": (True, r"no model\.layers\.0\.self_attn\.q_proj\.bias"),
     "mlp_bias": (True, r"no model\.layers\.0\.mlp\.gate_proj\.bias"),
 }
-"""By key, another value and what is said of it; what computes something else beside is compared before."""
+"""By key, another value and what is said of it; what computes something else beside is compared
+before.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +60,9 @@ def test_an_export_names_the_key_of_another_size(saved, tmp_path, key):
     value, message = OTHERS[key]
     like = like_with(saved, tmp_path, **{key: value})
     for export, checkpoint in ((zj.export_hf, "whole"), (zj.export_peft, "adapters")):
-        with pytest.raises(zj.CheckpointError, match=rf"config\.json is not of the weights beside it: .*{message}"):
+        with pytest.raises(
+            zj.CheckpointError, match=rf"config\.json is not of the weights beside it: .*{message}"
+        ):
             export(saved / checkpoint, tmp_path / "out", like=like)
         assert not (tmp_path / "out").exists()
 
@@ -70,13 +79,21 @@ def test_an_import_names_the_key_of_another_size(saved, tmp_path, key):
 def test_layers_and_heads_are_named(saved, tmp_path):
     like = like_with(saved, tmp_path, num_hidden_layers=3)
     program = program_of(model_of(like), "device", tmp_path, 1)
-    with pytest.raises(zj.CheckpointError, match="num_hidden_layers=3, and the tensors are of 2 layers"):
+    with pytest.raises(
+        zj.CheckpointError, match="num_hidden_layers=3, and the tensors are of 2 layers"
+    ):
         zj.import_hf(program, like, key=jax.random.key(0))
     (like / "config.json").write_text(
-        json.dumps(json.loads((like / "config.json").read_text()) | {"num_hidden_layers": 2, "num_attention_heads": 2})
+        json.dumps(
+            json.loads((like / "config.json").read_text())
+            | {"num_hidden_layers": 2, "num_attention_heads": 2}
+        )
     )
     program = program_of(model_of(like), "device", tmp_path, 1)
-    with pytest.raises(zj.CheckpointError, match=r"num_attention_heads=2 times head_dim=12, and .*q_proj\.weight .* has 48"):
+    with pytest.raises(
+        zj.CheckpointError,
+        match=r"num_attention_heads=2 times head_dim=12, and .*q_proj\.weight .* has 48",
+    ):
         zj.import_hf(program, like, key=jax.random.key(0))
 
 
@@ -94,16 +111,22 @@ def test_a_tensor_of_the_last_layer_that_is_missing_is_named(saved, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("case", ["llama-biases", "llama-tied", "qwen2", "qwen3-biases", "gemma2-untied", "gemma3"])
+@pytest.mark.parametrize(
+    "case", ["llama-biases", "llama-tied", "qwen2", "qwen3-biases", "gemma2-untied", "gemma3"]
+)
 def test_the_table_of_sizes_is_that_of_the_model(tmp_path, case):
     import transformers
 
     name, options = CASES[case]
-    getattr(transformers, name)(**{**SIZES, **options, "architectures": ["x"]}).save_pretrained(tmp_path)
+    getattr(transformers, name)(**{**SIZES, **options, "architectures": ["x"]}).save_pretrained(
+        tmp_path
+    )
     config, model = config_of(tmp_path), model_of(tmp_path)
     found = {}
     for part, stem in (("embed", "embed."), ("block", STACK), ("head", "head.")):
         tree = jax.eval_shape(getattr(model, f"init_{part}"), jax.random.key(0))
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
             found[stem + jax.tree_util.keystr(path, simple=True, separator=".")] = leaf.shape
-    assert {name: tuple(size.number for size in dims) for name, dims in params_of(config).items()} == found
+    assert {
+        name: tuple(size.number for size in dims) for name, dims in params_of(config).items()
+    } == found

@@ -68,15 +68,22 @@ def test_collectives_inside_asynchronous_fusions_are_counted():
 }
 
 """
-    fused = "  %start = ((f32[128]{0}), f32[128]{0}) fusion-start(%kept), kind=kCustom, calls=%add.0\n"
+    fused = (
+        "  %start = ((f32[128]{0}), f32[128]{0}) fusion-start(%kept), kind=kCustom, calls=%add.0\n"
+    )
     text = TEXT.replace("ENTRY", reduced + "ENTRY").replace("  %used =", fused + "  %used =")
     assert hlo.collective_bytes(text)["all-reduce"] == 4 + 128 * 4
 
 
 def test_peak_gathered_follows_copies_and_loops():
     matrix = 64 * 64 * 2
-    assert hlo.peak_gathered_bytes(TEXT) == 2 * matrix + 128 * 4  # the gather and its copy, inside; %kept lives across
-    assert hlo.peak_gathered_bytes(TEXT.replace("copy(%gather-done)", "dot(%gather-done, %shard)")) == matrix + 128 * 4
+    assert (
+        hlo.peak_gathered_bytes(TEXT) == 2 * matrix + 128 * 4
+    )  # the gather and its copy, inside; %kept lives across
+    assert (
+        hlo.peak_gathered_bytes(TEXT.replace("copy(%gather-done)", "dot(%gather-done, %shard)"))
+        == matrix + 128 * 4
+    )
 
 
 def test_an_asynchronous_copy_is_one_array():
@@ -92,8 +99,13 @@ def test_an_asynchronous_copy_is_one_array():
 
 def test_tuples_of_the_same_tuples_do_not_multiply_what_is_gathered():
     """Forty pairs of the pair before are a gathered array once, and not 2**40 times."""
-    pairs = [f"  %pair{n + 1} = (f32[128]{{0}}, f32[128]{{0}}) tuple(%pair{n}, %pair{n})" for n in range(40)]
-    text = TEXT.replace("  %loop =", "\n".join(["  %pair0 = (f32[128]{0}) tuple(%kept)", *pairs, "  %loop ="]))
+    pairs = [
+        f"  %pair{n + 1} = (f32[128]{{0}}, f32[128]{{0}}) tuple(%pair{n}, %pair{n})"
+        for n in range(40)
+    ]
+    text = TEXT.replace(
+        "  %loop =", "\n".join(["  %pair0 = (f32[128]{0}) tuple(%kept)", *pairs, "  %loop ="])
+    )
     assert hlo.peak_gathered_bytes(text) == hlo.peak_gathered_bytes(TEXT)
 
 

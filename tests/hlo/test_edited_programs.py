@@ -1,4 +1,6 @@
-"""Texts of programs that were edited: each is read, or refused with its line and the reason, in time and in bounded memory."""
+"""Texts of programs that were edited: each is read, or refused with its line and the reason, in
+time and in bounded memory.
+"""
 
 import gzip
 import pathlib
@@ -13,8 +15,23 @@ from zerojax import hlo
 
 TEXTS = 5000
 FOLDER = pathlib.Path(__file__).parent / "programs"
-PROGRAMS = {path.name.split(".")[0]: gzip.decompress(path.read_bytes()).decode() for path in sorted(FOLDER.glob("*.txt.gz"))}
-NUMBERS = ["0", "-1", "1", "2", "3", "17", "65536", "2147483648", "1000000000000000000", "9" * 400, ""]
+PROGRAMS = {
+    path.name.split(".")[0]: gzip.decompress(path.read_bytes()).decode()
+    for path in sorted(FOLDER.glob("*.txt.gz"))
+}
+NUMBERS = [
+    "0",
+    "-1",
+    "1",
+    "2",
+    "3",
+    "17",
+    "65536",
+    "2147483648",
+    "1000000000000000000",
+    "9" * 400,
+    "",
+]
 READERS: dict[str, Callable[[str], object]] = {
     "simulate": lambda text: hlo.simulate(text, streams="turns"),
     "host_traffic": lambda text: hlo.host_traffic(text, unknown_trips=1),
@@ -33,7 +50,20 @@ def edited(text: str, rng: random.Random) -> str:
     for _ in range(rng.choice([1, 1, 2, 3])):
         at = rng.randrange(len(lines))
         line = lines[at]
-        kind = rng.choice(["drop", "number", "number", "swap", "bracket", "cut", "double", "name", "trips", "move"])
+        kind = rng.choice(
+            [
+                "drop",
+                "number",
+                "number",
+                "swap",
+                "bracket",
+                "cut",
+                "double",
+                "name",
+                "trips",
+                "move",
+            ]
+        )
         if kind == "drop":
             del lines[at : at + rng.choice([1, 1, 5, 50])]
         elif kind == "number" and (found := list(re.finditer(r"\d+", line))):
@@ -54,7 +84,9 @@ def edited(text: str, rng: random.Random) -> str:
             lines[at] = line.replace(rng.choice(found), other)
         elif kind == "trips":
             joined = "\n".join(lines)
-            lines = re.sub(r'("known_trip_count":\{"n":")\d+', rf"\g<1>{rng.choice(NUMBERS)}", joined, count=1).split("\n")
+            lines = re.sub(
+                r'("known_trip_count":\{"n":")\d+', rf"\g<1>{rng.choice(NUMBERS)}", joined, count=1
+            ).split("\n")
         elif kind == "move":
             lines.insert(rng.randrange(len(lines)), lines.pop(at))
         if not lines:

@@ -1,4 +1,6 @@
-"""Which mesh axes a collective runs over, in all notations of HLO; real ones of a compiled program, and written by hand."""
+"""Which mesh axes a collective runs over, in all notations of HLO; real ones of a compiled program,
+and written by hand.
+"""
 
 import itertools
 
@@ -21,7 +23,9 @@ GLOBAL = ", use_global_device_ids=true"
 
 def axes(groups, mesh=MESH, kind="all-reduce", header=HEADER, more=GLOBAL):
     of = devices_of(header.format(mesh.size), mesh)
-    return of.axes(kind, Instruction("r", "f32[4]", kind, f"%x), channel_id=1, {groups}{more}, to_apply=%add"))
+    return of.axes(
+        kind, Instruction("r", "f32[4]", kind, f"%x), channel_id=1, {groups}{more}, to_apply=%add")
+    )
 
 
 def test_bytes_of_a_compiled_program_are_split_by_axes():
@@ -46,10 +50,16 @@ def test_bytes_of_a_compiled_program_are_split_by_axes():
     for op, num_bytes in ((op, n) for moved in expected.values() for op, n in moved.items()):
         summed[op] = summed.get(op, 0) + num_bytes
     assert hlo.collective_bytes(text) == summed
-    assert set(hlo.collective_bytes(text, least_bytes=64, mesh=MESH)) == {"data+fsdp", "fsdp", "tensor"}
+    assert set(hlo.collective_bytes(text, least_bytes=64, mesh=MESH)) == {
+        "data+fsdp",
+        "fsdp",
+        "tensor",
+    }
 
 
-@pytest.mark.parametrize("subset", [s for n in (1, 2, 3) for s in itertools.combinations(AXES, n)], ids="+".join)
+@pytest.mark.parametrize(
+    "subset", [s for n in (1, 2, 3) for s in itertools.combinations(AXES, n)], ids="+".join
+)
 def test_groups_as_lists_are_those_of_their_axes(subset):
     mesh = zj.make_mesh(data=2, fsdp=3, tensor=4, devices=[jax.devices()[0]] * 24)
     over = [AXES.index(axis) for axis in subset]
@@ -108,19 +118,29 @@ def test_a_permute_runs_over_the_axes_in_which_its_pairs_differ(pairs, expected)
 def test_groups_count_partitions_replicas_or_devices():
     all_of_it = "data+fsdp+tensor"
     assert axes("replica_groups={{0}}", more="") == all_of_it  # a replica with all its partitions
-    assert axes("replica_groups={{0,2},{1,3},{4,6},{5,7}}", kind="all-to-all", more="") == "fsdp"  # partitions
+    assert (
+        axes("replica_groups={{0,2},{1,3},{4,6},{5,7}}", kind="all-to-all", more="") == "fsdp"
+    )  # partitions
     replicas = "HloModule step, replica_count=4, num_partitions=2\n"
     assert axes("replica_groups={{0,1},{2,3}}", header=replicas, more="") == "fsdp+tensor"
     assert axes("replica_groups={{0,1}}", header=replicas, kind="all-to-all", more="") == "tensor"
     of = devices_of(replicas, MESH)
-    assert of.axes("all-reduce", Instruction("r", "", "", "%x), replica_groups={{0,2},{1,3}}")) == "data"  # no channel
+    assert (
+        of.axes("all-reduce", Instruction("r", "", "", "%x), replica_groups={{0,2},{1,3}}"))
+        == "data"
+    )  # no channel
     assert of.axes("all-reduce", Instruction("r", "", "", "%x), to_apply=%add")) == "data+fsdp"
 
 
 def test_groups_that_are_not_understood_are_refused():
-    with pytest.raises(ValueError, match=r"r: its device groups are in a notation that is not known: replica_groups=<0,1>"):
+    with pytest.raises(
+        ValueError,
+        match=r"r: its device groups are in a notation that is not known: replica_groups=<0,1>",
+    ):
         axes("replica_groups=<0,1>")
     with pytest.raises(ValueError, match=r"r: groups of different sizes"):
         axes("replica_groups={{0,1},{2}}")
-    with pytest.raises(ValueError, match=r"the program runs on 1 x 8 devices .* has 4: give the mesh"):
+    with pytest.raises(
+        ValueError, match=r"the program runs on 1 x 8 devices .* has 4: give the mesh"
+    ):
         hlo.collective_bytes(HEADER.format(8), mesh=zj.make_mesh(devices=jax.devices()[:4]))

@@ -71,7 +71,7 @@ ENTRY %main (p: (f32[4,8], f32[6,4,8], s32[])) -> (f32[4,8], f32[6,4,8], s32[]) 
   %p = (f32[4,8]{1,0}, f32[6,4,8]{2,1,0:S(5)}, s32[]) parameter(0)
   ROOT %while = (f32[4,8]{1,0}, f32[6,4,8]{2,1,0:S(5)}, s32[]) while(%p), condition=%condition, body=%bodyTRIPS
 }
-"""  # noqa: E501
+"""
 ROW = 4 * 8 * 4
 
 

@@ -70,12 +70,27 @@ condition:
             008: kCopy [source | sink] kCopy
     010: kAsyncDone [source | sink] async_id=7
 """
-NAMES = {1: "up", 2: "copy", 3: "loop", 4: "less", 5: "slice", 6: "get", 7: "put", 8: "inner", 9: "update", 10: "nu2"}
+NAMES = {
+    1: "up",
+    2: "copy",
+    3: "loop",
+    4: "less",
+    5: "slice",
+    6: "get",
+    7: "put",
+    8: "inner",
+    9: "update",
+    10: "nu2",
+}
 
 
-# The same after XLA's passes have put both slices into a graph; the copy before the loop is left on a stream.
-IN_GRAPH = SEQUENCE.replace("  body:\n", "  body:\n    000: kCommandBuffer [source | sink]\n").replace(
-    SEQUENCE.partition("  body:\n")[2], "".join(f"    {row}\n" for row in SEQUENCE.partition("  body:\n")[2].splitlines())
+# The same after XLA's passes have put both slices into a graph; the copy before the loop is left on
+# a stream.
+IN_GRAPH = SEQUENCE.replace(
+    "  body:\n", "  body:\n    000: kCommandBuffer [source | sink]\n"
+).replace(
+    SEQUENCE.partition("  body:\n")[2],
+    "".join(f"    {row}\n" for row in SEQUENCE.partition("  body:\n")[2].splitlines()),
 )
 
 
@@ -94,7 +109,9 @@ def dump(folder, name="module_0001.jit_step", sequence=SEQUENCE, after_passes=No
 
 def test_a_slice_with_a_descriptor_is_a_copy_and_one_without_a_kernel():
     found = hlo.host_traffic(TEXT)
-    assert [(m.instruction, m.by, m.direction, m.num_bytes, m.times, m.leaf) for m in found.moves] == [
+    assert [
+        (m.instruction, m.by, m.direction, m.num_bytes, m.times, m.leaf) for m in found.moves
+    ] == [
         ("get", "kernel", "to_device", 256, 4, "state.mu['w']"),
         ("put", "copy", "to_host", 256, 4, "state.nu['w']"),
         ("up", "copy", "to_device", 32, 1, "state.mu['head']"),
@@ -113,7 +130,9 @@ def test_a_slice_with_a_descriptor_is_a_copy_and_one_without_a_kernel():
 def test_a_copy_to_the_host_makes_an_array_of_its_own():
     down = '  %v = f32[8]{0} parameter(3), metadata={op_name="x"}\n  %c = (f32[8]{0:S(5)}, f32[8]{0}, u32[]) copy-start(%v)\n'
     found = hlo.host_traffic(TEXT.replace("  %up = ", f"{down}  %up = "))
-    assert [(m.leaf, m.shape, m.direction) for m in found.moves if m.instruction == "c"] == [("", "f32[8]", "to_host")]
+    assert [(m.leaf, m.shape, m.direction) for m in found.moves if m.instruction == "c"] == [
+        ("", "f32[8]", "to_host")
+    ]
 
 
 def test_what_callbacks_move_is_not_counted_and_that_is_said():
@@ -126,13 +145,19 @@ def test_what_callbacks_move_is_not_counted_and_that_is_said():
 
 def test_thunks_tell_copies_from_kernels_and_name_streams(tmp_path):
     thunks = hlo.read_thunks(dump(tmp_path))
-    assert thunks.streams == {"up": "memcpy_h2d_stream", "get": "computation_stream[1]", "put": "computation_stream[2]"}
+    assert thunks.streams == {
+        "up": "memcpy_h2d_stream",
+        "get": "computation_stream[1]",
+        "put": "computation_stream[2]",
+    }
     assert thunks.kinds["put"] == "kAsyncStart/kDynamicSliceFusion/kCopy"
     assert hlo.host_traffic(TEXT, thunks).moves == hlo.host_traffic(TEXT).moves
     assert hlo.host_traffic(TEXT, thunks).source == "thunks"
     # What the thunks say counts, whatever the text suggests.
     (tmp_path / "other").mkdir()
-    other = hlo.read_thunks(dump(tmp_path / "other", sequence=SEQUENCE.replace("005: kCustomKernel", "005: kCopy")))
+    other = hlo.read_thunks(
+        dump(tmp_path / "other", sequence=SEQUENCE.replace("005: kCustomKernel", "005: kCopy"))
+    )
     assert hlo.host_traffic(TEXT, other).kernels == ()
     assert hlo.host_traffic(TEXT, other).share_of_copies == 1
 
@@ -140,7 +165,10 @@ def test_thunks_tell_copies_from_kernels_and_name_streams(tmp_path):
 def test_copies_in_graphs_are_told_from_those_on_streams(tmp_path):
     thunks = hlo.read_thunks(dump(tmp_path, after_passes=IN_GRAPH))
     assert thunks.in_graphs == {"get", "put", "nu2"}
-    assert (thunks.kinds["get"], thunks.kinds["put"]) == ("kAsyncStart/kCustomKernel", "kAsyncStart/kDynamicSliceFusion/kCopy")
+    assert (thunks.kinds["get"], thunks.kinds["put"]) == (
+        "kAsyncStart/kCustomKernel",
+        "kAsyncStart/kDynamicSliceFusion/kCopy",
+    )
     traffic = hlo.host_traffic(TEXT, thunks)
     assert [m.instruction for m in traffic.moves if m.in_graph] == ["get", "put"]
     # "get" is moved by a kernel: a graph changes nothing about who moves it.
@@ -156,15 +184,26 @@ def test_copies_in_graphs_are_told_from_those_on_streams(tmp_path):
 
 
 def test_a_prediction_says_who_makes_the_copies_in_graphs(tmp_path):
-    thunks = hlo.read_thunks(dump(tmp_path, after_passes=IN_GRAPH.replace("005: kCustomKernel", "005: kCopy")))
-    rates = hlo.Rates(link=1e6, graph_link=0.5e6, kernel_link=0.25e6, launch_seconds=0, issue_seconds=0)
-    seconds = {who: hlo.simulate(TEXT, rates=rates, thunks=thunks, graphs=who).seconds for who in hlo.GRAPHS}
-    # A loop of 4 turns, 256 bytes up and 256 down in each, waited for one after the other; before it a copy on a stream.
+    thunks = hlo.read_thunks(
+        dump(tmp_path, after_passes=IN_GRAPH.replace("005: kCustomKernel", "005: kCopy"))
+    )
+    rates = hlo.Rates(
+        link=1e6, graph_link=0.5e6, kernel_link=0.25e6, launch_seconds=0, issue_seconds=0
+    )
+    seconds = {
+        who: hlo.simulate(TEXT, rates=rates, thunks=thunks, graphs=who).seconds
+        for who in hlo.GRAPHS
+    }
+    # A loop of 4 turns, 256 bytes up and 256 down in each, waited for one after the other; before
+    # it a copy on a stream.
     assert seconds["copies"] == pytest.approx(8 * 256 / 0.5e6 + 32 / 1e6, rel=0.01)
     assert seconds["kernels"] == pytest.approx(8 * 256 / 0.25e6 + 32 / 1e6, rel=0.01)
     # Graphs go before the streams that are asked for.
     for who in hlo.GRAPHS:
-        assert hlo.simulate(TEXT, rates=rates, thunks=thunks, streams="turns", graphs=who).seconds == seconds[who]
+        assert (
+            hlo.simulate(TEXT, rates=rates, thunks=thunks, streams="turns", graphs=who).seconds
+            == seconds[who]
+        )
     told = str(hlo.simulate(TEXT, rates=rates, thunks=thunks, graphs="kernels"))
     assert "of the copies 0.00 GB are nodes of CUDA graphs, assumed to be made by the cores" in told
     assert not hlo.simulate(TEXT, rates=rates).graphs
@@ -173,13 +212,18 @@ def test_a_prediction_says_who_makes_the_copies_in_graphs(tmp_path):
 
 
 def test_nodes_of_a_graph_run_one_after_another(tmp_path):
-    thunks = hlo.read_thunks(dump(tmp_path, after_passes=IN_GRAPH.replace("005: kCustomKernel", "005: kCopy")))
+    thunks = hlo.read_thunks(
+        dump(tmp_path, after_passes=IN_GRAPH.replace("005: kCustomKernel", "005: kCopy"))
+    )
     sum_beside_get = f"""  %last = {PART} get-tuple-element(%p), index=3
   %busy = {PART} add(%last, %last)
   %got = """
     text = TEXT.replace("  %got = ", sum_beside_get)
     rates = hlo.Rates(link=1e6, graph_link=1e6, memory=2e6, launch_seconds=0, issue_seconds=0)
-    beside, in_turn = (hlo.simulate(text, rates=rates, thunks=thunks, graphs=who).seconds for who in ("copies", "in_turn"))
+    beside, in_turn = (
+        hlo.simulate(text, rates=rates, thunks=thunks, graphs=who).seconds
+        for who in ("copies", "in_turn")
+    )
     # Each of 4 turns reads and writes 256 bytes at 2 MB/s, while 256 bytes come up at 1 MB/s.
     assert in_turn - beside == pytest.approx(4 * 256e-6, rel=0.01)
 
@@ -195,7 +239,10 @@ def test_a_folder_of_several_programs_wants_the_name_of_one(tmp_path):
         hlo.read_thunks(tmp_path)
     dump(tmp_path)
     dump(tmp_path, "module_0002.jit_eval")
-    with pytest.raises(ValueError, match=r"several programs: module_0001\.jit_step\.thunk_sequence\.txt, module_0002"):
+    with pytest.raises(
+        ValueError,
+        match=r"several programs: module_0001\.jit_step\.thunk_sequence\.txt, module_0002",
+    ):
         hlo.read_thunks(tmp_path)
     assert hlo.read_thunks(tmp_path, hlo.module_name(TEXT)) == hlo.read_thunks(
         tmp_path / "module_0002.jit_eval.thunk_sequence.txt"
@@ -210,7 +257,11 @@ def test_elements_of_tuples_may_be_written_by_number():
     short = TEXT
     for name, index in (("n", 0), ("mu", 1), ("nu", 2)):
         rows = [row for row in short.splitlines() if not row.startswith(f"  %{name} = ")]
-        short = "\n".join(rows).replace(f"%{name},", f"%p#{index},").replace(f"%{name})", f"%p#{index})")
+        short = (
+            "\n".join(rows)
+            .replace(f"%{name},", f"%p#{index},")
+            .replace(f"%{name})", f"%p#{index})")
+        )
     assert "%p#1" in short
     assert "get-tuple-element" not in short
     assert hlo.host_traffic(short).moves == hlo.host_traffic(TEXT).moves

@@ -1,7 +1,9 @@
 """Schedules made by hand, whose times can be computed by hand.
 
-An array is bf16[1000,1000], 2e6 bytes. A product of two is 2e9 FLOPs. The rates make each of these take 2 s: a product, a copy
-of an array over the link, and a kernel that reads one over it. What is not told a rate takes next to no time.
+An array is bf16[1000,1000], 2e6 bytes. A product of two is 2e9 FLOPs. The rates make each of these
+  take 2 s: a product, a copy
+of an array over the link, and a kernel that reads one over it. What is not told a rate takes next
+to no time.
 """
 
 import dataclasses
@@ -28,8 +30,15 @@ LINEAR = ', backend_config={"dynamic_slice_config":{"loop_index":"0","byte_offse
 TUPLE = f"(s32[], {A}, {HOST_A}, {STACK})"
 
 
-def module(entry: str, body: str = "", condition: str = "  ROOT %less = pred[] compare(%i, %i), direction=LT", read: str = ""):
-    """Return a program whose computations hold x on the device, h and a stack s on the host, and an integer i."""
+def module(
+    entry: str,
+    body: str = "",
+    condition: str = "  ROOT %less = pred[] compare(%i, %i), direction=LT",
+    read: str = "",
+):
+    """Return a program whose computations hold x on the device, h and a stack s on the host, and an
+    integer i.
+    """
     inside = "\n".join(
         f"  %{name} = {shape} get-tuple-element(%p), index={n}"
         for n, (name, shape) in enumerate(zip("ixhs", ("s32[]", A, HOST_A, STACK), strict=True))
@@ -91,8 +100,12 @@ def lines(*texts: str) -> str:
 
 
 def seconds(found: hlo.Simulation):
-    """Return seconds of the step, of compute, and those that the main stream waits for transfers; about so many."""
-    return pytest.approx((found.seconds, found.compute_seconds, found.transfer_wait_seconds), abs=1e-6)
+    """Return seconds of the step, of compute, and those that the main stream waits for transfers;
+    about so many.
+    """
+    return pytest.approx(
+        (found.seconds, found.compute_seconds, found.transfer_wait_seconds), abs=1e-6
+    )
 
 
 def test_a_copy_beside_a_product_costs_nothing():
@@ -119,20 +132,33 @@ def test_a_copy_is_begun_where_the_main_stream_is():
     text = module(lines(product("d1"), start("c"), product("d2"), done("c")))
     # d1 0..2, then the copy 2..6 and d2 2..4.
     assert seconds(hlo.simulate(text, rates=dataclasses.replace(RATES, link=0.5e6))) == (6, 4, 2)
-    # One that XLA's runtime does not start on a stream of its own, by its thunks: d1 0..2, the copy 2..4, d2 4..6.
+    # One that XLA's runtime does not start on a stream of its own, by its thunks: d1 0..2, the copy
+    # 2..4, d2 4..6.
     thunks = hlo.Thunks({"c": "kCopy"}, {})
     assert seconds(hlo.simulate(text, rates=RATES, thunks=thunks)) == (6, 4, 0)
-    waited = module(lines(product("d1"), start("c", UP + ', backend_config={"is_sync":true}'), product("d2"), done("c")))
+    waited = module(
+        lines(
+            product("d1"),
+            start("c", UP + ', backend_config={"is_sync":true}'),
+            product("d2"),
+            done("c"),
+        )
+    )
     # d1 0..2, the copy 2..4, d2 4..6.
     assert seconds(hlo.simulate(waited, rates=RATES)) == (6, 4, 0)
 
 
 def test_two_loops_run_as_often_as_their_trips():
     body = lines(start("c"), product("d1"), done("c"), product("d2"))
-    found = hlo.simulate(module(lines(loop("w1", 3), product("d0"), loop("w2", 2)), body), rates=RATES)
+    found = hlo.simulate(
+        module(lines(loop("w1", 3), product("d0"), loop("w2", 2)), body), rates=RATES
+    )
     # An iteration takes 4 s: 3 of them, a product of 2 s, 2 of them.
     assert seconds(found) == (22, 22, 0)
-    assert [(one.name, one.trips, one.is_known) for one in found.loops] == [("w1", 3, True), ("w2", 2, True)]
+    assert [(one.name, one.trips, one.is_known) for one in found.loops] == [
+        ("w1", 3, True),
+        ("w2", 2, True),
+    ]
     assert [one.seconds for one in found.loops] == pytest.approx([12, 8], abs=1e-6)
     assert found.traffic.by_copies["to_device"] == 5 * 2_000_000
     assert found.num_host_waits == 0
@@ -145,8 +171,9 @@ def test_the_host_waits_at_a_loop_of_unknown_trip_count():
     assert seconds(known) == (5, 4, 0)
     assert (known.num_host_waits, known.host_wait_seconds) == (0, 0)
     found = hlo.simulate(module(loop("w", None), product("d")), rates=rates, unknown_trips=2)
-    # Condition enqueued 0..1, waited for until 1.5; product enqueued until 2.5, runs 2.5..4.5; condition enqueued until 3.5,
-    # runs at 4.5, waited for until 5; product enqueued until 6, runs 6..8; condition at 8, waited for until 8.5.
+    # Condition enqueued 0..1, waited for until 1.5; product enqueued until 2.5, runs 2.5..4.5;
+    # condition enqueued until 3.5, runs at 4.5, waited for until 5; product enqueued until 6, runs
+    # 6..8; condition at 8, waited for until 8.5.
     assert seconds(found) == (8.5, 4, 0)
     # 0.5, then 3.5 .. 5, then 7 .. 8.5.
     assert (found.num_host_waits, found.host_wait_seconds) == (3, pytest.approx(3.5, abs=1e-6))
@@ -158,11 +185,14 @@ def test_the_host_waits_at_a_loop_of_unknown_trip_count():
 def test_kernels_and_products_share_the_cores_or_not(kernels, expected):
     text = module(lines(start("c", SLICE), product("d"), done("c", "fusion-done")))
     found = hlo.simulate(text, rates=RATES, kernels=kernels)
-    # Without a descriptor the slice is a kernel: it has the cores 0..2 and the product 2..4, or both run 0..2.
+    # Without a descriptor the slice is a kernel: it has the cores 0..2 and the product 2..4, or
+    # both run 0..2.
     assert seconds(found) == expected
     assert found.idle == pytest.approx(1 - expected[1] / expected[0])
     assert found.traffic.by_kernels == {"to_device": 2_000_000, "to_host": 0}
-    linear = text.replace("dynamic_slice_sizes={1,1000,1000}", "dynamic_slice_sizes={1,1000,1000}" + LINEAR)
+    linear = text.replace(
+        "dynamic_slice_sizes={1,1000,1000}", "dynamic_slice_sizes={1,1000,1000}" + LINEAR
+    )
     # With one it is a copy, and leaves the cores alone.
     assert seconds(hlo.simulate(linear, rates=RATES, kernels=kernels)) == (2, 2, 0)
 
@@ -170,25 +200,33 @@ def test_kernels_and_products_share_the_cores_or_not(kernels, expected):
 @pytest.mark.parametrize(("streams", "expected"), [("turns", 10), ("each", 8), ("direction", 8)])
 def test_four_streams_in_turn_let_an_upload_wait_for_a_download(streams, expected):
     downs = [start(f"down{n}", DOWN) for n in range(4)]
-    rest = [done("up"), product("d1"), product("d2"), product("d3"), *[done(f"down{n}") for n in range(4)]]
+    rest = [
+        done("up"),
+        product("d1"),
+        product("d2"),
+        product("d3"),
+        *[done(f"down{n}") for n in range(4)],
+    ]
     found = hlo.simulate(module(lines(*downs, start("up"), *rest)), rates=RATES, streams=streams)
-    # Downloads one after the other, 0..8. In turn, the upload is behind the first: 2..4, and three products end at 10. With a
-    # stream of its own, or of its direction: 0..2, and they end at 8.
+    # Downloads one after the other, 0..8. In turn, the upload is behind the first: 2..4, and three
+    # products end at 10. With a stream of its own, or of its direction: 0..2, and they end at 8.
     assert found.seconds == pytest.approx(expected, abs=1e-6)
     assert found.streams == hlo.STREAMS[streams]
 
 
 def test_streams_are_those_of_the_installed_xla_if_nothing_says_otherwise(monkeypatch):
     downs = [start(f"down{n}", DOWN) for n in range(4)]
-    text = module(lines(*downs, start("up"), done("up"), product("d1"), product("d2"), product("d3")))
+    text = module(
+        lines(*downs, start("up"), done("up"), product("d1"), product("d2"), product("d3"))
+    )
     for version, expected in (("0.10.2", 10), ("0.11.2", 10), ("0.12.0.1", 8)):
         monkeypatch.setattr("importlib.metadata.version", lambda _, version=version: version)
         found = hlo.simulate(text, rates=RATES)
         assert found.seconds == pytest.approx(expected, abs=1e-6)
         assert f"assumed: jaxlib {version} is installed" in found.streams
     kinds = dict.fromkeys(("up", *(f"down{n}" for n in range(4))), "kAsyncStart/kCopy")
-    # Thunks that put the upload behind the last download, which has been ready since 0 and so goes second: 2..4. The upload
-    # 4..6, the products until 12.
+    # Thunks that put the upload behind the last download, which has been ready since 0 and so goes
+    # second: 2..4. The upload 4..6, the products until 12.
     streams = {"up": "one", "down0": "two", "down1": "two", "down2": "two", "down3": "one"}
     found = hlo.simulate(text, rates=RATES, thunks=hlo.Thunks(kinds, streams))
     assert found.seconds == pytest.approx(12, abs=1e-6)
@@ -216,7 +254,7 @@ FUSED = """
   ROOT %update = f32[6,500,500]{2,1,0} dynamic-update-slice(%s, %new, %i, %i, %i)
 }
 """
-ATTENTION = """  %f = (bf16[2,4,100,8]{3,1,2,0}, f32[2,4,100]{2,1,0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmaxBACKWARD", backend_config={"cudnn_fmha_backend_config":{"intermediate_tensor_shape":{"element_type":"BF16","dimensions":["2","4","100","100"]},"mask_type":"MASK"}}"""  # noqa: E501
+ATTENTION = """  %f = (bf16[2,4,100,8]{3,1,2,0}, f32[2,4,100]{2,1,0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmaxBACKWARD", backend_config={"cudnn_fmha_backend_config":{"intermediate_tensor_shape":{"element_type":"BF16","dimensions":["2","4","100","100"]},"mask_type":"MASK"}}"""
 
 
 def test_a_fusion_takes_the_time_of_the_bytes_that_it_reads_and_writes():
@@ -224,18 +262,25 @@ def test_a_fusion_takes_the_time_of_the_bytes_that_it_reads_and_writes():
     given = f"  %stack = {stack} bitcast(%s)\n"
     text = module(f"{given}  %k = {stack} fusion(%stack, %x, %i), kind=kLoop, calls=%fused") + FUSED
     found = hlo.simulate(text, rates=dataclasses.replace(RATES, memory=1e6))
-    # A part is 1e6 bytes: that of the stack and what is added to it are read, that of the stack is written. And an index.
+    # A part is 1e6 bytes: that of the stack and what is added to it are read, that of the stack is
+    # written. And an index.
     assert found.seconds == pytest.approx(3, abs=1e-5)
     assert list(found.work) == ["fusions"]
 
 
 @pytest.mark.parametrize(
     ("direction", "mask", "flops"),
-    [("", "NO_MASK", 1), ("", "CAUSAL", 0.5), ("Backward", "NO_MASK", 2.5), ("Backward", "CAUSAL", 1.25)],
+    [
+        ("", "NO_MASK", 1),
+        ("", "CAUSAL", 0.5),
+        ("Backward", "NO_MASK", 2.5),
+        ("Backward", "CAUSAL", 1.25),
+    ],
 )
 def test_attention_counts_its_scores(direction, mask, flops):
     rows = lines(
-        "  %q = bf16[2,100,4,8]{3,2,1,0} bitcast(%x)", ATTENTION.replace("BACKWARD", direction).replace('"MASK"', f'"{mask}"')
+        "  %q = bf16[2,100,4,8]{3,2,1,0} bitcast(%x)",
+        ATTENTION.replace("BACKWARD", direction).replace('"MASK"', f'"{mask}"'),
     )
     rates = dataclasses.replace(RATES, attention=1e5, attention_backward=2e5)
     found = hlo.simulate(module(rows), rates=rates)
@@ -250,7 +295,8 @@ CALL_RATES = dataclasses.replace(RATES, sync_seconds=0.25, callback_seconds=0.5,
 
 def test_a_callback_drains_the_stream():
     found = hlo.simulate(module(CALLS), rates=CALL_RATES, callbacks="plain")
-    # d1 0..2; the host waits until 2.25; Python 0.5 and 0.125 for each of two arrays, until 3; d2 3..5.
+    # d1 0..2; the host waits until 2.25; Python 0.5 and 0.125 for each of two arrays, until 3; d2
+    # 3..5.
     assert seconds(found) == (5, 4, 0)
     assert (found.num_callbacks, found.num_host_waits) == (1, 1)
     assert found.host_wait_seconds == pytest.approx(2.25, abs=1e-6)
@@ -259,15 +305,22 @@ def test_a_callback_drains_the_stream():
 
 
 def test_a_delayed_update_has_all_of_the_step():
-    stash, install = f"  %cb = s32[] custom-call(%i, %x), {CALLBACK}", f"  %new = {A} custom-call(%i), {CALLBACK}"
+    stash, install = (
+        f"  %cb = s32[] custom-call(%i, %x), {CALLBACK}",
+        f"  %new = {A} custom-call(%i), {CALLBACK}",
+    )
     call = f"  %start = s32[] custom-call(%i), {CALLBACK}"
     program = lines(call, loop("w", 2), install, call.replace("start", "finish"))
-    found = hlo.simulate(module(program, lines(product("d"), stash, install)), rates=CALL_RATES, callbacks="delayed")
-    # The first call ends at 0.5, when the kernels begin, 28e6 / 14e6 = 2 s for each array. d 0.5..2.5, down 2.5..4.5.
-    # The host is at the first install at 1.75 and waits for the kernels until 2.5, when the array begins to go up, until 4.5.
-    # d 4.5..6.5, down 6.5..8.5. The host is at the second one at 3.75 and waits until 4.5: up 4.5..6.5, behind its product.
-    # The last array, at 5.125, waits until 6.5 for the kernels, and goes up in the program's stream, 6.5..8.5.
-    # At the end there is nothing left to wait for: two arrays went down and three were made.
+    found = hlo.simulate(
+        module(program, lines(product("d"), stash, install)), rates=CALL_RATES, callbacks="delayed"
+    )
+    # The first call ends at 0.5, when the kernels begin, 28e6 / 14e6 = 2 s for each array. d
+    # 0.5..2.5, down 2.5..4.5. The host is at the first install at 1.75 and waits for the kernels
+    # until 2.5, when the array begins to go up, until 4.5. d 4.5..6.5, down 6.5..8.5. The host is
+    # at the second one at 3.75 and waits until 4.5: up 4.5..6.5, behind its product. The last
+    # array, at 5.125, waits until 6.5 for the kernels, and goes up in the program's stream,
+    # 6.5..8.5. At the end there is nothing left to wait for: two arrays went down and three were
+    # made.
     assert seconds(found) == (8.5, 4, 0)
     assert (found.num_callbacks, found.num_host_waits) == (7, 0)
     assert found.host_wait_seconds == pytest.approx(0.75 + 0.75 + 1.375, abs=1e-6)
@@ -279,8 +332,13 @@ def test_a_delayed_update_of_parameters_in_host_memory_is_waited_for_at_the_end(
     call = f"  %start = s32[] custom-call(%i), {CALLBACK}"
     body = lines(product("d"), f"  %cb = s32[] custom-call(%i, %x), {CALLBACK}")
     program = lines(call, loop("w", 2), call.replace("start", "finish"))
-    found = hlo.simulate(module(program, body), rates=dataclasses.replace(CALL_RATES, host_kernel=7e6), callbacks="delayed")
-    # d 0.5..2.5 and 2.5..4.5, down until 4.5 and 6.5; the kernels of both 0.5..8.5. The host waits from 2.25.
+    found = hlo.simulate(
+        module(program, body),
+        rates=dataclasses.replace(CALL_RATES, host_kernel=7e6),
+        callbacks="delayed",
+    )
+    # d 0.5..2.5 and 2.5..4.5, down until 4.5 and 6.5; the kernels of both 0.5..8.5. The host waits
+    # from 2.25.
     assert seconds(found) == (8.5, 4, 0)
     assert found.host_wait_seconds == pytest.approx(8.5 - 2.25, abs=1e-6)
     assert found.callback_bytes == {"to_device": 0, "to_host": 4_000_000}
@@ -289,8 +347,11 @@ def test_a_delayed_update_of_parameters_in_host_memory_is_waited_for_at_the_end(
 def test_layers_are_updated_by_a_worker_beside_the_program():
     body = lines(product("d"), f"  %cb = {A} custom-call(%i, %x), {CALLBACK}")
     takes = [f"  %take{n} = {A} custom-call(%i), {CALLBACK}" for n in range(2)]
-    found = hlo.simulate(module(lines(loop("w", 4), *takes), body), rates=CALL_RATES, callbacks="update")
-    # Python 0.75 where gradients and parameters cross, 0.625 where parameters do. Nothing waits for the device:
+    found = hlo.simulate(
+        module(lines(loop("w", 4), *takes), body), rates=CALL_RATES, callbacks="update"
+    )
+    # Python 0.75 where gradients and parameters cross, 0.625 where parameters do. Nothing waits for
+    # the device:
     #   d 0..2, down 2..4, kernel 4..6, up 6..8;  d 2..4, down 4..6, kernel 6..8, up 8..10.
     # The third call is there at 1.5 and waits from 2.25 for the first kernel, until 6:
     #   d 4..6, down 6..8, the first parameters at 8, kernel 8..10, up 10..12.
@@ -306,10 +367,14 @@ def test_layers_are_updated_by_a_worker_beside_the_program():
 def test_arrays_outside_of_loops_are_updated_one_after_the_other():
     give = f"  %give = s32[] custom-call(%i, %x, %y), {CALLBACK}"
     rows = lines(
-        product("d"), "  %y = f32[500,1000]{1,0} bitcast(%x)", give, f"  %take = ({A}, {A}) custom-call(%i), {CALLBACK}"
+        product("d"),
+        "  %y = f32[500,1000]{1,0} bitcast(%x)",
+        give,
+        f"  %take = ({A}, {A}) custom-call(%i), {CALLBACK}",
     )
     found = hlo.simulate(module(rows), rates=CALL_RATES, callbacks="update")
-    # d 0..2, down 2..4 and 4..6, kernels 4..6 and 6..8, for each of which the second call waits; up 6..8 and 8..10.
+    # d 0..2, down 2..4 and 4..6, kernels 4..6 and 6..8, for each of which the second call waits; up
+    # 6..8 and 8..10.
     assert seconds(found) == (10, 2, 0)
     assert found.callback_bytes == {"to_device": 4_000_000, "to_host": 4_000_000}
 
@@ -317,8 +382,8 @@ def test_arrays_outside_of_loops_are_updated_one_after_the_other():
 def test_records_are_read_one_use_ahead():
     body = lines(f"  %cb = {A} custom-call(%i), {CALLBACK}", product("d"))
     found = hlo.simulate(module(loop("w", 2), body), rates=CALL_RATES, callbacks="nvme")
-    # Python 0.5 and 0.125. The disk 0.625..2.625, up ..4.625, d ..6.625. The second callback is there at 3.25, its record read
-    # 2.625..4.625; up ..6.625, d ..8.625.
+    # Python 0.5 and 0.125. The disk 0.625..2.625, up ..4.625, d ..6.625. The second callback is
+    # there at 3.25, its record read 2.625..4.625; up ..6.625, d ..8.625.
     assert seconds(found) == (8.625, 4, 0)
     assert found.busy["disk"] == pytest.approx(4)
 
@@ -327,8 +392,8 @@ def test_a_record_goes_up_when_its_slot_is_free():
     body = lines(f"  %cb = {A} custom-call(%i), {CALLBACK}", product("d"))
     rates = dataclasses.replace(CALL_RATES, disk_read=4e6, link=0.5e6, memory=4e6)
     found = hlo.simulate(module(loop("w", 2), body), rates=rates, callbacks="nvme")
-    # The disk 0.625..1.125, up ..5.125, out of the slot ..6.125, d ..8.125. The second record, read by 1.625, goes up
-    # 6.125..10.125; out of the slot ..11.125, d ..13.125.
+    # The disk 0.625..1.125, up ..5.125, out of the slot ..6.125, d ..8.125. The second record, read
+    # by 1.625, goes up 6.125..10.125; out of the slot ..11.125, d ..13.125.
     assert found.seconds == pytest.approx(13.125, abs=1e-6)
 
 
@@ -336,16 +401,23 @@ def test_a_record_is_read_when_a_buffer_is_free():
     body = f"  %cb = {A} custom-call(%i), {CALLBACK}"
     rates = dataclasses.replace(CALL_RATES, disk_read=4e6, link=0.5e6)
     found = hlo.simulate(module(loop("w", 4), body), rates=rates, callbacks="nvme")
-    # The disk 0.625..1.125, up ..5.125; read by 1.625, up ..9.125. The third is read when the first is up, 5.125..5.625, the
-    # fourth when the second is, 9.125..9.625; up ..13.125 and ..17.125.
+    # The disk 0.625..1.125, up ..5.125; read by 1.625, up ..9.125. The third is read when the first
+    # is up, 5.125..5.625, the fourth when the second is, 9.125..9.625; up ..13.125 and ..17.125.
     assert found.seconds == pytest.approx(17.125, abs=1e-6)
-    assert found.host_wait_seconds == pytest.approx(0.5 + (5.625 - 2.375) + (9.625 - 6.25), abs=1e-6)
+    assert found.host_wait_seconds == pytest.approx(
+        0.5 + (5.625 - 2.375) + (9.625 - 6.25), abs=1e-6
+    )
 
 
 def test_a_record_goes_down_when_its_slot_is_free():
     body = lines(f"  %cb = s32[] custom-call(%i, %x), {CALLBACK}", product("d"))
-    found = hlo.simulate(module(loop("w", 2), body), rates=dataclasses.replace(CALL_RATES, link=0.5e6), callbacks="nvme")
-    # Down 0.625..4.625 beside d ..2.625. The slot of the second is free at 4.625, d ..6.625; down ..8.625, written ..10.625.
+    found = hlo.simulate(
+        module(loop("w", 2), body),
+        rates=dataclasses.replace(CALL_RATES, link=0.5e6),
+        callbacks="nvme",
+    )
+    # Down 0.625..4.625 beside d ..2.625. The slot of the second is free at 4.625, d ..6.625; down
+    # ..8.625, written ..10.625.
     assert found.loops[0].seconds == pytest.approx(6.625, abs=1e-6)
     assert found.seconds == pytest.approx(10.625, abs=1e-6)
 
@@ -353,8 +425,9 @@ def test_a_record_goes_down_when_its_slot_is_free():
 def test_records_are_written_from_two_buffers():
     body = f"  %cb = s32[] custom-call(%i, %x), {CALLBACK}"
     found = hlo.simulate(module(loop("w", 3), body), rates=CALL_RATES, callbacks="nvme")
-    # Callbacks go on at 0.625 and 1.25: down 0.625..2.625 and 2.625..4.625, written 2.625..4.625 and 4.625..6.625. The third is
-    # at 1.875, goes down 4.625..6.625, is written 6.625..8.625, and waits for the first record's buffer until 4.625.
+    # Callbacks go on at 0.625 and 1.25: down 0.625..2.625 and 2.625..4.625, written 2.625..4.625
+    # and 4.625..6.625. The third is at 1.875, goes down 4.625..6.625, is written 6.625..8.625, and
+    # waits for the first record's buffer until 4.625.
     assert found.seconds == pytest.approx(8.625, abs=1e-6)
     assert found.callback_bytes == {"to_device": 0, "to_host": 6_000_000}
     assert found.host_wait_seconds == pytest.approx(4.625 - 1.875, abs=1e-6)
@@ -364,15 +437,18 @@ def test_the_host_updates_from_the_disk():
     body = f"  %cb = s32[] custom-call(%i, %x), {CALLBACK}"
     rates = dataclasses.replace(CALL_RATES, disk_read=4e6, disk_write=12e6)
     found = hlo.simulate(module(loop("w", 2), body), rates=rates, callbacks="nvme_update")
-    # 12e6 bytes of a layer's state are read in 3 s, 0.625..3.625 and, ahead, 3.625..6.625. Gradients are down at 2.625, the
-    # kernels 3.625..5.625 and 6.625..8.625. The state is written in 1 s, 6.625..7.625 and 8.625..9.625.
+    # 12e6 bytes of a layer's state are read in 3 s, 0.625..3.625 and, ahead, 3.625..6.625.
+    # Gradients are down at 2.625, the kernels 3.625..5.625 and 6.625..8.625. The state is written
+    # in 1 s, 6.625..7.625 and 8.625..9.625.
     assert found.seconds == pytest.approx(9.625, abs=1e-6)
     assert found.busy["host kernel"] == pytest.approx(4)
 
 
 def test_a_simulation_says_that_it_is_predicted_and_what_it_assumes():
     text = str(hlo.simulate(module(CALLS), rates="h200", callbacks="update", streams="turns"))
-    assert text.startswith("predicted from the compiled program at assumed rates; nothing here was measured")
+    assert text.startswith(
+        "predicted from the compiled program at assumed rates; nothing here was measured"
+    )
     assert "streams: four streams in turn, as XLA before 0.12 does" in text
     numbers = [row for row in text.splitlines() if " ms" in row and not row.startswith("  ")]
     assert len(numbers) == 3
@@ -401,7 +477,9 @@ def test_programs_that_cannot_be_walked_are_refused():
         hlo.simulate(module(product("d")).replace(", is_scheduled=true", ""))
     with pytest.raises(ValueError, match="no ENTRY, or was cut before it"):
         hlo.simulate(module(product("d")).partition("ENTRY")[0])
-    with pytest.raises(ValueError, match="text is of type list: give the text of a compiled program"):
+    with pytest.raises(
+        ValueError, match="text is of type list: give the text of a compiled program"
+    ):
         hlo.simulate([])  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"thunks are of type str: give what hlo.read_thunks"):
         hlo.simulate(module(product("d")), thunks="dump")  # pyright: ignore[reportArgumentType]

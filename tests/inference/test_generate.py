@@ -1,4 +1,6 @@
-"""Generated tokens: with a cache and without, on the device and from disk, those of a plain loop; and how they are drawn."""
+"""Generated tokens: with a cache and without, on the device and from disk, those of a plain loop;
+and how they are drawn.
+"""
 
 import dataclasses
 import functools
@@ -24,7 +26,10 @@ ON_DISK = {"params": "nvme", "opt_state": "nvme"}
 def build(model=None, fields=None, devices=2, **axes):
     mesh = zj.make_mesh(**(axes or {"fsdp": devices}), devices=jax.devices()[:devices])
     return zj.build_train_step(
-        model or decoder.generator(), optax.sgd(1.0), zj.ZeroConfig(**{"stage": 3, **(fields or {})}), mesh
+        model or decoder.generator(),
+        optax.sgd(1.0),
+        zj.ZeroConfig(**{"stage": 3, **(fields or {})}),
+        mesh,
     )
 
 
@@ -39,7 +44,13 @@ def plain():
         batch = {"tokens": tokens, "positions": jnp.arange(tokens.shape[1])[None]}
         x = decoder.embed(params["embed"], batch, None)
         for layer in range(decoder.LAYERS):
-            x = model.block(jax.tree.map(lambda a, layer=layer: a[layer], params["blocks"]), x, None, batch["positions"], None)
+            x = model.block(
+                jax.tree.map(lambda a, layer=layer: a[layer], params["blocks"]),
+                x,
+                None,
+                batch["positions"],
+                None,
+            )
         return decoder.predict(params["head"], None, x, batch)[0, -1]
 
     found = []
@@ -68,12 +79,16 @@ CASES = {
 def test_greedy_tokens_are_those_of_a_plain_loop(name, tmp_path):
     case = dict(CASES[name])
     fields = case.pop("fields", {})
-    with build(fields=fields | ({"swap_dir": tmp_path} if "nvme" in fields.values() else {}), **case) as program:
+    with build(
+        fields=fields | ({"swap_dir": tmp_path} if "nvme" in fields.values() else {}), **case
+    ) as program:
         state = program.init(jax.random.key(0))
         found = zj.generate(program, state, PROMPTS, COUNT)
         assert [row.tolist() for row in found] == plain()
         if name in ("host", "nvme"):
-            with pytest.raises(ValueError, match="use_cache=True: layers come to the device one by one"):
+            with pytest.raises(
+                ValueError, match="use_cache=True: layers come to the device one by one"
+            ):
                 zj.generate(program, state, PROMPTS, COUNT, use_cache=True)
         else:
             again = zj.generate(program, state, PROMPTS, COUNT, use_cache=False)
@@ -86,11 +101,15 @@ def test_a_row_ends_with_its_token_and_the_others_go_on():
     eos = plain()[2][1]
     # Numbers of numpy are taken as Python's.
     rows = [np.asarray(row, np.uint16) for row in PROMPTS]
-    found = zj.generate(program, state, rows, np.int64(COUNT), np.float32(0), np.float64(1), eos=np.int32(eos))
+    found = zj.generate(
+        program, state, rows, np.int64(COUNT), np.float32(0), np.float64(1), eos=np.int32(eos)
+    )
     expected = [row[: row.index(eos) + 1] if eos in row else row for row in plain()]
     assert [row.tolist() for row in found] == expected
     assert len({len(row) for row in expected}) > 1
-    assert [row.tolist() for row in zj.generate(program, state, PROMPTS[2:3], COUNT, eos={eos, 1})] == [expected[2]]
+    assert [
+        row.tolist() for row in zj.generate(program, state, PROMPTS[2:3], COUNT, eos={eos, 1})
+    ] == [expected[2]]
 
 
 def test_draws_follow_the_probabilities_and_the_key():
@@ -101,15 +120,24 @@ def test_draws_follow_the_probabilities_and_the_key():
         return np.bincount(draw(jax.random.split(jax.random.key(0), 4000)), minlength=4)
 
     np.testing.assert_allclose(drawn(1.0, 1.0) / 4000, [0.5, 0.25, 0.15, 0.1], atol=0.03)
-    np.testing.assert_allclose(drawn(0.5, 1.0) / 4000, np.square([0.5, 0.25, 0.15, 0.1]) / 0.345, atol=0.03)
+    np.testing.assert_allclose(
+        drawn(0.5, 1.0) / 4000, np.square([0.5, 0.25, 0.15, 0.1]) / 0.345, atol=0.03
+    )
     np.testing.assert_allclose(drawn(1.0, 0.6) / 4000, [2 / 3, 1 / 3, 0, 0], atol=0.03)
     assert drawn(1.0, 0.5).tolist() == [4000, 0, 0, 0]
     assert next_tokens(logits[:, ::-1], None, 0.0, 1.0).tolist() == [3]
-    assert next_tokens(logits[:, ::-1], jax.random.key(0), 1e-38, 1.0).tolist() == [3]  # near 0 it is the likeliest, too
+    assert next_tokens(logits[:, ::-1], jax.random.key(0), 1e-38, 1.0).tolist() == [
+        3
+    ]  # near 0 it is the likeliest, too
     program = build()
     state = program.init(jax.random.key(0))
-    one, other = (zj.generate(program, state, PROMPTS, COUNT, 1.0, 0.9, key=jax.random.key(seed)) for seed in (1, 2))
-    again = zj.generate(program, state, PROMPTS, COUNT, 1.0, 0.9, key=jax.random.key(1), use_cache=False)
+    one, other = (
+        zj.generate(program, state, PROMPTS, COUNT, 1.0, 0.9, key=jax.random.key(seed))
+        for seed in (1, 2)
+    )
+    again = zj.generate(
+        program, state, PROMPTS, COUNT, 1.0, 0.9, key=jax.random.key(1), use_cache=False
+    )
     assert [row.tolist() for row in one] == [row.tolist() for row in again]
     assert [row.tolist() for row in one] != [row.tolist() for row in other]
 
@@ -121,7 +149,9 @@ def test_a_second_call_compiles_nothing():
         traced.append(1)
         return decoder.cached_block(*args)
 
-    program = build(dataclasses.replace(decoder.generator(), cache=zj.Cache(decoder.init_cache, block)))
+    program = build(
+        dataclasses.replace(decoder.generator(), cache=zj.Cache(decoder.init_cache, block))
+    )
     state = program.init(jax.random.key(0))
     zj.generate(program, state, PROMPTS, COUNT)
     count = len(traced)
@@ -149,9 +179,18 @@ WRONG = {
     "one-row": ({"prompts": [3, 1, 4]}, "prompt 0 is 3: a list of at least one token"),
     "ragged": ({"prompts": [[[1], [2, 3]]]}, "prompt 0 is"),
     "tokens-flags": ({"prompts": [[True, False]]}, r"prompt 0 is \[True, False\]"),
-    "large": ({"prompts": [[2**40]]}, f"prompt 0 has token {2**40}: tokens are integers from 0 to 2147483647"),
-    "unsigned": ({"prompts": [np.asarray([2**32 - 1], np.uint32)]}, f"prompt 0 has token {2**32 - 1}"),
-    "temperature-text": ({"temperature": "hot"}, "temperature='hot': a finite number of at least 0"),
+    "large": (
+        {"prompts": [[2**40]]},
+        f"prompt 0 has token {2**40}: tokens are integers from 0 to 2147483647",
+    ),
+    "unsigned": (
+        {"prompts": [np.asarray([2**32 - 1], np.uint32)]},
+        f"prompt 0 has token {2**32 - 1}",
+    ),
+    "temperature-text": (
+        {"temperature": "hot"},
+        "temperature='hot': a finite number of at least 0",
+    ),
     "temperature-none": ({"temperature": None}, "temperature=None"),
     "temperature-flag": ({"temperature": True}, "temperature=True"),
     "top_p-text": ({"top_p": "all"}, "top_p='all': a number above 0 and at most 1"),
@@ -162,7 +201,10 @@ WRONG = {
     "eos-flag": ({"eos": True}, "eos=True"),
     "eos-negative": ({"eos": -1}, "eos=-1: tokens are integers from 0 to 2147483647"),
     "eos-none-inside": ({"eos": {None}}, r"eos=\{None\}"),
-    "key-number": ({"temperature": 1.0, "key": 3}, r"key=3: a random key, such as jax\.random\.key\(0\)"),
+    "key-number": (
+        {"temperature": 1.0, "key": 3},
+        r"key=3: a random key, such as jax\.random\.key\(0\)",
+    ),
     "key-unused": ({"key": "seed"}, "key='seed'"),
     "use_cache": ({"use_cache": "no"}, "use_cache='no': None, True or False"),
 }
@@ -173,7 +215,9 @@ def test_what_does_not_fit_is_refused(name):
     given, message = WRONG[name]
     # Nothing of the program is looked at before.
     with pytest.raises(ValueError, match=message):
-        zj.generate(cast(Any, None), cast(Any, None), **{"prompts": PROMPTS, "max_new_tokens": 2, **given})
+        zj.generate(
+            cast(Any, None), cast(Any, None), **{"prompts": PROMPTS, "max_new_tokens": 2, **given}
+        )
 
 
 def test_several_keys_are_refused_and_old_ones_taken():
@@ -187,7 +231,16 @@ def test_several_keys_are_refused_and_old_ones_taken():
 
 def test_ends_of_every_form_are_taken():
     assert checked_ends(None).tolist() == []
-    for ends in (7, np.int64(7), np.asarray(7), jnp.asarray(7), [7], {7}, np.asarray([7], np.uint8), jnp.asarray([7])):
+    for ends in (
+        7,
+        np.int64(7),
+        np.asarray(7),
+        jnp.asarray(7),
+        [7],
+        {7},
+        np.asarray([7], np.uint8),
+        jnp.asarray([7]),
+    ):
         assert checked_ends(ends).tolist() == [7]
     assert checked_ends((9, np.int16(3))).tolist() == [3, 9]
 
@@ -204,7 +257,9 @@ def test_tokens_outside_of_the_vocabulary_are_refused(use_cache):
 def test_ends_outside_of_the_vocabulary_are_refused(use_cache):
     with build(decoder.generator()) as program:
         state = program.init(jax.random.key(0))
-        with pytest.raises(ValueError, match=r"eos has token 4000, and the model has \d+, counted from 0"):
+        with pytest.raises(
+            ValueError, match=r"eos has token 4000, and the model has \d+, counted from 0"
+        ):
             zj.generate(program, state, PROMPTS, 2, eos=[1, 4000], use_cache=use_cache)
 
 
@@ -212,7 +267,13 @@ def test_models_without_logits_or_cache_are_told(tmp_path):
     with pytest.raises(ValueError, match="give the model predict="):
         zj.generate(build(decoder.model()), None, PROMPTS, 2)
     with pytest.raises(ValueError, match="the model has no cache="):
-        zj.generate(build(dataclasses.replace(decoder.generator(), cache=None)), None, PROMPTS, 2, use_cache=True)
+        zj.generate(
+            build(dataclasses.replace(decoder.generator(), cache=None)),
+            None,
+            PROMPTS,
+            2,
+            use_cache=True,
+        )
     with pytest.raises(ValueError, match="a cache is of a model of one stack"):
         dataclasses.replace(decoder.generator(), init_state={"head": lambda key: 0})
     with (

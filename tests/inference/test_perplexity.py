@@ -32,7 +32,9 @@ for cached in (True, False):
 
 def build(model=None):
     mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
-    return zj.build_train_step(model or decoder.model(), optax.sgd(1.0), zj.ZeroConfig(stage=3), mesh)
+    return zj.build_train_step(
+        model or decoder.model(), optax.sgd(1.0), zj.ZeroConfig(stage=3), mesh
+    )
 
 
 def test_perplexity_does_not_depend_on_batches():
@@ -43,7 +45,11 @@ def test_perplexity_does_not_depend_on_batches():
         expected = float(program.eval(state, whole))
         found = zj.perplexity(program, state, data.batches_once(rows, 4))
         means = np.mean([float(program.eval(state, batch)) for batch in data.batches_once(rows, 4)])
-        one = zj.perplexity(program, state, [program.shard_batch(whole)]) if len(rows) % 2 == 0 else found
+        one = (
+            zj.perplexity(program, state, [program.shard_batch(whole)])
+            if len(rows) % 2 == 0
+            else found
+        )
     assert found.tokens == one.tokens == rows.counts.counted
     np.testing.assert_allclose([found.loss, one.loss], expected, rtol=1e-6)
     assert abs(means - expected) > 1e-4 * expected  # a mean of means is another
@@ -57,7 +63,9 @@ def test_two_processes_find_the_perplexity_and_the_tokens_of_one(tmp_path):
         alone = zj.perplexity(program, program.init(jax.random.key(0)), data.batches_once(rows, 8))
     with build(decoder.generator()) as program:
         state = program.init(jax.random.key(0))
-        tokens = zj.generate(program, state, [[3, 1, 4], [1], [5, 9]], 5, 1.0, key=jax.random.key(1))
+        tokens = zj.generate(
+            program, state, [[3, 1, 4], [1], [5, 9]], 5, 1.0, key=jax.random.key(1)
+        )
     for found in launch(SCRIPT, tmp_path / "two", 2, devices=2):
         assert found["tokens"] == alone.tokens
         assert found["generated"] == [[row.tolist() for row in tokens]] * 2
@@ -68,7 +76,10 @@ def test_nothing_that_counts_is_an_error():
     row = data.pack(uneven_examples(), decoder.SEQ).empty()
     batch = {name: np.stack([a, a]) for name, a in row.items()}
     program = zj.build_train_step(
-        decoder.model(), optax.sgd(1.0), zj.ZeroConfig(), zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
+        decoder.model(),
+        optax.sgd(1.0),
+        zj.ZeroConfig(),
+        zj.make_mesh(fsdp=2, devices=jax.devices()[:2]),
     )
     state = program.init(jax.random.key(0))
     with pytest.raises(ValueError, match="no target counts in 2 batches"):

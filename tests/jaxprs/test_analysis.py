@@ -17,7 +17,9 @@ X = jnp.arange(3.0)
 
 
 class Dependences(Analysis[Names]):
-    """The names of the arguments on which a value depends; "?" behind an equation that is not entered."""
+    """The names of the arguments on which a value depends; "?" behind an equation that is not
+    entered.
+    """
 
     enters = ENTERED["flow"]
 
@@ -61,7 +63,9 @@ def shifted(a: jax.Array, b: jax.Array, c: jax.Array) -> Any:
 
 def islanded(a: jax.Array, b: jax.Array, c: jax.Array) -> Any:
     spec = PartitionSpec("fsdp")
-    return jax.shard_map(lambda a, b: (a + 1, b + a), mesh=MESH, in_specs=spec, out_specs=spec)(a, c)
+    return jax.shard_map(lambda a, b: (a + 1, b + a), mesh=MESH, in_specs=spec, out_specs=spec)(
+        a, c
+    )
 
 
 CASES = {
@@ -69,7 +73,10 @@ CASES = {
     "custom_vjp": (lambda a, b, c: first_of(b, c), ["b"]),
     "custom_jvp": (lambda a, b, c: jax.nn.relu(c), ["c"]),
     "remat": (lambda a, b, c: jax.checkpoint(lambda x, y: (x * 2, x * y))(a, c), ["a", "ac"]),
-    "cond": (lambda a, b, c: jax.lax.cond(a[0] > 0, lambda x: x[0], lambda x: x[1], (b, c)), ["bc"]),
+    "cond": (
+        lambda a, b, c: jax.lax.cond(a[0] > 0, lambda x: x[0], lambda x: x[1], (b, c)),
+        ["bc"],
+    ),
     "scan": (shifted, ["a", "ab", "ab", "abc"]),
     "shard_map": (islanded, ["a", "ac"]),
     "while": (lambda a, b, c: jax.lax.while_loop(lambda x: x[0] < 3, lambda x: x + 1, a), ["?"]),

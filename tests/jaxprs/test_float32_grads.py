@@ -1,4 +1,6 @@
-"""Derivatives rewritten to sum gradients in float32: values against float64, and what is left as it was."""
+"""Derivatives rewritten to sum gradients in float32: values against float64, and what is left as it
+was.
+"""
 
 import collections
 from typing import Any
@@ -22,7 +24,9 @@ def dense(p: Any, x: Any) -> Any:
 
 
 def merged(p: Any, x: Any) -> Any:
-    """Return a product with a matrix that is made of parameters alone, by a product, casts and layout."""
+    """Return a product with a matrix that is made of parameters alone, by a product, casts and
+    layout.
+    """
     w = (p["w"] + (p["a"].T @ p["c"]) * jnp.asarray(2, x.dtype)).reshape(D, F // 4, 4)
     return jnp.einsum("nd,dfg->ngf", x, w).reshape(len(x), F)
 
@@ -33,7 +37,9 @@ def looked_up(p: Any, x: Any) -> Any:
 
 
 def attended(p: Any, x: Any) -> Any:
-    """Return attention with a bias on the values: a cotangent of data, by a product of data, is summed."""
+    """Return attention with a bias on the values: a cotangent of data, by a product of data, is
+    summed.
+    """
     x = x.reshape(8, -1, D)
     weights = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", x @ p["q"], x) / D)
     return jnp.einsum("bqk,bkf->bqf", weights, x @ p["w"] + p["b"]).reshape(N, F)
@@ -46,7 +52,9 @@ def scanned(p: Any, x: Any) -> Any:
 
 
 def rematted(p: Any, x: Any) -> Any:
-    return jax.lax.scan(lambda x, w: (jax.checkpoint(lambda w, x: jnp.tanh(x @ w) + x)(w, x), None), x, p["layers"])[0]
+    return jax.lax.scan(
+        lambda x, w: (jax.checkpoint(lambda w, x: jnp.tanh(x @ w) + x)(w, x), None), x, p["layers"]
+    )[0]
 
 
 def branched(p: Any, x: Any) -> Any:
@@ -67,7 +75,9 @@ def ruled(p: Any, x: Any) -> Any:
 def in_cells(p: Any, x: Any) -> Any:
     """Return a product over 8 devices that each psum the gradient."""
     mesh = zj.make_mesh(data=1, fsdp=8, tensor=1)
-    cells = jax.shard_map(lambda w, x: x @ w, mesh=mesh, in_specs=(P(), P("fsdp")), out_specs=P("fsdp"))
+    cells = jax.shard_map(
+        lambda w, x: x @ w, mesh=mesh, in_specs=(P(), P("fsdp")), out_specs=P("fsdp")
+    )
     return cells(p["w"], x) + p["b"]
 
 
@@ -94,14 +104,20 @@ def setup(*models: Any) -> tuple[Any, Any]:
     random = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(random.standard_normal(shape) / 2, BF16)  # noqa: E731
     shapes = {model.__name__: SHAPES.get(model, {"w": (D, F), "b": (F,)}) for model in models}
-    params = {model: {name: draw(*shape) for name, shape in leaves.items()} for model, leaves in shapes.items()}
+    params = {
+        model: {name: draw(*shape) for name, shape in leaves.items()}
+        for model, leaves in shapes.items()
+    }
     return params, 0.5 + draw(N, D)
 
 
 def derivative_of(*models: Any) -> Any:
     def derivative(seed: Any, x: Any, params: Any) -> Any:
         def loss(params: Any) -> Any:
-            return sum(jnp.mean(jnp.square(m(params[m.__name__], x).astype(seed.dtype) - 1)) for m in models)
+            return sum(
+                jnp.mean(jnp.square(m(params[m.__name__], x).astype(seed.dtype) - 1))
+                for m in models
+            )
 
         value, pullback = jax.vjp(loss, params)
         return pullback(seed)[0], value
@@ -111,7 +127,10 @@ def derivative_of(*models: Any) -> Any:
 
 def errors(grads: Any, exact: Any) -> dict[str, Any]:
     pairs = zip(jax.tree_util.tree_flatten_with_path(exact)[0], jax.tree.leaves(grads), strict=True)
-    return {jax.tree_util.keystr(path): np.linalg.norm(np.float64(g) - e) / np.linalg.norm(e) for (path, e), g in pairs}
+    return {
+        jax.tree_util.keystr(path): np.linalg.norm(np.float64(g) - e) / np.linalg.norm(e)
+        for (path, e), g in pairs
+    }
 
 
 @pytest.mark.parametrize("models", [MODELS, [in_cells]], ids=["one_device", "in_cells"])
@@ -125,7 +144,9 @@ def test_gradients_are_float32_and_nearer_to_float64(models):
     # In float32 from where they are summed: there are bits that bfloat16 has not.
     assert all(np.any(np.asarray(g).view(np.uint32) & 0xFFFF) for g in jax.tree.leaves(wide))
     with jax.enable_x64(True):
-        exact = jax.jit(derivative)(jnp.float64(1), *jax.tree.map(lambda a: a.astype(jnp.float64), (x, params)))[0]
+        exact = jax.jit(derivative)(
+            jnp.float64(1), *jax.tree.map(lambda a: a.astype(jnp.float64), (x, params))
+        )[0]
         exact = jax.device_get(exact)
     before, after = errors(narrow, exact), errors(wide, exact)
     assert {path: error for path, error in after.items() if error >= before[path]} == {}
@@ -136,7 +157,9 @@ def test_forward_is_left_as_it_was():
     params, x = setup(*models)
 
     def forward(derivative: Any) -> collections.Counter[str]:
-        """Return the equations that the cotangent does not reach, casts aside: zeros that sums start from are cast."""
+        """Return the equations that the cotangent does not reach, casts aside: zeros that sums
+        start from are cast.
+        """
         closed = jax.make_jaxpr(derivative)(jnp.float32(1), x, params)
         program = flatten(closed.jaxpr, closed.consts)
         later = program.reached(program.inputs[:1])
@@ -155,9 +178,13 @@ def test_forward_is_left_as_it_was():
 
 
 def test_products_for_other_platforms_take_16_bits():
-    """On a GPU a product of 16 bits that returns 32 is one product on its tensor cores; operands are not cast."""
+    """On a GPU a product of 16 bits that returns 32 is one product on its tensor cores; operands
+    are not cast.
+    """
     params, x = setup(attended)
-    closed = jax.make_jaxpr(float32_grads(derivative_of(attended), "gpu"))(jnp.float32(1), x, params)
+    closed = jax.make_jaxpr(float32_grads(derivative_of(attended), "gpu"))(
+        jnp.float32(1), x, params
+    )
     program = flatten(closed.jaxpr, closed.consts)
     eqns = [i.eqn for i in program.instructions if i.eqn.primitive.name == "dot_general"]
     avals: list[list[Any]] = [[v.aval for v in (*e.invars, *e.outvars)] for e in eqns]

@@ -73,7 +73,10 @@ def test_live_holds_roots_and_what_they_need() -> None:
 def test_live_stops_at_operands_that_are_not_followed() -> None:
     program = flat(several, 1.0, 2.0)
     sine = program.instructions[0].outs[0]
-    assert names(program.live([program.outputs[1]], is_followed=lambda slot: slot != sine)) == ["cos", "add"]
+    assert names(program.live([program.outputs[1]], is_followed=lambda slot: slot != sine)) == [
+        "cos",
+        "add",
+    ]
 
 
 def test_reached_is_the_starts_and_what_depends_on_them() -> None:
@@ -98,16 +101,34 @@ def test_reads_are_the_slots_among_the_operands() -> None:
     ("function", "shapes", "expected"),
     [
         (jnp.matmul, [(4, 8), (8, 16)], 2 * 4 * 8 * 16),
-        (lambda x, w: jax.lax.scan(lambda c, _: (c @ w, None), x, None, length=3)[0], [(4, 8), (8, 8)], 3 * 2 * 4 * 8 * 8),
-        (lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x @ w @ w), [(4, 8), (8, 8)], 2 * 2 * 4 * 8 * 8),
+        (
+            lambda x, w: jax.lax.scan(lambda c, _: (c @ w, None), x, None, length=3)[0],
+            [(4, 8), (8, 8)],
+            3 * 2 * 4 * 8 * 8,
+        ),
+        (
+            lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x @ w @ w),
+            [(4, 8), (8, 8)],
+            2 * 2 * 4 * 8 * 8,
+        ),
         (jax.checkpoint(jnp.matmul), [(4, 8), (8, 16)], 2 * 4 * 8 * 16),
-        (lambda x, w: jax.lax.conv(x, w, (1, 1), "SAME"), [(2, 3, 7, 7), (5, 3, 3, 3)], 2 * (2 * 5 * 7 * 7) * (3 * 3 * 3)),
-        (lambda x, w: jax.lax.ragged_dot(x, w, jnp.array([1, 3])), [(4, 8), (2, 8, 16)], 2 * 4 * 8 * 16),
+        (
+            lambda x, w: jax.lax.conv(x, w, (1, 1), "SAME"),
+            [(2, 3, 7, 7), (5, 3, 3, 3)],
+            2 * (2 * 5 * 7 * 7) * (3 * 3 * 3),
+        ),
+        (
+            lambda x, w: jax.lax.ragged_dot(x, w, jnp.array([1, 3])),
+            [(4, 8), (2, 8, 16)],
+            2 * 4 * 8 * 16,
+        ),
         (jnp.tanh, [(4, 8)], 0),
     ],
 )
 def test_flops_of_products(function, shapes, expected):
-    jaxpr = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
+    jaxpr = jax.make_jaxpr(function)(
+        *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    )
     assert sum(flops_of(i.eqn) for i in flatten(jaxpr.jaxpr, jaxpr.consts).instructions) == expected
 
 
@@ -116,10 +137,14 @@ def test_dtype_of_products_is_found_inside_of_loops(dtype):
     """Whatever else they take, and however small products of another dtype are."""
 
     def body(x, w):
-        return x + jax.lax.dot(x, w).astype(jnp.float32).astype(dtype), jnp.ones((2, 2)) @ jnp.ones((2, 2))
+        return x + jax.lax.dot(x, w).astype(jnp.float32).astype(dtype), jnp.ones((2, 2)) @ jnp.ones(
+            (2, 2)
+        )
 
     def f(scale, x, w):
-        return scale * jax.checkpoint(lambda x, w: jax.lax.scan(body, x, w)[0])(x, w).astype(jnp.float32)
+        return scale * jax.checkpoint(lambda x, w: jax.lax.scan(body, x, w)[0])(x, w).astype(
+            jnp.float32
+        )
 
     args = (jnp.float32(2), jnp.ones((8, 8), dtype), jnp.ones((3, 8, 8), dtype))
     products = [e for e in jax.make_jaxpr(f)(*args).eqns if flops_of(e)]

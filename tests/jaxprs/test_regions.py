@@ -1,4 +1,6 @@
-"""Control flow of traced programs: what an equation holds, and the equation with something else in it."""
+"""Control flow of traced programs: what an equation holds, and the equation with something else in
+it.
+"""
 
 import ast
 import inspect
@@ -59,13 +61,17 @@ def by_shards(x: jax.Array, weight: jax.Array) -> Any:
 CONTROL_FLOW = [scanned, branched, of_platforms, rematerialised, by_shards]
 
 
-def run_with(program: FlatJaxpr, apply: Callable[[Instruction, Arrays], Arrays], values: Arrays) -> list[Any]:
+def run_with(
+    program: FlatJaxpr, apply: Callable[[Instruction, Arrays], Arrays], values: Arrays
+) -> list[Any]:
     """Run a program whose instructions are applied by a function if they hold jaxprs."""
 
     def evaluator(instructions: Sequence[Instruction], slots: dict[int, Any]) -> None:
         for i in instructions:
             ins = [slots[ref] if isinstance(ref, int) else ref.value for ref in i.ins]
-            outs = apply(i, ins) if regions_of(i.eqn) else i.eqn.primitive.bind(*ins, **i.eqn.params)
+            outs = (
+                apply(i, ins) if regions_of(i.eqn) else i.eqn.primitive.bind(*ins, **i.eqn.params)
+            )
             is_list = i.eqn.primitive.multiple_results or regions_of(i.eqn)
             slots.update(zip(i.outs, outs if is_list else [outs], strict=True))
 
@@ -109,9 +115,21 @@ def test_rebind_makes_the_equation_that_was_there(function: Any) -> None:
         return rebind(i.eqn, [region.flatten().run for region in regions_of(i.eqn)], values)
 
     again, _ = trace(lambda *args: run_with(program, apply, args), X, X + 1)
-    (was,), (now,) = ([i.eqn for i in p.instructions if regions_of(i.eqn)] for p in (program, again))
+    (was,), (now,) = (
+        [i.eqn for i in p.instructions if regions_of(i.eqn)] for p in (program, again)
+    )
     assert was.primitive.name == now.primitive.name
-    for name in ("length", "reverse", "unroll", "branches_platforms", "mesh", "in_specs", "out_specs", "policy", "prevent_cse"):
+    for name in (
+        "length",
+        "reverse",
+        "unroll",
+        "branches_platforms",
+        "mesh",
+        "in_specs",
+        "out_specs",
+        "policy",
+        "prevent_cse",
+    ):
         assert was.params.get(name) == now.params.get(name), name
 
 
@@ -217,7 +235,8 @@ def test_the_table_of_what_is_entered_reads_as_its_data() -> None:
     for interpreter, cells in drawn.items():
         for column, cell in cells.items():
             is_entered = names[column] in ENTERED[interpreter]
-            # A note in the place of a cross says how, of an equation that is entered in a way of its own.
+            # A note in the place of a cross says how, of an equation that is entered in a way of
+            # its own.
             assert cell in ("x", "-") or re.fullmatch(r"\(\d\)", cell)
             assert cell != "-" or not is_entered, (interpreter, column)
             assert cell != "x" or is_entered, (interpreter, column)

@@ -15,8 +15,12 @@ from zerojax.sharding import BATCH_AXES
 BATCH = PartitionSpec(BATCH_AXES)
 
 
-def test_a_sum_of_data_may_leave_the_island_that_a_cotangent_passes(caplog: pytest.LogCaptureFixture) -> None:
-    """It is no gradient: what it scales stays each device's own, and is not reduced where it is made."""
+def test_a_sum_of_data_may_leave_the_island_that_a_cotangent_passes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is no gradient: what it scales stays each device's own, and is not reduced where it is
+    made.
+    """
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2, 1), ("data", "fsdp", "tensor"))
 
     def island(dy: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:

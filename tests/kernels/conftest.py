@@ -1,4 +1,6 @@
-"""Kernels are interpreted on the CPU with races detected, and compiled for H200s that are not there to SASS."""
+"""Kernels are interpreted on the CPU with races detected, and compiled for H200s that are not there
+to SASS.
+"""
 
 import contextlib
 import dataclasses
@@ -35,17 +37,23 @@ IS_0_10 = jax.__version__.startswith("0.10.")
 
 @pytest.fixture
 def races(monkeypatch) -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
-    """Return a context in which kernels are interpreted with races detected, and which fails if there was one."""
+    """Return a context in which kernels are interpreted with races detected, and which fails if
+    there was one.
+    """
     if IS_0_10:
         _behave_like_hardware(monkeypatch)
         interpret_clusters(monkeypatch)
-    # Which thread has which element is nothing to the interpreter, and of jax 0.10 it does not know the word.
+    # Which thread has which element is nothing to the interpreter, and of jax 0.10 it does not know
+    # the word.
     mlir.register_lowering(gpu_core.layout_cast_p, lambda _, x, new_layout: [x], platform="cpu")
     monkeypatch.setattr(registers, "load", lambda ref, _: ref[...])  # the same, without a layout
     monkeypatch.setattr(registers, "store", lambda ref, value: ref.__setitem__(..., value))
-    # A kernel has no effect when it is compiled; interpreted it has one, which a checkpoint would refuse.
+    # A kernel has no effect when it is compiled; interpreted it has one, which a checkpoint would
+    # refuse.
     allowed = effects.remat_allowed_effects
-    monkeypatch.setattr(allowed, "_effect_types", allowed._effect_types | set(map(type, get_interpret_effects())))
+    monkeypatch.setattr(
+        allowed, "_effect_types", allowed._effect_types | set(map(type, get_interpret_effects()))
+    )
 
     @contextlib.contextmanager
     def interpret() -> Iterator[None]:
@@ -62,12 +70,15 @@ def races(monkeypatch) -> Iterator[Callable[[], contextlib.AbstractContextManage
 def _behave_like_hardware(monkeypatch) -> None:
     """Give the interpreter of jax 0.10 what later ones have, and more.
 
-    TMA reads zeros outside of an array and writes nothing there (CUDA's programming guide, 'tensor map'): that interpreter
-    raises on the one and drops the whole copy on the other. It checks no read of wgmma for races, nor do later ones; here a
-    product reads its operands when it starts and still when the next one on the same sums starts, as one is kept in flight. And
-    it knows no transposed operand.
+    TMA reads zeros outside of an array and writes nothing there (CUDA's programming guide, 'tensor
+    map'): that interpreter raises on the one and drops the whole copy on the other. It checks no
+    read of wgmma for races, nor do later ones; here a product reads its operands when it starts and
+    still when the next one on the same sums starts, as one is kept in flight. And it knows no
+    transposed operand.
     """
-    monkeypatch.setattr(shared_memory.Buffer, "__setitem__", shared_memory.Buffer.set_in_bounds_portion)
+    monkeypatch.setattr(
+        shared_memory.Buffer, "__setitem__", shared_memory.Buffer.set_in_bounds_portion
+    )
 
     def zeros_outside(inside: Any, shape: Any, _: Any, dtype: Any, *__: Any) -> Any:
         result = jax.numpy.zeros(shape, dtype).__array__().copy()
@@ -88,7 +99,9 @@ def _behave_like_hardware(monkeypatch) -> None:
         everywhere = memory.get_global_thread_id(device, thread)
         reads, operands, acc = [], [], key_of(call, "acc")
         for name in ("a", "b"):
-            transforms = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(call[f"{name}_transforms"]))
+            transforms = jax.tree.map(
+                int, gpu_callbacks._remove_noop_transforms(call[f"{name}_transforms"])
+            )
             indices = [t for t in transforms if not isinstance(t, state_types.TransposeTransform)]
             assert transforms[: len(indices)] == tuple(indices), "a view is transposed last"
             key, where = key_of(call, name), interpret_utils.to_range(indices)
@@ -97,10 +110,14 @@ def _behave_like_hardware(monkeypatch) -> None:
             operands.append(operand.T if (len(transforms) - len(indices)) % 2 else operand)
         for key, where in reads + in_flight.get(acc, []):
             _, _, clock = memory.get_buffer_content(key, where, everywhere)
-            gpu_callbacks.get_races().check_read(device, thread, clock, key, where, source_info=call["source_info"])
+            gpu_callbacks.get_races().check_read(
+                device, thread, clock, key, where, source_info=call["source_info"]
+            )
         in_flight[acc] = reads
         total, _, _ = memory.get_buffer_content(acc, (), everywhere)
-        with numpy.errstate(all="ignore"):  # a warning, which is an error here, would leave other threads waiting
+        with numpy.errstate(
+            all="ignore"
+        ):  # a warning, which is an error here, would leave other threads waiting
             total = total + numpy.matmul(*operands, dtype=call["acc_dtype"])
         memory.store_buffer_content(acc, (), total, everywhere)
         return call["token"]
@@ -120,7 +137,8 @@ class Report:
     Attributes:
       hlo: the scheduled program.
       temp_bytes: its temporaries.
-      ptxas: the assembler's report. A kernel is assembled once in a process: "" where that was before.
+      ptxas: the assembler's report. A kernel is assembled once in a process: "" where that was
+        before.
       sass: the kernel's instructions, likewise.
     """
 
@@ -131,7 +149,9 @@ class Report:
 
     def spill_bytes(self) -> int:
         sizes = re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", self.ptxas)
-        assert len(sizes) >= 3, f"the assembler reports no spills, and not that there are none: {self.ptxas!r}"
+        assert len(sizes) >= 3, (
+            f"the assembler reports no spills, and not that there are none: {self.ptxas!r}"
+        )
         return sum(map(int, sizes))
 
     def registers(self) -> int:
@@ -148,7 +168,9 @@ def compile_for_h200(h200_compiler, monkeypatch, tmp_path) -> Callable[..., Repo
 
     root = pathlib.Path(os.environ["MOSAIC_GPU_CUDA_ROOT"])
     disassembler = shutil.which("nvdisasm", path=f"{root / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    assert disassembler, "SASS is read by nvdisasm: pip install nvidia-cuda-nvdisasm, as the extra `dev` does"
+    assert disassembler, (
+        "SASS is read by nvdisasm: pip install nvidia-cuda-nvdisasm, as the extra `dev` does"
+    )
     if pathlib.Path(disassembler).parent != root / "bin":  # the compiler looks in one folder
         tools = tmp_path / "cuda"
         (tools / "bin").mkdir(parents=True)
@@ -163,11 +185,22 @@ def compile_for_h200(h200_compiler, monkeypatch, tmp_path) -> Callable[..., Repo
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(dump))
     sharding = NamedSharding(aot.gpu_mesh("h200", hosts=1, gpus_per_host=1), PartitionSpec())
 
-    def compile_program(f: Callable[..., Any], *arrays: Any, donate: tuple[int, ...] = ()) -> Report:
-        arrays = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arrays)
-        compiled = jax.jit(f, donate_argnums=donate).trace(*arrays).lower(lowering_platforms=("cuda",)).compile()
+    def compile_program(
+        f: Callable[..., Any], *arrays: Any, donate: tuple[int, ...] = ()
+    ) -> Report:
+        arrays = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arrays
+        )
+        compiled = (
+            jax.jit(f, donate_argnums=donate)
+            .trace(*arrays)
+            .lower(lowering_platforms=("cuda",))
+            .compile()
+        )
         stats: Any = compiled.memory_analysis()
-        texts = ["".join(path.read_text() for path in dump.glob(name)) for name in ("*.ptxas", "*.sass*")]
+        texts = [
+            "".join(path.read_text() for path in dump.glob(name)) for name in ("*.ptxas", "*.sass*")
+        ]
         for path in dump.iterdir():
             path.unlink()
         return Report(compiled.as_text() or "", stats.temp_size_in_bytes, *texts)

@@ -1,4 +1,6 @@
-"""The tiled loss and its gradients equal a float64 program of whole logits, for every option, dtype and count of tiles."""
+"""The tiled loss and its gradients equal a float64 program of whole logits, for every option, dtype
+and count of tiles.
+"""
 
 import functools
 import logging
@@ -31,11 +33,14 @@ TILES = {
     "columns of one": Config(block_t=37, block_v=1, passes=1),
     "rows of one": Config(block_t=1, block_v=101, passes=2),
 }
-# Largest difference from float64 over the largest value, of the loss and of gradients: there slopes are rounded too.
+# Largest difference from float64 over the largest value, of the loss and of gradients: there slopes
+# are rounded too.
 TOLERANCES = {"float32": (1e-6, 2e-6), "bfloat16": (1e-6, 8e-3), "float16": (1e-6, 1e-3)}
 
 
-def problem(dtype: str = "float32", shape: tuple[int, int, int] = (T, D, V), scale: float = 1.0) -> tuple[Any, Any, Any]:
+def problem(
+    dtype: str = "float32", shape: tuple[int, int, int] = (T, D, V), scale: float = 1.0
+) -> tuple[Any, Any, Any]:
     t, d, v = shape
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(scale * rng.normal(size=s), dtype) for s in ((t, d), (d, v)))
@@ -57,7 +62,9 @@ def exact(
     softcap: float | None = None,
     weights: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return losses, dx and dw in float64, of probabilities and one-hot labels; `weights` of tokens are those of "none"."""
+    """Return losses, dx and dw in float64, of probabilities and one-hot labels; `weights` of tokens
+    are those of "none".
+    """
     x, w = (np.asarray(a.astype(jnp.float32), np.float64) for a in (x, w))
     raw = x @ w
     z = raw if softcap is None else softcap * np.tanh(raw / softcap)
@@ -78,24 +85,34 @@ def exact(
 
 
 @functools.partial(jax.jit, static_argnames=("options",))
-def value_and_grads(x: Any, w: Any, labels: Any, options: tuple[tuple[str, Any], ...], weights: Any = None) -> Any:
+def value_and_grads(
+    x: Any, w: Any, labels: Any, options: tuple[tuple[str, Any], ...], weights: Any = None
+) -> Any:
     value, vjp = jax.vjp(lambda x, w: linear_cross_entropy(x, w, labels, **dict(options)), x, w)
     return value, *vjp(jnp.ones((), jnp.float32) if weights is None else weights)
 
 
 def assert_equal(got: Any, expected: Any, dtype: str = "float32") -> None:
     value, *grads = TOLERANCES[dtype][:1] + TOLERANCES[dtype][1:] * 2
-    for name, a, b, tolerance in zip(("loss", "dx", "dw"), got, expected, (value, *grads), strict=True):
+    for name, a, b, tolerance in zip(
+        ("loss", "dx", "dw"), got, expected, (value, *grads), strict=True
+    ):
         a = np.asarray(a.astype(jnp.float32), np.float64)
         assert a.shape == b.shape, name
-        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(np.abs(b).max(), 1e-30), err_msg=name)
+        np.testing.assert_allclose(
+            a, b, rtol=0, atol=tolerance * max(np.abs(b).max(), 1e-30), err_msg=name
+        )
 
 
 def check(x: Any, w: Any, labels: Any, dtype: str = "float32", **options: Any) -> None:
     got = value_and_grads(x, w, labels, tuple(options.items()))
     assert got[0].dtype == jnp.float32
     assert (got[1].dtype, got[2].dtype) == (x.dtype, w.dtype)
-    plain = {k: v for k, v in options.items() if k not in ("config", "implementation", "num_tiles", "split")}
+    plain = {
+        k: v
+        for k, v in options.items()
+        if k not in ("config", "implementation", "num_tiles", "split")
+    }
     assert_equal(got, exact(x, w, labels, **plain), dtype)
 
 
@@ -105,7 +122,10 @@ def test_loss_and_gradients_equal_float64_for_every_option(options):
     check(*problem(), implementation="reference", **options)
 
 
-@pytest.mark.parametrize(("dtype", "tiles"), [(d, t) for d in TOLERANCES for t in TILES if d == "float32" or "ragged" in t])
+@pytest.mark.parametrize(
+    ("dtype", "tiles"),
+    [(d, t) for d in TOLERANCES for t in TILES if d == "float32" or "ragged" in t],
+)
 def test_loss_and_gradients_equal_float64_for_every_dtype_and_tile(dtype, tiles):
     check(*problem(dtype, scale=0.5), dtype=dtype, config=TILES[tiles], **OPTIONS["all"])
 
@@ -118,7 +138,9 @@ def test_any_dims_are_served(shape):
 
 def test_num_tiles_are_of_the_vocabulary():
     check(*problem(), num_tiles=3)
-    body = str(jax.make_jaxpr(lambda x, w, y: linear_cross_entropy(x, w, y, num_tiles=4))(*problem()))
+    body = str(
+        jax.make_jaxpr(lambda x, w, y: linear_cross_entropy(x, w, y, num_tiles=4))(*problem())
+    )
     assert "[24,26]" in body  # of 101 columns
 
 
@@ -126,7 +148,9 @@ def test_num_tiles_are_of_the_vocabulary():
 def test_reductions(reduction):
     x, w, labels = problem()
     options = (("reduction", reduction), ("config", TILES["ragged"]), ("z_loss", 0.01))
-    weights = np.random.default_rng(1).normal(size=T).astype(np.float32) if reduction == "none" else None
+    weights = (
+        np.random.default_rng(1).normal(size=T).astype(np.float32) if reduction == "none" else None
+    )
     got = value_and_grads(x, w, labels, options, weights)
     assert_equal(got, exact(x, w, labels, reduction=reduction, z_loss=0.01, weights=weights))
 
@@ -136,7 +160,9 @@ def test_no_label_that_counts_gives_zero_and_no_nan():
     for options in ({}, {"ignore_index": 7, "z_loss": 0.1, "label_smoothing": 0.1}):
         labels = np.full(T, options.get("ignore_index", -100), np.int32)
         for implementation in ("xla", "reference"):
-            made = value_and_grads(x, w, labels, (*options.items(), ("implementation", implementation)))
+            made = value_and_grads(
+                x, w, labels, (*options.items(), ("implementation", implementation))
+            )
             assert all(not np.asarray(a).any() for a in made)
 
 
@@ -150,17 +176,23 @@ def test_large_logits_do_not_overflow(dtype):
 
 
 def test_float16_keeps_small_probabilities():
-    """One column has a logit of 14, so the others have probabilities of 8e-7: 14 of float16's smallest steps."""
+    """One column has a logit of 14, so the others have probabilities of 8e-7: 14 of float16's
+    smallest steps.
+    """
     x, w = jnp.ones((8, 4), jnp.float16), jnp.zeros((4, 16384), jnp.float16).at[:, 0].set(3.5)
     options = (("config", Config(block_t=2, block_v=4096)),)
     labels = np.zeros(8, np.int32)
     _, _, dw = value_and_grads(x, w, labels, options, jnp.float32(100))
-    np.testing.assert_allclose(np.asarray(dw[:, 1:], np.float64), 100 * exact(x, w, labels)[2][:, 1:], rtol=1e-3)
+    np.testing.assert_allclose(
+        np.asarray(dw[:, 1:], np.float64), 100 * exact(x, w, labels)[2][:, 1:], rtol=1e-3
+    )
 
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_float16_keeps_small_cotangents(passes):
-    """A cotangent of 1e-7 a token, times probabilities of 6e-5, is nothing in float16; their sum is 16 of its steps."""
+    """A cotangent of 1e-7 a token, times probabilities of 6e-5, is nothing in float16; their sum is
+    16 of its steps.
+    """
     x, w = jnp.zeros((8, 4), jnp.float16), jnp.full((4, 16384), 10, jnp.float16).at[:, 0].set(0)
     options = (("config", Config(block_t=2, block_v=4096, passes=passes)),)
     _, dx, _ = value_and_grads(x, w, np.zeros(8, np.int32), options, jnp.float32(8e-7))
@@ -169,12 +201,18 @@ def test_float16_keeps_small_cotangents(passes):
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_bfloat16_gradients_are_summed_in_float32_and_rounded_once(passes):
-    """Over 512 tiles of one token or one column, sums kept in bfloat16 would stop growing at 256 terms."""
+    """Over 512 tiles of one token or one column, sums kept in bfloat16 would stop growing at 256
+    terms.
+    """
     labels = np.full(512, -1, np.int32)
     labels[0] = 0
     w = (jnp.arange(512) / 4096).astype(jnp.bfloat16)[None] * jnp.ones((4, 1), jnp.bfloat16)
     for x, y, config in (
-        (jnp.ones((512, 4), jnp.bfloat16), np.zeros(512, np.int32), Config(block_t=1, block_v=512, passes=passes)),
+        (
+            jnp.ones((512, 4), jnp.bfloat16),
+            np.zeros(512, np.int32),
+            Config(block_t=1, block_v=512, passes=passes),
+        ),
         (jnp.ones((2, 4), jnp.bfloat16), labels[:2], Config(block_t=2, block_v=1, passes=passes)),
     ):
         got = value_and_grads(x, w, y, (("config", config), ("reduction", "sum")))
@@ -186,7 +224,9 @@ def test_leading_dims_are_tokens():
     x, w, labels = problem(shape=(36, D, V))
     loss = jax.jit(functools.partial(linear_cross_entropy, reduction="none"))
     flat = exact(x, w, labels, reduction="none", weights=labels)[0]
-    np.testing.assert_allclose(loss(x.reshape(4, 9, D), w, labels.reshape(4, 9)), flat.reshape(4, 9), atol=1e-5)
+    np.testing.assert_allclose(
+        loss(x.reshape(4, 9, D), w, labels.reshape(4, 9)), flat.reshape(4, 9), atol=1e-5
+    )
     one = loss(x[1], w, labels[1])
     np.testing.assert_allclose(one, flat[1], atol=1e-5)
     assert one.shape == ()
@@ -197,7 +237,9 @@ def test_labels_of_any_integer_dtype():
     labels = np.arange(8)
     expected = exact(x, w, labels)[0]
     for dtype in (np.int8, np.uint8, np.uint32):
-        np.testing.assert_allclose(jax.jit(linear_cross_entropy)(x, w, labels.astype(dtype)), expected, rtol=1e-6)
+        np.testing.assert_allclose(
+            jax.jit(linear_cross_entropy)(x, w, labels.astype(dtype)), expected, rtol=1e-6
+        )
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
@@ -205,13 +247,17 @@ def test_labels_that_32_bits_make_negative_are_out_of_range_all_the_same(impleme
     x, w, _ = problem(shape=(8, D, V))
     labels = np.arange(-1, 7).astype(np.uint32)  # the first one was -1
     made = value_and_grads(x, w, labels, (("implementation", implementation),))
-    # The gradient too: a step that it moved would have been by other weights than those of any loss.
+    # The gradient too: a step that it moved would have been by other weights than those of any
+    # loss.
     assert all(np.isnan(np.asarray(a)).any() for a in made)
 
 
 def test_narrow_labels_are_refused_where_a_cast_negative_one_would_be_a_label():
     x, w = np.zeros((4, 8), np.float32), np.zeros((8, 300), np.float32)
-    with pytest.raises(ValueError, match="labels are uint8, which holds no negative number: a -1 that was cast to it is 255"):
+    with pytest.raises(
+        ValueError,
+        match="labels are uint8, which holds no negative number: a -1 that was cast to it is 255",
+    ):
         linear_cross_entropy(x, w, np.arange(4, dtype=np.uint8))
     # A V of more than a signed dtype holds is none that a label of it can reach.
     jax.eval_shape(linear_cross_entropy, x, w, np.arange(4, dtype=np.int8))
@@ -220,7 +266,9 @@ def test_narrow_labels_are_refused_where_a_cast_negative_one_would_be_a_label():
 def test_under_vmap_scan_and_checkpoint():
     x, w, labels = problem(shape=(24, D, V))
     xs, ys = x.reshape(3, 8, D), labels.reshape(3, 8)
-    loss = functools.partial(linear_cross_entropy, config=Config(block_t=3, block_v=32, passes=2), reduction="sum")
+    loss = functools.partial(
+        linear_cross_entropy, config=Config(block_t=3, block_v=32, passes=2), reduction="sum"
+    )
     expected = exact(x, w, labels, reduction="sum")
 
     def mapped(x, w):
@@ -233,7 +281,9 @@ def test_under_vmap_scan_and_checkpoint():
     for fn in (mapped, scanned):
         value, (dx, dw) = jax.jit(jax.value_and_grad(fn, (0, 1)))(xs, w)
         assert_equal((value, dx.reshape(24, D), dw), expected)
-    over_heads = jax.jit(jax.vmap(jax.grad(loss, 1), (None, 0, None)))(x, jnp.stack([w, 2 * w]), labels)
+    over_heads = jax.jit(jax.vmap(jax.grad(loss, 1), (None, 0, None)))(
+        x, jnp.stack([w, 2 * w]), labels
+    )
     for head, dw in zip((w, 2 * w), over_heads, strict=True):
         np.testing.assert_allclose(dw, exact(x, head, labels, reduction="sum")[2], atol=1e-4)
 
@@ -274,7 +324,9 @@ def test_check_labels_raises_where_labels_are_known_and_under_checkify():
 def test_ignored_labels_are_not_out_of_range():
     x, w, labels = problem()
     labels[4] = V + 5
-    loss = jax.jit(lambda x, w: linear_cross_entropy(x, w, labels, ignore_index=V + 5, check_labels=True))(x, w)
+    loss = jax.jit(
+        lambda x, w: linear_cross_entropy(x, w, labels, ignore_index=V + 5, check_labels=True)
+    )(x, w)
     np.testing.assert_allclose(loss, exact(x, w, np.where(labels > V, -1, labels))[0], rtol=1e-6)
 
 
@@ -285,7 +337,10 @@ def test_ignored_labels_are_not_out_of_range():
         ({"w": jnp.ones((V, D))}, "transpose an embedding"),
         ({"w": jnp.ones((D, V, 1))}, r"w\[D, V\] are needed"),
         ({"w": jnp.ones((D, V), jnp.bfloat16)}, "x is float32 and w bfloat16: one dtype"),
-        ({"x": jnp.ones((T, D), int), "w": jnp.ones((D, V), int)}, "one dtype of float32, bfloat16, float16"),
+        (
+            {"x": jnp.ones((T, D), int), "w": jnp.ones((D, V), int)},
+            "one dtype of float32, bfloat16, float16",
+        ),
         ({"labels": np.zeros(T)}, "labels are float64: integers"),
         ({"labels": np.zeros(T, bool)}, "labels are bool"),
         ({"labels": np.zeros(T - 1, int)}, r"labels are \[36\]"),
@@ -328,12 +383,20 @@ def test_a_choice_is_logged_once_with_its_reason(caplog):
             jax.eval_shape(functools.partial(linear_cross_entropy, reduction="sum"), x, w, labels)
         jax.eval_shape(functools.partial(linear_cross_entropy, implementation="xla"), x, w, labels)
     told = [r.message for r in caplog.records if "linear_cross_entropy" in r.message]
-    assert told == ["linear_cross_entropy runs as xla (not mosaic: it multiplies bfloat16 and float16, not float32)"]
+    assert told == [
+        "linear_cross_entropy runs as xla (not mosaic: it multiplies bfloat16 and float16, not float32)"
+    ]
 
 
 def test_from_forward_to_backward_one_number_a_token_is_kept():
     x, w, labels = problem()
-    kept = jax.eval_shape(lambda x, w: jax.vjp(lambda x, w: linear_cross_entropy(x, w, labels), x, w)[1], x, w)
-    sizes = [leaf.size for leaf in jax.tree.leaves(kept) if leaf.ndim and leaf.shape not in (x.shape, w.shape)]
+    kept = jax.eval_shape(
+        lambda x, w: jax.vjp(lambda x, w: linear_cross_entropy(x, w, labels), x, w)[1], x, w
+    )
+    sizes = [
+        leaf.size
+        for leaf in jax.tree.leaves(kept)
+        if leaf.ndim and leaf.shape not in (x.shape, w.shape)
+    ]
     assert sizes
     assert all(size <= T for size in sizes)

@@ -1,4 +1,6 @@
-"""The kernels of linear_cross_entropy compiled for an H200 that is not there: 16K tokens, D 4096, a vocabulary of 128K."""
+"""The kernels of linear_cross_entropy compiled for an H200 that is not there: 16K tokens, D 4096, a
+vocabulary of 128K.
+"""
 
 import functools
 import math
@@ -37,7 +39,9 @@ def check(report, num_kernels, temp_bytes):
     assert report.temp_bytes <= temp_bytes
 
 
-def test_forward_kernel_for_h200_multiplies_on_tensor_cores_and_writes_statistics_alone(compile_for_h200):
+def test_forward_kernel_for_h200_multiplies_on_tensor_cores_and_writes_statistics_alone(
+    compile_for_h200,
+):
     config = KernelConfig(num_cores=132)
     report = compile_for_h200(functools.partial(mosaic.forward, FORM, config), *operands(F16))
     check(report, 1, 1 << 22)
@@ -58,11 +62,16 @@ def test_backward_kernels_for_h200_multiply_on_tensor_cores_without_spills(compi
 
 @pytest.mark.exhaustive  # by default its kernels are compiled one by one
 def test_loss_and_gradients_for_h200_take_float32_sums_and_no_array_of_logits(compile_for_h200):
-    loss = functools.partial(linear_cross_entropy, implementation="mosaic", config=KernelConfig(backward=True))
+    loss = functools.partial(
+        linear_cross_entropy, implementation="mosaic", config=KernelConfig(backward=True)
+    )
     report = compile_for_h200(jax.value_and_grad(loss, (0, 1)), *operands(BF16))
     check(report, 3, SUMS + (1 << 22))
     assert report.temp_bytes >= SUMS
     assert report.count("HGMMA") >= 4 + 2 * (4 + 8)
     assert not re.search(r" dot\(|__cublas", report.hlo)
-    sizes = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", report.hlo)]
+    sizes = [
+        math.prod(map(int, dims.split(",")))
+        for dims in re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", report.hlo)
+    ]
     assert max(sizes) == D * V  # w

@@ -1,4 +1,6 @@
-"""Over a mesh the loss and its gradients are those of one device: tokens, vocabulary and w split in every way on offer."""
+"""Over a mesh the loss and its gradients are those of one device: tokens, vocabulary and w split in
+every way on offer.
+"""
 
 import functools
 from typing import Any
@@ -16,7 +18,11 @@ from zerojax.tiling.head_loss import grad_spec
 
 B, S, D, V = 8, 3, 16, 104
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0}
-MESHES = {"tensor 4": {"tensor": 4}, "2 x 2 x 2": {"data": 2, "fsdp": 2, "tensor": 2}, "fsdp 8": {"fsdp": 8}}
+MESHES = {
+    "tensor 4": {"tensor": 4},
+    "2 x 2 x 2": {"data": 2, "fsdp": 2, "tensor": 2},
+    "fsdp 8": {"fsdp": 8},
+}
 W_SPECS = {
     "whole": None,
     "D": P("fsdp", "tensor"),
@@ -28,7 +34,9 @@ W_SPECS = {
 
 
 def make_mesh(axes: dict[str, int]) -> jax.sharding.Mesh:
-    return zj.make_mesh(**{"data": 1, "fsdp": 1} | axes, devices=jax.devices()[: int(np.prod(list(axes.values())))])
+    return zj.make_mesh(
+        **{"data": 1, "fsdp": 1} | axes, devices=jax.devices()[: int(np.prod(list(axes.values())))]
+    )
 
 
 @functools.cache
@@ -49,7 +57,12 @@ def expected() -> Any:
     x, w, labels = problem()
     return jax.device_get(
         jax.jit(
-            jax.value_and_grad(lambda x, w: linear_cross_entropy(x, w, labels, implementation="reference", **OPTIONS), (0, 1))
+            jax.value_and_grad(
+                lambda x, w: linear_cross_entropy(
+                    x, w, labels, implementation="reference", **OPTIONS
+                ),
+                (0, 1),
+            )
         )(x, w)
     )
 
@@ -60,7 +73,10 @@ def assert_equal(got: Any, wanted: Any) -> None:
 
 
 CASES = [(mesh, "whole", passes) for mesh in MESHES for passes in (1, 2)]
-CASES += [("2 x 2 x 2", spec, 1) for spec in W_SPECS if spec != "whole"] + [("fsdp 8", "V", 2), ("fsdp 8", "D", 2)]
+CASES += [("2 x 2 x 2", spec, 1) for spec in W_SPECS if spec != "whole"] + [
+    ("fsdp 8", "V", 2),
+    ("fsdp 8", "D", 2),
+]
 
 
 @pytest.mark.parametrize(("axes", "w_spec", "passes"), CASES)
@@ -68,10 +84,14 @@ def test_split_equals_one_device(axes, w_spec, passes):
     x, w, labels = problem()
     mesh = make_mesh(MESHES[axes])
     config = Config(block_t=2, block_v=5, passes=passes)  # neither divides what a device has
-    loss = functools.partial(zj.linear_cross_entropy, w_spec=W_SPECS[w_spec], config=config, **OPTIONS)
+    loss = functools.partial(
+        zj.linear_cross_entropy, w_spec=W_SPECS[w_spec], config=config, **OPTIONS
+    )
     got = value_and_grads(lambda x, w, y: loss(x, w, y), mesh, x, w, labels)
     assert_equal(got, expected())
-    spec = W_SPECS[w_spec] or grad_spec((D, V), P(None, "tensor" if "tensor" in MESHES[axes] else None), mesh)
+    spec = W_SPECS[w_spec] or grad_spec(
+        (D, V), P(None, "tensor" if "tensor" in MESHES[axes] else None), mesh
+    )
     assert got[1][1].sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
 
 
@@ -79,9 +99,18 @@ def test_losses_of_tokens_and_their_own_cotangents():
     x, w, labels = problem()
     weights = np.random.default_rng(1).normal(size=(B, S)).astype(np.float32)
     both = []
-    for mesh, implementation in ((make_mesh(MESHES["2 x 2 x 2"]), "xla"), (make_mesh({"fsdp": 1}), "reference")):
-        loss = functools.partial(zj.linear_cross_entropy, reduction="none", ignore_index=5, implementation=implementation)
-        both.append(value_and_grads(lambda x, w, loss=loss: (weights * loss(x, w, labels)).sum(), mesh, x, w))
+    for mesh, implementation in (
+        (make_mesh(MESHES["2 x 2 x 2"]), "xla"),
+        (make_mesh({"fsdp": 1}), "reference"),
+    ):
+        loss = functools.partial(
+            zj.linear_cross_entropy, reduction="none", ignore_index=5, implementation=implementation
+        )
+        both.append(
+            value_and_grads(
+                lambda x, w, loss=loss: (weights * loss(x, w, labels)).sum(), mesh, x, w
+            )
+        )
     assert_equal(both[0], jax.device_get(both[1]))
 
 
@@ -97,16 +126,20 @@ def test_a_vocabulary_that_tensor_does_not_divide_stays_whole():
 
 
 def test_padding_alone_on_one_device_and_a_wrong_label_on_another():
-    """A device whose tokens all count nothing has a cotangent of 0; a label of V makes every gradient NaN, wherever it is."""
+    """A device whose tokens all count nothing has a cotangent of 0; a label of V makes every
+    gradient NaN, wherever it is.
+    """
     x, w, labels = problem()
     mesh, labels = make_mesh(MESHES["2 x 2 x 2"]), labels.copy()
     labels[:4] = -1
     loss = jax.jit(jax.value_and_grad(zj.linear_cross_entropy, (0, 1)))
     with jax.set_mesh(mesh):
         value, (dx, dw) = jax.block_until_ready(loss(x, w, labels))
-    plain = jax.jit(jax.value_and_grad(functools.partial(linear_cross_entropy, implementation="reference"), (0, 1)))(
-        x, w, labels
-    )
+    plain = jax.jit(
+        jax.value_and_grad(
+            functools.partial(linear_cross_entropy, implementation="reference"), (0, 1)
+        )
+    )(x, w, labels)
     assert_equal((value, (dx, dw)), jax.device_get(plain))
     assert not np.asarray(dx[:4]).any()
     labels[7] = V
@@ -123,7 +156,9 @@ def test_inside_a_shard_map_of_the_callers_own_the_call_is_local():
     def local(x, w, labels):
         return zj.linear_cross_entropy(x, w, labels, reduction="sum")[None]
 
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P("fsdp"), P(), P("fsdp")), out_specs=P("fsdp"), check_vma=False)
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=(P("fsdp"), P(), P("fsdp")), out_specs=P("fsdp"), check_vma=False
+    )
     with jax.set_mesh(mesh):
         sums = jax.block_until_ready(jax.jit(mapped)(x, w, labels))
     whole = jax.jit(functools.partial(linear_cross_entropy, reduction="sum"))(x, w, labels)
@@ -147,7 +182,9 @@ def test_bad_splits_are_refused_in_plain_words(shapes, options, words):
     shapes = {"x": (B, S, D), "w": (D, V)} | shapes
     x, w = jnp.ones(shapes["x"]), jnp.ones(shapes["w"])
     with pytest.raises(ValueError, match=words):
-        zj.linear_cross_entropy(x, w, np.zeros(x.shape[:-1], int), mesh=make_mesh(MESHES["2 x 2 x 2"]), **options)
+        zj.linear_cross_entropy(
+            x, w, np.zeros(x.shape[:-1], int), mesh=make_mesh(MESHES["2 x 2 x 2"]), **options
+        )
 
 
 @pytest.mark.parametrize(

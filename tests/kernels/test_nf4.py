@@ -1,4 +1,6 @@
-"""nf4: the 16 values, the nearest of them, errors against float64, the same bits from every implementation; bad input."""
+"""nf4: the 16 values, the nearest of them, errors against float64, the same bits from every
+implementation; bad input.
+"""
 
 import dataclasses
 import functools
@@ -37,7 +39,9 @@ def largest_of(q: Nf4) -> np.ndarray:
     """Return the largest magnitudes that scales stand for, [.., K / 64], in float64."""
     steps, means = (np.asarray(a, np.float64) for a in (q.steps, q.means))
     for axis in (-2, -1)[-q.scales.ndim :]:
-        steps, means = (np.repeat(a, q.scales.shape[axis] // q.steps.shape[axis], axis) for a in (steps, means))
+        steps, means = (
+            np.repeat(a, q.scales.shape[axis] // q.steps.shape[axis], axis) for a in (steps, means)
+        )
     scales = np.asarray(q.scales, np.float64)
     return np.where(scales == -128, np.nan, np.maximum(np.float32(scales * steps + means), 0))
 
@@ -46,7 +50,11 @@ def in_groups(array, group) -> np.ndarray:
     """Return [.., R / r, K / c, r c] of [.., R, K]."""
     *outer, rows, blocks = array.shape
     r, c = group
-    return array.reshape(*outer, rows // r, r, blocks // c, c).swapaxes(-3, -2).reshape(*outer, rows // r, blocks // c, -1)
+    return (
+        array.reshape(*outer, rows // r, r, blocks // c, c)
+        .swapaxes(-3, -2)
+        .reshape(*outer, rows // r, blocks // c, -1)
+    )
 
 
 def assert_same(actual, expected) -> None:
@@ -62,15 +70,22 @@ def test_nf4_levels_are_the_published_ones_as_the_papers_quantiles_in_float32():
         step = np.float32((end - start) / np.float32(count))
         # From both ends, as torch.linspace, in which the published ones were computed.
         points = [
-            start + step * np.float32(i) if i < (count + 1) // 2 else end - step * np.float32(count - i) for i in range(count)
+            start + step * np.float32(i)
+            if i < (count + 1) // 2
+            else end - step * np.float32(count - i)
+            for i in range(count)
         ]
         return [quantile(float(p)) for p in points]
 
     values = np.array(sorted([*tail(8), 0.0, *(-v for v in tail(7))]), np.float32)
     np.testing.assert_array_equal(np.array(LEVELS, np.float32), values / values.max())
     exact = 1 - (1 / 30 + 1 / 32) / 2
-    in_64 = [quantile(p) for p in np.linspace(exact, 0.5, 9)[:-1]] + [-quantile(p) for p in np.linspace(exact, 0.5, 8)[:-1]]
-    np.testing.assert_allclose(LEVELS, sorted([*(np.array(in_64) / quantile(exact)), 0.0]), atol=2e-7)
+    in_64 = [quantile(p) for p in np.linspace(exact, 0.5, 9)[:-1]] + [
+        -quantile(p) for p in np.linspace(exact, 0.5, 8)[:-1]
+    ]
+    np.testing.assert_allclose(
+        LEVELS, sorted([*(np.array(in_64) / quantile(exact)), 0.0]), atol=2e-7
+    )
 
 
 @pytest.mark.parametrize("in_dtype", FLOATS)
@@ -107,7 +122,9 @@ def test_nf4_of_normal_weights_costs_a_tenth_of_a_percent_more_error_than_with_e
     error = np.sqrt(np.mean((np.asarray(dequantize_nf4(q)) - wide) ** 2))
     blocks = wide.reshape(-1, 64)
     largest = np.abs(blocks).max(-1, keepdims=True)
-    exact = np.sqrt(np.mean((LEVELS_64[np.searchsorted(MIDPOINTS, blocks / largest)] * largest - blocks) ** 2))
+    exact = np.sqrt(
+        np.mean((LEVELS_64[np.searchsorted(MIDPOINTS, blocks / largest)] * largest - blocks) ** 2)
+    )
     assert 0.090 < exact < 0.094  # of a standard deviation
     assert abs(error / exact - 1) < 1e-3
 
@@ -133,7 +150,8 @@ def test_nf4_of_zeros_and_of_what_is_nearly_zero_is_zero():
     y = dequantize_nf4(quantize_nf4(x, (1, 1)))  # of one group, the largest would hide the others
     np.testing.assert_array_equal(y[:3], 0)
     np.testing.assert_array_equal(y[3:], x[3:])
-    # An exact zero stays zero, and so does a block of zeros among others, whose scale is about their mean.
+    # An exact zero stays zero, and so does a block of zeros among others, whose scale is about
+    # their mean.
     mixed = draw((1, 640)).at[0, ::3].set(0.0).at[0, 128:192].set(-0.0)
     y = np.asarray(dequantize_nf4(quantize_nf4(mixed)))
     np.testing.assert_array_equal(y[np.asarray(mixed) == 0], 0)
@@ -154,12 +172,15 @@ def test_nf4_of_a_block_that_is_not_finite_is_nan_and_hurts_no_other():
     largest = np.abs(np.asarray(x)).reshape(4, 10, 64).max(-1)
     bound = (HALF_GAP + 1 / 127) * np.where(is_broken, 0, largest).max(-1)
     assert (
-        np.abs(y - np.asarray(x).reshape(y.shape))[~is_broken] <= np.repeat(bound[:, None], 10, 1)[~is_broken][:, None]
+        np.abs(y - np.asarray(x).reshape(y.shape))[~is_broken]
+        <= np.repeat(bound[:, None], 10, 1)[~is_broken][:, None]
     ).all()
 
 
 def test_nf4_scales_far_below_their_mean_are_never_negative():
-    largest = jnp.asarray([[1e-6] * 80 + [1.0]], jnp.float32)  # their mean is 1.59 steps, which is rounded to 2
+    largest = jnp.asarray(
+        [[1e-6] * 80 + [1.0]], jnp.float32
+    )  # their mean is 1.59 steps, which is rounded to 2
     scales, steps, means = jax.jit(quantize_scales, static_argnums=1)(largest, (1, 81))
     assert float(means[0, 0] - 2 * steps[0, 0]) < 0
     assert (np.asarray(scales)[0, :80] == -2).all()
@@ -192,7 +213,11 @@ def test_nf4_fused_by_xla_has_the_bits_of_the_reference(op):
 @pytest.mark.parametrize(
     ("in_dtype", "shape", "config"),
     [
-        ("bfloat16", (260, 64), Config(num_warpgroups=1, num_stages=2, num_cores=1)),  # slots used again
+        (
+            "bfloat16",
+            (260, 64),
+            Config(num_warpgroups=1, num_stages=2, num_cores=1),
+        ),  # slots used again
         ("bfloat16", (23, 192), None),  # 69 blocks: less than two tiles, and no multiple of 8
         ("float16", (3, 192), None),
         ("float32", (2, 70, 128), Config(num_warpgroups=2, num_stages=2, num_cores=1)),
@@ -208,7 +233,12 @@ def test_nf4_kernel_interpreted_has_xlas_bits_without_races(races, op, in_dtype,
             found = quantize_nf4(x, None, "mosaic", config=config)
         else:
             found = dequantize_nf4(expected, in_dtype, "mosaic", config=config).astype(jnp.float32)
-    assert_same(found, expected if op == "quantize_nf4" else dequantize_nf4(expected, in_dtype).astype(jnp.float32))
+    assert_same(
+        found,
+        expected
+        if op == "quantize_nf4"
+        else dequantize_nf4(expected, in_dtype).astype(jnp.float32),
+    )
 
 
 def test_nf4_has_no_derivative_and_passes_one_straight_through():
@@ -218,10 +248,15 @@ def test_nf4_has_no_derivative_and_passes_one_straight_through():
         y = dequantize_nf4(quantize_nf4(x))
         return jnp.vdot(jax.lax.stop_gradient(y - x) + x if stops else y, jnp.cos(x))
 
-    with pytest.raises(ValueError, match=r"quantize_nf4 has no derivative: .*stop_gradient\(dequantize_nf4\(quantize_nf4\(x\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"quantize_nf4 has no derivative: .*stop_gradient\(dequantize_nf4\(quantize_nf4\(x\)",
+    ):
         jax.grad(loss)(x, False)
     y = dequantize_nf4(quantize_nf4(x))
-    np.testing.assert_allclose(jax.grad(loss)(x, True), jnp.cos(x) - y * jnp.sin(x), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        jax.grad(loss)(x, True), jnp.cos(x) - y * jnp.sin(x), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_nf4_of_nothing_is_nothing():
@@ -239,15 +274,27 @@ swap = functools.partial(dataclasses.replace, Q)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: quantize_nf4(X.astype(int)), r"x is int32\[4, 128\]: \[..., K\] of bfloat16, float16 or float32"),
+        (
+            lambda: quantize_nf4(X.astype(int)),
+            r"x is int32\[4, 128\]: \[..., K\] of bfloat16, float16 or float32",
+        ),
         (lambda: quantize_nf4(X[0, 0]), r"x is bfloat16\[\]"),
         (lambda: quantize_nf4(X[:, :96]), r"x is \[4, 96\]: 96 is no multiple of 64"),
-        (lambda: quantize_nf4(X, (1, 3)), r"group=\(1, 3\): divisors of 4 rows and of the 2 blocks of a row"),
+        (
+            lambda: quantize_nf4(X, (1, 3)),
+            r"group=\(1, 3\): divisors of 4 rows and of the 2 blocks of a row",
+        ),
         (lambda: quantize_nf4(X, (0, 1)), r"group=\(0, 1\): divisors"),
         (lambda: quantize_nf4(X[0], (2, 1)), r"group=\(2, 1\): divisors of 1 rows"),
-        (lambda: quantize_nf4(X, implementation="triton"), "'triton' is unknown: choose from mosaic, xla, reference, or None"),
+        (
+            lambda: quantize_nf4(X, implementation="triton"),
+            "'triton' is unknown: choose from mosaic, xla, reference, or None",
+        ),
         (lambda: dequantize_nf4(Q, jnp.int8), "dtype=int8: choose from bfloat16, float16, float32"),
-        (lambda: dequantize_nf4(swap(codes=X)), r"codes bfloat16\[4, 128\].*: codes uint8\[..., R, K / 2\]"),
+        (
+            lambda: dequantize_nf4(swap(codes=X)),
+            r"codes bfloat16\[4, 128\].*: codes uint8\[..., R, K / 2\]",
+        ),
         (lambda: dequantize_nf4(swap(codes=Q.codes[:, :40])), r"codes uint8\[4, 40\]"),
         (lambda: dequantize_nf4(swap(scales=Q.scales[:, :1])), r"scales int8\[4, 1\]"),
         (lambda: dequantize_nf4(swap(means=Q.means[:0])), r"means float32\[0, 1\]"),
@@ -259,12 +306,21 @@ def test_nf4_of_bad_input_says_what_is_needed(call, message):
 
 
 def test_nf4_kernel_named_for_what_it_cannot_do_is_refused():
-    with on_gpu("NVIDIA B200"), pytest.raises(NotImplementedError, match=r"needs a Hopper GPU .* choose xla, reference"):
+    with (
+        on_gpu("NVIDIA B200"),
+        pytest.raises(NotImplementedError, match=r"needs a Hopper GPU .* choose xla, reference"),
+    ):
         jax.eval_shape(lambda: quantize_nf4(X, implementation="mosaic"))
-    with on_gpu("NVIDIA H200"), pytest.raises(NotImplementedError, match="without elements has no blocks"):
+    with (
+        on_gpu("NVIDIA H200"),
+        pytest.raises(NotImplementedError, match="without elements has no blocks"),
+    ):
         jax.eval_shape(lambda: quantize_nf4(X[:0], implementation="mosaic"))
     config = Config(num_warpgroups=4, num_stages=40)
-    with on_gpu("NVIDIA H200"), pytest.raises(ValueError, match="bytes of shared memory, and a thread block has 231424"):
+    with (
+        on_gpu("NVIDIA H200"),
+        pytest.raises(ValueError, match="bytes of shared memory, and a thread block has 231424"),
+    ):
         jax.eval_shape(lambda: quantize_nf4(X, None, "mosaic", config=config))
 
 
@@ -274,7 +330,10 @@ def test_nf4_chosen_by_none_is_xlas_and_logged_once_with_the_reason(caplog):
         for _ in range(2):
             assert "mpmd_map" not in str(jax.make_jaxpr(lambda: quantize_nf4(X))())
     [record] = caplog.records
-    assert record.getMessage() == "quantize_nf4 runs as xla (not mosaic: no measurement on a GPU says yet that it is faster)"
+    assert (
+        record.getMessage()
+        == "quantize_nf4 runs as xla (not mosaic: no measurement on a GPU says yet that it is faster)"
+    )
 
 
 @pytest.mark.parametrize("dtypes", [*[("int8", f) for f in FLOATS], *[(f, "int8") for f in FLOATS]])
@@ -285,7 +344,11 @@ def test_nf4_config_chosen_fits_and_has_enough_on_its_way(dtypes):
     problem.check(config)
     read, written = (32 if dtype == "int8" else 64 * jnp.dtype(dtype).itemsize for dtype in dtypes)
     tiles = config.num_warpgroups * config.num_stages * 64
-    assert tiles * read <= problem.shared_bytes(config.num_warpgroups, config.num_stages) <= SHARED_BYTES
+    assert (
+        tiles * read
+        <= problem.shared_bytes(config.num_warpgroups, config.num_stages)
+        <= SHARED_BYTES
+    )
     assert tiles * read >= (36 << 10) * read / (read + written)
 
 

@@ -33,7 +33,9 @@ def check(report, reads: int) -> None:
 @pytest.mark.by_default("bfloat16")
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 def test_quantize_nf4_kernel_for_h200_reads_and_writes_once_without_spills(compile_for_h200, dtype):
-    report = compile_for_h200(lambda x: quantize_nf4(x, implementation="mosaic"), abstract((SIZE,), dtype))
+    report = compile_for_h200(
+        lambda x: quantize_nf4(x, implementation="mosaic"), abstract((SIZE,), dtype)
+    )
     check(report, reads=1)
     # One float32 for each block goes from the kernel to the program that makes 8 bits of it.
     assert LARGEST <= report.temp_bytes <= 2.1 * LARGEST
@@ -42,7 +44,9 @@ def test_quantize_nf4_kernel_for_h200_reads_and_writes_once_without_spills(compi
 
 @pytest.mark.by_default("bfloat16")
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
-def test_dequantize_nf4_kernel_for_h200_reads_and_writes_once_without_spills(compile_for_h200, dtype):
+def test_dequantize_nf4_kernel_for_h200_reads_and_writes_once_without_spills(
+    compile_for_h200, dtype
+):
     report = compile_for_h200(lambda q: dequantize_nf4(q, dtype, "mosaic"), QUANTIZED)
     check(report, reads=2)
     assert report.temp_bytes <= 1.01 * LARGEST
@@ -54,8 +58,15 @@ def test_dequantize_nf4_kernel_for_h200_reads_and_writes_once_without_spills(com
 def test_dequantize_nf4_by_xla_for_h200_is_one_program_that_keeps_nothing(h200_compiler):
     sharding = NamedSharding(aot.gpu_mesh("h200", hosts=1, gpus_per_host=1), PartitionSpec())
     q = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), QUANTIZED)
-    compiled = jax.jit(lambda q: dequantize_nf4(q, BF16)).trace(q).lower(lowering_platforms=("cuda",)).compile()
+    compiled = (
+        jax.jit(lambda q: dequantize_nf4(q, BF16))
+        .trace(q)
+        .lower(lowering_platforms=("cuda",))
+        .compile()
+    )
     stats: Any = compiled.memory_analysis()
     assert stats.temp_size_in_bytes <= 8  # XLA makes the two shifts of a byte's halves beforehand
     assert len(re.findall(r" fusion\(.*q_codes", compiled.as_text() or "")) == 1
-    assert len(re.findall(r" fusion\([^)]", compiled.as_text() or "")) == 1  # that one alone reads an array
+    assert (
+        len(re.findall(r" fusion\([^)]", compiled.as_text() or "")) == 1
+    )  # that one alone reads an array

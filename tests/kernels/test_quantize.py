@@ -1,4 +1,6 @@
-"""quantize: within half a step of float64, unbiased where stochastic, the same bits from every implementation; bad input."""
+"""quantize: within half a step of float64, unbiased where stochastic, the same bits from every
+implementation; bad input.
+"""
 
 import functools
 import logging
@@ -53,7 +55,9 @@ def neighbours(v: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
         return np.floor(v), np.ceil(v)
     codes = np.arange(256, dtype=np.uint8).view(getattr(ml_dtypes, dtype)).astype(np.float64)
     values = np.unique(codes[np.isfinite(codes)])
-    return values[np.searchsorted(values, v, "right") - 1], values[np.searchsorted(values, v, "left")]
+    return values[np.searchsorted(values, v, "right") - 1], values[
+        np.searchsorted(values, v, "left")
+    ]
 
 
 @pytest.mark.parametrize("in_dtype", FLOATS)
@@ -76,14 +80,18 @@ def test_quantize_to_nearest_is_off_by_half_a_step_at_most(dtype, in_dtype):
     )  # the largest of a row becomes the largest value
     y = dequantize(q, jnp.float32)
     if dtype == "int8":
-        assert (np.abs(y - wide) <= np.repeat(largest, 128, -1)[..., :300] / 127 / 2 * (1 + 2**-14)).all()
+        assert (
+            np.abs(y - wide) <= np.repeat(largest, 128, -1)[..., :300] / 127 / 2 * (1 + 2**-14)
+        ).all()
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_quantize_stochastically_is_within_a_step_and_unbiased_over_keys(dtype):
     num_keys = 4000
     x = jnp.concatenate([draw((2, 60), seed=3), jnp.full((2, 4), 0.3)], 1)
-    q = jax.jit(jax.vmap(lambda key: quantize(x, dtype, 64, key)))(jax.random.split(jax.random.key(0), num_keys))
+    q = jax.jit(jax.vmap(lambda key: quantize(x, dtype, 64, key)))(
+        jax.random.split(jax.random.key(0), num_keys)
+    )
     scales = np.asarray(q.scales, np.float64)
     assert (scales == scales[0]).all()
     v = np.asarray(x, np.float64) / scales[0]
@@ -96,7 +104,8 @@ def test_quantize_stochastically_is_within_a_step_and_unbiased_over_keys(dtype):
     deviation = (high - low) * np.sqrt(up * (1 - up) / num_keys)
     assert (np.abs(values.mean(0) - v) <= 5 * deviation + (high - low) / num_keys + slack).all()
     assert (deviation > 0).sum() > 100  # most elements lie between two values
-    # Elements of one value are rounded each by itself: in one row, in one column, and from key to key.
+    # Elements of one value are rounded each by itself: in one row, in one column, and from key to
+    # key.
     chosen = (values[:, :, 60:] == high[:, 60:]).reshape(num_keys, -1)
     correlations = np.corrcoef(np.concatenate([chosen, np.roll(chosen, 1, 0)], 1).T)
     assert np.abs(correlations - np.eye(16)).max() < 5 / np.sqrt(num_keys)
@@ -114,7 +123,9 @@ def test_quantize_with_a_key_depends_on_the_key_alone():
 @pytest.mark.parametrize("key", [None, 0])
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_quantize_leaves_what_it_can_represent_as_it_is(dtype, key):
-    codes = np.arange(256, dtype=np.uint8).view(getattr(ml_dtypes, dtype) if dtype != "int8" else np.int8)
+    codes = np.arange(256, dtype=np.uint8).view(
+        getattr(ml_dtypes, dtype) if dtype != "int8" else np.int8
+    )
     values = codes.astype(np.float32)
     values = values[np.isfinite(values) & (np.abs(values) <= MOST[dtype])]
     assert len(values) >= 247
@@ -142,7 +153,9 @@ def test_quantize_of_a_block_that_is_not_finite_is_nan_and_hurts_no_other(dtype,
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_quantize_of_zeros_and_of_what_is_nearly_zero_is_zero(dtype, key):
     rows = [0.0, 2.0**-149, 2.0**-73, 2.0**-72, 3.0e38]
-    x = jnp.asarray(np.array(rows, np.float32)[:, None] * np.sign(np.arange(64) % 3 - 1.0), jnp.float32)
+    x = jnp.asarray(
+        np.array(rows, np.float32)[:, None] * np.sign(np.arange(64) % 3 - 1.0), jnp.float32
+    )
     q = quantize(x, dtype, 64, None if key is None else jax.random.key(key))
     np.testing.assert_array_equal(np.asarray(q.scales)[:3], 0)
     assert (np.asarray(q.scales)[3:] > 0).all()
@@ -156,7 +169,9 @@ def test_dequantize_multiplies_and_rounds_once(dtype, out):
     q = quantize(draw((7, 200)), dtype, 64)
     exact = np.asarray(q.values, np.float64) * spread(q)  # 8 bits times 24: exact
     once = exact.astype(np.float32).astype(jnp.dtype(out))
-    np.testing.assert_array_equal(np.asarray(dequantize(q, out), np.float64), once.astype(np.float64))
+    np.testing.assert_array_equal(
+        np.asarray(dequantize(q, out), np.float64), once.astype(np.float64)
+    )
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -173,7 +188,9 @@ def test_quantize_divides_alike_on_devices_whose_quotients_are_off_by_two_last_b
     assert (np.nextafter(inverses[0], np.float32(np.inf)) * largest > form.most).all()
 
 
-SPECIAL = jnp.asarray([0.0, -0.0, 1.0, 2.0**-130, -(2.0**-126), 2.0**-72, -(2.0**-60), 3.4e38] * 8, jnp.float32)
+SPECIAL = jnp.asarray(
+    [0.0, -0.0, 1.0, 2.0**-130, -(2.0**-126), 2.0**-72, -(2.0**-60), 3.4e38] * 8, jnp.float32
+)
 
 
 @pytest.mark.parametrize("key", [None, 7])
@@ -181,20 +198,40 @@ SPECIAL = jnp.asarray([0.0, -0.0, 1.0, 2.0**-130, -(2.0**-126), 2.0**-72, -(2.0*
 def test_quantize_fused_by_xla_has_the_bits_of_the_reference(dtype, key):
     key = None if key is None else jax.random.key(key)
     many = draw((200, 256), seed=5)
-    for x in (many, many.astype(jnp.bfloat16), jnp.concatenate([many.at[17, 3].set(jnp.inf)[:-1], jnp.tile(SPECIAL, 4)[None]])):
+    for x in (
+        many,
+        many.astype(jnp.bfloat16),
+        jnp.concatenate([many.at[17, 3].set(jnp.inf)[:-1], jnp.tile(SPECIAL, 4)[None]]),
+    ):
         call = functools.partial(quantize, dtype=dtype, block_size=64, key=key)
         plain = call(x, implementation="reference")  # an operation at a time
         fused = call(x, implementation="xla")
         assert_same_bits(fused, plain)
-        assert_same_bits(dequantize(fused, jnp.bfloat16, "xla"), dequantize(plain, jnp.bfloat16, "reference"))
+        assert_same_bits(
+            dequantize(fused, jnp.bfloat16, "xla"), dequantize(plain, jnp.bfloat16, "reference")
+        )
 
 
 @pytest.mark.by_default("float8_e4m3fn-float32-shape1-128-3-config1")
 @pytest.mark.parametrize(
     ("dtype", "in_dtype", "shape", "block_size", "key", "config"),
     [
-        ("int8", "bfloat16", (260, 64), 64, None, Config(num_warpgroups=1, num_stages=2, num_cores=1)),  # slots used again
-        ("float8_e4m3fn", "float32", (2, 70, 150), 128, 3, Config(num_warpgroups=2, num_stages=2, num_cores=1)),  # ragged
+        (
+            "int8",
+            "bfloat16",
+            (260, 64),
+            64,
+            None,
+            Config(num_warpgroups=1, num_stages=2, num_cores=1),
+        ),  # slots used again
+        (
+            "float8_e4m3fn",
+            "float32",
+            (2, 70, 150),
+            128,
+            3,
+            Config(num_warpgroups=2, num_stages=2, num_cores=1),
+        ),  # ragged
         ("float8_e5m2", "float16", (3, 256), 256, 5, None),  # 2 chunks of columns; less than a tile
     ],
 )
@@ -220,7 +257,9 @@ def test_quantize_of_shards_has_the_blocks_of_the_whole():
         q = quantize(x, "int8", 64)
         return q.values, q.scales, dequantize(q)
 
-    shards = jax.jit(jax.shard_map(there_and_back, mesh=mesh, in_specs=P("data"), out_specs=P("data")))(x)
+    shards = jax.jit(
+        jax.shard_map(there_and_back, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    )(x)
     assert_same_bits(shards, there_and_back(x))
 
 
@@ -231,10 +270,14 @@ def test_quantize_has_no_derivative_and_passes_one_straight_through():
         y = dequantize(quantize(x))
         return jnp.vdot(jax.lax.stop_gradient(y - x) + x if stops else y, jnp.cos(x))
 
-    with pytest.raises(ValueError, match=r"quantize has no derivative: .*through with x \+ jax.lax.stop_gradient"):
+    with pytest.raises(
+        ValueError, match=r"quantize has no derivative: .*through with x \+ jax.lax.stop_gradient"
+    ):
         jax.grad(loss)(x, False)
     y = dequantize(quantize(x))
-    np.testing.assert_allclose(jax.grad(loss)(x, True), jnp.cos(x) - y * jnp.sin(x), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(
+        jax.grad(loss)(x, True), jnp.cos(x) - y * jnp.sin(x), rtol=1e-5, atol=1e-7
+    )
 
 
 def test_quantize_of_nothing_is_nothing():
@@ -252,17 +295,35 @@ Q = quantize(X, block_size=64)
     ("call", "message"),
     [
         (lambda: quantize(X, jnp.int4), "dtype=int4: choose from int8, float8_e4m3fn, float8_e5m2"),
-        (lambda: quantize(X.astype(int)), r"x is int32\[4, 64\]: \[..., K\] of bfloat16, float16 or float32"),
+        (
+            lambda: quantize(X.astype(int)),
+            r"x is int32\[4, 64\]: \[..., K\] of bfloat16, float16 or float32",
+        ),
         (lambda: quantize(X[0, 0]), r"x is bfloat16\[\]"),
         (lambda: quantize(X, block_size=0), "block_size=0: an integer of 1 or more"),
         (lambda: quantize(X, block_size=64.0), "block_size=64.0: an integer"),
         (lambda: quantize(X, key=0), "key is 0: one key is needed, as jax.random.key"),
-        (lambda: quantize(X, key=jax.random.split(jax.random.key(0))), r"key is key<fry>\[2\]: one key"),
-        (lambda: quantize(X, implementation="triton"), "'triton' is unknown: choose from mosaic, xla, reference, or None"),
+        (
+            lambda: quantize(X, key=jax.random.split(jax.random.key(0))),
+            r"key is key<fry>\[2\]: one key",
+        ),
+        (
+            lambda: quantize(X, implementation="triton"),
+            "'triton' is unknown: choose from mosaic, xla, reference, or None",
+        ),
         (lambda: dequantize(Q, jnp.int8), "dtype=int8: choose from bfloat16, float16, float32"),
-        (lambda: dequantize(Quantized(X, Q.scales, 64)), r"values are bfloat16\[4, 64\]: \[..., K\] of int8"),
-        (lambda: dequantize(Quantized(Q.values, Q.scales, 32)), r"scales are float32\[4, 1\].*float32\[4, 2\] is needed"),
-        (lambda: dequantize(Quantized(Q.values, Q.scales.astype(jnp.bfloat16), 64)), r"scales are bfloat16"),
+        (
+            lambda: dequantize(Quantized(X, Q.scales, 64)),
+            r"values are bfloat16\[4, 64\]: \[..., K\] of int8",
+        ),
+        (
+            lambda: dequantize(Quantized(Q.values, Q.scales, 32)),
+            r"scales are float32\[4, 1\].*float32\[4, 2\] is needed",
+        ),
+        (
+            lambda: dequantize(Quantized(Q.values, Q.scales.astype(jnp.bfloat16), 64)),
+            r"scales are bfloat16",
+        ),
         (lambda: Config(num_warpgroups=5), "1 to 4 warpgroups"),
         (lambda: Config(num_stages=0), "1 stage or more"),
     ],
@@ -280,10 +341,26 @@ def test_quantize_of_bad_input_says_what_is_needed(call, message):
             lambda: quantize(X, "int8", 64, implementation="mosaic"),
             "needs a Hopper GPU .* choose xla, reference",
         ),
-        ("NVIDIA H200", lambda: quantize(X, "int8", 96, implementation="mosaic"), "block_size=96 is no multiple of 64"),
-        ("NVIDIA H200", lambda: quantize(X, "int8", 8192, implementation="mosaic"), "64 blocks of 8192 do not fit"),
-        ("NVIDIA H200", lambda: quantize(X[:0], "int8", 64, implementation="mosaic"), "without elements has no blocks"),
-        ("NVIDIA H200", lambda: dequantize(Quantized(Q.values, Q.scales, 96), implementation="mosaic"), "multiple of 64"),
+        (
+            "NVIDIA H200",
+            lambda: quantize(X, "int8", 96, implementation="mosaic"),
+            "block_size=96 is no multiple of 64",
+        ),
+        (
+            "NVIDIA H200",
+            lambda: quantize(X, "int8", 8192, implementation="mosaic"),
+            "64 blocks of 8192 do not fit",
+        ),
+        (
+            "NVIDIA H200",
+            lambda: quantize(X[:0], "int8", 64, implementation="mosaic"),
+            "without elements has no blocks",
+        ),
+        (
+            "NVIDIA H200",
+            lambda: dequantize(Quantized(Q.values, Q.scales, 96), implementation="mosaic"),
+            "multiple of 64",
+        ),
     ],
 )
 def test_quantize_kernel_named_for_what_it_cannot_do_is_refused(kind, call, message):
@@ -293,7 +370,10 @@ def test_quantize_kernel_named_for_what_it_cannot_do_is_refused(kind, call, mess
 
 def test_quantize_config_that_does_not_fit_is_refused():
     config = Config(num_warpgroups=4, num_stages=4)
-    with on_gpu("NVIDIA H200"), pytest.raises(ValueError, match="bytes of shared memory, and a thread block has 231424"):
+    with (
+        on_gpu("NVIDIA H200"),
+        pytest.raises(ValueError, match="bytes of shared memory, and a thread block has 231424"),
+    ):
         jax.eval_shape(lambda: quantize(X, "int8", 256, implementation="mosaic", config=config))
 
 
@@ -304,7 +384,10 @@ def test_quantize_chosen_by_none_is_xlas_and_logged_once_with_the_reason(caplog)
             with on_gpu(kind):
                 assert "mpmd_map" not in str(jax.make_jaxpr(lambda: quantize(X, "int8", 64))())
     hopper, other = (record.getMessage() for record in caplog.records)
-    assert hopper == "quantize runs as xla (not mosaic: no measurement on a GPU says yet that it is faster)"
+    assert (
+        hopper
+        == "quantize runs as xla (not mosaic: no measurement on a GPU says yet that it is faster)"
+    )
     assert other.startswith("quantize runs as xla (not mosaic: it needs a Hopper GPU")
 
 
@@ -329,7 +412,10 @@ def test_quantize_config_chosen_fits_and_leaves_no_stage_out(block_size, dtypes,
         assert min(problem.shared_bytes(1, 2), problem.shared_bytes(2, 1)) > SHARED_BYTES
         return
     problem.check(config)
-    assert config.num_stages == MAX_STAGES or problem.shared_bytes(config.num_warpgroups, config.num_stages + 1) > SHARED_BYTES
+    assert (
+        config.num_stages == MAX_STAGES
+        or problem.shared_bytes(config.num_warpgroups, config.num_stages + 1) > SHARED_BYTES
+    )
     in_flight = config.num_warpgroups * config.num_stages * 64 * block_size * in_dtype.itemsize
     assert in_flight >= (36 << 10) * in_dtype.itemsize / (in_dtype.itemsize + out_dtype.itemsize)
     assert config.num_warpgroups * config.num_stages >= 2

@@ -1,4 +1,6 @@
-"""Layers in 8 or 4 bits compiled for 8 H200s that are not there: gathered as they rest, decoded one at a time."""
+"""Layers in 8 or 4 bits compiled for 8 H200s that are not there: gathered as they rest, decoded one
+at a time.
+"""
 
 import re
 from typing import Any
@@ -20,13 +22,20 @@ D = 2048
 def test_storage_for_h200_is_gathered_encoded_and_decoded_a_layer_at_a_time(h200_compiler, format):
     mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=8, fsdp=8)
     layout = choose_layout(format, (D, D), (8, 1))
-    stored, whole = P(None, *encoded_spec(layout, ("fsdp", None))), P(*encoded_spec(layout, (None, None)))
+    stored, whole = (
+        P(None, *encoded_spec(layout, ("fsdp", None))),
+        P(*encoded_spec(layout, (None, None))),
+    )
 
     def loss(bias, q, x):
         def block(x, layer):
             b, q = layer
             q, x = jax.lax.optimization_barrier((q, x))
-            w = decode(jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, NamedSharding(mesh, whole)), q))
+            w = decode(
+                jax.tree.map(
+                    lambda a: jax.lax.with_sharding_constraint(a, NamedSharding(mesh, whole)), q
+                )
+            )
             return jnp.tanh(x @ w + b), None
 
         x, _ = jax.lax.scan(jax.checkpoint(block), x, (bias, q))
@@ -36,15 +45,22 @@ def test_storage_for_h200_is_gathered_encoded_and_decoded_a_layer_at_a_time(h200
         def abstract(a: Any, spec: P) -> Any:
             return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
 
-        q = jax.tree.map(lambda a: abstract(a, stored), abstract_encoded(layout, (num_layers, D, D)))
+        q = jax.tree.map(
+            lambda a: abstract(a, stored), abstract_encoded(layout, (num_layers, D, D))
+        )
         bias = abstract(jax.ShapeDtypeStruct((num_layers, D), jnp.bfloat16), P())
         x = abstract(jax.ShapeDtypeStruct((256, D), jnp.bfloat16), P("fsdp"))
-        return jax.jit(jax.grad(loss)).trace(bias, q, x).lower(lowering_platforms=("cuda",)).compile()
+        return (
+            jax.jit(jax.grad(loss)).trace(bias, q, x).lower(lowering_platforms=("cuda",)).compile()
+        )
 
     program = compiled(8)
     gathered = re.findall(r"= (\(.*\)) all-gather(?:-start)?\(", program.as_text())
     assert len(gathered) == 2  # of a layer forward, and again backward: all its arrays at once
     codes = {"int8": f"s8[{D * D}]", "nf4": f"u8[{D * D // 2}]"}[format]
     assert all(codes in arrays and "bf16" not in arrays for arrays in gathered)
-    grown = program.memory_analysis().temp_size_in_bytes - compiled(2).memory_analysis().temp_size_in_bytes
+    grown = (
+        program.memory_analysis().temp_size_in_bytes
+        - compiled(2).memory_analysis().temp_size_in_bytes
+    )
     assert grown < 2 * D * D  # 6 layers' inputs and no decoded layer

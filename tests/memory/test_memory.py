@@ -34,7 +34,9 @@ def test_model_states_are_the_papers(stage, expected):
 
 def test_model_states_of_the_papers_figure():
     """ZeRO, figure 1: 7.5 B parameters on 64 devices take 120, 31.4, 16.6 and 1.9 GB."""
-    gigabytes = [memory.model_state_bytes(7_500_000_000, stage, 64)["total"] / 1e9 for stage in range(4)]
+    gigabytes = [
+        memory.model_state_bytes(7_500_000_000, stage, 64)["total"] / 1e9 for stage in range(4)
+    ]
     np.testing.assert_allclose(gigabytes, [120, 31.4, 16.6, 1.9], atol=0.06)
 
 
@@ -56,10 +58,16 @@ def test_collective_elements_are_the_papers(stage, passes):
 
 def test_transformer_formulas():
     assert memory.transformer_params(96, 12288) == 12 * 96 * 12288**2  # GPT-3's blocks, 174 B
-    assert memory.transformer_activation_bytes(1, 2048, 12288, 96, 96, remat=True) == 2 * 2048 * 12288 * 96
+    assert (
+        memory.transformer_activation_bytes(1, 2048, 12288, 96, 96, remat=True)
+        == 2 * 2048 * 12288 * 96
+    )
     full = memory.transformer_activation_bytes(1, 2048, 12288, 96, 96, remat=False)
     np.testing.assert_allclose(full, 96 * 2048 * 12288 * (34 + 5 * 96 * 2048 / 12288))
-    assert memory.transformer_activation_bytes(1, 2048, 12288, 96, 96, remat=False, tensor=8) < full / 4
+    assert (
+        memory.transformer_activation_bytes(1, 2048, 12288, 96, 96, remat=False, tensor=8)
+        < full / 4
+    )
 
 
 @pytest.mark.by_default("0-fp16", "1-bf16", "2-fp32", "3-bf16")
@@ -67,7 +75,9 @@ def test_transformer_formulas():
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_account_equals_what_devices_hold(stage, precision):
     config = zj.ZeroConfig(stage=stage, precision=precision, num_microbatches=2)
-    program = zj.build_train_step(toys.layered(), toys.optimizer(), config, zj.make_mesh(data=2, fsdp=4))
+    program = zj.build_train_step(
+        toys.layered(), toys.optimizer(), config, zj.make_mesh(data=2, fsdp=4)
+    )
     state = program.init(jax.random.key(0))
     batch = program.shard_batch(toys.batches(1)[0])
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves((state, batch)))
@@ -84,7 +94,9 @@ def test_activations_are_counted_from_the_residuals():
     def kept(activations, layers):
         c = gpt.GPTConfig(layers=layers, hidden=64, heads=4, seq=32, vocab=64)
         config = zj.ZeroConfig(stage=3, activations=activations)
-        program = zj.build_train_step(gpt.layered_gpt(c), optax.adam(1e-3), config, zj.make_mesh(fsdp=8))
+        program = zj.build_train_step(
+            gpt.layered_gpt(c), optax.adam(1e-3), config, zj.make_mesh(fsdp=8)
+        )
         return program.memory({"tokens": tokens, "targets": tokens}).tiers["device"]["activations"]
 
     layer_input = 2 * 32 * 64 * 4  # sequences a device x seq x hidden x float32
@@ -96,7 +108,9 @@ def test_activations_are_counted_from_the_residuals():
 def test_gathered_is_one_layer():
     c = gpt.GPTConfig(layers=4, hidden=64, heads=4, seq=32, vocab=64)
     tokens = jax.ShapeDtypeStruct((16, 32), jnp.int32)
-    program = zj.build_train_step(gpt.layered_gpt(c), optax.adam(1e-3), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8))
+    program = zj.build_train_step(
+        gpt.layered_gpt(c), optax.adam(1e-3), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8)
+    )
     gathered = program.memory({"tokens": tokens, "targets": tokens}).tiers["device"]["gathered"]
     assert gathered == 4 * (12 * 64**2 + 13 * 64)
 
@@ -108,7 +122,9 @@ EVERYTHING = {"params": HOST, "grads": HOST, "opt_state": HOST, "activations": H
 def streamed(num_layers: int = toys.LAYERS, **config: Any) -> zj.Program:
     model = dataclasses.replace(toys.layered(), num_layers=num_layers)
     fields = {"activations": "remat", "gather_ahead": True, **config}
-    return zj.build_train_step(model, toys.optimizer(), zj.ZeroConfig(**fields), zj.make_mesh(fsdp=8))
+    return zj.build_train_step(
+        model, toys.optimizer(), zj.ZeroConfig(**fields), zj.make_mesh(fsdp=8)
+    )
 
 
 def small(**config: Any) -> tuple[zj.Program, Any]:
@@ -123,7 +139,9 @@ def small(**config: Any) -> tuple[zj.Program, Any]:
         lambda p, p_embed, x, batch, key: jnp.mean(jnp.square(x @ p)),
     )
     mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
-    program = zj.build_train_step(model, optax.adam(1e-3), zj.ZeroConfig(**{"activations": "remat", **config}), mesh)
+    program = zj.build_train_step(
+        model, optax.adam(1e-3), zj.ZeroConfig(**{"activations": "remat", **config}), mesh
+    )
     return program, program.shard_batch(jnp.ones((8, 8)))
 
 
@@ -135,17 +153,30 @@ def held(tree: Any, kind: str) -> int:
     """Return the bytes of one device's shards of a tree that are in a memory kind."""
     leaves = jax.tree.leaves(tree)
     away = [leaf.sharding.memory_kind == HOST for leaf in leaves]
-    return sum(a.addressable_shards[0].data.nbytes for a, off in zip(leaves, away, strict=True) if off == (kind == HOST))
+    return sum(
+        a.addressable_shards[0].data.nbytes
+        for a, off in zip(leaves, away, strict=True)
+        if off == (kind == HOST)
+    )
 
 
 @pytest.mark.by_default("bf16-1-one_or_all")
-@pytest.mark.parametrize("counts", [(1, 4), range(5)], ids=["one_or_all", "every"])  # of kinds in host memory
+@pytest.mark.parametrize(
+    "counts", [(1, 4), range(5)], ids=["one_or_all", "every"]
+)  # of kinds in host memory
 @pytest.mark.parametrize(("precision", "count"), [("bf16", 1), ("fp32", 4)])
 def test_tiers_add_up_to_the_same_totals(precision, count, counts):
     def totals(report):
-        return {k: sum(report.tiers[t].get(k, 0) for t in report.tiers) for k in (*STATE_KINDS, "grads", "activations")}
+        return {
+            k: sum(report.tiers[t].get(k, 0) for t in report.tiers)
+            for k in (*STATE_KINDS, "grads", "activations")
+        }
 
-    everywhere = [tiers for tiers in itertools.product(["device", HOST], repeat=4) if tiers.count(HOST) in counts]
+    everywhere = [
+        tiers
+        for tiers in itertools.product(["device", HOST], repeat=4)
+        if tiers.count(HOST) in counts
+    ]
     config = {"precision": precision, "num_microbatches": count}
     on_device = report_of(**config)
     assert not any(on_device.tiers[HOST].values())
@@ -159,14 +190,23 @@ def test_tiers_add_up_to_the_same_totals(precision, count, counts):
             assert (report.tiers[HOST][kind] > 0) == (tier == HOST)
     split = report_of(**config, opt_state=HOST, opt_state_device_fraction=0.5)
     assert totals(split) == totals(on_device)
-    assert 0 < split.tiers[HOST]["opt_state"] < report_of(**config, opt_state=HOST).tiers[HOST]["opt_state"]
+    assert (
+        0
+        < split.tiers[HOST]["opt_state"]
+        < report_of(**config, opt_state=HOST).tiers[HOST]["opt_state"]
+    )
 
 
 @pytest.mark.parametrize(
     "config",
     [
         {"precision": "bf16", **EVERYTHING, "num_microbatches": 2, "prefetch_distance": 2},
-        {"precision": "bf16", **EVERYTHING, "update": "in_backward", "opt_state_device_fraction": 0.5},
+        {
+            "precision": "bf16",
+            **EVERYTHING,
+            "update": "in_backward",
+            "opt_state_device_fraction": 0.5,
+        },
         {"precision": "fp32", "opt_state": HOST, "stage": 2},
     ],
     ids=["everything", "in_backward", "stage_2"],
@@ -195,7 +235,9 @@ def test_each_byte_crosses_the_link_once_each_way(precision, distance):
     host, activations = report.tiers[HOST], report.tiers[HOST]["activations"]
     state = host["master"] + host["opt_state"]
     ends = sum(
-        leaf.size // (8 if "table" in path or "frozen" in path or "bias" in path else 1) * leaf.dtype.itemsize
+        leaf.size
+        // (8 if "table" in path or "frozen" in path or "bias" in path else 1)
+        * leaf.dtype.itemsize
         for path, leaf in _leaves(streamed(**config).layout.abstract_state.params)
         if "blocks" not in path
     )
@@ -207,16 +249,23 @@ def test_each_byte_crosses_the_link_once_each_way(precision, distance):
     }
     gathered_late = report_of(**config, **EVERYTHING, gather_ahead=False)
     assert gathered_late.host_link == report.host_link
-    summed = report_of(**config, **EVERYTHING, num_microbatches=4)  # a layer comes once for all microbatches
+    summed = report_of(
+        **config, **EVERYTHING, num_microbatches=4
+    )  # a layer comes once for all microbatches
     wider = summed.tiers[HOST]["grads"] - host["grads"]
     assert summed.host_link == {way: n + wider for way, n in report.host_link.items()}
     fused = report_of(**config, **EVERYTHING, update="in_backward")
     assert fused.host_link["to_host"] == report.host_link["to_host"] - host["grads"]
-    assert fused.host_link["to_device"] == report.host_link["to_device"] - host["grads"] - (blocks if again else 0)
+    assert fused.host_link["to_device"] == report.host_link["to_device"] - host["grads"] - (
+        blocks if again else 0
+    )
 
 
 def _leaves(tree: Any) -> list[tuple[str, Any]]:
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    return [
+        (jax.tree_util.keystr(path), leaf)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    ]
 
 
 def test_optimizer_state_of_a_resident_model_crosses_the_link_once():
@@ -227,7 +276,9 @@ def test_optimizer_state_of_a_resident_model_crosses_the_link_once():
     assert report.host_link == {"to_device": moved, "to_host": moved}
     assert report.host_argument_bytes == moved
     largest = max(leaf.size for _, leaf in _leaves(program.layout.abstract_params)) // 8
-    assert report.tiers["device"]["in_flight"] == 2 * 12 * largest  # one leaf's master and moments, old and new
+    assert (
+        report.tiers["device"]["in_flight"] == 2 * 12 * largest
+    )  # one leaf's master and moments, old and new
 
 
 @pytest.mark.by_default("plain", "everything")
@@ -237,16 +288,23 @@ def test_optimizer_state_of_a_resident_model_crosses_the_link_once():
     ids=["plain", "everything", "fp32"],
 )
 def test_an_update_on_the_host_moves_gradients_down_and_parameters_up(config):
-    program, batch = small(**{"precision": "bf16", "opt_state": HOST, "update_on": "host", **config})
+    program, batch = small(
+        **{"precision": "bf16", "opt_state": HOST, "update_on": "host", **config}
+    )
     report = program.memory(batch)
     program.step(program.init(jax.random.key(0)), batch)
     traffic = program._runner.host.host.traffic
-    assert {"to_device": traffic.to_device, "to_host": traffic.to_host} == {k: 2 * n for k, n in report.callback_link.items()}
+    assert {"to_device": traffic.to_device, "to_host": traffic.to_host} == {
+        k: 2 * n for k, n in report.callback_link.items()
+    }
     copied = {way: n - report.callback_link[way] for way, n in report.host_link.items()}
     assert any(copied.values()) == ("params" in config)
     if not config:
         params = report.tiers["device"]["params"]
-        assert report.host_link == {"to_device": params, "to_host": params}  # 2 + 2 bytes a parameter
+        assert report.host_link == {
+            "to_device": params,
+            "to_host": params,
+        }  # 2 + 2 bytes a parameter
 
 
 DISK = "nvme"
@@ -257,14 +315,22 @@ DISK = "nvme"
     "config",
     [
         {"opt_state": DISK},
-        {"opt_state": DISK, "grads": DISK, "params": DISK, "activations": DISK, "prefetch_distance": 2},
+        {
+            "opt_state": DISK,
+            "grads": DISK,
+            "params": DISK,
+            "activations": DISK,
+            "prefetch_distance": 2,
+        },
         {"opt_state": DISK, "params": DISK, "update": "in_backward", "precision": "fp32"},
         {"opt_state": HOST, "params": DISK, "grads": DISK, "num_microbatches": 2},
     ],
     ids=["opt_state", "all", "in_backward", "params_and_grads"],
 )
 def test_an_update_on_the_host_with_the_nvme_tier_is_accounted_for(config, tmp_path):
-    program, batch = small(**{"precision": "bf16", "update_on": "host", "swap_dir": str(tmp_path), **config})
+    program, batch = small(
+        **{"precision": "bf16", "update_on": "host", "swap_dir": str(tmp_path), **config}
+    )
     with program:
         report, state = program.memory(batch), program.init(jax.random.key(0))
         engine, traffic = program.swap.engine, program._runner.host.host.traffic
@@ -276,14 +342,19 @@ def test_an_update_on_the_host_with_the_nvme_tier_is_accounted_for(config, tmp_p
         def counted(move: Any, way: str) -> Any:
             def call(kind: str, rank: int, layer: int, use: Any) -> None:
                 def used(views: Any) -> None:
-                    crossed[way].append(sum(v.nbytes for v in views))  # whole under threads, as "+=" is not
+                    crossed[way].append(
+                        sum(v.nbytes for v in views)
+                    )  # whole under threads, as "+=" is not
                     use(views)
 
                 move(kind, rank, layer, used)
 
             return call
 
-        engine.fetch, engine.store = counted(engine.fetch, "to_device"), counted(engine.store, "to_host")
+        engine.fetch, engine.store = (
+            counted(engine.fetch, "to_device"),
+            counted(engine.store, "to_host"),
+        )
         program.step(state, batch)
         assert {way: sum(n) + getattr(traffic, way) for way, n in crossed.items()} == {
             way: 2 * n for way, n in report.callback_link.items()
@@ -291,7 +362,11 @@ def test_an_update_on_the_host_with_the_nvme_tier_is_accounted_for(config, tmp_p
         assert report.host_link == report.callback_link
         assert engine.buffer_bytes == 2 * report.tiers[HOST]["buffers"]
         for kind, n in report.tiers[DISK].items():
-            files = [path for path in tmp_path.rglob("c.*") if path.parent.parent.name.split(".")[0] in (kind, OTHER.get(kind))]
+            files = [
+                path
+                for path in tmp_path.rglob("c.*")
+                if path.parent.parent.name.split(".")[0] in (kind, OTHER.get(kind))
+            ]
             assert sum(path.stat().st_size for path in files) == 2 * n
         assert set(report.tiers[DISK]) == {kind for kind, tier in config.items() if tier == DISK}
         assert not report.tiers[HOST].get("stashed")
@@ -302,10 +377,21 @@ OTHER = {"opt_state": "master"}  # of the leaves that are no stack of layers
 
 def test_a_delayed_update_keeps_gradients_and_parameters_twice():
     program, batch = small(precision="bf16", opt_state=HOST, update_on="host", delayed_update=True)
-    report, at_once = program.memory(batch), small(precision="bf16", opt_state=HOST, update_on="host")[0].memory(batch)
+    report, at_once = (
+        program.memory(batch),
+        small(precision="bf16", opt_state=HOST, update_on="host")[0].memory(batch),
+    )
     state = program.init(jax.random.key(0))
-    assert report.host_argument_bytes == held(state, HOST) == at_once.host_argument_bytes + report.tiers[HOST]["pending"]
-    assert report.tiers[HOST]["stashed"] == report.tiers[HOST]["pending"] == held(state.pending.grads, HOST)
+    assert (
+        report.host_argument_bytes
+        == held(state, HOST)
+        == at_once.host_argument_bytes + report.tiers[HOST]["pending"]
+    )
+    assert (
+        report.tiers[HOST]["stashed"]
+        == report.tiers[HOST]["pending"]
+        == held(state.pending.grads, HOST)
+    )
     host = program._runner.host.host
     state, _ = program.step(state, batch)
     before = dataclasses.replace(host.traffic)
@@ -331,8 +417,15 @@ def test_records_in_flight_do_not_depend_on_the_number_of_layers():
         device = report_of(num_layers, precision="bf16", **EVERYTHING, **config).tiers["device"]
         return {kind: device[kind] for kind in ("grads", "gathered", "activations", "in_flight")}
 
-    for config in ({}, {"prefetch_distance": 0}, {"update": "in_backward"}, {"gather_ahead": False}):
+    for config in (
+        {},
+        {"prefetch_distance": 0},
+        {"update": "in_backward"},
+        {"gather_ahead": False},
+    ):
         assert running(6, **config) == running(12, **config)
-    one, two, three = (running(12, prefetch_distance=d, gather_ahead=False)["in_flight"] for d in (2, 3, 4))
+    one, two, three = (
+        running(12, prefetch_distance=d, gather_ahead=False)["in_flight"] for d in (2, 3, 4)
+    )
     assert three - two == two - one > 0
     assert running(6)["gathered"] == 2 * running(6, gather_ahead=False)["gathered"]

@@ -1,4 +1,6 @@
-"""`program.operations`: the bytes that it lists are those of `program.memory`, of the disk and of the budget."""
+"""`program.operations`: the bytes that it lists are those of `program.memory`, of the disk and of
+the budget.
+"""
 
 import itertools
 from typing import Any
@@ -67,7 +69,10 @@ def test_a_budget_of_the_peak_is_enough_and_a_byte_less_is_not(case, tmp_path):
             build(less, tmp_path)
         return
     # The bytes of what is kept off the device for backward are known with a batch.
-    with build(less, tmp_path) as program, pytest.raises(ValueError, match=told.format("with what this batch keeps .*, ")):
+    with (
+        build(less, tmp_path) as program,
+        pytest.raises(ValueError, match=told.format("with what this batch keeps .*, ")),
+    ):
         program.memory(batch)
 
 
@@ -91,20 +96,29 @@ def test_a_table_names_leaves_and_says_what_a_tick_computes(tmp_path):
         operations = program.operations(toys.batches(1)[0])
     table = str(operations)
     assert "its 2 microbatches in one tick" in table.splitlines()[0]
-    assert f"at most {operations.peak_bytes:,} bytes in flight on a device, in {operations.peak[0]}" in table
+    assert (
+        f"at most {operations.peak_bytes:,} bytes in flight on a device, in {operations.peak[0]}"
+        in table
+    )
     assert "params of ['embed']['table']" in table
     assert " 1 tick ahead" in table
     assert " 1 ticks" not in table
-    assert repr(operations).startswith("<StepPlan of embed, forward, head, backward, embed_backward, update, ends")
+    assert repr(operations).startswith(
+        "<StepPlan of embed, forward, head, backward, embed_backward, update, ends"
+    )
 
 
 def test_lanes_and_phases_that_do_not_exist_are_refused(tmp_path):
     with build(AWAY, tmp_path) as program:
         operations = program.operations(toys.batches(1)[0])
     for lanes in ((), ("upp",), ("network",), ("up", "compute")):
-        with pytest.raises(ValueError, match="records move in the lanes 'up', 'down', 'read', 'write'"):
+        with pytest.raises(
+            ValueError, match="records move in the lanes 'up', 'down', 'read', 'write'"
+        ):
             operations.moved(*lanes)
-    with pytest.raises(ValueError, match=r"phase 'forwards': a step has the phases embed, forward, .*, ends"):
+    with pytest.raises(
+        ValueError, match=r"phase 'forwards': a step has the phases embed, forward, .*, ends"
+    ):
         operations.peak_of("forwards")
     assert operations.peak_of("forward") > 0
 
@@ -125,7 +139,11 @@ def test_a_resident_step_says_where_its_bytes_are():
         with pytest.raises(ValueError, match=r"program\.operations\(batch\)"):
             _ = program.schedule.peak_bytes
         batch = toys.batches(1)[0]
-        assert program.operations(batch).peak_bytes == program.memory(batch).tiers["device"]["in_flight"] > 0
+        assert (
+            program.operations(batch).peak_bytes
+            == program.memory(batch).tiers["device"]["in_flight"]
+            > 0
+        )
 
 
 def test_late_stores_are_an_int():

@@ -14,7 +14,13 @@ from jax.sharding import PartitionSpec as P
 import zerojax as zj
 from zerojax.models.axes import AxisNames
 
-RULES = (("vocab", "tensor"), ("heads", "tensor"), ("embed", "fsdp"), ("both", ("data", "tensor")), ("none", None))
+RULES = (
+    ("vocab", "tensor"),
+    ("heads", "tensor"),
+    ("embed", "fsdp"),
+    ("both", ("data", "tensor")),
+    ("none", None),
+)
 
 
 @pytest.mark.parametrize(
@@ -34,15 +40,21 @@ def test_a_spec_is_what_the_first_rules_give(names, spec):
 
 
 def test_without_rules_names_are_axes_and_those_of_zero_are_dropped():
-    assert AxisNames().spec("w", ("fsdp", "tensor", "embed", ("data", "tensor"))) == P(None, "tensor", "embed", "tensor")
+    assert AxisNames().spec("w", ("fsdp", "tensor", "embed", ("data", "tensor"))) == P(
+        None, "tensor", "embed", "tensor"
+    )
     with nn.logical_axis_rules((("embed", "tensor"),)):
         assert AxisNames().spec("w", ("embed",)) == P("tensor")
-        assert AxisNames(()).spec("w", ("embed",)) == P(None)  # given rules come before those in scope
+        assert AxisNames(()).spec("w", ("embed",)) == P(
+            None
+        )  # given rules come before those in scope
     assert AxisNames().spec("w", ("embed",), (("embed", "tensor"),)) == P("tensor")  # a leaf's own
 
 
 def test_rules_may_refuse_names():
-    with pytest.raises(ValueError, match=r"module\.w.*no rule of axis_rules knows the name 'layers'"):
+    with pytest.raises(
+        ValueError, match=r"module\.w.*no rule of axis_rules knows the name 'layers'"
+    ):
         AxisNames((*RULES, ("*", "refuse"))).spec("module.w", ("layers", "embed"))
     with pytest.raises(ValueError, match=r"module\.w.*refuses the name 'layers'"):
         AxisNames((*RULES, ("layers", "refuse"))).spec("module.w", ("layers", "embed"))
@@ -54,7 +66,10 @@ def test_what_was_dropped_is_logged_once(caplog):
     with caplog.at_level(logging.INFO, "zerojax"):
         others.stacked(None)
     (record,) = [r for r in caplog.records if "axes" in r.getMessage()]
-    assert "'layers' (no rule knows it) of 2 parameters, 'data' (ZeRO assigns it) of 2 parameters" in record.getMessage()
+    assert (
+        "'layers' (no rule knows it) of 2 parameters, 'data' (ZeRO assigns it) of 2 parameters"
+        in record.getMessage()
+    )
     assert record.levelno == logging.WARNING
 
 
@@ -78,10 +93,15 @@ def test_modules_constrain_activations_by_the_rules():
 
 @pytest.mark.parametrize("name", ["gemma", "qwen3"])
 def test_what_a_model_constrains_itself_needs_mesh_axes(name):
-    (batch,), shard = others.tokens(1), {"gemma": others.constrained, "qwen3": others.resharded}[name]
+    (batch,), shard = (
+        others.tokens(1),
+        {"gemma": others.constrained, "qwen3": others.resharded}[name],
+    )
     make = lambda rngs: others.Gemma(others.GemmaSharding.fsdp_tp_sharding(), shard, rngs)  # noqa: E731
     mesh = zj.make_mesh(fsdp=4, tensor=2)
     model = zj.from_flax(make, others.of_tokens, axis_rules=(("tp", "tensor"),))
     with pytest.raises(ValueError, match="tp"):
         zj.build_train_step(model, optax.sgd(0.1), zj.ZeroConfig(), mesh, batch=batch)
-    zj.build_train_step(others.MODELS[name][0](batch), optax.sgd(0.1), zj.ZeroConfig(), mesh, batch=batch)
+    zj.build_train_step(
+        others.MODELS[name][0](batch), optax.sgd(0.1), zj.ZeroConfig(), mesh, batch=batch
+    )

@@ -22,7 +22,13 @@ CONFIG = gpt.GPTConfig(layers=2, hidden=32, heads=4, seq=16, vocab=64)
 
 def tokens(count: int, size: int = 16) -> list[Any]:
     random = np.random.default_rng(0)
-    return [{"tokens": random.integers(0, 64, (size, 16)), "targets": random.integers(0, 64, (size, 16))} for _ in range(count)]
+    return [
+        {
+            "tokens": random.integers(0, 64, (size, 16)),
+            "targets": random.integers(0, 64, (size, 16)),
+        }
+        for _ in range(count)
+    ]
 
 
 def mse(model: Any, batch: Any) -> jax.Array:
@@ -32,7 +38,10 @@ def mse(model: Any, batch: Any) -> jax.Array:
 def regression(count: int) -> list[Any]:
     random = np.random.default_rng(0)
     return [
-        {"x": random.standard_normal((16, 8), dtype=np.float32), "y": random.standard_normal((16, 8), dtype=np.float32)}
+        {
+            "x": random.standard_normal((16, 8), dtype=np.float32),
+            "y": random.standard_normal((16, 8), dtype=np.float32),
+        }
         for _ in range(count)
     ]
 
@@ -66,7 +75,10 @@ def test_nnx_gpt_at_stage_3_equals_plain_flax(tied):
         return gpt.cross_entropy(model(batch), batch)
 
     program = zj.build_train_step(
-        zj.from_flax(make, loss), optax.adamw(1e-2), zj.ZeroConfig(stage=3), zj.make_mesh(data=2, fsdp=4)
+        zj.from_flax(make, loss),
+        optax.adamw(1e-2),
+        zj.ZeroConfig(stage=3),
+        zj.make_mesh(data=2, fsdp=4),
     )
     state = program.init(jax.random.key(0))
     data = tokens(5)
@@ -79,7 +91,9 @@ def test_nnx_gpt_at_stage_3_equals_plain_flax(tied):
 
 @pytest.fixture(scope="module")
 def layered():
-    return zj.build_train_step(gpt.layered_gpt(CONFIG), optax.adamw(1e-2), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8))
+    return zj.build_train_step(
+        gpt.layered_gpt(CONFIG), optax.adamw(1e-2), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8)
+    )
 
 
 def test_nnx_layered_equals_the_same_gpt_unrolled(layered):
@@ -88,16 +102,22 @@ def test_nnx_layered_equals_the_same_gpt_unrolled(layered):
     whole = gpt.unrolled_gpt(CONFIG)
     tree = {
         "embed": params["embed"],
-        "blocks": {i: jax.tree.map(lambda a, i=i: a[i], params["blocks"]) for i in range(CONFIG.layers)},
+        "blocks": {
+            i: jax.tree.map(lambda a, i=i: a[i], params["blocks"]) for i in range(CONFIG.layers)
+        },
         "head": params["head"],
     }
     batch = tokens(1)[0]
     _, metrics = layered.step(state, batch)
-    np.testing.assert_allclose(float(metrics["loss"]), float(jax.jit(whole.loss)(tree, batch, None)), rtol=1e-6)
+    np.testing.assert_allclose(
+        float(metrics["loss"]), float(jax.jit(whole.loss)(tree, batch, None)), rtol=1e-6
+    )
 
 
 class ScannedMLP(nnx.Module):
-    """Layers made by nnx.vmap and run by nnx.scan over nnx.remat: how large Flax models are written."""
+    """Layers made by nnx.vmap and run by nnx.scan over nnx.remat: how large Flax models are
+    written.
+    """
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         @nnx.split_rngs(splits=4)
@@ -120,7 +140,9 @@ def test_nnx_scan_over_remat_is_entered():
     def make(rngs):
         return ScannedMLP(rngs=rngs)
 
-    program = zj.build_train_step(zj.from_flax(make, mse), optax.adamw(1e-2), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8))
+    program = zj.build_train_step(
+        zj.from_flax(make, mse), optax.adamw(1e-2), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8)
+    )
     state = program.init(jax.random.key(0))
     data = regression(4)
     expected = plain_nnx(make, program.params(state), mse, data, 1e-2)
@@ -144,7 +166,12 @@ class LinenMLP(nn.Module):
                 x = x + jnp.tanh(nn.Dense(8)(x))
                 return nn.Dropout(self.rate, deterministic=not self.has_rng("dropout"))(x), None
 
-        stack = nn.scan(nn.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True}, length=3)
+        stack = nn.scan(
+            nn.remat(Layer),
+            variable_axes={"params": 0},
+            split_rngs={"params": True, "dropout": True},
+            length=3,
+        )
         x, _ = stack(self.rate, name="stack")(x, None)
         init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "tensor"))
         return nn.Dense(8, kernel_init=init, name="out")(x)
@@ -154,7 +181,9 @@ def test_linen_at_stage_3_equals_plain_flax():
     module, data = LinenMLP(), regression(4)
     model = zj.from_flax(module, mse, example_batch=data[0])
     assert model.specs["out"]["kernel"] == P(None, "tensor")
-    program = zj.build_train_step(model, optax.adamw(1e-2), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=4, tensor=2))
+    program = zj.build_train_step(
+        model, optax.adamw(1e-2), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=4, tensor=2)
+    )
     state = program.init(jax.random.key(0))
     params = jax.device_put(jax.device_get(program.params(state)), jax.devices()[0])
     tx = optax.adamw(1e-2)
@@ -162,9 +191,9 @@ def test_linen_at_stage_3_equals_plain_flax():
 
     @jax.jit
     def step(params, opt_state, batch):
-        loss, grads = jax.value_and_grad(lambda p: jnp.mean((module.apply({"params": p}, batch["x"]) - batch["y"]) ** 2))(
-            params
-        )
+        loss, grads = jax.value_and_grad(
+            lambda p: jnp.mean((module.apply({"params": p}, batch["x"]) - batch["y"]) ** 2)
+        )(params)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
@@ -216,8 +245,13 @@ def linen_layered(rate: float = 0.0) -> zj.LayeredModel:
 
 def test_linen_layered_with_tied_embedding_trains_the_same_on_any_mesh():
     results = []
-    for mesh, stage in ((zj.make_mesh(data=2, fsdp=4), 3), (zj.make_mesh(devices=jax.devices()[:1]), 0)):
-        program = zj.build_train_step(linen_layered(), optax.adamw(1e-2), zj.ZeroConfig(stage=stage), mesh)
+    for mesh, stage in (
+        (zj.make_mesh(data=2, fsdp=4), 3),
+        (zj.make_mesh(devices=jax.devices()[:1]), 0),
+    ):
+        program = zj.build_train_step(
+            linen_layered(), optax.adamw(1e-2), zj.ZeroConfig(stage=stage), mesh
+        )
         assert set(program.layout.abstract_params) == {"embed", "blocks", "head"}
         losses, _ = toys.run(program, program.init(jax.random.key(0)), tokens(4))
         results.append(losses)
@@ -231,9 +265,14 @@ def test_tiles_of_linen_modules_are_found_in_blocks_and_whole_models():
             y = zj.linen.TiledDense(8, num_tiles=2)(nn.Dense(8)(x))
             return nn.Dropout(0.5, deterministic=False)(y)
 
-    expected = {"Dense_0": {"bias": False, "kernel": False}, "TiledDense_0": {"bias": False, "kernel": True}}
+    expected = {
+        "Dense_0": {"bias": False, "kernel": False},
+        "TiledDense_0": {"bias": False, "kernel": True},
+    }
     batch = {"x": jnp.ones((4, 8))}
-    whole = zj.from_flax(Tiled(), lambda m, b: jnp.mean(m(b["x"]) ** 2), example_batch=batch, rngs=("dropout",))
+    whole = zj.from_flax(
+        Tiled(), lambda m, b: jnp.mean(m(b["x"]) ** 2), example_batch=batch, rngs=("dropout",)
+    )
     assert whole.tiles == expected
     layered = zj.from_flax(
         embed=LinenInput(),
@@ -255,19 +294,31 @@ def test_tiles_of_nnx_modules_are_counted_and_those_of_stacked_modules_are_not()
             self.out = zj.TiledDense(8, 8, in_tiles=2, num_tiles=4, rngs=rngs)
 
         def __call__(self, x: jax.Array) -> jax.Array:
-            return self.out(nnx.scan(lambda x, mlp: mlp(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.mlps))
+            return self.out(
+                nnx.scan(lambda x, mlp: mlp(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+                    x, self.mlps
+                )
+            )
 
     model = zj.from_flax(lambda rngs: Stacked(rngs), lambda m, b: jnp.mean(m(b["x"]) ** 2))
     assert model.tiles["out"] == {"bias": False, "kernel": 2}
     assert not any(jax.tree.leaves(model.tiles["mlps"]))
-    program = zj.build_train_step(model, optax.sgd(1e-2), zj.ZeroConfig(stage=3), zj.make_mesh(devices=jax.devices()[:1]))
-    losses, _ = toys.run(program, program.init(jax.random.key(0)), [{"x": np.ones((4, 8), np.float32)}] * 2)
+    program = zj.build_train_step(
+        model, optax.sgd(1e-2), zj.ZeroConfig(stage=3), zj.make_mesh(devices=jax.devices()[:1])
+    )
+    losses, _ = toys.run(
+        program, program.init(jax.random.key(0)), [{"x": np.ones((4, 8), np.float32)}] * 2
+    )
     assert losses[1] < losses[0]
 
 
 def dropout_models() -> dict[str, Any]:
     c = gpt.dataclasses.replace(CONFIG, dropout=0.5)
-    return {"nnx_model": gpt.unrolled_gpt(c), "nnx_layered": gpt.layered_gpt(c), "linen_layered": linen_layered(0.5)}
+    return {
+        "nnx_model": gpt.unrolled_gpt(c),
+        "nnx_layered": gpt.layered_gpt(c),
+        "linen_layered": linen_layered(0.5),
+    }
 
 
 @pytest.mark.by_default("nnx_layered-remat")
@@ -288,22 +339,35 @@ def test_dropout_draws_anew_each_step_and_the_same_in_recomputation(name, activa
 
     def train(config: zj.ZeroConfig, mesh: Any) -> tuple[list[float], Any, Any]:
         program = zj.build_train_step(model, tx, config, mesh)
-        (losses, _), (again, state) = (toys.run(program, program.init(jax.random.key(0)), [batch, batch]) for _ in range(2))
+        (losses, _), (again, state) = (
+            toys.run(program, program.init(jax.random.key(0)), [batch, batch]) for _ in range(2)
+        )
         assert again == losses
-        return losses, jax.device_get(program.params(state)), jax.device_get(program.params(program.init(jax.random.key(0))))
+        return (
+            losses,
+            jax.device_get(program.params(state)),
+            jax.device_get(program.params(program.init(jax.random.key(0)))),
+        )
 
-    losses, params, before = train(zj.ZeroConfig(stage=3, activations=activations), zj.make_mesh(fsdp=8))
+    losses, params, before = train(
+        zj.ZeroConfig(stage=3, activations=activations), zj.make_mesh(fsdp=8)
+    )
     assert abs(losses[0] - losses[1]) > 1e-5  # only the key is another
     # against a plain gradient with the same keys: recomputation saw the same masks
     expected, reference, _ = train(zj.ZeroConfig(stage=0), zj.make_mesh(devices=jax.devices()[:1]))
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     toys.assert_trees_close(params, reference, atol=1e-5)
-    assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(*map(jax.tree.leaves, (before, params)), strict=True))
+    assert any(
+        np.abs(a - b).max() > 1e-3
+        for a, b in zip(*map(jax.tree.leaves, (before, params)), strict=True)
+    )
 
 
 def test_dropout_is_off_in_eval():
     for model in dropout_models().values():
-        program = zj.build_train_step(model, optax.sgd(0.0), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8))
+        program = zj.build_train_step(
+            model, optax.sgd(0.0), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8)
+        )
         state, batch = program.init(jax.random.key(0)), tokens(1)[0]
         assert float(program.eval(state, batch)) == float(program.eval(state, batch))
 
@@ -322,7 +386,10 @@ class SwitchedOff(nnx.Module):
     """Dropout that its constructor switches off."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
-        self.dense, self.drop = nnx.Linear(8, 8, rngs=rngs), nnx.Dropout(0.5, deterministic=True, rngs=rngs)
+        self.dense, self.drop = (
+            nnx.Linear(8, 8, rngs=rngs),
+            nnx.Dropout(0.5, deterministic=True, rngs=rngs),
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.drop(self.dense(x))
@@ -335,7 +402,9 @@ class Jitter(nnx.Module):
         self.dense, self.deterministic = nnx.Linear(8, 8, rngs=rngs), True
 
     def __call__(self, x: Any) -> jax.Array:
-        return self.dense(x["x"] if isinstance(x, dict) else x) * (1.0 if self.deterministic else 2.0)
+        return self.dense(x["x"] if isinstance(x, dict) else x) * (
+            1.0 if self.deterministic else 2.0
+        )
 
 
 class Stacked(nnx.Module):
@@ -345,7 +414,9 @@ class Stacked(nnx.Module):
         self.layers = nnx.vmap(lambda rngs: kind(rngs=rngs))(rngs.fork(split=3))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+        return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+            x, self.layers
+        )
 
 
 class Projection(nnx.Module):
@@ -364,7 +435,9 @@ def layered_of(kind: Any, embed: Any = Projection) -> zj.LayeredModel:
         block=lambda rngs: kind(rngs=rngs),
         head=lambda rngs: nnx.LayerNorm(8, rngs=rngs),
         num_layers=2,
-        loss=lambda head, embed, x, batch: mse(lambda x: head(x) + embed({"x": x}), {"x": x, "y": batch["y"]}),
+        loss=lambda head, embed, x, batch: mse(
+            lambda x: head(x) + embed({"x": x}), {"x": x, "y": batch["y"]}
+        ),
     )
 
 
@@ -387,14 +460,19 @@ def test_a_step_trains_and_eval_evaluates_whatever_the_constructor_left(name):
     else:
         params, objective = init_params(model, jax.random.key(0)), build_objective(model)
         loss = lambda params, batch, key: objective(params, batch, key, None)[0].total  # noqa: E731
-    trained, evaluated = jax.jit(loss)(params, batch, jax.random.key(1)), jax.jit(loss)(params, batch, None)
+    trained, evaluated = (
+        jax.jit(loss)(params, batch, jax.random.key(1)),
+        jax.jit(loss)(params, batch, None),
+    )
     assert abs(float(trained) - float(evaluated)) > 1e-3
 
 
 def test_the_embedding_that_a_loss_calls_trains_with_its_head():
     model, (batch,) = layered_of(Projection, Jitter), regression(1)
     ends = model.init_head(jax.random.key(0)), model.init_embed(jax.random.key(0))
-    trained, evaluated = (jax.jit(model.head)(*ends, batch["x"], batch, key) for key in (jax.random.key(1), None))
+    trained, evaluated = (
+        jax.jit(model.head)(*ends, batch["x"], batch, key) for key in (jax.random.key(1), None)
+    )
     assert abs(float(trained) - float(evaluated)) > 1e-3
 
 
@@ -408,17 +486,27 @@ def test_from_flax_leaves_a_module_that_its_function_returns_in_its_mode():
 
 def test_annotations_of_nnx_modules_become_specs(layered):
     c = gpt.dataclasses.replace(CONFIG, tensor_axis="tensor")
-    program = zj.build_train_step(gpt.layered_gpt(c), optax.adamw(1e-2), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=4, tensor=2))
+    program = zj.build_train_step(
+        gpt.layered_gpt(c),
+        optax.adamw(1e-2),
+        zj.ZeroConfig(stage=3),
+        zj.make_mesh(fsdp=4, tensor=2),
+    )
     assert program.shardings.params["blocks"]["fc"]["kernel"].spec == P(None, "fsdp", "tensor")
     assert program.shardings.params["blocks"]["out"]["kernel"].spec == P(None, "tensor", "fsdp")
     assert program.shardings.params["embed"]["token"]["embedding"].spec == P("tensor", "fsdp")
     state = program.init(jax.random.key(0))
-    losses = [toys.run(p, s, tokens(3))[0] for p, s in ((program, state), (layered, layered.init(jax.random.key(0))))]
+    losses = [
+        toys.run(p, s, tokens(3))[0]
+        for p, s in ((program, state), (layered, layered.init(jax.random.key(0))))
+    ]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
 class WithTables(nnx.Module):
-    """Constant arrays as plain attributes: a table that the constructor traces, a numpy mask, and one in nnx.data."""
+    """Constant arrays as plain attributes: a table that the constructor traces, a numpy mask, and
+    one in nnx.data.
+    """
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.dense = nnx.Linear(8, 8, rngs=rngs)
@@ -451,7 +539,9 @@ class ScannedDropout(nnx.Module):
 
 def test_nnx_constants_are_kept():
     model = zj.from_flax(lambda rngs: WithTables(rngs=rngs), mse)
-    program = zj.build_train_step(model, optax.adamw(1e-2), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8))
+    program = zj.build_train_step(
+        model, optax.adamw(1e-2), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8)
+    )
     state = program.init(jax.random.key(0))
     assert set(program.params(state)) == {"dense"}
     module, batch = WithTables(rngs=nnx.Rngs(0)), regression(1)[0]
@@ -462,7 +552,9 @@ def test_nnx_constants_are_kept():
 
 def test_nnx_scan_over_layers_with_dropout():
     model = zj.from_flax(lambda rngs: ScannedDropout(rngs=rngs), mse)
-    program = zj.build_train_step(model, optax.sgd(0.0), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8))
+    program = zj.build_train_step(
+        model, optax.sgd(0.0), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8)
+    )
     state, batch = program.init(jax.random.key(0)), regression(1)[0]
     losses, state = toys.run(program, state, [batch, batch])
     assert abs(losses[0] - losses[1]) > 1e-5
@@ -470,13 +562,19 @@ def test_nnx_scan_over_layers_with_dropout():
 
 
 class LinenTable(nn.Module):
-    """A constant as a variable, which is part of the state, or as an array, which is part of the program."""
+    """A constant as a variable, which is part of the state, or as an array, which is part of the
+    program.
+    """
 
     is_variable: bool = True
 
     def setup(self) -> None:
         table = jnp.arange(8.0)
-        self.table = self.variable("constants", "table", lambda: table).value if self.is_variable else jnp.asarray(table)
+        self.table = (
+            self.variable("constants", "table", lambda: table).value
+            if self.is_variable
+            else jnp.asarray(table)
+        )
         self.dense = nn.Dense(8)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -522,9 +620,18 @@ def test_logical_axes_are_refused_with_what_translates_them():
 def test_parameters_made_in_16_bits_are_said_to_become_float32_once(caplog, precision):
     model = zj.from_flax(lambda rngs: nnx.Linear(8, 8, param_dtype=jnp.bfloat16, rngs=rngs), mse)
     with caplog.at_level(logging.WARNING, "zerojax"):
-        zj.build_train_step(model, optax.sgd(0.1), zj.ZeroConfig(precision=precision), zj.make_mesh())
+        zj.build_train_step(
+            model, optax.sgd(0.1), zj.ZeroConfig(precision=precision), zj.make_mesh()
+        )
     (message,) = [r.getMessage() for r in caplog.records if "bfloat16" in r.getMessage()]
-    for words in ("2 parameter leaves", "['bias']", "made in bfloat16", "float32", f"precision='{precision}'", "param_dtype"):
+    for words in (
+        "2 parameter leaves",
+        "['bias']",
+        "made in bfloat16",
+        "float32",
+        f"precision='{precision}'",
+        "param_dtype",
+    ):
         assert words in message
 
 
@@ -589,7 +696,11 @@ def test_blocks_read_a_context_and_data_of_their_layer(kind):
         num_layers=layers,
         loss=lambda head, embed, x, batch: jnp.mean(head(x)[..., 0] * batch["targets"]),
         example_batch=batch,
-        context=lambda batch: {"position": jnp.broadcast_to(jnp.arange(batch["tokens"].shape[1]), batch["tokens"].shape)},
+        context=lambda batch: {
+            "position": jnp.broadcast_to(
+                jnp.arange(batch["tokens"].shape[1]), batch["tokens"].shape
+            )
+        },
         per_layer={"window": windows},
     )
     params = init_params(model, jax.random.key(0))
@@ -599,8 +710,16 @@ def test_blocks_read_a_context_and_data_of_their_layer(kind):
         seen = (jnp.arange(4) % windows[layer] > 0)[None, :, None]
         x = x + seen * jnp.tanh(x @ kernel[layer] + bias[layer])
     expected = model.head(params["head"], params["embed"], x, batch, None)
-    program = zj.build_train_step(model, optax.sgd(0.1), zj.ZeroConfig(), zj.make_mesh(devices=jax.devices()[:1]))
-    np.testing.assert_allclose(program.eval(program.init(jax.random.key(0)), batch), expected, rtol=1e-6)
+    program = zj.build_train_step(
+        model, optax.sgd(0.1), zj.ZeroConfig(), zj.make_mesh(devices=jax.devices()[:1])
+    )
+    np.testing.assert_allclose(
+        program.eval(program.init(jax.random.key(0)), batch), expected, rtol=1e-6
+    )
     assert float(program.eval(program.init(jax.random.key(0)), batch)) != 0
-    with pytest.raises(ValueError, match="from_flax of one module is given context, which blocks read"):
-        zj.from_flax(lambda rngs: NnxOfTokens(rngs=rngs), lambda m, b: 0.0, context=lambda batch: None)
+    with pytest.raises(
+        ValueError, match="from_flax of one module is given context, which blocks read"
+    ):
+        zj.from_flax(
+            lambda rngs: NnxOfTokens(rngs=rngs), lambda m, b: 0.0, context=lambda batch: None
+        )

@@ -72,7 +72,9 @@ def test_layers_that_take_rngs_at_the_call_draw_anew_in_each_layer(kind):
     batch = {"x": jnp.ones((4, 8))}
     params, objective = init_params(model, KEY), build_objective(model)
     loss = jax.jit(lambda params, batch, key: objective(params, batch, key, None)[0].total)
-    first, again, other, evaluated = (float(loss(params, batch, k)) for k in (KEY, KEY, jax.random.key(2), None))
+    first, again, other, evaluated = (
+        float(loss(params, batch, k)) for k in (KEY, KEY, jax.random.key(2), None)
+    )
     assert first == again != other != evaluated
     p, x, block = model.init_block(KEY), jnp.ones((4, 8)), jax.jit(model.block)
     zeros = [np.asarray(block(p, x, k)) == 0 for k in jax.random.split(KEY, 2)]
@@ -147,4 +149,6 @@ def test_a_linen_module_without_streams_and_state_has_one_mode():
     model = zj.from_flax(ByDefault(), lambda m, b: jnp.mean(m(b["x"])), example_batch=batch)
     assert not model.stochastic
     with pytest.raises(flax.errors.InvalidRngError):  # what is written stays, and it would draw
-        zj.from_flax(ByDefault(), lambda m, b: jnp.mean(m(b["x"], deterministic=False)), example_batch=batch)
+        zj.from_flax(
+            ByDefault(), lambda m, b: jnp.mean(m(b["x"], deterministic=False)), example_batch=batch
+        )

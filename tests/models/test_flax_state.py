@@ -1,4 +1,6 @@
-"""What Flax modules hold and change besides parameters: statistics, counters, tables, sown values, scales of 8-bit floats."""
+"""What Flax modules hold and change besides parameters: statistics, counters, tables, sown values,
+scales of 8-bit floats.
+"""
 
 from typing import Any
 
@@ -18,7 +20,10 @@ STEPS, LR, KEY = 8, 1e-2, jax.random.key(0)
 
 def batches(count: int = STEPS) -> list[Any]:
     random = np.random.default_rng(0)
-    return [{name: random.standard_normal((16, 8), dtype=np.float32) for name in ("x", "y")} for _ in range(count)]
+    return [
+        {name: random.standard_normal((16, 8), dtype=np.float32) for name in ("x", "y")}
+        for _ in range(count)
+    ]
 
 
 def mse(model: Any, batch: Any) -> jax.Array:
@@ -27,7 +32,10 @@ def mse(model: Any, batch: Any) -> jax.Array:
 
 class Normed(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.dense, self.norm = nnx.Linear(8, 8, use_bias=False, rngs=rngs), nnx.BatchNorm(8, momentum=0.8, rngs=rngs)
+        self.dense, self.norm = (
+            nnx.Linear(8, 8, use_bias=False, rngs=rngs),
+            nnx.BatchNorm(8, momentum=0.8, rngs=rngs),
+        )
 
     def __call__(self, x: Any) -> jax.Array:
         return x + jnp.tanh(self.norm(self.dense(x)))
@@ -37,7 +45,9 @@ class LinenNormed(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = True) -> jax.Array:
         return x + jnp.tanh(
-            nn.BatchNorm(use_running_average=not train, momentum=0.8, name="norm")(nn.Dense(8, use_bias=False)(x))
+            nn.BatchNorm(use_running_average=not train, momentum=0.8, name="norm")(
+                nn.Dense(8, use_bias=False)(x)
+            )
         )
 
 
@@ -51,18 +61,26 @@ def nnx_apply(params: Any, stats: Any, batch: Any) -> tuple[jax.Array, Any]:
 
 
 def linen_apply(params: Any, stats: Any, batch: Any) -> tuple[jax.Array, Any]:
-    out, stats = LinenNormed().apply({"params": params, **stats}, batch["x"], mutable=["batch_stats"])
+    out, stats = LinenNormed().apply(
+        {"params": params, **stats}, batch["x"], mutable=["batch_stats"]
+    )
     return jnp.mean((out - batch["y"]) ** 2), stats
 
 
-def plain_run(loss: Any, params: Any, state: Any, data: list[Any], microbatches: int) -> tuple[list[float], Any, Any]:
-    """Train on one device, microbatch by microbatch: `loss(params, state, batch) -> (loss, new state)`."""
+def plain_run(
+    loss: Any, params: Any, state: Any, data: list[Any], microbatches: int
+) -> tuple[list[float], Any, Any]:
+    """Train on one device, microbatch by microbatch: `loss(params, state, batch) -> (loss, new
+    state)`.
+    """
     tx = optax.adamw(LR)
 
     @jax.jit
     def step(params: Any, state: Any, opt_state: Any, batch: Any) -> Any:
         values, sums = [], []
-        for one in (jax.tree.map(lambda a, i=i: a[i::microbatches], batch) for i in range(microbatches)):
+        for one in (
+            jax.tree.map(lambda a, i=i: a[i::microbatches], batch) for i in range(microbatches)
+        ):
             (value, state), grads = jax.value_and_grad(loss, has_aux=True)(params, state, one)
             values, sums = [*values, value], [*sums, grads]
         grads = jax.tree.map(lambda *g: sum(g) / microbatches, *sums)
@@ -79,7 +97,12 @@ def plain_run(loss: Any, params: Any, state: Any, data: list[Any], microbatches:
 
 KINDS = {
     "nnx": (lambda batch: zj.from_flax(lambda rngs: Normed(rngs), mse), nnx_apply),
-    "linen": (lambda batch: zj.from_flax(LinenNormed(), mse, example_batch=batch, mutable=("batch_stats",)), linen_apply),
+    "linen": (
+        lambda batch: zj.from_flax(
+            LinenNormed(), mse, example_batch=batch, mutable=("batch_stats",)
+        ),
+        linen_apply,
+    ),
 }
 
 
@@ -87,13 +110,19 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_statistics_are_those_of_the_global_batch_microbatch_by_microbatch(kind, stage, microbatches):
+def test_statistics_are_those_of_the_global_batch_microbatch_by_microbatch(
+    kind, stage, microbatches
+):
     make, apply = KINDS[kind]
     data = batches()
     config = zj.ZeroConfig(stage=stage, num_microbatches=microbatches)
-    program = zj.build_train_step(make(data[0]), optax.adamw(LR), config, zj.make_mesh(fsdp=4, devices=jax.devices()[:4]))
+    program = zj.build_train_step(
+        make(data[0]), optax.adamw(LR), config, zj.make_mesh(fsdp=4, devices=jax.devices()[:4])
+    )
     state = program.init(KEY)
-    expected, params, stats = plain_run(apply, program.params(state), state.model_state, data, microbatches)
+    expected, params, stats = plain_run(
+        apply, program.params(state), state.model_state, data, microbatches
+    )
     losses, state = toys.run(program, state, data)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     toys.assert_trees_close(program.params(state), params, atol=1e-4)
@@ -103,12 +132,16 @@ def test_statistics_are_those_of_the_global_batch_microbatch_by_microbatch(kind,
     x = data[0]["x"]
     if kind == "linen":  # the running averages are read, and not written
         out = LinenNormed().apply({"params": jax.device_get(params), **before}, x, train=False)
-        np.testing.assert_allclose(float(evaluated), float(jnp.mean((out - data[0]["y"]) ** 2)), rtol=1e-5)
+        np.testing.assert_allclose(
+            float(evaluated), float(jnp.mean((out - data[0]["y"]) ** 2)), rtol=1e-5
+        )
     toys.assert_trees_close(state.model_state, before, atol=0)
 
 
 class Holds(nnx.Module):
-    """A counter, a table as a Variable and as an integer Param, a mask as a plain array, and what it sows."""
+    """A counter, a table as a Variable and as an integer Param, a mask as a plain array, and what
+    it sows.
+    """
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.dense = nnx.Linear(8, 8, rngs=rngs)
@@ -164,18 +197,30 @@ def test_linen_collections_are_state_and_sown_ones_are_read_by_the_loss():
         return zj.Loss(value, metrics={"norm": module.variables["losses"]["norm"][0]})
 
     (batch,) = batches(1)
-    model = zj.from_flax(LinenHolds(), loss, example_batch=batch, mutable=("counters",), sown=("losses",))
+    model = zj.from_flax(
+        LinenHolds(), loss, example_batch=batch, mutable=("counters",), sown=("losses",)
+    )
     params, state = model.init(KEY), model.init_state(KEY)
     assert set(state) == {"counters", "constants"}
     out, after = jax.jit(model.loss)(params, batch, KEY, state)
     assert int(after["counters"]["calls"]) == 1
     np.testing.assert_array_equal(after["constants"]["table"], np.arange(8.0))
-    expected, variables = LinenHolds().apply({"params": params, **state}, batch["x"], mutable=["counters", "losses"])
-    np.testing.assert_allclose(float(out.total), float(jnp.mean((expected - batch["y"]) ** 2)), rtol=1e-6)
-    np.testing.assert_allclose(float(out.metrics["norm"]), float(variables["losses"]["norm"][0]), rtol=1e-6)
-    with pytest.raises(ValueError, match=r"mutable names \['cache'\].*\['constants', 'counters', 'losses'\]"):
+    expected, variables = LinenHolds().apply(
+        {"params": params, **state}, batch["x"], mutable=["counters", "losses"]
+    )
+    np.testing.assert_allclose(
+        float(out.total), float(jnp.mean((expected - batch["y"]) ** 2)), rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        float(out.metrics["norm"]), float(variables["losses"]["norm"][0]), rtol=1e-6
+    )
+    with pytest.raises(
+        ValueError, match=r"mutable names \['cache'\].*\['constants', 'counters', 'losses'\]"
+    ):
         zj.from_flax(LinenHolds(), mse, example_batch=batch, mutable=("counters", "cache"))
-    with pytest.raises(ValueError, match=r'list it in from_flax\(..., mutable=.*it is \(\).*"calls"'):
+    with pytest.raises(
+        ValueError, match=r'list it in from_flax\(..., mutable=.*it is \(\).*"calls"'
+    ):
         zj.from_flax(LinenHolds(), mse, example_batch=batch)
 
 
@@ -190,10 +235,17 @@ def test_scales_of_8_bit_floats_are_overwritten_with_their_gradients():
     data = batches()
     model = zj.from_flax(Fp8(), mse, example_batch=data[0])
     program = zj.build_train_step(
-        model, optax.adamw(LR), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
+        model,
+        optax.adamw(LR),
+        zj.ZeroConfig(stage=3),
+        zj.make_mesh(fsdp=2, devices=jax.devices()[:2]),
     )
     state = program.init(KEY)
-    params, fp8, tx = jax.device_get(program.params(state)), jax.device_get(state.model_state), optax.adamw(LR)
+    params, fp8, tx = (
+        jax.device_get(program.params(state)),
+        jax.device_get(state.model_state),
+        optax.adamw(LR),
+    )
     opt_state = tx.init(params)
 
     @jax.jit
@@ -262,22 +314,38 @@ class Scaled(nnx.Module):
 def test_trainable_is_a_filter_or_a_function_of_path_and_value():
     (batch,) = batches(1)
     adapter = zj.from_flax(lambda rngs: LoRA(rngs), mse, trainable=nnx.LoRAParam)
-    assert adapter.frozen == {"dense": {"bias": True, "kernel": True, "lora": {"lora_a": False, "lora_b": False}}}
-    by_path = zj.from_flax(lambda rngs: LoRA(rngs), mse, trainable=lambda path, value: path[-1] == "bias")
-    assert by_path.frozen == {"dense": {"bias": False, "kernel": True, "lora": {"lora_a": True, "lora_b": True}}}
-    of_linen = zj.from_flax(nn.Dense(8), mse, example_batch=batch, trainable=lambda path, value: value.ndim == 2)
+    assert adapter.frozen == {
+        "dense": {"bias": True, "kernel": True, "lora": {"lora_a": False, "lora_b": False}}
+    }
+    by_path = zj.from_flax(
+        lambda rngs: LoRA(rngs), mse, trainable=lambda path, value: path[-1] == "bias"
+    )
+    assert by_path.frozen == {
+        "dense": {"bias": False, "kernel": True, "lora": {"lora_a": True, "lora_b": True}}
+    }
+    of_linen = zj.from_flax(
+        nn.Dense(8), mse, example_batch=batch, trainable=lambda path, value: value.ndim == 2
+    )
     assert of_linen.frozen == {"bias": True, "kernel": False}
     own = zj.from_flax(lambda rngs: Scaled(rngs), mse, trainable=Scale)
     assert own.frozen == {"dense": {"bias": True, "kernel": True}, "scale": False}
     assert own.init_state is None
-    assert layered(lambda rngs: LoRA(rngs), trainable=nnx.LoRAParam).frozen["head"] == {"bias": True, "kernel": True}
+    assert layered(lambda rngs: LoRA(rngs), trainable=nnx.LoRAParam).frozen["head"] == {
+        "bias": True,
+        "kernel": True,
+    }
     assert zj.from_flax(lambda rngs: LoRA(rngs), mse).frozen is False
     with pytest.raises(ValueError, match="matches no parameter"):
         zj.from_flax(lambda rngs: Normed(rngs), mse, trainable=nnx.LoRAParam)
-    with pytest.raises(ValueError, match=r"'bias' matches no parameter.*a string is a tag of NNX variables"):
+    with pytest.raises(
+        ValueError, match=r"'bias' matches no parameter.*a string is a tag of NNX variables"
+    ):
         zj.from_flax(lambda rngs: LoRA(rngs), mse, trainable="bias")
     for wrong in (lambda path: True, 5):
-        with pytest.raises(ValueError, match=r"trainable must be a filter of NNX, .*or a function \(path, value\) -> bool; '"):
+        with pytest.raises(
+            ValueError,
+            match=r"trainable must be a filter of NNX, .*or a function \(path, value\) -> bool; '",
+        ):
             zj.from_flax(lambda rngs: LoRA(rngs), mse, trainable=wrong)
     with pytest.raises(ValueError, match=r"module is a Linen module.*function of \(path, value\)"):
         zj.from_flax(nn.Dense(8), mse, example_batch=batch, trainable=nnx.LoRAParam)
@@ -287,7 +355,10 @@ def test_an_adapter_trains_and_its_base_stays():
     data = batches()
     model = zj.from_flax(lambda rngs: LoRA(rngs), mse, trainable=nnx.LoRAParam)
     program = zj.build_train_step(
-        model, optax.adamw(LR), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
+        model,
+        optax.adamw(LR),
+        zj.ZeroConfig(stage=3),
+        zj.make_mesh(fsdp=2, devices=jax.devices()[:2]),
     )
     state = program.init(KEY)
     params = jax.device_get(program.params(state))
@@ -307,7 +378,9 @@ def test_an_adapter_trains_and_its_base_stays():
     losses, state = toys.run(program, state, data)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     toys.assert_trees_close(program.params(state), after, atol=1e-4)
-    np.testing.assert_array_equal(program.params(state)["dense"]["kernel"], params["dense"]["kernel"])
+    np.testing.assert_array_equal(
+        program.params(state)["dense"]["kernel"], params["dense"]["kernel"]
+    )
 
 
 def layered(block: Any, batch: Any = None, **options: Any) -> zj.LayeredModel:
@@ -316,7 +389,9 @@ def layered(block: Any, batch: Any = None, **options: Any) -> zj.LayeredModel:
         block=block,
         head=lambda rngs: nnx.Linear(8, 8, rngs=rngs),
         num_layers=2,
-        loss=lambda head, embed, x, batch: jnp.mean((head(x) - batch["y"]) ** 2) + 0.1 * jnp.mean(embed(batch) ** 2),
+        loss=lambda head, embed, x, batch: (
+            jnp.mean((head(x) - batch["y"]) ** 2) + 0.1 * jnp.mean(embed(batch) ** 2)
+        ),
         example_batch=batch,
         **options,
     )
@@ -326,7 +401,10 @@ def test_blocks_hold_state_of_their_layer_and_add_to_the_loss():
     data = batches()
     model = layered(lambda rngs: Routed(rngs))
     program = zj.build_train_step(
-        model, optax.adamw(LR), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
+        model,
+        optax.adamw(LR),
+        zj.ZeroConfig(stage=3),
+        zj.make_mesh(fsdp=2, devices=jax.devices()[:2]),
     )
     state = program.init(KEY)
 
@@ -344,12 +422,20 @@ def test_blocks_hold_state_of_their_layer_and_add_to_the_loss():
         x = embed(batch)
         of_embed, added, of_blocks = stats(embed), [], []
         for i in range(2):
-            block = bound(Routed, *jax.tree.map(lambda a, i=i: a[i], (params["blocks"], state["blocks"])))
+            block = bound(
+                Routed, *jax.tree.map(lambda a, i=i: a[i], (params["blocks"], state["blocks"]))
+            )
             x, extra = block(x)
             added, of_blocks = [*added, extra.total], [*of_blocks, stats(block)]
         head = bound(lambda rngs: nnx.Linear(8, 8, rngs=rngs), params["head"], {})
-        value = jnp.mean((head(x) - batch["y"]) ** 2) + 0.1 * jnp.mean(embed(batch) ** 2) + sum(added)
-        return value, {"embed": of_embed, "blocks": jax.tree.map(lambda *a: jnp.stack(a), *of_blocks), "head": {}}
+        value = (
+            jnp.mean((head(x) - batch["y"]) ** 2) + 0.1 * jnp.mean(embed(batch) ** 2) + sum(added)
+        )
+        return value, {
+            "embed": of_embed,
+            "blocks": jax.tree.map(lambda *a: jnp.stack(a), *of_blocks),
+            "head": {},
+        }
 
     expected, params, stats = plain_run(loss, program.params(state), state.model_state, data, 1)
     losses, state = toys.run(program, state, data)
@@ -362,13 +448,17 @@ def test_blocks_hold_state_of_their_layer_and_add_to_the_loss():
 
 def test_predictions_are_those_of_modules_that_evaluate():
     (batch,) = batches(1)
-    whole = zj.from_flax(lambda rngs: Normed(rngs), mse, predict=lambda module, batch: module(batch["x"]))
+    whole = zj.from_flax(
+        lambda rngs: Normed(rngs), mse, predict=lambda module, batch: module(batch["x"])
+    )
     assert whole.predict is not None
     params, state = whole.init(KEY), whole.init_state(KEY)
     module = Normed(nnx.Rngs(KEY))
     module.eval()
     np.testing.assert_allclose(whole.predict(params, batch, state), module(batch["x"]), rtol=1e-6)
-    parts = layered(lambda rngs: Routed(rngs), predict=lambda head, embed, x, batch: head(x) + embed(batch))
+    parts = layered(
+        lambda rngs: Routed(rngs), predict=lambda head, embed, x, batch: head(x) + embed(batch)
+    )
     assert parts.predict is not None
     assert parts.init_state is not None
     ends = parts.init_head(KEY), parts.init_embed(KEY)

@@ -1,4 +1,6 @@
-"""The example's GPT over `tensor`: equal to one device, its vocabulary split; what does not divide is refused by name."""
+"""The example's GPT over `tensor`: equal to one device, its vocabulary split; what does not divide
+is refused by name.
+"""
 
 import dataclasses
 import math
@@ -13,7 +15,12 @@ import toys
 import zerojax as zj
 
 CONFIG = gpt.GPTConfig(layers=2, hidden=16, heads=4, seq=8, vocab=24, tensor_axis="tensor")
-HOST = {"params": "pinned_host", "grads": "pinned_host", "opt_state": "pinned_host", "activations": "pinned_host"}
+HOST = {
+    "params": "pinned_host",
+    "grads": "pinned_host",
+    "opt_state": "pinned_host",
+    "activations": "pinned_host",
+}
 
 
 def build(c, axes, make=gpt.layered_gpt, **fields):
@@ -59,9 +66,7 @@ def test_heads_that_do_not_divide_are_refused_when_the_loss_is_traced(make):
     c = dataclasses.replace(CONFIG, heads=6, hidden=24)
     mesh, tokens = zj.make_mesh(fsdp=2, tensor=4), jax.ShapeDtypeStruct((8, c.seq), np.int32)
     batch = {"tokens": tokens, "targets": tokens}
-    message = (
-        "heads=6 do not divide by tensor=4, .* choose a multiple of 4 heads, or a tensor axis that divides them, such as 3"
-    )
+    message = "heads=6 do not divide by tensor=4, .* choose a multiple of 4 heads, or a tensor axis that divides them, such as 3"
     with pytest.raises(ValueError, match=message):
         zj.build_train_step(make(c), optax.sgd(1e-2), zj.ZeroConfig(), mesh, batch=batch)
 
@@ -70,6 +75,9 @@ def test_a_vocabulary_that_does_not_divide_is_refused():
     c = dataclasses.replace(CONFIG, vocab=26)
     with pytest.raises(ValueError, match=r"vocab=26 does not divide by tensor=4, .* pad it to 28"):
         gpt.check_tensor(c, 4)
-    with pytest.raises(ValueError, match=r"\['token'\]\['embedding'\]: dim 0 of shape \(26, 16\) does not divide by 4 .*to 28"):
+    with pytest.raises(
+        ValueError,
+        match=r"\['token'\]\['embedding'\]: dim 0 of shape \(26, 16\) does not divide by 4 .*to 28",
+    ):
         build(c, {"fsdp": 2, "tensor": 4})
     gpt.check_tensor(c, 2)

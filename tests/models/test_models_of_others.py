@@ -38,7 +38,9 @@ def plain_run(loss: Any, params: Any, key: jax.Array, data: list[Any]) -> tuple[
 RANDOM = {"lm1b", "diffusion", "recurrent", "stacked", "layered"}
 SPECS = {
     "lm1b": lambda p: p["encoderdecoderblock_0"]["Dense_0"]["kernel"] == P(None, "tensor"),
-    "gemma": lambda p: p["blocks"][0]["up_proj"]["kernel"] == P(None, "tensor") and p["table"] == P("tensor", None),
+    "gemma": lambda p: (
+        p["blocks"][0]["up_proj"]["kernel"] == P(None, "tensor") and p["table"] == P("tensor", None)
+    ),
     "qwen3": lambda p: p["blocks"][0]["down_proj"]["kernel"] == P("tensor", None),
     "maxtext": lambda p: p["layers"]["Dense_0"]["kernel"] == P(None, None, "tensor"),
     "stacked": lambda p: p["layers"]["down"]["kernel"] == P(None, "tensor", None),
@@ -54,19 +56,31 @@ def params_of(program: zj.Program, state: Any, model: Any) -> Any:
         return jax.device_get(program.params(state))
     pieces = {name: jax.device_get(tree) for name, tree in program.iter_params(state)}
     layers = [pieces[f"blocks/{i}"] for i in range(model.num_layers)]
-    return {"embed": pieces["embed"], "blocks": jax.tree.map(lambda *a: np.stack(a), *layers), "head": pieces["head"]}
+    return {
+        "embed": pieces["embed"],
+        "blocks": jax.tree.map(lambda *a: np.stack(a), *layers),
+        "head": pieces["head"],
+    }
 
 
 def differences(name: str, stage: int, tier: str, swap_dir: Any) -> tuple[float, float]:
-    """Train with a program and with plain optax; returns the largest relative difference of losses, and that of parameters."""
+    """Train with a program and with plain optax; returns the largest relative difference of losses,
+    and that of parameters.
+    """
     make, batches = others.MODELS[name]
     data = batches(STEPS)
     model = make(data[0])
     assert name not in SPECS or SPECS[name](model.specs)
     assert model.stochastic is (name in RANDOM)
     # The parameters of a layered model may rest elsewhere; of another one the optimizer's state.
-    moved = ("params", "grads", "opt_state") if isinstance(model, zj.LayeredModel) else ("opt_state",)
-    config = zj.ZeroConfig(stage=stage, **dict.fromkeys(moved, tier), swap_dir=str(swap_dir) if tier == "nvme" else None)
+    moved = (
+        ("params", "grads", "opt_state") if isinstance(model, zj.LayeredModel) else ("opt_state",)
+    )
+    config = zj.ZeroConfig(
+        stage=stage,
+        **dict.fromkeys(moved, tier),
+        swap_dir=str(swap_dir) if tier == "nvme" else None,
+    )
     with zj.build_train_step(model, optax.adamw(1e-2), config, MESH) as program:
         state = program.init(jax.random.key(0))
         params, key = (
@@ -76,8 +90,12 @@ def differences(name: str, stage: int, tier: str, swap_dir: Any) -> tuple[float,
         losses, state = toys.run(program, state, data)
         if name in RANDOM:  # nothing is drawn in evaluation
             assert float(program.eval(state, data[0])) == float(program.eval(state, data[0]))
-        expected, after = plain_run(lambda p, b, k: build_objective(model)(p, b, k, None)[0].value(), params, key, data)
-        pairs = zip(jax.tree.leaves(params_of(program, state, model)), jax.tree.leaves(after), strict=True)
+        expected, after = plain_run(
+            lambda p, b, k: build_objective(model)(p, b, k, None)[0].value(), params, key, data
+        )
+        pairs = zip(
+            jax.tree.leaves(params_of(program, state, model)), jax.tree.leaves(after), strict=True
+        )
         of_params = max(float(np.abs(np.asarray(a) - b).max()) for a, b in pairs)
     return float(np.max(np.abs(np.subtract(losses, expected)) / np.abs(expected))), of_params
 

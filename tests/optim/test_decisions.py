@@ -1,4 +1,6 @@
-"""What an optimizer decides from shapes it decides from one layer's leaf, as optax on separate layers does."""
+"""What an optimizer decides from shapes it decides from one layer's leaf, as optax on separate
+layers does.
+"""
 
 import dataclasses
 import logging
@@ -11,7 +13,18 @@ import optax
 import pytest
 import separate_layers
 import tiled_toys
-from separate_layers import HOST, LAYERS, NVME, applied, batches, final, first_params, layered, run, separate
+from separate_layers import (
+    HOST,
+    LAYERS,
+    NVME,
+    applied,
+    batches,
+    final,
+    first_params,
+    layered,
+    run,
+    separate,
+)
 
 import zerojax as zj
 from zerojax.models import init_params
@@ -39,10 +52,15 @@ def scaled_by_size():
 
 
 def scaled_by_state(scale_of):
-    """Scale each leaf's update by a number that `init` computes from the leaf's shape and keeps in the state."""
+    """Scale each leaf's update by a number that `init` computes from the leaf's shape and keeps in
+    the state.
+    """
     return optax.GradientTransformation(
         lambda params: jax.tree.map(scale_of, params),
-        lambda updates, state, params=None: (jax.tree.map(lambda u, s: -0.02 * s * u, updates, state), state),
+        lambda updates, state, params=None: (
+            jax.tree.map(lambda u, s: -0.02 * s * u, updates, state),
+            state,
+        ),
     )
 
 
@@ -59,9 +77,13 @@ def scaled_by_list():
 
     def update(updates, state, params=None):
         leaves, tree = jax.tree.flatten(updates)
-        return jax.tree.unflatten(tree, [-0.1 * s * u for u, s in zip(leaves, state, strict=True)]), state
+        return jax.tree.unflatten(
+            tree, [-0.1 * s * u for u, s in zip(leaves, state, strict=True)]
+        ), state
 
-    return optax.GradientTransformation(lambda params: [by_fan_in(a) for a in jax.tree.leaves(params)], update)
+    return optax.GradientTransformation(
+        lambda params: [by_fan_in(a) for a in jax.tree.leaves(params)], update
+    )
 
 
 def by_rows():
@@ -78,7 +100,10 @@ def by_rows():
         return jax.tree.map(scaled, updates, state), state
 
     return optax.GradientTransformation(
-        lambda params: jax.tree.map(lambda a: jnp.zeros(a.shape[:1]) if a.ndim >= 2 else jnp.zeros(()), params), update
+        lambda params: jax.tree.map(
+            lambda a: jnp.zeros(a.shape[:1]) if a.ndim >= 2 else jnp.zeros(()), params
+        ),
+        update,
     )
 
 
@@ -86,15 +111,27 @@ TX = {
     "adamw": lambda: optax.adamw(0.02, weight_decay=0.5, mask=by_dims),
     "adamw_by_size": lambda: optax.adamw(0.02, weight_decay=0.5, mask=by_size),
     "lion": lambda: optax.lion(0.01, weight_decay=0.5, mask=by_dims),
-    "masked": lambda: optax.chain(optax.adam(0.02), optax.masked(optax.add_decayed_weights(-0.1), by_dims)),
+    "masked": lambda: optax.chain(
+        optax.adam(0.02), optax.masked(optax.add_decayed_weights(-0.1), by_dims)
+    ),
     "masked_state": lambda: optax.chain(optax.masked(optax.adam(1.0), by_dims), optax.scale(-0.02)),
-    "partition": lambda: optax.partition({"matrix": optax.adam(0.02), "other": optax.sgd(0.1, 0.9)}, labels),
-    "frozen_vectors": lambda: optax.multi_transform({"matrix": optax.adam(0.02), "other": optax.set_to_zero()}, labels),
-    "schedule": lambda: optax.adamw(optax.linear_schedule(0.02, 0.0, 10), weight_decay=0.5, mask=by_dims),
-    "injected": lambda: optax.inject_hyperparams(optax.adamw, "mask")(learning_rate=0.02, weight_decay=0.5, mask=by_dims),
+    "partition": lambda: optax.partition(
+        {"matrix": optax.adam(0.02), "other": optax.sgd(0.1, 0.9)}, labels
+    ),
+    "frozen_vectors": lambda: optax.multi_transform(
+        {"matrix": optax.adam(0.02), "other": optax.set_to_zero()}, labels
+    ),
+    "schedule": lambda: optax.adamw(
+        optax.linear_schedule(0.02, 0.0, 10), weight_decay=0.5, mask=by_dims
+    ),
+    "injected": lambda: optax.inject_hyperparams(optax.adamw, "mask")(
+        learning_rate=0.02, weight_decay=0.5, mask=by_dims
+    ),
     "sizes": lambda: optax.chain(optax.scale_by_adam(), scaled_by_size(), optax.scale(-0.1)),
     "average": lambda: optax.chain(optax.adamw(0.02, weight_decay=0.5, mask=by_dims), zj.Ema(0.9)),
-    "accumulation": lambda: optax.MultiSteps(optax.adamw(0.02, weight_decay=0.5, mask=by_dims), 2).gradient_transformation(),
+    "accumulation": lambda: optax.MultiSteps(
+        optax.adamw(0.02, weight_decay=0.5, mask=by_dims), 2
+    ).gradient_transformation(),
 }
 
 STORED = {
@@ -121,7 +158,9 @@ TIERS = {
 
 def build(tx, tmp_path, model=None, **fields):
     mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
-    return zj.build_train_step(model or layered(), tx, zj.ZeroConfig(swap_dir=tmp_path, **fields), mesh)
+    return zj.build_train_step(
+        model or layered(), tx, zj.ZeroConfig(swap_dir=tmp_path, **fields), mesh
+    )
 
 
 @pytest.mark.parametrize("name", TX)
@@ -138,14 +177,23 @@ def test_two_updates_of_stacks_equal_those_of_layers(name):
     assert isinstance(stacks_tx, ElementwiseTransformation)
     layers = separate(params)
     state, expected_state = stacks_tx.init(params), tx.init(layers)
-    assert sum(a.size for a in jax.tree.leaves(state)) == sum(a.size for a in jax.tree.leaves(expected_state))
+    assert sum(a.size for a in jax.tree.leaves(state)) == sum(
+        a.size for a in jax.tree.leaves(expected_state)
+    )
     for scale in (1.0, -0.5):
         grads = jax.tree.map(
-            lambda p, scale=scale: np.cos(scale * np.arange(p.size, dtype=np.float32)).reshape(p.shape), params
+            lambda p, scale=scale: np.cos(scale * np.arange(p.size, dtype=np.float32)).reshape(
+                p.shape
+            ),
+            params,
         )
         updates, state = stacks_tx.update(grads, state, params, value=jnp.float32(1))
         expected, expected_state = tx.update(separate(grads), expected_state, layers)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), separate(updates), expected)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7),
+            separate(updates),
+            expected,
+        )
 
 
 @pytest.mark.parametrize("name", STORED)
@@ -157,11 +205,17 @@ def test_states_are_decided_by_one_layers_leaf(name):
     for _ in range(2):
         updates, state = update(state)
         expected, expected_state = tx.update(layers, expected_state, layers)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), separate(updates), expected)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+            separate(updates),
+            expected,
+        )
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("tier", ["stage_0", "stage_2", "stage_3", "host", "host_in_backward", "nvme_in_backward"])
+@pytest.mark.parametrize(
+    "tier", ["stage_0", "stage_2", "stage_3", "host", "host_in_backward", "nvme_in_backward"]
+)
 @pytest.mark.parametrize("name", STORED)
 def test_states_are_decided_by_one_layers_leaf_in_every_tier(name, tier, tmp_path):
     with build(STORED[name](), tmp_path, **TIERS[tier]) as program:
@@ -183,9 +237,13 @@ def test_every_stage_and_tier_equals_optax_on_separate_layers(name, tier, tmp_pa
 @pytest.mark.by_default("host_in_backward")
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_resident_and_a_streamed_run_equal_optax_on_separate_layers(tier, tmp_path):
-    """A label by dims leaves the vectors without state, and a mask by dims leaves them without decay."""
+    """A label by dims leaves the vectors without state, and a mask by dims leaves them without
+    decay.
+    """
     decayed = lambda: optax.adamw(0.02, weight_decay=0.5, mask=by_dims)  # noqa: E731
-    tx = optax.chain(optax.partition({"matrix": decayed(), "other": optax.sgd(0.1)}, labels), zj.Ema(0.5))
+    tx = optax.chain(
+        optax.partition({"matrix": decayed(), "other": optax.sgd(0.1)}, labels), zj.Ema(0.5)
+    )
     with build(tx, tmp_path, **TIERS[tier]) as program:
         assert sum("mu" in name for name in program.layout.opt_map.names) == 4
         losses, state = run(program, batches(3))
@@ -195,9 +253,16 @@ def test_a_resident_and_a_streamed_run_equal_optax_on_separate_layers(tier, tmp_
 
 @pytest.mark.exhaustive
 def test_a_delayed_update_equals_optax_on_separate_layers(tmp_path):
-    """The last gradient waits: as many steps with gradients of a step before are those of a program without masks by shape."""
+    """The last gradient waits: as many steps with gradients of a step before are those of a program
+    without masks by shape.
+    """
     found = []
-    path_mask = lambda tree: jax.tree.map_with_path(lambda path, a: path[-1].key in ("up", "down", "table", "out"), tree)  # noqa: E731
+
+    def path_mask(tree):
+        return jax.tree.map_with_path(
+            lambda path, a: path[-1].key in ("up", "down", "table", "out"), tree
+        )
+
     for mask in (by_dims, path_mask):
         tx = optax.adamw(0.02, weight_decay=0.5, mask=mask)
         fields = {"params": HOST, "opt_state": HOST, "update_on": "host", "delayed_update": True}
@@ -208,21 +273,32 @@ def test_a_delayed_update_equals_optax_on_separate_layers(tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("fields", [{"stage": 3}, {"opt_state": HOST}, {"opt_state": HOST, "gather_ahead": True}])
+@pytest.mark.parametrize(
+    "fields", [{"stage": 3}, {"opt_state": HOST}, {"opt_state": HOST, "gather_ahead": True}]
+)
 def test_leaves_of_tiles_are_decided_as_the_block_makes_them(fields, tmp_path):
-    """Each route gives the numbers of a mask by path that selects what `init_block` makes with two dims or more."""
+    """Each route gives the numbers of a mask by path that selects what `init_block` makes with two
+    dims or more.
+    """
     model = tiled_toys.model()
     layer = jax.eval_shape(model.init_block, jax.random.key(0))
-    of_layer = {jax.tree_util.keystr(path): a.ndim >= 2 for path, a in jax.tree_util.tree_flatten_with_path(layer)[0]}
+    of_layer = {
+        jax.tree_util.keystr(path): a.ndim >= 2
+        for path, a in jax.tree_util.tree_flatten_with_path(layer)[0]
+    }
     assert len(set(of_layer.values())) == 2
 
     def by_path(tree):
-        of_blocks = jax.tree.map_with_path(lambda path, _: of_layer[jax.tree_util.keystr(path)], tree["blocks"])
+        of_blocks = jax.tree.map_with_path(
+            lambda path, _: of_layer[jax.tree_util.keystr(path)], tree["blocks"]
+        )
         return {**by_dims(tree), "blocks": of_blocks}
 
     found = []
     for mask in (by_dims, by_path):
-        with build(optax.adamw(0.02, weight_decay=0.5, mask=mask), tmp_path, model, **fields) as program:
+        with build(
+            optax.adamw(0.02, weight_decay=0.5, mask=mask), tmp_path, model, **fields
+        ) as program:
             losses, state = run(program, tiled_toys.batches(3))
             found.append((losses, jax.device_get(program.params(state))))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), *found)
@@ -233,12 +309,18 @@ def test_rates_and_unused_gradients_are_found_as_with_layers(tmp_path):
     assert learning_rates(layout).names == ("learning_rate",)
     layout = build(TX["frozen_vectors"](), tmp_path, stage=3).layout
     unused = unused_grads(layout.update_jaxpr, len(layout.leaves))
-    assert [layout.leaves[i].name for i in sorted(unused)] == ["['blocks']['b']", "['blocks']['gate']"]
+    assert [layout.leaves[i].name for i in sorted(unused)] == [
+        "['blocks']['b']",
+        "['blocks']['gate']",
+    ]
 
 
 def several_stacks():
     plain = layered()
-    stacks = [zj.Stack("one", 2, plain.init_block, plain.block), zj.Stack("two", LAYERS, plain.init_block, plain.block)]
+    stacks = [
+        zj.Stack("one", 2, plain.init_block, plain.block),
+        zj.Stack("two", LAYERS, plain.init_block, plain.block),
+    ]
     return dataclasses.replace(plain, num_layers=None, init_block=None, block=None, stacks=stacks)
 
 
@@ -246,7 +328,10 @@ def test_each_of_several_stacks_is_decided_by_its_own_layers():
     params = jax.eval_shape(lambda: init_params(several_stacks(), jax.random.key(0)))
     tx = applied(TX["frozen_vectors"](), params)
     state = jax.eval_shape(tx.init, params)
-    moments = {jax.tree_util.keystr(path[-2:]): a.shape for path, a in jax.tree_util.tree_flatten_with_path(state)[0]}
+    moments = {
+        jax.tree_util.keystr(path[-2:]): a.shape
+        for path, a in jax.tree_util.tree_flatten_with_path(state)[0]
+    }
     assert moments["['one']['up']"] == (2, 8, 12)
     assert moments["['two']['up']"] == (3, 8, 12)
     assert "['one']['b']" not in moments
@@ -293,7 +378,10 @@ def test_where_layers_cannot_be_shown_a_stored_number_is_an_error_by_leaf():
 
 def test_an_optimizer_that_fails_on_stacks_and_combines_leaves_names_both():
     """Adagrad over rows works on one layer alone, where clipping by the global norm cannot be done."""
-    with pytest.raises(ValueError, match=r"not on stacks of layers \[L, \.\.\.\].*combines layers or leaves.*clip_norm"):
+    with pytest.raises(
+        ValueError,
+        match=r"not on stacks of layers \[L, \.\.\.\].*combines layers or leaves.*clip_norm",
+    ):
         applied(clipped(by_rows()))
 
 
@@ -303,8 +391,12 @@ def clipped(tx):
 
 COMBINES = {
     "mask": clipped(optax.adamw(0.02, mask=by_dims)),
-    "label": clipped(optax.partition({"matrix": optax.adam(0.02), "other": optax.sgd(0.1)}, labels)),
-    "accumulation": optax.MultiSteps(clipped(optax.adamw(0.02, mask=by_dims)), 2).gradient_transformation(),
+    "label": clipped(
+        optax.partition({"matrix": optax.adam(0.02), "other": optax.sgd(0.1)}, labels)
+    ),
+    "accumulation": optax.MultiSteps(
+        clipped(optax.adamw(0.02, mask=by_dims)), 2
+    ).gradient_transformation(),
     "muon": clipped(optax.contrib.muon(0.02)),
 }
 
@@ -333,7 +425,9 @@ SAME = {
     "prodigy": optax.contrib.prodigy(),
     "dadapt": optax.contrib.dadapt_adamw(),
     "schedule_free": clipped(optax.contrib.schedule_free_adamw(1e-2)),
-    "mask_by_path": clipped(optax.adamw(0.02, mask=lambda tree: {"embed": True, "blocks": False, "head": True})),
+    "mask_by_path": clipped(
+        optax.adamw(0.02, mask=lambda tree: {"embed": True, "blocks": False, "head": True})
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""Which optimizers may be applied to a layer or a leaf at a time, and that doing so equals updating the whole tree."""
+"""Which optimizers may be applied to a layer or a leaf at a time, and that doing so equals updating
+the whole tree.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +32,8 @@ ELEMENTWISE = {
     ),
     "partitioned": optax.multi_transform({"x": optax.adam(1e-2), "y": optax.sgd(0.1)}, {"a": "x", "b": {"c": "y", "s": "x"}}),
     "hyperparameters": optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
-    "schedule_free": optax.contrib.schedule_free_adamw(1e-2),  # holds a constant that is not a number
+    # holds a constant that is not a number
+    "schedule_free": optax.contrib.schedule_free_adamw(1e-2),
     "plateau": optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1)),
     "size in the rate": optax.chain(
         optax.scale_by_adam(), optax.stateless(lambda u, p: jax.tree.map(lambda x: -1e-3 * x.size**0.5 * x, u))
@@ -44,14 +47,25 @@ NO_STACKS = (False, False, False)
 
 REFUSED = {
     "lamb": (optax.lamb(1e-2), r"reduce_sum combines elements of \['a'\]"),
-    "global norm": (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)), "reduce_sum combines"),
+    "global norm": (
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
+        "reduce_sum combines",
+    ),
     "adafactor": (optax.adafactor(1e-2), "mirrors no parameter"),
     "muon": (optax.contrib.muon(1e-2), "mirrors no parameter"),
     "adaptive clipping": (optax.adaptive_grad_clip(0.1), "reduce_sum combines"),
-    "accumulation": (optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(), "cond combines"),
+    "accumulation": (
+        optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+        "cond combines",
+    ),
     "signs of zero": (
         optax.stateless(
-            lambda u, p: jax.tree.map(lambda x: x / np.copysign(np.zeros(x.shape), np.arange(x.size).reshape(x.shape) - 1), u)
+            lambda u, p: jax.tree.map(
+                lambda x: (
+                    x / np.copysign(np.zeros(x.shape), np.arange(x.size).reshape(x.shape) - 1)
+                ),
+                u,
+            )
         ),
         "different constants",
     ),
@@ -74,11 +88,16 @@ def test_updating_in_parts_equals_updating_the_tree(name):
         expected = optax.apply_updates(params, updates)
         leaves = jax.tree.leaves(state)
         shared = [leaves[i] for i in update.opt_map.shared]
-        new, after = {}, dict(zip(update.opt_map.shared, update((), (), (), (), shared, loss)[2], strict=True))
+        new, after = (
+            {},
+            dict(zip(update.opt_map.shared, update((), (), (), (), shared, loss)[2], strict=True)),
+        )
         for part in ((0,), (1, 2)):
             own = update.opt_map.states_of(part)
             pick = lambda t, part=part: [jax.tree.leaves(t)[i] for i in part]  # noqa: E731
-            moved, states, scalars = update(part, pick(grads), pick(params), [leaves[i] for i in own], shared, loss)
+            moved, states, scalars = update(
+                part, pick(grads), pick(params), [leaves[i] for i in own], shared, loss
+            )
             new |= dict(zip(part, moved, strict=True))
             after |= dict(zip(own, states, strict=True))
             for a, b in zip(scalars, (after[i] for i in update.opt_map.shared), strict=True):
@@ -100,7 +119,11 @@ def test_rows_of_a_leaf_get_what_they_get_in_the_whole(name):
         first = update.first_states((0,), [PARAMS["a"][rows]])
         jax.tree.map(np.testing.assert_array_equal, first, [leaves[j][rows] for j in own])
         some = update((0,), [grad[rows]], [PARAMS["a"][rows]], first, shared, loss)
-        jax.tree.map(np.testing.assert_array_equal, list(some[:2]), [[a[rows] for a in part] for part in whole[:2]])
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            list(some[:2]),
+            [[a[rows] for a in part] for part in whole[:2]],
+        )
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -112,7 +135,10 @@ def test_what_is_not_elementwise_is_refused_by_the_equation(name):
 
 def test_a_leaf_in_anothers_update_is_refused():
     def update(updates, state, params=None):
-        return {"a": updates["a"], "b": {"c": updates["b"]["c"] * (params or {})["b"]["s"], "s": updates["b"]["s"]}}, state
+        return {
+            "a": updates["a"],
+            "b": {"c": updates["b"]["c"] * (params or {})["b"]["s"], "s": updates["b"]["s"]},
+        }, state
 
     tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
     with pytest.raises(ValueError, match=r"mul combines \['b'\]\['c'\] and \['b'\]\['s'\]"):

@@ -1,4 +1,6 @@
-"""An average of the weights, in every tier: that of float64, saved, exported, and what a program evaluates with."""
+"""An average of the weights, in every tier: that of float64, saved, exported, and what a program
+evaluates with.
+"""
 
 import dataclasses
 import functools
@@ -59,7 +61,10 @@ def unrolled():
 
 def batches(count=8):
     random = np.random.default_rng(0)
-    return [{name: random.standard_normal((BATCH, WIDTH), dtype=np.float32) for name in "xy"} for _ in range(count)]
+    return [
+        {name: random.standard_normal((BATCH, WIDTH), dtype=np.float32) for name in "xy"}
+        for _ in range(count)
+    ]
 
 
 def average(debias=False):
@@ -76,18 +81,28 @@ def whole(program, state, **options):
     """Return float32 parameters as one tree of numpy."""
     pieces = {name: jax.device_get(tree) for name, tree in program.iter_params(state, **options)}
     if "embed" not in pieces:
-        return jax.tree.unflatten(jax.tree.structure(program.layout.abstract_params), list(pieces.values()))
-    blocks = jax.tree.map(lambda *layers: np.stack(layers), *[pieces[f"blocks/{n}"] for n in range(LAYERS)])
+        return jax.tree.unflatten(
+            jax.tree.structure(program.layout.abstract_params), list(pieces.values())
+        )
+    blocks = jax.tree.map(
+        lambda *layers: np.stack(layers), *[pieces[f"blocks/{n}"] for n in range(LAYERS)]
+    )
     return {"embed": pieces["embed"], "blocks": blocks, "head": pieces["head"]}
 
 
 def assert_close(found, expected, atol):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=0, atol=atol), found, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=0, atol=atol),
+        found,
+        expected,
+    )
 
 
 @functools.cache
 def plain_run():
-    """Return the losses and the weights after each step of plain AdamW on one device, from the weights of key 0."""
+    """Return the losses and the weights after each step of plain AdamW on one device, from the
+    weights of key 0.
+    """
     with build() as program:
         params = whole(program, program.init(jax.random.key(0)))
     tx = optax.adamw(3e-2)
@@ -107,10 +122,14 @@ def plain_run():
 
 
 def averaged(weights, debias=False):
-    """Return the average in float64: with `debias` of all but the first, which is that before the first step."""
+    """Return the average in float64: with `debias` of all but the first, which is that before the
+    first step.
+    """
     ema = jax.tree.map(lambda a: np.float64(0 if debias else 1) * a, weights[0])
     for after in weights[1:]:
-        ema = jax.tree.map(lambda e, w: DECAY * e + (1 - DECAY) * np.asarray(w, np.float64), ema, after)
+        ema = jax.tree.map(
+            lambda e, w: DECAY * e + (1 - DECAY) * np.asarray(w, np.float64), ema, after
+        )
     return jax.tree.map(lambda e: e / (1 - DECAY ** (len(weights) - 1)), ema) if debias else ema
 
 
@@ -152,7 +171,9 @@ def test_average_is_that_of_the_weights_in_float64(case, tmp_path):
                 program.ema_params(state)
         else:
             params = program.ema_params(state)
-            for found, like, expected in zip(*map(jax.tree.leaves, (params, state.params, ema)), strict=True):
+            for found, like, expected in zip(
+                *map(jax.tree.leaves, (params, state.params, ema)), strict=True
+            ):
                 assert (found.dtype, found.sharding) == (like.dtype, like.sharding)
                 np.testing.assert_array_equal(np.asarray(found), expected.astype(found.dtype))
             if fields.get("precision") is None:
@@ -160,13 +181,19 @@ def test_average_is_that_of_the_weights_in_float64(case, tmp_path):
                 np.testing.assert_allclose(float(loss), plain_loss(ema, batches(1)[0]), rtol=1e-6)
         # A step whose gradient is not finite is skipped, and so is the average.
         if case not in ("delayed", "in_backward"):
-            state, metrics = program.step(state, batches(1)[0] | {"y": np.full((BATCH, WIDTH), np.nan, np.float32)})
+            state, metrics = program.step(
+                state, batches(1)[0] | {"y": np.full((BATCH, WIDTH), np.nan, np.float32)}
+            )
             assert float(metrics["skipped_steps"]) == 1
             jax.tree.map(np.testing.assert_array_equal, whole(program, state, ema=True), ema)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("tiers", [{"params": HOST, "opt_state": HOST}, {"params": HOST, "opt_state": DISK}], ids=[HOST, DISK])
+@pytest.mark.parametrize(
+    "tiers",
+    [{"params": HOST, "opt_state": HOST}, {"params": HOST, "opt_state": DISK}],
+    ids=[HOST, DISK],
+)
 def test_average_of_tiles_is_read_tile_by_tile(tiers, tmp_path):
     with build(tmp_path, tiled_toys.model(), **tiers) as program:
         assert program.layout.groups
@@ -188,7 +215,8 @@ def labels(tree):
 
 WRAPPED = {
     "partition": lambda: optax.chain(
-        optax.partition({"blocks": optax.adamw(1e-2), "ends": optax.sgd(0.1)}, labels), zj.Ema(DECAY)
+        optax.partition({"blocks": optax.adamw(1e-2), "ends": optax.sgd(0.1)}, labels),
+        zj.Ema(DECAY),
     ),
     "multi_steps": lambda: optax.MultiSteps(average(debias=True), 2).gradient_transformation(),
     "apply_if_finite": lambda: optax.apply_if_finite(average(), 3),
@@ -208,7 +236,11 @@ def test_average_in_wrappers_is_that_of_plain_optax(name):
         state, _ = jax.block_until_ready(program.step(state, batch))
         updates, opt_state = step(params, opt_state, batch)
         params = optax.apply_updates(params, updates)
-    expected = [x for x in jax.tree.leaves(opt_state, is_leaf=lambda x: hasattr(x, "ema_params")) if hasattr(x, "ema_params")]
+    expected = [
+        x
+        for x in jax.tree.leaves(opt_state, is_leaf=lambda x: hasattr(x, "ema_params"))
+        if hasattr(x, "ema_params")
+    ]
     assert_close(whole(program, state, ema=True), expected[0].ema_params, 1e-5)
     assert_close(whole(program, state), params, 1e-4)
 
@@ -222,7 +254,9 @@ def test_average_stays_float32_beside_moments_in_bfloat16():
 
 
 def ends(params):
-    return jax.tree_util.tree_map_with_path(lambda path, _: "head" in jax.tree_util.keystr(path), params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: "head" in jax.tree_util.keystr(path), params
+    )
 
 
 @pytest.mark.parametrize(
@@ -244,7 +278,10 @@ def test_average_that_is_not_last_is_refused(tx):
     [
         (optax.adamw(1e-3), "keeps no average"),
         (optax.chain(average(), zj.Ema(0.9)), "keeps 2 averages of"),
-        (optax.partition({"blocks": average(), "ends": optax.sgd(0.1)}, labels), r"keeps 0 averages of \['embed'\]"),
+        (
+            optax.partition({"blocks": average(), "ends": optax.sgd(0.1)}, labels),
+            r"keeps 0 averages of \['embed'\]",
+        ),
     ],
     ids=["none", "two", "not_all"],
 )

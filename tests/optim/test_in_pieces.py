@@ -21,16 +21,28 @@ HEAD = {"update": "in_backward", "opt_state": HOST, "layers": 12}  # a row of 48
 CASES = {
     "head": ({**HEAD, "precision": "bf16"}, {"fsdp": 2}),
     "head_8_layers": ({**HEAD, "layers": 8}, {"fsdp": 1}),
-    "head_all": ({**HEAD, "params": HOST, "precision": "bf16", "gather_ahead": True}, {"data": 2, "fsdp": 2}),
+    "head_all": (
+        {**HEAD, "params": HOST, "precision": "bf16", "gather_ahead": True},
+        {"data": 2, "fsdp": 2},
+    ),
     "head_float32": ({**HEAD, "params": HOST, "prefetch_distance": 2}, {"fsdp": 2, "tensor": 2}),
     "head_stage_1": ({**HEAD, "stage": 1, "precision": "bf16"}, {"data": 2, "fsdp": 2}),
-    "head_microbatches": ({**HEAD, "num_microbatches": 2, "reduce_every": "step", "precision": "bf16"}, {"fsdp": 2}),
-    "head_segments": ({**HEAD, "layers": 11, "activations": SEGMENTS, "precision": "bf16"}, {"fsdp": 2}),
+    "head_microbatches": (
+        {**HEAD, "num_microbatches": 2, "reduce_every": "step", "precision": "bf16"},
+        {"fsdp": 2},
+    ),
+    "head_segments": (
+        {**HEAD, "layers": 11, "activations": SEGMENTS, "precision": "bf16"},
+        {"fsdp": 2},
+    ),
     "in_backward": ({"update": "in_backward", "opt_state": HOST, "precision": "bf16"}, {"fsdp": 2}),
     "in_backward_1": ({"update": "in_backward", "opt_state": HOST}, {"fsdp": 1}),
     "all_in_backward": ({"update": "in_backward", "precision": "bf16", **ALL}, {"fsdp": 2}),
     "all_float32": (ALL, {"fsdp": 2, "tensor": 2}),
-    "clip_norm": ({"opt_state": HOST, "clip_norm": 0.5, "num_microbatches": 2, "precision": "bf16"}, {"fsdp": 2}),
+    "clip_norm": (
+        {"opt_state": HOST, "clip_norm": 0.5, "num_microbatches": 2, "precision": "bf16"},
+        {"fsdp": 2},
+    ),
     "stage_1": ({"stage": 1, "opt_state": HOST, "precision": "bf16"}, {"data": 2, "fsdp": 2}),
 }
 
@@ -51,17 +63,25 @@ def large_ends(layers=2):
 
 
 def train(model, data, fields, axes):
-    """Return losses and trained state of three steps, and the pieces of each leaf of the last program."""
+    """Return losses and trained state of three steps, and the pieces of each leaf of the last
+    program.
+    """
     config = zj.ZeroConfig(**{"stage": 3, **fields})
     size = int(np.prod(list(axes.values())))
-    with zj.build_train_step(model, optax.adamw(1e-2), config, zj.make_mesh(devices=jax.devices()[:size], **axes)) as program:
+    with zj.build_train_step(
+        model, optax.adamw(1e-2), config, zj.make_mesh(devices=jax.devices()[:size], **axes)
+    ) as program:
         losses, state = toys.run(program, program.init(jax.random.key(0)), data)
         leaves = [*jax.tree.leaves(program.params(state)), *jax.tree.leaves(state.opt_state)]
-        return [np.asarray(losses), *(np.asarray(a, np.float32) for a in leaves)], str(program.schedule)
+        return [np.asarray(losses), *(np.asarray(a, np.float32) for a in leaves)], str(
+            program.schedule
+        )
 
 
 def both(monkeypatch, model, data, fields, axes):
-    """Return what `train` does of leaves that are updated as wholes and in pieces, and how often a leaf was cut."""
+    """Return what `train` does of leaves that are updated as wholes and in pieces, and how often a
+    leaf was cut.
+    """
     cut = []
 
     def update(*args):
@@ -90,30 +110,43 @@ def test_embedding_and_head_are_updated_in_pieces_to_the_same_numbers(case, monk
     assert len(cut) >= (1 if case.startswith("head") else 2)
     assert all(pieces.count > 1 for pieces in cut)
     # Where stores are not late, the schedule tells of no leaves but layers.
-    assert ("pieces of larger leaves: after the last store" in schedule) == ("a tick late" in schedule)
+    assert ("pieces of larger leaves: after the last store" in schedule) == (
+        "a tick late" in schedule
+    )
     for a, b in zip(found, whole, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.max(np.abs(b)))
 
 
 @pytest.mark.parametrize("where", ["head", "layer"])
 def test_the_whole_head_is_updated_or_none_of_it(where, monkeypatch):
-    """Its gradient is known before the first tick. One of a layer that is not finite stops the layers below it alone."""
+    """Its gradient is known before the first tick.
+
+    One of a layer that is not finite stops the layers below it alone.
+    """
     monkeypatch.setattr(state_records, "crosses_link", lambda mesh: True)
     monkeypatch.setattr(late_records, "LEAST_BYTES", 1)
     plain = large_ends(12)
 
     def block(p, x, key):
-        return plain.block(p, x, key) + 0 * jnp.sqrt(p["c"])  # where c is 0 its derivative is no number
+        return plain.block(p, x, key) + 0 * jnp.sqrt(
+            p["c"]
+        )  # where c is 0 its derivative is no number
 
     def init_block(key):
         c = jax.random.normal(key)
-        return {**plain.init_block(key), "c": jnp.maximum(c, 0) if where == "layer" else jnp.float32(1)}
+        return {
+            **plain.init_block(key),
+            "c": jnp.maximum(c, 0) if where == "layer" else jnp.float32(1),
+        }
 
     def head(w, e, x, batch, key):
         return plain.head(w, e, x, batch, key) * (jnp.nan if where == "head" else 1.0)
 
     model = dataclasses.replace(plain, init_block=init_block, block=block, head=head)
-    config, mesh = zj.ZeroConfig(stage=3, opt_state=HOST, update="in_backward"), zj.make_mesh(devices=jax.devices()[:1])
+    config, mesh = (
+        zj.ZeroConfig(stage=3, opt_state=HOST, update="in_backward"),
+        zj.make_mesh(devices=jax.devices()[:1]),
+    )
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 8, 5))
     with zj.build_train_step(model, optax.adamw(1e-2), config, mesh) as program:
         assert "8 pieces of the head: one a tick" in str(program.schedule)
@@ -123,8 +156,12 @@ def test_the_whole_head_is_updated_or_none_of_it(where, monkeypatch):
         after = jax.device_get(program.params(state))
     assert np.all(after["head"] != before["head"]) == (where == "layer")
     assert np.any(after["head"] != before["head"]) == (where == "layer")
-    moved = [np.any(a != b) for a, b in zip(after["blocks"]["a"], before["blocks"]["a"], strict=True)]
-    finite = [where == "layer" and bool(np.all(before["blocks"]["c"][layer:] > 0)) for layer in range(12)]
+    moved = [
+        np.any(a != b) for a, b in zip(after["blocks"]["a"], before["blocks"]["a"], strict=True)
+    ]
+    finite = [
+        where == "layer" and bool(np.all(before["blocks"]["c"][layer:] > 0)) for layer in range(12)
+    ]
     assert moved == finite
     assert not np.any(after["embed"]["table"] != before["embed"]["table"])
 
@@ -156,9 +193,14 @@ def test_an_optimizer_that_combines_elements_updates_whole_leaves(monkeypatch):
     monkeypatch.setattr(late_records, "LEAST_BYTES", 1)
     config = zj.ZeroConfig(stage=3, opt_state=HOST, update="in_backward")
     for tx, is_cut in ((optax.adamw(1e-2), True), (optax.lamb(1e-2), False)):
-        with zj.build_train_step(large_ends(), tx, config, zj.make_mesh(devices=jax.devices()[:1])) as program:
+        with zj.build_train_step(
+            large_ends(), tx, config, zj.make_mesh(devices=jax.devices()[:1])
+        ) as program:
             assert ("pieces of larger leaves" in str(program.schedule)) == is_cut
-    for least, told in ((1, "update: opt_state is read and written leaf by leaf, "), (1 << 40, "leaf by leaf\n")):
+    for least, told in (
+        (1, "update: opt_state is read and written leaf by leaf, "),
+        (1 << 40, "leaf by leaf\n"),
+    ):
         monkeypatch.setattr(late_records, "LEAST_BYTES", least)
         config = zj.ZeroConfig(opt_state=HOST)
         with zj.build_train_step(

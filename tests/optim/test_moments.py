@@ -1,4 +1,6 @@
-"""Moments in bfloat16: rounding is unbiased and to a neighbour, alike for part and whole, and by the host's kernel too."""
+"""Moments in bfloat16: rounding is unbiased and to a neighbour, alike for part and whole, and by
+the host's kernel too.
+"""
 
 import functools
 from typing import Any
@@ -20,12 +22,18 @@ from zerojax.optim.elementwise import elementwise_update
 from zerojax.optim.moments import keep_in_bfloat16, random_bits, round_stochastically
 
 LARGEST = np.float32(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
-TRANSFORMATIONS = {"adamw": optax.adamw(1e-2), "lion": optax.lion(1e-2), "momentum": optax.sgd(0.1, 0.9, nesterov=True)}
+TRANSFORMATIONS = {
+    "adamw": optax.adamw(1e-2),
+    "lion": optax.lion(1e-2),
+    "momentum": optax.sgd(0.1, 0.9, nesterov=True),
+}
 
 
 def rounded(x, r):
     x = jnp.asarray(x, jnp.float32)
-    return np.asarray(round_stochastically(x, jnp.broadcast_to(jnp.asarray(r, jnp.uint32), x.shape)))
+    return np.asarray(
+        round_stochastically(x, jnp.broadcast_to(jnp.asarray(r, jnp.uint32), x.shape))
+    )
 
 
 def neighbours(x):
@@ -36,10 +44,13 @@ def neighbours(x):
     return low.view(np.float32), high.astype(np.uint32).view(np.float32)
 
 
-# --- one rounding --------------------------------------------------------------------------------------------------------
+# --- one rounding ---------------------------------------------------------------------------------
 
 
-@given(st.lists(st.floats(width=32, allow_subnormal=False), min_size=1, max_size=40), st.integers(0, 2**16 - 1))
+@given(
+    st.lists(st.floats(width=32, allow_subnormal=False), min_size=1, max_size=40),
+    st.integers(0, 2**16 - 1),
+)
 @settings(deadline=None, max_examples=60)
 def test_rounding_gives_a_neighbour_and_keeps_what_is_exact(values, r):
     x = np.ones(40, np.float32)
@@ -59,7 +70,15 @@ def test_rounding_gives_a_neighbour_and_keeps_what_is_exact(values, r):
 def test_rounding_up_is_as_likely_as_the_part_that_is_dropped():
     """Of all 2^16 random numbers exactly so many carry."""
     every = np.arange(2**16, dtype=np.uint32)
-    for bits in (0x3F800001, 0x3F80FFFF, 0x3F804000, 0x0080C000, 0xC1234567, 0x7F7F0001, 0xFF001234):
+    for bits in (
+        0x3F800001,
+        0x3F80FFFF,
+        0x3F804000,
+        0x0080C000,
+        0xC1234567,
+        0x7F7F0001,
+        0xFF001234,
+    ):
         x = np.uint32(bits).view(np.float32)
         low, high = neighbours(x)
         y = rounded(np.full(2**16, x), every).astype(np.float32)
@@ -71,23 +90,31 @@ def test_rounding_up_is_as_likely_as_the_part_that_is_dropped():
 def test_rounding_keeps_zeros_infinities_and_nan_and_does_not_overflow():
     special = np.array([0.0, -0.0, np.inf, -np.inf, LARGEST, -LARGEST], np.float32)
     top = np.array([np.finfo(np.float32).max, np.finfo(np.float32).min], np.float32)
-    nan = np.array([0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF], np.uint32).view(np.float32)
+    nan = np.array([0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF], np.uint32).view(
+        np.float32
+    )
     for r in (0, 1, 0x8000, 0xFFFF):
-        np.testing.assert_array_equal(rounded(special, r).view(np.uint16), special.astype(ml_dtypes.bfloat16).view(np.uint16))
+        np.testing.assert_array_equal(
+            rounded(special, r).view(np.uint16), special.astype(ml_dtypes.bfloat16).view(np.uint16)
+        )
         np.testing.assert_array_equal(rounded(top, r).astype(np.float32), [LARGEST, -LARGEST])
         assert np.isnan(rounded(nan, r).astype(np.float32)).all()
 
 
-# --- the random numbers --------------------------------------------------------------------------------------------------
+# --- the random numbers ---------------------------------------------------------------------------
 
 
 def steps_of_bits(steps, grad, moments):
     """Return [steps, moments, ...] of random numbers."""
-    return np.asarray(jax.vmap(lambda t: jnp.stack(random_bits(t, grad, moments)))(jnp.arange(steps)))
+    return np.asarray(
+        jax.vmap(lambda t: jnp.stack(random_bits(t, grad, moments)))(jnp.arange(steps))
+    )
 
 
 def test_rounding_is_unbiased_over_steps_at_every_magnitude():
-    """The same value rounded in many steps: each mean is within 5 standard deviations, their squares together within 3."""
+    """The same value rounded in many steps: each mean is within 5 standard deviations, their
+    squares together within 3.
+    """
     steps, count = 4096, 256
     rng = np.random.default_rng(0)
     scale = np.float32(10) ** rng.uniform(-30, 30, count).astype(np.float32)
@@ -137,7 +164,7 @@ def test_random_numbers_do_not_see_last_bits_or_the_sign_of_a_gradient():
         assert (random_bits(jnp.int32(step), other_grad, [other])[0] != expected).all()
 
 
-# --- an optimizer --------------------------------------------------------------------------------------------------------
+# --- an optimizer ---------------------------------------------------------------------------------
 
 PARAMS = {"a": jnp.arange(32.0).reshape(8, 4) / 7, "b": {"c": jnp.ones(4), "s": jnp.float32(2)}}
 
@@ -163,7 +190,9 @@ def test_update_is_the_optimizers_from_widened_moments(name):
     assert len(bfloat16_leaves(state)) == 3 * moments
     for step in range(3):
         grads = jax.tree.map(lambda p, step=step: jnp.sin(p * (step + 1)), PARAMS)
-        widened = jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, state.inner)
+        widened = jax.tree.map(
+            lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, state.inner
+        )
         expected, moved = tx.update(grads, widened, PARAMS)
         updates, state = wrapped.update(grads, state, PARAMS)
         jax.tree.map(np.testing.assert_array_equal, updates, expected)
@@ -175,18 +204,26 @@ def test_update_is_the_optimizers_from_widened_moments(name):
 
 
 def test_what_is_no_float32_moment_stays():
-    init = {"own": optax.adamw(1e-2, mu_dtype=jnp.bfloat16), "factored": optax.adafactor(1e-2, momentum=0.9)}
+    init = {
+        "own": optax.adamw(1e-2, mu_dtype=jnp.bfloat16),
+        "factored": optax.adafactor(1e-2, momentum=0.9),
+    }
     own = wrap(init["own"]).init(PARAMS)
     assert len(bfloat16_leaves(own)) == 6
     big = {"w": jnp.ones((256, 256))}
     before, after = (
-        {jax.tree_util.keystr(p)[-20:]: a.dtype for p, a in jax.tree_util.tree_flatten_with_path(s)[0]}
+        {
+            jax.tree_util.keystr(p)[-20:]: a.dtype
+            for p, a in jax.tree_util.tree_flatten_with_path(s)[0]
+        }
         for s in (init["factored"].init(big), wrap(init["factored"]).init(big).inner)
     )
     changed = {name for name in before if before[name] != after[name]}
     assert all("v_row" not in name and "v_col" not in name for name in changed)
     assert changed
-    free = wrap(optax.contrib.schedule_free_adamw(1e-2)).init(PARAMS)  # z are weights: made from the parameters
+    free = wrap(optax.contrib.schedule_free_adamw(1e-2)).init(
+        PARAMS
+    )  # z are weights: made from the parameters
     assert {a.dtype for a in jax.tree.leaves(free.inner.z)} == {jnp.dtype("float32")}
     assert len(bfloat16_leaves(free)) == 3
 
@@ -196,12 +233,17 @@ def test_an_optimizer_without_moments_is_refused():
         wrap(optax.sgd(0.1)).init(PARAMS)
     with pytest.raises(ValueError, match=r"^moments='bfloat16'.*use moments='float32'"):
         zj.build_train_step(
-            toys.layered(), optax.sgd(0.1), zj.ZeroConfig(moments="bfloat16"), zj.make_mesh(devices=jax.devices()[:1])
+            toys.layered(),
+            optax.sgd(0.1),
+            zj.ZeroConfig(moments="bfloat16"),
+            zj.make_mesh(devices=jax.devices()[:1]),
         )
 
 
 def second_moments(steps, grad, size=512, nearest=False):
-    """Return v after so many updates by `grad(t)`, its least value on the way, and v kept in float32."""
+    """Return v after so many updates by `grad(t)`, its least value on the way, and v kept in
+    float32.
+    """
     params = {"w": jnp.zeros(size)}
     exact, wrapped = optax.adam(1e-3, b2=0.999), wrap(optax.adam(1e-3, b2=0.999), nearest=nearest)
 
@@ -216,7 +258,11 @@ def second_moments(steps, grad, size=512, nearest=False):
         return jax.lax.fori_loop(0, steps, one, (state, other, jnp.bfloat16(jnp.inf)))
 
     state, other, least = run(wrapped.init(params), exact.init(params))
-    return np.asarray(state.inner[0].nu["w"]).astype(np.float64), float(least), np.asarray(other[0].nu["w"], np.float64)
+    return (
+        np.asarray(state.inner[0].nu["w"]).astype(np.float64),
+        float(least),
+        np.asarray(other[0].nu["w"], np.float64),
+    )
 
 
 def test_second_moment_follows_gradients_that_fall_where_nearest_stands_still():
@@ -245,7 +291,9 @@ def test_second_moment_is_as_exact_as_the_docstring_says():
 def test_updating_in_parts_equals_updating_the_tree(name):
     tx = wrap(TRANSFORMATIONS[name])
     shapes = abstract(PARAMS)
-    update = elementwise_update(tx, shapes, "opt_state='pinned_host'", [False] * len(jax.tree.leaves(shapes)))
+    update = elementwise_update(
+        tx, shapes, "opt_state='pinned_host'", [False] * len(jax.tree.leaves(shapes))
+    )
     tree, state = jax.tree.structure(PARAMS), tx.init(PARAMS)
     params = PARAMS
     for step in range(4):
@@ -260,7 +308,11 @@ def test_updating_in_parts_equals_updating_the_tree(name):
         for leaf, cuts in enumerate(pieces_of):
             own = update.opt_map.states_of((leaf,))
             pieces: list[list[Any]] = []
-            of_leaf: list[Any] = [jax.tree.leaves(grads)[leaf], old[leaf], *(leaves[i] for i in own)]
+            of_leaf: list[Any] = [
+                jax.tree.leaves(grads)[leaf],
+                old[leaf],
+                *(leaves[i] for i in own),
+            ]
             for cut in cuts:
                 grad, weight, *before = (a[cut] for a in of_leaf)
                 moved, states, _ = update((leaf,), [grad], [weight], before, shared, jnp.float32(0))
@@ -272,7 +324,7 @@ def test_updating_in_parts_equals_updating_the_tree(name):
         params, state = jax.tree.unflatten(tree, jax.tree.leaves(expected)), after
 
 
-# --- the host's kernel ---------------------------------------------------------------------------------------------------
+# --- the host's kernel ----------------------------------------------------------------------------
 
 
 @functools.cache
@@ -294,16 +346,22 @@ def test_host_kernel_rounds_as_the_program_bit_for_bit(seed, count):
     jitted, kernel = rounding_kernel()
     outputs = [np.zeros(257, ml_dtypes.bfloat16) for _ in range(3)]
     kernel([np.int32(count), *arrays], outputs)
-    for actual, desired in zip(outputs, jitted(jnp.int32(count), *map(jnp.asarray, arrays)), strict=True):
+    for actual, desired in zip(
+        outputs, jitted(jnp.int32(count), *map(jnp.asarray, arrays)), strict=True
+    ):
         desired = np.asarray(desired)
         numbers = ~np.isnan(arrays[0])
-        np.testing.assert_array_equal(actual.view(np.uint16)[numbers], desired.view(np.uint16)[numbers])
+        np.testing.assert_array_equal(
+            actual.view(np.uint16)[numbers], desired.view(np.uint16)[numbers]
+        )
         assert np.isnan(actual[~numbers].astype(np.float32)).all()
 
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_host_kernel_is_the_jitted_update_but_for_last_bits(name):
-    """Products and sums are contracted by XLA alone: a few moments in 10^5 fall to the other neighbour."""
+    """Products and sums are contracted by XLA alone: a few moments in 10^5 fall to the other
+    neighbour.
+    """
     tx, n = wrap(TRANSFORMATIONS[name]), 40_000
 
     def rule(grad, state, param):
@@ -313,8 +371,12 @@ def test_host_kernel_is_the_jitted_update_but_for_last_bits(name):
     array = jax.ShapeDtypeStruct((8,), jnp.float32)
     closed = jax.make_jaxpr(rule)(array, jax.eval_shape(tx.init, array), array)
     last = len(closed.in_avals) - 1
-    kernel = fused.build_kernel(closed, [(0, last), *((k, k) for k in range(1, last) if closed.in_avals[k].ndim)])
-    assert kernel.bytes_per_element == 4 + 8 + 4 * sum(a.dtype == jnp.bfloat16 for a in closed.in_avals)
+    kernel = fused.build_kernel(
+        closed, [(0, last), *((k, k) for k in range(1, last) if closed.in_avals[k].ndim)]
+    )
+    assert kernel.bytes_per_element == 4 + 8 + 4 * sum(
+        a.dtype == jnp.bfloat16 for a in closed.in_avals
+    )
     rng = np.random.default_rng(0)
     param = jnp.asarray(rng.normal(size=n), jnp.float32)
     state = tx.init(param)
@@ -325,9 +387,14 @@ def test_host_kernel_is_the_jitted_update_but_for_last_bits(name):
         outputs = [None if aval.ndim else np.zeros((), aval.dtype) for aval in closed.out_avals]
         kernel(inputs, outputs)
         np.testing.assert_allclose(inputs[-1], param, rtol=0, atol=1e-5)
-        for actual, out, desired in zip(inputs[1:-1], outputs[1:], jax.tree.leaves(state), strict=True):
+        for actual, out, desired in zip(
+            inputs[1:-1], outputs[1:], jax.tree.leaves(state), strict=True
+        ):
             differs = (actual if out is None else out) != np.asarray(desired)
             assert differs.mean() < 1e-3
             if out is None:
-                a, b = actual[differs].astype(np.float64), np.asarray(desired)[differs].astype(np.float64)
+                a, b = (
+                    actual[differs].astype(np.float64),
+                    np.asarray(desired)[differs].astype(np.float64),
+                )
                 np.testing.assert_array_less(np.abs(a - b), np.abs(b) * 2.0**-6)

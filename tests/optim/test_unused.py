@@ -1,4 +1,6 @@
-"""Gradients that an optimizer never uses: which they are, and that no tier clips by them or is stopped by them."""
+"""Gradients that an optimizer never uses: which they are, and that no tier clips by them or is
+stopped by them.
+"""
 
 import functools
 
@@ -31,7 +33,8 @@ CASES = {
     "adamw": (optax.adamw(1e-2), ()),
     "partition": (by_label(optax.adamw(1e-2)), (1,)),
     "multi_transform": (optax.multi_transform({"trained": optax.lamb(1e-2), "frozen": optax.set_to_zero()}, LABELS), (1,)),
-    "masked": (optax.chain(optax.adam(1e-2), only(IS_FROZEN, optax.set_to_zero())), (1,)),  # its moments feed moments alone
+    # its moments feed moments alone
+    "masked": (optax.chain(optax.adam(1e-2), only(IS_FROZEN, optax.set_to_zero())), (1,)),
     "masked twice": (
         optax.chain(only(jax.tree.map(lambda f: not f, IS_FROZEN), optax.adam(1e-2)), only(IS_FROZEN, optax.set_to_zero())),
         (1,),
@@ -45,7 +48,8 @@ CASES = {
     "norm of all, masked": (
         optax.chain(only({"a": True, "b": True, "c": True}, optax.clip_by_global_norm(1.0)), by_label(optax.sgd(1e-2))), ()
     ),
-    "times zero": (optax.chain(optax.sgd(1e-2), only(IS_FROZEN, optax.scale(0.0))), ()),  # 0 x NaN is NaN
+    # 0 x NaN is NaN
+    "times zero": (optax.chain(optax.sgd(1e-2), only(IS_FROZEN, optax.scale(0.0))), ()),
     "skipping": (optax.apply_if_finite(by_label(optax.sgd(1e-2)), 3), ()),
     "moments in bfloat16": (keep_in_bfloat16(by_label(optax.adam(1e-2))), (1,)),
     "freeze": (optax.chain(optax.sgd(1e-2), optax.transforms.freeze(IS_FROZEN)), (1,)),
@@ -57,22 +61,29 @@ def test_unused_gradients_are_those_that_no_update_depends_on(name):
     tx, expected = CASES[name]
     abstract = jax.eval_shape(lambda: PARAMS)
     update = jax.make_jaxpr(functools.partial(call_update, tx))
-    jaxpr = update(abstract, jax.eval_shape(tx.init, abstract), abstract, jax.ShapeDtypeStruct((), jnp.float32))
+    jaxpr = update(
+        abstract, jax.eval_shape(tx.init, abstract), abstract, jax.ShapeDtypeStruct((), jnp.float32)
+    )
     assert unused_grads(jaxpr, len(PARAMS)) == frozenset(expected)
 
-    # and so it is: a gradient that is not finite leaves no trace in any update, of this step or of the next
+    # and so it is: a gradient that is not finite leaves no trace in any update, of this step or of
+    # the next
     def updates(grads):
         first, state = call_update(tx, grads, tx.init(PARAMS), PARAMS, jnp.float32(1))
-        return first, call_update(tx, jax.tree.map(jnp.ones_like, PARAMS), state, PARAMS, jnp.float32(1))[0]
+        return first, call_update(
+            tx, jax.tree.map(jnp.ones_like, PARAMS), state, PARAMS, jnp.float32(1)
+        )[0]
 
     for i, name in enumerate(PARAMS):
         grads = jax.tree.map(jnp.ones_like, PARAMS)
         results = [updates(grads | {name: grads[name] * x}) for x in (1.0, jnp.nan)]
-        is_equal = all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, results), strict=True))
+        is_equal = all(
+            np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, results), strict=True)
+        )
         assert is_equal == (i in expected)
 
 
-# --- in a step -------------------------------------------------------------------------------------------------------------
+# --- in a step ------------------------------------------------------------------------------------
 
 LAYERS, WIDTH = 2, 8
 
@@ -90,7 +101,9 @@ def mse(p, p_embed, x, batch, key):
 
 
 def layered():
-    return zj.LayeredModel(LAYERS, init_part, lambda p, b, k: layer(p, b["x"], k), init_part, layer, init_part, mse)
+    return zj.LayeredModel(
+        LAYERS, init_part, lambda p, b, k: layer(p, b["x"], k), init_part, layer, init_part, mse
+    )
 
 
 def plain_loss(params, batch):
@@ -103,14 +116,20 @@ def plain_loss(params, batch):
 def whole():
     def init(key):
         part = init_part(key)
-        return {"embed": part, "blocks": jax.tree.map(lambda a: jnp.stack([a] * LAYERS), part), "head": part}
+        return {
+            "embed": part,
+            "blocks": jax.tree.map(lambda a: jnp.stack([a] * LAYERS), part),
+            "head": part,
+        }
 
     return zj.Model(init, lambda params, batch, key: plain_loss(params, batch))
 
 
 def partitioned(trained):
     def labels(params):
-        return jax.tree_util.tree_map_with_path(lambda path, _: "frozen" if "frozen" in str(path[-1]) else "trained", params)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: "frozen" if "frozen" in str(path[-1]) else "trained", params
+        )
 
     return optax.partition({"trained": trained, "frozen": optax.set_to_zero()}, labels)
 
@@ -124,11 +143,24 @@ STEPS = {
     "whole_tree": (layered, {"clip_norm": CLIP, "activations": HOST}),
     "by_layers": (layered, {"clip_norm": CLIP, "params": HOST, "opt_state": HOST, "grads": HOST}),
     "in_backward": (layered, {"opt_state": HOST, "update": "in_backward"}),
-    "on_host": (layered, {"clip_norm": CLIP, "opt_state": HOST, "grads": HOST, "update_on": "host"}),
-    "on_host_in_backward": (layered, {"opt_state": HOST, "update_on": "host", "update": "in_backward"}),
+    "on_host": (
+        layered,
+        {"clip_norm": CLIP, "opt_state": HOST, "grads": HOST, "update_on": "host"},
+    ),
+    "on_host_in_backward": (
+        layered,
+        {"opt_state": HOST, "update_on": "host", "update": "in_backward"},
+    ),
     "delayed": (
         layered,
-        {"clip_norm": CLIP, "opt_state": HOST, "grads": HOST, "params": HOST, "update_on": "host", "delayed_update": True},
+        {
+            "clip_norm": CLIP,
+            "opt_state": HOST,
+            "grads": HOST,
+            "params": HOST,
+            "update_on": "host",
+            "delayed_update": True,
+        },
     ),
     "disk": (layered, {"clip_norm": CLIP, "params": DISK, "opt_state": DISK, "grads": DISK}),
 }
@@ -158,8 +190,14 @@ def test_a_step_neither_clips_by_frozen_weights_nor_is_stopped_by_them(name, tmp
             updates, opt_state = tx.update(now, opt_state, params)
             params = optax.apply_updates(params, updates)
         state, metrics = program.step(state, batch)
-        trained = [g for path, g in jax.tree_util.tree_flatten_with_path(grads)[0] if "frozen" not in str(path[-1])]
+        trained = [
+            g
+            for path, g in jax.tree_util.tree_flatten_with_path(grads)[0]
+            if "frozen" not in str(path[-1])
+        ]
         assert float(metrics["skipped_steps"]) == 0
-        np.testing.assert_allclose(float(metrics["grad_norm"]), float(optax.global_norm(trained)), rtol=1e-5)
+        np.testing.assert_allclose(
+            float(metrics["grad_norm"]), float(optax.global_norm(trained)), rtol=1e-5
+        )
         np.testing.assert_allclose(float(metrics["loss"]), float(loss), rtol=1e-5)
     program.close()

@@ -1,4 +1,6 @@
-"""What `import zerojax` and the command import, each in a process of its own: nothing that is not used."""
+"""What `import zerojax` and the command import, each in a process of its own: nothing that is not
+used.
+"""
 
 import ast
 import json
@@ -32,12 +34,18 @@ jax.block_until_ready(program.step(state, jnp.ones((4, 4))))
 def imported_by(code: str) -> set[str]:
     """Return the modules that a process has imported after some code."""
     code += "\nimport json, sys; print(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
 def parts_of(modules: set[str], packages: tuple[str, ...]) -> list[str]:
-    return [m for m in sorted(modules) if any(m == package or m.startswith(f"{package}.") for package in packages)]
+    return [
+        m
+        for m in sorted(modules)
+        if any(m == package or m.startswith(f"{package}.") for package in packages)
+    ]
 
 
 def test_training_on_a_cpu_imports_nothing_that_it_does_not_use():
@@ -45,7 +53,8 @@ def test_training_on_a_cpu_imports_nothing_that_it_does_not_use():
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["simulate", "--help"], ["plan", "--layers", "x"], ["memory", "--layers", "2"]]
+    "arguments",
+    [["--help"], ["simulate", "--help"], ["plan", "--layers", "x"], ["memory", "--layers", "2"]],
 )
 def test_help_and_wrong_options_import_no_jax(arguments):
     code = f"""
@@ -76,7 +85,9 @@ def test_type_checkers_see_the_names_that_are_imported_lazily():
 def test_modules_are_attributes_and_unknown_names_are_errors():
     assert zj.hlo.simulate is not None  # pyright: ignore[reportAttributeAccessIssue]
     assert set(zj.__all__) <= set(dir(zj))
-    with pytest.raises(AttributeError, match="'zerojax' has no attribute 'ZeroConfg'; did you mean 'ZeroConfig'"):
+    with pytest.raises(
+        AttributeError, match="'zerojax' has no attribute 'ZeroConfg'; did you mean 'ZeroConfig'"
+    ):
         zj.ZeroConfg  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(ImportError, match="cannot import name 'nothing'"):
         exec("from zerojax import nothing")

@@ -22,7 +22,9 @@ def test_all_names_what_can_be_imported():
 
 
 def test_all_leaves_out_no_public_class_or_function():
-    public = {name for name, value in vars(zj).items() if callable(value) and not name.startswith("_")}
+    public = {
+        name for name, value in vars(zj).items() if callable(value) and not name.startswith("_")
+    }
     assert public <= set(zj.__all__)
 
 
@@ -39,5 +41,9 @@ def test_version_is_that_of_the_installed_package():
 def test_package_is_typed_for_its_users_and_installs_its_data(package):
     assert (ROOT / package / "py.typed").is_file()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    data = {str(p.relative_to(ROOT / package)) for p in (ROOT / package).rglob("*") if p.suffix in (".typed", ".json")}
+    data = {
+        str(p.relative_to(ROOT / package))
+        for p in (ROOT / package).rglob("*")
+        if p.suffix in (".typed", ".json")
+    }
     assert set(project["tool"]["setuptools"]["package-data"][package]) == data

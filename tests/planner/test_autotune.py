@@ -1,4 +1,6 @@
-"""`autotune` compiles a step with several settings of its schedule, and chooses by what is predicted of each."""
+"""`autotune` compiles a step with several settings of its schedule, and chooses by what is
+predicted of each.
+"""
 
 import dataclasses
 
@@ -41,13 +43,19 @@ def lower(program, batch):
     return Lowered(f"{program.config.prefetch_distance} {program.config.link_groups}")
 
 
-def tuned(monkeypatch, fields, seconds, num_bytes=lambda config: 100, linear=True, lowers=False, **options):
-    """Return what is chosen if a config takes `seconds(config)`, and the settings in the order in which they were tried."""
+def tuned(
+    monkeypatch, fields, seconds, num_bytes=lambda config: 100, linear=True, lowers=False, **options
+):
+    """Return what is chosen if a config takes `seconds(config)`, and the settings in the order in
+    which they were tried.
+    """
     tried = []
 
     def predicted(config, lowered, rates):
         tried.append((config.prefetch_distance, config.link_groups))
-        return tuning.TunedStep(config=config, simulation=Predicted(seconds(config)), num_bytes=num_bytes(config))
+        return tuning.TunedStep(
+            config=config, simulation=Predicted(seconds(config)), num_bytes=num_bytes(config)
+        )
 
     monkeypatch.setattr(tuning, "_predicted", predicted)
     if not lowers:
@@ -65,13 +73,23 @@ def test_settings_are_tried_where_the_step_has_a_use_for_them(monkeypatch):
     groups = [(1, 2), (1, 10)]
     assert tuned(monkeypatch, {}, flat)[1] == [(1, None)]
     assert tuned(monkeypatch, IN_BACKWARD, flat)[1] == [(1, None), *groups]
-    assert tuned(monkeypatch, IN_BACKWARD, flat, linear=False)[1] == [(1, None)]  # by kernels, one way at a time
-    assert tuned(monkeypatch, {"opt_state": HOST, "params": HOST}, flat, linear=False)[1] == [(1, None), (2, None), (4, None)]
+    assert tuned(monkeypatch, IN_BACKWARD, flat, linear=False)[1] == [
+        (1, None)
+    ]  # by kernels, one way at a time
+    assert tuned(monkeypatch, {"opt_state": HOST, "params": HOST}, flat, linear=False)[1] == [
+        (1, None),
+        (2, None),
+        (4, None),
+    ]
     after = {"opt_state": HOST}  # an update after backward
     assert tuned(monkeypatch, after, flat, groups=(3, 4))[1] == [(1, None), (1, 3), (1, 4)]
     fetching = {"params": HOST, **IN_BACKWARD}
     assert tuned(monkeypatch, fetching, flat)[1] == [(1, None), (2, None), (4, None), *groups]
-    assert tuned(monkeypatch, fetching, flat, distances=(1, 3), groups=(2,))[1] == [(1, None), (3, None), (1, 2)]
+    assert tuned(monkeypatch, fetching, flat, distances=(1, 3), groups=(2,))[1] == [
+        (1, None),
+        (3, None),
+        (1, 2),
+    ]
 
 
 def test_settings_that_make_the_same_program_are_compiled_once(monkeypatch):
@@ -94,11 +112,17 @@ def test_the_fastest_that_fits_is_chosen(monkeypatch):
     found, _ = tuned(monkeypatch, fields, seconds, num_bytes, device_bytes=20)
     assert (found.config.prefetch_distance, found.config.link_groups) == (2, 10)
     lines = str(found).splitlines()
-    assert lines[0].startswith("predicted from 5 compiled programs at assumed rates, such as 55 GB/s of the link each way")
+    assert lines[0].startswith(
+        "predicted from 5 compiled programs at assumed rates, such as 55 GB/s of the link each way"
+    )
     assert lines[2].split() == ["1", "default", "1,000.000", "25", "%", "500.000", "0.0"]
-    assert [line.endswith("more than the device's 0.0") for line in lines[2:]] == [n == 2 for n in range(5)]
+    assert [line.endswith("more than the device's 0.0") for line in lines[2:]] == [
+        n == 2 for n in range(5)
+    ]
     assert [line.endswith("<- fastest") for line in lines[2:]] == [n == 4 for n in range(5)]
-    with pytest.raises(ValueError, match="no setting fits: the least takes 10 bytes of the device, which has 9"):
+    with pytest.raises(
+        ValueError, match="no setting fits: the least takes 10 bytes of the device, which has 9"
+    ):
         tuned(monkeypatch, fields, seconds, num_bytes, device_bytes=9)
 
 
@@ -110,9 +134,14 @@ def test_settings_that_cannot_be_built_are_told_and_not_chosen(monkeypatch):
     ) as program:  # fmt: skip
         most = program.operations(toys.batches(1)[0]).peak_bytes
     budget = {"device_budget_bytes": most}
-    found, tried = tuned(monkeypatch, fields | budget, lambda config: 1 / config.prefetch_distance, linear=False)
+    found, tried = tuned(
+        monkeypatch, fields | budget, lambda config: 1 / config.prefetch_distance, linear=False
+    )
     assert tried == [(1, None)]
-    assert [(config.prefetch_distance, f"device_budget_bytes={most}: " in why) for config, why in found.refused] == [
+    assert [
+        (config.prefetch_distance, f"device_budget_bytes={most}: " in why)
+        for config, why in found.refused
+    ] == [
         (2, True),
         (4, True),
     ]
@@ -140,11 +169,15 @@ def test_arguments_are_checked_before_anything_is_compiled(wrong, told, monkeypa
 
 
 def test_a_step_without_settings_says_so(monkeypatch):
-    assert str(tuned(monkeypatch, {}, lambda config: 1.0)[0]).endswith("no setting of the schedule changes this step")
+    assert str(tuned(monkeypatch, {}, lambda config: 1.0)[0]).endswith(
+        "no setting of the schedule changes this step"
+    )
 
 
 def test_a_gain_within_rounding_changes_nothing(monkeypatch):
-    found, _ = tuned(monkeypatch, IN_BACKWARD, lambda config: 1 - 0.0004 * (config.link_groups or 0))
+    found, _ = tuned(
+        monkeypatch, IN_BACKWARD, lambda config: 1 - 0.0004 * (config.link_groups or 0)
+    )
     assert found.config.link_groups is None
     assert found.device_bytes == zj.machine("h200").device_bytes  # of the described chip
 
@@ -171,7 +204,9 @@ def test_link_groups_change_no_number(monkeypatch):
     losses = []
     for groups in (None, 2, 3):
         config = zj.ZeroConfig(link_groups=groups, **IN_BACKWARD)
-        with zj.build_train_step(toys.layered(), optax.adamw(1e-2), config, zj.make_mesh(devices=jax.devices()[:1])) as program:
+        with zj.build_train_step(
+            toys.layered(), optax.adamw(1e-2), config, zj.make_mesh(devices=jax.devices()[:1])
+        ) as program:
             losses.append(toys.run(program, program.init(jax.random.key(0)), toys.batches(2))[0])
             step = program._step
             assert isinstance(step, StreamedStep)

@@ -1,4 +1,6 @@
-"""One GPU has one set of figures, whoever asks: the planner's machines, programs compiled for it, predictions."""
+"""One GPU has one set of figures, whoever asks: the planner's machines, programs compiled for it,
+predictions.
+"""
 
 import re
 
@@ -14,7 +16,9 @@ from zerojax.chips import CHIPS, RESERVED_BYTES, chip_of
 from zerojax.machines import machine_of
 
 ATTAINED = {"v100-32": 70e12}
-"""FLOP/s of 16-bit products that ZeRO-Infinity's authors attained; the planner takes them in place of a share."""
+"""FLOP/s of 16-bit products that ZeRO-Infinity's authors attained; the planner takes them in place
+of a share.
+"""
 
 
 @pytest.mark.parametrize("name", [*CHIPS])
@@ -47,27 +51,41 @@ def test_programs_are_compiled_for_the_tables_chip(name):
         ("memory_bandwidth", round(chip.memory_rate)),
         ("core_count", chip.die.cores),
         ("l2_cache_size", chip.die.l2_bytes),
-        ("pcie_bandwidth", {4: 32 << 30, 5: 64 << 30}[chip.pcie]),  # XLA's cuda_executor.cc: 0.25 GiB a lane, doubled
+        (
+            "pcie_bandwidth",
+            {4: 32 << 30, 5: 64 << 30}[chip.pcie],
+        ),  # XLA's cuda_executor.cc: 0.25 GiB a lane, doubled
     ):
         assert re.findall(rf"{field}: (\d+)", text) == [str(value)]
     links = [str(chip.nvlinks)] if chip.nvlinks else []
     assert re.findall(r"active_links: (\d+)", text) == links
     assert f'name: "{chip.device_kinds[0]}"' in text
     assert f"major: {chip.capability[0]}" in text
-    assert chip.link_rate < int(re.findall(r"pcie_bandwidth: (\d+)", text)[0]) < 1.1 * chip.link_rate
+    assert (
+        chip.link_rate < int(re.findall(r"pcie_bandwidth: (\d+)", text)[0]) < 1.1 * chip.link_rate
+    )
 
 
 @pytest.mark.parametrize("name", [*aot.CHIPS])
 def test_xla_compiles_a_product_and_a_sum_for_each_chip(name, h200_compiler):
     mesh = aot.gpu_mesh(name, hosts=1, gpus_per_host=1)
-    x, w = (jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=NamedSharding(mesh, P())) for _ in range(2))
-    compiled = jax.jit(lambda x, w: jnp.sum(jax.nn.relu(x @ w), axis=1, dtype=jnp.float32)).lower(x, w).compile()
+    x, w = (
+        jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
+        for _ in range(2)
+    )
+    compiled = (
+        jax.jit(lambda x, w: jnp.sum(jax.nn.relu(x @ w), axis=1, dtype=jnp.float32))
+        .lower(x, w)
+        .compile()
+    )
     assert mesh.devices.flat[0].device_kind == CHIPS[name].device_kinds[0]
     assert compiled.memory_analysis().argument_size_in_bytes == 2 * 256 * 256 * 2
 
 
 def test_nvlink_rates_belong_to_their_links():
-    """A link has 50 GB/s both ways together, and 100 GB/s in its fifth generation, which the B200 has."""
+    """A link has 50 GB/s both ways together, and 100 GB/s in its fifth generation, which the B200
+    has.
+    """
     for chip in CHIPS.values():
         a_link = 100e9 if chip.capability == (10, 0) else 50e9
         assert (chip.nvlink or 0) == chip.nvlinks * a_link

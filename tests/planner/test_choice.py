@@ -1,4 +1,6 @@
-"""The choice among options of layers, against all assignments; its predicted seconds, against a simulation by events."""
+"""The choice among options of layers, against all assignments; its predicted seconds, against a
+simulation by events.
+"""
 
 import collections
 import dataclasses
@@ -24,7 +26,10 @@ GAP = 1e-6
 def random_options(rng):
     """Return some options of a layer: those of its values, or any."""
     if rng.random() < 0.5:
-        values = [Value(name=f"v{i}", num_bytes=rng.randint(1, 5), seconds=rng.random()) for i in range(rng.randint(2, 3))]
+        values = [
+            Value(name=f"v{i}", num_bytes=rng.randint(1, 5), seconds=rng.random())
+            for i in range(rng.randint(2, 3))
+        ]
         return layer_options(values, 2, max_options=4)
     return tuple(
         LayerOption(
@@ -38,7 +43,9 @@ def random_options(rng):
 
 
 def random_problem(rng, num_layers):
-    """Return a small problem; its budgets lie between too little and all that an assignment could take."""
+    """Return a small problem; its budgets lie between too little and all that an assignment could
+    take.
+    """
     L, traffic = num_layers, lambda: rng.choice((0, rng.randint(1, 9)))
     options = random_options(rng)
     return Problem(
@@ -88,7 +95,9 @@ def least_seconds(problem):
 
 
 def simulate(problem, assignment):
-    """Return the seconds of a step, event by event: three resources take tasks in order, each once its causes happened."""
+    """Return the seconds of a step, event by event: three resources take tasks in order, each once
+    its causes happened.
+    """
     p, L = problem, problem.num_layers
     options = [problem.options[option] for option in assignment]
     queues = {name: collections.deque() for name in ("device", "up", "down")}
@@ -98,7 +107,10 @@ def simulate(problem, assignment):
 
     for t in range(L):
         queue(
-            "up", f"load {t}", p.up_forward_bytes / p.link_up, *([f"end forward {t - p.distance}"] if t >= p.distance else [])
+            "up",
+            f"load {t}",
+            p.up_forward_bytes / p.link_up,
+            *([f"end forward {t - p.distance}"] if t >= p.distance else []),
         )
         queue("device", f"forward {t}", p.forward_seconds, f"end load {t}")
         queue("down", f"store {t}", options[t].host_bytes / p.link_down, f"end forward {t}")
@@ -106,13 +118,30 @@ def simulate(problem, assignment):
     for k, layer in enumerate(reversed(range(L))):
         slot_is_free = [f"begin backward {layer + p.distance}"] if k >= p.distance else []
         causes = [f"end forward {L - 1}", f"end store {layer}", *slot_is_free]
-        queue("up", f"fetch {layer}", (options[layer].host_bytes + p.up_backward_bytes) / p.link_up, *causes)
-        queue("device", f"backward {layer}", p.backward_seconds + options[layer].seconds, f"end fetch {layer}")
-        queue("down", f"store grads {layer}", p.down_backward_bytes / p.link_down, f"end backward {layer}")
+        queue(
+            "up",
+            f"fetch {layer}",
+            (options[layer].host_bytes + p.up_backward_bytes) / p.link_up,
+            *causes,
+        )
+        queue(
+            "device",
+            f"backward {layer}",
+            p.backward_seconds + options[layer].seconds,
+            f"end fetch {layer}",
+        )
+        queue(
+            "down",
+            f"store grads {layer}",
+            p.down_backward_bytes / p.link_down,
+            f"end backward {layer}",
+        )
 
     happened, busy, ends, now = set(), set(), [], 0.0
     while ends or any(queues.values()):
-        while startable := [r for r, tasks in queues.items() if tasks and r not in busy and tasks[0][2] <= happened]:
+        while startable := [
+            r for r, tasks in queues.items() if tasks and r not in busy and tasks[0][2] <= happened
+        ]:
             task, seconds, _ = queues[startable[0]].popleft()
             busy.add(startable[0])
             happened.add(f"begin {task}")
@@ -128,7 +157,9 @@ def test_choice_predicts_the_seconds_of_a_simulation():
     for _ in range(100):
         problem = random_problem(rng, rng.randint(1, 8))
         assignment = [rng.randrange(len(problem.options)) for _ in range(problem.num_layers)]
-        assert predicted_seconds(problem, assignment) == pytest.approx(simulate(problem, assignment), rel=1e-12)
+        assert predicted_seconds(problem, assignment) == pytest.approx(
+            simulate(problem, assignment), rel=1e-12
+        )
 
 
 def test_choice_by_milp_is_the_best_of_all_assignments():
@@ -138,7 +169,9 @@ def test_choice_by_milp_is_the_best_of_all_assignments():
         least = least_seconds(problem)
         greedy, found = by_greedy(problem), by_milp(problem, gap=GAP)
         result, assignment = ChoiceProgram(problem).solved(at_most=np.inf, gap=GAP, seconds=20.0)
-        assert greedy.fits == found.fits == (assignment is not None) == (least is not None), result.message
+        assert greedy.fits == found.fits == (assignment is not None) == (least is not None), (
+            result.message
+        )
         if least is None:
             continue
         num_fit += 1
@@ -152,14 +185,20 @@ def test_choice_by_milp_is_the_best_of_all_assignments():
 
 def test_choice_by_milp_takes_what_the_solver_betters(monkeypatch):
     rng, num_bettered = random.Random(2), 0
-    monkeypatch.setattr(choice, "by_greedy", lambda problem: min(uniform(problem), key=lambda c: (not c.fits, c.seconds)))
+    monkeypatch.setattr(
+        choice,
+        "by_greedy",
+        lambda problem: min(uniform(problem), key=lambda c: (not c.fits, c.seconds)),
+    )
     for _ in range(30):
         problem = random_problem(rng, 5)
         found = by_milp(problem, gap=GAP)
         if found.fits:
             assert found.seconds == pytest.approx(least_seconds(problem), rel=GAP + 1e-6)
             assert found.assignment in set(fitting(problem))
-            num_bettered += found.solver.text.startswith("milp: ") and found.solver.gap <= GAP + 1e-6
+            num_bettered += (
+                found.solver.text.startswith("milp: ") and found.solver.gap <= GAP + 1e-6
+            )
     assert num_bettered > 5
 
 
@@ -167,9 +206,13 @@ def test_choice_program_of_one_option_has_the_predicted_seconds():
     rng = random.Random(7)
     for _ in range(60):
         problem = random_problem(rng, rng.randint(1, 8))
-        problem = dataclasses.replace(problem, options=problem.options[-1:], device_budget_bytes=1000, host_budget_bytes=1000)
+        problem = dataclasses.replace(
+            problem, options=problem.options[-1:], device_budget_bytes=1000, host_budget_bytes=1000
+        )
         # A slow link and a long head: the ring is full before backward begins.
-        problem = dataclasses.replace(problem, link_up=0.5 + 4 * rng.random(), head_seconds=40 * rng.random())
+        problem = dataclasses.replace(
+            problem, link_up=0.5 + 4 * rng.random(), head_seconds=40 * rng.random()
+        )
         predicted = predicted_seconds(problem, [0] * problem.num_layers)
         assert ChoiceProgram(problem).relaxed_seconds() == pytest.approx(predicted, rel=1e-6)
 
@@ -196,21 +239,29 @@ def test_choice_tells_its_bytes_and_segments():
 
 
 def test_choice_that_nothing_fits_tells_the_fewest_bytes():
-    """The bytes needed are the least of all assignments: with so many one fits, and with one less none does."""
+    """The bytes needed are the least of all assignments: with so many one fits, and with one less
+    none does.
+    """
     rng, tiers = random.Random(5), collections.Counter()
     for _ in range(60):
         problem = random_problem(rng, rng.randint(2, 4))
-        problem = dataclasses.replace(problem, device_budget_bytes=0, max_segments=rng.randint(1, 3))
+        problem = dataclasses.replace(
+            problem, device_budget_bytes=0, max_segments=rng.randint(1, 3)
+        )
         found = by_milp(problem)
         peaks = [max(ticks) for ticks, host in (bytes_at_ticks(problem, a) for a in all_assignments(problem))
                  if host <= problem.host_budget_bytes]  # fmt: skip
         tiers.update(missing.tier for missing in found.missing)
         if peaks:
             assert found.device_bytes == min(peaks)
-            assert [(m.tier, m.needed, m.had) for m in found.missing] == [("device", min(peaks), 0)] * (min(peaks) > 0)
+            assert [(m.tier, m.needed, m.had) for m in found.missing] == [
+                ("device", min(peaks), 0)
+            ] * (min(peaks) > 0)
             assert by_milp(dataclasses.replace(problem, device_budget_bytes=min(peaks))).fits
         else:
-            assert found.host_bytes == problem.num_layers * min(option.host_bytes for option in problem.options)
+            assert found.host_bytes == problem.num_layers * min(
+                option.host_bytes for option in problem.options
+            )
             assert "pinned_host" in {missing.tier for missing in found.missing}
     assert set(tiers) == {"device", "pinned_host"}
 
@@ -219,7 +270,9 @@ def test_choice_of_the_least_peak_is_that_of_all_assignments():
     """Of few segments and tight host memory, where a segment more would take less."""
     rng = random.Random(8)
     for _ in range(60):
-        problem = dataclasses.replace(random_problem(rng, 5), max_segments=2, host_budget_bytes=rng.randint(5, 25))
+        problem = dataclasses.replace(
+            random_problem(rng, 5), max_segments=2, host_budget_bytes=rng.randint(5, 25)
+        )
         found = [(max(ticks), a) for a in all_assignments(problem) for ticks, host in [bytes_at_ticks(problem, a)]
                  if host <= problem.host_budget_bytes]  # fmt: skip
         assignment = least_peak(problem)
@@ -234,9 +287,18 @@ def test_choice_is_no_slower_with_more():
     rng = random.Random(6)
     for _ in range(10):
         problem = dataclasses.replace(random_problem(rng, 6), max_segments=3)
-        for more in ("device_budget_bytes", "host_budget_bytes", "max_segments", "link_down", "link_up"):
+        for more in (
+            "device_budget_bytes",
+            "host_budget_bytes",
+            "max_segments",
+            "link_down",
+            "link_up",
+        ):
             amounts = [int(getattr(problem, more) * factor) for factor in (0.5, 1, 1.5, 2)]
-            found = [by_milp(dataclasses.replace(problem, **{more: max(1, amount)}), gap=GAP) for amount in amounts]
+            found = [
+                by_milp(dataclasses.replace(problem, **{more: max(1, amount)}), gap=GAP)
+                for amount in amounts
+            ]
             for less, with_more in itertools.pairwise(found):
                 assert with_more.fits or not less.fits
                 if less.fits:
@@ -244,7 +306,10 @@ def test_choice_is_no_slower_with_more():
 
 
 def test_choice_of_many_layers_is_within_the_gap_of_the_bound():
-    values = [Value(name=f"v{i}", num_bytes=(3, 1, 4, 4)[i] << 20, seconds=(2.0, 3.0, 2.5, 0.1)[i] * 1e-3) for i in range(4)]
+    values = [
+        Value(name=f"v{i}", num_bytes=(3, 1, 4, 4)[i] << 20, seconds=(2.0, 3.0, 2.5, 0.1)[i] * 1e-3)
+        for i in range(4)
+    ]
     problem = Problem(
         num_layers=32,
         options=layer_options(values, 1 << 20),
@@ -264,14 +329,25 @@ def test_choice_of_many_layers_is_within_the_gap_of_the_bound():
 
 
 def test_choice_among_few_options_of_a_layer_is_as_good_as_among_all():
-    """By the bound, of the values of a GPT's block: sizes in units of its input, seconds in those of a product of its width."""
+    """By the bound, of the values of a GPT's block: sizes in units of its input, seconds in those
+    of a product of its width.
+    """
     sizes, seconds = (1, 3, 1, 1, 1, 1, 4, 4), (0.1, 3.0, 1.5, 1.0, 0.1, 0.1, 4.0, 0.4)
-    values = [Value(name=f"v{i}", num_bytes=b, seconds=s) for i, (b, s) in enumerate(zip(sizes, seconds, strict=True))]
+    values = [
+        Value(name=f"v{i}", num_bytes=b, seconds=s)
+        for i, (b, s) in enumerate(zip(sizes, seconds, strict=True))
+    ]
     front, options = layer_front(values, 1), layer_options(values, 1)
     assert len(front) > 10 * len(options)
     for device, host, link in itertools.product((20, 50), (0, 12, 50), (0.4, 2.0)):
         problem = dataclasses.replace(
-            LAYER, num_layers=6, options=options, forward_seconds=11.0, backward_seconds=22.0, link_down=link, link_up=link
+            LAYER,
+            num_layers=6,
+            options=options,
+            forward_seconds=11.0,
+            backward_seconds=22.0,
+            link_down=link,
+            link_up=link,
         )
         problem = dataclasses.replace(problem, device_budget_bytes=device, host_budget_bytes=host)
         bound = ChoiceProgram(dataclasses.replace(problem, options=front)).relaxed_seconds()
@@ -290,7 +366,9 @@ LAYER = Problem(
 
 
 def test_choice_says_what_is_missing():
-    assert str(by_milp(LAYER).missing[0]) == "device: 12 bytes are needed, 3 more than the 9 there are"
+    assert (
+        str(by_milp(LAYER).missing[0]) == "device: 12 bytes are needed, 3 more than the 9 there are"
+    )
 
 
 @pytest.mark.parametrize(

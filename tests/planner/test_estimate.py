@@ -1,7 +1,8 @@
-"""What is estimated of a config beside what its program counts: bytes of states by tier, of the link, and of collectives.
+"""What is estimated of a config beside what its program counts: bytes of states by tier, of the
+link, and of collectives.
 
-"in_flight", "working" and "activations" of an estimate are those of the phase that holds the most, so they are not compared
-kind by kind. Nothing is timed: seconds come from a machine's rates.
+"in_flight", "working" and "activations" of an estimate are those of the phase that holds the most,
+so they are not compared kind by kind. Nothing is timed: seconds come from a machine's rates.
 """
 
 import dataclasses
@@ -26,13 +27,22 @@ from zerojax.sharding import abstract_batch
 
 H, N = "pinned_host", "nvme"
 TX = optax.adamw(1e-3)
-RATES = ("memory_rate", "link_up", "link_down", "network_in_node", "network_between_nodes", "host_kernel")
+RATES = (
+    "memory_rate",
+    "link_up",
+    "link_down",
+    "network_in_node",
+    "network_between_nodes",
+    "host_kernel",
+)
 MACHINE = planner.Machine(
     name="lab", devices_per_node=8, device_bytes=1e9, host_bytes=1e10, disk_bytes=1e12, flops=dict.fromkeys(("fp32", "bf16"),
     1e11), link_both=2e9, disk_read=1e9, disk_write=1e9, disk_both=1e9, **dict.fromkeys(RATES, 1e9),
 )  # fmt: skip
 RESTING = ("params", "master", "opt_state", "grads", "frozen", "unreduced", "batch")
-SCALARS = 256  # bytes: a counter of the optimizer, and leaves of a few elements that stay on the device
+SCALARS = (
+    256  # bytes: a counter of the optimizer, and leaves of a few elements that stay on the device
+)
 
 
 @pytest.fixture(autouse=True)
@@ -41,16 +51,24 @@ def _nothing_is_timed(monkeypatch):
 
 
 def layered_gpt() -> zj.LayeredModel:
-    return gpt.layered_gpt(dataclasses.replace(gpt.PRESETS["tiny"], layers=4, hidden=256, heads=4, seq=16))
+    return gpt.layered_gpt(
+        dataclasses.replace(gpt.PRESETS["tiny"], layers=4, hidden=256, heads=4, seq=16)
+    )
 
 
 def with_frozen() -> zj.LayeredModel:
-    """Return layers of which most is frozen, beside a factor of two matrices, after a frozen embedding."""
+    """Return layers of which most is frozen, beside a factor of two matrices, after a frozen
+    embedding.
+    """
     return zj.LayeredModel(
         4,
         lambda key: {"table": toys.draw(key, (1024, 256))},
         lambda p, batch, key: p["table"][batch["tokens"]],
-        lambda key: {"w": toys.draw(key, (256, 256)), "a": toys.draw(key, (256, 16)), "b": toys.draw(key, (16, 256))},
+        lambda key: {
+            "w": toys.draw(key, (256, 256)),
+            "a": toys.draw(key, (256, 16)),
+            "b": toys.draw(key, (16, 256)),
+        },
         lambda p, x, key: x + jnp.tanh(x @ p["w"] + x @ p["a"] @ p["b"]),
         lambda key: {"out": toys.draw(key, (256, 512))},
         lambda p, p_embed, x, batch, key: _cross_entropy(x @ p["out"], batch),
@@ -63,11 +81,17 @@ def plain() -> zj.Model:
         return _cross_entropy(jnp.tanh(p["table"][batch["tokens"]] @ p["w"]) @ p["out"], batch)
 
     shapes = {"table": (512, 256), "w": (256, 256), "out": (256, 512)}
-    return zj.Model(lambda key: {name: toys.draw(key, shape) for name, shape in shapes.items()}, loss)
+    return zj.Model(
+        lambda key: {name: toys.draw(key, shape) for name, shape in shapes.items()}, loss
+    )
 
 
 def _cross_entropy(logits: jax.Array, batch: Any) -> jax.Array:
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["targets"]))
+    return jnp.mean(
+        optax.softmax_cross_entropy_with_integer_labels(
+            logits.astype(jnp.float32), batch["targets"]
+        )
+    )
 
 
 MODELS = {"gpt": layered_gpt, "frozen": with_frozen, "plain": plain}
@@ -90,7 +114,9 @@ def mesh_of(data: int, fsdp: int) -> Any:
     return zj.make_mesh(data=data, fsdp=fsdp, devices=jax.devices()[: data * fsdp])
 
 
-def both(folder: Any, name: str = "gpt", data: int = 1, fsdp: int = 4, **fields: Any) -> tuple[Any, Any]:
+def both(
+    folder: Any, name: str = "gpt", data: int = 1, fsdp: int = 4, **fields: Any
+) -> tuple[Any, Any]:
     """Return the estimate of a config, and what its program counts."""
     config, mesh = zj.ZeroConfig(swap_dir=str(folder), **fields), mesh_of(data, fsdp)
     parts = assemble(model_of(name), TX, config, mesh)
@@ -103,14 +129,17 @@ def both(folder: Any, name: str = "gpt", data: int = 1, fsdp: int = 4, **fields:
 def assert_equal(estimated: Any, counted: Any) -> None:
     """Compare bytes at rest, on disk, over the link and of collectives."""
     for tier, kind in itertools.product(("device", H), RESTING):
-        a, b = (bytes_by_tier[tier].get(kind, 0) for bytes_by_tier in (estimated.bytes, counted.tiers))
+        a, b = (
+            bytes_by_tier[tier].get(kind, 0) for bytes_by_tier in (estimated.bytes, counted.tiers)
+        )
         assert a == pytest.approx(b, rel=1e-3, abs=SCALARS), (tier, kind)
     kept = (estimated.bytes[H].get("activations", 0), counted.tiers[H].get("activations", 0))
     assert kept[0] == pytest.approx(kept[1], rel=1e-3)
     on_disk = {kind: n for kind, n in counted.tiers[N].items() if n}
     assert set(estimated.bytes[N]) == set(on_disk)
     for kind, n in estimated.bytes[N].items():
-        # A record is a whole number of blocks of 4096 bytes. Of the gpt there are 4 of layers, and 7 of the ends' leaves.
+        # A record is a whole number of blocks of 4096 bytes. Of the gpt there are 4 of layers, and
+        # 7 of the ends' leaves.
         assert n - SCALARS <= on_disk[kind] <= n + 11 * 4096, kind
     names = set(estimated.collectives) | set(counted.collectives)
     for name in names:
@@ -118,7 +147,9 @@ def assert_equal(estimated: Any, counted: Any) -> None:
         assert a == pytest.approx(b, rel=1e-3, abs=SCALARS), name
     assert 0 < estimated.least <= estimated.time.seconds * (1 + 1e-9)
     for lane, way in (("up", "to_device"), ("down", "to_host")):
-        assert estimated.moved[lane] == pytest.approx(counted.host_link[way], rel=0.01, abs=SCALARS), lane
+        assert estimated.moved[lane] == pytest.approx(
+            counted.host_link[way], rel=0.01, abs=SCALARS
+        ), lane
 
 
 STATES: dict[str, dict[str, Any]] = {
@@ -138,8 +169,14 @@ STATES: dict[str, dict[str, Any]] = {
     "host-in-backward": {"params": H, "opt_state": H, "update": "in_backward", "update_on": "host"},
 }
 SEGMENTS = {
-    "segments": (zj.Segment(1, activations="save"), zj.Segment(3, activations="remat", saved_names=("#0",))),
-    "segments-away": (zj.Segment(3, activations=H, offloaded_names=("#2",)), zj.Segment(1, activations="save")),
+    "segments": (
+        zj.Segment(1, activations="save"),
+        zj.Segment(3, activations="remat", saved_names=("#0",)),
+    ),
+    "segments-away": (
+        zj.Segment(3, activations=H, offloaded_names=("#2",)),
+        zj.Segment(1, activations="save"),
+    ),
 }
 
 
@@ -184,7 +221,9 @@ def test_estimate_of_microbatches_equals_the_programs(fields, tmp_path):
     assert_equal(*both(tmp_path, num_microbatches=2, **fields))
 
 
-@pytest.mark.parametrize("states", [name for name in STATES if "updated-on" not in name and "host-in" not in name])
+@pytest.mark.parametrize(
+    "states", [name for name in STATES if "updated-on" not in name and "host-in" not in name]
+)
 @pytest.mark.by_default("all-host")
 def test_estimate_of_frozen_weights_equals_the_programs(states, tmp_path):
     """They are gathered and loaded as the others, and neither reduced nor updated."""
@@ -205,9 +244,14 @@ def test_estimate_of_a_plain_model_moves_its_state(fields, tmp_path):
 
 def test_estimate_counts_gathered_layers_as_the_program(tmp_path):
     for ahead in (False, True):
-        for name in ("gpt", "frozen"):  # of the latter the embedding is the largest, which is frozen
+        for name in (
+            "gpt",
+            "frozen",
+        ):  # of the latter the embedding is the largest, which is frozen
             estimated, counted = both(tmp_path, name, gather_ahead=ahead, activations="selective")
-            assert estimated.bytes["device"]["gathered"] == pytest.approx(counted.tiers["device"]["gathered"], rel=1e-3)
+            assert estimated.bytes["device"]["gathered"] == pytest.approx(
+                counted.tiers["device"]["gathered"], rel=1e-3
+            )
 
 
 def test_estimate_of_buffers_equals_the_programs(tmp_path):

@@ -7,7 +7,8 @@ import zerojax as zj
 from zerojax.planner import flops_per_token, hardware_flops_per_token, machine_of
 from zerojax.reporting import peak_flops
 
-# arXiv:2205.05198, tables 3 and 5: layers, hidden, GPUs (A100), batch, seconds of an iteration, MFU and HFU in percent.
+# arXiv:2205.05198, tables 3 and 5: layers, hidden, GPUs (A100), batch, seconds of an iteration, MFU
+# and HFU in percent.
 PRINTED = {
     "22b": (48, 6144, 8, 4, 1.10, 41.5, 43.7),
     "175b": (96, 12288, 64, 64, 13.75, 51.4, 52.8),
@@ -23,7 +24,9 @@ def test_flops_give_the_papers_utilization(name):
     sizes = (layers, hidden, SEQ, 12 * hidden**2, VOCAB * hidden)
     percent = 100 * batch * SEQ / (seconds * gpus * zj.machine("a100-80").peak_flops["bf16"])
     assert percent * flops_per_token(*sizes) == pytest.approx(mfu, abs=0.3)
-    assert percent * hardware_flops_per_token(*sizes, activations="selective") == pytest.approx(hfu, abs=0.3)
+    assert percent * hardware_flops_per_token(*sizes, activations="selective") == pytest.approx(
+        hfu, abs=0.3
+    )
 
 
 def test_flops_of_recomputed_layers_are_those_of_narayanan():
@@ -32,14 +35,18 @@ def test_flops_of_recomputed_layers_are_those_of_narayanan():
     whole = 96 * layers * hidden**2 * (1 + SEQ / (6 * hidden) + VOCAB / (16 * layers * hidden))
     assert hardware_flops_per_token(*sizes, activations="remat") == pytest.approx(whole, rel=1e-12)
     assert hardware_flops_per_token(*sizes, activations="save") == flops_per_token(*sizes)
-    with pytest.raises(ValueError, match="activations='full': choose from everything, save, selective, remat"):
+    with pytest.raises(
+        ValueError, match="activations='full': choose from everything, save, selective, remat"
+    ):
         hardware_flops_per_token(*sizes, activations="full")
 
 
 def test_flops_of_the_example_are_the_papers():
     c = gpt.PRESETS["22b"]
     h, L = c.hidden, c.layers
-    assert c.flops_per_token == pytest.approx(72 * L * h**2 * (1 + c.seq / (6 * h) + c.vocab / (12 * h * L)), rel=1e-12)
+    assert c.flops_per_token == pytest.approx(
+        72 * L * h**2 * (1 + c.seq / (6 * h) + c.vocab / (12 * h * L)), rel=1e-12
+    )
 
 
 class Device:

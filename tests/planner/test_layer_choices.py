@@ -13,7 +13,9 @@ KEEP, OFFLOAD, RECOMPUTE = range(3)
 
 
 def random_values(rng, num):
-    """Return values of few sizes and whole seconds, so that sums are exact and some options cost the same."""
+    """Return values of few sizes and whole seconds, so that sums are exact and some options cost
+    the same.
+    """
     return [
         Value(
             name=f"v{i}",
@@ -26,7 +28,9 @@ def random_values(rng, num):
 
 
 def costs_by_making(values, x_bytes, what_of, is_input_offloaded):
-    """Return the costs of one option as its backward would have them: each value is made, before it what it is made from."""
+    """Return the costs of one option as its backward would have them: each value is made, before it
+    what it is made from.
+    """
     there = {i for i, what in enumerate(what_of) if what != RECOMPUTE}
     seconds = 0.0
 
@@ -40,8 +44,12 @@ def costs_by_making(values, x_bytes, what_of, is_input_offloaded):
 
     for i in reversed(range(len(values))):
         make(i)
-    device = sum(value.num_bytes for value, what in zip(values, what_of, strict=True) if what == KEEP)
-    host = sum(value.num_bytes for value, what in zip(values, what_of, strict=True) if what == OFFLOAD)
+    device = sum(
+        value.num_bytes for value, what in zip(values, what_of, strict=True) if what == KEEP
+    )
+    host = sum(
+        value.num_bytes for value, what in zip(values, what_of, strict=True) if what == OFFLOAD
+    )
     return device + x_bytes * (not is_input_offloaded), host + x_bytes * is_input_offloaded, seconds
 
 
@@ -53,7 +61,11 @@ def brute_force(values, x_bytes):
     """Return the costs that no option dominates."""
     choices = itertools.product(itertools.product(range(3), repeat=len(values)), (False, True))
     everything = {costs_by_making(values, x_bytes, *choice) for choice in choices}
-    return {a for a in everything if not any(b != a and all(x <= y for x, y in zip(b, a, strict=True)) for b in everything)}
+    return {
+        a
+        for a in everything
+        if not any(b != a and all(x <= y for x, y in zip(b, a, strict=True)) for b in everything)
+    }
 
 
 @pytest.mark.parametrize("num", range(6))
@@ -71,21 +83,31 @@ def test_layer_front_of_six_values_is_that_of_all_options():
     rng = random.Random(6)
     for _ in range(4):
         values, x_bytes = random_values(rng, 6), rng.randint(1, 4)
-        assert {costs(option) for option in layer_front(values, x_bytes)} == brute_force(values, x_bytes)
+        assert {costs(option) for option in layer_front(values, x_bytes)} == brute_force(
+            values, x_bytes
+        )
 
 
 def test_layer_options_cost_what_they_name():
     values, x_bytes = random_values(random.Random(1), 12), 3
     for option in layer_options(values, x_bytes):
-        what_of = [KEEP if v.name in option.keep else OFFLOAD if v.name in option.offload else RECOMPUTE for v in values]
+        what_of = [
+            KEEP if v.name in option.keep else OFFLOAD if v.name in option.offload else RECOMPUTE
+            for v in values
+        ]
         assert costs(option) == costs_by_making(values, x_bytes, what_of, option.input_offloaded)
-        assert option.transient_bytes == x_bytes + sum(v.num_bytes for v in values) - option.device_bytes
+        assert (
+            option.transient_bytes
+            == x_bytes + sum(v.num_bytes for v in values) - option.device_bytes
+        )
         assert not set(option.keep) & set(option.offload)
 
 
 def test_layer_options_are_few_of_the_front_and_hold_its_corners():
     rng = random.Random(2)
-    values = [Value(name=f"v{i}", num_bytes=rng.randint(1, 1000), seconds=rng.random()) for i in range(8)]
+    values = [
+        Value(name=f"v{i}", num_bytes=rng.randint(1, 1000), seconds=rng.random()) for i in range(8)
+    ]
     options, names = layer_options(values, 7), tuple(value.name for value in values)
     assert len(layer_front(values, 7)) > 100
     assert len(set(options)) == len(options) == 16
@@ -101,7 +123,10 @@ def test_layer_options_are_few_of_the_front_and_hold_its_corners():
 
 def test_layer_options_of_many_values_hold_the_corners_though_the_front_is_thinned():
     rng = random.Random(3)
-    values = [Value(name=f"v{i}", num_bytes=rng.randint(1, 10**6), seconds=rng.random()) for i in range(10)]
+    values = [
+        Value(name=f"v{i}", num_bytes=rng.randint(1, 10**6), seconds=rng.random())
+        for i in range(10)
+    ]
     options, whole = layer_options(values, 5), sum(v.num_bytes for v in values)
     seconds = sum(v.seconds for v in values)
     found = {(o.device_bytes, o.host_bytes, o.seconds) for o in options}
@@ -111,7 +136,9 @@ def test_layer_options_of_many_values_hold_the_corners_though_the_front_is_thinn
 
 def test_layer_options_without_values_are_those_of_the_input():
     kept = LayerOption(device_bytes=4, host_bytes=0, seconds=0.0, transient_bytes=0)
-    offloaded = LayerOption(device_bytes=0, host_bytes=4, seconds=0.0, transient_bytes=4, input_offloaded=True)
+    offloaded = LayerOption(
+        device_bytes=0, host_bytes=4, seconds=0.0, transient_bytes=4, input_offloaded=True
+    )
     assert layer_options([], 4) == (kept, offloaded)
 
 
@@ -126,7 +153,10 @@ def test_layer_options_without_values_are_those_of_the_input():
     ],
 )
 def test_layer_options_refuse_values_that_make_no_sense(fields, message):
-    a, b = Value(name="a", num_bytes=1, seconds=0.5), Value(name="b", num_bytes=2, seconds=1.0, operands=(0,))
+    a, b = (
+        Value(name="a", num_bytes=1, seconds=0.5),
+        Value(name="b", num_bytes=2, seconds=1.0, operands=(0,)),
+    )
     with pytest.raises(ValueError, match=re.escape(message)):
         layer_options([a, dataclasses.replace(b, **fields)], 1)
 

@@ -12,14 +12,18 @@ from zerojax import hlo, planner
 
 
 def test_machines_of_a_name_attain_less_than_the_vendor_prints():
-    assert {"h200", "h100", "a100-40", "a100-80", "v100-32", "l4", "rtx4090", "dgx2"} <= set(planner.NAMED)
+    assert {"h200", "h100", "a100-40", "a100-80", "v100-32", "l4", "rtx4090", "dgx2"} <= set(
+        planner.NAMED
+    )
     for name, machine in planner.NAMED.items():
         assert machine.name == name
         assert set(machine.source) == set(machine.figures)
         assert machine.peak_flops.keys() == machine.flops.keys()
         assert all(machine.flops[dtype] < peak for dtype, peak in machine.peak_flops.items())
         assert "given" not in machine.source.values()
-        unknown = {"host_bytes", "disk_bytes", "disk_read", "network_between_nodes"} & set(machine.figures)
+        unknown = {"host_bytes", "disk_bytes", "disk_read", "network_between_nodes"} & set(
+            machine.figures
+        )
         assert bool(unknown) == (name == "dgx2")
 
 
@@ -43,7 +47,8 @@ def test_machines_dgx2_is_that_of_the_paper():
 def test_machines_say_which_figure_nobody_gave():
     machine = zj.machine("l4")
     with pytest.raises(
-        ValueError, match=r"machine l4: nobody gave host_bytes \(B a node\), disk_read .*host_bytes=\.\.\..*probe"
+        ValueError,
+        match=r"machine l4: nobody gave host_bytes \(B a node\), disk_read .*host_bytes=\.\.\..*probe",
     ):
         machine.needs("device_bytes", "host_bytes", "disk_read")
     with pytest.raises(ValueError, match=r"flops=\{\*\*machine\.flops, 'fp16': \.\.\.\}"):
@@ -59,13 +64,19 @@ def test_machines_forget_the_source_of_a_figure_that_is_replaced():
     assert other.source["link_up"] == other.source["host_bytes"] == "given"
     assert other.source["link_down"] == machine.source["link_down"]
     assert "memory_rate" not in other.source
-    said = dataclasses.replace(machine, link_up=48e9, source={**machine.source, "link_up": "our own"})
+    said = dataclasses.replace(
+        machine, link_up=48e9, source={**machine.source, "link_up": "our own"}
+    )
     assert dataclasses.replace(said, nodes=2).source["link_up"] == "our own"
 
 
 def test_machines_are_hashed_copied_and_pickled():
     machine = zj.machine("dgx2")
-    for other in (copy.deepcopy(machine), pickle.loads(pickle.dumps(machine)), dataclasses.replace(machine)):
+    for other in (
+        copy.deepcopy(machine),
+        pickle.loads(pickle.dumps(machine)),
+        dataclasses.replace(machine),
+    ):
         assert other == machine
         assert hash(other) == hash(machine)
     assert machine != zj.machine("dgx2", nodes=2)
@@ -104,7 +115,10 @@ def test_machines_are_read_as_they_were_saved(tmp_path):
     path = tmp_path / "m.toml"
     for machine in planner.NAMED.values():
         odd = dataclasses.replace(
-            machine, nodes=3, disk_read=1 / 3 * 1e10, source={**machine.source, "disk_read": 'a "b" \\ é\n'}
+            machine,
+            nodes=3,
+            disk_read=1 / 3 * 1e10,
+            source={**machine.source, "disk_read": 'a "b" \\ é\n'},
         )
         odd.save(path)
         assert zj.machine(path) == odd
@@ -113,9 +127,16 @@ def test_machines_are_read_as_they_were_saved(tmp_path):
 
 def test_machines_files_start_from_a_named_one(tmp_path):
     path = tmp_path / "lab.toml"
-    path.write_text('base = "h200"\nhost_bytes = 2e12\nlink_up = 4e10\nsource.link_up = "ours"\n[flops]\nbf16 = 6e14\n')
+    path.write_text(
+        'base = "h200"\nhost_bytes = 2e12\nlink_up = 4e10\nsource.link_up = "ours"\n[flops]\nbf16 = 6e14\n'
+    )
     lab, h200 = zj.machine(path), zj.machine("h200")
-    assert (lab.name, lab.devices_per_node, lab.host_bytes, lab.link_up) == ("lab", 8, 2 * 10**12, 4e10)
+    assert (lab.name, lab.devices_per_node, lab.host_bytes, lab.link_up) == (
+        "lab",
+        8,
+        2 * 10**12,
+        4e10,
+    )
     assert lab.flops == {**h200.flops, "bf16": 6e14}
     assert (lab.source["link_up"], lab.source["flops.bf16"]) == ("ours", "given in lab.toml")
     assert lab.source["flops.fp16"] == h200.source["flops.fp16"]
@@ -124,14 +145,20 @@ def test_machines_files_start_from_a_named_one(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nodes = 2\ndisk_raed = 3e9\n", r"bad\.toml, line 2: 'disk_raed' is no figure of a machine: did you mean 'disk_read'"),
+        (
+            "nodes = 2\ndisk_raed = 3e9\n",
+            r"bad\.toml, line 2: 'disk_raed' is no figure of a machine: did you mean 'disk_read'",
+        ),
         ('\n\nlink_up = "fast"\n', r"bad\.toml, line 3: link_up = 'fast': bytes a second"),
         ("[flops]\nfp8 = 1e12\n", r"bad\.toml, line 2: flops\.fp8 = .* no precision"),
         ("flops = 1e12\n", r"line 1: flops = .* by precision; flops\.fp32"),
         ('base = "h300"\n', r"bad\.toml, line 1: base 'h300' is unknown: did you mean 'h200'"),
         ("nodes = \n", r"bad\.toml is no TOML: .*line 1"),
         ('source.link_ups = "x"\n', r"line 1: source of 'link_ups'.*'link_up'"),
-        ('base = "l4"\nsource.disk_read = "x"\n', r"line 2: source of disk_read, a figure that the file does not give"),
+        (
+            'base = "l4"\nsource.disk_read = "x"\n',
+            r"line 2: source of disk_read, a figure that the file does not give",
+        ),
         ("link_up = 2024-01-01\n", r"line 1: link_up = "),
     ],
 )
@@ -145,5 +172,7 @@ def test_machines_files_say_which_line_is_wrong(tmp_path, text, message):
 def test_machines_print_figures_units_and_sources():
     text = str(zj.machine("dgx2", nodes=2))
     assert text.startswith("dgx2: 2 nodes of 16 devices\n")
-    assert re.search(r"^  link_up +3e\+09 B/s a device +ZeRO-Infinity .*, figure 2b", text, re.MULTILINE)
+    assert re.search(
+        r"^  link_up +3e\+09 B/s a device +ZeRO-Infinity .*, figure 2b", text, re.MULTILINE
+    )
     assert text.endswith("not given: pinned_bytes, disk_tbw_bytes, host_kernel")

@@ -19,7 +19,7 @@ def truncates_to(value, text):
     return math.floor(value) == int(text)
 
 
-# --- ZeRO (arXiv:1910.02054) -----------------------------------------------------------------------------------------------
+# --- ZeRO (arXiv:1910.02054) ----------------------------------------------------------------------
 
 # Table 1: GB a device at stages 1, 2 and 3, by the degree of data parallelism.
 TABLE_1 = {
@@ -35,21 +35,34 @@ TABLE_1 = {
         1024: "4011 2013 15.6",
     },
 }  # fmt: skip
-# Table 2: model parallelism, and the largest model in 1e9 parameters without ZeRO and at stages 1, 2 and 3, of 64 V100s each.
-TABLE_2 = {1: "2 7.6 14.4 128", 2: "4 15.2 28.8 256", 4: "8 30.4 57.6 512", 8: "16 60.8 115.2 1024", 16: "32 121.6 230.4 2048"}
+# Table 2: model parallelism, and the largest model in 1e9 parameters without ZeRO and at stages 1,
+# 2 and 3, of 64 V100s each.
+TABLE_2 = {
+    1: "2 7.6 14.4 128",
+    2: "4 15.2 28.8 256",
+    4: "8 30.4 57.6 512",
+    8: "16 60.8 115.2 1024",
+    16: "32 121.6 230.4 2048",
+}
 
 
 @pytest.mark.parametrize("num_params", TABLE_1)
 def test_papers_zero_prints_the_memory_of_a_device(num_params):
     for shards, row in TABLE_1[num_params].items():
         for stage, text in enumerate(row.split(), 1):
-            gigabytes = memory.model_state_bytes(int(float(num_params)), stage, shards)["total"] / 1e9
-            fits = truncates_to if float(text) > 100 else rounds_to  # the paper cuts off what is behind 4187.5 or 257.75
+            gigabytes = (
+                memory.model_state_bytes(int(float(num_params)), stage, shards)["total"] / 1e9
+            )
+            fits = (
+                truncates_to if float(text) > 100 else rounds_to
+            )  # the paper cuts off what is behind 4187.5 or 257.75
             assert fits(gigabytes, text), (num_params, shards, stage, gigabytes)
 
 
 def test_papers_zero_prints_the_largest_models():
-    """Rows of more model parallelism are, as printed, multiples of the first row as printed: 16 x 7.6, and not 122.3."""
+    """Rows of more model parallelism are, as printed, multiples of the first row as printed: 16 x
+    7.6, and not 122.3.
+    """
     device_bytes = zj.machine("dgx2").need("device_bytes")
     first = TABLE_2[1].split()
     for stage, text in enumerate(first):
@@ -60,7 +73,7 @@ def test_papers_zero_prints_the_largest_models():
             assert exact == pytest.approx(float(row.split()[stage]), rel=0.006)
 
 
-# --- ZeRO-Offload (arXiv:2101.06840) ---------------------------------------------------------------------------------------
+# --- ZeRO-Offload (arXiv:2101.06840) --------------------------------------------------------------
 
 # Table 1: what is on the host, bytes a parameter on the device, and how many times less that is.
 OFFLOADED = [("", 16, "1"), ("grads", 14, "1.14"), ("update", 4, "4"), ("grads update", 2, "8")]
@@ -75,7 +88,9 @@ def test_papers_offload_prints_the_memory_of_its_partitions():
 
 
 def test_papers_offload_is_the_only_partition_that_moves_and_holds_least():
-    """Section 3: other partitions than the table's move at least 6 bytes a parameter, and of the table's one holds least."""
+    """Section 3: other partitions than the table's move at least 6 bytes a parameter, and of the
+    table's one holds least.
+    """
     printed = {tuple(host.split()) for host, _, _ in OFFLOADED}
     nodes = planner.OFFLOADED
     chosen = [host for count in range(4) for host in itertools.combinations(nodes, count)]
@@ -83,7 +98,9 @@ def test_papers_offload_is_the_only_partition_that_moves_and_holds_least():
     assert len(cuts) == 8
     assert {host for host, cut in cuts.items() if cut.link <= 4} == printed
     assert min(cut.link for host, cut in cuts.items() if host not in printed) == 6
-    assert [host for host, cut in cuts.items() if cut.link <= 4 and cut.device <= 2] == [("grads", "update")]
+    assert [host for host, cut in cuts.items() if cut.link <= 4 and cut.device <= 2] == [
+        ("grads", "update")
+    ]
     with pytest.raises(ValueError, match=r"host=\['moments'\].*params, grads, update"):
         planner.offload_cut(["moments"])
 
@@ -93,11 +110,12 @@ def test_papers_offload_follows_the_precision():
     assert (whole.device, whole.host, whole.link) == (4, 12, 8)
 
 
-# --- ZeRO-Infinity (arXiv:2104.07857) --------------------------------------------------------------------------------------
+# --- ZeRO-Infinity (arXiv:2104.07857) -------------------------------------------------------------
 
-# Figure 2a: 1e12 parameters, layers, hidden and heads; TiB of model states, of activations and of checkpoints; GiB of working
-# memory of states and of activations. Sequences have 1024 tokens. Checkpoints are of 32; the columns of activations follow from
-# 4 a GPU, 64 a node. The states' working memory is left out where the paper's 1.95 is not 16 h^2 bytes.
+# Figure 2a: 1e12 parameters, layers, hidden and heads; TiB of model states, of activations and of
+# checkpoints; GiB of working memory of states and of activations. Sequences have 1024 tokens.
+# Checkpoints are of 32; the columns of activations follow from 4 a GPU, 64 a node. The states'
+# working memory is left out where the paper's 1.95 is not 16 h^2 bytes.
 FIGURE_2A = [
     ("0.10", 80, 10, 128, "1.83", "2.03", "0.05", None, "1.63"),
     ("0.50", 100, 20, 160, "9.16", "3.91", "0.12", "6.25", "2.50"),
@@ -135,10 +153,14 @@ def test_papers_infinity_intensities_are_computation_over_data():
     moved = {
         "params": 2 * 4 * num_params,
         "opt_state": 2 * 16 * num_params,
-        "activations": 2 * memory.transformer_activation_bytes(batch, seq, hidden, 16, layers, remat=True) / interval,
+        "activations": 2
+        * memory.transformer_activation_bytes(batch, seq, hidden, 16, layers, remat=True)
+        / interval,
     }
     intensity = planner.arithmetic_intensity(batch, seq, hidden, interval)
-    assert intensity == pytest.approx({kind: flops / num_bytes for kind, num_bytes in moved.items()})
+    assert intensity == pytest.approx(
+        {kind: flops / num_bytes for kind, num_bytes in moved.items()}
+    )
 
 
 def test_papers_infinity_says_which_bandwidth_is_enough():
@@ -146,15 +168,24 @@ def test_papers_infinity_says_which_bandwidth_is_enough():
     peak = zj.machine("dgx2").need("flops.fp16")
 
     def reached(kind, bandwidth, batch=1, hidden=2048):
-        return planner.efficiency(planner.arithmetic_intensity(batch, 1024, hidden)[kind], bandwidth, peak)
+        return planner.efficiency(
+            planner.arithmetic_intensity(batch, 1024, hidden)[kind], bandwidth, peak
+        )
 
     assert 0.5 < reached("params", 70e9) < 0.51  # "over 50 %" at "over 70 GB/s", of one sequence
-    assert reached("opt_state", 4 * 70e9) == pytest.approx(reached("params", 70e9))  # 4 times the bandwidth
+    assert reached("opt_state", 4 * 70e9) == pytest.approx(
+        reached("params", 70e9)
+    )  # 4 times the bandwidth
     assert reached("activations", 2e9) > 0.5  # "2 GB/s is able to sustain over 50 %" of h = 2K
     assert reached("activations", 1e9) < 0.5
-    assert reached("activations", 1e9, hidden=8192) > 0.5  # "less than 1 GB/s once the hidden size grows over 8K"
-    # "90 % with a batch size of 2": more than the memory of a V100 gives; the paper's "nearly 1.5 TB/s" is not what follows.
-    needed = planner.bandwidth_for(0.9, planner.arithmetic_intensity(2, 1024, 2048)["opt_state"], peak)
+    assert (
+        reached("activations", 1e9, hidden=8192) > 0.5
+    )  # "less than 1 GB/s once the hidden size grows over 8K"
+    # "90 % with a batch size of 2": more than the memory of a V100 gives; the paper's "nearly 1.5
+    # TB/s" is not what follows.
+    needed = planner.bandwidth_for(
+        0.9, planner.arithmetic_intensity(2, 1024, 2048)["opt_state"], peak
+    )
     assert needed == pytest.approx(9 * 70e12 / 512)
     assert needed > 900e9
     assert reached("opt_state", needed, batch=2) == pytest.approx(0.9)
@@ -162,10 +193,15 @@ def test_papers_infinity_says_which_bandwidth_is_enough():
         planner.bandwidth_for(1, 512.0, peak)
 
 
-# --- Korthikanti et al. (arXiv:2205.05198) ---------------------------------------------------------------------------------
+# --- Korthikanti et al. (arXiv:2205.05198) --------------------------------------------------------
 
 # Table 3 (t = 8, T = 2048, V = 51200): parameters, layers, hidden, heads.
-TABLE_3 = [("22B", 48, 6144, 64), ("175B", 96, 12288, 96), ("530B", 105, 20480, 128), ("1T", 128, 25600, 160)]
+TABLE_3 = [
+    ("22B", 48, 6144, 64),
+    ("175B", 96, 12288, 96),
+    ("530B", 105, 20480, 128),
+    ("1T", 128, 25600, 160),
+]
 
 
 def korthikanti(layers, hidden, heads):
@@ -191,17 +227,25 @@ def test_papers_korthikanti_keeps_the_bytes_of_table_2(row):
         2: {"tensor": t, "activations": "remat"},
     }
     for units, options in rows.items():
-        assert memory.korthikanti_layer_bytes(s, b, h, a, **options) == pytest.approx(s * b * h * units, rel=1e-12)
+        assert memory.korthikanti_layer_bytes(s, b, h, a, **options) == pytest.approx(
+            s * b * h * units, rel=1e-12
+        )
 
 
 @pytest.mark.parametrize(
-    ("row", "term", "saved", "overhead"), [(TABLE_3[1], 80, "70", "2.7"), (TABLE_3[2], 64, "65", "1.6")], ids=["gpt3", "mt-nlg"]
+    ("row", "term", "saved", "overhead"),
+    [(TABLE_3[1], 80, "70", "2.7"), (TABLE_3[2], 64, "65", "1.6")],
+    ids=["gpt3", "mt-nlg"],
 )
 def test_papers_korthikanti_saves_most_for_few_flops(row, term, saved, overhead):
-    """Section 5: 5 a s / h is 80 and 64, so selective recomputation saves 70 and 65 %, at 2.7 and 1.6 % more FLOPs."""
+    """Section 5: 5 a s / h is 80 and 64, so selective recomputation saves 70 and 65 %, at 2.7 and
+    1.6 % more FLOPs.
+    """
     sizes = korthikanti(*row[1:])
     assert 5 * sizes.heads * sizes.seq / sizes.hidden == term
     given = (sizes.seq, 1, sizes.hidden, sizes.heads)
-    part = memory.korthikanti_layer_bytes(*given, activations="selective") / memory.korthikanti_layer_bytes(*given)
+    part = memory.korthikanti_layer_bytes(
+        *given, activations="selective"
+    ) / memory.korthikanti_layer_bytes(*given)
     assert rounds_to(100 * (1 - part), saved)
     assert rounds_to(100 * (sizes.step_flops("selective") / sizes.step_flops() - 1), overhead)

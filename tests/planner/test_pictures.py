@@ -67,44 +67,65 @@ def at(line):
 
 def step_of(spans, seconds, phases=()):
     busy = {lane: sum(s.stop - s.start for s in spans if s.lane == lane) for lane in LANES}
-    return StepTime(seconds=seconds, busy=busy, exposed=dict.fromkeys(LANES, 0.0), phases=tuple(phases), spans=tuple(spans))
+    return StepTime(
+        seconds=seconds,
+        busy=busy,
+        exposed=dict.fromkeys(LANES, 0.0),
+        phases=tuple(phases),
+        spans=tuple(spans),
+    )
 
 
-# --- bytes -----------------------------------------------------------------------------------------------------------------
+# --- bytes ----------------------------------------------------------------------------------------
 
 
 def test_pictures_stripes_are_as_wide_as_their_bytes(trillion, drawn):
     for tier, kinds in trillion.bytes.items():
         stripes = by_class(with_id(drawn, f"bytes-{tier}"), "stripe")
-        widths = {stripe.find(f"{SVG}title").text.split(": ")[1].split()[0]: float(stripe.get("width")) for stripe in stripes}
+        widths = {
+            stripe.find(f"{SVG}title").text.split(": ")[1].split()[0]: float(stripe.get("width"))
+            for stripe in stripes
+        }
         assert widths.keys() == {kind for kind, n in kinds.items() if n}
         for kind, width in widths.items():
-            assert width == pytest.approx((RIGHT - LEFT) * kinds[kind] / trillion.capacity[tier], rel=1e-4), (tier, kind)
-        ends = sorted((float(s.get("x")), float(s.get("x")) + float(s.get("width"))) for s in stripes)
+            assert width == pytest.approx(
+                (RIGHT - LEFT) * kinds[kind] / trillion.capacity[tier], rel=1e-4
+            ), (tier, kind)
+        ends = sorted(
+            (float(s.get("x")), float(s.get("x")) + float(s.get("width"))) for s in stripes
+        )
         assert all(b[0] == pytest.approx(a[1], abs=0.01) for a, b in itertools.pairwise(ends))
     told = f"{size_of(sum(trillion.bytes['device'].values()))} of {size_of(trillion.capacity['device'])}"
     assert told in words(with_id(drawn, "bytes-device"))
 
 
 def test_pictures_capacity_is_the_end_of_a_bar_or_within_it():
-    bytes_by_tier = {"device": {"params": 30, "grads": 30}, "pinned_host": {"buffers": 5}, "nvme": {}}
+    bytes_by_tier = {
+        "device": {"params": 30, "grads": 30},
+        "pinned_host": {"buffers": 5},
+        "nvme": {},
+    }
     root = of_part(draw_tiers(bytes_by_tier, {"device": 40.0, "pinned_host": 10.0, "nvme": None}))
     (device,) = by_class(with_id(root, "bytes-device"), "capacity")
     (host,) = by_class(with_id(root, "bytes-pinned_host"), "capacity")
     assert at(device) == pytest.approx(LEFT + (RIGHT - LEFT) * 40 / 60, abs=0.01)
     assert at(host) == RIGHT
-    assert not [node for node in root.iter() if node.get("id") == "bytes-nvme"]  # not used, and nobody told
+    assert not [
+        node for node in root.iter() if node.get("id") == "bytes-nvme"
+    ]  # not used, and nobody told
     unknown = of_part(draw_tiers({"nvme": {"params": 7}}, {}))
     assert not by_class(unknown, "capacity")
     assert float(by_class(unknown, "stripe")[0].get("width")) == RIGHT - LEFT
 
 
-# --- seconds ---------------------------------------------------------------------------------------------------------------
+# --- seconds --------------------------------------------------------------------------------------
 
 
 def scale_of(root):
     """Return the pixels of a second, by the axis."""
-    (x0, t0), *_, (x1, t1) = [(float(tick.get("x")), float(words(tick))) for tick in by_class(root, "tick")]
+    (x0, t0), *_, (x1, t1) = [
+        (float(tick.get("x")), float(words(tick))) for tick in by_class(root, "tick")
+    ]
     return (x1 - x0) / (t1 - t0)
 
 
@@ -131,7 +152,8 @@ def test_pictures_boxes_are_where_the_work_is():
     stops = np.cumsum(pauses + seconds)
     labels = rng.choice(["read params", "read opt_state"], 500)
     spans = [
-        Span("read", str(k), float(b - s), float(b), n) for n, (k, s, b) in enumerate(zip(labels, seconds, stops, strict=True))
+        Span("read", str(k), float(b - s), float(b), n)
+        for n, (k, s, b) in enumerate(zip(labels, seconds, stops, strict=True))
     ]
     boxes = boxes_of(spans, grain)
     assert sum(box.seconds for box in boxes) == pytest.approx(seconds.sum())
@@ -154,15 +176,26 @@ def test_pictures_of_many_layers_have_few_elements(trillion, drawn):
     assert len(trillion.time.spans) > 2000
     assert sum(1 for _ in drawn.iter()) < 1000
     # Boxes of 6 pixels and more, as many as fit, in every lane.
-    wide = [Span(lane, label, i + 0.0, i + 0.9) for lane in LANES for i, label in enumerate(["gather", "reduce"] * 60)]
+    wide = [
+        Span(lane, label, i + 0.0, i + 0.9)
+        for lane in LANES
+        for i, label in enumerate(["gather", "reduce"] * 60)
+    ]
     assert sum(1 for _ in of_part(draw_step(step_of(wide, 120.0))).iter()) < 2000
 
 
-@pytest.mark.parametrize("shares", [(1e-6, 0.3, 1e-3, 0.5, 0.2), (0.9, 0.02, 0.02, 0.03, 0.03), (0.2,) * 5], ids=str)
+@pytest.mark.parametrize(
+    "shares", [(1e-6, 0.3, 1e-3, 0.5, 0.2), (0.9, 0.02, 0.02, 0.03, 0.03), (0.2,) * 5], ids=str
+)
 def test_pictures_parts_of_a_step_are_named_without_overlap(shares):
     names, stops = ("embed", "forward", "head", "backward", "update"), np.cumsum(shares)
-    phases = [PhaseTime(n, float(b - s), float(b), "compute") for n, s, b in zip(names, shares, stops, strict=True)]
-    root = of_part(draw_step(step_of([Span("compute", "forward", 0.0, 1.0, 0)], float(stops[-1]), phases)))
+    phases = [
+        PhaseTime(n, float(b - s), float(b), "compute")
+        for n, s, b in zip(names, shares, stops, strict=True)
+    ]
+    root = of_part(
+        draw_step(step_of([Span("compute", "forward", 0.0, 1.0, 0)], float(stops[-1]), phases))
+    )
     found = [(float(t.get("x")), float(t.get("y")), words(t)) for t in by_class(root, "phase")]
     assert [text.split()[0] for _, _, text in found] == list(names)
     for x, _, text in found:
@@ -181,21 +214,29 @@ def test_pictures_ticks_are_round_and_few():
         assert f"{step:e}"[0] in "125"
 
 
-# --- efficiency ------------------------------------------------------------------------------------------------------------
+# --- efficiency -----------------------------------------------------------------------------------
 
 
 def test_pictures_efficiency_is_of_steps_walked_again(trillion, drawn):
     dot, time = with_id(drawn, "machine"), trillion.time
-    top, foot = (next(float(t.get("y")) for t in drawn.iter(f"{SVG}text") if words(t) == p) - 4 for p in ("100 %", "0 %"))
+    top, foot = (
+        next(float(t.get("y")) for t in drawn.iter(f"{SVG}text") if words(t) == p) - 4
+        for p in ("100 %", "0 %")
+    )
     here = time.busy["compute"] / time.seconds
     assert float(dot.get("cy")) == pytest.approx(foot + (top - foot) * here, abs=0.1)
     for name, slower in (("link", 0.125), ("disk", 0.125)):
-        curve = [tuple(map(float, p.split(","))) for p in with_id(drawn, f"curve-{name}").get("points").split()]
+        curve = [
+            tuple(map(float, p.split(",")))
+            for p in with_id(drawn, f"curve-{name}").get("points").split()
+        ]
         assert curve[len(curve) // 2] == pytest.approx((float(dot.get("cx")), float(dot.get("cy"))))
         estimate = trillion.estimate
         seconds = estimate.seconds_with(estimate.wires.times(**{name: slower}))
         assert seconds > 1.2 * time.seconds
-        assert curve[0][1] == pytest.approx(foot + (top - foot) * time.busy["compute"] / seconds, abs=0.1)
+        assert curve[0][1] == pytest.approx(
+            foot + (top - foot) * time.busy["compute"] / seconds, abs=0.1
+        )
 
 
 def test_pictures_of_a_resident_step_have_no_curve(resident):
@@ -204,7 +245,7 @@ def test_pictures_of_a_resident_step_have_no_curve(resident):
     assert "Nothing moves over the link or the disk" in words(root)
 
 
-# --- the document ----------------------------------------------------------------------------------------------------------
+# --- the document ---------------------------------------------------------------------------------
 
 
 def test_pictures_stand_alone_and_fit(drawn):
@@ -216,7 +257,10 @@ def test_pictures_stand_alone_and_fit(drawn):
     for text in drawn.iter(f"{SVG}text"):
         size = float(text.get("font-size", 12))
         width = len(words(text)) * CHAR * size / 12
-        left = float(text.get("x")) - width * {"start": 0, "middle": 0.5, "end": 1}[text.get("text-anchor", "start")]
+        left = (
+            float(text.get("x"))
+            - width * {"start": 0, "middle": 0.5, "end": 1}[text.get("text-anchor", "start")]
+        )
         assert 0 <= left <= left + width <= WIDTH, words(text)
 
 

@@ -1,4 +1,6 @@
-"""A plan's bytes are its program's: drawn models and drawn fixed fields, compared exactly with `program.memory`."""
+"""A plan's bytes are its program's: drawn models and drawn fixed fields, compared exactly with
+`program.memory`.
+"""
 
 import dataclasses
 from typing import Any
@@ -25,14 +27,22 @@ MACHINE = Machine(
     disk_both=1e9, host_kernel=1e9,
 )  # fmt: skip
 QUICK = {"prefetch_distance": 1, "num_microbatches": 1, "gather_ahead": False}
-DEVICE = {"params": "device", "grads": "device", "update": None, "update_on": "device", "moments": "float32"}
+DEVICE = {
+    "params": "device",
+    "grads": "device",
+    "update": None,
+    "update_on": "device",
+    "moments": "float32",
+}
 DEFAULT_SEEDS = (0, 2)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traced, "is_there", lambda mesh: False)
-    monkeypatch.setattr(Repairs, "nearest", lambda self, search: "")  # what to change where nothing fits takes long to find
+    monkeypatch.setattr(
+        Repairs, "nearest", lambda self, search: ""
+    )  # what to change where nothing fits takes long to find
 
 
 def drawn_model(rng: np.random.Generator) -> zj.LayeredModel:
@@ -43,7 +53,10 @@ def drawn_model(rng: np.random.Generator) -> zj.LayeredModel:
     is_tied, is_frozen, has_stacks = (bool(rng.random() < 0.35) for _ in range(3))
 
     def init_block(key: jax.Array) -> dict[str, jax.Array]:
-        up, down = toys.draw(key, (hidden, inner * tiles)), toys.draw(key, (inner * tiles, hidden), 1)
+        up, down = (
+            toys.draw(key, (hidden, inner * tiles)),
+            toys.draw(key, (inner * tiles, hidden), 1),
+        )
         if tiles > 1:
             up = jnp.moveaxis(up.reshape(hidden, tiles, inner), 1, 0)
             down = down.reshape(tiles, inner, hidden)
@@ -60,7 +73,9 @@ def drawn_model(rng: np.random.Generator) -> zj.LayeredModel:
     def head(p: Any, p_embed: Any, x: jax.Array, batch: Any, key: Any) -> jax.Array:
         del key
         logits = x @ (p_embed["table"].T if is_tied else p["out"])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["tokens"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            logits.astype(jnp.float32), batch["tokens"]
+        )
         return jnp.mean(losses * p["scale"].astype(jnp.float32))
 
     def init_head(key: jax.Array) -> dict[str, jax.Array]:
@@ -77,14 +92,20 @@ def drawn_model(rng: np.random.Generator) -> zj.LayeredModel:
         init_head=init_head,
         head=head,
         tiles=is_tiled if tiles > 1 else False,
-        frozen={"embed": False, "block": {"up": True, "down": False, "norm": False}, "head": False} if is_frozen else False,
+        frozen={"embed": False, "block": {"up": True, "down": False, "norm": False}, "head": False}
+        if is_frozen
+        else False,
     )
     if not has_stacks:
         return model
     enter = lambda p, x, batch, key: (p["table"][batch["tokens"]], {"memory": x})  # noqa: E731
     first = zj.Stack("first", int(rng.integers(1, 4)), init_block, block)
     second = zj.Stack("second", int(rng.integers(1, 4)), init_block, block, enter=enter)
-    frozen = {"embed": False, "block": {"second": model.frozen["block"]}, "head": False} if is_frozen else False
+    frozen = (
+        {"embed": False, "block": {"second": model.frozen["block"]}, "head": False}
+        if is_frozen
+        else False
+    )
     return dataclasses.replace(
         model, num_layers=None, init_block=None, block=None, stacks=(first, second), frozen=frozen,
         tiles={"first": is_tiled, "second": is_tiled} if tiles > 1 else False,
@@ -103,14 +124,22 @@ def drawn_fixed(rng: np.random.Generator, folder: str) -> dict[str, Any]:
         "num_microbatches": [1, 2],
     }
     opt_state = str(rng.choice(["device", "pinned_host", "nvme"]))
-    drawn: dict[str, Any] = {"opt_state": opt_state, "params": str(rng.choice(["device", "device", "pinned_host"]))}
+    drawn: dict[str, Any] = {
+        "opt_state": opt_state,
+        "params": str(rng.choice(["device", "device", "pinned_host"])),
+    }
     drawn["update"] = "in_backward" if rng.random() < 0.4 else None
     drawn["update_on"] = "host" if opt_state != "device" and rng.random() < 0.3 else "device"
     names = rng.choice(list(choices), 4, replace=False)
     drawn |= {str(name): choices[name][rng.integers(len(choices[name]))] for name in names}
     if drawn["params"] != "device":
         drawn["stage"] = 3
-    return QUICK | {"moments": "float32", "opt_state_device_fraction": 0.0} | drawn | {"swap_dir": folder}
+    return (
+        QUICK
+        | {"moments": "float32", "opt_state_device_fraction": 0.0}
+        | drawn
+        | {"swap_dir": folder}
+    )
 
 
 def nonzero(tiers: Any) -> dict[str, dict[str, int]]:
@@ -118,16 +147,24 @@ def nonzero(tiers: Any) -> dict[str, dict[str, int]]:
 
 
 def check_drawn(seed: int, folder: str) -> bool:
-    """Compare a drawn plan with its program, in memory that is drawn, too; return whether there was a plan."""
+    """Compare a drawn plan with its program, in memory that is drawn, too; return whether there was
+    a plan.
+    """
     rng = np.random.default_rng(seed)
     model, fixed = drawn_model(rng), drawn_fixed(rng, folder)
     mesh = zj.make_mesh(fsdp=(n := int(rng.choice([1, 2, 4]))), devices=jax.devices()[:n])
-    batch = {"tokens": jax.ShapeDtypeStruct((int(4 * rng.integers(1, 3)), int(4 * rng.integers(1, 5))), np.int32)}
+    batch = {
+        "tokens": jax.ShapeDtypeStruct(
+            (int(4 * rng.integers(1, 3)), int(4 * rng.integers(1, 5))), np.int32
+        )
+    }
     tx = optax.adamw(1e-3)
     machine = dataclasses.replace(MACHINE, device_bytes=int(10 ** rng.uniform(5.5, 7)))
     try:
         made = zj.plan(model, tx, mesh, batch, machine, fixed=fixed)
-    except ValueError:  # PlanError among them: fields that contradict each other, or too little memory
+    except (
+        ValueError
+    ):  # PlanError among them: fields that contradict each other, or too little memory
         return False
     with zj.build_train_step(model, tx, made.config, mesh) as program:
         counted = program.memory(batch)
@@ -151,11 +188,17 @@ def test_bytes_of_many_drawn_plans_are_their_programs(block, tmp_path):
 
 
 def check_bounds(seed: int, folder: str, num_configs: int) -> int:
-    """Hold the bounds of drawn configs to what is estimated, and to the programs; return how many were built."""
+    """Hold the bounds of drawn configs to what is estimated, and to the programs; return how many
+    were built.
+    """
     rng = np.random.default_rng(seed)
     model, n = drawn_model(rng), int(rng.choice([1, 2, 4]))
     mesh = zj.make_mesh(fsdp=n, devices=jax.devices()[:n])
-    batch = {"tokens": jax.ShapeDtypeStruct((int(4 * rng.integers(1, 3)), int(4 * rng.integers(1, 5))), np.int32)}
+    batch = {
+        "tokens": jax.ShapeDtypeStruct(
+            (int(4 * rng.integers(1, 3)), int(4 * rng.integers(1, 5))), np.int32
+        )
+    }
     fixed = {"swap_dir": folder, "precision": str(rng.choice(["fp32", "bf16"]))}
     planner = Planner(model, optax.adamw(1e-3), mesh, batch, MACHINE, fixed, None)
     search, built = Search(planner.space(), planner.limits), 0
@@ -165,11 +208,21 @@ def check_bounds(seed: int, folder: str, num_configs: int) -> int:
         config = search.space.config(candidate.fields)
         if config is None:
             continue
-        estimated, least = search.estimate(config, candidate.tiles), search.bound.resting(candidate.fields)
-        assert max(candidate.seconds, estimated.least) <= estimated.time.seconds * (1 + 1e-9), (seed, config)
+        estimated, least = (
+            search.estimate(config, candidate.tiles),
+            search.bound.resting(candidate.fields),
+        )
+        assert max(candidate.seconds, estimated.least) <= estimated.time.seconds * (1 + 1e-9), (
+            seed,
+            config,
+        )
         exact = planner.exact(config, candidate.tiles)
         for tier, num_bytes in least.items():
-            assert int(num_bytes) <= estimated.needed(tier) + len(estimated.bytes[tier]), (seed, tier, config)  # each rounded
+            assert int(num_bytes) <= estimated.needed(tier) + len(estimated.bytes[tier]), (
+                seed,
+                tier,
+                config,
+            )  # each rounded
             assert int(num_bytes) <= sum(exact.bytes[tier].values()), (seed, tier, config)
         built += 1
     return built
@@ -186,10 +239,18 @@ def test_bounds_are_below_what_is_estimated_and_built_of_many(seed, tmp_path):
 
 
 def test_bytes_of_a_plan_of_sizes_are_those_of_the_transformer_they_stand_for():
-    """Six layers of 2048 x 5632 with the optimizer's state in host memory: once 0.14 GB in flight were promised for 0.54."""
-    sizes = zj.Sizes(layers=6, hidden=2048, heads=16, seq=512, batch=8, vocab=8192, mlp=5632, gated=True)
+    """Six layers of 2048 x 5632 with the optimizer's state in host memory: once 0.14 GB in flight
+    were promised for 0.54.
+    """
+    sizes = zj.Sizes(
+        layers=6, hidden=2048, heads=16, seq=512, batch=8, vocab=8192, mlp=5632, gated=True
+    )
     machine = dataclasses.replace(zj.machine("h200"), devices_per_node=1, host_bytes=10**12)
-    fixed = QUICK | DEVICE | {"precision": "bf16", "opt_state": "pinned_host", "opt_state_device_fraction": 0.0}
+    fixed = (
+        QUICK
+        | DEVICE
+        | {"precision": "bf16", "opt_state": "pinned_host", "opt_state_device_fraction": 0.0}
+    )
     made = zj.plan(sizes, machine=machine, fixed=fixed | {"activations": "remat"}, tiles=(1,))
     mesh, model = aot.gpu_mesh("h200", gpus_per_host=1), sized_model(sizes, cudnn=True)
     program = zj.build_train_step(model, optax.adamw(1e-4), made.config, mesh)
@@ -197,7 +258,9 @@ def test_bytes_of_a_plan_of_sizes_are_those_of_the_transformer_they_stand_for():
 
 
 def test_plan_whose_program_takes_more_than_there_is_is_not_returned(monkeypatch):
-    """Programs that keep activations are made to take too much: the plan is the next config, and none where all do."""
+    """Programs that keep activations are made to take too much: the plan is the next config, and
+    none where all do.
+    """
     refused = list[zj.ZeroConfig]()
 
     def exact(self: Planner, config: zj.ZeroConfig, tiles: int = 1) -> Exact:
@@ -205,7 +268,9 @@ def test_plan_whose_program_takes_more_than_there_is_is_not_returned(monkeypatch
         is_more = config.activations == "save" or bool(config.saved_names)
         if is_more:
             refused.append(config)
-        of_tiers = {tier: {"in_flight": 10**12 * is_more} for tier in ("device", "pinned_host", "nvme")}
+        of_tiers = {
+            tier: {"in_flight": 10**12 * is_more} for tier in ("device", "pinned_host", "nvme")
+        }
         return Exact(of_tiers, None)
 
     monkeypatch.setattr(Planner, "exact", exact)

@@ -20,7 +20,9 @@ disk_read = 3e9
 disk_write = 2e9
 disk_both = 3e9
 """
-QUICK = "--fix prefetch_distance=1 --fix num_microbatches=1 --fix activations=remat --fix grads=device"
+QUICK = (
+    "--fix prefetch_distance=1 --fix num_microbatches=1 --fix activations=remat --fix grads=device"
+)
 
 
 @pytest.fixture
@@ -45,7 +47,9 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_plan_of_a_trillion_parameters_is_on_disk(tmp_path, capsys):
-    """ZeRO-Infinity trains a trillion on one DGX-2: 12 P / 16 bytes of optimizer state a GPU, on its disks."""
+    """ZeRO-Infinity trains a trillion on one DGX-2: 12 P / 16 bytes of optimizer state a GPU, on
+    its disks.
+    """
     path = tmp_path / "plan.json"
     fixed = "--fix prefetch_distance=2 --fix num_microbatches=1 --fix gather_ahead=False --fix update=None"
     run(f"{TRILLION} {fixed} --json {path}")
@@ -64,16 +68,30 @@ def test_plan_of_a_trillion_parameters_is_on_disk(tmp_path, capsys):
 def test_plan_command_is_the_function(lab, tmp_path, capsys):
     run(f"{lab} --json {tmp_path / 'plan.json'} --fix update=None")
     sizes = zj.Sizes(layers=4, hidden=512, heads=8, seq=128, batch=2, vocab=1024)
-    fixed = {"prefetch_distance": 1, "num_microbatches": 1, "activations": "remat", "grads": "device", "update": None}
-    made = zj.plan(sizes, machine=zj.machine(tmp_path / "lab.toml"), fixed=fixed | {"precision": "bf16"})
-    read, expected = (json.loads(text) for text in ((tmp_path / "plan.json").read_text(), made.to_json()))
-    assert {k: v for k, v in read.items() if k != "search"} == {k: v for k, v in expected.items() if k != "search"}
+    fixed = {
+        "prefetch_distance": 1,
+        "num_microbatches": 1,
+        "activations": "remat",
+        "grads": "device",
+        "update": None,
+    }
+    made = zj.plan(
+        sizes, machine=zj.machine(tmp_path / "lab.toml"), fixed=fixed | {"precision": "bf16"}
+    )
+    read, expected = (
+        json.loads(text) for text in ((tmp_path / "plan.json").read_text(), made.to_json())
+    )
+    assert {k: v for k, v in read.items() if k != "search"} == {
+        k: v for k, v in expected.items() if k != "search"
+    }
     assert capsys.readouterr().out.splitlines()[:-1] == str(made).splitlines()[:-1]
 
 
 def test_plan_command_fixes_fields(lab, capsys):
     run(f"{lab} --fix opt_state=nvme --fix update_on=device --fix clip_norm=0.5 --precision fp32")
-    (config,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  config ")]
+    (config,) = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("  config ")
+    ]
     assert "opt_state='nvme'" in config
     assert "clip_norm=0.5" in config
     assert "precision" not in config  # fp32 is the default
@@ -90,11 +108,16 @@ def test_plan_command_sets_figures(lab, capsys):
 
 
 def test_plan_command_compares_stages_and_tiers(lab, capsys):
-    run(f"{lab} --devices-per-node 2 --set network_in_node=1e10 --set device_bytes=120e6 --set disk_bytes=0 --compare")
+    run(
+        f"{lab} --devices-per-node 2 --set network_in_node=1e10 --set device_bytes=120e6 --set disk_bytes=0 --compare"
+    )
     made, table = capsys.readouterr().out.split("\n\n")
     seconds = float(made.split(": ")[1].split(" s a step")[0])
     rows = {line[:28].strip(): line[28:].split() for line in table.splitlines()[1:]}
-    assert list(rows) == [*(f"stage={n}" for n in range(4)), *(f"opt_state={t}" for t in ("device", "pinned_host", "nvme"))]
+    assert list(rows) == [
+        *(f"stage={n}" for n in range(4)),
+        *(f"opt_state={t}" for t in ("device", "pinned_host", "nvme")),
+    ]
     of_plan = [float(row[1]) for row in rows.values() if row[0] != "-"]
     assert min(of_plan) == pytest.approx(1.0, abs=0.03)
     assert all(float(row[0]) >= 0.97 * seconds for row in rows.values() if row[0] != "-")
@@ -142,7 +165,10 @@ def test_plan_command_ends_quietly_when_nobody_reads_on(monkeypatch):
         run(f"{SMALL} --machine l4 --fix opt_state=device {QUICK}")
 
 
-@pytest.mark.parametrize("arguments", ["--layers 4", f"{SMALL} --machine l4 --params many", f"{SMALL} --machine l4 --layers 0"])
+@pytest.mark.parametrize(
+    "arguments",
+    ["--layers 4", f"{SMALL} --machine l4 --params many", f"{SMALL} --machine l4 --layers 0"],
+)
 def test_plan_command_tells_how_it_is_used(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         run(arguments)

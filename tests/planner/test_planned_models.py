@@ -1,4 +1,6 @@
-"""Plans of models: a config that builds and trains, and what a model or an optimizer cannot take is left out."""
+"""Plans of models: a config that builds and trains, and what a model or an optimizer cannot take is
+left out.
+"""
 
 import dataclasses
 import re
@@ -47,13 +49,19 @@ def wide(batch_of: int = 8) -> tuple[zj.LayeredModel, dict[str, np.ndarray]]:
         lambda p, x, key: x + jnp.tanh(x @ p["w"]),
         lambda key: {"out": toys.draw(key, (128, 16)) / 12},
         lambda p, p_embed, x, batch, key: jnp.mean(
-            optax.softmax_cross_entropy_with_integer_labels((x @ p["out"]).astype(jnp.float32), batch["tokens"])
+            optax.softmax_cross_entropy_with_integer_labels(
+                (x @ p["out"]).astype(jnp.float32), batch["tokens"]
+            )
         ),
     )
-    return model, {"tokens": np.random.default_rng(0).integers(0, 16, (batch_of, 2), dtype=np.int32)}
+    return model, {
+        "tokens": np.random.default_rng(0).integers(0, 16, (batch_of, 2), dtype=np.int32)
+    }
 
 
-def losses_of(model: Any, tx: Any, config: zj.ZeroConfig, mesh: Any, batch: Any, steps: int = 2) -> list[float]:
+def losses_of(
+    model: Any, tx: Any, config: zj.ZeroConfig, mesh: Any, batch: Any, steps: int = 2
+) -> list[float]:
     """Train some steps; a config that cannot be built fails here."""
     with zj.build_train_step(model, tx, config, mesh) as program:
         state, losses = program.init(jax.random.key(0)), []
@@ -66,7 +74,8 @@ def losses_of(model: Any, tx: Any, config: zj.ZeroConfig, mesh: Any, batch: Any,
 def test_planned_step_is_timed_where_its_devices_are():
     """The plan of a model that fits is the default, which trains.
 
-    `activations` is fixed: what the modes of this small model take differs by less than the noise of a busy machine.
+    `activations` is fixed: what the modes of this small model take differs by less than the noise
+    of a busy machine.
     """
     model, batch = wide()
     fixed = QUICK | {"grads": "device", "update": None, "stage": 3, "activations": "save"}
@@ -87,14 +96,27 @@ def test_modes_with_the_same_backward_are_timed_once():
 
 @pytest.mark.usefixtures("_nothing_is_timed")
 def test_plan_of_a_model_that_does_not_fit_trains_from_another_tier(tmp_path):
-    """On CPUs host memory is the device's own: what does not fit in both goes to disk. `ZeroConfig.auto` is that config."""
+    """On CPUs host memory is the device's own: what does not fit in both goes to disk.
+
+    `ZeroConfig.auto` is that config.
+    """
     model, batch = wide()
     state = 16 * LAYERS * 128**2
-    small = dataclasses.replace(MACHINE, devices_per_node=1, device_bytes=int(0.7 * state), host_bytes=int(0.7 * state))
-    fixed = QUICK | {"swap_dir": str(tmp_path), "update_on": "device", "activations": "remat", "update": None}
+    small = dataclasses.replace(
+        MACHINE, devices_per_node=1, device_bytes=int(0.7 * state), host_bytes=int(0.7 * state)
+    )
+    fixed = QUICK | {
+        "swap_dir": str(tmp_path),
+        "update_on": "device",
+        "activations": "remat",
+        "update": None,
+    }
     made = zj.plan(model, TX, mesh_of(1), batch, small, fixed=fixed)
     assert "nvme" in (made.config.params, made.config.opt_state)
-    assert sum(made.bytes["device"].values()) + sum(made.bytes["pinned_host"].values()) <= 0.95 * 0.7 * state
+    assert (
+        sum(made.bytes["device"].values()) + sum(made.bytes["pinned_host"].values())
+        <= 0.95 * 0.7 * state
+    )
     assert losses_of(model, TX, made.config, mesh_of(1), batch)[1] > 0
     assert zj.ZeroConfig.auto(model, TX, mesh_of(1), batch, small, **fixed) == made.config
     with zj.build_train_step(model, TX, made.config, mesh_of(1)) as program:
@@ -107,12 +129,29 @@ def test_plan_of_a_model_that_does_not_fit_trains_from_another_tier(tmp_path):
 def test_plan_with_a_part_of_the_state_on_disk_trains(tmp_path):
     model, batch = wide()
     state = 16 * LAYERS * 128**2
-    small = dataclasses.replace(MACHINE, devices_per_node=1, device_bytes=int(0.9 * state), disk_read=1e8, disk_write=1e8)
-    fixed = QUICK | {"opt_state": "nvme", "update_on": "device", "activations": "remat", "update": None, "params": "device"}
-    made = zj.plan(model, TX, mesh_of(1), batch, small, fixed=fixed | {"swap_dir": str(tmp_path), "grads": "device"})
+    small = dataclasses.replace(
+        MACHINE, devices_per_node=1, device_bytes=int(0.9 * state), disk_read=1e8, disk_write=1e8
+    )
+    fixed = QUICK | {
+        "opt_state": "nvme",
+        "update_on": "device",
+        "activations": "remat",
+        "update": None,
+        "params": "device",
+    }
+    made = zj.plan(
+        model,
+        TX,
+        mesh_of(1),
+        batch,
+        small,
+        fixed=fixed | {"swap_dir": str(tmp_path), "grads": "device"},
+    )
     assert 0.4 < made.config.opt_state_device_fraction < 0.7
     losses = losses_of(model, TX, made.config, mesh_of(1), batch)
-    np.testing.assert_allclose(losses, losses_of(model, TX, zj.ZeroConfig(), mesh_of(1), batch), rtol=1e-5)
+    np.testing.assert_allclose(
+        losses, losses_of(model, TX, zj.ZeroConfig(), mesh_of(1), batch), rtol=1e-5
+    )
 
 
 @pytest.mark.usefixtures("_nothing_is_timed")
@@ -121,7 +160,9 @@ def test_plan_of_a_plain_model_chooses_what_it_can_take(caplog):
     fixed = {"num_microbatches": 1, "stage": 3}
     fits = zj.plan(toys.unrolled(), TX, mesh_of(2), batch, MACHINE, fixed=fixed)
     assert fits.config == zj.ZeroConfig()
-    assert sum("stay replicated" in record.message for record in caplog.records) == 1  # and not for each config
+    assert (
+        sum("stay replicated" in record.message for record in caplog.records) == 1
+    )  # and not for each config
     needed = fits.device_bytes
     tight = dataclasses.replace(MACHINE, device_bytes=int(0.8 * needed))
     made = zj.plan(toys.unrolled(), TX, mesh_of(2), batch, tight, fixed=fixed)
@@ -132,7 +173,9 @@ def test_plan_of_a_plain_model_chooses_what_it_can_take(caplog):
 
 @pytest.mark.usefixtures("_nothing_is_timed")
 def test_plan_leaves_out_what_the_optimizer_cannot_do():
-    """Sums over all gradients are not elementwise: such an optimizer runs on the whole tree, on the device."""
+    """Sums over all gradients are not elementwise: such an optimizer runs on the whole tree, on the
+    device.
+    """
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         del params
@@ -152,11 +195,17 @@ def test_plan_leaves_out_what_the_optimizer_cannot_do():
 @pytest.mark.exhaustive  # by default changes are followed for sizes, in test_planner.py
 @pytest.mark.parametrize(("device", "host", "devices"), [(0.05, 0.3, 1), (0.5, 0.3, 2)])
 def test_error_of_a_model_names_a_change_that_its_program_fits(device, host, devices):
-    """A program takes some bytes more than the estimate by which the nearest config is found, and all have to be named."""
+    """A program takes some bytes more than the estimate by which the nearest config is found, and
+    all have to be named.
+    """
     model, batch = wide()
     state = 16 * LAYERS * 128**2
     small = dataclasses.replace(
-        MACHINE, devices_per_node=devices, device_bytes=int(device * state), host_bytes=int(host * state), disk_bytes=0
+        MACHINE,
+        devices_per_node=devices,
+        device_bytes=int(device * state),
+        host_bytes=int(host * state),
+        disk_bytes=0,
     )
     arguments = {"fixed": QUICK | {"update": None, "activations": "remat", "grads": "device"}}
     with pytest.raises(zj.PlanError, match="nothing fits lab: ") as caught:
@@ -195,16 +244,25 @@ def test_plan_of_two_stacks_trains():
 def test_plan_counts_frozen_weights_and_updates_none_of_them():
     model, batch = wide()
     frozen = dataclasses.replace(model, frozen={"embed": True, "block": {"w": True}, "head": False})
-    plans = [zj.plan(m, TX, mesh_of(2), batch, MACHINE, fixed=QUICK | {"activations": "remat"}) for m in (model, frozen)]
-    assert plans[1].bytes["device"]["frozen"] == pytest.approx(plans[0].bytes["device"]["params"], rel=0.1)
-    searched = zj.plan(frozen, TX, mesh_of(2), batch, MACHINE, fixed=QUICK)  # of layers that have no optimizer state
+    plans = [
+        zj.plan(m, TX, mesh_of(2), batch, MACHINE, fixed=QUICK | {"activations": "remat"})
+        for m in (model, frozen)
+    ]
+    assert plans[1].bytes["device"]["frozen"] == pytest.approx(
+        plans[0].bytes["device"]["params"], rel=0.1
+    )
+    searched = zj.plan(
+        frozen, TX, mesh_of(2), batch, MACHINE, fixed=QUICK
+    )  # of layers that have no optimizer state
     assert searched.config.opt_state_device_fraction == 0
     assert plans[1].bytes["device"]["opt_state"] < 0.1 * plans[0].bytes["device"]["opt_state"]
 
 
 @pytest.mark.usefixtures("_nothing_is_timed")
 def test_flops_of_frozen_matrices_are_without_their_gradients():
-    """Two products of each in place of three; of weights in 8 bits as well, whose scales are no parameters."""
+    """Two products of each in place of three; of weights in 8 bits as well, whose scales are no
+    parameters.
+    """
     model, batch = wide()
     frozen = dataclasses.replace(model, frozen={"embed": True, "block": {"w": True}, "head": False})
     plans = [
@@ -220,7 +278,9 @@ def test_flops_of_frozen_matrices_are_without_their_gradients():
 
 
 def test_plan_for_gpus_that_are_not_there_takes_their_rates():
-    """Nothing runs there: seconds follow from the equations, by the rates of the machine that the devices are."""
+    """Nothing runs there: seconds follow from the equations, by the rates of the machine that the
+    devices are.
+    """
     mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=8, fsdp=8)
     model, batch = wide()
     made = zj.plan(model, TX, mesh, batch, fixed=QUICK | {"precision": "bf16", "stage": 3})
@@ -244,7 +304,13 @@ def test_plan_for_gpus_that_are_not_there_takes_their_rates():
 ])  # fmt: skip
 def test_plan_of_a_model_refuses_what_is_missing(arguments, message):
     model, batch = wide()
-    given = {"model": model, "tx": TX, "mesh": mesh_of(2), "batch": batch, "machine": MACHINE} | arguments
+    given = {
+        "model": model,
+        "tx": TX,
+        "mesh": mesh_of(2),
+        "batch": batch,
+        "machine": MACHINE,
+    } | arguments
     with pytest.raises(ValueError) as caught:  # noqa: PT011  the message is compared as it is
         zj.plan(**given)
     assert message in str(caught.value)
@@ -252,5 +318,7 @@ def test_plan_of_a_model_refuses_what_is_missing(arguments, message):
 
 def test_plan_of_a_batch_that_does_not_divide_says_so():
     model, batch = wide(batch_of=6)
-    with pytest.raises(ValueError, match=r"batch 6 does not divide by data x fsdp = 1 x 4: .* use 8"):
+    with pytest.raises(
+        ValueError, match=r"batch 6 does not divide by data x fsdp = 1 x 4: .* use 8"
+    ):
         zj.plan(model, TX, mesh_of(4), batch, MACHINE)

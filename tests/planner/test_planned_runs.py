@@ -1,4 +1,6 @@
-"""Plans beside what happens: bytes written to the disk, and memory of the compiled step under limits that fall."""
+"""Plans beside what happens: bytes written to the disk, and memory of the compiled step under
+limits that fall.
+"""
 
 import dataclasses
 from typing import Any
@@ -30,7 +32,9 @@ def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def model() -> zj.LayeredModel:
-    config = dataclasses.replace(gpt.PRESETS["tiny"], layers=4, hidden=64, heads=2, seq=SEQ, vocab=256)
+    config = dataclasses.replace(
+        gpt.PRESETS["tiny"], layers=4, hidden=64, heads=2, seq=SEQ, vocab=256
+    )
     return gpt.layered_gpt(config)
 
 
@@ -44,11 +48,38 @@ def batch_of() -> dict[str, np.ndarray]:
 
 
 DISKS: dict[str, dict[str, Any]] = {
-    "in_backward": {"params": "nvme", "opt_state": "nvme", "activations": "nvme", "update": "in_backward"},
-    "after_backward": {"params": "nvme", "grads": "nvme", "opt_state": "nvme", "activations": "remat"},
-    "opt_state_alone": {"params": "device", "grads": "device", "opt_state": "nvme", "activations": "save"},
-    "host_update": {"params": "nvme", "grads": "device", "opt_state": "nvme", "update_on": "host", "activations": "remat"},
-    "bf16": {"precision": "bf16", "params": "nvme", "grads": "nvme", "opt_state": "nvme", "activations": "nvme"},
+    "in_backward": {
+        "params": "nvme",
+        "opt_state": "nvme",
+        "activations": "nvme",
+        "update": "in_backward",
+    },
+    "after_backward": {
+        "params": "nvme",
+        "grads": "nvme",
+        "opt_state": "nvme",
+        "activations": "remat",
+    },
+    "opt_state_alone": {
+        "params": "device",
+        "grads": "device",
+        "opt_state": "nvme",
+        "activations": "save",
+    },
+    "host_update": {
+        "params": "nvme",
+        "grads": "device",
+        "opt_state": "nvme",
+        "update_on": "host",
+        "activations": "remat",
+    },
+    "bf16": {
+        "precision": "bf16",
+        "params": "nvme",
+        "grads": "nvme",
+        "opt_state": "nvme",
+        "activations": "nvme",
+    },
 }
 
 
@@ -57,7 +88,13 @@ DISKS: dict[str, dict[str, Any]] = {
 @pytest.mark.usefixtures("untimed")
 def test_plan_tells_what_ten_steps_write(case, model, tmp_path):
     tx, mesh, batch = optax.adamw(1e-3), mesh_of(), batch_of()
-    defaults = {"stage": 3, "update": None, "update_on": "device", "moments": "float32", "num_microbatches": 1}
+    defaults = {
+        "stage": 3,
+        "update": None,
+        "update_on": "device",
+        "moments": "float32",
+        "num_microbatches": 1,
+    }
     fixed = defaults | {"swap_dir": str(tmp_path)} | DISKS[case]
     made = zj.plan(model, tx, mesh, batch, MACHINE, fixed=fixed)
     assert {name: getattr(made.config, name) for name in DISKS[case]} == DISKS[case]
@@ -80,7 +117,12 @@ def compiled_bytes(model: Any, config: zj.ZeroConfig, mesh: Any, batch: Any) -> 
     """Return what a step takes of a CPU's memory, host tier included, with its records beside it."""
     with zj.build_train_step(model, optax.adamw(1e-3), config, mesh) as program:
         stats = program.lower(batch).compile().memory_analysis()
-    return stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes - stats.alias_size_in_bytes
+    return (
+        stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        + stats.temp_size_in_bytes
+        - stats.alias_size_in_bytes
+    )
 
 
 @pytest.mark.exhaustive
@@ -92,13 +134,17 @@ def test_auto_trains_within_the_device_or_refuses(share, model, tmp_path):
     machine = dataclasses.replace(MACHINE, device_bytes=int(float(share) * most))
     made = error = None
     try:
-        made = zj.plan(model, tx, mesh, batch, machine, fixed={"swap_dir": str(tmp_path)}, validate=True)
+        made = zj.plan(
+            model, tx, mesh, batch, machine, fixed={"swap_dir": str(tmp_path)}, validate=True
+        )
     except zj.PlanError as refused:
         error = refused
     if made is None:
         assert error.needed > error.had
         return
-    program_bytes = compiled_bytes(model, made.config, mesh, batch) - sum(made.bytes["pinned_host"].values())
+    program_bytes = compiled_bytes(model, made.config, mesh, batch) - sum(
+        made.bytes["pinned_host"].values()
+    )
     assert program_bytes <= float(share) * most
     with zj.build_train_step(model, tx, made.config, mesh) as program:
         _, metrics = program.step(program.init(jax.random.key(0)), batch)
@@ -107,8 +153,12 @@ def test_auto_trains_within_the_device_or_refuses(share, model, tmp_path):
 
 def test_plan_of_a_batch_that_does_not_divide_says_so(model):
     tokens = np.zeros((6, SEQ), np.int32)
-    with pytest.raises(ValueError, match=r"batch 6 does not divide by data x fsdp = 1 x 4: .* use 8"):
-        zj.plan(model, optax.adamw(1e-3), mesh_of(4), {"tokens": tokens, "targets": tokens}, MACHINE)
+    with pytest.raises(
+        ValueError, match=r"batch 6 does not divide by data x fsdp = 1 x 4: .* use 8"
+    ):
+        zj.plan(
+            model, optax.adamw(1e-3), mesh_of(4), {"tokens": tokens, "targets": tokens}, MACHINE
+        )
 
 
 def test_machine_of_gpus_that_are_not_there_is_known():

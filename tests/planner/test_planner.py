@@ -21,19 +21,30 @@ from zerojax.planner.segments import _segment, mix, options_of, with_options
 SIZES = zj.Sizes(layers=16, hidden=256, heads=4, seq=64, batch=4, vocab=1024)
 STATE = 16 * SIZES.num_params  # bytes: in bfloat16 with Adam
 BF16 = {"precision": "bf16"}
-FEW = BF16 | {"prefetch_distance": 1, "num_microbatches": 1, "update": "in_backward", "opt_state_device_fraction": 0.0}
+FEW = BF16 | {
+    "prefetch_distance": 1,
+    "num_microbatches": 1,
+    "update": "in_backward",
+    "opt_state_device_fraction": 0.0,
+}
 """Fields with which there are some hundred configs."""
 FEWER = FEW | {"activations": "remat", "update_on": "device"}
 
 
 @pytest.fixture(autouse=True)
 def estimates(monkeypatch):
-    """Let plans of sizes have estimated bytes: the search is tested here, and the bytes of programs in test_plan_bytes.py."""
-    monkeypatch.setattr(Planner, "has_programs", property(lambda planner: not isinstance(planner.model, zj.Sizes)))
+    """Let plans of sizes have estimated bytes: the search is tested here, and the bytes of programs
+    in test_plan_bytes.py.
+    """
+    monkeypatch.setattr(
+        Planner, "has_programs", property(lambda planner: not isinstance(planner.model, zj.Sizes))
+    )
 
 
 def lab(**figures: Any) -> Machine:
-    """Return a machine of one device whose memory has room for everything, with other figures where they are given."""
+    """Return a machine of one device whose memory has room for everything, with other figures where
+    they are given.
+    """
     given: dict[str, Any] = {
         "device_bytes": 100 * STATE, "host_bytes": 100 * STATE, "disk_bytes": 100 * STATE, "flops": {"bf16": 1e12},
         "memory_rate": 1e11, "link_up": 1e10, "link_down": 1e10, "link_both": 1.5e10, "network_in_node": 1e10, "disk_read": 1e9,
@@ -46,11 +57,13 @@ def plan(machine: Machine | str, sizes: zj.Sizes = SIZES, fixed: Any = BF16, **m
     return zj.plan(sizes, machine=machine, fixed=fixed, **more)
 
 
-# --- the choice ------------------------------------------------------------------------------------------------------------
+# --- the choice -----------------------------------------------------------------------------------
 
 
 def random_case(seed: int, fewer: bool) -> tuple[zj.Sizes, Machine, dict[str, Any], float | None]:
-    """Return sizes, a machine of which some memory may be too small, fixed fields, and days of the disk."""
+    """Return sizes, a machine of which some memory may be too small, fixed fields, and days of the
+    disk.
+    """
     draw = random.Random(seed)
 
     def power(low: float, high: float) -> float:
@@ -67,7 +80,10 @@ def random_case(seed: int, fewer: bool) -> tuple[zj.Sizes, Machine, dict[str, An
         "network_between_nodes": (9, 11), "disk_read": (8.5, 10.5), "disk_write": (8.5, 10.5), "host_kernel": (9, 11),
     }  # fmt: skip
     figures: dict[str, Any] = {name: power(*ends) for name, ends in rates.items()}
-    for both, one, other in (("link_both", "link_up", "link_down"), ("disk_both", "disk_read", "disk_write")):
+    for both, one, other in (
+        ("link_both", "link_up", "link_down"),
+        ("disk_both", "disk_read", "disk_write"),
+    ):
         figures[both] = max(figures[one], figures[other]) * draw.uniform(1, 2)
     memory = {"device_bytes": (1, -1, 1.5), "host_bytes": (n, -0.5, 2), "disk_bytes": (n, 0, 2)}
     figures |= {name: int(state * times * power(*ends)) for name, (times, *ends) in memory.items()}
@@ -81,7 +97,9 @@ def random_case(seed: int, fewer: bool) -> tuple[zj.Sizes, Machine, dict[str, An
     )
     fields = {"prefetch_distance": [1, 2], "gather_ahead": [False], "num_microbatches": [1], "update": [None, "in_backward"],
               "stage": [3], "grads": ["device", "pinned_host"], "opt_state_device_fraction": [0.0]}  # fmt: skip
-    fixed = {name: draw.choice(values) for name, values in fields.items() if fewer or draw.random() < 0.6}
+    fixed = {
+        name: draw.choice(values) for name, values in fields.items() if fewer or draw.random() < 0.6
+    }
     return sizes, machine, BF16 | fixed, draw.choice([None, None, power(0, 3)])
 
 
@@ -102,7 +120,9 @@ def with_each_fraction(space: Space, candidates: Iterable[Candidate]) -> Iterato
 
 
 def brute_force(planner: Planner) -> list[tuple[float, float]]:
-    """Return seconds and complexity of every config of a space that fits; and hold the bounds of all to their seconds."""
+    """Return seconds and complexity of every config of a space that fits; and hold the bounds of
+    all to their seconds.
+    """
     space, found = with_options(planner.space()), []
     search = Search(space, planner.limits)
     for candidate in with_each_fraction(space, space):
@@ -119,7 +139,9 @@ def brute_force(planner: Planner) -> list[tuple[float, float]]:
         bytes_of = {tier: estimated.needed(tier) for tier in ("device", "pinned_host", "nvme")}
         days = disk_days(planner.limits, estimated.moved["write"], seconds)
         least = planner.limits.min_disk_days
-        if all(n <= planner.limits.of(tier) for tier, n in bytes_of.items()) and not (least and days and days < least):
+        if all(n <= planner.limits.of(tier) for tier, n in bytes_of.items()) and not (
+            least and days and days < least
+        ):
             found.append((seconds, search._complexity(config, candidate.tiles)))
     return found
 
@@ -143,7 +165,9 @@ def check_choice(seed: int, fewer: bool) -> None:
     assert search.found[0].seconds == pytest.approx(least, rel=1e-9), seed
     assert (plainest.complexity, plainest.seconds) == pytest.approx(min(near), rel=1e-9), seed
     mix(search, seconds=2.0)
-    assert search.found[0].seconds <= least * (1 + 1e-9), seed  # no uniform config is faster than the fastest
+    assert search.found[0].seconds <= least * (1 + 1e-9), (
+        seed
+    )  # no uniform config is faster than the fastest
     assert search.plainest().seconds <= search.found[0].seconds / (1 - WORTH), seed
 
 
@@ -159,11 +183,23 @@ def test_bounds_are_no_more_than_the_seconds_where_wires_are_slow():
         {"link_up": 1e7, "link_down": 1e7, "link_both": 1.5e7},
         dict.fromkeys(("disk_read", "disk_write", "disk_both"), 1e7),
     ):
-        brute_force(Planner(SIZES, None, None, None, lab(**slow), FEW | {"activations": "remat", "gather_ahead": False}, None))
+        brute_force(
+            Planner(
+                SIZES,
+                None,
+                None,
+                None,
+                lab(**slow),
+                FEW | {"activations": "remat", "gather_ahead": False},
+                None,
+            )
+        )
 
 
 def test_search_looks_again_at_what_it_passed_over_for_a_program_that_is_refused():
-    """Programs that keep anything are refused; those that keep nothing were passed over, because they are slower."""
+    """Programs that keep anything are refused; those that keep nothing were passed over, because
+    they are slower.
+    """
 
     def exact(config: zj.ZeroConfig, tiles: int) -> Exact:
         del tiles
@@ -171,7 +207,9 @@ def test_search_looks_again_at_what_it_passed_over_for_a_program_that_is_refused
             raise ValueError("it does not fit after all")
         return Exact({tier: {} for tier in ("device", "pinned_host", "nvme")}, None)
 
-    space = Planner(SIZES, None, None, None, lab(), FEW | {"gather_ahead": False, "params": "device"}, None).space()
+    space = Planner(
+        SIZES, None, None, None, lab(), FEW | {"gather_ahead": False, "params": "device"}, None
+    ).space()
     space = dataclasses.replace(space, options=())
     search, expected = (Search(s, planner_of((SIZES, lab(), FEW, None)).limits, e) for s, e in (
         (space, exact), (dataclasses.replace(space, fixed={**space.fixed, "activations": "remat"}), None),
@@ -186,7 +224,10 @@ def test_search_looks_again_at_what_it_passed_over_for_a_program_that_is_refused
 
 @pytest.mark.parametrize("tier", ["pinned_host", "nvme"])
 def test_plan_keeps_the_largest_fraction_of_the_state_on_the_device_that_fits(tier):
-    """In sixteenths, as fast as the best of all of them. Of 20 layers sixteenths are rounded to 1 or 2 layers."""
+    """In sixteenths, as fast as the best of all of them.
+
+    Of 20 layers sixteenths are rounded to 1 or 2 layers.
+    """
     sizes = dataclasses.replace(SIZES, layers=20)
     fixed = {name: value for name, value in FEWER.items() if name != "opt_state_device_fraction"}
     fixed |= {"opt_state": tier, "params": "device", "grads": "device", "update": None}
@@ -207,7 +248,17 @@ def test_plan_keeps_the_largest_fraction_of_the_state_on_the_device_that_fits(ti
 
 SWEPT = {
     "wide": zj.Sizes(layers=8, hidden=512, heads=8, seq=1024, batch=16, vocab=1024),
-    "gated": zj.Sizes(layers=12, hidden=512, heads=8, kv_heads=2, mlp=1536, gated=True, seq=1024, batch=4, vocab=4096),
+    "gated": zj.Sizes(
+        layers=12,
+        hidden=512,
+        heads=8,
+        kv_heads=2,
+        mlp=1536,
+        gated=True,
+        seq=1024,
+        batch=4,
+        vocab=4096,
+    ),
     "long": zj.Sizes(layers=10, hidden=256, heads=4, seq=4096, batch=2),
 }
 
@@ -215,7 +266,9 @@ SWEPT = {
 @pytest.mark.exhaustive  # by default plans are the best of all configs of three random machines
 @pytest.mark.parametrize("name", SWEPT)
 def test_no_uniform_config_beats_the_plan_of_layers_that_may_differ(name):
-    """With the device's memory in ten steps; uniform are all fields, and of a layer's values each option for all layers."""
+    """With the device's memory in ten steps; uniform are all fields, and of a layer's values each
+    option for all layers.
+    """
     sizes, before = SWEPT[name], math.inf
     fixed = FEW | {"update": None, "grads": "device", "params": "device", "update_on": "device"}
     kept = set()
@@ -229,7 +282,9 @@ def test_no_uniform_config_beats_the_plan_of_layers_that_may_differ(name):
         best = search.settle()
         assert best is not None
         assert best.seconds <= min(every)[0] / (1 - WORTH)
-        assert search.found[0].seconds <= min(*every, (before,))[0] * (1 + 1e-9)  # nor is less memory faster
+        assert search.found[0].seconds <= min(*every, (before,))[0] * (
+            1 + 1e-9
+        )  # nor is less memory faster
         before = search.found[0].seconds
         kept.add((best.config.activations, best.config.saved_names, best.config.offloaded_names))
     assert len(kept) > 2
@@ -243,8 +298,15 @@ def test_plan_is_the_best_of_all_configs_of_any_machine(seed):
 
 @pytest.mark.parametrize("name", ["device_bytes", "host_bytes", "disk_bytes"])
 def test_more_memory_is_never_slower(name):
-    """The fastest uniform config of more memory is no slower. The plan may be, by the share that a plainer config may cost."""
-    small = {"device_bytes": int(0.15 * STATE), "host_bytes": int(0.5 * STATE), "disk_bytes": int(2 * STATE)}
+    """The fastest uniform config of more memory is no slower.
+
+    The plan may be, by the share that a plainer config may cost.
+    """
+    small = {
+        "device_bytes": int(0.15 * STATE),
+        "host_bytes": int(0.5 * STATE),
+        "disk_bytes": int(2 * STATE),
+    }
     before = math.inf
     for step in range(10):
         figures = small | {name: int(small[name] * 1.6**step)}
@@ -259,7 +321,9 @@ def test_more_memory_is_never_slower(name):
 
 
 def test_plan_with_room_for_all_is_the_default():
-    made = plan(lab(), fixed=BF16 | {"prefetch_distance": 1, "num_microbatches": 1, "grads": "device"})
+    made = plan(
+        lab(), fixed=BF16 | {"prefetch_distance": 1, "num_microbatches": 1, "grads": "device"}
+    )
     assert (made.fields, made.tiles) == ({"precision": "bf16"}, 1)
     assert made.time.bound_by == "compute"
     assert made.bytes["pinned_host"] == made.bytes["nvme"] == {}
@@ -278,17 +342,28 @@ def test_plan_goes_from_the_device_to_the_host_to_the_disk():
 
 
 def test_plan_where_layers_differ_keeps_what_the_memory_has_room_for():
-    """Between a machine that keeps all of every layer and one that keeps nothing, some layers keep more than others."""
+    """Between a machine that keeps all of every layer and one that keeps nothing, some layers keep
+    more than others.
+    """
     wide = zj.Sizes(layers=12, hidden=512, heads=8, seq=1024, batch=8)
-    fixed = BF16 | {"opt_state": "device", "params": "device", "grads": "device", "num_microbatches": 1, "prefetch_distance": 1}
+    fixed = BF16 | {
+        "opt_state": "device",
+        "params": "device",
+        "grads": "device",
+        "num_microbatches": 1,
+        "prefetch_distance": 1,
+    }
     machine = lab(host_bytes=None, disk_bytes=None, flops={"bf16": 1e12})
-    saved, remat = (plan(machine, wide, fixed | {"activations": mode}) for mode in ("save", "remat"))
+    saved, remat = (
+        plan(machine, wide, fixed | {"activations": mode}) for mode in ("save", "remat")
+    )
     most, least = (sum(each.bytes["device"].values()) for each in (saved, remat))
     seconds = [remat.seconds]
     for part in (0.3, 0.5, 0.7, 0.9):
         between = least + part * (most - least)
         made = plan(dataclasses.replace(machine, device_bytes=int(between / 0.95)), wide, fixed)
-        # A choice that fills the memory to the byte fits, and leaves less of it than a layer's activations.
+        # A choice that fills the memory to the byte fits, and leaves less of it than a layer's
+        # activations.
         assert isinstance(made.config.activations, tuple)
         assert between - 2 * (most - least) / 12 < sum(made.bytes["device"].values()) <= between
         seconds.append(made.seconds)
@@ -297,15 +372,21 @@ def test_plan_where_layers_differ_keeps_what_the_memory_has_room_for():
 
 
 def test_options_of_a_layer_are_counted_as_their_estimates_count_them():
-    """A choice fills the memory to the byte: what it counts of a layer has to be what is counted of its segment."""
+    """A choice fills the memory to the byte: what it counts of a layer has to be what is counted of
+    its segment.
+    """
     planner = Planner(SIZES, None, None, None, lab(), dict(FEW), None)
     search, (stack,) = Search(planner.space(), planner.limits), planner.workload.stacks
     options = options_of(search.space)
     assert len(options) > 4
     for option in options:
-        segments = (_segment(1, option, options), zj.Segment(stack.num_layers - 1, activations="remat"))
+        segments = (
+            _segment(1, option, options),
+            zj.Segment(stack.num_layers - 1, activations="remat"),
+        )
         one, other = (
-            search.estimate(zj.ZeroConfig(precision="bf16", activations=a)) for a in (segments, (segments[1], segments[1]))
+            search.estimate(zj.ZeroConfig(precision="bf16", activations=a))
+            for a in (segments, (segments[1], segments[1]))
         )
         with_option, of_remat = one.layers[0], other.layers[0]
         assert with_option.backward - stack.backward["save"] == pytest.approx(option.seconds)
@@ -316,7 +397,10 @@ def test_options_of_a_layer_are_counted_as_their_estimates_count_them():
 
 
 def test_plan_keeps_the_simplest_of_nearly_as_fast_configs():
-    """Gathers ahead hide a network that is nearly free: they save less than 3 %. On a slow one they are chosen."""
+    """Gathers ahead hide a network that is nearly free: they save less than 3 %.
+
+    On a slow one they are chosen.
+    """
     sizes = dataclasses.replace(SIZES, batch=16)
     fast, slow = (
         plan(lab(devices_per_node=4, network_in_node=rate), sizes, FEW | {"stage": 3}) for rate in (1e13, 2e9)
@@ -326,7 +410,7 @@ def test_plan_keeps_the_simplest_of_nearly_as_fast_configs():
     assert slow.time.hidden["network"] > 0
 
 
-# --- what may not change ---------------------------------------------------------------------------------------------------
+# --- what may not change --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fixed", [
@@ -336,7 +420,13 @@ def test_plan_keeps_the_simplest_of_nearly_as_fast_configs():
     {"reduce_dtype": "float32"},
 ], ids=str)  # fmt: skip
 def test_plan_keeps_what_is_fixed(fixed):
-    others = {"prefetch_distance": 1, "opt_state": "pinned_host", "activations": "remat", "num_microbatches": 1, "update": None}
+    others = {
+        "prefetch_distance": 1,
+        "opt_state": "pinned_host",
+        "activations": "remat",
+        "num_microbatches": 1,
+        "update": None,
+    }
     fixed = BF16 | others | fixed
     if fixed.get("update_on") == "host" or "opt_state_device_fraction" in fixed:
         fixed.pop("opt_state")  # then the planner has to find one that goes with it
@@ -346,20 +436,33 @@ def test_plan_keeps_what_is_fixed(fixed):
 
 
 def test_plan_rounds_moments_only_where_the_user_lets_it():
-    alone = BF16 | dict.fromkeys(("params", "grads", "opt_state"), "device") | {"update": None, "activations": "remat"}
+    alone = (
+        BF16
+        | dict.fromkeys(("params", "grads", "opt_state"), "device")
+        | {"update": None, "activations": "remat"}
+    )
     machine = lab(host_bytes=None, disk_bytes=None)
     needed = plan(machine, fixed=alone).device_bytes
-    fits, less = (dataclasses.replace(machine, device_bytes=int(n / 0.95) + 2) for n in (needed, needed - STATE // 8))
-    assert plan(fits, fixed=alone, rounds_moments=True).config.moments == "float32"  # plainer, and as fast
+    fits, less = (
+        dataclasses.replace(machine, device_bytes=int(n / 0.95) + 2)
+        for n in (needed, needed - STATE // 8)
+    )
+    assert (
+        plan(fits, fixed=alone, rounds_moments=True).config.moments == "float32"
+    )  # plainer, and as fast
     assert plan(less, fixed=alone, rounds_moments=True).config.moments == "bfloat16"
     for fixed in (alone, alone | {"moments": "float32"}):
-        with pytest.raises(PlanError, match=r"With moments='bfloat16' fixed, .* a plan fits: .* s a step"):
+        with pytest.raises(
+            PlanError, match=r"With moments='bfloat16' fixed, .* a plan fits: .* s a step"
+        ):
             plan(less, fixed=fixed)
     assert plan(less, fixed=alone | {"moments": "bfloat16"}).config.moments == "bfloat16"
 
 
 def test_plan_of_a_machine_with_more_is_never_slower_where_rounded_moments_would_fit_less():
-    """A disk of slow writes: what it makes fit in float32 is slower than what rounded moments make fit without it."""
+    """A disk of slow writes: what it makes fit in float32 is slower than what rounded moments make
+    fit without it.
+    """
     figures = {"device_bytes": int(0.2 * STATE), "host_bytes": int(0.6 * STATE)}
     slow = dict.fromkeys(("disk_read", "disk_write", "disk_both"), 1e7)
     without, disk = lab(**figures, disk_bytes=0), lab(**figures, **slow)
@@ -370,7 +473,9 @@ def test_plan_of_a_machine_with_more_is_never_slower_where_rounded_moments_would
     assert made.config.moments == "float32"
     assert made.seconds > 2 * rounded.seconds
     (note,) = made.notes
-    assert note.startswith("with moments='bfloat16', which rounds the optimizer's moments, a step is predicted to take ")
+    assert note.startswith(
+        "with moments='bfloat16', which rounds the optimizer's moments, a step is predicted to take "
+    )
     seconds = [plan(m, fixed=FEWER, rounds_moments=True).seconds for m in (without, disk)]
     assert seconds[1] <= seconds[0]
 
@@ -410,7 +515,9 @@ def test_plan_takes_a_machine_by_name():
 
 
 def test_plan_says_which_fixed_field_has_nothing_to_go_with():
-    with pytest.raises(PlanError, match=r"update_on='host' needs opt_state=.*the machine lacks host_bytes") as caught:
+    with pytest.raises(
+        PlanError, match=r"update_on='host' needs opt_state=.*the machine lacks host_bytes"
+    ) as caught:
         plan(lab(host_bytes=None, disk_bytes=0), fixed=BF16 | {"update_on": "host"})
     assert "SWAP_DIR" not in str(caught.value)
 
@@ -452,16 +559,23 @@ def test_plan_for_an_unknown_machine_names_the_nearest():
 
 
 def test_plan_assumes_that_reads_and_writes_share_the_slower_rate_of_the_disk():
-    """No data sheet has the rate of both at once. What is assumed is told, and no faster than what a disk may give."""
+    """No data sheet has the rate of both at once.
+
+    What is assumed is told, and no faster than what a disk may give.
+    """
     fixed = FEWER | {"params": "nvme", "opt_state": "nvme", "moments": "float32"}
     figures = {"disk_read": 2e9, "disk_write": 1e9}
-    assumed, slow, fast = (plan(lab(**figures, disk_both=both), fixed=fixed) for both in (None, 1e9, 3e9))
+    assumed, slow, fast = (
+        plan(lab(**figures, disk_both=both), fixed=fixed) for both in (None, 1e9, 3e9)
+    )
     assert assumed.notes == (
         "disk_both, 1 GB/s, is assumed: reads and writes at once share the lower of disk_read and disk_write",
     )  # fmt: skip
     assert assumed.seconds == slow.seconds > fast.seconds
     assert slow.notes == fast.notes == ()
-    again = zj.plan(SIZES, machine=assumed.machine, fixed=fixed)  # a machine that a plan has says it again
+    again = zj.plan(
+        SIZES, machine=assumed.machine, fixed=fixed
+    )  # a machine that a plan has says it again
     assert again.notes == assumed.notes
 
 
@@ -474,10 +588,12 @@ def test_plan_tells_what_it_did_not_consider():
         "update_on='host' is not considered: the machine's host_kernel is not given",
     )  # fmt: skip
     assert plan(lab(), fixed=FEWER).notes == ()
-    assert plan(lab(disk_bytes=0), fixed=FEWER).notes == ()  # there is no disk, and somebody said so
+    assert (
+        plan(lab(disk_bytes=0), fixed=FEWER).notes == ()
+    )  # there is no disk, and somebody said so
 
 
-# --- where nothing fits ----------------------------------------------------------------------------------------------------
+# --- where nothing fits ---------------------------------------------------------------------------
 
 
 def check_repair(case: Any) -> None:
@@ -490,7 +606,9 @@ def check_repair(case: Any) -> None:
     assert error.needed > error.had
     field = re.search(r"Without (\w+)=.* a plan fits", text)
     rounded = {"moments": "bfloat16"} if "With moments='bfloat16' fixed" in text else {}
-    more = {name: int(n.replace(",", "")) for name, n in re.findall(r"(\w+_bytes) of ([\d,]+)", text)}
+    more = {
+        name: int(n.replace(",", "")) for name, n in re.findall(r"(\w+_bytes) of ([\d,]+)", text)
+    }
     fewer = re.search(r"[Ww]ith min_disk_days=([\d.e+-]+\d)", text)
     assert field or rounded or more or fewer, text
     zj.plan(
@@ -511,8 +629,12 @@ def test_error_has_the_tier_and_its_bytes():
 def test_error_names_every_tier_that_lacks():
     """Of one device, what does not fit its memory would not fit the host's either."""
     machine = lab(device_bytes=int(0.01 * STATE), host_bytes=int(0.3 * STATE), disk_bytes=0)
-    check_repair((SIZES, machine, FEWER | {"params": "pinned_host", "opt_state": "pinned_host"}, None))
-    with pytest.raises(PlanError, match=r"device_bytes of [\d,]+ and host_bytes of [\d,]+ would fit it"):
+    check_repair(
+        (SIZES, machine, FEWER | {"params": "pinned_host", "opt_state": "pinned_host"}, None)
+    )
+    with pytest.raises(
+        PlanError, match=r"device_bytes of [\d,]+ and host_bytes of [\d,]+ would fit it"
+    ):
         plan(machine, fixed=FEWER)
 
 
@@ -528,11 +650,23 @@ def test_error_names_the_fixed_field_that_is_in_the_way():
 @pytest.mark.parametrize("name", ["l4", "h100-pcie"])
 def test_error_names_a_change_that_fits_on_machines_by_name(name, layers, hidden):
     """With less and less of each memory; whatever an error names is all that it takes."""
-    sizes = zj.Sizes(layers=layers, hidden=hidden, heads=hidden // 64, seq=2048, batch=1, vocab=32000)
+    sizes = zj.Sizes(
+        layers=layers, hidden=hidden, heads=hidden // 64, seq=2048, batch=1, vocab=32000
+    )
     disk = {"disk_read": 3e9, "disk_write": 2e9, "disk_both": 2.5e9}
     refused = 0
-    for device, host, on_disk in ((2.4e10, 6.4e10, 0), (6e9, 6.4e10, 0), (6e9, 2e9, 1e11), (2e8, 6.4e10, 1e13)):
-        figures = {"device_bytes": device, "host_bytes": host, "disk_bytes": on_disk, "host_kernel": 5e10} | disk
+    for device, host, on_disk in (
+        (2.4e10, 6.4e10, 0),
+        (6e9, 6.4e10, 0),
+        (6e9, 2e9, 1e11),
+        (2e8, 6.4e10, 1e13),
+    ):
+        figures = {
+            "device_bytes": device,
+            "host_bytes": host,
+            "disk_bytes": on_disk,
+            "host_kernel": 5e10,
+        } | disk
         case = (sizes, dataclasses.replace(zj.machine(name), **figures), FEWER, None)
         planner = planner_of(case)
         if not planner.search(planner.space()).found:
@@ -553,14 +687,21 @@ def test_error_names_a_change_that_fits(seed):
 
 
 def test_disk_lasts_as_long_as_it_has_to():
-    """Where only the disk has room it lasts some days; more are refused. Where the host has room, too, it is not written to."""
-    machine = lab(device_bytes=int(0.3 * STATE), host_bytes=int(0.5 * STATE), disk_tbw_bytes=100 * STATE)
+    """Where only the disk has room it lasts some days; more are refused.
+
+    Where the host has room, too, it is not written to.
+    """
+    machine = lab(
+        device_bytes=int(0.3 * STATE), host_bytes=int(0.5 * STATE), disk_tbw_bytes=100 * STATE
+    )
     made = plan(machine, fixed=FEWER)
     lasts = made.disk_days or 0.0
     assert lasts == pytest.approx(100 * STATE / (made.disk_bytes["write"] / made.seconds * 86400))
     assert (plan(machine, fixed=FEWER, min_disk_days=0.9 * lasts).disk_days or 0.0) >= 0.9 * lasts
     fixed = FEWER | dict.fromkeys(("params", "grads", "opt_state"), "nvme")
-    with pytest.raises(PlanError, match=r"the disk lasts .* days of steps, and min_disk_days=1000 are asked for") as caught:
+    with pytest.raises(
+        PlanError, match=r"the disk lasts .* days of steps, and min_disk_days=1000 are asked for"
+    ) as caught:
         plan(machine, fixed=fixed, min_disk_days=1000.0)
     assert (caught.value.tier, caught.value.needed) == ("days of the disk", 1000.0)
     check_repair((SIZES, machine, fixed, 1000.0))
@@ -568,39 +709,75 @@ def test_disk_lasts_as_long_as_it_has_to():
     assert plan(roomy, fixed=FEWER, min_disk_days=1000.0).disk_days is None  # nothing is written
 
 
-# --- what a plan says ------------------------------------------------------------------------------------------------------
+# --- what a plan says -----------------------------------------------------------------------------
 
 
 def test_plan_counts_the_bytes_of_link_and_disk():
-    """Of P weights on disk with Adam in bfloat16: 12 P read and written to update, 2 P read twice and written once."""
-    fixed = FEW | dict.fromkeys(("params", "opt_state"), "nvme") | {"activations": "remat", "update_on": "device"}
+    """Of P weights on disk with Adam in bfloat16: 12 P read and written to update, 2 P read twice
+    and written once.
+    """
+    fixed = (
+        FEW
+        | dict.fromkeys(("params", "opt_state"), "nvme")
+        | {"activations": "remat", "update_on": "device"}
+    )
     sizes = zj.Sizes(layers=4, hidden=512, heads=8, seq=256, batch=8)
     made = plan(lab(devices_per_node=2), sizes, fixed)
     p = sizes.num_params
-    assert made.disk_bytes == {"read": pytest.approx(16 * p), "write": pytest.approx(14 * p)}  # of the node
-    assert made.link_bytes == {"up": pytest.approx(8 * p), "down": pytest.approx(7 * p)}  # of a device
+    assert made.disk_bytes == {
+        "read": pytest.approx(16 * p),
+        "write": pytest.approx(14 * p),
+    }  # of the node
+    assert made.link_bytes == {
+        "up": pytest.approx(8 * p),
+        "down": pytest.approx(7 * p),
+    }  # of a device
     assert made.disk_bytes_a_day == pytest.approx(14 * p / made.seconds * 86400)
     assert made.bytes["nvme"] == {"params": p, "opt_state": 6 * p}
-    assert made.collectives == {"all_gather": pytest.approx(2 * 2 * p / 2), "reduce_scatter": pytest.approx(2 * p / 2)}
+    assert made.collectives == {
+        "all_gather": pytest.approx(2 * 2 * p / 2),
+        "reduce_scatter": pytest.approx(2 * p / 2),
+    }
 
 
 @pytest.mark.parametrize(("precision", "opt_state", "read", "written"), [
     ("bf16", "nvme", 4 + 12, 2 + 12), ("bf16", "pinned_host", 4, 2),
     ("fp32", "nvme", 8 + 4 + 8, 4 + 8), ("fp32", "pinned_host", 8 + 4, 4),
 ])  # fmt: skip
-def test_plan_counts_what_an_update_on_the_host_reads_and_writes(precision, opt_state, read, written):
-    """Parameters on disk are read twice to compute, and written by the host; without masters it reads them, too."""
+def test_plan_counts_what_an_update_on_the_host_reads_and_writes(
+    precision, opt_state, read, written
+):
+    """Parameters on disk are read twice to compute, and written by the host; without masters it
+    reads them, too.
+    """
     sizes = zj.Sizes(layers=4, hidden=512, heads=8, seq=256, batch=8)
-    fixed = {"precision": precision, "params": "nvme", "opt_state": opt_state, "update_on": "host", "activations": "remat"}
-    made = plan(lab(flops={"bf16": 1e12, "fp32": 1e12}), sizes, fixed | {"prefetch_distance": 1, "num_microbatches": 1})
+    fixed = {
+        "precision": precision,
+        "params": "nvme",
+        "opt_state": opt_state,
+        "update_on": "host",
+        "activations": "remat",
+    }
+    made = plan(
+        lab(flops={"bf16": 1e12, "fp32": 1e12}),
+        sizes,
+        fixed | {"prefetch_distance": 1, "num_microbatches": 1},
+    )
     p = sizes.num_params
     assert made.disk_bytes == {"read": pytest.approx(read * p), "write": pytest.approx(written * p)}
 
 
 def test_plan_writes_its_figures_as_json():
-    made = plan(lab(device_bytes=int(0.3 * STATE), host_bytes=int(0.3 * STATE), disk_tbw_bytes=10**15), fixed=FEW)
+    made = plan(
+        lab(device_bytes=int(0.3 * STATE), host_bytes=int(0.3 * STATE), disk_tbw_bytes=10**15),
+        fixed=FEW,
+    )
     read = json.loads(made.to_json())
-    assert read["seconds"] == made.seconds == pytest.approx(sum(phase["seconds"] for phase in read["phases"]))
+    assert (
+        read["seconds"]
+        == made.seconds
+        == pytest.approx(sum(phase["seconds"] for phase in read["phases"]))
+    )
     assert read["bytes"] == {tier: dict(kinds) for tier, kinds in made.bytes.items()}
     assert read["disk_bytes"] == made.disk_bytes
     assert read["disk_days"] == made.disk_days
@@ -611,7 +788,10 @@ def test_plan_writes_its_figures_as_json():
 
 
 def test_plan_prints_its_config_and_every_tier():
-    made = plan(lab(device_bytes=int(0.3 * STATE), host_bytes=int(0.3 * STATE), disk_tbw_bytes=10**15), fixed=FEW)
+    made = plan(
+        lab(device_bytes=int(0.3 * STATE), host_bytes=int(0.3 * STATE), disk_tbw_bytes=10**15),
+        fixed=FEW,
+    )
     text = str(made)
     for name, value in made.fields.items():
         assert f"{name}={value!r}" in text
@@ -630,10 +810,14 @@ def test_plan_tells_which_configs_are_faster_and_less_plain():
     faster = [other for other in made.beaten if other.seconds < made.seconds]
     assert any(other.fields.get("gather_ahead") for other in faster)
     lines = [
-        line for line in str(made).splitlines() if re.match(r"  less plain  .* \(\d\.\d% faster, and 3% are asked for\)", line)
+        line
+        for line in str(made).splitlines()
+        if re.match(r"  less plain  .* \(\d\.\d% faster, and 3% are asked for\)", line)
     ]
     assert len(lines) == len(faster)
-    assert sum(line.startswith("  beaten ") for line in str(made).splitlines()) == len(made.beaten) - len(faster)
+    assert sum(line.startswith("  beaten ") for line in str(made).splitlines()) == len(
+        made.beaten
+    ) - len(faster)
 
 
 def test_plan_utilization_counts_the_models_flops():
@@ -648,9 +832,18 @@ def test_plan_utilization_counts_the_models_flops():
 @pytest.mark.parametrize(
     ("fixed", "message"),
     [
-        ({"num_microbatches": 3}, r"num_microbatches=3 does not divide the 4 rows of a device: use one of \[1, 2, 4\]"),
-        ({"activations": (zj.Segment(4), zj.Segment(3))}, "the segments of activations have 7 layers, and the model has 8"),
-        ({"activations": "remat", "saved_names": ("nonsense",)}, r"name \['nonsense'\]: a transformer of sizes has"),
+        (
+            {"num_microbatches": 3},
+            r"num_microbatches=3 does not divide the 4 rows of a device: use one of \[1, 2, 4\]",
+        ),
+        (
+            {"activations": (zj.Segment(4), zj.Segment(3))},
+            "the segments of activations have 7 layers, and the model has 8",
+        ),
+        (
+            {"activations": "remat", "saved_names": ("nonsense",)},
+            r"name \['nonsense'\]: a transformer of sizes has",
+        ),
     ],
 )
 def test_plan_refuses_fixed_fields_that_do_not_go_with_the_model(fixed, message):
@@ -661,16 +854,22 @@ def test_plan_refuses_fixed_fields_that_do_not_go_with_the_model(fixed, message)
 
 def test_plan_with_fixed_names_keeps_them():
     sizes = zj.Sizes(layers=8, hidden=256, heads=8, seq=64, batch=4, vocab=512)
-    assert plan(lab(), sizes, FEWER | {"saved_names": ("attention",)}).config.saved_names == ("attention",)
+    assert plan(lab(), sizes, FEWER | {"saved_names": ("attention",)}).config.saved_names == (
+        "attention",
+    )
 
 
 def test_tensor_parallelism_within_a_node_takes_the_nodes_network():
     sizes = zj.Sizes(layers=4, hidden=1024, heads=8, seq=256, batch=16, vocab=1024)
     seconds = []
     for between in (1e9, 1e10):
-        machine = dataclasses.replace(lab(), devices_per_node=8, nodes=2, network_in_node=1e11, network_between_nodes=between)
+        machine = dataclasses.replace(
+            lab(), devices_per_node=8, nodes=2, network_in_node=1e11, network_between_nodes=between
+        )
         fixed = FEWER | {"activations": "save", "stage": 0}
-        made = zj.plan(sizes, mesh={"data": 2, "fsdp": 1, "tensor": 8}, machine=machine, fixed=fixed)
+        made = zj.plan(
+            sizes, mesh={"data": 2, "fsdp": 1, "tensor": 8}, machine=machine, fixed=fixed
+        )
         assert made.hardware_flops == made.flops  # nothing is computed again
         seconds.append(made.time.busy["compute"])
     assert seconds[0] == seconds[1]

@@ -25,7 +25,11 @@ def _settings_are_known(monkeypatch):
 
 def test_probe_gives_every_figure_that_can_be_measured(tmp_path):
     found = zj.probe(str(tmp_path), sizes=TINY)
-    unknown = {"disk_tbw_bytes", "network_between_nodes", *(f"peak_flops.{p}" for p in ("fp32", "bf16", "fp16"))}
+    unknown = {
+        "disk_tbw_bytes",
+        "network_between_nodes",
+        *(f"peak_flops.{p}" for p in ("fp32", "bf16", "fp16")),
+    }
     assert found.figures.keys() == set(planner.FIGURES) - unknown
     assert (found.nodes, found.devices_per_node, found.name) == (1, 8, "cpu")
     assert found.need("host_bytes") // 8 == found.device_bytes
@@ -35,7 +39,9 @@ def test_probe_gives_every_figure_that_can_be_measured(tmp_path):
 
 
 def test_probe_divides_work_by_seconds(monkeypatch):
-    """With a clock in which every call takes 2 s, each rate is half of what a call moves or computes on one device."""
+    """With a clock in which every call takes 2 s, each rate is half of what a call moves or
+    computes on one device.
+    """
     counted = []
 
     def two_seconds(call, *_, **__):

@@ -13,7 +13,16 @@ from zerojax import memory, planner
 
 GPT = zj.Sizes(layers=24, hidden=2048, heads=16, seq=1024, batch=64, vocab=50257)
 LLAMA_8B = zj.Sizes(
-    layers=32, hidden=4096, heads=32, seq=8192, batch=8, vocab=128256, mlp=14336, kv_heads=8, gated=True, params=8_030_261_248
+    layers=32,
+    hidden=4096,
+    heads=32,
+    seq=8192,
+    batch=8,
+    vocab=128256,
+    mlp=14336,
+    kv_heads=8,
+    gated=True,
+    params=8_030_261_248,
 )
 
 
@@ -32,7 +41,9 @@ def test_sizes_step_takes_three_forwards_of_layers_and_head():
     assert GPT.step_flops() == pytest.approx(GPT.tokens * 3 * forward, rel=1e-12)
     again = GPT.step_flops("remat") - GPT.step_flops()
     assert again == pytest.approx(GPT.tokens * 24 * GPT.layer_flops_per_token, rel=1e-9)
-    with pytest.raises(ValueError, match="activations='full': choose from everything, save, selective, remat"):
+    with pytest.raises(
+        ValueError, match="activations='full': choose from everything, save, selective, remat"
+    ):
         GPT.step_flops("full")
 
 
@@ -43,7 +54,9 @@ def test_sizes_of_a_llama_have_its_parameters():
     assert LLAMA_8B.end_params == 2 * 128256 * 4096 + (2 * 32 + 1) * 4096
     assert LLAMA_8B.num_params == 32 * LLAMA_8B.layer_params + LLAMA_8B.end_params == 8_030_261_248
     assert LLAMA_8B.states_working_bytes() == 4 * 4096 * 14336
-    assert dataclasses.replace(GPT, mlp=2048).states_working_bytes() == 4 * 2048 * 3 * 2048  # of qkv
+    assert (
+        dataclasses.replace(GPT, mlp=2048).states_working_bytes() == 4 * 2048 * 3 * 2048
+    )  # of qkv
 
 
 def test_sizes_given_fewer_parameters_have_smaller_layers():
@@ -63,16 +76,29 @@ def block(p, x, key):
     y, width = x * p["norm"], H // A
     q = (y @ p["q"]).reshape(B, T, K, A // K, width)
     k, v = ((y @ p[name]).reshape(B, T, K, width) for name in "kv")
-    scores = jax.nn.softmax(jnp.einsum("btkgw,bskw->bkgts", q, k, preferred_element_type=jnp.float32))
+    scores = jax.nn.softmax(
+        jnp.einsum("btkgw,bskw->bkgts", q, k, preferred_element_type=jnp.float32)
+    )
     x = x + jnp.einsum("bkgts,bskw->btkgw", scores.astype(x.dtype), v).reshape(x.shape) @ p["o"]
     y = x * p["norm"]
     return x + (jax.nn.silu(y @ p["gate"]) * (y @ p["up"])) @ p["down"]
 
 
-@pytest.mark.parametrize(("activations", "precision", "itemsize"), [("save", "bf16", 2), ("selective", "fp32", 4)])
+@pytest.mark.parametrize(
+    ("activations", "precision", "itemsize"), [("save", "bf16", 2), ("selective", "fp32", 4)]
+)
 def test_sizes_know_what_a_llamas_layer_keeps(activations, precision, itemsize):
     kv = K * H // A
-    shapes = {"q": (H, H), "k": (H, kv), "v": (H, kv), "o": (H, H), "gate": (H, F), "up": (H, F), "down": (F, H), "norm": (H,)}
+    shapes = {
+        "q": (H, H),
+        "k": (H, kv),
+        "v": (H, kv),
+        "o": (H, H),
+        "gate": (H, F),
+        "up": (H, F),
+        "down": (F, H),
+        "norm": (H,),
+    }
     model = zj.LayeredModel(
         L,
         lambda key: jnp.ones((V, H)),
@@ -85,7 +111,9 @@ def test_sizes_know_what_a_llamas_layer_keeps(activations, precision, itemsize):
     config = zj.ZeroConfig(stage=1, activations=activations, precision=precision)
     mesh = zj.make_mesh(fsdp=1, devices=jax.devices()[:1])
     tokens = np.zeros((B, T), np.int32)
-    kept = zj.build_train_step(model, optax.sgd(0.1), config, mesh).kept({"tokens": tokens, "targets": tokens})
+    kept = zj.build_train_step(model, optax.sgd(0.1), config, mesh).kept(
+        {"tokens": tokens, "targets": tokens}
+    )
     sizes = zj.Sizes(layers=L, hidden=H, heads=A, seq=T, batch=B, mlp=F, kv_heads=K, gated=True)
     expected = sizes.layer_kept_bytes(B, itemsize=itemsize, activations=activations)
     assert sum(value.num_bytes for value in kept if value.count > 1) == L * expected
@@ -93,17 +121,31 @@ def test_sizes_know_what_a_llamas_layer_keeps(activations, precision, itemsize):
 
 
 def test_sizes_of_a_gpt_keep_what_the_closed_form_says():
-    for options in ({"tensor": 4}, {"activations": "remat", "tensor": 2, "sequence_parallel": True}, {"fused_attention": True}):
+    for options in (
+        {"tensor": 4},
+        {"activations": "remat", "tensor": 2, "sequence_parallel": True},
+        {"fused_attention": True},
+    ):
         kept = memory.layer_activation_bytes(1024, 4, 2048, 16, **options)
         assert GPT.layer_kept_bytes(4, **options) == kept
-    for options in ({"activations": "remat"}, {"activations": "remat", "tensor": 2, "partition_activations": True}):
+    for options in (
+        {"activations": "remat"},
+        {"activations": "remat", "tensor": 2, "partition_activations": True},
+    ):
         kept = memory.layer_activation_bytes(8192, 1, 4096, 32, **options)
-        assert LLAMA_8B.layer_kept_bytes(1, **options) == kept  # only the layer's input, whatever its MLP
+        assert (
+            LLAMA_8B.layer_kept_bytes(1, **options) == kept
+        )  # only the layer's input, whatever its MLP
 
 
 def test_sizes_split_what_a_llamas_layer_keeps_over_tensor():
-    stream, split = 2 * 4096, 4096 + 2 * 1024 + 4096 + 2 * 14336  # input and projection; qkv, attention, the MLP's two products
-    assert LLAMA_8B.layer_kept_bytes(1, tensor=8, activations="selective") == 8192 * 2 * (stream + split / 8)
+    stream, split = (
+        2 * 4096,
+        4096 + 2 * 1024 + 4096 + 2 * 14336,
+    )  # input and projection; qkv, attention, the MLP's two products
+    assert LLAMA_8B.layer_kept_bytes(1, tensor=8, activations="selective") == 8192 * 2 * (
+        stream + split / 8
+    )
     with pytest.raises(ValueError, match=r"kv_heads = 8 do not divide by tensor = 16: .*such as 8"):
         LLAMA_8B.layer_kept_bytes(1, tensor=16)
 
@@ -117,11 +159,20 @@ def test_sizes_split_what_a_llamas_layer_keeps_over_tensor():
         ({"vocab": -1}, r"vocab = -1: a whole number, at least 0"),
         ({"mlp": 0}, r"mlp = 0"),
         ({"params": 0.5}, r"params = 0\.5: a whole number, at least 1"),
-        ({"heads": 24}, r"hidden = 2048 does not divide by heads = 24: choose 16 heads, or hidden = 2064"),
+        (
+            {"heads": 24},
+            r"hidden = 2048 does not divide by heads = 24: choose 16 heads, or hidden = 2064",
+        ),
         ({"kv_heads": 6}, r"heads = 16 do not divide by kv_heads = 6: .*choose 4"),
         ({"params": 1.1e9}, r"params = 1,100,000,000, .* make 1,310,885,888 \(-16%\): drop params"),
-        ({"params": 1.31e9, "vocab": 0, "layers": 20}, r"make 1,006,632,960 \(\+30%\).*vocab = 0 leaves out the embedding"),
-        ({"params": 95_000, "layers": 2, "hidden": 4, "heads": 1, "vocab": 25_000}, r"params = 95,000.* make 100,384"),
+        (
+            {"params": 1.31e9, "vocab": 0, "layers": 20},
+            r"make 1,006,632,960 \(\+30%\).*vocab = 0 leaves out the embedding",
+        ),
+        (
+            {"params": 95_000, "layers": 2, "hidden": 4, "heads": 1, "vocab": 25_000},
+            r"params = 95,000.* make 100,384",
+        ),
     ],
 )
 def test_sizes_refuse_what_contradicts(fields, message):

@@ -1,4 +1,6 @@
-"""Seconds of a schedule, beside a simulation of events: tasks in the queues of lanes, each after those that it waits for."""
+"""Seconds of a schedule, beside a simulation of events: tasks in the queues of lanes, each after
+those that it waits for.
+"""
 
 import collections
 import dataclasses
@@ -8,7 +10,16 @@ from typing import Any
 
 import pytest
 
-from host_offload.schedule import LANES, EndLeaf, HostUpdate, Phase, Schedule, StepPlan, build_ends, build_schedule
+from host_offload.schedule import (
+    LANES,
+    EndLeaf,
+    HostUpdate,
+    Phase,
+    Schedule,
+    StepPlan,
+    build_ends,
+    build_schedule,
+)
 from zerojax.costs.timing import EndsWork, LayerWork, Wires, step_time
 
 H, N = "pinned_host", "nvme"
@@ -16,17 +27,27 @@ KINDS = ("params", "frozen", "grads", "opt_state", "activations")
 
 
 class Simulation:
-    """Tasks of a step. A lane does its tasks in order; one begins when all that it waits for have ended."""
+    """Tasks of a step.
+
+    A lane does its tasks in order; one begins when all that it waits for have ended.
+    """
 
     def __init__(self, wires: Wires) -> None:
         self.wires = wires
-        self.seconds, self.after, self.work = list[float](), list[list[int]](), collections.Counter[str]()
+        self.seconds, self.after, self.work = (
+            list[float](),
+            list[list[int]](),
+            collections.Counter[str](),
+        )
         self.updated = list[int]()  # by the host
         self.queues: dict[str, collections.deque[int]] = collections.defaultdict(collections.deque)
         self.last = self.task("compute", 0.0, in_order=True)  # of the cores
 
     def task(self, lane: str, seconds: float, *after: int, in_order: bool = False) -> int:
-        """Add a task, and return its number. One of no seconds waits in no queue, unless it is told to."""
+        """Add a task, and return its number.
+
+        One of no seconds waits in no queue, unless it is told to.
+        """
         number = len(self.seconds)
         self.work[lane] += seconds
         on_cores = self.wires.shares_cores and lane in ("up", "down", "host")
@@ -40,8 +61,12 @@ class Simulation:
         return number
 
     def run(self) -> float:
-        """Return when the cores have done the last of their tasks, which nothing but writes to the disk outlasts."""
-        lanes = [self.queues[lane][-1] for lane in ("up", "down", "host", "network") if self.queues[lane]]
+        """Return when the cores have done the last of their tasks, which nothing but writes to the
+        disk outlasts.
+        """
+        lanes = [
+            self.queues[lane][-1] for lane in ("up", "down", "host", "network") if self.queues[lane]
+        ]
         self.task("compute", 0.0, *lanes, *self.updated, in_order=True)
         waits = [len(set(after)) for after in self.after]
         followers = collections.defaultdict[int, list[int]](list)
@@ -71,7 +96,9 @@ class Simulation:
 
 
 class Step(Simulation):
-    """The tasks of a step, from the arrays of its schedules, and from the sizes and tiers that they were built of."""
+    """The tasks of a step, from the arrays of its schedules, and from the sizes and tiers that they
+    were built of.
+    """
 
     def __init__(self, layers: Any, ends: Any, wires: Wires, repeats: int) -> None:
         super().__init__(wires)
@@ -95,18 +122,25 @@ class Step(Simulation):
                 begin = self.last
             done = self.compute(ends.embed_backward, self.task("network", ends.gather, self.last))
             self.task("network", ends.reduce, done, self.last)
-        later = [(n, s, w) for n, (s, w) in numbered if any(phase.name == "update" for phase in s.phases)]
+        later = [
+            (n, s, w) for n, (s, w) in numbered if any(phase.name == "update" for phase in s.phases)
+        ]
         if later:
             self.task("compute", 0.0, *list(self.queues["network"])[-1:], in_order=True)
         for n, schedule, work in later:
             self.loop(n, schedule, schedule.phase("update"), work, self.last)
-        self.update_ends(ends, leaf, has_master=layers[0][0].master, on_host=any(work.host for _, work in layers))
+        self.update_ends(
+            ends, leaf, has_master=layers[0][0].master, on_host=any(work.host for _, work in layers)
+        )
 
     def share(self, moved: Any) -> None:
         """Set the rates of lanes while so many bytes move in each."""
         wires = self.wires
         self.rates = {"up": wires.up, "down": wires.down, "read": wires.read, "write": wires.write}
-        for one, other, together in (("up", "down", wires.link_both), ("read", "write", wires.disk_both)):
+        for one, other, together in (
+            ("up", "down", wires.link_both),
+            ("read", "write", wires.disk_both),
+        ):
             a, b = moved.get(one, 0), moved.get(other, 0)
             if a and b and together < self.rates[one] + self.rates[other]:
                 seconds = (a + b) / together  # in which each way moves its part
@@ -120,14 +154,26 @@ class Step(Simulation):
     def compute(self, seconds: float, *after: int) -> int:
         return self.task("compute", seconds, *after)
 
-    def fetch(self, n: int, schedule: Schedule, kinds: tuple[str, ...], layer: int, sizes: Any, *after: int) -> int:
+    def fetch(
+        self,
+        n: int,
+        schedule: Schedule,
+        kinds: tuple[str, ...],
+        layer: int,
+        sizes: Any,
+        *after: int,
+    ) -> int:
         """Read a record off the disk, into a buffer that was emptied d records ago, and load it."""
         before, on_disk = list(after), list[Any]()
         for kind in kinds:
             key, stored, size = (n, kind), self.stored.get((n, kind, layer)), sizes.get(kind, 0)
             needs = [] if stored is None or not size else [stored]
             if size and schedule.tiers[kind] == N:
-                needs += self.taken[key][-self.distance :][:1] if len(self.taken[key]) >= self.distance else []
+                needs += (
+                    self.taken[key][-self.distance :][:1]
+                    if len(self.taken[key]) >= self.distance
+                    else []
+                )
                 needs = [self.move("read", size, *needs)]
                 on_disk.append(key)
             before += needs
@@ -139,25 +185,43 @@ class Step(Simulation):
     def fetch_end(self, leaf: EndLeaf, kinds: list[str], *after: int) -> int:
         """Load records of the leaf that is no layer, off the disk where they rest there."""
         sizes = [leaf.sizes[kind] if leaf.tiers[kind] != "device" else 0 for kind in kinds]
-        reads = [self.move("read", n) for kind, n in zip(kinds, sizes, strict=True) if leaf.tiers[kind] == N]
+        reads = [
+            self.move("read", n)
+            for kind, n in zip(kinds, sizes, strict=True)
+            if leaf.tiers[kind] == N
+        ]
         return self.move("up", sum(sizes), *after, *reads)
 
-    def store(self, n: int, schedule: Schedule, kinds: tuple[str, ...], layer: int, sizes: Any, after: int) -> None:
+    def store(
+        self, n: int, schedule: Schedule, kinds: tuple[str, ...], layer: int, sizes: Any, after: int
+    ) -> None:
         there = self.move("down", sum(sizes.get(kind, 0) for kind in kinds), after)
         for kind in kinds:
             size = sizes.get(kind, 0) if schedule.tiers[kind] == N else 0
             self.stored[n, kind, layer] = self.move("write", size, there)
 
-    def update_on_host(self, n: Any, tiers: Any, sizes: Any, seconds: float, has_master: bool, after: int) -> None:
-        """Hand gradients down, and weights that are their own masters; what rests on disk is updated where it is read to."""
+    def update_on_host(
+        self, n: Any, tiers: Any, sizes: Any, seconds: float, has_master: bool, after: int
+    ) -> None:
+        """Hand gradients down, and weights that are their own masters; what rests on disk is
+        updated where it is read to.
+        """
         given, weights = sizes["handed"], sizes["weights"] if not has_master else 0
-        there = self.move("down", weights, self.move("down", given, after)) if weights else self.move("down", given, after)
+        there = (
+            self.move("down", weights, self.move("down", given, after))
+            if weights
+            else self.move("down", given, after)
+        )
         ready, read = [there], []
         for kind in ["opt_state"] if has_master else ["params", "opt_state"]:
             if tiers[kind] != N:
                 continue
             key = (n, kind)
-            needs = self.taken[key][-self.distance :][:1] if len(self.taken[key]) >= self.distance else []
+            needs = (
+                self.taken[key][-self.distance :][:1]
+                if len(self.taken[key]) >= self.distance
+                else []
+            )
             ready.append(self.move("read", sizes[kind], *needs))
             read.append(key)
         done = self.task("host", seconds, after, *ready)
@@ -169,30 +233,46 @@ class Step(Simulation):
         self.updated.append(self.move("up", sizes["made"], done))
 
     def update_ends(self, ends: EndsWork, leaf: EndLeaf, has_master: bool, on_host: bool) -> None:
-        away = {kind: n if leaf.tiers.get(kind, "device") != "device" else 0 for kind, n in leaf.sizes.items()}
+        away = {
+            kind: n if leaf.tiers.get(kind, "device") != "device" else 0
+            for kind, n in leaf.sizes.items()
+        }
         own = 0 if has_master else away["params"]
         if on_host:
-            on_disk = {kind: n if leaf.tiers.get(kind) == N else 0 for kind, n in leaf.sizes.items()}
+            on_disk = {
+                kind: n if leaf.tiers.get(kind) == N else 0 for kind, n in leaf.sizes.items()
+            }
             read, write = (
                 on_disk["opt_state"] + (0 if has_master else on_disk["params"]),
                 on_disk["opt_state"] + on_disk["params"],
             )
             down = leaf.sizes["handed"] + (0 if has_master else leaf.sizes["weights"])
             self.share({"up": leaf.sizes["made"], "down": down, "read": read, "write": write})
-            return self.update_on_host("ends", leaf.tiers, leaf.sizes, ends.host, has_master, self.last)
+            return self.update_on_host(
+                "ends", leaf.tiers, leaf.sizes, ends.host, has_master, self.last
+            )
         on_disk = {kind: n if leaf.tiers.get(kind) == N else 0 for kind, n in away.items()}
         both = {"read": on_disk["opt_state"] + (0 if has_master else on_disk["params"])}
         both |= {"write": on_disk["opt_state"] + on_disk["params"]}
-        self.share({"up": away["opt_state"] + own, "down": away["opt_state"] + away["params"]} | both)
+        self.share(
+            {"up": away["opt_state"] + own, "down": away["opt_state"] + away["params"]} | both
+        )
         start = self.last
-        done = self.compute(ends.update, self.fetch_end(leaf, [*([] if has_master else ["params"]), "opt_state"], start), start)
+        done = self.compute(
+            ends.update,
+            self.fetch_end(leaf, [*([] if has_master else ["params"]), "opt_state"], start),
+            start,
+        )
         there = self.move("down", away["params"] + away["opt_state"], done)
         for kind in ("params", "opt_state"):
             self.move("write", on_disk[kind], there)
 
     def loop(self, n: int, schedule: Schedule, phase: Phase, work: LayerWork, begin: int) -> None:
         self.share(bytes_of_a_loop(schedule, phase, work))
-        read, updating = schedule.record_bytes, phase.name == ("backward" if schedule.update == "in_backward" else "update")
+        read, updating = (
+            schedule.record_bytes,
+            phase.name == ("backward" if schedule.update == "in_backward" else "update"),
+        )
         gathers = 0.0 if phase.name == "update" else work.gather
         ring: dict[int, int] = {}
         whole = begin
@@ -202,13 +282,24 @@ class Step(Simulation):
             return phase.off_device(phase.fetches, layer)
 
         if phase.first >= 0:
-            whole = self.task("network", gathers, self.fetch(n, schedule, fetches(phase.first), phase.first, read, begin))
+            whole = self.task(
+                "network",
+                gathers,
+                self.fetch(n, schedule, fetches(phase.first), phase.first, read, begin),
+            )
         for slot, layer in enumerate(phase.preload.tolist()):
             ring[slot] = self.fetch(n, schedule, fetches(layer), layer, read, begin)
         for t, layer in enumerate(phase.layer.tolist()):
             begun, taken, slot = self.last, self.last, int(phase.use_slot[t])
             if unsaved is not None:
-                self.store(n, schedule, phase.off_device(phase.writes, unsaved[0]), unsaved[0], read, unsaved[1])
+                self.store(
+                    n,
+                    schedule,
+                    phase.off_device(phase.writes, unsaved[0]),
+                    unsaved[0],
+                    read,
+                    unsaved[1],
+                )
             taking = int(phase.consume[t])
             if slot >= 0:
                 taken = self.task("compute", 0.0, begun, ring[slot])
@@ -217,7 +308,9 @@ class Step(Simulation):
                 taken = self.task("compute", 0.0, begun, fetched)
             if phase.fetch_slot[t] >= 0:
                 coming = int(phase.fetch[t])
-                ring[int(phase.fetch_slot[t])] = self.fetch(n, schedule, fetches(coming), coming, read, taken)
+                ring[int(phase.fetch_slot[t])] = self.fetch(
+                    n, schedule, fetches(coming), coming, read, taken
+                )
             before, whole = whole, self.task("network", gathers, taken) if taking >= 0 else whole
             ready = before if schedule.gather_ahead and phase.name != "update" else whole
             besides = phase.off_device(phase.reads, layer)
@@ -225,7 +318,9 @@ class Step(Simulation):
             if phase.name == "update":
                 made = begun if work.host else self.compute(work.update, ready, here)
             else:
-                made = self.compute(work.backward if phase.name == "backward" else work.forward, ready)
+                made = self.compute(
+                    work.backward if phase.name == "backward" else work.forward, ready
+                )
             if phase.name == "backward":
                 made = self.task("network", work.reduce, made)
                 if updating and not work.host:
@@ -234,7 +329,9 @@ class Step(Simulation):
             if updating:
                 gathered = self.task("network", work.regather, made)
                 if work.host:
-                    self.update_on_host(n, schedule.tiers, read, work.host, schedule.master, gathered)
+                    self.update_on_host(
+                        n, schedule.tiers, read, work.host, schedule.master, gathered
+                    )
                     continue
             if phase.stores_late:
                 unsaved = (layer, made)
@@ -250,32 +347,50 @@ class Step(Simulation):
         end_of_cores = super().run()
         up, down, read, write = (self.moved[lane] for lane in ("up", "down", "read", "write"))
         wires = self.wires
-        return max(end_of_cores, (up + down) / wires.link_both, write / wires.write, (read + write) / wires.disk_both)
+        return max(
+            end_of_cores,
+            (up + down) / wires.link_both,
+            write / wires.write,
+            (read + write) / wires.disk_both,
+        )
 
 
 def bytes_of_a_loop(schedule: Schedule, phase: Phase, work: LayerWork) -> dict[str, float]:
     """Return the bytes of a tick that moves all that the phase moves, in each lane."""
     assert schedule.record_bytes is not None
-    size, tiers, updating = schedule.record_bytes, schedule.tiers, phase.name == "update" or schedule.update == "in_backward"
+    size, tiers, updating = (
+        schedule.record_bytes,
+        schedule.tiers,
+        phase.name == "update" or schedule.update == "in_backward",
+    )
     on_host = bool(work.host) and phase.name != "forward"
     moved: dict[str, float] = {"up": sum(size[kind] for kind in (*phase.fetches, *phase.reads))}
     moved |= {"down": 0 if on_host else sum(size[kind] for kind in phase.writes)}
-    moved |= {"read": sum(size[kind] for kind in (*phase.fetches, *phase.reads) if tiers[kind] == N)}
-    moved |= {"write": 0 if on_host else sum(size[kind] for kind in phase.writes if tiers[kind] == N)}
+    moved |= {
+        "read": sum(size[kind] for kind in (*phase.fetches, *phase.reads) if tiers[kind] == N)
+    }
+    moved |= {
+        "write": 0 if on_host else sum(size[kind] for kind in phase.writes if tiers[kind] == N)
+    }
     if on_host and updating:
         own = [] if schedule.master else ["params"]
-        beside = {"up": size["made"], "down": size["handed"] + (0 if schedule.master else size["weights"])}
+        beside = {
+            "up": size["made"],
+            "down": size["handed"] + (0 if schedule.master else size["weights"]),
+        }
         beside |= {"read": sum(size[kind] for kind in ("opt_state", *own) if tiers[kind] == N)}
         beside |= {"write": sum(size[kind] for kind in ("opt_state", "params") if tiers[kind] == N)}
         moved = {lane: n + beside[lane] for lane, n in moved.items()}
     return moved
 
 
-# --- random steps ----------------------------------------------------------------------------------------------------------
+# --- random steps ---------------------------------------------------------------------------------
 
 
 def random_step(seed: int) -> dict[str, Any]:
-    """Return arguments of `step_time`: one to three runs of layers, and everything that they may move or not."""
+    """Return arguments of `step_time`: one to three runs of layers, and everything that they may
+    move or not.
+    """
     draw = random.Random(seed)
 
     def some(scale: float) -> float:
@@ -287,7 +402,13 @@ def random_step(seed: int) -> dict[str, Any]:
     if on_host:
         tiers |= {"grads": "device"}
     shares_cores = draw.random() < 0.3
-    late = not on_host and not shares_cores and tiers["opt_state"] == H and N not in tiers.values() and draw.random() < 0.7
+    late = (
+        not on_host
+        and not shares_cores
+        and tiers["opt_state"] == H
+        and N not in tiers.values()
+        and draw.random() < 0.7
+    )
     distance, ahead = draw.randint(0, 3), draw.random() < 0.4
     host = HostUpdate(takes_weights=not master) if on_host else None
     seconds_of_host = 0.1 + 3 * draw.random() if on_host else 0.0
@@ -305,7 +426,11 @@ def random_step(seed: int) -> dict[str, Any]:
             forward=draw.random(), backward=2 * draw.random(), update=some(1), gather=some(1), reduce=some(1), regather=some(1),
             host=seconds_of_host,
         ))  # fmt: skip
-    leaf = EndLeaf("ends", tiers, {kind: draw.randint(0, 3) for kind in ("params", "opt_state", "handed", "weights", "made")})
+    leaf = EndLeaf(
+        "ends",
+        tiers,
+        {kind: draw.randint(0, 3) for kind in ("params", "opt_state", "handed", "weights", "made")},
+    )
     rates = ("up", "down", "link_both", "read", "write", "disk_both")
     names = ("embed", "head", "embed_backward", "gather", "reduce")
     ends = EndsWork(**{name: some(2) for name in names}, update=some(1), host=seconds_of_host)
@@ -321,7 +446,9 @@ def random_step(seed: int) -> dict[str, Any]:
 
 
 def predicted(step: Any) -> Any:
-    return step_time(step["steps"], step["layers"], step["ends"], step["wires"], repeats=step["repeats"])
+    return step_time(
+        step["steps"], step["layers"], step["ends"], step["wires"], repeats=step["repeats"]
+    )
 
 
 def simulation_of(step: Any) -> Step:
@@ -333,12 +460,15 @@ def check_step(seed: int) -> None:
     step = random_step(seed)
     time, simulated = predicted(step), simulation_of(step)
     assert time.seconds == pytest.approx(simulated.run(), rel=1e-9), seed
-    # Each lane has done its work, and what the cores waited for is no more than that; but at the end the seams of loops.
+    # Each lane has done its work, and what the cores waited for is no more than that; but at the
+    # end the seams of loops.
     for lane in LANES:
         assert time.busy[lane] == pytest.approx(simulated.work[lane], rel=1e-9), (seed, lane)
     assert sum(time.exposed.values()) == pytest.approx(time.seconds, rel=1e-9), seed
     assert min(time.exposed.values()) >= 0
-    spans = max((span.stop for span in time.spans if span.lane not in ("read", "write")), default=0.0)
+    spans = max(
+        (span.stop for span in time.spans if span.lane not in ("read", "write")), default=0.0
+    )
     rest = time.seconds - spans
     for lane in LANES:
         assert time.exposed[lane] <= time.busy[lane] + max(0.0, rest) + 1e-9, (seed, lane)
@@ -357,7 +487,7 @@ def test_step_time_is_that_of_a_simulation_of_more_events(first):
         check_step(seed)
 
 
-# --- steps whose seconds are known -----------------------------------------------------------------------------------------
+# --- steps whose seconds are known ----------------------------------------------------------------
 
 BYTE_A_SECOND = Wires(up=1, down=1, link_both=2, read=1, write=1, disk_both=2)
 
@@ -367,7 +497,9 @@ def run_of(
     ends: EndsWork | None = None, repeats: int = 1, sizes: Any = None, **fields: Any,
 ) -> Any:  # fmt: skip
     """Return the seconds of one run of layers whose other leaves move nothing, at a byte a second."""
-    schedule = build_schedule(num_layers, distance, regathers=True, record_bytes=sizes or {}, **fields)
+    schedule = build_schedule(
+        num_layers, distance, regathers=True, record_bytes=sizes or {}, **fields
+    )
     steps = StepPlan({"": schedule}, build_ends([EndLeaf("ends", {}, {})], True))
     return step_time(steps, [work or LayerWork()], ends, wires, repeats=repeats)
 
@@ -382,14 +514,18 @@ def test_step_of_resident_layers_takes_what_they_compute():
 
 
 def test_step_without_a_ring_waits_for_every_fetch():
-    time = run_of(4, LayerWork(forward=1, backward=2), sizes={"frozen": 3}, distance=0, tiers={"frozen": H})
+    time = run_of(
+        4, LayerWork(forward=1, backward=2), sizes={"frozen": 3}, distance=0, tiers={"frozen": H}
+    )
     assert time.seconds == 4 * (3 + 1) + 4 * (3 + 2)
     assert (time.busy["up"], time.exposed["up"], time.hidden["up"]) == (24, 24, 0)
 
 
 def test_step_bound_by_the_link_computes_beside_it():
     """Loads follow each other: 4 x 3 s and the last layer's compute, forward and backward."""
-    time = run_of(4, LayerWork(forward=1, backward=2), sizes={"frozen": 3}, distance=1, tiers={"frozen": H})
+    time = run_of(
+        4, LayerWork(forward=1, backward=2), sizes={"frozen": 3}, distance=1, tiers={"frozen": H}
+    )
     assert time.seconds == (4 * 3 + 1) + (4 * 3 + 2)
     assert (time.busy["up"], time.exposed["up"], time.exposed["compute"]) == (24, 15, 12)
     assert time.bound_by == "up"
@@ -398,7 +534,13 @@ def test_step_bound_by_the_link_computes_beside_it():
 
 @pytest.mark.parametrize("distance", [1, 2])
 def test_step_bound_by_compute_hides_all_loads_but_the_first(distance):
-    time = run_of(4, LayerWork(forward=1, backward=2), sizes={"frozen": 1}, distance=distance, tiers={"frozen": H})
+    time = run_of(
+        4,
+        LayerWork(forward=1, backward=2),
+        sizes={"frozen": 1},
+        distance=distance,
+        tiers={"frozen": H},
+    )
     assert time.seconds == (1 + 4) + (1 + 8)
     assert time.hidden["up"] == 6
 
@@ -406,13 +548,20 @@ def test_step_bound_by_compute_hides_all_loads_but_the_first(distance):
 def test_step_hides_no_slow_layer_behind_more_slots():
     """With two slots loads begin earlier, and none faster."""
     work = LayerWork(forward=1, backward=1)
-    seconds = [run_of(4, work, d, sizes={"frozen": 2}, tiers={"frozen": H}).seconds for d in (0, 1, 2, 3)]
+    seconds = [
+        run_of(4, work, d, sizes={"frozen": 2}, tiers={"frozen": H}).seconds for d in (0, 1, 2, 3)
+    ]
     assert seconds == [24, 18, 18, 18]
 
 
 def test_step_bound_by_the_disk_reads_as_far_ahead_as_it_has_buffers():
-    """5 s to read and 1 s to load: one buffer is read to when it was emptied, of two one is read while the other is loaded."""
-    work, wires = LayerWork(forward=1, backward=1), dataclasses.replace(BYTE_A_SECOND, up=5, link_both=10)
+    """5 s to read and 1 s to load: one buffer is read to when it was emptied, of two one is read
+    while the other is loaded.
+    """
+    work, wires = (
+        LayerWork(forward=1, backward=1),
+        dataclasses.replace(BYTE_A_SECOND, up=5, link_both=10),
+    )
     time = [run_of(3, work, d, wires, sizes={"frozen": 5}, tiers={"frozen": N}) for d in (1, 2)]
     assert time[0].seconds == 6 * (5 + 1) + 1
     assert time[1].seconds == 6 * 5 + 1 + 1
@@ -420,8 +569,13 @@ def test_step_bound_by_the_disk_reads_as_far_ahead_as_it_has_buffers():
 
 
 def test_step_is_no_shorter_than_what_the_disk_has_to_do():
-    """Reads and writes share a disk: 4 x (1 + 1) + 4 records of 3 bytes at 2 bytes a second, although no loop does both."""
-    wires, moved = Wires(read=2, write=2, disk_both=2), {"sizes": {"params": 3}, "tiers": {"params": N}}
+    """Reads and writes share a disk: 4 x (1 + 1) + 4 records of 3 bytes at 2 bytes a second,
+    although no loop does both.
+    """
+    wires, moved = (
+        Wires(read=2, write=2, disk_both=2),
+        {"sizes": {"params": 3}, "tiers": {"params": N}},
+    )
     time = run_of(4, distance=1, wires=wires, master=False, **moved)
     assert time.seconds >= 4 * (3 * 3 + 3) / 2
     slow = run_of(4, distance=1, wires=dataclasses.replace(wires, write=0.1), **moved)
@@ -453,8 +607,12 @@ def test_gathers_are_waited_for_unless_they_are_ahead():
 
 
 def test_wait_for_a_gather_of_a_late_load_counts_for_both():
-    """4 s of the link and 0.5 s of the network in each of 2 x 2 ticks; without a cause the network would have all of it."""
-    time = run_of(2, LayerWork(forward=1, backward=1, gather=0.5), sizes={"frozen": 4}, tiers={"frozen": H})
+    """4 s of the link and 0.5 s of the network in each of 2 x 2 ticks; without a cause the network
+    would have all of it.
+    """
+    time = run_of(
+        2, LayerWork(forward=1, backward=1, gather=0.5), sizes={"frozen": 4}, tiers={"frozen": H}
+    )
     assert time.seconds == 4 * (4 + 0.5 + 1)
     assert (time.exposed["up"], time.exposed["network"]) == (16, 2)
     assert time.bound_by == "up"
@@ -462,22 +620,33 @@ def test_wait_for_a_gather_of_a_late_load_counts_for_both():
 
 def test_late_stores_cross_beside_the_next_load():
     """Each record 2 s up and 2 s down: a record after the other, or one beside the other."""
-    time = run_of(3, LayerWork(update=0.5), sizes={"opt_state": 2}, tiers={"opt_state": H}, stores_late=1)
+    time = run_of(
+        3, LayerWork(update=0.5), sizes={"opt_state": 2}, tiers={"opt_state": H}, stores_late=1
+    )
     assert time.seconds == 3 * (2 + 0.5) + 2
     assert time.exposed["down"] == 2
 
 
 def test_ways_of_a_link_share_its_bandwidth():
-    """3 bytes up and 1 down at 2 bytes a second together: 2 s for both, so 1.5 and 0.5 bytes a second."""
+    """3 bytes up and 1 down at 2 bytes a second together: 2 s for both, so 1.5 and 0.5 bytes a
+    second.
+    """
     wires = Wires(up=2, down=2, link_both=2)
-    assert wires.sharing({"up": 3, "down": 1}) | {"read": 0, "write": 0} == {"up": 1.5, "down": 0.5, "read": 0, "write": 0}
+    assert wires.sharing({"up": 3, "down": 1}) | {"read": 0, "write": 0} == {
+        "up": 1.5,
+        "down": 0.5,
+        "read": 0,
+        "write": 0,
+    }
     assert wires.sharing({"up": 3})["up"] == 2
     assert Wires(up=2, down=2, link_both=4).sharing({"up": 3, "down": 1})["up"] == 2
     assert Wires(up=1, down=2, link_both=2.5).sharing({"up": 3, "down": 1})["up"] == 1
 
 
 def test_host_update_reads_no_further_ahead_than_it_has_buffers():
-    """The layers' states are read while forward computes, one or two of them, and the others as kernels free buffers."""
+    """The layers' states are read while forward computes, one or two of them, and the others as
+    kernels free buffers.
+    """
     work = LayerWork(forward=10, host=1)
     moved = {"sizes": {"opt_state": 4}, "tiers": {"opt_state": N}, "host": HostUpdate()}
     wires = dataclasses.replace(BYTE_A_SECOND, write=1e9, disk_both=1e9)
@@ -493,7 +662,14 @@ def test_cores_of_a_cpu_copy_and_update():
         {"sizes": {"handed": 1, "made": 2, "frozen": 2}, "tiers": {"frozen": H}},
     )
     times = [
-        run_of(2, work, 1, dataclasses.replace(BYTE_A_SECOND, shares_cores=shares), host=HostUpdate(), **moved)
+        run_of(
+            2,
+            work,
+            1,
+            dataclasses.replace(BYTE_A_SECOND, shares_cores=shares),
+            host=HostUpdate(),
+            **moved,
+        )
         for shares in (False, True)
     ]
     assert times[1].seconds == 2 * (1 + 1 + 1 + 2 + 3) + 4 * 2  # one thing after the other
@@ -507,14 +683,19 @@ def test_repeats_run_forward_and_backward_again_and_update_once():
         EndsWork(embed=0.25, head=0.5, embed_backward=0.25, update=1),
     )
     once, thrice = (run_of(3, work, ends=ends, repeats=n) for n in (1, 3))
-    assert thrice.seconds - once.seconds == 2 * (3 * 1 + 3 * 2 + 1)  # reductions hide, but for a part of the last
+    assert thrice.seconds - once.seconds == 2 * (
+        3 * 1 + 3 * 2 + 1
+    )  # reductions hide, but for a part of the last
     assert [part.name for part in once.phases] == ["embed", "forward", "head", "backward", "update"]
-    assert [(part.name, part.seconds) for part in thrice.phases] == [("microbatches", 3 * 10), ("update", 0.25 + 13)]
+    assert [(part.name, part.seconds) for part in thrice.phases] == [
+        ("microbatches", 3 * 10),
+        ("update", 0.25 + 13),
+    ]
 
 
 def test_more_bandwidth_is_never_slower():
-    """Lanes keep their order, so what takes less time ends no later. Of a wire that both ways share, more for one way alone
-    takes from the other: that may cost some per cent.
+    """Lanes keep their order, so what takes less time ends no later. Of a wire that both ways
+    share, more for one way alone takes from the other: that may cost some per cent.
     """
     names = ("up", "down", "link_both", "read", "write", "disk_both")
     for seed in range(100):
@@ -522,15 +703,35 @@ def test_more_bandwidth_is_never_slower():
         seconds, wires = predicted(step).seconds, step["wires"]
 
         def faster(*raised: str, step: Any = step, wires: Wires = wires) -> float:
-            return predicted(step | {"wires": dataclasses.replace(wires, **{n: 2 * getattr(wires, n) for n in raised})}).seconds
+            return predicted(
+                step
+                | {
+                    "wires": dataclasses.replace(
+                        wires, **{n: 2 * getattr(wires, n) for n in raised}
+                    )
+                }
+            ).seconds
 
-        assert max(faster(*names), faster("link_both"), faster("disk_both")) <= seconds * (1 + 1e-9), seed
+        assert max(faster(*names), faster("link_both"), faster("disk_both")) <= seconds * (
+            1 + 1e-9
+        ), seed
         assert max(faster(name) for name in names) <= 1.1 * seconds, seed
 
 
 def test_step_time_prints_lanes_and_phases():
-    text = str(run_of(4, LayerWork(forward=1, backward=2), sizes={"frozen": 3}, distance=1, tiers={"frozen": H}))
-    assert text.splitlines()[0] == "27.0000 s a step, predicted: forward 13.0000 s (up), backward 14.0000 s (up)"
+    text = str(
+        run_of(
+            4,
+            LayerWork(forward=1, backward=2),
+            sizes={"frozen": 3},
+            distance=1,
+            tiers={"frozen": H},
+        )
+    )
+    assert (
+        text.splitlines()[0]
+        == "27.0000 s a step, predicted: forward 13.0000 s (up), backward 14.0000 s (up)"
+    )
     assert [line.split() for line in text.splitlines()[2:]] == [
         ["compute", "12.0000", "0.0000", "12.0000"], ["up", "24.0000", "9.0000", "15.0000"],
     ]  # fmt: skip

@@ -21,7 +21,9 @@ MACHINE = zj.Machine(
 @pytest.fixture(scope="module")
 def planned() -> zj.Plan:
     sizes = zj.Sizes(layers=2, hidden=256, heads=4, seq=128, batch=2, vocab=512)
-    return plan(sizes, machine=MACHINE, fixed={"precision": "bf16", "params": "nvme", "opt_state": "nvme"})
+    return plan(
+        sizes, machine=MACHINE, fixed={"precision": "bf16", "params": "nvme", "opt_state": "nvme"}
+    )
 
 
 class Clock:
@@ -38,7 +40,11 @@ class Clock:
 
 
 def told(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno == level and record.name == "zerojax"]
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno == level and record.name == "zerojax"
+    ]
 
 
 def waited(planned: zj.Plan, more: float = 0.0) -> float:
@@ -105,5 +111,7 @@ def test_watch_refuses_what_is_no_plan_machine_or_metrics():
         StepWatch("x")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"machine must be a zerojax\.Machine, got 'l4'"):
         StepWatch(machine="l4")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"metrics=None: what program\.step returns beside the state is needed"):
+    with pytest.raises(
+        ValueError, match=r"metrics=None: what program\.step returns beside the state is needed"
+    ):
         StepWatch().step(None)  # pyright: ignore[reportArgumentType]

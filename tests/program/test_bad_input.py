@@ -37,7 +37,10 @@ from host_offload.disk.errors import SwapError
         ({"clip_norm": float("nan")}, ["clip_norm=nan"]),
         ({"prefetch_distance": -1}, ["prefetch_distance=-1"]),
         ({"min_shard_bytes": 1.5}, ["min_shard_bytes=1.5"]),
-        ({"update": "in_backward", "clip_norm": 1.0}, ["in_backward", "clip_norm=1.0", "after_backward"]),
+        (
+            {"update": "in_backward", "clip_norm": 1.0},
+            ["in_backward", "clip_norm=1.0", "after_backward"],
+        ),
         ({"params": "pinned_host", "stage": 2}, ["params='pinned_host'", "stage=3", "stage=2"]),
         ({"update_on": "host"}, ["update_on='host'", "opt_state"]),
         ({"opt_state": "nvme"}, ["swap_dir"]),
@@ -47,8 +50,14 @@ from host_offload.disk.errors import SwapError
             {"delayed_update": True, "update_on": "host", "opt_state": "pinned_host"},
             ["precision='fp32'", "params='pinned_host'"],
         ),
-        ({"opt_state_device_fraction": 0.5}, ["opt_state_device_fraction=0.5", "opt_state='device'"]),
-        ({"opt_state_device_fraction": 1.0, "opt_state": "pinned_host"}, ["opt_state_device_fraction=1.0", "below 1"]),
+        (
+            {"opt_state_device_fraction": 0.5},
+            ["opt_state_device_fraction=0.5", "opt_state='device'"],
+        ),
+        (
+            {"opt_state_device_fraction": 1.0, "opt_state": "pinned_host"},
+            ["opt_state_device_fraction=1.0", "below 1"],
+        ),
         ({"gather_ahead": True, "stage": 2}, ["gather_ahead=True", "stage=3", "stage=2"]),
         ({"saved_names": ["x"]}, ["saved_names=['x']", "tuple"]),
         ({"saved_names": ("x",), "offloaded_names": ("x",)}, ["['x']", "one place"]),
@@ -76,12 +85,25 @@ def test_a_swap_dir_is_any_path_and_kept_as_a_string(tmp_path):
 
 @pytest.mark.parametrize(
     "fields",
-    [{"opt_state": "nvme"}, *({name: "nvme", "opt_state": "pinned_host"} for name in ("params", "grads", "activations"))],
+    [
+        {"opt_state": "nvme"},
+        *(
+            {name: "nvme", "opt_state": "pinned_host"}
+            for name in ("params", "grads", "activations")
+        ),
+    ],
 )
 def test_build_refuses_a_delayed_update_with_the_nvme_tier(fields):
     name = next(name for name, tier in fields.items() if tier == "nvme")
-    with pytest.raises(NotImplementedError, match=f"delayed_update=True is not built.*{name}='nvme'"):
-        build(delayed_update=True, update_on="host", swap_dir="nowhere", **{"params": "pinned_host", **fields})
+    with pytest.raises(
+        NotImplementedError, match=f"delayed_update=True is not built.*{name}='nvme'"
+    ):
+        build(
+            delayed_update=True,
+            update_on="host",
+            swap_dir="nowhere",
+            **{"params": "pinned_host", **fields},
+        )
 
 
 @pytest.mark.parametrize(
@@ -99,10 +121,14 @@ def test_loss_scaling_refuses(scaling, words):
     assert all(word in str(e.value) for word in words), e.value
 
 
-def build(model: Any = None, tx: Any = None, batch: Any = None, mesh: Any = None, **config: Any) -> zj.Program:
+def build(
+    model: Any = None, tx: Any = None, batch: Any = None, mesh: Any = None, **config: Any
+) -> zj.Program:
     model = toys.layered() if model is None else model
     tx = optax.adam(1e-3) if tx is None else tx
-    return zj.build_train_step(model, tx, zj.ZeroConfig(**config), mesh or zj.make_mesh(fsdp=8), batch=batch)
+    return zj.build_train_step(
+        model, tx, zj.ZeroConfig(**config), mesh or zj.make_mesh(fsdp=8), batch=batch
+    )
 
 
 def refused(words: list[str], **arguments: Any) -> None:
@@ -121,7 +147,9 @@ def test_a_swap_folder_in_use_is_a_swap_error(tmp_path):
 
 def test_batch_that_does_not_divide():
     refused(
-        ["30", "data 1 x fsdp 8", "num_microbatches 2 = 16", "such as 16"], batch=toys.batches(1, 30)[0], num_microbatches=2
+        ["30", "data 1 x fsdp 8", "num_microbatches 2 = 16", "such as 16"],
+        batch=toys.batches(1, 30)[0],
+        num_microbatches=2,
     )
 
 
@@ -148,12 +176,20 @@ def test_a_state_that_is_none():
     state = program.init(jax.random.key(0))
     of_numpy, abstract = jax.device_get(state), jax.eval_shape(lambda: state)
     in_part = dataclasses.replace(state, params=of_numpy.params)
-    for other, kind in ((of_numpy, "ndarray"), (in_part, "ndarray"), (abstract, "ShapeDtypeStruct")):
+    for other, kind in (
+        (of_numpy, "ndarray"),
+        (in_part, "ndarray"),
+        (abstract, "ShapeDtypeStruct"),
+    ):
         for use in (program.step, program.eval):
-            with pytest.raises(ValueError, match=f"this state holds a {kind} where a jax.Array is needed"):
+            with pytest.raises(
+                ValueError, match=f"this state holds a {kind} where a jax.Array is needed"
+            ):
                 use(other, batch)
     for other in (None, (state, {})):
-        with pytest.raises(ValueError, match=r"a zerojax\.TrainState is needed, .* not (NoneType|tuple)"):
+        with pytest.raises(
+            ValueError, match=r"a zerojax\.TrainState is needed, .* not (NoneType|tuple)"
+        ):
             program.step(other, batch)
 
 
@@ -183,7 +219,11 @@ def test_batch_is_also_refused_by_step_memory_and_lower_before_anything_runs():
     program = build()
     state = program.init(jax.random.key(0))
     bad, good = toys.batches(1, 30)[0], toys.batches(1)[0]
-    for call in (lambda: program.step(state, bad), lambda: program.memory(bad), lambda: program.lower(bad)):
+    for call in (
+        lambda: program.step(state, bad),
+        lambda: program.memory(bad),
+        lambda: program.lower(bad),
+    ):
         with pytest.raises(ValueError, match="does not divide"):
             call()
     program.step(state, good)  # the state was not donated
@@ -195,7 +235,9 @@ def test_loss_that_is_not_a_scalar():
 
     batch = {"x": np.ones((8, 8), np.float32)}
     refused(["scalar", "(8, 8)", "mean"], model=model(lambda p, b, k: b["x"] @ p["w"]), batch=batch)
-    refused(["one scalar", "zj.Loss"], model=model(lambda p, b, k: [jnp.sum(p["w"]), {}]), batch=batch)
+    refused(
+        ["one scalar", "zj.Loss"], model=model(lambda p, b, k: [jnp.sum(p["w"]), {}]), batch=batch
+    )
     refused(["computed from the parameters", "1.0"], model=model(lambda p, b, k: 1.0), batch=batch)
     refused(["floating scalar", "int32"], model=model(lambda p, b, k: jnp.int32(3)), batch=batch)
     program = build(model=model(lambda p, b, k: b["x"] @ p["w"]))
@@ -204,7 +246,10 @@ def test_loss_that_is_not_a_scalar():
 
 
 def test_parameters_that_are_not_floating():
-    model = zj.Model(lambda key: {"w": jnp.ones(8), "table": {"z": 1j * jnp.arange(8)}}, lambda p, b, k: jnp.sum(p["w"]))
+    model = zj.Model(
+        lambda key: {"w": jnp.ones(8), "table": {"z": 1j * jnp.arange(8)}},
+        lambda p, b, k: jnp.sum(p["w"]),
+    )
     refused(["['table']['z'] (complex64)", "floating"], model=model)
     integers = zj.Model(lambda key: {"ids": jnp.arange(8)}, lambda p, b, k: jnp.float32(0))
     refused(["all 1 parameter leaves are frozen"], model=integers)
@@ -223,32 +268,57 @@ def test_optimizers_that_a_sharded_step_cannot_run():
     sam = functools.partial(optax.contrib.sam, optax.adam(1e-2), optax.sgd(0.05))
     refused(["grad_fn", "opaque_mode=False"], tx=sam(opaque_mode=True))
     refused(["obj_fn", "another batch"], tx=optax.contrib.sophia(1e-3))
-    refused(["takes no value=loss", "needs it"], tx=optax.chain(sam(), optax.contrib.reduce_on_plateau()))
+    refused(
+        ["takes no value=loss", "needs it"],
+        tx=optax.chain(sam(), optax.contrib.reduce_on_plateau()),
+    )
     odd = optax.GradientTransformation(lambda p: {"f": print}, lambda g, s, p=None: (g, s))  # type: ignore[arg-type]
     refused(["initialised as sharded arrays"], tx=odd)
-    grows = optax.GradientTransformation(lambda p: jnp.zeros(2), lambda g, s, p=None: (g, jnp.concatenate([s, s])))  # type: ignore[arg-type]
+    grows = optax.GradientTransformation(
+        lambda p: jnp.zeros(2), lambda g, s, p=None: (g, jnp.concatenate([s, s]))
+    )  # type: ignore[arg-type]
     refused(["changes shape", "(2,)", "(4,)"], tx=grows)
-    drops = optax.GradientTransformation(lambda p: optax.EmptyState(), lambda g, s, p=None: (g["head"], s))
+    drops = optax.GradientTransformation(
+        lambda p: optax.EmptyState(), lambda g, s, p=None: (g["head"], s)
+    )
     refused(["structure"], tx=drops)
     scalars = optax.GradientTransformation(
-        lambda p: optax.EmptyState(), lambda g, s, p=None: (jax.tree.map(lambda _: jnp.float32(0), g), s)
+        lambda p: optax.EmptyState(),
+        lambda g, s, p=None: (jax.tree.map(lambda _: jnp.float32(0), g), s),
     )
     refused(["parameters' shapes", "() for (16,)"], tx=scalars)
-    unfolds = optax.GradientTransformation(lambda p: (), lambda g, s, p=None: (g, (jnp.float32(1),)))
+    unfolds = optax.GradientTransformation(
+        lambda p: (), lambda g, s, p=None: (g, (jnp.float32(1),))
+    )
     refused(["state changes structure"], tx=unfolds)
     refused(["update cannot run", "AttributeError"], tx=optax.lookahead(optax.sgd(0.1), 5, 0.5))
 
 
 def test_block_that_changes_its_input():
     model = zj.LayeredModel(
-        2, toys.init_embed, toys.embed, toys.init_block, lambda p, x, key: x[..., :-1], toys.init_head, toys.head
+        2,
+        toys.init_embed,
+        toys.embed,
+        toys.init_block,
+        lambda p, x, key: x[..., :-1],
+        toys.init_head,
+        toys.head,
     )
     refused(["block must return what it takes"], model=model, batch=toys.batches(1)[0])
     with pytest.raises(ValueError, match="num_layers=0"):
-        zj.LayeredModel(0, toys.init_embed, toys.embed, toys.init_block, toys.block, toys.init_head, toys.head)
+        zj.LayeredModel(
+            0, toys.init_embed, toys.embed, toys.init_block, toys.block, toys.init_head, toys.head
+        )
     with pytest.raises(ValueError, match="blocks"):
         zj.LayeredModel(
-            2, toys.init_embed, toys.embed, toys.init_block, toys.block, toys.init_head, toys.head, specs={"blocks": None}
+            2,
+            toys.init_embed,
+            toys.embed,
+            toys.init_block,
+            toys.block,
+            toys.init_head,
+            toys.head,
+            specs={"blocks": None},
         )
 
 
@@ -268,18 +338,31 @@ def test_offload_with_a_plain_model():
         {"gather_ahead": True},
         {"saved_names": ("x",)},
         {"opt_state_device_fraction": 0.5, "opt_state": "pinned_host"},
-        {"delayed_update": True, "update_on": "host", "opt_state": "pinned_host", "precision": "bf16"},
+        {
+            "delayed_update": True,
+            "update_on": "host",
+            "opt_state": "pinned_host",
+            "precision": "bf16",
+        },
     ],
 )
 def test_a_model_without_layers_is_refused_what_works_layer_by_layer(fields):
     name, value = next(iter(fields.items()))
-    refused([f"{name}={value!r}", "layers of a Model are not known", "from_flax"], model=toys.unrolled(), **fields)
+    refused(
+        [f"{name}={value!r}", "layers of a Model are not known", "from_flax"],
+        model=toys.unrolled(),
+        **fields,
+    )
 
 
 def test_a_schedule_that_exceeds_its_budget_says_what_fits():
-    with pytest.raises(ValueError, match=r"device_budget_bytes=\d+: prefetch_distance=4.*nothing fits"):
+    with pytest.raises(
+        ValueError, match=r"device_budget_bytes=\d+: prefetch_distance=4.*nothing fits"
+    ):
         build(params="pinned_host", prefetch_distance=4, device_budget_bytes=100)
-    least = build(params="pinned_host", prefetch_distance=1).operations(toys.batches(1)[0]).peak_bytes
+    least = (
+        build(params="pinned_host", prefetch_distance=1).operations(toys.batches(1)[0]).peak_bytes
+    )
     with pytest.raises(ValueError, match=r"prefetch_distance=4.*prefetch_distance=1"):
         build(params="pinned_host", prefetch_distance=4, device_budget_bytes=least)
     build(params="pinned_host", prefetch_distance=1, device_budget_bytes=least)
@@ -288,13 +371,20 @@ def test_a_schedule_that_exceeds_its_budget_says_what_fits():
 def test_host_memory_that_is_not_there_is_refused_with_the_bytes(monkeypatch):
     program = build(params="pinned_host", opt_state="pinned_host")
     monkeypatch.setattr("host_offload.device.limits.available_bytes", lambda: 1000)
-    with pytest.raises(RuntimeError, match=r"no room for \d+ bytes .* of pinned host memory.*1000 bytes"):
+    with pytest.raises(
+        RuntimeError, match=r"no room for \d+ bytes .* of pinned host memory.*1000 bytes"
+    ):
         program.init(jax.random.key(0))
 
 
 def test_a_budget_where_nothing_streams_is_refused():
     refused(["device_budget_bytes=1", "does not stream"], device_budget_bytes=1)
-    refused(["device_budget_bytes=1"], model=toys.unrolled(), device_budget_bytes=1, opt_state="pinned_host")
+    refused(
+        ["device_budget_bytes=1"],
+        model=toys.unrolled(),
+        device_budget_bytes=1,
+        opt_state="pinned_host",
+    )
 
 
 def test_a_state_of_another_program_is_refused():

@@ -45,7 +45,9 @@ class Program:
 
         def call(layer, token=NONE):
             run = buffer_callback(
-                functools.partial(callback, site=site), jax.ShapeDtypeStruct((1,), jnp.int32), has_side_effect=True
+                functools.partial(callback, site=site),
+                jax.ShapeDtypeStruct((1,), jnp.int32),
+                has_side_effect=True,
             )
             return run(Calls.where(NONE, layer, token))
 
@@ -54,7 +56,11 @@ class Program:
     @property
     def orders(self):
         """Of each site that is in the program."""
-        return {site.name: site.order for site in self.sites if site.name in self.seen and site.order is not None}
+        return {
+            site.name: site.order
+            for site in self.sites
+            if site.name in self.seen and site.order is not None
+        }
 
 
 def test_layers_of_loops_are_those_of_the_constants_that_they_read():
@@ -95,7 +101,9 @@ def test_what_waits_for_values_is_still_known():
     def function(program, x):
         fetch = program.site("fetch")
         begin, _ = wait_for(jnp.int32(0), x * 2.0, mesh)
-        return jax.lax.fori_loop(0, 2, lambda t, c: fetch(jax.lax.rem(5 - 3 * t + begin, jnp.int32(4)), c), NONE)
+        return jax.lax.fori_loop(
+            0, 2, lambda t, c: fetch(jax.lax.rem(5 - 3 * t + begin, jnp.int32(4)), c), NONE
+        )
 
     program = Program(function, jnp.ones(3))
     assert program.orders == program.seen == {"fetch": [1, 2]}
@@ -120,7 +128,9 @@ def test_calls_that_depend_on_data_have_no_order(kind, caplog):
         if kind == "cond":
             return jax.lax.cond(x > 0, lambda: fetch(jnp.int32(1)), lambda: NONE)
         if kind == "while":
-            return jax.lax.while_loop(lambda c: c[0] < x, lambda c: c + fetch(jnp.int32(1), c), NONE)
+            return jax.lax.while_loop(
+                lambda c: c[0] < x, lambda c: c + fetch(jnp.int32(1), c), NONE
+            )
         return fetch(x)
 
     program = Program(function, jnp.int32(1))
@@ -131,7 +141,9 @@ def test_calls_that_depend_on_data_have_no_order(kind, caplog):
 
 def program_on_disk(tmp_path, **fields):
     config = zj.ZeroConfig(stage=3, swap_dir=str(tmp_path), **{**ALL, **fields})
-    return zj.build_train_step(toys.small(), optax.adamw(1e-2), config, zj.make_mesh(fsdp=2, devices=jax.devices()[:2]))
+    return zj.build_train_step(
+        toys.small(), optax.adamw(1e-2), config, zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
+    )
 
 
 @pytest.fixture
@@ -154,7 +166,12 @@ def test_each_site_is_called_as_its_schedule_says_and_another_order_is_an_error(
         assert sites
         for site in sites:
             assert [count for _, count in site._made.values()] == [len(site.order)] * 2
-        site = next(site for site in sites if len(set(site.order)) > 1 and site.name == "fetch params")
+        site = next(
+            site for site in sites if len(set(site.order)) > 1 and site.name == "fetch params"
+        )
         site.order = site.order[::-1]
-        with pytest.raises(SwapError, match=r"fetch params: call 1 of a step was for layer \d and not \d.*disk is lost"):
+        with pytest.raises(
+            SwapError,
+            match=r"fetch params: call 1 of a step was for layer \d and not \d.*disk is lost",
+        ):
             program.step(state, batch)

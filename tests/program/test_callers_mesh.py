@@ -1,4 +1,6 @@
-"""Whatever mesh the caller has in scope, and whatever its axes are called, a program runs as on a mesh of `make_mesh`."""
+"""Whatever mesh the caller has in scope, and whatever its axes are called, a program runs as on a
+mesh of `make_mesh`.
+"""
 
 import contextlib
 import warnings
@@ -15,14 +17,23 @@ import zerojax as zj
 
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 HOST = "pinned_host"
-TIERS = {"device": {}, "host": {"params": HOST, "opt_state": HOST}, "nvme": {"params": "nvme", "opt_state": "nvme"}}
-X, Y = np.sin(np.arange(64.0)).reshape(8, 8).astype(np.float32), np.cos(np.arange(64.0)).reshape(8, 8).astype(np.float32)
+TIERS = {
+    "device": {},
+    "host": {"params": HOST, "opt_state": HOST},
+    "nvme": {"params": "nvme", "opt_state": "nvme"},
+}
+X, Y = (
+    np.sin(np.arange(64.0)).reshape(8, 8).astype(np.float32),
+    np.cos(np.arange(64.0)).reshape(8, 8).astype(np.float32),
+)
 SHAPE = (8, 8)
 
 
 def mesh_of(kind, **sizes):
     devices = np.asarray(jax.devices()[: int(np.prod(list(sizes.values())))])
-    return Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=(kind,) * len(sizes))
+    return Mesh(
+        devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=(kind,) * len(sizes)
+    )
 
 
 def init(key):
@@ -48,7 +59,9 @@ LAYERED = zj.LayeredModel(
 
 
 def run(model, mesh, folder, scope=contextlib.nullcontext, place=lambda a: a, axes=None, **config):
-    """Call everything that a program does, with something in scope; returns what came of it, as numpy has it."""
+    """Call everything that a program does, with something in scope; returns what came of it, as
+    numpy has it.
+    """
     folder.mkdir()
     if "nvme" in config.values():
         (folder / "swap").mkdir()
@@ -61,14 +74,19 @@ def run(model, mesh, folder, scope=contextlib.nullcontext, place=lambda a: a, ax
     with scope(), warnings.catch_warnings():
         batch = {"x": place(X), "y": place(Y)}
         config = zj.ZeroConfig(stage=3, **config)
-        with zj.build_train_step(model, optax.adamw(1e-2), config, mesh, batch=batch, axes=axes) as program:
+        with zj.build_train_step(
+            model, optax.adamw(1e-2), config, mesh, batch=batch, axes=axes
+        ) as program:
             state = program.init(jax.random.key(0))
             for step in range(2):
                 state, metrics = program.step(state, batch)
                 note(f"loss of step {step}", metrics["loss"])
             note("eval", program.eval(state, batch))
             note("odd eval", program.eval(state, {"x": jnp.asarray(X[:5]), "y": Y[:5]}))
-            note("perplexity", zj.perplexity(program, state, [batch], weight=lambda b: (b["x"] > 0).sum()).loss)
+            note(
+                "perplexity",
+                zj.perplexity(program, state, [batch], weight=lambda b: (b["x"] > 0).sum()).loss,
+            )
             note("outputs", program.apply(state, batch))
             note("gradients", program.grads(state, batch)[0])
             note("weights", dict(program.iter_params(state)))
@@ -94,9 +112,18 @@ def assert_same(a, b):
 def test_a_users_explicit_mesh_trains_as_one_of_make_mesh(tmp_path):
     theirs = mesh_of(EXPLICIT, r=2, x=2, one=1)
     place = lambda a: jax.device_put(a, NamedSharding(theirs, P("r")))  # noqa: E731
-    got = run(MODEL, theirs, tmp_path / "a", lambda: jax.set_mesh(theirs), place, axes={"data": "r", "fsdp": "x"})
+    got = run(
+        MODEL,
+        theirs,
+        tmp_path / "a",
+        lambda: jax.set_mesh(theirs),
+        place,
+        axes={"data": "r", "fsdp": "x"},
+    )
     with jax.set_mesh(mesh_of(AUTO, other=8)):  # another one in scope changes nothing either
-        expected = run(MODEL, zj.make_mesh(data=2, fsdp=2, devices=jax.devices()[:4]), tmp_path / "b")
+        expected = run(
+            MODEL, zj.make_mesh(data=2, fsdp=2, devices=jax.devices()[:4]), tmp_path / "b"
+        )
     assert_same(got, expected)
 
 
@@ -115,14 +142,20 @@ def test_a_mesh_in_scope_changes_nothing(tier, tmp_path):
     mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
     expected = run(LAYERED, mesh, tmp_path / "none", **TIERS[tier])
     for name, scope in SCOPES.items():
-        assert_same(run(LAYERED, mesh, tmp_path / name, scope, jnp.asarray, **TIERS[tier]), expected)
+        assert_same(
+            run(LAYERED, mesh, tmp_path / name, scope, jnp.asarray, **TIERS[tier]), expected
+        )
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("tier", TIERS)
 def test_axes_in_another_order_train_as_those_of_make_mesh(tier, tmp_path):
     theirs = mesh_of(AUTO, t=2, x=2, y=2)
-    got = run(LAYERED, theirs, tmp_path / "a", axes={"tensor": "t", "fsdp": ("x", "y")}, **TIERS[tier])
+    got = run(
+        LAYERED, theirs, tmp_path / "a", axes={"tensor": "t", "fsdp": ("x", "y")}, **TIERS[tier]
+    )
     devices = theirs.devices.transpose(1, 2, 0).reshape(-1)
-    expected = run(LAYERED, zj.make_mesh(fsdp=4, tensor=2, devices=devices), tmp_path / "b", **TIERS[tier])
+    expected = run(
+        LAYERED, zj.make_mesh(fsdp=4, tensor=2, devices=devices), tmp_path / "b", **TIERS[tier]
+    )
     assert_same(got, expected)

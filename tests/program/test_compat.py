@@ -25,7 +25,12 @@ def installed(monkeypatch):
 
 @pytest.mark.parametrize(
     ("version", "numbers"),
-    [("0.10.2", (0, 10, 2)), ("0.11.1.dev20260801", (0, 11, 1)), ("0.12.0rc1", (0, 12, 0)), ("0.12.0.1", (0, 12, 0))],
+    [
+        ("0.10.2", (0, 10, 2)),
+        ("0.11.1.dev20260801", (0, 11, 1)),
+        ("0.12.0rc1", (0, 12, 0)),
+        ("0.12.0.1", (0, 12, 0)),
+    ],
 )
 def test_the_version_of_jaxlib_is_read_as_numbers(installed, version, numbers):
     installed(version)
@@ -34,7 +39,10 @@ def test_the_version_of_jaxlib_is_read_as_numbers(installed, version, numbers):
 
 def test_an_older_jaxlib_is_refused_on_a_gpu_by_its_remedy(installed):
     installed("0.11.0")
-    with pytest.raises(RuntimeError, match=r"jaxlib 0\.11\.0 cannot train on GPUs.*46231.*0\.11\.1 or newer.*Python 3\.12"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"jaxlib 0\.11\.0 cannot train on GPUs.*46231.*0\.11\.1 or newer.*Python 3\.12",
+    ):
         compat.check_gpu_version("gpu", runs=True)
     installed("0.11.1")
     compat.check_gpu_version("gpu", runs=True)
@@ -53,5 +61,7 @@ def test_programs_for_gpus_that_are_not_there_are_compiled_with_a_warning(instal
 
 def test_cpus_take_any_version(installed, caplog):
     installed("0.10.2")
-    zj.build_train_step(toys.small(), optax.sgd(0.1), zj.ZeroConfig(), zj.make_mesh(devices=jax.devices()[:1]))
+    zj.build_train_step(
+        toys.small(), optax.sgd(0.1), zj.ZeroConfig(), zj.make_mesh(devices=jax.devices()[:1])
+    )
     assert not caplog.records

@@ -1,4 +1,6 @@
-"""What processes compare of a program: every hyperparameter shows, and nothing that equal programs may differ in."""
+"""What processes compare of a program: every hyperparameter shows, and nothing that equal programs
+may differ in.
+"""
 
 import functools
 import os
@@ -16,7 +18,10 @@ import toys
 import zerojax as zj
 from zerojax.program.fingerprint import batch_key, batch_lines, build_parts, key_lines, trace_lines
 
-PARAMS = {"w": jax.ShapeDtypeStruct((4, 8), jnp.float32), "b": jax.ShapeDtypeStruct((8,), jnp.float32)}
+PARAMS = {
+    "w": jax.ShapeDtypeStruct((4, 8), jnp.float32),
+    "b": jax.ShapeDtypeStruct((8,), jnp.float32),
+}
 
 
 def optimizer_lines(tx):
@@ -47,7 +52,9 @@ def test_hyperparameters_show_in_the_trace(make, value, other):
 def test_constants_show_wherever_they_are():
     def loss(x, constant, table):
         def body(carry, row):
-            return jax.lax.cond(carry.sum() > 0, lambda c: c * constant, lambda c: c + row, carry), None
+            return jax.lax.cond(
+                carry.sum() > 0, lambda c: c * constant, lambda c: c + row, carry
+            ), None
 
         return jax.checkpoint(lambda x: jax.lax.scan(body, x, table)[0].sum())(x)
 
@@ -71,14 +78,19 @@ def test_lines_are_the_same_whatever_the_order_and_count_equal_layers():
     lines = trace_lines(jax.make_jaxpr(lambda x: layers(x, True))(x))
     assert lines == trace_lines(jax.make_jaxpr(lambda x: layers(x, False))(x))
     twice = trace_lines(jax.make_jaxpr(lambda x: jnp.sin(jnp.sin(x)))(x))
-    assert "2 x sin(float32[3]) accuracy" in " ".join(twice) or "2 x sin(float32[3]) -> float32[3]" in twice
+    assert (
+        "2 x sin(float32[3]) accuracy" in " ".join(twice)
+        or "2 x sin(float32[3]) -> float32[3]" in twice
+    )
 
 
 def test_parts_of_a_program_name_what_differs_and_not_the_disk(tmp_path):
     mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
 
     def parts(rate=1e-3, **fields):
-        with zj.build_train_step(toys.small(), optax.adam(rate), zj.ZeroConfig(**fields), mesh) as program:
+        with zj.build_train_step(
+            toys.small(), optax.adam(rate), zj.ZeroConfig(**fields), mesh
+        ) as program:
             return build_parts(program.layout)
 
     one = parts()
@@ -93,7 +105,10 @@ def test_parts_of_a_program_name_what_differs_and_not_the_disk(tmp_path):
 def test_batches_and_keys_are_lines():
     batch = {"x": np.zeros((2, 3), np.int8), "weight": 1.0, "none": None}
     assert batch_lines(batch) == ["['weight'] float", "['x'] int8[2,3]"]
-    keys = [batch_key({**batch, "x": x}) for x in (np.ones((2, 3), np.int8), np.ones((3, 3), np.int8), np.ones((2, 3)))]
+    keys = [
+        batch_key({**batch, "x": x})
+        for x in (np.ones((2, 3), np.int8), np.ones((3, 3), np.int8), np.ones((2, 3)))
+    ]
     assert keys[0] == batch_key(batch)
     assert len({batch_key(batch), *keys}) == 3
     assert key_lines(jax.random.key(7)) == ["threefry2x32 [0, 7]"]
@@ -118,11 +133,19 @@ for fields in ({}, {"params": "pinned_host", "opt_state": "pinned_host"}, {"opt_
 
 @pytest.mark.exhaustive  # a process that differs needlessly would be refused
 def test_equal_programs_have_equal_lines_in_any_process():
-    """Orders of sets depend on the hashes of strings, which each process has its own of; and addresses on the process."""
+    """Orders of sets depend on the hashes of strings, which each process has its own of; and
+    addresses on the process.
+    """
     outputs = []
     for seed in ("1", "2", "3"):
         environment = processes.environment() | {"PYTHONHASHSEED": seed}
-        run = subprocess.run([sys.executable, "-c", HASHES], env=environment, capture_output=True, text=True, check=False)
+        run = subprocess.run(
+            [sys.executable, "-c", HASHES],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert run.returncode == 0, run.stderr
         outputs.append(run.stdout)
     assert os.linesep in outputs[0]

@@ -1,4 +1,6 @@
-"""Frozen weights in 8 and 4 bits: training equals that of the decoded weights, and what is held and read is their bytes."""
+"""Frozen weights in 8 and 4 bits: training equals that of the decoded weights, and what is held and
+read is their bytes.
+"""
 
 import functools
 import math
@@ -22,8 +24,14 @@ FROZEN = {
     "block": {"up": True, "down": True, "shift": True, "lora": False},
     "head": {"out": True, "bias": False},
 }
-ENCODED = {"['embed']['table']": 0, "['blocks']['up']": 0, "['blocks']['down']": 0, "['head']['out']": 0}
-"""The leaves that both formats serve on two devices, and the dim of one layer's that these split."""
+ENCODED = {
+    "['embed']['table']": 0,
+    "['blocks']['up']": 0,
+    "['blocks']['down']": 0,
+    "['head']['out']": 0,
+}
+"""The leaves that both formats serve on two devices, and the dim of one layer's that these split.
+"""
 UNROLLED = ENCODED | {"['blocks']['up']": 1}
 """The same of a model whose layers are no stack: the largest dim."""
 CASES = {
@@ -45,7 +53,11 @@ CASES = {
 
 def init_block(key):
     draw = lambda leaf, *shape: toys.draw(key, shape, leaf) / math.sqrt(shape[0])  # noqa: E731
-    base = {"up": draw(0, HIDDEN, INNER), "down": draw(1, INNER, HIDDEN), "shift": jnp.full(HIDDEN, 0.1)}
+    base = {
+        "up": draw(0, HIDDEN, INNER),
+        "down": draw(1, INNER, HIDDEN),
+        "shift": jnp.full(HIDDEN, 0.1),
+    }
     return base | {"lora": {"a": draw(2, HIDDEN, 2), "b": jnp.zeros((2, INNER))}}
 
 
@@ -75,7 +87,9 @@ def predict(p, p_embed, x, batch):
     return x @ p["out"].T + p["bias"]
 
 
-MODEL = zj.LayeredModel(LAYERS, init_embed, embed, init_block, block, init_head, head, frozen=FROZEN, predict=predict)
+MODEL = zj.LayeredModel(
+    LAYERS, init_embed, embed, init_block, block, init_head, head, frozen=FROZEN, predict=predict
+)
 
 
 def unrolled():
@@ -92,7 +106,10 @@ def unrolled():
 
     predict = lambda params, batch: embed(params["embed"], batch, None)  # noqa: E731
     return zj.Model(
-        init, loss, predict=predict, frozen={"embed": True, "blocks": [FROZEN["block"]] * LAYERS, "head": FROZEN["head"]}
+        init,
+        loss,
+        predict=predict,
+        frozen={"embed": True, "blocks": [FROZEN["block"]] * LAYERS, "head": FROZEN["head"]},
     )
 
 
@@ -105,14 +122,19 @@ def batches():
 
 @pytest.mark.parametrize("is_layered", [True, False], ids=["layered", "unrolled"])
 def test_the_account_of_tensor_parallelism_knows_encoded_leaves(is_layered):
-    """What crosses `tensor`, and what is kept, are activations: the same in every dtype of the base."""
+    """What crosses `tensor`, and what is kept, are activations: the same in every dtype of the
+    base.
+    """
     specs = {r"up": P(None, "tensor"), r"down": P("tensor", None)}
     model = zj.with_specs(
-        MODEL if is_layered else unrolled(), {rf"block/{k}" if is_layered else k: v for k, v in specs.items()}
+        MODEL if is_layered else unrolled(),
+        {rf"block/{k}" if is_layered else k: v for k, v in specs.items()},
     )
     mesh, batch, found = zj.make_mesh(tensor=2, devices=jax.devices()[:2]), batches()[0], []
     for dtype in (None, "int8"):
-        with zj.build_train_step(model, optax.adamw(1e-2), zj.ZeroConfig(frozen_dtype=dtype), mesh) as program:
+        with zj.build_train_step(
+            model, optax.adamw(1e-2), zj.ZeroConfig(frozen_dtype=dtype), mesh
+        ) as program:
             sent = program.memory(batch).collectives
             kept = [(value.name, value.num_bytes) for value in program.kept(batch)]
         found.append(({name: n for name, n in sent.items() if name.startswith("tensor")}, kept))
@@ -136,11 +158,17 @@ def rounded(params, format, sharded, dims):
 
 @functools.cache
 def expected(format, sharded, unrolled=False):
-    """Train on one device by optax alone: the weights are those that were encoded and decoded, and the base has no update."""
+    """Train on one device by optax alone: the weights are those that were encoded and decoded, and
+    the base has no update.
+    """
     dims = UNROLLED if unrolled else ENCODED
-    params = jax.device_put(rounded(init_params(MODEL, jax.random.key(0)), format, sharded, dims), jax.devices()[0])
+    params = jax.device_put(
+        rounded(init_params(MODEL, jax.random.key(0)), format, sharded, dims), jax.devices()[0]
+    )
     flags = {"embed": FROZEN["embed"], "blocks": FROZEN["block"], "head": FROZEN["head"]}
-    labels = jax.tree.map(lambda f, sub: jax.tree.map(lambda _: "f" if f else "t", sub), flags, params)
+    labels = jax.tree.map(
+        lambda f, sub: jax.tree.map(lambda _: "f" if f else "t", sub), flags, params
+    )
     tx = optax.multi_transform({"t": optax.adamw(1e-2), "f": optax.set_to_zero()}, labels)
 
     def loss(params, batch):
@@ -163,7 +191,9 @@ def expected(format, sharded, unrolled=False):
 
 
 def build(format, tmp_path, /, model=MODEL, devices=2, **fields):
-    config = zj.ZeroConfig(frozen_dtype=format, swap_dir=str(tmp_path) if DISK in fields.values() else None, **fields)
+    config = zj.ZeroConfig(
+        frozen_dtype=format, swap_dir=str(tmp_path) if DISK in fields.values() else None, **fields
+    )
     mesh = zj.make_mesh(fsdp=devices, devices=jax.devices()[:devices])
     return zj.build_train_step(model, optax.adamw(1e-2), config, mesh)
 
@@ -185,39 +215,57 @@ def test_training_equals_that_of_the_decoded_weights(format, case, tmp_path):
         pieces = dict(program.iter_params(state))
         for layer in range(LAYERS):
             of_layer = jax.tree.map(lambda a, layer=layer: a[layer], plain["blocks"])
-            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), pieces[f"blocks/{layer}"], of_layer)
+            jax.tree.map(
+                lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4),
+                pieces[f"blocks/{layer}"],
+                of_layer,
+            )
         for part in ("embed", "head"):
-            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), pieces[part], plain[part])
+            jax.tree.map(
+                lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), pieces[part], plain[part]
+            )
         x = np.asarray(plain["embed"]["table"])[batches()[0]["tokens"]]
         for layer in range(LAYERS):
             x = block(jax.tree.map(lambda a, layer=layer: a[layer], plain["blocks"]), x, None)
-        np.testing.assert_allclose(program.apply(state, batches()[0]), predict(plain["head"], None, x, None), atol=1e-3)
+        np.testing.assert_allclose(
+            program.apply(state, batches()[0]), predict(plain["head"], None, x, None), atol=1e-3
+        )
         if program.layout.disk is not None:
             moves, kinds = program._moves, program.layout.disk.kinds
             assert not [m for m in moves if m.writes and m.kind.startswith("frozen")]
             written = sum(kinds[m.kind].num_bytes for m in moves if m.writes) * program.mesh.size
-            # A step's last writes may be counted by the next: those of a base would be 7 times as many.
+            # A step's last writes may be counted by the next: those of a base would be 7 times as
+            # many.
             assert abs(sum(swapped[1:]) - (STEPS - 1) * written) <= written
 
 
 BYTES = {"int8": 1 + 4 / 256, "nf4": 0.5 + 1 / 64}
-"""Of an element, but for nf4's steps and means: 8 bytes for a group of 256 blocks, or of as many as divide a shard's."""
+"""Of an element, but for nf4's steps and means: 8 bytes for a group of 256 blocks, or of as many as
+divide a shard's.
+"""
 
 
 def parts_of(layout):
     """Return the elements of the encoded stacks, and of the encoded leaves that are none."""
     of = [leaf.decodes for leaf in layout.frozen if leaf.decodes is not None]
-    return (sum(math.prod(a.shape) for a in of if a.is_stacked == stacked) for stacked in (True, False))
+    return (
+        sum(math.prod(a.shape) for a in of if a.is_stacked == stacked) for stacked in (True, False)
+    )
 
 
 @pytest.mark.parametrize("format", BYTES)
 def test_the_base_takes_the_bytes_of_its_codes_and_is_read_twice(format, tmp_path):
     with build(format, tmp_path, frozen=HOST, precision="bf16") as program:
         layers, ends = parts_of(program.layout)
-        report, stats = program.memory(batches()[0]), program.lower(batches()[0]).compile().memory_analysis()
+        report, stats = (
+            program.memory(batches()[0]),
+            program.lower(batches()[0]).compile().memory_analysis(),
+        )
         kept = 2 * LAYERS * HIDDEN  # a vector of each layer, in bfloat16
         held = 2 * report.tiers[HOST]["frozen"] - kept  # on two devices
-        groups = {"int8": 0, "nf4": 8 * (layers + ends) / 64 / 4}[format]  # of 4 blocks at least, in this small model
+        groups = {"int8": 0, "nf4": 8 * (layers + ends) / 64 / 4}[
+            format
+        ]  # of 4 blocks at least, in this small model
         assert BYTES[format] * (layers + ends) <= held <= BYTES[format] * (layers + ends) + groups
         assert report.argument_bytes + report.host_argument_bytes == stats.argument_size_in_bytes
         # Forward and backward read each layer; the leaves that are in none are read once.
@@ -230,8 +278,14 @@ def test_the_base_takes_the_bytes_of_its_codes_and_is_read_twice(format, tmp_pat
 @pytest.mark.parametrize("format", BYTES)
 def test_bytes_of_a_large_weight(format):
     layout = choose_layout(format, (4096, 11008), (8, 1))
-    held = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(abstract_encoded(layout, (4096, 11008))))
-    assert {"int8": 1.015, "nf4": 0.516}[format] < held / (4096 * 11008) < {"int8": 1.02, "nf4": 0.5165}[format]
+    held = sum(
+        a.size * a.dtype.itemsize for a in jax.tree.leaves(abstract_encoded(layout, (4096, 11008)))
+    )
+    assert (
+        {"int8": 1.015, "nf4": 0.516}[format]
+        < held / (4096 * 11008)
+        < {"int8": 1.02, "nf4": 0.5165}[format]
+    )
 
 
 @pytest.mark.xdist_group("frozen_dtype")
@@ -244,9 +298,13 @@ def test_a_model_without_layers_decodes_each_weight_where_it_is_used(case, tmp_p
         for batch in batches():
             state, metrics = jax.block_until_ready(program.step(state, batch))
             losses.append(float(metrics["loss"]))
-        np.testing.assert_allclose(losses, expected("nf4", program.config.stage == 3, unrolled=True)[0], rtol=1e-5)
+        np.testing.assert_allclose(
+            losses, expected("nf4", program.config.stage == 3, unrolled=True)[0], rtol=1e-5
+        )
         assert program.gathered_early == ()
         pieces = dict(program.iter_params(state))
         assert next(iter(pieces)) == "['blocks'][0]['down']"
         table = pieces["['embed']['table']"]
-        np.testing.assert_allclose(program.apply(state, batches()[0]), table[batches()[0]["tokens"]], rtol=1e-6)
+        np.testing.assert_allclose(
+            program.apply(state, batches()[0]), table[batches()[0]["tokens"]], rtol=1e-6
+        )

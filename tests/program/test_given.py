@@ -1,4 +1,6 @@
-"""Numbers and paths as users give them: numpy's and JAX's scalars, `~`, and what is no number by name."""
+"""Numbers and paths as users give them: numpy's and JAX's scalars, `~`, and what is no number by
+name.
+"""
 
 import json
 import math
@@ -22,8 +24,26 @@ from zerojax.machines import machine as named_machine
 from zerojax.tiling.weights import check_tiles
 
 WHOLE = (3, np.int64(3), np.uint8(3), np.array(3), jnp.int32(3))
-NO_WHOLE = (3.0, np.float32(3), True, np.True_, "3", None, np.array([3]), jax.ShapeDtypeStruct((), jnp.int32), 3j)
-NUMBERS = (0.5, np.float32(0.5), np.float64(0.5), np.array(0.5), jnp.float32(0.5), jnp.bfloat16(0.5), ml_dtypes.bfloat16(0.5))
+NO_WHOLE = (
+    3.0,
+    np.float32(3),
+    True,
+    np.True_,
+    "3",
+    None,
+    np.array([3]),
+    jax.ShapeDtypeStruct((), jnp.int32),
+    3j,
+)
+NUMBERS = (
+    0.5,
+    np.float32(0.5),
+    np.float64(0.5),
+    np.array(0.5),
+    jnp.float32(0.5),
+    jnp.bfloat16(0.5),
+    ml_dtypes.bfloat16(0.5),
+)
 NO_NUMBERS = (
     math.nan,
     math.inf,
@@ -47,7 +67,13 @@ def test_numbers_and_flags_become_pythons_own():
     assert [as_number(n) for n in NO_NUMBERS] == [None] * len(NO_NUMBERS)
     assert [as_number(n) for n in WHOLE] == [3.0] * len(WHOLE)
     assert [type(as_int_or_float(n)) for n in (np.int64(2), np.float32(2))] == [int, float]
-    assert [as_flag(f) for f in (True, np.False_, 1, np.int8(1), "yes")] == [True, False, None, None, None]
+    assert [as_flag(f) for f in (True, np.False_, 1, np.int8(1), "yes")] == [
+        True,
+        False,
+        None,
+        None,
+        None,
+    ]
 
 
 def test_an_array_that_is_traced_is_no_number():
@@ -60,7 +86,9 @@ def test_an_array_that_is_traced_is_no_number():
 
 
 def test_numpy_scalars_are_taken_and_kept_as_pythons_own():
-    scaling = zj.LossScaling(growth_interval=np.int64(100), initial=np.float32(8), hysteresis=np.int8(2))
+    scaling = zj.LossScaling(
+        growth_interval=np.int64(100), initial=np.float32(8), hysteresis=np.int8(2)
+    )
     config = zj.ZeroConfig(
         stage=np.int64(3), num_microbatches=np.int32(2), clip_norm=np.float32(1), prefetch_distance=np.uint8(2),
         min_shard_bytes=np.int64(8), link_groups=np.int64(2), device_budget_bytes=np.int64(1 << 30), opt_state="pinned_host",
@@ -70,10 +98,21 @@ def test_numpy_scalars_are_taken_and_kept_as_pythons_own():
     (segment,) = config.activations
     assert isinstance(segment, Segment)
     numbers = {
-        name: getattr(config, name) for name in ("stage", "num_microbatches", "clip_norm", "link_groups", "gather_ahead")
+        name: getattr(config, name)
+        for name in ("stage", "num_microbatches", "clip_norm", "link_groups", "gather_ahead")
     }
-    assert json.loads(json.dumps(numbers)) == {**numbers, "stage": 3, "clip_norm": 1.0, "gather_ahead": True}
-    assert json.dumps([segment.num_layers, scaling.growth_interval, scaling.initial, scaling.hysteresis]) == "[2, 100, 8.0, 2]"
+    assert json.loads(json.dumps(numbers)) == {
+        **numbers,
+        "stage": 3,
+        "clip_norm": 1.0,
+        "gather_ahead": True,
+    }
+    assert (
+        json.dumps(
+            [segment.num_layers, scaling.growth_interval, scaling.initial, scaling.hysteresis]
+        )
+        == "[2, 100, 8.0, 2]"
+    )
     assert config == zj.ZeroConfig(
         stage=3, num_microbatches=2, clip_norm=1.0, prefetch_distance=2, min_shard_bytes=8, link_groups=2,
         device_budget_bytes=1 << 30, opt_state="pinned_host", opt_state_device_fraction=0.5, gather_ahead=True,
@@ -92,10 +131,19 @@ def test_numpy_scalars_are_taken_elsewhere(tmp_path):
         "fsdp": 2,
         "tensor": 1,
     }
-    with zj.Checkpointer(tmp_path / "c", max_to_keep=np.int64(2), save_interval_steps=np.int64(10), max_host_bytes=np.int64(0)):
+    with zj.Checkpointer(
+        tmp_path / "c",
+        max_to_keep=np.int64(2),
+        save_interval_steps=np.int64(10),
+        max_host_bytes=np.int64(0),
+    ):
         pass
     machine = zj.Machine(
-        name="lab", nodes=np.int64(2), host_bytes=np.float32(1e9), link_up=np.float32(2e9), flops={"bf16": np.int64(7)}
+        name="lab",
+        nodes=np.int64(2),
+        host_bytes=np.float32(1e9),
+        link_up=np.float32(2e9),
+        flops={"bf16": np.int64(7)},
     )
     (tmp_path / "lab.toml").write_text(machine.to_toml())
     assert named_machine(str(tmp_path / "lab.toml")).figures == machine.figures
@@ -111,12 +159,18 @@ REFUSED = {
     "stage": (lambda: zj.ZeroConfig(stage=np.float32(3)), "stage="),
     "clip_norm": (lambda: zj.ZeroConfig(clip_norm=np.float32("nan")), "clip_norm=.*nan.*finite"),
     "clip_norm of float32": (lambda: zj.ZeroConfig(clip_norm=1e-50), "clip_norm=1e-50.*float32"),
-    "fraction": (lambda: zj.ZeroConfig(opt_state="pinned_host", opt_state_device_fraction=math.nan), "fraction=nan"),
+    "fraction": (
+        lambda: zj.ZeroConfig(opt_state="pinned_host", opt_state_device_fraction=math.nan),
+        "fraction=nan",
+    ),
     "rank": (lambda: Lora(rank=8.0, alpha=1), "rank=8.0 of a Lora"),
     "alpha": (lambda: Lora(rank=8, alpha=math.nan), "alpha=nan of a Lora"),
     "segment": (lambda: Segment(np.float64(2)), "num_layers="),
     "mesh": (lambda: zj.make_mesh(fsdp=1.0), "fsdp=1.0"),
-    "interval": (lambda: zj.Checkpointer("/nowhere", save_interval_steps=None), "save_interval_steps=None"),
+    "interval": (
+        lambda: zj.Checkpointer("/nowhere", save_interval_steps=None),
+        "save_interval_steps=None",
+    ),
     "directory": (lambda: zj.Checkpointer(3), "directory=3"),
     "decay": (lambda: zj.Ema(np.float32("nan")), "decay="),
     "batch_size": (lambda: batches([], 2.0), "batch_size=2.0"),
@@ -149,7 +203,11 @@ def test_loss_scaling_refuses_what_float32_or_int32_cannot_hold(fields):
 
 def test_loss_scaling_takes_all_that_float32_holds():
     scaling = zj.LossScaling(
-        least=1.1754944e-38, most=3.4028234e38, initial=1, growth_factor=1.0000002, backoff_factor=0.9999999
+        least=1.1754944e-38,
+        most=3.4028234e38,
+        initial=1,
+        growth_factor=1.0000002,
+        backoff_factor=0.9999999,
     )
     assert np.float32(scaling.growth_factor) > 1 > np.float32(scaling.backoff_factor)
     assert np.isfinite(np.float32(scaling.most))
@@ -173,8 +231,12 @@ def test_home_folders_are_found(tmp_path, monkeypatch):
 
 def build():
     tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
-    model = zj.Model(lambda key: {"w": jnp.ones(4)}, lambda p, batch, key: jnp.sum(p["w"] * batch["x"]))
-    return zj.build_train_step(model, tx, zj.ZeroConfig(stage=0), zj.make_mesh(devices=jax.devices()[:1]))
+    model = zj.Model(
+        lambda key: {"w": jnp.ones(4)}, lambda p, batch, key: jnp.sum(p["w"] * batch["x"])
+    )
+    return zj.build_train_step(
+        model, tx, zj.ZeroConfig(stage=0), zj.make_mesh(devices=jax.devices()[:1])
+    )
 
 
 def test_a_number_takes_the_place_of_a_scalar_of_the_optimizers_state():
@@ -184,10 +246,15 @@ def test_a_number_takes_the_place_of_a_scalar_of_the_optimizers_state():
     for steps, rate in enumerate(rates, 1):
         state.opt_state.hyperparams["learning_rate"] = rate
         state, metrics = program.step(state, batch)
-        np.testing.assert_array_equal(program.params(state)["w"], np.full(4, 1 - 0.25 * steps, np.float32))
+        np.testing.assert_array_equal(
+            program.params(state)["w"], np.full(4, 1 - 0.25 * steps, np.float32)
+        )
         assert metrics["learning_rate"] == 0.25
     leaf = state.opt_state.hyperparams["learning_rate"]
-    assert (leaf.dtype, leaf.sharding) == (jnp.float32, program.shardings.opt_state.hyperparams["learning_rate"])
+    assert (leaf.dtype, leaf.sharding) == (
+        jnp.float32,
+        program.shardings.opt_state.hyperparams["learning_rate"],
+    )
     numbers = "a finite number that float32 holds is needed"
     path = r"\.opt_state\.hyperparams\['learning_rate'\]"
     for wrong in (
@@ -198,15 +265,22 @@ def test_a_number_takes_the_place_of_a_scalar_of_the_optimizers_state():
         with pytest.raises(ValueError, match=rf"{path} is .*: {numbers}") as found:
             program.step(state, batch)
         assert len(str(found.value)) < 400
-    for wrong, how in ((None, rf"it lacks {path}"), ([1e-3], rf"it lacks {path}, and it has {path}\[0\]")):
+    for wrong, how in (
+        (None, rf"it lacks {path}"),
+        ([1e-3], rf"it lacks {path}, and it has {path}\[0\]"),
+    ):
         state.opt_state.hyperparams["learning_rate"] = wrong
         with pytest.raises(ValueError, match=rf"another structure.*{how}"):
             program.step(state, batch)
     state.opt_state.hyperparams.update(learning_rate=0.25, lr=0.25)
-    with pytest.raises(ValueError, match=r"another structure.*it has \.opt_state\.hyperparams\['lr'\]"):
+    with pytest.raises(
+        ValueError, match=r"another structure.*it has \.opt_state\.hyperparams\['lr'\]"
+    ):
         program.step(state, batch)
     del state.opt_state.hyperparams["lr"]
-    state.opt_state.hyperparams["learning_rate"] = 3.4028235e38  # float32's largest number as it is commonly written
+    state.opt_state.hyperparams["learning_rate"] = (
+        3.4028235e38  # float32's largest number as it is commonly written
+    )
     state, metrics = program.step(state, batch)
     assert metrics["learning_rate"] == np.finfo(np.float32).max
 
@@ -221,7 +295,9 @@ def test_limits_of_float32_are_taken_as_they_are_written():
 
 
 def test_strings_of_numpy_are_kept_as_str():
-    config = zj.ZeroConfig(precision=np.str_("bf16"), opt_state=np.array("pinned_host"), activations=np.str_("remat"))
+    config = zj.ZeroConfig(
+        precision=np.str_("bf16"), opt_state=np.array("pinned_host"), activations=np.str_("remat")
+    )
     assert config == zj.ZeroConfig(precision="bf16", opt_state="pinned_host", activations="remat")
     assert {type(config.precision), type(config.opt_state), type(config.activations)} == {str}
     assert type(zj.Segment(1, activations=np.str_("remat")).activations) is str
@@ -229,7 +305,10 @@ def test_strings_of_numpy_are_kept_as_str():
         zj.ZeroConfig(precision=np.str_("bf17"))
 
 
-@pytest.mark.parametrize("field", ["stage", "prefetch_distance", "clip_norm", "opt_state_device_fraction", "delayed_update"])
+@pytest.mark.parametrize(
+    "field",
+    ["stage", "prefetch_distance", "clip_norm", "opt_state_device_fraction", "delayed_update"],
+)
 @pytest.mark.parametrize("digits", [400, 5000])
 def test_long_values_are_cut_in_errors(field, digits):
     with pytest.raises(ValueError, match=field) as found:

@@ -1,4 +1,6 @@
-"""Losses with weights and metrics, state that is not trained, and what blocks read and add: equal to a plain loop."""
+"""Losses with weights and metrics, state that is not trained, and what blocks read and add: equal
+to a plain loop.
+"""
 
 import dataclasses
 import functools
@@ -39,8 +41,12 @@ def expected(count):
 @pytest.mark.parametrize(("name", "count"), [*itertools.product(STEPS_OF, (1, 2, 4))])
 def test_a_model_that_uses_everything_equals_a_plain_loop(name, count, tmp_path):
     data, (metrics, params, state) = full_model.batches(STEPS), expected(count)
-    config = zj.ZeroConfig(**{"stage": 3, "num_microbatches": count, "swap_dir": tmp_path, **STEPS_OF[name]})
-    with zj.build_train_step(full_model.model(), TX, config, zj.make_mesh(fsdp=2, devices=jax.devices()[:2])) as program:
+    config = zj.ZeroConfig(
+        **{"stage": 3, "num_microbatches": count, "swap_dir": tmp_path, **STEPS_OF[name]}
+    )
+    with zj.build_train_step(
+        full_model.model(), TX, config, zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
+    ) as program:
         now = program.init(jax.random.key(0))
         for batch, want in zip(data, metrics, strict=True):
             now, got = program.step(now, batch)
@@ -49,18 +55,27 @@ def test_a_model_that_uses_everything_equals_a_plain_loop(name, count, tmp_path)
                 np.testing.assert_allclose(got[metric], value, rtol=1e-5, atol=1e-6, err_msg=metric)
         for piece, tree in program.iter_params(now):
             part, _, layer = piece.partition("/")
-            want = params[part] if not layer else jax.tree.map(lambda a, layer=layer: a[int(layer)], params[part])
+            want = (
+                params[part]
+                if not layer
+                else jax.tree.map(lambda a, layer=layer: a[int(layer)], params[part])
+            )
             toys.assert_trees_close(tree, want, atol=1e-4)
         toys.assert_trees_close(now.model_state, state, atol=1e-5)
         of_eval = program.eval(now, data[0])  # drops the state that its functions return
         assert set(of_eval) == {"loss", "accuracy", "use", "first"}
-        assert int(now.model_state["head"]["tokens"]) == sum(int(batch["counts"].sum()) for batch in data)
+        assert int(now.model_state["head"]["tokens"]) == sum(
+            int(batch["counts"].sum()) for batch in data
+        )
 
 
 @pytest.mark.by_default("3-4")
 @pytest.mark.parametrize(("stage", "count"), [*itertools.product(range(4), (1, 2, 4))])
 def test_gradients_do_not_depend_on_how_masked_tokens_are_split(stage, count):
-    """One step of gradient descent over the same batch. Of four microbatches one has nothing that counts: no NaN."""
+    """One step of gradient descent over the same batch.
+
+    Of four microbatches one has nothing that counts: no NaN.
+    """
 
     def loss(params, batch, key):
         h = jnp.tanh(batch["x"] @ params["w"])
@@ -71,10 +86,18 @@ def test_gradients_do_not_depend_on_how_masked_tokens_are_split(stage, count):
         return {"w": toys.draw(key, (8, 16)) / 3, "v": toys.draw(key, (16, 8)) / 4}
 
     rng = np.random.default_rng(0)
-    counts = np.asarray([1, 0, 1, 0] * 4 + [0, 0, 1, 1] * 4, np.float32)  # of four microbatches one has none that counts
-    batch = {"x": rng.standard_normal((32, 8), np.float32), "y": rng.integers(0, 8, 32), "counts": counts}
+    counts = np.asarray(
+        [1, 0, 1, 0] * 4 + [0, 0, 1, 1] * 4, np.float32
+    )  # of four microbatches one has none that counts
+    batch = {
+        "x": rng.standard_normal((32, 8), np.float32),
+        "y": rng.integers(0, 8, 32),
+        "counts": counts,
+    }
     config = zj.ZeroConfig(stage=stage, num_microbatches=count)
-    program = zj.build_train_step(zj.Model(init, loss), optax.sgd(1.0), config, zj.make_mesh(fsdp=8))
+    program = zj.build_train_step(
+        zj.Model(init, loss), optax.sgd(1.0), config, zj.make_mesh(fsdp=8)
+    )
     state = program.init(jax.random.key(0))
     before = jax.device_get(program.params(state))
     grads = jax.grad(lambda p: loss(p, batch, None).total / counts.sum())(before)
@@ -90,7 +113,9 @@ def simple(loss, **fields):
 
 def build(model, **fields):
     batch = {"x": np.ones((8, 8), np.float32)}
-    program = zj.build_train_step(model, optax.sgd(0.1), zj.ZeroConfig(stage=1, **fields), zj.make_mesh(fsdp=8), batch=batch)
+    program = zj.build_train_step(
+        model, optax.sgd(0.1), zj.ZeroConfig(stage=1, **fields), zj.make_mesh(fsdp=8), batch=batch
+    )
     return program, batch
 
 
@@ -109,18 +134,35 @@ def test_aux_of_any_form_is_in_the_metrics():
     for found in (of_eval, metrics):
         np.testing.assert_array_equal(found["rows"], [1, 1])
         assert float(found["nested"]["ones"]) == 1
-    program, batch = build(simple(lambda params, batch, key: (mean(params, batch), batch["x"].max())))
+    program, batch = build(
+        simple(lambda params, batch, key: (mean(params, batch), batch["x"].max()))
+    )
     assert float(program.step(program.init(jax.random.key(0)), batch)[1]["aux"]) == 1
 
 
 WRONG = {
-    "ours": (lambda p, b, k: (mean(p, b), {"grad_norm": 1.0}), "whose names are those of the step itself"),
-    "swap": (lambda p, b, k: (mean(p, b), {"swap_misses": 1.0}), "whose names are those of the step itself"),
+    "ours": (
+        lambda p, b, k: (mean(p, b), {"grad_norm": 1.0}),
+        "whose names are those of the step itself",
+    ),
+    "swap": (
+        lambda p, b, k: (mean(p, b), {"swap_misses": 1.0}),
+        "whose names are those of the step itself",
+    ),
     "three": (lambda p, b, k: (mean(p, b), 1, 2), "must be one scalar, .scalar, aux. or a zj.Loss"),
-    "vector": (lambda p, b, k: (p["w"], {}), "must be a floating scalar, got shape .8,.*take its mean"),
-    "weight": (lambda p, b, k: zj.Loss(mean(p, b), p["w"]), "the weight of the loss must be a floating scalar"),
+    "vector": (
+        lambda p, b, k: (p["w"], {}),
+        "must be a floating scalar, got shape .8,.*take its mean",
+    ),
+    "weight": (
+        lambda p, b, k: zj.Loss(mean(p, b), p["w"]),
+        "the weight of the loss must be a floating scalar",
+    ),
     "text": (lambda p, b, k: (mean(p, b), {"name": "me"}), "metric 'name' must be of real numbers"),
-    "twice": (lambda p, b, k: (zj.Loss(mean(p, b)), {}), "metrics of a zj.Loss are its third field"),
+    "twice": (
+        lambda p, b, k: (zj.Loss(mean(p, b)), {}),
+        "metrics of a zj.Loss are its third field",
+    ),
     "nested": (
         lambda p, b, k: zj.Loss(mean(p, b), None, {"a": zj.Loss(mean(p, b), 1.0, {"b": 1.0})}),
         "metric 'a' is a zj.Loss with metrics of its own",
@@ -137,12 +179,20 @@ def test_what_a_loss_may_not_return(name):
 
 def test_a_state_keeps_its_form_and_a_weight_does_not_read_it():
     count = lambda key: {"n": jnp.int32(0)}  # noqa: E731
-    with pytest.raises(ValueError, match=r"the loss must return its state in the structure.*\['n'\].*int32.*float32"):
+    with pytest.raises(
+        ValueError,
+        match=r"the loss must return its state in the structure.*\['n'\].*int32.*float32",
+    ):
         build(simple(lambda p, b, k, s: (mean(p, b), {"n": s["n"] + 0.5}), init_state=count))
-    with pytest.raises(ValueError, match=r"the loss must return \(result, new state\), such as \(\(loss, aux\), new state\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"the loss must return \(result, new state\), such as \(\(loss, aux\), new state\)",
+    ):
         build(simple(lambda p, b, k, s: mean(p, b), init_state=count))
     batch, config = {"x": np.ones((16, 8), np.float32)}, zj.ZeroConfig(stage=1, num_microbatches=2)
-    model = simple(lambda p, b, k, s: (zj.Loss(mean(p, b), 1.0 + s["n"]), {"n": s["n"] + 1}), init_state=count)
+    model = simple(
+        lambda p, b, k, s: (zj.Loss(mean(p, b), 1.0 + s["n"]), {"n": s["n"] + 1}), init_state=count
+    )
     with pytest.raises(ValueError, match="the weight of the loss depends on the model's state"):
         zj.build_train_step(model, TX, config, zj.make_mesh(fsdp=8), batch=batch)
 
@@ -153,11 +203,17 @@ def test_a_block_that_changes_its_state_is_refused_by_a_streamed_step():
         return out, {"shift": state["shift"] + 1}
 
     model, (batch,) = dataclasses.replace(full_model.model(), block=block), full_model.batches(1)
-    params, state = jax.jit(lambda key: (init_params(model, key), init_state(model, key)))(jax.random.key(0))
-    _, after = jax.jit(build_objective(model))(params, batch, None, state)  # that of a resident step
+    params, state = jax.jit(lambda key: (init_params(model, key), init_state(model, key)))(
+        jax.random.key(0)
+    )
+    _, after = jax.jit(build_objective(model))(
+        params, batch, None, state
+    )  # that of a resident step
     np.testing.assert_allclose(after["blocks"]["shift"], state["blocks"]["shift"] + 1)
     config = zj.ZeroConfig(stage=3, params=HOST)
-    with pytest.raises(ValueError, match=r"the block changes its state .'shift'.*a streamed step.*LayerNorm"):
+    with pytest.raises(
+        ValueError, match=r"the block changes its state .'shift'.*a streamed step.*LayerNorm"
+    ):
         zj.build_train_step(model, TX, config, zj.make_mesh(fsdp=8), batch=batch)
 
 
@@ -171,13 +227,27 @@ def test_a_blocks_loss_has_no_weight_and_names_of_its_own():
 
     (batch,) = full_model.batches(1)
     with pytest.raises(ValueError, match="has a weight: what a block adds"):
-        zj.build_train_step(block_with(weight=1.0), TX, zj.ZeroConfig(), zj.make_mesh(fsdp=8), batch=batch)
-    with pytest.raises(ValueError, match=r"the loss and the blocks both give metrics \['accuracy'\]"):
-        zj.build_train_step(block_with(metrics={"accuracy": 1.0}), TX, zj.ZeroConfig(), zj.make_mesh(fsdp=8), batch=batch)
+        zj.build_train_step(
+            block_with(weight=1.0), TX, zj.ZeroConfig(), zj.make_mesh(fsdp=8), batch=batch
+        )
+    with pytest.raises(
+        ValueError, match=r"the loss and the blocks both give metrics \['accuracy'\]"
+    ):
+        zj.build_train_step(
+            block_with(metrics={"accuracy": 1.0}),
+            TX,
+            zj.ZeroConfig(),
+            zj.make_mesh(fsdp=8),
+            batch=batch,
+        )
 
 
 def test_what_no_weight_counts_is_nothing():
-    model = simple(lambda p, b, k: zj.Loss(mean(p, b), b["x"].sum() - 64, {"of_none": zj.Loss(mean(p, b), 0.0)}))
+    model = simple(
+        lambda p, b, k: zj.Loss(
+            mean(p, b), b["x"].sum() - 64, {"of_none": zj.Loss(mean(p, b), 0.0)}
+        )
+    )
     program, batch = build(model)
     _, metrics = program.step(program.init(jax.random.key(0)), batch)
     assert float(metrics["loss"]) == float(metrics["grad_norm"]) == float(metrics["of_none"]) == 0
@@ -186,10 +256,15 @@ def test_what_no_weight_counts_is_nothing():
 
 def test_a_block_that_returns_a_scalar_or_takes_too_little_is_told_so():
     (batch,) = toys.batches(1)
-    scalar = dataclasses.replace(toys.layered(), block=lambda p, x, key: (toys.block(p, x, key), x.mean()))
+    scalar = dataclasses.replace(
+        toys.layered(), block=lambda p, x, key: (toys.block(p, x, key), x.mean())
+    )
     with pytest.raises(ValueError, match=r"returns \(x, zerojax.Loss"):
         zj.build_train_step(scalar, TX, zj.ZeroConfig(stage=0), zj.make_mesh(fsdp=8), batch=batch)
-    with pytest.raises(ValueError, match=r"called as block\(p, x, key, context, layer\) .* it is block\(p: .*, x: .*, key"):
+    with pytest.raises(
+        ValueError,
+        match=r"called as block\(p, x, key, context, layer\) .* it is block\(p: .*, x: .*, key",
+    ):
         dataclasses.replace(toys.layered(), context=lambda batch: batch)
     with pytest.raises(ValueError, match="context must be a function of the batch, got dict"):
         dataclasses.replace(full_model.model(), context={})
@@ -199,7 +274,9 @@ def test_per_layer_and_init_state_are_checked_when_the_model_is_made():
     for wrong in (lambda key: {}, {"embed": {"n": 0}}):
         with pytest.raises(ValueError, match="init_state must be a dict of functions"):
             dataclasses.replace(full_model.model(), init_state=wrong)
-    with pytest.raises(ValueError, match=r"per_layer\['scale'\] has shape \(2,\): dim 0 counts the layers.*are 3"):
+    with pytest.raises(
+        ValueError, match=r"per_layer\['scale'\] has shape \(2,\): dim 0 counts the layers.*are 3"
+    ):
         dataclasses.replace(full_model.model(), per_layer={"scale": np.ones(2)})
     with pytest.raises(ValueError, match=r"init_state has keys \['blocks'\]"):
         dataclasses.replace(full_model.model(), init_state={"blocks": lambda key: {}})
@@ -207,7 +284,14 @@ def test_per_layer_and_init_state_are_checked_when_the_model_is_made():
 
 def test_a_checkpoint_holds_the_state_and_an_import_makes_it_anew(tmp_path):
     first = lambda key: {"n": jnp.int32(0), "mean": jnp.zeros((5, 3)), "key": key}  # noqa: E731
-    after = lambda s: {"n": s["n"] + 1, "mean": s["mean"] + 0.5, "key": jax.random.fold_in(s["key"], 1)}  # noqa: E731
+
+    def after(s):
+        return {
+            "n": s["n"] + 1,
+            "mean": s["mean"] + 0.5,
+            "key": jax.random.fold_in(s["key"], 1),
+        }
+
     model = simple(lambda p, b, k, s: (mean(p, b), after(s)), init_state=first)
     (program, batch), (other, _) = build(model), build(model, opt_state=HOST)
     key = jax.random.key(2)
@@ -241,19 +325,33 @@ def test_state_that_a_gradient_overwrites():
     def scaled(x, scale):
         return x * scale
 
-    scaled.defvjp(lambda x, scale: (x * scale, (x, scale)), lambda saved, dy: (dy * saved[1], saved[1] + jnp.max(saved[0])))
+    scaled.defvjp(
+        lambda x, scale: (x * scale, (x, scale)),
+        lambda saved, dy: (dy * saved[1], saved[1] + jnp.max(saved[0])),
+    )
 
     def loss(p, b, k, state):
         scale = state["_overwrite_with_gradient"]["scale"]
         return jnp.mean(scaled(b["x"] @ p["w"], scale)), {**state, "calls": state["calls"] + 1}
 
-    model = simple(loss, init_state=lambda key: {"_overwrite_with_gradient": {"scale": jnp.ones(())}, "calls": jnp.int32(0)})
+    model = simple(
+        loss,
+        init_state=lambda key: {
+            "_overwrite_with_gradient": {"scale": jnp.ones(())},
+            "calls": jnp.int32(0),
+        },
+    )
     program = zj.build_train_step(
-        model, optax.sgd(0.0), zj.ZeroConfig(stage=3, num_microbatches=2), zj.make_mesh(fsdp=4, devices=jax.devices()[:4])
+        model,
+        optax.sgd(0.0),
+        zj.ZeroConfig(stage=3, num_microbatches=2),
+        zj.make_mesh(fsdp=4, devices=jax.devices()[:4]),
     )
     state = program.init(jax.random.key(0))
     state, _ = program.step(state, {"x": np.ones((8, 8), np.float32)})
-    assert float(state.model_state["_overwrite_with_gradient"]["scale"]) == 1 + 8 + 8  # each microbatch's maximum is 8
+    assert (
+        float(state.model_state["_overwrite_with_gradient"]["scale"]) == 1 + 8 + 8
+    )  # each microbatch's maximum is 8
     assert int(state.model_state["calls"]) == 2
 
 
@@ -261,5 +359,7 @@ def test_a_models_state_is_born_of_the_key_of_its_parameters():
     layered = full_model.model()
     state = init_state(layered, jax.random.key(3))
     keys = jax.random.split(jax.random.split(jax.random.key(3), 3)[1], full_model.LAYERS)
-    np.testing.assert_array_equal(state["blocks"]["shift"][1], toys.draw(keys[1], (full_model.HIDDEN,)))
+    np.testing.assert_array_equal(
+        state["blocks"]["shift"][1], toys.draw(keys[1], (full_model.HIDDEN,))
+    )
     assert init_params(layered, jax.random.key(3)).keys() == {"embed", "blocks", "head"}

@@ -1,4 +1,6 @@
-"""Outputs, losses of batches of any size, and gradients, with the state where it rests: those of the plain model."""
+"""Outputs, losses of batches of any size, and gradients, with the state where it rests: those of
+the plain model.
+"""
 
 import dataclasses
 
@@ -36,7 +38,9 @@ STREAMED = ("selective", "gather_ahead", "host", "nvme", "frozen")
 
 
 def assert_trees_close(actual, expected, rtol=0.0, atol=1e-5):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), actual, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), actual, expected
+    )
 
 
 def plain_gradients(params, batch, state, count, layered):
@@ -48,7 +52,9 @@ def plain_gradients(params, batch, state, count, layered):
         def value(params):
             loss, after, added = full_model.forward(params, piece, state)
             # The Model adds what its layers add to its total, with its weight.
-            return loss.total / whole + added.total * (1 / count if layered else loss.weight / whole), after
+            return loss.total / whole + added.total * (
+                1 / count if layered else loss.weight / whole
+            ), after
 
         return jax.value_and_grad(value, has_aux=True)(params)
 
@@ -62,14 +68,26 @@ def plain_gradients(params, batch, state, count, layered):
 @pytest.mark.by_default("layered-stage3-2")
 @pytest.mark.parametrize(
     ("kind", "name", "count"),
-    [(k, n, c) for k in KINDS for n in CASES for c in (1, 2) if n not in (STREAMED if k == "model" else ("on_host",))],
+    [
+        (k, n, c)
+        for k in KINDS
+        for n in CASES
+        for c in (1, 2)
+        if n not in (STREAMED if k == "model" else ("on_host",))
+    ],
 )
 def test_outputs_losses_and_gradients_equal_the_plain_models(kind, name, count, tmp_path):
     model, key = KINDS[kind](), jax.random.key(0)
     if name == "frozen":
-        model = dataclasses.replace(model, frozen={"embed": True, "block": {"w": False, "router": True}})
-    params, state = jax.jit(lambda key: (init_params(model, key), init_state(full_model.model(), key)))(key)
-    config = zj.ZeroConfig(**{"stage": 3, "num_microbatches": count, "swap_dir": tmp_path, **CASES[name]})
+        model = dataclasses.replace(
+            model, frozen={"embed": True, "block": {"w": False, "router": True}}
+        )
+    params, state = jax.jit(
+        lambda key: (init_params(model, key), init_state(full_model.model(), key))
+    )(key)
+    config = zj.ZeroConfig(
+        **{"stage": 3, "num_microbatches": count, "swap_dir": tmp_path, **CASES[name]}
+    )
     mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
     with zj.build_train_step(model, TX, config, mesh) as program:
         now = program.init(key)
@@ -78,7 +96,9 @@ def test_outputs_losses_and_gradients_equal_the_plain_models(kind, name, count, 
         outputs = program.apply(now, odd)  # 5 rows do not divide by 2 devices, and 1 is fewer
         assert_trees_close(outputs, jax.jit(full_model.plain_outputs)(params, odd, state))
         got = program.eval(now, few)
-        assert_trees_close(got["loss"], jax.jit(full_model.plain_loss)(params, few, state), rtol=1e-5)
+        assert_trees_close(
+            got["loss"], jax.jit(full_model.plain_loss)(params, few, state), rtol=1e-5
+        )
         total, want = plain_gradients(params, batch, state, count, kind == "layered")
         np.testing.assert_allclose(loss["loss"], total, rtol=1e-5)
         if name == "frozen":
@@ -116,7 +136,9 @@ def dense():
     embed = lambda p, batch, key: batch["x"] @ p["w"]  # noqa: E731
     head = lambda p, p_embed, x, batch, key: jnp.mean((x @ p["w"] - batch["y"]) ** 2)  # noqa: E731
     predict = lambda p, p_embed, x, batch: x @ p["w"]  # noqa: E731
-    return zj.LayeredModel(2, init, embed, init, block, init, head, stochastic=True, predict=predict)
+    return zj.LayeredModel(
+        2, init, embed, init, block, init, head, stochastic=True, predict=predict
+    )
 
 
 def whole(program, state):
@@ -129,11 +151,18 @@ def whole(program, state):
 @pytest.mark.by_default("nvme")
 @pytest.mark.parametrize("name", ["stage3", "nvme"])
 def test_gradients_have_the_next_steps_keys_and_a_mean_over_odd_rows_is_one(name, tmp_path):
-    config = zj.ZeroConfig(**{"stage": 3, "num_microbatches": 2, "swap_dir": tmp_path, **CASES[name]})
+    config = zj.ZeroConfig(
+        **{"stage": 3, "num_microbatches": 2, "swap_dir": tmp_path, **CASES[name]}
+    )
     rng = np.random.default_rng(0)
-    program = zj.build_train_step(dense(), optax.sgd(1.0), config, zj.make_mesh(fsdp=2, devices=jax.devices()[:2]))
+    program = zj.build_train_step(
+        dense(), optax.sgd(1.0), config, zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
+    )
     state = program.init(jax.random.key(0))
-    batch = {"x": rng.standard_normal((8, 8), np.float32), "y": rng.standard_normal((8, 8), np.float32)}
+    batch = {
+        "x": rng.standard_normal((8, 8), np.float32),
+        "y": rng.standard_normal((8, 8), np.float32),
+    }
     value, grads = program.grads(state, batch)
     before = whole(program, state)
     seven = jax.tree.map(lambda a: a[:7], batch)
@@ -153,18 +182,37 @@ def test_gradients_have_the_next_steps_keys_and_a_mean_over_odd_rows_is_one(name
 
 
 def test_gradients_of_float16_have_no_loss_scale():
-    model = zj.Model(lambda key: {"w": jnp.ones(8)}, lambda p, batch, key: (batch["x"] @ p["w"]).mean(dtype=jnp.float32))
-    program = zj.build_train_step(model, TX, zj.ZeroConfig(stage=1, precision="fp16"), zj.make_mesh(fsdp=8))
-    _, grads = program.grads(program.init(jax.random.key(0)), {"x": np.full((8, 8), 0.25, np.float16)})
+    model = zj.Model(
+        lambda key: {"w": jnp.ones(8)},
+        lambda p, batch, key: (batch["x"] @ p["w"]).mean(dtype=jnp.float32),
+    )
+    program = zj.build_train_step(
+        model, TX, zj.ZeroConfig(stage=1, precision="fp16"), zj.make_mesh(fsdp=8)
+    )
+    _, grads = program.grads(
+        program.init(jax.random.key(0)), {"x": np.full((8, 8), 0.25, np.float16)}
+    )
     assert grads["w"].dtype == jnp.float32
     np.testing.assert_array_equal(grads["w"], np.full(8, 0.25))
     assert grads["w"].sharding.is_fully_replicated  # as the parameters of stage 1
 
 
 def test_outputs_of_other_shapes_are_on_every_device():
-    predict = lambda p, batch: {"rows": batch["x"] @ p["w"], "norm": jnp.sum(p["w"] ** 2), "w": 2 * p["w"]}  # noqa: E731
-    model = zj.Model(lambda key: {"w": jnp.ones(8)}, lambda p, batch, key: jnp.mean(batch["x"] @ p["w"]), predict=predict)
-    program = zj.build_train_step(model, TX, zj.ZeroConfig(stage=3), zj.make_mesh(data=2, fsdp=2, devices=jax.devices()[:4]))
+    def predict(p, batch):
+        return {
+            "rows": batch["x"] @ p["w"],
+            "norm": jnp.sum(p["w"] ** 2),
+            "w": 2 * p["w"],
+        }
+
+    model = zj.Model(
+        lambda key: {"w": jnp.ones(8)},
+        lambda p, batch, key: jnp.mean(batch["x"] @ p["w"]),
+        predict=predict,
+    )
+    program = zj.build_train_step(
+        model, TX, zj.ZeroConfig(stage=3), zj.make_mesh(data=2, fsdp=2, devices=jax.devices()[:4])
+    )
     state = program.init(jax.random.key(0))
     outputs = program.apply(state, {"x": np.ones((4, 8), np.float32)})
     assert outputs["rows"].sharding.spec == P(("data", "fsdp"))
@@ -176,9 +224,14 @@ def test_outputs_of_other_shapes_are_on_every_device():
 
 
 def test_a_model_without_predict_is_told_the_argument():
-    model = zj.Model(lambda key: {"w": jnp.ones(8)}, lambda p, batch, key: jnp.mean(batch["x"] @ p["w"]))
+    model = zj.Model(
+        lambda key: {"w": jnp.ones(8)}, lambda p, batch, key: jnp.mean(batch["x"] @ p["w"])
+    )
     program = zj.build_train_step(model, TX, zj.ZeroConfig(), zj.make_mesh(fsdp=8))
-    with pytest.raises(ValueError, match=r"this Model has none: give it predict=, as Model\(..., predict=...\) or from_flax"):
+    with pytest.raises(
+        ValueError,
+        match=r"this Model has none: give it predict=, as Model\(..., predict=...\) or from_flax",
+    ):
         program.apply(program.init(jax.random.key(0)), {"x": np.ones((8, 8), np.float32)})
 
 
@@ -187,21 +240,31 @@ def test_a_model_without_predict_is_told_the_argument():
 def test_gradients_that_are_not_on_the_device_are_refused(name, value):
     config = zj.ZeroConfig(params=HOST, opt_state=HOST, **{name: value})
     program = zj.build_train_step(dense(), TX, config, zj.make_mesh(fsdp=8))
-    with pytest.raises(NotImplementedError, match=rf"program.grads is not built.*{name}='{value}'.*build a program with"):
+    with pytest.raises(
+        NotImplementedError,
+        match=rf"program.grads is not built.*{name}='{value}'.*build a program with",
+    ):
         program.grads(program.init(jax.random.key(0)), {})
 
 
 def test_a_loss_without_logits_takes_odd_rows_whose_tokens_divide():
-    """linear_cross_entropy splits tokens itself, in a shard_map: 5 rows of 4 tokens divide by 4 devices, and 5 of 3 do not."""
+    """linear_cross_entropy splits tokens itself, in a shard_map: 5 rows of 4 tokens divide by 4
+    devices, and 5 of 3 do not.
+    """
 
     def init(key):
         return {"table": toys.draw(key, (16, 8))}
 
     def loss(p, batch, key):
-        return zj.linear_cross_entropy(jnp.tanh(p["table"][batch["tokens"]]), p["table"].T, batch["targets"])
+        return zj.linear_cross_entropy(
+            jnp.tanh(p["table"][batch["tokens"]]), p["table"].T, batch["targets"]
+        )
 
     program = zj.build_train_step(
-        zj.Model(init, loss), TX, zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=4, devices=jax.devices()[:4])
+        zj.Model(init, loss),
+        TX,
+        zj.ZeroConfig(stage=3),
+        zj.make_mesh(fsdp=4, devices=jax.devices()[:4]),
     )
     state, rng = program.init(jax.random.key(0)), np.random.default_rng(0)
     batch = {name: rng.integers(0, 16, (5, 4)) for name in ("tokens", "targets")}
@@ -224,7 +287,11 @@ def test_blocks_whose_tiles_are_records(tier, tmp_path):
         config = zj.ZeroConfig(stage=3, num_microbatches=2, swap_dir=tmp_path, **fields)
         with tiled_toys.build(config, {"fsdp": 2}, model) as program:
             state = program.init(jax.random.key(0))
-            found = [program.eval(state, odd), program.apply(state, odd), program.apply(state, batch)]
+            found = [
+                program.eval(state, odd),
+                program.apply(state, odd),
+                program.apply(state, batch),
+            ]
             results.append(jax.device_get([*found, program.grads(state, batch)]))
             if fields:
                 state, metrics = jax.block_until_ready(program.step(state, batch))
@@ -233,12 +300,20 @@ def test_blocks_whose_tiles_are_records(tier, tmp_path):
 
 
 def test_rows_that_each_process_padded_are_cut_part_by_part():
-    mesh, padded = zj.make_mesh(fsdp=4, devices=jax.devices()[:4]), jnp.asarray([0, 1, 2, 2, 3, 4, 5, 5])
-    batch = {"rows": padded, "weight": jnp.float32(2), "whole": jnp.asarray([0, 1, 2, 3, 4, 5, 5, 5])}
+    mesh, padded = (
+        zj.make_mesh(fsdp=4, devices=jax.devices()[:4]),
+        jnp.asarray([0, 1, 2, 2, 3, 4, 5, 5]),
+    )
+    batch = {
+        "rows": padded,
+        "weight": jnp.float32(2),
+        "whole": jnp.asarray([0, 1, 2, 3, 4, 5, 5, 5]),
+    }
     with jax.set_mesh(mesh):
-        cut = jax.jit(lambda batch: jax.tree.map(lambda a: 1 * a, Rows(6, (2, 1, 1)).cut(batch, mesh)), out_shardings=P())(
-            batch
-        )
+        cut = jax.jit(
+            lambda batch: jax.tree.map(lambda a: 1 * a, Rows(6, (2, 1, 1)).cut(batch, mesh)),
+            out_shardings=P(),
+        )(batch)
     np.testing.assert_array_equal(cut["rows"], np.arange(6))
     np.testing.assert_array_equal(cut["whole"], np.arange(6))
     assert float(cut["weight"]) == 2

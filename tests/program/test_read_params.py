@@ -1,4 +1,6 @@
-"""What rests on disk is read by programs that are compiled once; records name what is in them; a tier may have none."""
+"""What rests on disk is read by programs that are compiled once; records name what is in them; a
+tier may have none.
+"""
 
 import json
 import logging
@@ -20,7 +22,9 @@ ALL = {"params": DISK, "grads": DISK, "opt_state": DISK, "activations": DISK}
 def build(swap_dir, tx=None, model=None, **fields):
     config = zj.ZeroConfig(stage=3, swap_dir=str(swap_dir), **{**ALL, **fields})
     mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
-    return zj.build_train_step(model or toys.layered(), toys.optimizer() if tx is None else tx, config, mesh)
+    return zj.build_train_step(
+        model or toys.layered(), toys.optimizer() if tx is None else tx, config, mesh
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -32,7 +36,9 @@ def test_parameters_read_again_compile_nothing(tmp_path, caplog, precision):
             caplog.clear()
             with jax.log_compiles(), caplog.at_level(logging.WARNING):
                 params = jax.device_get(dict(program.iter_params(state)))
-            compiled.append([r.getMessage() for r in caplog.records if r.getMessage().startswith("Compiling")])
+            compiled.append(
+                [r.getMessage() for r in caplog.records if r.getMessage().startswith("Compiling")]
+            )
         assert len(compiled[0]) >= len(jax.tree.leaves([params["embed"], params["head"]]))
         assert compiled[1] == []
 
@@ -41,8 +47,13 @@ def test_records_name_each_leaf_by_its_path(tmp_path):
     with build(tmp_path, precision="bf16") as program:
         state = program.init(jax.random.key(0))
         (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
-        manifests = [json.loads(path.read_text())["attributes"] for path in folder.glob("*/0/zarr.json")]
-        found = {manifest["kind"]: [leaf["name"] for leaf in manifest["leaves"]] for manifest in manifests}
+        manifests = [
+            json.loads(path.read_text())["attributes"] for path in folder.glob("*/0/zarr.json")
+        ]
+        found = {
+            manifest["kind"]: [leaf["name"] for leaf in manifest["leaves"]]
+            for manifest in manifests
+        }
         paths = [
             [jax.tree_util.keystr(path) for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_stored)
              if isinstance(leaf, OnDisk)]
@@ -51,8 +62,15 @@ def test_records_name_each_leaf_by_its_path(tmp_path):
     params, masters, moments = paths
     assert found["params"] == [name for name in params if "['blocks']" in name]
     assert found["opt_state"] == [name for name in (*masters, *moments) if "['blocks']" in name]
-    alone = [name for kind, names in found.items() if kind not in ("params", "opt_state") for name in names]
-    assert sorted(alone) == sorted(name for tree in paths for name in tree if "['blocks']" not in name)
+    alone = [
+        name
+        for kind, names in found.items()
+        if kind not in ("params", "opt_state")
+        for name in names
+    ]
+    assert sorted(alone) == sorted(
+        name for tree in paths for name in tree if "['blocks']" not in name
+    )
     assert {f"[0].inner_state[0].{m}['blocks']['w1']" for m in ("mu", "nu")} <= set(moments)
 
 
@@ -80,7 +98,9 @@ def test_leaves_on_disk_count_as_parameters_and_take_part_in_no_arithmetic(tmp_p
         state = program.init(jax.random.key(0))
         params, expected = program.params(state), program.layout.abstract_params
         for tree in (params, state.params, program.master_params(state)):
-            assert sum(x.size for x in jax.tree.leaves(tree)) == sum(x.size for x in jax.tree.leaves(expected))
+            assert sum(x.size for x in jax.tree.leaves(tree)) == sum(
+                x.size for x in jax.tree.leaves(expected)
+            )
             assert [(x.shape, x.dtype, x.ndim, x.nbytes) for x in jax.tree.leaves(tree)] == [
                 (x.shape, x.dtype, x.ndim, 4 * x.size) for x in jax.tree.leaves(expected)
             ]
@@ -101,10 +121,15 @@ def test_leaves_on_disk_count_as_parameters_and_take_part_in_no_arithmetic(tmp_p
             lambda: optax.global_norm(params),
             lambda: jax.tree.map(jnp.copy, state),
         ):
-            with pytest.raises((TypeError, ValueError, AttributeError), match=r"rests on disk.*program\.iter_params\(state\)"):
+            with pytest.raises(
+                (TypeError, ValueError, AttributeError),
+                match=r"rests on disk.*program\.iter_params\(state\)",
+            ):
                 compute()
         copied = jax.tree.map(lambda leaf: leaf.copy(), state)
-        assert float(program.eval(copied, toys.batches(1)[0])) == float(program.eval(state, toys.batches(1)[0]))
+        assert float(program.eval(copied, toys.batches(1)[0])) == float(
+            program.eval(state, toys.batches(1)[0])
+        )
         # and the state is as before
         state, _ = program.step(jax.block_until_ready(state), toys.batches(1)[0])
         assert np.isfinite(float(program.eval(state, toys.batches(1)[0])))

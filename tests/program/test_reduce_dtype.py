@@ -1,4 +1,6 @@
-"""Programs with reduce_dtype="float32": the loss stays as it is, and gradients come nearer to float64, wherever they rest."""
+"""Programs with reduce_dtype="float32": the loss stays as it is, and gradients come nearer to
+float64, wherever they rest.
+"""
 
 import functools
 from typing import Any
@@ -46,11 +48,18 @@ DTYPES: dict[str, Any] = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
 @functools.cache
 def exact_grads(model: str, precision: str) -> dict[str, Any]:
     """Return gradients in float64, at parameters rounded as a program's are."""
-    params = jax.device_get(jax.jit(lambda key: init_params(MODELS[model](), key))(jax.random.key(0)))
+    params = jax.device_get(
+        jax.jit(lambda key: init_params(MODELS[model](), key))(jax.random.key(0))
+    )
     dtype = DTYPES[precision]
     with jax.enable_x64(True):
-        params = jax.tree.map(lambda a: jnp.asarray(np.asarray(jnp.asarray(a, dtype), np.float64)), params)
-        batch = jax.tree.map(lambda a: np.asarray(a, np.float64) if np.asarray(a).dtype == np.float32 else a, data_of(model))
+        params = jax.tree.map(
+            lambda a: jnp.asarray(np.asarray(jnp.asarray(a, dtype), np.float64)), params
+        )
+        batch = jax.tree.map(
+            lambda a: np.asarray(a, np.float64) if np.asarray(a).dtype == np.float32 else a,
+            data_of(model),
+        )
         return by_name(jax.device_get(jax.jit(jax.grad(LOSSES[model]))(params, batch)))
 
 
@@ -61,7 +70,11 @@ def tiled_loss(params: Any, batch: Any) -> Any:
     return tiled_toys.head(params["head"], None, x, batch, None)
 
 
-MODELS = {"layered": toys.layered, "unrolled": toys.unrolled, "tiled": lambda: tiled_toys.model(stochastic=False)}
+MODELS = {
+    "layered": toys.layered,
+    "unrolled": toys.unrolled,
+    "tiled": lambda: tiled_toys.model(stochastic=False),
+}
 LOSSES = {"layered": toys.plain_loss, "unrolled": toys.plain_loss, "tiled": tiled_loss}
 
 
@@ -70,23 +83,34 @@ def data_of(model: str) -> Any:
 
 
 def by_name(tree: Any) -> dict[str, Any]:
-    return {jax.tree_util.keystr(path): np.asarray(a) for path, a in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    return {
+        jax.tree_util.keystr(path): np.asarray(a)
+        for path, a in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
 
 
 def built(model: str, mesh: Any = None, **fields: Any) -> zj.Program:
     made = toys.layered(tensor=True) if mesh and "tensor" in mesh else MODELS[model]()
-    return zj.build_train_step(made, optax.sgd(RATE), zj.ZeroConfig(**fields), zj.make_mesh(**(mesh or {"fsdp": 8})))
+    return zj.build_train_step(
+        made, optax.sgd(RATE), zj.ZeroConfig(**fields), zj.make_mesh(**(mesh or {"fsdp": 8}))
+    )
 
 
 def stepped(model: str, **fields: Any) -> tuple[float, float, dict[str, Any]]:
-    """Return the loss and the norm of a step, and its gradients, from what it subtracts of the float32 weights."""
+    """Return the loss and the norm of a step, and its gradients, from what it subtracts of the
+    float32 weights.
+    """
     with built(model, **fields) as program:
         state = program.init(jax.random.key(0))
         before = weights(program, state)
         state, metrics = program.step(state, data_of(model))
         after, norm = weights(program, state), float(metrics["grad_norm"])
         clip = min(1.0, fields.get("clip_norm", np.inf) / norm)
-        return float(metrics["loss"]), norm, {name: (before[name] - after[name]) / RATE / clip for name in before}
+        return (
+            float(metrics["loss"]),
+            norm,
+            {name: (before[name] - after[name]) / RATE / clip for name in before},
+        )
 
 
 def weights(program: zj.Program, state: Any) -> dict[str, Any]:
@@ -95,7 +119,11 @@ def weights(program: zj.Program, state: Any) -> dict[str, Any]:
     if not isinstance(program.model, zj.LayeredModel):
         return {name: np.float64(a) for name, a in pieces.items()}
     layers = [pieces[name] for name in pieces if name.startswith("blocks/")]
-    tree = {"embed": pieces["embed"], "blocks": jax.tree.map(lambda *a: np.stack(a), *layers), "head": pieces["head"]}
+    tree = {
+        "embed": pieces["embed"],
+        "blocks": jax.tree.map(lambda *a: np.stack(a), *layers),
+        "head": pieces["head"],
+    }
     return {name: np.float64(a) for name, a in by_name(tree).items()}
 
 
@@ -109,25 +137,37 @@ def test_gradients_come_nearer_to_float64_and_the_loss_stays(case, tmp_path):
     same_loss, norm, wide = stepped(reduce_dtype="float32", **fields)
     assert same_loss == loss
     exact = exact_grads(fields["model"], fields["precision"])
-    np.testing.assert_allclose(norm, np.sqrt(sum(np.sum(np.square(g)) for g in exact.values())), rtol=0.03)
+    np.testing.assert_allclose(
+        norm, np.sqrt(sum(np.sum(np.square(g)) for g in exact.values())), rtol=0.03
+    )
     narrow_dtype = DTYPES[fields["precision"]]
     for name, g in wide.items():
-        # What rounding to 16 bits leaves of a gradient differs from it, but for single numbers that are near one.
+        # What rounding to 16 bits leaves of a gradient differs from it, but for single numbers that
+        # are near one.
         left_out = np.linalg.norm(g - np.float64(jnp.asarray(g, narrow_dtype))) / np.linalg.norm(g)
         assert g.size < 8 or left_out > 0.1 * jnp.finfo(narrow_dtype).eps, name
     if fields["model"] == "tiled":  # its activations in 16 bits make errors that hide those of sums
         return
-    errors = [[np.linalg.norm(g[name] - e) / np.linalg.norm(e) for name, e in exact.items()] for g in (wide, narrow)]
+    errors = [
+        [np.linalg.norm(g[name] - e) / np.linalg.norm(e) for name, e in exact.items()]
+        for g in (wide, narrow)
+    ]
     assert np.mean(errors[0]) < 0.97 * np.mean(errors[1])
 
 
 @pytest.mark.by_default("fields1")
 @pytest.mark.parametrize(
-    "fields", [{"precision": "fp32", "reduce_dtype": "float32"}, {"precision": "bf16", "reduce_dtype": "bfloat16"}]
+    "fields",
+    [
+        {"precision": "fp32", "reduce_dtype": "float32"},
+        {"precision": "bf16", "reduce_dtype": "bfloat16"},
+    ],
 )
 def test_a_reduction_in_the_compute_dtype_is_the_default(fields: Any):
     def text(**fields: Any) -> str:
-        data = jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), np.asarray(a).dtype), data_of("layered"))
+        data = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(np.shape(a), np.asarray(a).dtype), data_of("layered")
+        )
         return built("layered", **fields).lower(data).as_text()
 
     assert text(**fields) == text(precision=fields["precision"])

@@ -1,4 +1,6 @@
-"""Programs with reduce_every="step": the numbers of one reduction a microbatch, from one reduction a step."""
+"""Programs with reduce_every="step": the numbers of one reduction a microbatch, from one reduction
+a step.
+"""
 
 import dataclasses
 import functools
@@ -25,7 +27,7 @@ HOST, DISK = "pinned_host", "nvme"
 STEPS = 3
 
 
-# --- one step, in full ------------------------------------------------------------------------------------------------------
+# --- one step, in full ----------------------------------------------------------------------------
 
 
 def tiny() -> zj.LayeredModel:
@@ -38,7 +40,9 @@ def tiny() -> zj.LayeredModel:
         return {"w": toys.draw(key, (16, 16)) / 4, "b": jnp.zeros(16)}
 
     def head(p: Any, p_embed: Any, x: jax.Array, batch: Any, key: Any) -> jax.Array:
-        return jnp.mean(jax.nn.logsumexp(x @ p_embed["table"].T + p["bias"], -1)) + 1e-2 * jnp.sum(p["bias"] ** 2)
+        return jnp.mean(jax.nn.logsumexp(x @ p_embed["table"].T + p["bias"], -1)) + 1e-2 * jnp.sum(
+            p["bias"] ** 2
+        )
 
     return zj.LayeredModel(
         2, init, lambda p, batch, key: p["table"][batch], init_block, lambda p, x, key: jnp.tanh(x @ p["w"] + p["b"]),
@@ -62,7 +66,9 @@ def test_a_step_is_that_of_plain_optax_and_gradients_are_reduced_once(fields):
         state = program.init(jax.random.key(0))
         before = by_name(program, state)
         params = {"embed": before["embed"], "head": before["head"]}
-        params["blocks"] = jax.tree.map(lambda *a: np.stack(a), before["blocks/0"], before["blocks/1"])
+        params["blocks"] = jax.tree.map(
+            lambda *a: np.stack(a), before["blocks/0"], before["blocks/1"]
+        )
         loss, exact = jax.jit(jax.value_and_grad(tiny_loss))(params, batch)
         text = program.lower(jax.ShapeDtypeStruct(batch.shape, batch.dtype)).compile().as_text()
         state, metrics = program.step(state, batch)
@@ -74,7 +80,14 @@ def test_a_step_is_that_of_plain_optax_and_gradients_are_reduced_once(fields):
     assert_close(after, jax.tree.map(lambda a, g: a - 0.5 * g, before, grads))
     found = hlo.collectives(text, unknown_trips=1, mesh=program.mesh)
     # XLA for CPUs has all_reduces alone. A streamed step's layers are a loop each.
-    elements = sum(c.num_bytes * c.times for c in found if c.op in ("all-reduce", "reduce-scatter") and c.num_bytes > 16) // 4
+    elements = (
+        sum(
+            c.num_bytes * c.times
+            for c in found
+            if c.op in ("all-reduce", "reduce-scatter") and c.num_bytes > 16
+        )
+        // 4
+    )
     num_params = sum(np.size(a) for a in jax.tree.leaves(params))
     assert num_params <= elements < num_params + 8  # the loss and the norm come with them
 
@@ -84,25 +97,39 @@ def by_name(program: zj.Program, state: Any) -> dict[str, Any]:
 
 
 def assert_close(actual: Any, expected: Any) -> None:
-    flat, expected_flat = (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (actual, expected))
+    flat, expected_flat = (
+        jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (actual, expected)
+    )
     assert [path for path, _ in flat] == [path for path, _ in expected_flat]
     for (path, a), (_, b) in zip(flat, expected_flat, strict=True):
         atol = PARAMS * max(float(np.max(np.abs(b), initial=0)), 1e-3)
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_allclose(
+            np.asarray(a), np.asarray(b), rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path)
+        )
 
 
 def test_data_may_split_a_leaf_but_then_it_has_no_sums_of_its_own():
     model = zj.with_specs(toys.layered(), {"w1$": P("data")})
     mesh, batch = zj.make_mesh(data=2, fsdp=2, devices=jax.devices()[:4]), toys.batches(1)[0]
-    zj.build_train_step(model, optax.adamw(1e-3), zj.ZeroConfig(stage=1, num_microbatches=2), mesh, batch=batch)
+    zj.build_train_step(
+        model, optax.adamw(1e-3), zj.ZeroConfig(stage=1, num_microbatches=2), mesh, batch=batch
+    )
     config = zj.ZeroConfig(stage=1, num_microbatches=2, reduce_every="step")
-    with pytest.raises(ValueError, match=r"reduce_every='step' sums .* 'data' splits .*w1.*use reduce_every='microbatch'"):
+    with pytest.raises(
+        ValueError,
+        match=r"reduce_every='step' sums .* 'data' splits .*w1.*use reduce_every='microbatch'",
+    ):
         zj.build_train_step(model, optax.adamw(1e-3), config, mesh, batch=batch)
 
 
 def test_a_model_whose_layers_are_not_known_is_refused():
     with pytest.raises(ValueError, match=r"reduce_every='step' works layer by layer.*from_flax"):
-        zj.build_train_step(toys.unrolled(), optax.sgd(0.5), zj.ZeroConfig(reduce_every="step"), zj.make_mesh(fsdp=8))
+        zj.build_train_step(
+            toys.unrolled(),
+            optax.sgd(0.5),
+            zj.ZeroConfig(reduce_every="step"),
+            zj.make_mesh(fsdp=8),
+        )
 
 
 @pytest.mark.exhaustive
@@ -110,7 +137,9 @@ def test_a_model_whose_layers_are_not_known_is_refused():
 def test_the_default_is_every_microbatch_and_one_microbatch_has_nothing_to_sum(fields):
     def text(**settings: Any) -> str:
         config = zj.ZeroConfig(precision="bf16", **fields, **settings)
-        program = zj.build_train_step(toys.layered(), optax.adamw(1e-3), config, zj.make_mesh(fsdp=8))
+        program = zj.build_train_step(
+            toys.layered(), optax.adamw(1e-3), config, zj.make_mesh(fsdp=8)
+        )
         return program.lower(toys.batches(1)[0]).as_text()
 
     assert text(num_microbatches=2) == text(num_microbatches=2, reduce_every="microbatch")
@@ -118,13 +147,17 @@ def test_the_default_is_every_microbatch_and_one_microbatch_has_nothing_to_sum(f
     assert text(num_microbatches=2) != text(num_microbatches=2, reduce_every="step")
 
 
-# --- every stage, tier and mode ---------------------------------------------------------------------------------------------
+# --- every stage, tier and mode -------------------------------------------------------------------
 
 
-def run(model: zj.LayeredModel, data: list[Any], mesh: dict[str, int] | None = None, **fields: Any) -> tuple[list[float], Any]:
+def run(
+    model: zj.LayeredModel, data: list[Any], mesh: dict[str, int] | None = None, **fields: Any
+) -> tuple[list[float], Any]:
     """Return the losses of steps, and parameters by name."""
     config = zj.ZeroConfig(**{"num_microbatches": 2, **fields})
-    with zj.build_train_step(model, optax.adamw(1e-2, eps=1e-3), config, zj.make_mesh(**(mesh or {"fsdp": 8}))) as program:
+    with zj.build_train_step(
+        model, optax.adamw(1e-2, eps=1e-3), config, zj.make_mesh(**(mesh or {"fsdp": 8}))
+    ) as program:
         state, losses = program.init(jax.random.key(0)), list[float]()
         for batch in data:
             state, metrics = program.step(state, batch)
@@ -162,12 +195,17 @@ def test_every_stage_tier_and_mode_equals_a_reduction_a_microbatch(stage, tier, 
 
 
 def small_gpt(**fields: Any) -> zj.LayeredModel:
-    return gpt.layered_gpt(gpt.GPTConfig(**{"vocab": 64, "seq": 16, "hidden": 32, "layers": 2, "heads": 4, **fields}))
+    return gpt.layered_gpt(
+        gpt.GPTConfig(**{"vocab": 64, "seq": 16, "hidden": 32, "layers": 2, "heads": 4, **fields})
+    )
 
 
 def tokens(count: int = STEPS) -> list[Any]:
     random = np.random.default_rng(0)
-    return [{name: random.integers(0, 64, (32, 16)) for name in ("tokens", "targets")} for _ in range(count)]
+    return [
+        {name: random.integers(0, 64, (32, 16)) for name in ("tokens", "targets")}
+        for _ in range(count)
+    ]
 
 
 def weighted() -> zj.LayeredModel:
@@ -175,7 +213,9 @@ def weighted() -> zj.LayeredModel:
 
     def head(p: Any, p_embed: Any, x: jax.Array, batch: Any, key: Any) -> zj.Loss:
         logits = (x @ p_embed["table"].T + p["bias"]) * jnp.mean(p["frozen"])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["targets"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            logits.astype(jnp.float32), batch["targets"]
+        )
         mask = batch["tokens"] < jnp.arange(len(x))[:, None]
         return zj.Loss(jnp.sum(losses * mask), jnp.sum(mask), {"masked": jnp.sum(mask)})
 
@@ -227,17 +267,21 @@ def test_other_settings_and_models_equal_a_reduction_a_microbatch(case, caplog):
     assert not [r for r in caplog.records if "reduce_every" in r.getMessage()]
 
 
-# --- the rewriting ---------------------------------------------------------------------------------------------------------
+# --- the rewriting --------------------------------------------------------------------------------
 
 ROWS, D = 16, 6
 
 
 def looked_up(p: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.tanh(x[:, None] @ (p["table"][ids] * p["scale"]).mT)) + 0.1 * jnp.sum(p["table"] ** 2)
+    return jnp.sum(jnp.tanh(x[:, None] @ (p["table"][ids] * p["scale"]).mT)) + 0.1 * jnp.sum(
+        p["table"] ** 2
+    )
 
 
 def transposed(p: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
-    y = (jnp.broadcast_to(x[:, None], (ROWS, 3, D)).reshape(ROWS * 3, D) @ p["w"]).reshape(ROWS, 3, D)
+    y = (jnp.broadcast_to(x[:, None], (ROWS, 3, D)).reshape(ROWS * 3, D) @ p["w"]).reshape(
+        ROWS, 3, D
+    )
     return jnp.sum(jnp.sin(jnp.einsum("btd,tde->bte", y, p["each"]).transpose(1, 0, 2) + p["bias"]))
 
 
@@ -256,17 +300,23 @@ def scanned(p: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def convolved(p: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
-    y = jax.lax.conv_general_dilated(x[..., None], p["kernel"], (2,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+    y = jax.lax.conv_general_dilated(
+        x[..., None], p["kernel"], (2,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+    )
     return jnp.sum(y**3)
 
 
 def in_islands(p: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
-    return jnp.sum(zj.linear_cross_entropy(x, p["vocab"], ids[:, 0], num_tiles=2) * jnp.sum(p["bias"]))
+    return jnp.sum(
+        zj.linear_cross_entropy(x, p["vocab"], ids[:, 0], num_tiles=2) * jnp.sum(p["bias"])
+    )
 
 
 @jax.custom_vjp
 def decayed(w: jax.Array) -> jax.Array:
-    """Return w; its own derivative adds to the gradient what is no sum over the batch, and so counts once."""
+    """Return w; its own derivative adds to the gradient what is no sum over the batch, and so
+    counts once.
+    """
     return w
 
 
@@ -294,7 +344,9 @@ SHAPES = {
 
 
 def gradients(function: Any, x: jax.Array) -> tuple[Any, Any, str]:
-    """Return the unreduced gradients of a function, the plain ones, and the compiled program of the former."""
+    """Return the unreduced gradients of a function, the plain ones, and the compiled program of the
+    former.
+    """
     keys = dict(zip(SHAPES, jax.random.split(jax.random.key(0), len(SHAPES)), strict=True))
     params = {name: jax.random.normal(keys[name], shape) for name, shape in SHAPES.items()}
     ids = jnp.arange(ROWS * 2).reshape(ROWS, 2) % 7
@@ -319,7 +371,9 @@ def gradients(function: Any, x: jax.Array) -> tuple[Any, Any, str]:
 
 @pytest.mark.by_default("transposed", "own_rule")
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
-def test_rows_of_gradients_are_those_of_each_devices_batch_and_are_made_without_a_reduction(function, caplog):
+def test_rows_of_gradients_are_those_of_each_devices_batch_and_are_made_without_a_reduction(
+    function, caplog
+):
     own, exact, text = gradients(function, jax.random.normal(jax.random.key(1), (ROWS, D)))
     for name, g in own.items():
         assert g.shape == (8, *exact[name].shape)
@@ -337,7 +391,10 @@ def test_a_sum_that_cannot_be_cut_is_reduced_where_it_is_made_and_reported(caplo
 
     own, exact, _ = gradients(looped, jax.random.normal(jax.random.key(1), (ROWS, D)))
     np.testing.assert_allclose(np.sum(own["each"], 0), exact["each"], rtol=1e-5, atol=1e-5)
-    assert any("ragged_dot" in r.getMessage() and "each microbatch" in r.getMessage() for r in caplog.records)
+    assert any(
+        "ragged_dot" in r.getMessage() and "each microbatch" in r.getMessage()
+        for r in caplog.records
+    )
 
 
 def test_a_gradient_that_a_rule_of_the_models_own_clips_is_clipped_by_the_norm_of_the_sum():

@@ -1,4 +1,6 @@
-"""A run in which every step is skipped says so once, with what to look at, and nothing waits for a metric."""
+"""A run in which every step is skipped says so once, with what to look at, and nothing waits for a
+metric.
+"""
 
 import dataclasses
 import logging
@@ -15,13 +17,21 @@ from zerojax.program.skipped import IN_A_ROW, IN_A_ROW_SCALED, SkippedSteps, Ski
 
 
 def metrics_of(finite, **others):
-    return {"grads_finite": np.float32(finite), "loss": np.float32(1 if finite else np.nan), **others}
+    return {
+        "grads_finite": np.float32(finite),
+        "loss": np.float32(1 if finite else np.nan),
+        **others,
+    }
 
 
 def said_of(steps, **config):
     """Return what is said of steps that are finite or not, by the number of the step."""
     skipped = SkippedSteps(zj.ZeroConfig(**config))
-    return {n: said for n, finite in enumerate(steps, 1) if (said := skipped.add(metrics_of(finite))) is not None}
+    return {
+        n: said
+        for n, finite in enumerate(steps, 1)
+        if (said := skipped.add(metrics_of(finite))) is not None
+    }
 
 
 def test_steps_that_are_skipped_one_after_the_other_are_said_once():
@@ -29,7 +39,11 @@ def test_steps_that_are_skipped_one_after_the_other_are_said_once():
     assert not said_of([0] * (IN_A_ROW - 1))
     said = said_of([1, *[0] * 40, 1, *[0] * 40])
     assert list(said) == [1 + IN_A_ROW, 42 + IN_A_ROW]
-    assert not [word for word in ("10 steps in a row", "loss nan", "data", "learning rate", "base") if word not in said[11]]
+    assert not [
+        word
+        for word in ("10 steps in a row", "loss nan", "data", "learning rate", "base")
+        if word not in said[11]
+    ]
 
 
 def test_a_loss_scale_that_is_still_falling_is_given_more_steps():
@@ -160,8 +174,16 @@ def test_a_fault_of_one_microbatch_skips_a_streamed_update_in_backward():
 
     small = toys.small()
     model = dataclasses.replace(small, head=head)
-    config = zj.ZeroConfig(stage=3, params="pinned_host", opt_state="pinned_host", update="in_backward", num_microbatches=2)
-    program = zj.build_train_step(model, optax.sgd(0.1), config, zj.make_mesh(fsdp=1, devices=jax.devices()[:1]))
+    config = zj.ZeroConfig(
+        stage=3,
+        params="pinned_host",
+        opt_state="pinned_host",
+        update="in_backward",
+        num_microbatches=2,
+    )
+    program = zj.build_train_step(
+        model, optax.sgd(0.1), config, zj.make_mesh(fsdp=1, devices=jax.devices()[:1])
+    )
     state = program.init(jax.random.key(0))
     before = [np.asarray(leaf) for leaf in jax.tree.leaves((state.params, state.opt_state))]
     (batch,) = toys.batches(1)

@@ -1,4 +1,6 @@
-"""Several stacks of layers, such as an encoder and a decoder, equal a plain loop in every stage and tier."""
+"""Several stacks of layers, such as an encoder and a decoder, equal a plain loop in every stage and
+tier.
+"""
 
 import dataclasses
 import functools
@@ -29,7 +31,12 @@ STEPS_OF = {
     "opt_state": {"stage": 1, "opt_state": HOST},
     "host": {"params": HOST, "opt_state": HOST, "grads": HOST, "activations": HOST},
     "fraction": {"params": HOST, "opt_state": HOST, "opt_state_device_fraction": 0.5},
-    "gather_ahead": {"params": HOST, "opt_state": HOST, "gather_ahead": True, "prefetch_distance": 2},
+    "gather_ahead": {
+        "params": HOST,
+        "opt_state": HOST,
+        "gather_ahead": True,
+        "prefetch_distance": 2,
+    },
     "nvme": {"params": DISK, "grads": DISK, "opt_state": DISK, "activations": DISK, "frozen": DISK},
     "in_backward": {"params": DISK, "opt_state": DISK, "update": "in_backward"},
     "on_host": {"params": HOST, "opt_state": HOST, "grads": HOST, "update_on": "host"},
@@ -51,7 +58,9 @@ def expected(count):
 
 
 def build(fields, count=1, tmp_path=None, model=None, mesh=None):
-    config = zj.ZeroConfig(**{"stage": 3, "num_microbatches": count, "swap_dir": tmp_path, **fields})
+    config = zj.ZeroConfig(
+        **{"stage": 3, "num_microbatches": count, "swap_dir": tmp_path, **fields}
+    )
     mesh = mesh or zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
     return zj.build_train_step(model or model_of.model(), TX, config, mesh)
 
@@ -59,7 +68,11 @@ def build(fields, count=1, tmp_path=None, model=None, mesh=None):
 def of_piece(params, piece):
     """Return what a piece of `iter_params` is of, in a tree of stacks."""
     part, *layer = piece.split("/")
-    return params[part] if not layer else jax.tree.map(lambda a: a[int(layer[1])], params[part][layer[0]])
+    return (
+        params[part]
+        if not layer
+        else jax.tree.map(lambda a: a[int(layer[1])], params[part][layer[0]])
+    )
 
 
 @pytest.mark.xdist_group("stacks")  # which share a reference
@@ -73,7 +86,10 @@ def test_an_encoder_and_a_decoder_equal_a_plain_loop(name, count, tmp_path):
         for piece, tree in program.iter_params(state):
             names.append(piece)
             toys.assert_trees_close(tree, of_piece(first, piece), atol=1e-6)
-        layers = [*(f"blocks/encoder/{n}" for n in range(2)), *(f"blocks/decoder/{n}" for n in range(3))]
+        layers = [
+            *(f"blocks/encoder/{n}" for n in range(2)),
+            *(f"blocks/decoder/{n}" for n in range(3)),
+        ]
         assert names == ["embed", *layers, "head"]
         got: Mapping[str, Any] = {}
         for batch, want in zip(model_of.batches(STEPS), metrics, strict=True):
@@ -81,7 +97,9 @@ def test_an_encoder_and_a_decoder_equal_a_plain_loop(name, count, tmp_path):
             jax.block_until_ready(state)
             for metric, value in want.items():
                 np.testing.assert_allclose(got[metric], value, rtol=1e-5, atol=1e-6, err_msg=metric)
-        assert got.get("swap_misses", 0) == 0  # what is read comes in the order in which the engine was told
+        assert (
+            got.get("swap_misses", 0) == 0
+        )  # what is read comes in the order in which the engine was told
         for piece, tree in program.iter_params(state):
             toys.assert_trees_close(tree, of_piece(params, piece), atol=1e-4)
         batch = model_of.batches(1)[0]
@@ -103,15 +121,28 @@ def test_the_schedule_runs_stack_by_stack_and_records_are_those_of_a_stack(tmp_p
             *(f"{name}/update" for name in stacks),
         ]
         assert program.schedule.num_layers == 5
-        for text in (str(program.schedule), program.schedule.timeline(), program.schedule.timeline_svg()):
+        for text in (
+            str(program.schedule),
+            program.schedule.timeline(),
+            program.schedule.timeline_svg(),
+        ):
             assert "encoder" in text
             assert "decoder" in text
-        kinds = {kind: records.num_layers for kind, records in program.layout.disk.kinds.items() if records.num_layers > 1}
+        kinds = {
+            kind: records.num_layers
+            for kind, records in program.layout.disk.kinds.items()
+            if records.num_layers > 1
+        }
         each = {f"{kind}.{name}": n for kind in ("params", "grads", "opt_state", "activations") for name, n in
                 (("encoder", 2), ("decoder", 3))}  # fmt: skip
         assert kinds == each | {"frozen.decoder": 3}
-        # Forward, backward from the last stack on, update; consecutive reads of one stack are one entry.
-        of_layers = [move.kind for move in program._moves if move.kind in each and "params" in move.kind and not move.writes]
+        # Forward, backward from the last stack on, update; consecutive reads of one stack are one
+        # entry.
+        of_layers = [
+            move.kind
+            for move in program._moves
+            if move.kind in each and "params" in move.kind and not move.writes
+        ]
         order = ["params.encoder", "params.decoder", "params.encoder", "params.decoder"]
         assert [kind for kind, _ in itertools.groupby(of_layers)] == order
 
@@ -119,7 +150,10 @@ def test_the_schedule_runs_stack_by_stack_and_records_are_those_of_a_stack(tmp_p
 @pytest.mark.exhaustive  # by default test_activations.py compares the masks of one stack
 def test_resident_and_streamed_steps_draw_the_same_masks():
     runs = []
-    for fields in ({"stage": 2}, {"stage": 3, "params": HOST, "opt_state": HOST, "activations": "selective"}):
+    for fields in (
+        {"stage": 2},
+        {"stage": 3, "params": HOST, "opt_state": HOST, "activations": "selective"},
+    ):
         program = build(fields, 2, model=model_of.model(stochastic=True))
         losses, state = toys.run(program, program.init(jax.random.key(0)), model_of.batches(3))
         runs.append((losses, dict(program.iter_params(state))))
@@ -142,7 +176,9 @@ def test_one_stack_in_the_form_of_several_is_the_same_model():
         losses, state = toys.run(program, program.init(jax.random.key(0)), toys.batches(2))
         runs.append((losses, jax.device_get(program.params(state))))
     assert runs[0][0] == runs[1][0]
-    jax.tree.map(np.testing.assert_array_equal, runs[0][1]["blocks"], runs[1][1]["blocks"]["layers"])
+    jax.tree.map(
+        np.testing.assert_array_equal, runs[0][1]["blocks"], runs[1][1]["blocks"]["layers"]
+    )
 
 
 def block(p, x, key):
@@ -154,22 +190,44 @@ NOTHING = {"per_layer": None, "specs": None, "frozen": False}
 WRONG = {
     "both": (ONE, "a LayeredModel with stacks is given init_block, block: each Stack has its own"),
     "twice": (
-        {"stacks": [zj.Stack("a", 1, toys.init_block, block), zj.Stack("a", 2, toys.init_block, block)]},
+        {
+            "stacks": [
+                zj.Stack("a", 1, toys.init_block, block),
+                zj.Stack("a", 2, toys.init_block, block),
+            ]
+        },
         r"the stacks have the names \['a', 'a'\]: each needs its own",
     ),
     "none": ({"stacks": ()}, "a LayeredModel needs num_layers, init_block, block, or `stacks`"),
     "other": ({"stacks": ["encoder"]}, "stacks must be a sequence of zerojax.Stack"),
-    "specs": ({"specs": {"block": {"encode": None}}}, r"specs\['block'\] has keys \['encode'\].*\['encoder', 'decoder'\]"),
-    "per_layer": ({"per_layer": np.ones(5)}, "per_layer=.*: a dict by the names of the stacks is needed"),
-    "length": ({"per_layer": {"decoder": np.ones(2)}}, "stack 'decoder': per_layer has shape .2,.*there are 3"),
+    "specs": (
+        {"specs": {"block": {"encode": None}}},
+        r"specs\['block'\] has keys \['encode'\].*\['encoder', 'decoder'\]",
+    ),
+    "per_layer": (
+        {"per_layer": np.ones(5)},
+        "per_layer=.*: a dict by the names of the stacks is needed",
+    ),
+    "length": (
+        {"per_layer": {"decoder": np.ones(2)}},
+        "stack 'decoder': per_layer has shape .2,.*there are 3",
+    ),
     "tiles": ({"tiles": {"head": True}}, r"tiles has keys \['head'\]"),
     "frozen": ({"frozen": {"block": {"w": True}}}, r"frozen\['block'\] has keys \['w'\]"),
     "flag": ({"per_layer": True}, "per_layer=True: a dict by the names of the stacks is needed"),
     "enter": (
-        {"stacks": [zj.Stack("a", 1, toys.init_block, model_of.decode, lambda p, x, batch: (x, None))]} | NOTHING,
+        {
+            "stacks": [
+                zj.Stack("a", 1, toys.init_block, model_of.decode, lambda p, x, batch: (x, None))
+            ]
+        }
+        | NOTHING,
         r"stack 'a': enter is called as enter\(p_embed, x, batch, key\), and it is enter\(p, x, batch\)",
     ),
-    "state": ({"init_state": {"block": lambda key: None}}, r"init_state\['block'\]=.*a dict by the names of the stacks"),
+    "state": (
+        {"init_state": {"block": lambda key: None}},
+        r"init_state\['block'\]=.*a dict by the names of the stacks",
+    ),
     "call": (
         {
             "stacks": [zj.Stack("a", 1, toys.init_block, block, model_of.enter)],
@@ -190,16 +248,31 @@ def test_what_is_wrong_about_stacks_is_told(case):
 
 
 def test_a_stack_tells_what_it_needs():
-    with pytest.raises(ValueError, match="the name of a stack must be an identifier, such as 'encoder', got '1'"):
+    with pytest.raises(
+        ValueError, match="the name of a stack must be an identifier, such as 'encoder', got '1'"
+    ):
         zj.Stack("1", 2, toys.init_block, block)
-    with pytest.raises(ValueError, match="num_layers of stack 'encoder'=0: an integer of at least 1 is needed"):
+    with pytest.raises(
+        ValueError, match="num_layers of stack 'encoder'=0: an integer of at least 1 is needed"
+    ):
         zj.Stack("encoder", 0, toys.init_block, block)
     with pytest.raises(ValueError, match="block, enter of stack 'encoder' must be a function"):
         zj.Stack("encoder", 2, toys.init_block, None, 3)  # pyright: ignore[reportArgumentType]
-    stacks = (zj.Stack("a", 1, toys.init_block, lambda p, x, key, context, layer: x, lambda p, x, batch, key: x),)
-    model = dataclasses.replace(toys.layered(), num_layers=None, init_block=None, block=None, stacks=stacks)
-    with pytest.raises(ValueError, match=r"the enter of a stack must return \(x, context\), where context may be None; got"):
-        zj.build_train_step(model, TX, zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8), batch=toys.batches(1)[0])
+    stacks = (
+        zj.Stack(
+            "a", 1, toys.init_block, lambda p, x, key, context, layer: x, lambda p, x, batch, key: x
+        ),
+    )
+    model = dataclasses.replace(
+        toys.layered(), num_layers=None, init_block=None, block=None, stacks=stacks
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"the enter of a stack must return \(x, context\), where context may be None; got",
+    ):
+        zj.build_train_step(
+            model, TX, zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8), batch=toys.batches(1)[0]
+        )
 
 
 @pytest.mark.exhaustive
@@ -239,7 +312,12 @@ BASE = {"frozen": {"block": {"encoder": True}}}
 OTHERS = {
     "muon": (optax.contrib.muon(1e-2), {}, {}, {"stage": 3}),
     "muon_on_host": (optax.contrib.muon(1e-2), {}, {}, {"params": HOST, "opt_state": HOST}),
-    "averages": (optax.chain(optax.adam(1e-2), zj.Ema(0.9)), {}, {}, {"params": HOST, "opt_state": HOST}),
+    "averages": (
+        optax.chain(optax.adam(1e-2), zj.Ema(0.9)),
+        {},
+        {},
+        {"params": HOST, "opt_state": HOST},
+    ),
     "base_on_host": (TX, BASE, {}, {"frozen": HOST}),
     "base_in_8_bits": (TX, BASE, {"stage": 3, "frozen_dtype": "int8"}, {"frozen": HOST}),
     "delayed": (
@@ -251,7 +329,10 @@ OTHERS = {
     "state": (
         TX,
         {
-            "stacks": [zj.Stack("encoder", ENCODER, model_of.init_encoder, counting_encode), model_of.model().stacks[1]],
+            "stacks": [
+                zj.Stack("encoder", ENCODER, model_of.init_encoder, counting_encode),
+                model_of.model().stacks[1],
+            ],
             "init_state": {"block": {"encoder": lambda key: {"calls": jax.numpy.int32(0)}}},
         },
         {},
@@ -268,11 +349,15 @@ def test_what_else_there_is_is_of_each_stack(case):
     runs = []
     for fields in ({"stage": 0} | both, {"stage": 3} | both | other):
         mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
-        with zj.build_train_step(model_of.model(**of_model), tx, zj.ZeroConfig(**fields), mesh) as program:
+        with zj.build_train_step(
+            model_of.model(**of_model), tx, zj.ZeroConfig(**fields), mesh
+        ) as program:
             losses, state = toys.run(program, program.init(jax.random.key(0)), model_of.batches(4))
             pieces = dict(program.iter_params(state))
             if case == "averages":
-                pieces |= {f"{name} averaged": tree for name, tree in program.iter_params(state, ema=True)}
+                pieces |= {
+                    f"{name} averaged": tree for name, tree in program.iter_params(state, ema=True)
+                }
             if case == "state":
                 assert state.model_state["blocks"]["encoder"]["calls"].tolist() == [4, 4]
             runs.append((losses, jax.device_get(pieces)))
@@ -282,22 +367,43 @@ def test_what_else_there_is_is_of_each_stack(case):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "fields", [{"opt_state": HOST}, {"params": DISK, "opt_state": DISK, "grads": DISK}, {"gather_ahead": True}]
+    "fields",
+    [
+        {"opt_state": HOST},
+        {"params": DISK, "opt_state": DISK, "grads": DISK},
+        {"gather_ahead": True},
+    ],
 )
 def test_tiles_of_one_of_two_stacks_are_records(fields, tmp_path):
     of_one = tiled_toys.model(stochastic=False)
-    stacks = [zj.Stack(name, n, of_one.init_block, of_one.block) for name, n in (("first", 2), ("last", 3))]
+    stacks = [
+        zj.Stack(name, n, of_one.init_block, of_one.block)
+        for name, n in (("first", 2), ("last", 3))
+    ]
     changes = {"num_layers": None, "init_block": None, "block": None, "specs": None}
     model = dataclasses.replace(of_one, **changes, stacks=stacks, tiles={"last": of_one.tiles})
     runs = []
-    for config in ({"stage": 0}, {"stage": 3, "num_microbatches": 2, "params": HOST, "swap_dir": tmp_path, **fields}):
+    for config in (
+        {"stage": 0},
+        {"stage": 3, "num_microbatches": 2, "params": HOST, "swap_dir": tmp_path, **fields},
+    ):
         mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
-        with zj.build_train_step(model, optax.sgd(1e-4, momentum=0.9), zj.ZeroConfig(**config), mesh) as program:
-            losses, state = toys.run(program, program.init(jax.random.key(0)), tiled_toys.batches(3))
+        with zj.build_train_step(
+            model, optax.sgd(1e-4, momentum=0.9), zj.ZeroConfig(**config), mesh
+        ) as program:
+            losses, state = toys.run(
+                program, program.init(jax.random.key(0)), tiled_toys.batches(3)
+            )
             runs.append((losses, jax.device_get(dict(program.iter_params(state)))))
             if fields.get("params") == DISK and program.layout.disk is not None:
-                kinds = {kind for kind in program.layout.disk.kinds if kind.startswith("params.tiles")}
-                assert kinds == {"params.tiles.last.first", "params.tiles.last.second", "params.tiles.last.mix"}
+                kinds = {
+                    kind for kind in program.layout.disk.kinds if kind.startswith("params.tiles")
+                }
+                assert kinds == {
+                    "params.tiles.last.first",
+                    "params.tiles.last.second",
+                    "params.tiles.last.mix",
+                }
     np.testing.assert_allclose(runs[0][0], runs[1][0], rtol=1e-5)
     toys.assert_trees_close(runs[0][1], runs[1][1], atol=1e-4)
 
@@ -307,28 +413,40 @@ def test_errors_of_a_stack_name_it():
         y, loss = model_of.decode(p, x, key, context, layer)
         return y.astype("bfloat16"), loss
 
-    stacks = [model_of.model().stacks[0], dataclasses.replace(model_of.model().stacks[1], block=narrow)]
-    texts = dataclasses.replace(model_of.model().stacks[1], enter=lambda p, x, batch, key: (x, {"kind": "text"}))
+    stacks = [
+        model_of.model().stacks[0],
+        dataclasses.replace(model_of.model().stacks[1], block=narrow),
+    ]
+    texts = dataclasses.replace(
+        model_of.model().stacks[1], enter=lambda p, x, batch, key: (x, {"kind": "text"})
+    )
     for fields in ({"stage": 1}, {"params": HOST}):
         with pytest.raises(ValueError, match="a block must return what it takes") as found:
             build(fields, model=model_of.model(stacks=stacks)).check(model_of.batches(1)[0])
         assert found.value.__notes__[0] == "This is of stack 'decoder'."
-        with pytest.raises(ValueError, match=r"the context of a stack must be a tree of arrays, but \['kind'\] is str 'text'"):
-            build(fields, model=model_of.model(stacks=[stacks[0], texts])).check(model_of.batches(1)[0])
-    told = (
-        r"device_budget_bytes=7000: .* bytes in flight on a device, in decoder/.*; prefetch_distance=(\d+) fits, with \d+ bytes"
-    )
+        with pytest.raises(
+            ValueError,
+            match=r"the context of a stack must be a tree of arrays, but \['kind'\] is str 'text'",
+        ):
+            build(fields, model=model_of.model(stacks=[stacks[0], texts])).check(
+                model_of.batches(1)[0]
+            )
+    told = r"device_budget_bytes=7000: .* bytes in flight on a device, in decoder/.*; prefetch_distance=(\d+) fits, with \d+ bytes"
     fields = {"params": HOST, "opt_state": HOST, "prefetch_distance": 3}
     with pytest.raises(ValueError, match=told) as found:
         build(fields | {"device_budget_bytes": 7000})
     distance = int(re.findall(told, str(found.value))[0])
-    build(fields | {"device_budget_bytes": 7000, "prefetch_distance": distance})  # the repair works, and is the largest
+    build(
+        fields | {"device_budget_bytes": 7000, "prefetch_distance": distance}
+    )  # the repair works, and is the largest
     with pytest.raises(ValueError, match="device_budget_bytes=7000"):
         build(fields | {"device_budget_bytes": 7000, "prefetch_distance": distance + 1})
 
 
 @pytest.mark.by_default("save")
-@pytest.mark.parametrize("fields", [{"params": HOST, "activations": "save"}, {"params": HOST}], ids=["save", "remat"])
+@pytest.mark.parametrize(
+    "fields", [{"params": HOST, "activations": "save"}, {"params": HOST}], ids=["save", "remat"]
+)
 def test_complex_numbers_are_differentiated_between_and_inside_of_layers(fields):
     """A context, a layer's input and a kept value that are complex."""
 
@@ -346,7 +464,10 @@ def test_complex_numbers_are_differentiated_between_and_inside_of_layers(fields)
         return loss + jax.numpy.mean(jax.numpy.abs(x["turned"]) ** 2)
 
     model = model_of.model(
-        stacks=[zj.Stack("turns", 2, model_of.init_encoder, turn, enter)], head=head, predict=None, **NOTHING
+        stacks=[zj.Stack("turns", 2, model_of.init_encoder, turn, enter)],
+        head=head,
+        predict=None,
+        **NOTHING,
     )
     runs = []
     for config in ({"stage": 0}, fields):

@@ -1,4 +1,6 @@
-"""A step under checks: donated memory that comes back elsewhere, what XLA is asked to verify, and what the user is told."""
+"""A step under checks: donated memory that comes back elsewhere, what XLA is asked to verify, and
+what the user is told.
+"""
 
 import dataclasses
 import functools
@@ -26,7 +28,9 @@ MODES = {
 
 def built(mode="opt_state", **config):
     mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
-    return zj.build_train_step(toys.layered(), toys.optimizer(), zj.ZeroConfig(**MODES[mode], **config), mesh)
+    return zj.build_train_step(
+        toys.layered(), toys.optimizer(), zj.ZeroConfig(**MODES[mode], **config), mesh
+    )
 
 
 @pytest.mark.parametrize("mode", [*MODES])
@@ -35,11 +39,16 @@ def test_what_a_streamed_step_takes_in_host_memory_it_updates_in_place(mode):
         (batch,) = toys.batches(1)
         state = program.init(jax.random.key(0))
         state, _ = program.self_test(state, batch)
-        _, found = program.self_test(state, batch)  # with a delayed update each step takes the memory of the last but one
+        _, found = program.self_test(
+            state, batch
+        )  # with a delayed update each step takes the memory of the last but one
         assert found.num_host_arrays >= 3 * len(jax.tree.leaves(toys.init_block(jax.random.key(0))))
         assert not found.offsets_verified  # a CPU has no descriptors
         assert np.isfinite(found.metrics["loss"])
-        assert f"{found.num_host_arrays} arrays of {found.host_bytes:,} bytes were updated in place" in str(found)
+        assert (
+            f"{found.num_host_arrays} arrays of {found.host_bytes:,} bytes were updated in place"
+            in str(found)
+        )
 
 
 def test_the_step_is_an_ordinary_one_and_later_ones_run_the_usual_program():
@@ -62,8 +71,13 @@ def test_a_copy_of_donated_memory_is_named(monkeypatch):
     def copying(lowered, options=None):
         def run(*args):
             (state, scratch), metrics = lowered.step.step(*args)
-            master = jax.tree.map(lambda a: jax.device_put(a, a.sharding, may_alias=False), state.master)
-            return (dataclasses.replace(state, master=jax.block_until_ready(master)), scratch), metrics
+            master = jax.tree.map(
+                lambda a: jax.device_put(a, a.sharding, may_alias=False), state.master
+            )
+            return (
+                dataclasses.replace(state, master=jax.block_until_ready(master)),
+                scratch,
+            ), metrics
 
         lowered.step.run = run
 
@@ -71,7 +85,8 @@ def test_a_copy_of_donated_memory_is_named(monkeypatch):
         state = program.init(jax.random.key(0))
         monkeypatch.setattr(LoweredStep, "compile", copying)
         with pytest.raises(
-            RuntimeError, match=r"donated arrays in host memory came back elsewhere: .*master\['blocks'\].*bytes more"
+            RuntimeError,
+            match=r"donated arrays in host memory came back elsewhere: .*master\['blocks'\].*bytes more",
         ):
             program.self_test(state, toys.batches(1)[0])
 
@@ -82,7 +97,9 @@ def test_a_wrong_offset_ends_the_step_with_what_to_do(monkeypatch):
 
     def failing(lowered, options=None):
         def run(*args):
-            raise jax.errors.JaxRuntimeError("INTERNAL: offset 4096 of slice 3, where the device computed 8192")
+            raise jax.errors.JaxRuntimeError(
+                "INTERNAL: offset 4096 of slice 3, where the device computed 8192"
+            )
 
         asked.append(options)
         lowered.step.run = run
@@ -90,7 +107,9 @@ def test_a_wrong_offset_ends_the_step_with_what_to_do(monkeypatch):
     with built() as program:
         monkeypatch.setattr(of_programs, "verifies_offsets", lambda mesh: True)
         monkeypatch.setattr(LoweredStep, "compile", failing)
-        with pytest.raises(RuntimeError, match=r"offset 4096 of slice 3.*do not train with this jaxlib"):
+        with pytest.raises(
+            RuntimeError, match=r"offset 4096 of slice 3.*do not train with this jaxlib"
+        ):
             program.self_test(program.init(jax.random.key(0)), toys.batches(1)[0])
     assert asked == [{self_test.VERIFY_OFFSETS: True}]
 
@@ -99,7 +118,9 @@ def test_a_wrong_offset_ends_the_step_with_what_to_do(monkeypatch):
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the option came with jaxlib 0.11")
 def test_xla_takes_the_option_for_gpus(h200_compiler):
     mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=1)
-    program = zj.build_train_step(toys.layered(), toys.optimizer(), zj.ZeroConfig(**MODES["opt_state"]), mesh)
+    program = zj.build_train_step(
+        toys.layered(), toys.optimizer(), zj.ZeroConfig(**MODES["opt_state"]), mesh
+    )
     shapes = functools.partial(jax.tree.map, lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype))
     program.lower(shapes(toys.batches(1)[0])).compile({self_test.VERIFY_OFFSETS: True})
     assert self_test.verifies_offsets(mesh)

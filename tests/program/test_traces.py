@@ -1,4 +1,6 @@
-"""What a build traces: the user's functions once, for the check of a batch, `init`, `step` and `lower` together."""
+"""What a build traces: the user's functions once, for the check of a batch, `init`, `step` and
+`lower` together.
+"""
 
 import collections
 from typing import Any
@@ -17,7 +19,9 @@ BATCH = np.ones((8, 16), np.float32)
 
 
 class Calls:
-    """An optimizer and models that count the calls of their functions, which are calls while tracing."""
+    """An optimizer and models that count the calls of their functions, which are calls while
+    tracing.
+    """
 
     def __init__(self) -> None:
         self.count: collections.Counter[str] = collections.Counter()
@@ -72,7 +76,9 @@ def test_a_build_traces_each_function_of_the_user_once(form, stage):
     model = getattr(calls, form)()
     calls.count.pop("loss", None)  # Linen makes its parameters by a call of the loss
     mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
-    program = zj.build_train_step(model, calls.optimizer(), zj.ZeroConfig(stage=stage), mesh, batch=BATCH)
+    program = zj.build_train_step(
+        model, calls.optimizer(), zj.ZeroConfig(stage=stage), mesh, batch=BATCH
+    )
     state = program.init(jax.random.key(0))
     state, _ = jax.block_until_ready(program.step(state, BATCH))
     program.lower(BATCH)
@@ -100,7 +106,9 @@ def test_a_step_is_traced_when_the_batch_is_checked_and_not_again(config):
         lambda p, p_embed, x, batch, key: jnp.mean((x @ p["w"]) ** 2),
     )
     mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
-    program = zj.build_train_step(model, calls.optimizer(), zj.ZeroConfig(**config), mesh, batch=BATCH)
+    program = zj.build_train_step(
+        model, calls.optimizer(), zj.ZeroConfig(**config), mesh, batch=BATCH
+    )
     state = program.init(jax.random.key(0))
     traced = dict(calls.count)
     state, _ = jax.block_until_ready(program.step(state, BATCH))
@@ -118,7 +126,9 @@ def test_parameters_are_those_that_the_module_makes_of_the_key(large):
             self.dense = nnx.Linear(4, 4, rngs=rngs)
             self.table = nnx.Param(jnp.asarray(table))
 
-    model = zj.from_flax(lambda rngs: Module(rngs), lambda module, batch: jnp.mean(module.dense(batch)))
+    model = zj.from_flax(
+        lambda rngs: Module(rngs), lambda module, batch: jnp.mean(module.dense(batch))
+    )
     for key in (jax.random.key(3), jax.random.PRNGKey(3)):
         made = jax.jit(model.init)(key)
         expected = nnx.to_pure_dict(nnx.state(Module(nnx.Rngs(key)), nnx.Param))

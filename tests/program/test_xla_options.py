@@ -1,4 +1,6 @@
-"""XLA's options by name: they reach the compiler on meshes that are there and on others, and wrong ones are told."""
+"""XLA's options by name: they reach the compiler on meshes that are there and on others, and wrong
+ones are told.
+"""
 
 import re
 
@@ -21,7 +23,9 @@ def tiny(mesh, **config):
     def head(p, p_embed, x, batch, key):
         return jnp.mean(x @ p["w"])
 
-    model = zj.LayeredModel(2, init, lambda p, b, k: b @ p["w"], init, lambda p, x, k: x @ p["w"], init, head)
+    model = zj.LayeredModel(
+        2, init, lambda p, b, k: b @ p["w"], init, lambda p, x, k: x @ p["w"], init, head
+    )
     return zj.build_train_step(model, optax.sgd(1e-2), zj.ZeroConfig(stage=3, **config), mesh)
 
 
@@ -41,12 +45,20 @@ def test_options_reach_xla_and_steps_run_what_was_compiled(tmp_path):
     assert jnp.isfinite(metrics["loss"])
 
 
-@pytest.mark.parametrize("tier", ["device", "nvme"])  # the latter calls back, and is compiled in another way
-def test_options_of_gpus_that_are_not_there_come_before_the_programs_own(h200_compiler, tmp_path, tier):
-    program = tiny(aot.gpu_mesh("h200", hosts=1, gpus_per_host=2), params=tier, swap_dir=str(tmp_path / "swap"))
+@pytest.mark.parametrize(
+    "tier", ["device", "nvme"]
+)  # the latter calls back, and is compiled in another way
+def test_options_of_gpus_that_are_not_there_come_before_the_programs_own(
+    h200_compiler, tmp_path, tier
+):
+    program = tiny(
+        aot.gpu_mesh("h200", hosts=1, gpus_per_host=2), params=tier, swap_dir=str(tmp_path / "swap")
+    )
     name = "xla_gpu_all_gather_combine_threshold_bytes"
     own = (program.lower(BATCH).options or {})[name]
-    program.lower(BATCH).compile({name: own + 1, "xla_dump_to": str(tmp_path), "optimization_level": O1})
+    program.lower(BATCH).compile(
+        {name: own + 1, "xla_dump_to": str(tmp_path), "optimization_level": O1}
+    )
     text = dumped(tmp_path)
     assert f"{name}: {own + 1}" in text
     assert "xla_gpu_reduce_scatter_combine_threshold_bytes: " in text
@@ -55,8 +67,14 @@ def test_options_of_gpus_that_are_not_there_come_before_the_programs_own(h200_co
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"xla_nope": 1}, rf"XLA of jax {re.escape(jax.__version__)} says: No such compile option: 'xla_nope'"),
-        ({"xla_cpu_enable_fast_math": "often"}, "While setting option xla_cpu_enable_fast_math, 'often' is not a valid bool"),
+        (
+            {"xla_nope": 1},
+            rf"XLA of jax {re.escape(jax.__version__)} says: No such compile option: 'xla_nope'",
+        ),
+        (
+            {"xla_cpu_enable_fast_math": "often"},
+            "While setting option xla_cpu_enable_fast_math, 'often' is not a valid bool",
+        ),
         ({"--xla_dump_to": "x"}, "named without dashes: xla_dump_to"),
         ({"xla_dump_to": None}, r"these are not: \{'xla_dump_to': None\}"),
         ("xla_dump_to=x", "takes XLA's options as a dict, by name, got 'xla_dump_to=x'"),

@@ -1,4 +1,6 @@
-"""The figures of a run survive full disks, kills, damaged lines and a second run in the same folder."""
+"""The figures of a run survive full disks, kills, damaged lines and a second run in the same
+folder.
+"""
 
 import errno
 import importlib
@@ -142,7 +144,9 @@ def test_lines_of_older_runs_become_strict_json(folder):
     old = '{"step": 1, "train/loss": NaN}\n{"step": 2, "train/loss": 1e999}\n{"step": 3, "train/loss": null}\n'
     pathlib.Path(folder.file(METRICS)).write_text(old)
     write_steps(folder, 4, 5)
-    assert lines_of(folder) == [{"step": step, "train/loss": 1.0 if step == 4 else None} for step in (1, 2, 3, 4)]
+    assert lines_of(folder) == [
+        {"step": step, "train/loss": 1.0 if step == 4 else None} for step in (1, 2, 3, 4)
+    ]
     assert not pathlib.Path(folder.file(DROPPED)).exists()
 
 
@@ -179,13 +183,22 @@ def test_a_full_disk_at_the_resume_keeps_the_old_lines(folder, monkeypatch, capl
         history.write(4, {"train/loss": 2.0})
         assert pathlib.Path(folder.file(METRICS)).read_bytes() == before
     history.write(5, {"train/loss": 2.0})
-    assert [(line["step"], line["train/loss"]) for line in lines_of(folder)] == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2)]
+    assert [(line["step"], line["train/loss"]) for line in lines_of(folder)] == [
+        (1, 1),
+        (2, 1),
+        (3, 1),
+        (4, 2),
+        (5, 2),
+    ]
     assert "cannot be written: No space left" in caplog.text
     history.close(failed=False)
 
 
 def test_a_folder_takes_one_run(folder, tmp_path):
-    with pytest.raises(ValueError, match=rf"is in use: another run, of process {os.getpid()}, writes its figures there"):
+    with pytest.raises(
+        ValueError,
+        match=rf"is in use: another run, of process {os.getpid()}, writes its figures there",
+    ):
         RunFolder(str(tmp_path))
     folder.close()
     RunFolder(str(tmp_path)).close()
@@ -196,7 +209,8 @@ def test_a_killed_process_releases_the_folder(tmp_path):
     script = (
         "import os, runpy, sys, time\n"
         "folder = runpy.run_path(sys.argv[2])['RunFolder'](sys.argv[1])  # without the rest of the package\n"
-        # Both say that they are ready: the child gives the lock up as it starts, which may be after its parent goes on.
+        # Both say that they are ready: the child gives the lock up as it starts, which may be after
+        # its parent goes on.
         "os.fork()\nos.write(1, b'ready\\n')\ntime.sleep(60)\n"
     )
     with subprocess.Popen(
@@ -266,7 +280,10 @@ def test_a_writer_that_fails_is_closed_and_opened_again_later(monkeypatch, caplo
         guarded.write(step, {})
     guarded.close(failed=False)
     assert calls == ["open", "write 1", "write 2", "close True", "open", "write 4", "close False"]
-    assert "tensorboard takes no figures: OSError: [Errno 28] No space left on device; the run goes on" in caplog.text
+    assert (
+        "tensorboard takes no figures: OSError: [Errno 28] No space left on device; the run goes on"
+        in caplog.text
+    )
 
 
 def test_tensorboard_reports_a_full_disk_to_its_caller(tmp_path, monkeypatch):
@@ -292,7 +309,9 @@ def test_tensorboard_reads_what_was_written(tmp_path):
     second = TensorBoard(str(tmp_path), first=4)
     second.write(4, {"train/loss": math.nan})
     second.close(failed=False)
-    event_pb2 = importlib.import_module("tensorboardX.proto.event_pb2")  # its classes are made when it is imported
+    event_pb2 = importlib.import_module(
+        "tensorboardX.proto.event_pb2"
+    )  # its classes are made when it is imported
     found = []
     for path in sorted(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime_ns):
         data = path.read_bytes()
@@ -302,4 +321,10 @@ def test_tensorboard_reads_what_was_written(tmp_path):
             data = data[16 + size :]
             found.append((event.step, event.WhichOneof("what")))
     steps = [(step, "summary") for step in range(1, 6)]
-    assert found == [(0, "file_version"), *steps, (0, "file_version"), (4, "session_log"), (4, "summary")]
+    assert found == [
+        (0, "file_version"),
+        *steps,
+        (0, "file_version"),
+        (4, "session_log"),
+        (4, "summary"),
+    ]

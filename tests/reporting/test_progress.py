@@ -1,4 +1,6 @@
-"""Long work tells how far it is: a program's, a checkpoint's, that of imports and exports; and bars show it."""
+"""Long work tells how far it is: a program's, a checkpoint's, that of imports and exports; and bars
+show it.
+"""
 
 import jax
 import optax
@@ -48,11 +50,17 @@ def test_long_work_tells_how_far_it_is():
 @pytest.mark.parametrize("tier", ["device", "nvme"])
 def test_a_program_and_its_checkpoints_tell_how_far_they_are(tier, tmp_path):
     (tmp_path / "swap").mkdir()
-    fields = {"params": tier, "opt_state": tier, "swap_dir": str(tmp_path / "swap") if tier == "nvme" else None}
+    fields = {
+        "params": tier,
+        "opt_state": tier,
+        "swap_dir": str(tmp_path / "swap") if tier == "nvme" else None,
+    }
     mesh, seen = zj.make_mesh(fsdp=2, devices=jax.devices()[:2]), Seen()
     with (
         shown_by(seen),
-        zj.build_train_step(toys.layered(), optax.adam(1e-3), zj.ZeroConfig(**fields), mesh) as program,
+        zj.build_train_step(
+            toys.layered(), optax.adam(1e-3), zj.ZeroConfig(**fields), mesh
+        ) as program,
         zj.Checkpointer(tmp_path / "checkpoints") as checkpointer,
     ):
         state = program.init(jax.random.key(0))
@@ -64,10 +72,19 @@ def test_a_program_and_its_checkpoints_tell_how_far_they_are(tier, tmp_path):
         zj.export_safetensors(tmp_path / "checkpoints", tmp_path / "w.safetensors")
         zj.import_params(program, tmp_path / "w.safetensors", key=jax.random.key(0))
     names = [what for what, *_ in seen]
-    assert list(dict.fromkeys(names)) == ["init", "compile", "verify", "restore", "export", "import"]
+    assert list(dict.fromkeys(names)) == [
+        "init",
+        "compile",
+        "verify",
+        "restore",
+        "export",
+        "import",
+    ]
     assert names.count("compile") == 1  # of two steps
     assert all(ended for *_, ended in seen)
-    records = 3 * (2 if tier == "nvme" else 1)  # at least those of three layers, on disk one a device
+    records = 3 * (
+        2 if tier == "nvme" else 1
+    )  # at least those of three layers, on disk one a device
     for what, total, count, _ in seen:
         assert total is None or count == total, what
         if what in ("restore", "import"):
@@ -84,6 +101,9 @@ def test_bars_are_drawn_where_they_are_wanted(capsys):
         display.step(4, 10, "loss 1.0")
         (task,) = display._progress.tasks
         assert (task.description, task.completed, task.total) == ("loss 1.0", 4, 10)
-    with Display(is_quiet=False, has_bars=None) as display, working("import", 7):  # no terminal here
+    with (
+        Display(is_quiet=False, has_bars=None) as display,
+        working("import", 7),
+    ):  # no terminal here
         assert display._progress.disable
     capsys.readouterr()

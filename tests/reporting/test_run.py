@@ -37,7 +37,12 @@ def run_of(program, folder: pathlib.Path, **options) -> zj.Run:
 
 
 def metrics_of(step: int, **others) -> dict[str, object]:
-    return {"loss": np.float32(8 / step), "grad_norm": np.float32(1), "skipped_steps": np.float32(0), **others}
+    return {
+        "loss": np.float32(8 / step),
+        "grad_norm": np.float32(1),
+        "skipped_steps": np.float32(0),
+        **others,
+    }
 
 
 def make_steps(run: zj.Run, count: int, then: Callable[[], object] = lambda: None) -> None:
@@ -77,7 +82,9 @@ def test_a_value_is_asked_for_when_the_next_step_was_started(program, tmp_path, 
             before.append(asked.copy())
         with run.pause():  # waits for all
             assert asked == [1, 2, 3, 4]
-    assert before == ([[], [1], [1, 2], [1, 2, 3]] if late else [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4]])
+    assert before == (
+        [[], [1], [1, 2], [1, 2, 3]] if late else [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4]]
+    )
     assert [line["train/loss"] for line in lines_of(tmp_path)] == [1, 2, 3, 4]
 
 
@@ -96,7 +103,11 @@ def test_figures_are_of_the_steps_since_the_last_pause(program, tmp_path, monkey
         steps(1, 2, 50.0)  # compiles
         assert "speed/tokens_per_second" not in run.figures
         steps(2, 4, 2.0)
-        found = {name.removeprefix("speed/"): run.figures[name] for name in run.figures if name.startswith("speed/")}
+        found = {
+            name.removeprefix("speed/"): run.figures[name]
+            for name in run.figures
+            if name.startswith("speed/")
+        }
         assert found == pytest.approx(
             {
                 "seconds_per_step": 2.0,
@@ -107,7 +118,10 @@ def test_figures_are_of_the_steps_since_the_last_pause(program, tmp_path, monkey
                 "swap_bytes_per_second": 2e9,
             }
         )
-        assert run.line == "loss 2.667  norm 1.00  500 tokens/s  3.0 GFLOP/s  MFU 30.0 %  stall 25 %  2.00 GB/s swapped"
+        assert (
+            run.line
+            == "loss 2.667  norm 1.00  500 tokens/s  3.0 GFLOP/s  MFU 30.0 %  stall 25 %  2.00 GB/s swapped"
+        )
         with run.pause():
             now[0] += 1000.0
             run.log(3, {"validation/loss": 2.5})
@@ -117,7 +131,14 @@ def test_figures_are_of_the_steps_since_the_last_pause(program, tmp_path, monkey
     assert "ended as planned" in page
     assert "5 of 8" in page
     headings = {node.text for node in svg_of(page).iter() if node.get("font-weight") == "bold"}
-    expected = {"Loss", "Tokens a second", "Seconds a step", "Utilization (MFU)", "Waiting for the disk", "Swapped"}
+    expected = {
+        "Loss",
+        "Tokens a second",
+        "Seconds a step",
+        "Utilization (MFU)",
+        "Waiting for the disk",
+        "Swapped",
+    }
     assert expected <= headings
 
 
@@ -135,7 +156,9 @@ def test_the_rate_of_a_schedule_is_told_where_the_step_does_not_tell_it(program,
     schedule = optax.linear_schedule(0.0, 1.0, 10)
     with run_of(program, tmp_path, schedule=schedule) as run:
         run.step(1, metrics_of(1))
-        run.step(2, metrics_of(2, skipped_steps=np.float32(1)))  # the optimizer has counted no update
+        run.step(
+            2, metrics_of(2, skipped_steps=np.float32(1))
+        )  # the optimizer has counted no update
         run.step(3, metrics_of(3, skipped_steps=np.float32(1)))
         run.step(4, metrics_of(4, learning_rate=np.float32(7)))
     rates = [line["train/learning_rate"] for line in lines_of(tmp_path)]
@@ -146,7 +169,10 @@ def test_the_rate_of_a_schedule_is_told_where_the_step_does_not_tell_it(program,
 def test_a_run_that_is_ended_leaves_its_report(program, tmp_path, end):
     # Where a shell starts the tests in its background, SIGINT is ignored.
     of_shell = signal.signal(signal.SIGINT, signal.default_int_handler)
-    before, kind = signal.getsignal(signal.SIGTERM), {"error": ZeroDivisionError, "sigterm": SystemExit}
+    before, kind = (
+        signal.getsignal(signal.SIGTERM),
+        {"error": ZeroDivisionError, "sigterm": SystemExit},
+    )
     expected = kind.get(end, KeyboardInterrupt)
 
     def leave() -> None:
@@ -161,7 +187,9 @@ def test_a_run_that_is_ended_leaves_its_report(program, tmp_path, end):
         signal.signal(signal.SIGINT, of_shell)
     assert signal.getsignal(signal.SIGTERM) == before
     page = (tmp_path / "report.html").read_text()
-    assert {"error": "ZeroDivisionError: no &lt;such&gt; number", "sigterm": "SystemExit: 143"}.get(end, "Keyboard") in page
+    assert {"error": "ZeroDivisionError: no &lt;such&gt; number", "sigterm": "SystemExit: 143"}.get(
+        end, "Keyboard"
+    ) in page
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3]  # the last one too
     if end == "sigterm":
         assert ended.value.code == 143
@@ -203,31 +231,50 @@ def test_wandb_gets_the_same_figures(program, tmp_path, monkeypatch):
             calls.append(("finish", exit_code))
 
     def init(**options):
-        calls.append(("init", options["project"], options["name"], options["dir"], options["config"]))
+        calls.append(
+            ("init", options["project"], options["name"], options["dir"], options["config"])
+        )
         return Stand()
 
     stand = types.SimpleNamespace(init=init)
     monkeypatch.setitem(sys.modules, "wandb", stand)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     with pytest.raises(ZeroDivisionError):
-        make_steps(run_of(program, tmp_path, report_to=("wandb",), config={"a": 1}), 2, lambda: 1 // 0)
+        make_steps(
+            run_of(program, tmp_path, report_to=("wandb",), config={"a": 1}), 2, lambda: 1 // 0
+        )
     name, folder = tmp_path.name, str(tmp_path)
-    assert calls == [("init", "zerojax", name, folder, {"a": "1"}), ("log", 1, 8.0), ("log", 2, 4.0), ("finish", 1)]
+    assert calls == [
+        ("init", "zerojax", name, folder, {"a": "1"}),
+        ("log", 1, 8.0),
+        ("log", 2, 4.0),
+        ("finish", 1),
+    ]
 
 
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
         ({"report_to": ("wandb",)}, ModuleNotFoundError, "needs wandb: pip install 'wandb'"),
-        ({"report_to": ("tensorboard",)}, ModuleNotFoundError, r"needs tensorboardX: pip install 'zerojax\[report\]'"),
-        ({"report_to": "wandb"}, ValueError, "report_to='wandb': a tuple of 'tensorboard', 'wandb'"),
+        (
+            {"report_to": ("tensorboard",)},
+            ModuleNotFoundError,
+            r"needs tensorboardX: pip install 'zerojax\[report\]'",
+        ),
+        (
+            {"report_to": "wandb"},
+            ValueError,
+            "report_to='wandb': a tuple of 'tensorboard', 'wandb'",
+        ),
         ({"report_to": ("mlflow",)}, ValueError, "mlflow"),
         ({"profile": -1}, ValueError, "profile=-1: an integer of at least 0"),
         ({"tokens": 0}, ValueError, "tokens=0: an integer of at least 1"),
         ({"config": 3}, ValueError, "config=3: a mapping or a dataclass"),
     ],
 )
-def test_what_is_missing_is_told_when_a_run_is_made(program, tmp_path, monkeypatch, options, error, words):
+def test_what_is_missing_is_told_when_a_run_is_made(
+    program, tmp_path, monkeypatch, options, error, words
+):
     for name in ("wandb", "tensorboardX"):
         monkeypatch.setitem(sys.modules, name, None)  # importing it fails
     with pytest.raises(error, match=words):
@@ -255,8 +302,14 @@ def test_other_processes_write_nothing(program, tmp_path, monkeypatch, capsys):
 
 def test_steps_are_profiled_from_the_third_on(program, tmp_path, monkeypatch):
     calls, asked = list[str](), list[int]()
-    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: calls.append(f"start after {max(asked)} in {folder}"))
-    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append(f"stop after {max(asked)}"))
+    monkeypatch.setattr(
+        jax.profiler,
+        "start_trace",
+        lambda folder: calls.append(f"start after {max(asked)} in {folder}"),
+    )
+    monkeypatch.setattr(
+        jax.profiler, "stop_trace", lambda: calls.append(f"stop after {max(asked)}")
+    )
     with run_of(program, tmp_path, profile=2, late=True) as run:
         for step in range(1, 7):
             run.step(step, {"loss": Value(step, asked)})
@@ -270,7 +323,9 @@ def test_steps_are_profiled_from_the_third_on(program, tmp_path, monkeypatch):
 def test_the_page_has_memory_by_tier_against_capacity_and_what_the_run_ran_with(program, tmp_path):
     (batch,) = toys.batches(1)
     memory = program.memory(batch)
-    with run_of(program, tmp_path, memory=memory, config={"lr": 0.1, "zero": program.config}, name="a <run>") as run:
+    with run_of(
+        program, tmp_path, memory=memory, config={"lr": 0.1, "zero": program.config}, name="a <run>"
+    ) as run:
         run.step(1, metrics_of(1))
     page = (tmp_path / "report.html").read_text()
     svg = svg_of(page)
@@ -278,7 +333,14 @@ def test_the_page_has_memory_by_tier_against_capacity_and_what_the_run_ran_with(
     stripes = [node for node in bar.iter() if node.get("class") == "stripe"]
     assert len(stripes) == len([n for n in memory.tiers["device"].values() if n])
     assert [node for node in bar.iter() if node.get("class") == "capacity"]
-    for words in ("a &lt;run&gt;", "zero.stage", jax.__version__, "2 x cpu", "most resident memory", f"{memory.num_params:,}"):
+    for words in (
+        "a &lt;run&gt;",
+        "zero.stage",
+        jax.__version__,
+        "2 x cpu",
+        "most resident memory",
+        f"{memory.num_params:,}",
+    ):
         assert words in page, words
     assert "<script" not in page
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
@@ -296,7 +358,9 @@ def test_a_signal_whose_exception_was_swallowed_ends_the_run_at_the_next_step(pr
 def test_a_long_line_is_drawn_by_means_within_a_band():
     steps = range(1, 10 * MOST + 1)
     values = [float("nan") if s == 7 else float(s % 2) for s in steps]
-    drawn = ET.fromstring(f"<svg>{''.join(draw_charts([Chart('Loss', [Line('training', steps, values)])]).body)}</svg>")
+    drawn = ET.fromstring(
+        f"<svg>{''.join(draw_charts([Chart('Loss', [Line('training', steps, values)])]).body)}</svg>"
+    )
     (curve,) = (node for node in drawn.iter() if node.get("class") == "series")
     points = [tuple(map(float, pair.split(","))) for pair in curve.get("points").split()]
     assert MOST - 1 <= len(points) <= MOST
@@ -306,16 +370,28 @@ def test_a_long_line_is_drawn_by_means_within_a_band():
 
 
 def test_charts_without_figures_are_not_drawn_and_the_models_own_are():
-    series = {"train/loss": ([1, 2], [3.0, 2.0]), "train/accuracy": ([1, 2], [0.1, 0.2]), "validation/loss": ([2], [2.5])}
+    series = {
+        "train/loss": ([1, 2], [3.0, 2.0]),
+        "train/accuracy": ([1, 2], [0.1, 0.2]),
+        "validation/loss": ([2], [2.5]),
+    }
     drawn = draw_charts(charts_of(series))
-    assert re.findall(r'font-weight="bold">([^<]*)<', "".join(drawn.body)) == ["Loss", "train/accuracy"]
+    assert re.findall(r'font-weight="bold">([^<]*)<', "".join(drawn.body)) == [
+        "Loss",
+        "train/accuracy",
+    ]
     assert len(re.findall("<polyline", "".join(drawn.body))) == 3
-    ET.fromstring(f"<svg>{''.join(draw_charts([Chart('a', [Line('<b>&', [1, 2], [1.0, 2.0])])]).body)}</svg>")
+    ET.fromstring(
+        f"<svg>{''.join(draw_charts([Chart('a', [Line('<b>&', [1, 2], [1.0, 2.0])])]).body)}</svg>"
+    )
 
 
 def test_options_are_flat_texts():
     config = zj.ZeroConfig(stage=2)
-    assert _flat({"a": {"b": None}, "zero": config}).items() >= {"a.b": "None", "zero.stage": "2"}.items()
+    assert (
+        _flat({"a": {"b": None}, "zero": config}).items()
+        >= {"a.b": "None", "zero.stage": "2"}.items()
+    )
 
 
 def test_a_module_that_lacks_another_is_not_called_missing(monkeypatch):

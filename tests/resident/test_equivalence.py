@@ -1,4 +1,6 @@
-"""Sharded = plain: every stage, mesh, microbatch count and kind of model, against optax on one device."""
+"""Sharded = plain: every stage, mesh, microbatch count and kind of model, against optax on one
+device.
+"""
 
 import itertools
 
@@ -9,7 +11,11 @@ import toys
 
 import zerojax as zj
 
-MESHES = {"fsdp8": {"fsdp": 8}, "data2_fsdp4": {"data": 2, "fsdp": 4}, "fsdp4_tensor2": {"fsdp": 4, "tensor": 2}}
+MESHES = {
+    "fsdp8": {"fsdp": 8},
+    "data2_fsdp4": {"data": 2, "fsdp": 4},
+    "fsdp4_tensor2": {"fsdp": 4, "tensor": 2},
+}
 KINDS = {"model": toys.unrolled, "layered": toys.layered}
 STEPS, CLIP = 10, 0.5
 
@@ -75,19 +81,29 @@ def test_remat_equals_save(stage, kind):
 
 
 def test_eval_is_the_loss_without_an_update():
-    program = zj.build_train_step(toys.layered(), toys.optimizer(), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8))
+    program = zj.build_train_step(
+        toys.layered(), toys.optimizer(), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8)
+    )
     state = program.init(jax.random.key(0))
     batch = toys.batches(1)[0]
     before = float(program.eval(state, batch))
-    np.testing.assert_allclose(before, float(toys.plain_loss(jax.device_get(program.params(state)), batch)), rtol=1e-6)
+    np.testing.assert_allclose(
+        before, float(toys.plain_loss(jax.device_get(program.params(state)), batch)), rtol=1e-6
+    )
     _, metrics = program.step(state, batch)
     np.testing.assert_allclose(before, float(metrics["loss"]), rtol=1e-6)
 
 
 def test_init_does_not_depend_on_the_mesh():
     trees = []
-    for mesh in (zj.make_mesh(fsdp=8), zj.make_mesh(data=4, fsdp=2), zj.make_mesh(devices=jax.devices()[:1])):
-        program = zj.build_train_step(toys.layered(), toys.optimizer(), zj.ZeroConfig(stage=3), mesh)
+    for mesh in (
+        zj.make_mesh(fsdp=8),
+        zj.make_mesh(data=4, fsdp=2),
+        zj.make_mesh(devices=jax.devices()[:1]),
+    ):
+        program = zj.build_train_step(
+            toys.layered(), toys.optimizer(), zj.ZeroConfig(stage=3), mesh
+        )
         trees.append(jax.device_get(program.params(program.init(jax.random.key(7)))))
     toys.assert_trees_close(trees[0], trees[1], atol=0)
     toys.assert_trees_close(trees[0], trees[2], atol=0)

@@ -17,8 +17,12 @@ from zerojax.precision import LossScaling, init_loss_scale, update_loss_scale
 MESH = {"data": 2, "fsdp": 4}
 
 
-def reference_fp16(params: Any, data: list[Any], scaling: LossScaling, lr: float) -> tuple[list[float], list[float], Any]:
-    """Mixed-precision training as a plain Python loop on one device: numpy decides, nothing is shared with zerojax."""
+def reference_fp16(
+    params: Any, data: list[Any], scaling: LossScaling, lr: float
+) -> tuple[list[float], list[float], Any]:
+    """Mixed-precision training as a plain Python loop on one device: numpy decides, nothing is
+    shared with zerojax.
+    """
     master = jax.device_put(jax.device_get(params), jax.devices()[0])
     tx = optax.adam(lr)
     opt_state = tx.init(master)
@@ -28,7 +32,9 @@ def reference_fp16(params: Any, data: list[Any], scaling: LossScaling, lr: float
     def grads_of(master: Any, batch: Any, scale: Any) -> Any:
         half = jax.tree.map(lambda p: p.astype(jnp.float16), master)
         scaled = jax.grad(lambda p: toys.plain_loss(p, batch).astype(jnp.float32) * scale)(half)
-        return toys.plain_loss(half, batch), jax.tree.map(lambda g: g.astype(jnp.float32) / scale, scaled)
+        return toys.plain_loss(half, batch), jax.tree.map(
+            lambda g: g.astype(jnp.float32) / scale, scaled
+        )
 
     losses, scales = [], []
     for batch in data:
@@ -59,12 +65,16 @@ def reference_fp16(params: Any, data: list[Any], scaling: LossScaling, lr: float
 )
 def test_fp16_overflow_skips_the_update_and_training_follows_the_reference(stage, num_microbatches):
     scaling = LossScaling(initial=2.0**10, growth_interval=3)
-    config = zj.ZeroConfig(stage=stage, precision="fp16", loss_scaling=scaling, num_microbatches=num_microbatches)
+    config = zj.ZeroConfig(
+        stage=stage, precision="fp16", loss_scaling=scaling, num_microbatches=num_microbatches
+    )
     program = zj.build_train_step(toys.layered(), optax.adam(1e-2), config, zj.make_mesh(**MESH))
     state = program.init(jax.random.key(0))
     data = toys.batches(10)
     data[4]["weight"] = np.float32(1e6)  # overflows float16 in backward
-    expected_losses, expected_scales, expected = reference_fp16(program.master_params(state), data, scaling, 1e-2)
+    expected_losses, expected_scales, expected = reference_fp16(
+        program.master_params(state), data, scaling, 1e-2
+    )
     losses, scales, metrics = [], [], {}
     for index, batch in enumerate(data):
         before = jax.device_get(program.master_params(state))
@@ -94,7 +104,9 @@ def test_non_finite_gradient_never_reaches_the_weights(precision):
     state, metrics = program.step(state, bad)
     assert float(metrics["grads_finite"]) == 0
     assert float(metrics["skipped_steps"]) == 1
-    toys.assert_trees_close(jax.device_get((program.master_params(state), state.opt_state)), before, atol=0)
+    toys.assert_trees_close(
+        jax.device_get((program.master_params(state), state.opt_state)), before, atol=0
+    )
     state, metrics = program.step(state, good)
     assert float(metrics["grads_finite"]) == 1
     assert int(state.step) == 3
@@ -112,15 +124,21 @@ def test_bf16_has_float32_masters_and_follows_float32(stage):
         curves[precision], state = toys.run(program, state, data)
     assert all(p.dtype == jnp.bfloat16 for p in jax.tree.leaves(program.params(state)))
     assert all(p.dtype == jnp.float32 for p in jax.tree.leaves(program.master_params(state)))
-    rounded = jax.tree.map(lambda m: np.asarray(m).astype(jnp.bfloat16), program.master_params(state))
-    toys.assert_trees_close(jax.tree.map(lambda a: a.astype(jnp.float32), program.params(state)), rounded, atol=0)
+    rounded = jax.tree.map(
+        lambda m: np.asarray(m).astype(jnp.bfloat16), program.master_params(state)
+    )
+    toys.assert_trees_close(
+        jax.tree.map(lambda a: a.astype(jnp.float32), program.params(state)), rounded, atol=0
+    )
     np.testing.assert_allclose(curves["bf16"], curves["fp32"], rtol=2e-2)
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.booleans(), max_size=40), st.integers(1, 5), st.integers(1, 3))
 def test_loss_scale_follows_its_rules(finite, growth_interval, hysteresis):
-    config = LossScaling(initial=64.0, growth_interval=growth_interval, hysteresis=hysteresis, most=256.0)
+    config = LossScaling(
+        initial=64.0, growth_interval=growth_interval, hysteresis=hysteresis, most=256.0
+    )
     state = init_loss_scale(config)
     scale, good, patience = 64.0, 0, hysteresis
     for ok in finite:
@@ -133,4 +151,8 @@ def test_loss_scale_follows_its_rules(finite, growth_interval, hysteresis):
             good, patience = 0, patience - 1
             if patience == 0:
                 scale, patience = max(scale / 2, 1.0), hysteresis
-        assert (float(state.scale), int(state.good_steps), int(state.patience)) == (scale, good, patience)
+        assert (float(state.scale), int(state.good_steps), int(state.patience)) == (
+            scale,
+            good,
+            patience,
+        )

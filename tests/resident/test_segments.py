@@ -23,12 +23,17 @@ def residual_mlp(params, batch, key):
 
 
 def shapes(layers, width=16 * H):
-    one = (jax.ShapeDtypeStruct((H, width), jnp.float32), jax.ShapeDtypeStruct((width, H), jnp.float32))
+    one = (
+        jax.ShapeDtypeStruct((H, width), jnp.float32),
+        jax.ShapeDtypeStruct((width, H), jnp.float32),
+    )
     return [one] * layers, jax.ShapeDtypeStruct((B, H), jnp.float32)
 
 
 def kept(loss, params, batch):
-    jaxpr = jax.make_jaxpr(lambda p, b: jax.tree.leaves(jax.vjp(lambda p: loss(p, b, None), p)[1]))(params, batch).jaxpr
+    jaxpr = jax.make_jaxpr(lambda p, b: jax.tree.leaves(jax.vjp(lambda p: loss(p, b, None), p)[1]))(
+        params, batch
+    ).jaxpr
     found: Any = {v for v in jaxpr.outvars if isinstance(v, jex.Var)} - set(jaxpr.invars)
     return [v.aval.shape for v in found]
 

@@ -1,4 +1,6 @@
-"""The update of a resident step on CPUs: it writes weights and optimizer state in place, and makes no array beside them."""
+"""The update of a resident step on CPUs: it writes weights and optimizer state in place, and makes
+no array beside them.
+"""
 
 import dataclasses
 import re
@@ -16,8 +18,12 @@ import zerojax as zj
 LAYERS, HIDDEN, INNER, VOCAB = 2, 128, 160, 192
 BATCH = {"tokens": np.zeros((8, 4), np.int32)}
 SUMMED_AT_ONCE = 10_000
-"""Elements of an array that XLA for CPUs squares and sums in one loop; of fewer it writes the squares first."""
-ARRAY = re.compile(r"%(?P<name>\S+) = f32\[(?P<dims>[\d,]+)\]\{(?P<layout>[\d,]*)[^}]*\} (?P<op>[\w\-]+)\((?P<rest>.*)")
+"""Elements of an array that XLA for CPUs squares and sums in one loop; of fewer it writes the
+squares first.
+"""
+ARRAY = re.compile(
+    r"%(?P<name>\S+) = f32\[(?P<dims>[\d,]+)\]\{(?P<layout>[\d,]*)[^}]*\} (?P<op>[\w\-]+)\((?P<rest>.*)"
+)
 
 
 def layered() -> zj.LayeredModel:
@@ -34,7 +40,10 @@ def layered() -> zj.LayeredModel:
         LAYERS,
         lambda key: {"table": toys.draw(key, (VOCAB, HIDDEN))},
         lambda p, batch, key: p["table"][batch["tokens"]],
-        lambda key: {"w1": toys.draw(key, (HIDDEN, INNER)), "w2": toys.draw(key, (INNER, HIDDEN), 1)},
+        lambda key: {
+            "w1": toys.draw(key, (HIDDEN, INNER)),
+            "w2": toys.draw(key, (INNER, HIDDEN), 1),
+        },
         block,
         lambda key: {"out": toys.draw(key, (HIDDEN, VOCAB))},
         head,
@@ -101,7 +110,8 @@ def test_an_update_copies_no_moment_and_writes_no_square(case):
             continue
         operands = re.findall(r"%([\w.\-]+)", array["rest"].split(")")[0])
         if array["op"] == "copy":
-            # One that changes the layout, as an all_gather of another dim needs it, moves weights and no moments.
+            # One that changes the layout, as an all_gather of another dim needs it, moves weights
+            # and no moments.
             before = arrays.get(operands[0])
             assert before is None or before["layout"] != array["layout"], array[0]
         if array["op"] == "fusion" and size > SUMMED_AT_ONCE:

@@ -1,4 +1,6 @@
-"""The optimizer on the host by a GPU's way, with workers and slots, on a simulated driver: the same numbers, and no waits."""
+"""The optimizer on the host by a GPU's way, with workers and slots, on a simulated driver: the same
+numbers, and no waits.
+"""
 
 import encoder_decoder
 import jax
@@ -53,17 +55,28 @@ def on_gpu(monkeypatch, cuda):
         ):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, of)
-    monkeypatch.setattr("host_offload.engine.ops.copies_of", lambda devices: GpuCopies(devices, driver))
+    monkeypatch.setattr(
+        "host_offload.engine.ops.copies_of", lambda devices: GpuCopies(devices, driver)
+    )
 
 
 def build(fields, model=None, **more):
-    config = zj.ZeroConfig(**{"opt_state": HOST, "update_on": "host", "precision": "bf16", **fields}, **more)
+    config = zj.ZeroConfig(
+        **{"opt_state": HOST, "update_on": "host", "precision": "bf16", **fields}, **more
+    )
     mesh = zj.make_mesh(fsdp=1, devices=jax.devices()[:1])
-    return zj.build_train_step(model or toys.small(), optax.adamw(1e-2) if model is None else toys.optimizer(), config, mesh)
+    return zj.build_train_step(
+        model or toys.small(),
+        optax.adamw(1e-2) if model is None else toys.optimizer(),
+        config,
+        mesh,
+    )
 
 
 def train(program, batches=toys.batches, cuda=None):
-    """Return losses, float32 parameters, and how often the program's stream was waited for in a step."""
+    """Return losses, float32 parameters, and how often the program's stream was waited for in a
+    step.
+    """
     losses, drains = [], 0
     with program:
         state = program.init(jax.random.key(0))
@@ -72,7 +85,9 @@ def train(program, batches=toys.batches, cuda=None):
             state, metrics = program.step(state, batch)
             losses.append(float(metrics["loss"]))
             drains += cuda.drains if cuda else 0
-        params = [np.asarray(a) for _, tree in program.iter_params(state) for a in jax.tree.leaves(tree)]
+        params = [
+            np.asarray(a) for _, tree in program.iter_params(state) for a in jax.tree.leaves(tree)
+        ]
         return losses, params, drains
 
 
@@ -95,7 +110,9 @@ MODELS = {"two stacks": encoder_decoder.model, "resident": toys.unrolled}
 
 @pytest.mark.by_default("state on disk")
 @pytest.mark.parametrize("name", CASES)
-def test_workers_make_the_same_numbers_and_no_callback_waits_for_the_program(name, monkeypatch, tmp_path):
+def test_workers_make_the_same_numbers_and_no_callback_waits_for_the_program(
+    name, monkeypatch, tmp_path
+):
     disk = {"swap_dir": str(tmp_path)} if DISK in CASES[name].values() else {}
     model = MODELS.get(name, toys.small)
     batches = encoder_decoder.batches if name == "two stacks" else toys.batches
@@ -112,7 +129,9 @@ def test_workers_make_the_same_numbers_and_no_callback_waits_for_the_program(nam
 
 
 def states(program, state):
-    return jax.tree.map(lambda a: np.array(a), (program.params(state), state.master, state.opt_state))
+    return jax.tree.map(
+        lambda a: np.array(a), (program.params(state), state.master, state.opt_state)
+    )
 
 
 def test_a_gradient_that_is_not_finite_updates_nothing(monkeypatch):
@@ -129,7 +148,9 @@ ERRORS = [
     pytest.param("in backward", OSError("no such thing"), id="error"),
     pytest.param("in backward", KeyboardInterrupt(), id="interrupt"),
     pytest.param("delayed", OSError("no such thing"), id="delayed"),
-    pytest.param("delayed, params on the host", OSError("no such thing"), id="delayed_in_host_memory"),
+    pytest.param(
+        "delayed, params on the host", OSError("no such thing"), id="delayed_in_host_memory"
+    ),
 ]
 
 
@@ -169,7 +190,9 @@ def test_an_error_of_the_driver_is_raised_by_the_step_and_hangs_nothing(name, mo
     with build(CASES[name]) as program:
         state, _ = program.step(program.init(jax.random.key(0)), toys.batches(1)[0])
         cuda.fail_copies = True
-        with pytest.raises(RuntimeError, match="update on the host failed, and the state is lost") as error:
+        with pytest.raises(
+            RuntimeError, match="update on the host failed, and the state is lost"
+        ) as error:
             program.step(state, toys.batches(2)[1])
         assert "cuMemcpyAsync failed" in str(error.value.__cause__)
         cuda.fail_copies = False

@@ -1,4 +1,6 @@
-"""What goes wrong on the disk is told by program.step, with file and layer; nothing hangs, and no wrong number is returned."""
+"""What goes wrong on the disk is told by program.step, with file and layer; nothing hangs, and no
+wrong number is returned.
+"""
 
 import contextlib
 import errno
@@ -23,7 +25,9 @@ import zerojax as zj
 from host_offload.disk.errors import SwapError
 from host_offload.engine.buffer_sets import DeviceRecords
 
-pytestmark = pytest.mark.xdist_group("nvme_failures")  # tests share programs, so they share a process
+pytestmark = pytest.mark.xdist_group(
+    "nvme_failures"
+)  # tests share programs, so they share a process
 
 DISK = "nvme"
 ALL = {"params": DISK, "grads": DISK, "opt_state": DISK, "activations": DISK}
@@ -51,7 +55,9 @@ def losses_of(program, state, steps=3):
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory):
-    """Return `opened(io, distance) -> program, expected losses`: each program is built once, and begins again in each test."""
+    """Return `opened(io, distance) -> program, expected losses`: each program is built once, and
+    begins again in each test.
+    """
     made = {}
 
     def get(io, distance):
@@ -63,7 +69,9 @@ def opened(tmp_path_factory):
     yield get
     for program, _ in made.values():
         program.close()
-        assert not [path for path in pathlib.Path(program.config.swap_dir).iterdir() if path.is_dir()]
+        assert not [
+            path for path in pathlib.Path(program.config.swap_dir).iterdir() if path.is_dir()
+        ]
 
 
 def cut(path):
@@ -110,9 +118,15 @@ def test_a_damaged_record_is_named_and_the_state_is_lost(opened, damage, io):
 
 
 def assert_refused(program, copy):
-    """Check that the disk takes no state: a copy of the one that was lost is there, and the records are no state."""
+    """Check that the disk takes no state: a copy of the one that was lost is there, and the records
+    are no state.
+    """
     batch = toys.batches(1)[0]
-    calls = (lambda: program.step(copy, batch), lambda: program.eval(copy, batch), lambda: next(program.iter_params(copy)))
+    calls = (
+        lambda: program.step(copy, batch),
+        lambda: program.eval(copy, batch),
+        lambda: next(program.iter_params(copy)),
+    )
     for call in calls:
         with pytest.raises(SwapError, match="state on the disk is lost: make one by init"):
             call()
@@ -122,19 +136,33 @@ def assert_refused(program, copy):
 @pytest.mark.by_default("direct")
 @pytest.mark.parametrize("io", ["direct", "tensorstore"])
 def test_a_disk_that_is_full_in_the_middle_of_a_step(tmp_path, io):
-    """Room is reserved before: "direct" finds none where a record has lost its own, "tensorstore" as it writes a file anew."""
+    """Room is reserved before: "direct" finds none where a record has lost its own, "tensorstore"
+    as it writes a file anew.
+    """
     with disks.mounted(tmp_path / "small", "size=4m") as disk:
         with build(disk, io=io) as program:
             expected, state = losses_of(program, program.init(jax.random.key(0)))
             program.swap.engine.flush()
-            record = folder_of(disk) / "grads" / "0" / "c.1.0"  # is written in the middle, and read only after that
+            record = (
+                folder_of(disk) / "grads" / "0" / "c.1.0"
+            )  # is written in the middle, and read only after that
             os.truncate(record, 0)
-            ballast, copy, start = disks.fill(disk), jax.tree.map(lambda leaf: leaf.copy(), state), time.monotonic()
-            with pytest.raises(SwapError, match=r"ENOSPC \(28\).*free space.*state on the disk is lost") as error:
+            ballast, copy, start = (
+                disks.fill(disk),
+                jax.tree.map(lambda leaf: leaf.copy(), state),
+                time.monotonic(),
+            )
+            with pytest.raises(
+                SwapError, match=r"ENOSPC \(28\).*free space.*state on the disk is lost"
+            ) as error:
                 program.step(state, toys.batches(1)[0])
             assert time.monotonic() - start < 20
             assert (error.value.errno, error.value.layer is None) == (errno.ENOSPC, False)
-            assert error.value.file == str(record) if io == "direct" else error.value.file.startswith(str(disk))
+            assert (
+                error.value.file == str(record)
+                if io == "direct"
+                else error.value.file.startswith(str(disk))
+            )
             assert_refused(program, copy)
             with pytest.raises(SwapError, match="ENOSPC"):  # nor is there room for another
                 program.step(program.init(jax.random.key(0)), toys.batches(1)[0])
@@ -157,7 +185,9 @@ def test_an_io_error_in_the_middle_of_a_step(opened, monkeypatch, name):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, name, broken)
-    with pytest.raises(SwapError) as error:  # a write that fails behind the last callback is told by the next step
+    with pytest.raises(
+        SwapError
+    ) as error:  # a write that fails behind the last callback is told by the next step
         losses_of(program, state, 2)
     assert calls
     assert error.value.errno == errno.EIO
@@ -185,7 +215,8 @@ def test_an_interrupt_in_a_thread_of_the_disk_is_carried_out(opened, monkeypatch
 def test_an_exception_inside_a_callback_is_carried_out(opened, monkeypatch):
     program, expected = opened("direct", 1)
     state = program.init(jax.random.key(0))
-    # What every callback calls: the leaves of a buffer are found once, so how often a format is asked is chance.
+    # What every callback calls: the leaves of a buffer are found once, so how often a format is
+    # asked is chance.
     monkeypatch.setattr(DeviceRecords, "views", lambda *_: 1 / 0)
     with pytest.raises(SwapError) as error:
         program.step(state, toys.batches(1)[0])
@@ -233,10 +264,21 @@ def test_buffers_that_no_memory_holds_are_refused_when_the_program_is_built(tmp_
         return {"w": jnp.ones((1 << 21, 1 << 20))}  # 8 TiB
 
     model = toys.layered()
-    model = zj.LayeredModel(4, model.init_embed, model.embed, init_block, lambda p, x, key: x, model.init_head, model.head)
+    model = zj.LayeredModel(
+        4,
+        model.init_embed,
+        model.embed,
+        init_block,
+        lambda p, x, key: x,
+        model.init_head,
+        model.head,
+    )
     config = zj.ZeroConfig(stage=3, params=DISK, opt_state=DISK, swap_dir=str(tmp_path))
     mesh = zj.make_mesh(fsdp=4, devices=jax.devices()[:4])
-    with pytest.raises(RuntimeError, match=rf" {4 * (2 << 41)} bytes x 4 devices.* for opt_state, .*prefetch_distance=1"):
+    with pytest.raises(
+        RuntimeError,
+        match=rf" {4 * (2 << 41)} bytes x 4 devices.* for opt_state, .*prefetch_distance=1",
+    ):
         zj.build_train_step(model, toys.optimizer(), config, mesh)
     assert list(tmp_path.iterdir()) == []
 
@@ -273,9 +315,14 @@ program.step(state, toys.batches(1)[0])
 @pytest.mark.exhaustive  # by default test_kill.py sees the same warning
 def test_a_folder_of_a_killed_process_is_recognised(tmp_path, caplog):
     code = KILLED.format(
-        helpers=str(ROOT / "tests" / "helpers"), tests=str(ROOT / "tests"), here=os.path.dirname(__file__), folder=str(tmp_path)
+        helpers=str(ROOT / "tests" / "helpers"),
+        tests=str(ROOT / "tests"),
+        here=os.path.dirname(__file__),
+        folder=str(tmp_path),
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.stdout.strip() == "ready", done.stderr
     assert done.returncode == -signal.SIGKILL
     assert list(folder_of(tmp_path).rglob("c.*"))
@@ -294,7 +341,9 @@ def own_threads():
 
 
 def steps_of(program, state, batch, steps):
-    """Train; returns the state, and threads, descriptors and resident bytes when nothing is under way."""
+    """Train; returns the state, and threads, descriptors and resident bytes when nothing is under
+    way.
+    """
     for step in range(steps):
         state, metrics = program.step(state, batch)
         assert np.isfinite(float(metrics["loss"]))
@@ -312,7 +361,9 @@ def test_many_steps_on_many_devices_grow_nothing(tmp_path, steps):
     with build(tmp_path, devices=8, update="in_backward") as program:
         state = program.init(jax.random.key(0))
         state, threads, files, num_bytes = steps_of(program, state, batch, 9)
-        state, threads_after, files_after, num_bytes_after = steps_of(program, state, batch, steps - 9)
+        state, threads_after, files_after, num_bytes_after = steps_of(
+            program, state, batch, steps - 9
+        )
         assert len(threads_after) == len(threads)
         assert not files_after - files
         assert num_bytes_after - num_bytes < 16 << 20
@@ -333,7 +384,9 @@ def wait_for(child, seconds=10):
 
 
 @pytest.mark.filterwarnings("ignore:.*os.fork")  # of JAX and Python, which have threads
-def test_a_forked_child_that_unwinds_leaves_the_program_to_its_parent(opened, monkeypatch, tmp_path):
+def test_a_forked_child_that_unwinds_leaves_the_program_to_its_parent(
+    opened, monkeypatch, tmp_path
+):
     program, expected = opened("direct", 1)
     batches = toys.batches(3)
     state, metrics = program.step(program.init(jax.random.key(0)), batches[0])
@@ -342,12 +395,20 @@ def test_a_forked_child_that_unwinds_leaves_the_program_to_its_parent(opened, mo
     monkeypatch.setattr(os, "preadv", lambda *args: (time.sleep(0.2), read(*args))[1])
     with contextlib.ExitStack() as stack:
         stack.enter_context(program.trace_swaps(tmp_path / "trace.json"))
-        program.swap.begin(state, program._moves[::-1])  # reads ahead, of which the child sees no end
+        program.swap.begin(
+            state, program._moves[::-1]
+        )  # reads ahead, of which the child sees no end
         child = os.fork()
         if child == 0:
             status = 1
             try:
-                with contextlib.suppress(ZeroDivisionError), program, stack, contextlib.closing(engine), engine.io:
+                with (
+                    contextlib.suppress(ZeroDivisionError),
+                    program,
+                    stack,
+                    contextlib.closing(engine),
+                    engine.io,
+                ):
                     raise ZeroDivisionError
                 status = 0
             finally:

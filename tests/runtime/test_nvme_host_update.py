@@ -1,4 +1,6 @@
-"""The optimizer on the host with what it works on on disk: the same numbers, nothing of it on the link, no error unseen."""
+"""The optimizer on the host with what it works on on disk: the same numbers, nothing of it on the
+link, no error unseen.
+"""
 
 import errno
 import pathlib
@@ -22,7 +24,9 @@ DISK, HOST = matrix.DISK, matrix.HOST
 
 def build(tmp_path, fields, model=None, tx=None):
     mesh = zj.make_mesh(fsdp=4, devices=jax.devices()[:4])
-    config = zj.ZeroConfig(**{"stage": 3, "opt_state": DISK, "update_on": "host", "swap_dir": str(tmp_path), **fields})
+    config = zj.ZeroConfig(
+        **{"stage": 3, "opt_state": DISK, "update_on": "host", "swap_dir": str(tmp_path), **fields}
+    )
     return zj.build_train_step(model or toys.small(), tx or optax.adamw(1e-2), config, mesh)
 
 
@@ -30,13 +34,17 @@ def train(program, data):
     """Return losses and float32 parameters."""
     with program:
         losses, state = toys.run(program, program.init(jax.random.key(0)), data)
-        return losses, [np.asarray(a) for _, tree in program.iter_params(state) for a in jax.tree.leaves(tree)]
+        return losses, [
+            np.asarray(a) for _, tree in program.iter_params(state) for a in jax.tree.leaves(tree)
+        ]
 
 
 def on_disk(program, tmp_path, kinds=("opt_state", "master", "params")):
     """Return the bytes of every record of some kinds, by file."""
     program.swap.engine.flush()
-    files = [path for path in tmp_path.rglob("c.*") if path.parent.parent.name.split(".")[0] in kinds]
+    files = [
+        path for path in tmp_path.rglob("c.*") if path.parent.parent.name.split(".")[0] in kinds
+    ]
     assert files
     return {str(path): path.read_bytes() for path in files}
 
@@ -47,19 +55,31 @@ def on_disk(program, tmp_path, kinds=("opt_state", "master", "params")):
 @pytest.mark.parametrize(
     ("fields", "tiers"),
     [
-        ({"precision": "bf16", "clip_norm": 0.5}, {"params": DISK, "grads": DISK, "opt_state": DISK, "prefetch_distance": 2}),
+        (
+            {"precision": "bf16", "clip_norm": 0.5},
+            {"params": DISK, "grads": DISK, "opt_state": DISK, "prefetch_distance": 2},
+        ),
         (
             {"precision": "bf16", "update": "in_backward", "moments": "bfloat16"},
             {"params": DISK, "opt_state": DISK, "io": "tensorstore", "prefetch_distance": 0},
         ),
         ({"precision": "fp16"}, {"params": HOST, "grads": DISK, "opt_state": DISK}),
-        ({"num_microbatches": 4}, {"params": DISK, "grads": DISK, "opt_state": HOST, "io": "tensorstore"}),
-        pytest.param({"update": "in_backward"}, {"params": DISK, "opt_state": DISK}, marks=pytest.mark.exhaustive),
+        (
+            {"num_microbatches": 4},
+            {"params": DISK, "grads": DISK, "opt_state": HOST, "io": "tensorstore"},
+        ),
+        pytest.param(
+            {"update": "in_backward"},
+            {"params": DISK, "opt_state": DISK},
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=["bf16", "bf16_in_backward", "fp16", "microbatches", "fp32_in_backward"],
 )
 def test_disk_and_host_memory_agree_bit_for_bit(fields, tiers, model, tmp_path):
-    """The kernels are the same, and so are the gradients: where they wait, and how they are read, is all that differs."""
+    """The kernels are the same, and so are the gradients: where they wait, and how they are read,
+    is all that differs.
+    """
     memory = {name: HOST if tier == DISK else tier for name, tier in tiers.items() if name != "io"}
     made = getattr(toys, model)(), toys.optimizer() if model == "layered" else None
     expected, before = train(build(tmp_path, fields | memory, *made), toys.batches(4))
@@ -69,13 +89,17 @@ def test_disk_and_host_memory_agree_bit_for_bit(fields, tiers, model, tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.exhaustive  # by default `test_equivalence_of_tiers.py` runs one, and the test above compares the bits of layers
+# by default `test_equivalence_of_tiers.py` runs one, and the test above compares the bits of layers
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("default_fusions")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_resident_model_with_its_optimizer_state_on_disk(precision, tmp_path):
     """Of its leaves some are numbers: they rest where the others do."""
     fields = {"stage": 1, "clip_norm": 0.5, "num_microbatches": 4, "precision": precision}
-    expected, before = train(build(tmp_path, fields | {"opt_state": HOST}, toys.unrolled(), toys.optimizer()), toys.batches(4))
+    expected, before = train(
+        build(tmp_path, fields | {"opt_state": HOST}, toys.unrolled(), toys.optimizer()),
+        toys.batches(4),
+    )
     program = build(tmp_path, fields, toys.unrolled(), toys.optimizer())
     assert all(isinstance(leaf, OnDisk) or leaf.dtype == jnp.int32 for leaf in opt_leaves(program))
     losses, after = train(program, toys.batches(4))
@@ -88,12 +112,15 @@ def opt_leaves(program):
     return jax.tree.leaves(program.layout.abstract_state.opt_state, is_leaf=is_stored)
 
 
-@pytest.mark.exhaustive  # by default `test_host_update.py` runs lion; where its state rests changes no kernel
+# by default `test_host_update.py` runs lion; where its state rests changes no kernel
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("default_fusions")
 @pytest.mark.parametrize("name", ["lion", "sgd"])
 def test_any_elementwise_optimizer_runs_there(name, tmp_path):
     tx = {"lion": optax.lion(1e-3), "sgd": optax.sgd(0.05, 0.9)}[name]
-    expected, before = train(build(tmp_path, {"opt_state": HOST, "params": HOST}, tx=tx), toys.batches(3))
+    expected, before = train(
+        build(tmp_path, {"opt_state": HOST, "params": HOST}, tx=tx), toys.batches(3)
+    )
     losses, after = train(build(tmp_path, {"params": DISK}, tx=tx), toys.batches(3))
     np.testing.assert_array_equal(losses, expected)
     for a, b in zip(after, before, strict=True):
@@ -111,19 +138,37 @@ def files_bytes(program, kinds):
     ("fields", "down", "up", "read", "written"),
     [
         ({"precision": "bf16"}, 2, 2, ("opt_state", "master"), ("opt_state", "master")),
-        ({"precision": "bf16", "grads": DISK}, 2, 2, ("opt_state", "master", "grads"), ("opt_state", "master", "grads")),
-        ({"precision": "bf16", "update": "in_backward"}, 2, 2, ("opt_state", "master"), ("opt_state", "master")),
+        (
+            {"precision": "bf16", "grads": DISK},
+            2,
+            2,
+            ("opt_state", "master", "grads"),
+            ("opt_state", "master", "grads"),
+        ),
+        (
+            {"precision": "bf16", "update": "in_backward"},
+            2,
+            2,
+            ("opt_state", "master"),
+            ("opt_state", "master"),
+        ),
         ({"params": HOST}, 4, 0, ("opt_state",), ("opt_state",)),
         ({}, 8, 4, ("opt_state",), ("opt_state",)),  # float32 weights on the device go down as well
         ({"opt_state": HOST, "grads": DISK, "precision": "bf16"}, 2, 2, ("grads",), ("grads",)),
     ],
 )
-def test_the_optimizer_state_goes_to_the_disk_and_back_once_and_never_to_the_device(fields, down, up, read, written, tmp_path):
-    with build(tmp_path, {"prefetch_distance": 0, **fields}) as program:  # nothing is read for the next step
+def test_the_optimizer_state_goes_to_the_disk_and_back_once_and_never_to_the_device(
+    fields, down, up, read, written, tmp_path
+):
+    with build(
+        tmp_path, {"prefetch_distance": 0, **fields}
+    ) as program:  # nothing is read for the next step
         state = program.init(jax.random.key(0))
         traffic, engine = program._runner.host.host.traffic, program.swap.engine
         taken, take = [], engine.take_stats
-        engine.take_stats = lambda: taken.append(take()) or taken[-1]  # by the step, while its last writes are under way
+        engine.take_stats = lambda: (
+            taken.append(take()) or taken[-1]
+        )  # by the step, while its last writes are under way
         for batch in toys.batches(2):
             settle(engine)
             engine.take_stats()
@@ -159,7 +204,11 @@ def settle(engine):
 )
 def test_reads_run_ahead_of_the_kernels(update, distance, tmp_path):
     fields = {"update": update}
-    fields |= {"grads": DISK, "activations": DISK, "precision": "bf16"} if update == "after_backward" else {}
+    fields |= (
+        {"grads": DISK, "activations": DISK, "precision": "bf16"}
+        if update == "after_backward"
+        else {}
+    )
     with build(tmp_path, {"prefetch_distance": distance, **fields}) as program:
         state = program.init(jax.random.key(0))
         for step, batch in enumerate(toys.batches(4)):
@@ -186,7 +235,9 @@ def test_a_gradient_that_is_not_finite_updates_nothing(fields, tmp_path):
         state, metrics = program.step(state, bad)
         assert float(metrics["skipped_steps"]) == 1
         assert on_disk(program, tmp_path) == kept
-        for lane in program.swap.engine._lanes.values():  # nothing is read ahead but what the next step begins with
+        for lane in (
+            program.swap.engine._lanes.values()
+        ):  # nothing is read ahead but what the next step begins with
             assert lane.window.position == len(lane.window.moves)
         state, metrics = program.step(state, good[2])
         assert on_disk(program, tmp_path) != kept
@@ -202,7 +253,9 @@ def break_disk(program, name, kind, layer):
         if (store.kind, at) != (kind, layer):
             return whole(store, at, buffer)
         done = Future()
-        done.set_exception(explain(OSError(errno.EIO, "broken"), doing=f"{name} {kind}", file=store.path, layer=at))
+        done.set_exception(
+            explain(OSError(errno.EIO, "broken"), doing=f"{name} {kind}", file=store.path, layer=at)
+        )
         return done
 
     setattr(io, name, broken)
@@ -218,7 +271,9 @@ def breakable(tmp_path_factory):
         if not made:
             fields = {"precision": "bf16", "params": DISK, "grads": DISK, "prefetch_distance": 2}
             program = build(tmp_path_factory.mktemp("swap"), fields)
-            made.append((program, toys.run(program, program.init(jax.random.key(0)), toys.batches(3))[0]))
+            made.append(
+                (program, toys.run(program, program.init(jax.random.key(0)), toys.batches(3))[0])
+            )
         return made[0]
 
     yield get
@@ -228,7 +283,8 @@ def breakable(tmp_path_factory):
 
 @pytest.mark.by_default("write-params")
 @pytest.mark.parametrize(
-    ("name", "kind"), [("read", "opt_state"), ("write", "opt_state"), ("write", "grads"), ("write", "params")]
+    ("name", "kind"),
+    [("read", "opt_state"), ("write", "opt_state"), ("write", "grads"), ("write", "params")],
 )
 def test_an_error_of_the_disk_is_raised_by_the_step_and_hangs_nothing(name, kind, breakable):
     data, (program, expected) = toys.batches(3), breakable()
@@ -238,7 +294,9 @@ def test_an_error_of_the_disk_is_raised_by_the_step_and_hangs_nothing(name, kind
         toys.run(program, state, data[1:])  # a write of the step's end may fail after it
     assert (error.value.layer, error.value.errno) == (1, errno.EIO)
     repair()
-    losses, _ = toys.run(program, program.init(jax.random.key(0)), data)  # the disk is replaced: a new state trains
+    losses, _ = toys.run(
+        program, program.init(jax.random.key(0)), data
+    )  # the disk is replaced: a new state trains
     np.testing.assert_array_equal(losses, expected)
 
 
@@ -252,23 +310,33 @@ def test_an_error_of_a_kernel_is_raised_by_the_step(tmp_path, monkeypatch):
             raise OSError("no such thing")
 
         monkeypatch.setattr(program._runner.host.host, "run_kernel", fail)
-        with pytest.raises(RuntimeError, match="update on the host failed, and the state is lost") as error:
+        with pytest.raises(
+            RuntimeError, match="update on the host failed, and the state is lost"
+        ) as error:
             program.step(state, toys.batches(1)[0])
         assert isinstance(error.value.__cause__, OSError)
         assert len(calls) > 4  # other layers went on
 
 
 def test_a_state_whose_records_were_overwritten_is_refused(tmp_path, monkeypatch):
-    with build(tmp_path, {"grads": HOST}) as program:  # the number passes through a callback that needs no record
+    with build(
+        tmp_path, {"grads": HOST}
+    ) as program:  # the number passes through a callback that needs no record
         old, new = program.init(jax.random.key(0)), program.init(jax.random.key(1))
         kept, (first, second) = on_disk(program, tmp_path), (number_of(old), number_of(new))
-        with pytest.raises(ValueError, match=rf"this state \(number {first}\) is not the one on disk \(number {second}\)"):
+        with pytest.raises(
+            ValueError,
+            match=rf"this state \(number {first}\) is not the one on disk \(number {second}\)",
+        ):
             program.step(old, toys.batches(1)[0])
         assert on_disk(program, tmp_path) == kept
         begin = program.swap.begin
-        monkeypatch.setattr(program.swap, "begin", lambda held, *args: begin((), *args))  # the callbacks look too
+        monkeypatch.setattr(
+            program.swap, "begin", lambda held, *args: begin((), *args)
+        )  # the callbacks look too
         with pytest.raises(
-            SwapError, match=f"records of state {first} were asked for, and those of state {second} are on disk"
+            SwapError,
+            match=f"records of state {first} were asked for, and those of state {second} are on disk",
         ):
             program.step(old, toys.batches(1)[0])
         assert all(pathlib.Path(path).read_bytes() == was for path, was in kept.items())
@@ -285,7 +353,9 @@ def test_leaves_on_disk_carry_the_number_of_their_state(tmp_path):
         state = program.init(jax.random.key(0))
         first = program.swap.generation
         for step, batch in enumerate(toys.batches(2)):
-            leaves = jax.tree.leaves((state.params, state.master, state.opt_state), is_leaf=is_stored)
+            leaves = jax.tree.leaves(
+                (state.params, state.master, state.opt_state), is_leaf=is_stored
+            )
             held = [leaf for leaf in leaves if isinstance(leaf, OnDisk)]
             assert len(held) == len(leaves) - 1  # all but the count of steps
             assert all((np.asarray(leaf.token) == first + step).all() for leaf in held)

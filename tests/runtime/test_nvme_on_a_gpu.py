@@ -1,4 +1,6 @@
-"""Whole programs whose records cross by the GPU's way, slots and streams, on a driver that is simulated: the same numbers."""
+"""Whole programs whose records cross by the GPU's way, slots and streams, on a driver that is
+simulated: the same numbers.
+"""
 
 import threading
 
@@ -22,7 +24,12 @@ ALL = {"params": DISK, "grads": DISK, "opt_state": DISK, "activations": DISK}
 CASES = {
     "after backward": {"clip_norm": 0.5},
     "in backward": {"update": "in_backward", "prefetch_distance": 2, "gather_ahead": True},
-    "on the host, nothing ahead": {"update_on": "host", "prefetch_distance": 0, "num_microbatches": 2, "precision": "bf16"},
+    "on the host, nothing ahead": {
+        "update_on": "host",
+        "prefetch_distance": 0,
+        "num_microbatches": 2,
+        "precision": "bf16",
+    },
 }
 
 
@@ -42,11 +49,13 @@ def train(swap_dir, fields, steps=3, simulated=None):
 
 
 class Simulated:
-    """Takes the place of a GPU's driver for the callbacks of programs on CPUs, and watches what they wait for.
+    """Takes the place of a GPU's driver for the callbacks of programs on CPUs, and watches what
+    they wait for.
 
     Attributes:
       waits: of each callback of a step, how often it waited for a stream or an event.
-      last: of each, what it did last: "driver", or "thread" where it left work to one; and how often it did that.
+      last: of each, what it did last: "driver", or "thread" where it left work to one; and how
+        often it did that.
     """
 
     def __init__(self, monkeypatch):
@@ -55,14 +64,20 @@ class Simulated:
         for name in ("copy", "copy_in", "copy_out", "record", "wait"):
             monkeypatch.setattr(Driver, name, self._noted(getattr(Driver, name), "driver"))
         monkeypatch.setattr(Engine, "_later", self._noted(Engine._later, "thread"))
-        monkeypatch.setattr("host_offload.engine.ops.copies_of", lambda devices: GpuCopies(devices, self.driver))
+        monkeypatch.setattr(
+            "host_offload.engine.ops.copies_of", lambda devices: GpuCopies(devices, self.driver)
+        )
         address = lambda buffer: np.asarray(buffer).ctypes.data  # noqa: E731
-        monkeypatch.setattr(gpu_copies, "pointers", lambda buffers: [address(buffer) for buffer in buffers])
+        monkeypatch.setattr(
+            gpu_copies, "pointers", lambda buffers: [address(buffer) for buffer in buffers]
+        )
         for module in (gpu_copies, log):
             monkeypatch.setattr(module, "pointer", address)
             monkeypatch.setattr(module, "stream_of", lambda context: 0)
         # Both devices are on stream 0, which runs at once, so the stream does not tell them apart.
-        monkeypatch.setattr(log.CallLog, "rank_of", lambda log, context, where: int(np.asarray(where)[0]))
+        monkeypatch.setattr(
+            log.CallLog, "rank_of", lambda log, context, where: int(np.asarray(where)[0])
+        )
         entries = log.CallLog.entries
 
         def noted(calls):
@@ -111,7 +126,8 @@ def test_records_that_cross_by_slots_and_streams_are_the_same(name, tmp_path, mo
     # No callback of a step waited, and each was sent what it had assumed.
     assert simulated.waits == [0] * len(simulated.logged)
     assert simulated.waits
-    # A thread is woken once, after the last call of the driver, in which it could take the interpreter.
+    # A thread is woken once, after the last call of the driver, in which it could take the
+    # interpreter.
     assert set(simulated.last) == {("thread", 1)}
     beside = sum(num_bytes for stream, _, num_bytes in cuda.copies if stream)
     least = 0 if "update_on" in CASES[name] else 0.25  # half of a way is between slot and program
@@ -123,8 +139,14 @@ def test_an_order_that_the_log_contradicts_is_an_error(tmp_path, monkeypatch):
     simulated, rank_of = Simulated(monkeypatch), log.CallLog.rank_of
 
     def swapped(calls, context, where):  # the other device's records are moved
-        return 1 - rank_of(calls, context, where) if simulated.is_step else rank_of(calls, context, where)
+        return (
+            1 - rank_of(calls, context, where)
+            if simulated.is_step
+            else rank_of(calls, context, where)
+        )
 
     monkeypatch.setattr(log.CallLog, "rank_of", swapped)
-    with pytest.raises(SwapError, match=r"call 1 of a step was for device \d and not \d as scheduled.*disk is lost"):
+    with pytest.raises(
+        SwapError, match=r"call 1 of a step was for device \d and not \d as scheduled.*disk is lost"
+    ):
         train(tmp_path, CASES["in backward"], steps=1, simulated=simulated)

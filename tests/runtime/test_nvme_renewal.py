@@ -1,4 +1,6 @@
-"""Records are made anew where they must be: for another batch shape, after a failure, after somebody removed them."""
+"""Records are made anew where they must be: for another batch shape, after a failure, after
+somebody removed them.
+"""
 
 import pathlib
 import shutil
@@ -21,7 +23,10 @@ ALL = {"params": DISK, "grads": DISK, "opt_state": DISK, "activations": DISK}
 def build(swap_dir, model=None, **fields):
     config = zj.ZeroConfig(stage=3, swap_dir=str(swap_dir) if fields else None, **fields)
     return zj.build_train_step(
-        model or toys.small(), optax.adamw(1e-2), config, zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
+        model or toys.small(),
+        optax.adamw(1e-2),
+        config,
+        zj.make_mesh(fsdp=2, devices=jax.devices()[:2]),
     )
 
 
@@ -43,7 +48,9 @@ def losses_of(program, batches, between=lambda batch: None):
 
 
 @pytest.mark.by_default("direct")
-@pytest.mark.parametrize("fields", [{}, {"update_on": "host", "io": "tensorstore"}], ids=["direct", "host"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"update_on": "host", "io": "tensorstore"}], ids=["direct", "host"]
+)
 def test_batches_may_change_their_shape_and_programs_may_be_asked_about_others(tmp_path, fields):
     batches = shapes_of(toys.batches(4))
     with build(tmp_path) as program:
@@ -67,7 +74,10 @@ def test_batches_may_change_their_shape_and_programs_may_be_asked_about_others(t
 @pytest.mark.by_default("40")
 @pytest.mark.parametrize("kilobytes", [40, 120, 230])
 def test_after_a_full_disk_has_room_init_makes_a_state(tmp_path, kilobytes):
-    with disks.mounted(tmp_path / "small", f"size={kilobytes}k") as disk, build(disk, toys.layered(), **ALL) as program:
+    with (
+        disks.mounted(tmp_path / "small", f"size={kilobytes}k") as disk,
+        build(disk, toys.layered(), **ALL) as program,
+    ):
         with pytest.raises(SwapError, match="ENOSPC"):
             losses_of(program, toys.batches(2))
         disks.resize(disk, "16m")

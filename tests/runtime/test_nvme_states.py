@@ -1,4 +1,6 @@
-"""A program works on one state, the one on its disk: any other is refused, and one that an interrupt left half updated."""
+"""A program works on one state, the one on its disk: any other is refused, and one that an
+interrupt left half updated.
+"""
 
 import collections
 import concurrent.futures
@@ -58,7 +60,11 @@ def copy_of(state):
 
 
 def assert_refused(program, state, match=OTHER):
-    calls = (lambda: program.step(state, BATCH), lambda: program.eval(state, BATCH), lambda: next(program.iter_params(state)))
+    calls = (
+        lambda: program.step(state, BATCH),
+        lambda: program.eval(state, BATCH),
+        lambda: next(program.iter_params(state)),
+    )
     for call in calls:
         with pytest.raises(ValueError, match=match):
             call()
@@ -69,7 +75,9 @@ def test_a_copy_of_an_earlier_state_is_refused(programs):
     expected, _ = losses_of(program, program.init(jax.random.key(0)))
     state = program.init(jax.random.key(0))
     old = copy_of(state)
-    loss = float(program.eval(old, BATCH))  # it is the one on disk still: nothing but a step makes another
+    loss = float(
+        program.eval(old, BATCH)
+    )  # it is the one on disk still: nothing but a step makes another
     assert len(list(program.iter_params(old))) == toys.LAYERS + 2
     assert float(program.eval(state, BATCH)) == loss
     found = []
@@ -97,7 +105,9 @@ def test_a_restored_state_is_refused(tmp_path):
         kept = jax.device_get(as_arguments(before.init(jax.random.key(0))))
     with build(tmp_path) as program:
         state = program.init(jax.random.key(1))
-        restored = as_leaves(jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), kept, as_arguments(state)))
+        restored = as_leaves(
+            jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), kept, as_arguments(state))
+        )
         assert_refused(program, restored)
         with pytest.raises(ValueError, match=OTHER):  # of every leaf
             program.step(dataclasses.replace(state, opt_state=restored.opt_state), BATCH)
@@ -110,7 +120,11 @@ def test_a_donated_state_is_told_to_every_call(programs):
     next(pieces)
     program.step(state, BATCH)
     assert_refused(program, state, match="donated to an earlier step")
-    for read in (lambda: next(pieces), lambda: program.params(state), lambda: program.master_params(state)):
+    for read in (
+        lambda: next(pieces),
+        lambda: program.params(state),
+        lambda: program.master_params(state),
+    ):
         with pytest.raises(ValueError, match="donated to an earlier step"):
             read()
 
@@ -127,13 +141,23 @@ def test_an_error_before_a_step_runs_loses_nothing(programs):
 @pytest.mark.by_default("4-step-2")
 @pytest.mark.parametrize(
     ("devices", "name", "number"),
-    [(1, "step", signal.SIGALRM), (1, "init", signal.SIGINT), (4, "step", signal.SIGINT), (4, "init", signal.SIGTERM)],
+    [
+        (1, "step", signal.SIGALRM),
+        (1, "init", signal.SIGINT),
+        (4, "step", signal.SIGINT),
+        (4, "init", signal.SIGTERM),
+    ],
 )
-def test_a_signal_in_the_middle_of_a_program_waits_for_its_end(programs, devices, name, number, monkeypatch, ctrl_c):
+def test_a_signal_in_the_middle_of_a_program_waits_for_its_end(
+    programs, devices, name, number, monkeypatch, ctrl_c
+):
     program = programs(f"on {devices}", devices=devices)
     expected, _ = losses_of(program, program.init(jax.random.key(0)))
     state = program.init(jax.random.key(0))
-    old, calls = copy_of(state), count_calls(program, monkeypatch, at=3, do=lambda: os.kill(os.getpid(), number))
+    old, calls = (
+        copy_of(state),
+        count_calls(program, monkeypatch, at=3, do=lambda: os.kill(os.getpid(), number)),
+    )
     with pytest.raises(KeyboardInterrupt):
         program.step(state, BATCH) if name == "step" else program.init(jax.random.key(1))
     ended = len(calls)
@@ -168,7 +192,9 @@ def interrupt():
 @pytest.mark.by_default("4-the host's update")
 @pytest.mark.parametrize("where", ["the disk", "the host's update"])
 @pytest.mark.parametrize("devices", [1, 4])
-def test_an_interrupt_inside_a_callback_is_raised_by_the_step(programs, devices, where, monkeypatch):
+def test_an_interrupt_inside_a_callback_is_raised_by_the_step(
+    programs, devices, where, monkeypatch
+):
     fields = {"update_on": "host", "grads": "pinned_host"} if where == "the host's update" else {}
     program = programs(f"{where} on {devices}", devices=devices, **fields)
     expected, _ = losses_of(program, program.init(jax.random.key(0)))
@@ -181,7 +207,9 @@ def test_an_interrupt_inside_a_callback_is_raised_by_the_step(programs, devices,
     with pytest.raises(KeyboardInterrupt):
         program.step(state, BATCH)
     monkeypatch.undo()
-    with pytest.raises((ValueError, RuntimeError), match=r"not the one on disk|state on the disk is lost"):
+    with pytest.raises(
+        (ValueError, RuntimeError), match=r"not the one on disk|state on the disk is lost"
+    ):
         program.eval(old, BATCH)
     assert losses_of(program, program.init(jax.random.key(0)))[0] == expected
 
@@ -204,7 +232,9 @@ def test_a_step_that_an_exception_left_ends_before_anything_else(programs, call,
         case "close":
             program.close()
     state = program.init(jax.random.key(0))
-    assert len({number for number in calls[left:] if number}) == 2  # those of both states came, and none was taken amiss
+    assert (
+        len({number for number in calls[left:] if number}) == 2
+    )  # those of both states came, and none was taken amiss
     monkeypatch.undo()
     assert losses_of(program, state)[0] == expected
 
@@ -240,7 +270,9 @@ def test_where_all_interrupts_wait_a_context_around_sees_both(ctrl_c):
 
 
 @pytest.mark.parametrize("where", ["the folder is made anew", "the program has just begun"])
-def test_interrupts_in_a_burst_inside_of_init_are_interrupts_and_init_works_again(programs, monkeypatch, ctrl_c, where):
+def test_interrupts_in_a_burst_inside_of_init_are_interrupts_and_init_works_again(
+    programs, monkeypatch, ctrl_c, where
+):
     program, came, calls = programs("ours"), [], []
     expected, _ = losses_of(program, program.init(jax.random.key(0)))
     jitted = program._init.jitted
@@ -252,7 +284,9 @@ def test_interrupts_in_a_burst_inside_of_init_are_interrupts_and_init_works_agai
     if where == "the folder is made anew":
         program.swap.engine.fail(OSError(5, "of the disk"))
         rmdir = os.rmdir
-        monkeypatch.setattr(os, "rmdir", lambda *args, **options: (burst(), rmdir(*args, **options)))
+        monkeypatch.setattr(
+            os, "rmdir", lambda *args, **options: (burst(), rmdir(*args, **options))
+        )
     else:
         calls = count_calls(program, monkeypatch, at=1, do=lambda: None)
         # JAX does not know of a program whose call was interrupted before its effects were noted.
@@ -261,7 +295,9 @@ def test_interrupts_in_a_burst_inside_of_init_are_interrupts_and_init_works_agai
     with pytest.raises(KeyboardInterrupt):
         program.init(jax.random.key(1))
     assert came
-    monkeypatch.undo() if where == "the folder is made anew" else monkeypatch.setattr(program._init, "jitted", jitted)
+    monkeypatch.undo() if where == "the folder is made anew" else monkeypatch.setattr(
+        program._init, "jitted", jitted
+    )
     state = program.init(jax.random.key(0))
     assert where == "the folder is made anew" or len({number for number in calls if number}) == 2
     monkeypatch.undo()
@@ -283,7 +319,9 @@ def test_a_buffer_that_an_interrupt_lost_is_there_after_the_next_init(programs):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt in JAX's garbage collection
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # an interrupt in JAX's garbage collection
 @pytest.mark.parametrize("seed", range(2))
 def test_bursts_of_interrupts_at_any_moment_of_init(programs, ctrl_c, seed):
     """Nothing but KeyboardInterrupt comes out, of 200 bursts, and the next init works."""
@@ -307,7 +345,10 @@ def test_bursts_of_interrupts_at_any_moment_of_init(programs, ctrl_c, seed):
 
     signal.signal(signal.SIGINT, handle)
     seconds = []
-    for prepare in (lambda: None, fail):  # with the files that are there, and with a folder made anew
+    for prepare in (
+        lambda: None,
+        fail,
+    ):  # with the files that are there, and with a folder made anew
         prepare()
         start = time.monotonic()
         program.init(jax.random.key(0))
@@ -382,7 +423,11 @@ def test_of_threads_that_use_one_state_each_waits_for_the_other(programs, call):
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             jobs = [pool.submit(use, name, state) for name in ("step", call)]
         refused = [str(error) for job in jobs if (error := job.exception()) is not None]
-        made = [job.result() for job in jobs if job.exception() is None and isinstance(job.result(), tuple)]
+        made = [
+            job.result()
+            for job in jobs
+            if job.exception() is None and isinstance(job.result(), tuple)
+        ]
         assert all("donated to an earlier step" in error for error in refused)
         assert len(refused) == 1 or call == "eval"
         ((state, metrics),) = made

@@ -1,4 +1,6 @@
-"""Processes that differ raise an error, or are ended; here they are threads, and the messages a dict."""
+"""Processes that differ raise an error, or are ended; here they are threads, and the messages a
+dict.
+"""
 
 import functools
 import threading
@@ -44,7 +46,10 @@ class Together:
 
     def __init__(self, count: int) -> None:
         self.messages, self.ended = Messages(), [False] * count
-        self.peers = [Peers(self.messages, range(count), me, lambda me=me: self._end(me)) for me in range(count)]
+        self.peers = [
+            Peers(self.messages, range(count), me, lambda me=me: self._end(me))
+            for me in range(count)
+        ]
         self.calls: list[Calls] = []
 
     def _end(self, me: int) -> None:
@@ -68,13 +73,17 @@ class Together:
         return found
 
     def build(self, *parts: dict[str, list[str]]) -> list[Any]:
-        return self.run(*(functools.partial(self.peers[me].program, part) for me, part in enumerate(parts)))
+        return self.run(
+            *(functools.partial(self.peers[me].program, part) for me, part in enumerate(parts))
+        )
 
     def step(self, me: int, shape: str) -> bool:
         return self.calls[me].note("step", shape, lambda: [shape])
 
     def all_step(self, *shapes: str) -> list[Any]:
-        return self.run(*(functools.partial(self.step, me, shape) for me, shape in enumerate(shapes)))
+        return self.run(
+            *(functools.partial(self.step, me, shape) for me, shape in enumerate(shapes))
+        )
 
     def stop(self) -> None:
         for peer in self.peers:
@@ -84,7 +93,12 @@ class Together:
 
 @pytest.fixture
 def start(monkeypatch) -> Iterator[Callable[[int], Together]]:
-    for name, seconds in (("_INTERVAL", 0.01), ("_REST", 0.0), ("_GRACE", 0.05), ("_CLOSED_AFTER", 0.1)):
+    for name, seconds in (
+        ("_INTERVAL", 0.01),
+        ("_REST", 0.0),
+        ("_GRACE", 0.05),
+        ("_CLOSED_AFTER", 0.1),
+    ):
         monkeypatch.setattr(peers, name, seconds)
     started: list[Together] = []
 
@@ -144,7 +158,9 @@ def test_two_new_shapes_are_an_error_in_both_each_time(start):
 def test_calls_that_differ_are_an_error_in_all_however_late_one_of_them_comes(start):
     together = start(3)
     late = lambda: (time.sleep(0.3), together.step(2, "b"))  # noqa: E731
-    errors = together.run(lambda: together.step(0, "a"), lambda: together.calls[1].agree("init", {}), late)
+    errors = together.run(
+        lambda: together.step(0, "a"), lambda: together.calls[1].agree("init", {}), late
+    )
     assert all(type(error) is ValueError for error in errors)
     assert "step in process 0" in str(errors[2])
     assert "init in process 1" in str(errors[2])
@@ -155,7 +171,10 @@ def test_lines_that_are_too_far_down_are_named_by_their_part(start, monkeypatch)
     together = start(2)
     monkeypatch.setattr(peers, "_MOST_DETAILS", 40)
     errors = together.build(*({"model": ["the same line"] * 9 + [last]} for last in "ab"))
-    assert all("differs between processes: model, in lines too far down to be shown" in str(error) for error in errors)
+    assert all(
+        "differs between processes: model, in lines too far down to be shown" in str(error)
+        for error in errors
+    )
 
 
 def test_a_new_shape_in_one_process_alone_ends_both(start):
@@ -182,7 +201,10 @@ def test_other_numbers_in_a_state_end_both(start):
     together = start(2)
     together.all_step("a", "a")
     told = lambda *rates: together.run(  # noqa: E731
-        *(functools.partial(together.calls[me].tell, "numbers put", [f"['rate'] = {r}"]) for me, r in enumerate(rates))
+        *(
+            functools.partial(together.calls[me].tell, "numbers put", [f"['rate'] = {r}"])
+            for me, r in enumerate(rates)
+        )
     )
     assert told(0.1, 0.1) == [None, None]
     assert together.all_step("a", "a") == [False, False]
@@ -226,7 +248,9 @@ def test_a_step_without_the_others_is_ended(start):
 def test_a_process_that_waits_hears_of_one_that_left(start):
     together = start(2)
     together.peers[1].leave("ended")
-    found = together.run(lambda: together.calls[0].agree("init", {"key": ["0"]}), together.peers[1].await_others)
+    found = together.run(
+        lambda: together.calls[0].agree("init", {"key": ["0"]}), together.peers[1].await_others
+    )
     assert isinstance(found[0], RuntimeError)
     assert "process 1 ended" in str(found[0])
 

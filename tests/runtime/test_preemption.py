@@ -1,4 +1,7 @@
-"""A signal is noted and told after the step; what it did before comes back. Runs of several processes are in tests/e2e."""
+"""A signal is noted and told after the step; what it did before comes back.
+
+Runs of several processes are in tests/e2e.
+"""
 
 import signal
 import threading
@@ -23,7 +26,9 @@ def test_a_signal_is_told_and_its_handler_comes_back(number):
 
 @pytest.fixture
 def ctrl_c():
-    """An interrupt raises KeyboardInterrupt, also where a shell runs the tests in the background and ignores it."""
+    """An interrupt raises KeyboardInterrupt, also where a shell runs the tests in the background
+    and ignores it.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -38,7 +43,9 @@ def test_an_impatient_interrupt_is_carried_out(ctrl_c):
 
 
 class Service:
-    """What JAX's coordination service does: it chooses the number after the largest that it was asked by."""
+    """What JAX's coordination service does: it chooses the number after the largest that it was
+    asked by.
+    """
 
     def __init__(self):
         self.last, self.chosen = 0, None
@@ -56,7 +63,9 @@ class Service:
 def test_of_several_processes_the_next_call_is_told_whatever_its_step(monkeypatch, steps):
     service = Service()
     monkeypatch.setattr("jax.process_count", lambda: 2)
-    monkeypatch.setattr("jax.experimental.multihost_utils.reached_preemption_sync_point", service.reached)
+    monkeypatch.setattr(
+        "jax.experimental.multihost_utils.reached_preemption_sync_point", service.reached
+    )
     with zj.Preemption() as preemption:
         service.preempt()  # before the first step, while the program compiles
         assert preemption.reached(steps[0])

@@ -1,4 +1,6 @@
-"""What fails in one of several processes is raised in all, and the greater of two kinds of errors in all alike."""
+"""What fails in one of several processes is raised in all, and the greater of two kinds of errors
+in all alike.
+"""
 
 import threading
 
@@ -11,7 +13,9 @@ from zerojax.runtime.processes import AllProcesses
 
 @pytest.fixture
 def together(monkeypatch):
-    """Return `run(errors)`: what each of two processes, here threads, raises where `do` raises these."""
+    """Return `run(errors)`: what each of two processes, here threads, raises where `do` raises
+    these.
+    """
     here, barrier, numbers = threading.local(), threading.Barrier(2), {}
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: here.index)

@@ -1,4 +1,6 @@
-"""Statements of processes are compared call by call: the first difference, whom it concerns, and in which words."""
+"""Statements of processes are compared call by call: the first difference, whom it concerns, and in
+which words.
+"""
 
 from zerojax.runtime.statements import (
     END,
@@ -35,7 +37,10 @@ def test_a_label_holds_until_it_changes():
 
 
 def test_processes_at_different_places_of_one_order_do_not_conflict():
-    assert find_conflict([said(0, 900), said(1, 3), said(2, 2, FIRST[:2]), Statement(process=3)]) is None
+    assert (
+        find_conflict([said(0, 900), said(1, 3), said(2, 2, FIRST[:2]), Statement(process=3)])
+        is None
+    )
     # what one of them no longer knows is no difference
     assert find_conflict([said(0, 900), said(1, 900, ((500, STEP),))]) is None
 
@@ -44,7 +49,10 @@ def test_another_call_is_found_where_it_was_made():
     found = find_conflict([said(0, 20), said(1, 20), said(2, 12, (*FIRST, (12, EVAL)))])
     assert found is not None
     assert found.number == 12
-    assert found.sentence == "call 12 is program 1, step in processes 0, 1, but program 1, eval in process 2"
+    assert (
+        found.sentence
+        == "call 12 is program 1, step in processes 0, 1, but program 1, eval in process 2"
+    )
 
 
 def test_another_shape_is_found_and_only_its_leaf_is_named():
@@ -65,7 +73,10 @@ def test_a_process_that_left_conflicts_with_a_further_call_alone():
     assert find_conflict([said(0, 11), left]) is None
     found = find_conflict([said(0, 12), left])
     assert found is not None
-    assert found.sentence == "call 12 is program 1, step in process 0; process 1 ended with ValueError (bad data) before it"
+    assert (
+        found.sentence
+        == "call 12 is program 1, step in process 0; process 1 ended with ValueError (bad data) before it"
+    )
     assert find_conflict([said(0, 12, (*FIRST, (12, END)), left="ended"), left]) is None
 
 
@@ -76,11 +87,16 @@ def test_a_closed_program_is_missed_only_by_its_own_calls():
     found = find_closed([said(0, 12), closed])
     assert found is not None
     assert found.number == 12
-    assert found.sentence.startswith("process 1 closed program 1 after call 11, and call 12 is program 1, step")
+    assert found.sentence.startswith(
+        "process 1 closed program 1 after call 11, and call 12 is program 1, step"
+    )
 
 
 def test_parts_are_compared_when_all_have_come():
-    first, second = said(0, 2, FIRST[:2], parts={"key": "a", "x": "1"}), said(1, 2, FIRST[:2], parts={"key": "b", "x": "1"})
+    first, second = (
+        said(0, 2, FIRST[:2], parts={"key": "a", "x": "1"}),
+        said(1, 2, FIRST[:2], parts={"key": "b", "x": "1"}),
+    )
     assert differing_parts([first, second], 2) == {"key": {"a": [0], "b": [1]}}
     assert differing_parts([first, said(1, 1, FIRST[:1])], 2) is None
     assert differing_parts([first, said(1, 7)], 2) == {}  # which agreed on this call before
@@ -97,4 +113,6 @@ def test_a_difference_is_told_in_the_lines_that_differ():
         "program 1, init differs between processes: config: clip_norm=1.0 in processes 0, 2; clip_norm=None in process 1"
     )
     many = {"model": {"\n".join(f"leaf {i}" for i in range(9)): [0], "": [1]}}
-    assert describe(2, many, statements).endswith("leaf 0, leaf 1, leaf 2 and 6 more in process 0; nothing else in process 1")
+    assert describe(2, many, statements).endswith(
+        "leaf 0, leaf 1, leaf 2 and 6 more in process 0; nothing else in process 1"
+    )

@@ -1,4 +1,6 @@
-"""The session's table of states: every call from every state does what the table says, and the docstring shows that table."""
+"""The session's table of states: every call from every state does what the table says, and the
+docstring shows that table.
+"""
 
 import contextlib
 
@@ -81,7 +83,9 @@ def call(session, name, path):
 
 @pytest.mark.parametrize("name", TRANSITIONS)
 @pytest.mark.parametrize("state", SwapState, ids=lambda state: state.name)
-def test_swap_session_every_call_from_every_state_does_what_the_table_says(session_in, state, name, tmp_path):
+def test_swap_session_every_call_from_every_state_does_what_the_table_says(
+    session_in, state, name, tmp_path
+):
     session, is_gone = session_in(state), state in (SwapState.UNCLAIMED, SwapState.CLOSED)
     if state in TRANSITIONS[name]:
         call(session, name, tmp_path / "trace.json")
@@ -89,7 +93,8 @@ def test_swap_session_every_call_from_every_state_does_what_the_table_says(sessi
         assert session.state is (SwapState.OPEN if after is None else after)
     else:
         with pytest.raises(
-            RuntimeError if is_gone else AssertionError, match="is closed" if is_gone else "no program has begun"
+            RuntimeError if is_gone else AssertionError,
+            match="is closed" if is_gone else "no program has begun",
         ):
             call(session, name, tmp_path / "trace.json")
         assert session.state is state
@@ -100,7 +105,10 @@ def test_swap_session_every_call_from_every_state_does_what_the_table_says(sessi
 def test_swap_session_docstring_shows_the_table():
     lines = [f"{'state':<11}" + "".join(f"{name:<{width(name)}}" for name in TRANSITIONS)]
     for state in SwapState:
-        lines.append(f"{state.name:<11}" + "".join(f"{shown(name, state):<{width(name)}}" for name in TRANSITIONS))
+        lines.append(
+            f"{state.name:<11}"
+            + "".join(f"{shown(name, state):<{width(name)}}" for name in TRANSITIONS)
+        )
     assert swap.__doc__ is not None
     assert "\n".join(f"    {line.rstrip()}" for line in lines) in swap.__doc__
 
@@ -115,7 +123,9 @@ def width(name):
 
 
 @pytest.mark.parametrize("state", [SwapState.CLAIMED, SwapState.LOST], ids=lambda state: state.name)
-def test_swap_session_without_a_state_on_disk_runs_what_reads_none_and_refuses_the_rest(session_in, state):
+def test_swap_session_without_a_state_on_disk_runs_what_reads_none_and_refuses_the_rest(
+    session_in, state
+):
     session = session_in(state)
     leaf = OnDisk(jnp.ones(1, jnp.int32), SHAPE.shape, SHAPE.dtype)
     with pytest.raises(ValueError, match="is not the one on disk"):
@@ -129,7 +139,9 @@ def test_swap_session_without_a_state_on_disk_runs_what_reads_none_and_refuses_t
 
 
 @pytest.mark.parametrize("name", ["begin", "snapshot", "finish"])
-def test_swap_session_that_finds_an_error_of_the_engine_has_lost_the_state(session_in, name, tmp_path):
+def test_swap_session_that_finds_an_error_of_the_engine_has_lost_the_state(
+    session_in, name, tmp_path
+):
     session = session_in(SwapState.RUNNING if name == "finish" else SwapState.OPEN)
     session.engine.fail(OSError(5, "of a write that ends late"))
     with pytest.raises(SwapError, match="the state on the disk is lost"):
@@ -149,7 +161,9 @@ def test_swap_session_of_a_program_left_that_was_no_step_has_its_state_still(ses
     session.begin(leaf_of(session), ())
 
 
-def test_swap_session_that_cannot_claim_is_closed_and_one_that_cannot_open_is_claimed(session_in, tmp_path, monkeypatch):
+def test_swap_session_that_cannot_claim_is_closed_and_one_that_cannot_open_is_claimed(
+    session_in, tmp_path, monkeypatch
+):
     with monkeypatch.context() as patched:
         patched.setattr("zerojax.runtime.swap.available_bytes", lambda: 1)
         session = new_session(tmp_path)

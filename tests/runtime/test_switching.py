@@ -56,7 +56,9 @@ def test_a_step_that_calls_back_has_it(monkeypatch, tmp_path, opt_state, is_shor
 
     monkeypatch.setattr(Runner, "call", watched)
     config = zj.ZeroConfig(opt_state=opt_state, swap_dir=str(tmp_path))
-    with zj.build_train_step(toys.layered(), toys.optimizer(), config, zj.make_mesh(devices=jax.devices()[:1])) as program:
+    with zj.build_train_step(
+        toys.layered(), toys.optimizer(), config, zj.make_mesh(devices=jax.devices()[:1])
+    ) as program:
         jax.block_until_ready(program.step(program.init(jax.random.key(0)), toys.batches(1)[0]))
     assert seen
     assert {interval <= switching.SECONDS * 1.01 for interval in seen} == {is_short}

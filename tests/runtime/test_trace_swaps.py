@@ -1,4 +1,6 @@
-"""The trace of a program with everything on disk: its plan once a step, its bytes and waits those of the metrics."""
+"""The trace of a program with everything on disk: its plan once a step, its bytes and waits those
+of the metrics.
+"""
 
 import gzip
 import json
@@ -19,12 +21,16 @@ ALL = {"params": DISK, "grads": DISK, "opt_state": DISK, "activations": DISK}
 
 def build(swap_dir, **fields):
     config = zj.ZeroConfig(stage=3, swap_dir=str(swap_dir), **{**ALL, **fields})
-    return zj.build_train_step(toys.small(), optax.adamw(1e-2), config, zj.make_mesh(fsdp=4, devices=jax.devices()[:4]))
+    return zj.build_train_step(
+        toys.small(), optax.adamw(1e-2), config, zj.make_mesh(fsdp=4, devices=jax.devices()[:4])
+    )
 
 
 @pytest.mark.by_default("host")
 @pytest.mark.parametrize(
-    "fields", [{}, {"update": "in_backward", "update_on": "host", "prefetch_distance": 0}], ids=["device", "host"]
+    "fields",
+    [{}, {"update": "in_backward", "update_on": "host", "prefetch_distance": 0}],
+    ids=["device", "host"],
 )
 def test_a_trace_has_the_plan_once_a_step_and_sums_to_the_metrics(tmp_path, fields):
     path, batches = tmp_path / "trace.json.gz", toys.batches(4)
@@ -50,25 +56,46 @@ def test_a_trace_has_the_plan_once_a_step_and_sums_to_the_metrics(tmp_path, fiel
         names = ("swap_read_bytes", "swap_write_bytes", "swap_stall_seconds", "swap_misses")
         traces.check_sums(trace, step, *(metrics[name] for name in names))
     if not fields:
-        queued = [e["args"] for e in trace["traceEvents"] if e["ph"] == "C" and e["name"] == "transfers queued"]
-        assert max(a["read"] + a["write"] for a in queued) >= max(m["swap_most_queued"] for m in found) - 1
+        queued = [
+            e["args"]
+            for e in trace["traceEvents"]
+            if e["ph"] == "C" and e["name"] == "transfers queued"
+        ]
+        assert (
+            max(a["read"] + a["write"] for a in queued)
+            >= max(m["swap_most_queued"] for m in found) - 1
+        )
 
 
 def test_a_trace_shows_what_a_plan_predicts_from_the_begin_of_each_step(tmp_path, program):
     sizes = zj.Sizes(layers=4, hidden=4096, heads=32, seq=128, batch=16)
-    planned = plan(sizes, machine=zj.machine("dgx2"), fixed={"stage": 3, "precision": "fp16", "num_microbatches": 1, **ALL})
+    planned = plan(
+        sizes,
+        machine=zj.machine("dgx2"),
+        fixed={"stage": 3, "precision": "fp16", "num_microbatches": 1, **ALL},
+    )
     state, batches = program.init(jax.random.key(0)), toys.batches(2)
-    for path, prediction in ((tmp_path / "plain.json", None), (tmp_path / "predicted.json", planned)):
+    for path, prediction in (
+        (tmp_path / "plain.json", None),
+        (tmp_path / "predicted.json", planned),
+    ):
         with program.trace_swaps(path, plan=prediction):
             for batch in batches:
                 state, _ = jax.block_until_ready(program.step(state, batch))
             jax.block_until_ready(program.eval(state, batches[0]))
-    plain, trace = (json.loads((tmp_path / name).read_text()) for name in ("plain.json", "predicted.json"))
+    plain, trace = (
+        json.loads((tmp_path / name).read_text()) for name in ("plain.json", "predicted.json")
+    )
     traces.check(trace)
     names = ["disk", "planned", *(f"rank {n}" for n in range(4))]
     assert sorted(traces.process_names(plain).values()) == names
     assert sorted(traces.process_names(trace).values()) == sorted([*names, "predicted"])
-    orders = [e["args"]["sort_index"] for t in (plain, trace) for e in t["traceEvents"] if e["name"] == "process_sort_index"]
+    orders = [
+        e["args"]["sort_index"]
+        for t in (plain, trace)
+        for e in t["traceEvents"]
+        if e["name"] == "process_sort_index"
+    ]
     assert sorted(orders[:6]) == list(range(6))
     assert sorted(orders[6:]) == list(range(7))
     predicted = traces.slices(trace, "", "predicted")
@@ -76,8 +103,16 @@ def test_a_trace_shows_what_a_plan_predicts_from_the_begin_of_each_step(tmp_path
     steps = [s for s in traces.slices(trace, "steps") if s["name"].startswith("step")]
     lanes = ("compute", "up", "down", "read", "write")
     for step in steps:
-        drawn = [(s["cat"], s["ts"] - step["ts"], s["dur"], s["name"]) for s in predicted if s["args"]["run"] == step["name"]]
-        spans = [(s.lane, s.start * 1e6, (s.stop - s.start) * 1e6, s.label) for s in planned.time.spans if s.lane in lanes]
+        drawn = [
+            (s["cat"], s["ts"] - step["ts"], s["dur"], s["name"])
+            for s in predicted
+            if s["args"]["run"] == step["name"]
+        ]
+        spans = [
+            (s.lane, s.start * 1e6, (s.stop - s.start) * 1e6, s.label)
+            for s in planned.time.spans
+            if s.lane in lanes
+        ]
         assert {lane for lane, *_ in spans} == set(lanes)
         assert len(drawn) == len(spans)
         for found, span in zip(sorted(drawn), sorted(spans), strict=True):
@@ -88,7 +123,9 @@ def test_a_trace_shows_what_a_plan_predicts_from_the_begin_of_each_step(tmp_path
 
 def test_a_program_with_nothing_on_disk_cannot_be_traced(tmp_path):
     config = zj.ZeroConfig(stage=3, params="pinned_host")
-    program = zj.build_train_step(toys.layered(), toys.optimizer(), config, zj.make_mesh(fsdp=4, devices=jax.devices()[:4]))
+    program = zj.build_train_step(
+        toys.layered(), toys.optimizer(), config, zj.make_mesh(fsdp=4, devices=jax.devices()[:4])
+    )
     with pytest.raises(ValueError, match="nothing on nvme"):
         program.trace_swaps(tmp_path / "trace.json")
 
@@ -99,7 +136,10 @@ def program(tmp_path_factory):
         yield program
 
 
-@pytest.mark.parametrize("path", ["", None, 3, b"trace.json", "/dev/full", "/proc/trace.json", "{}", "{}/nowhere/trace.json"])
+@pytest.mark.parametrize(
+    "path",
+    ["", None, 3, b"trace.json", "/dev/full", "/proc/trace.json", "{}", "{}/nowhere/trace.json"],
+)
 def test_a_trace_that_cannot_be_written_is_refused_before_it_begins(tmp_path, program, path):
     path = path.format(tmp_path) if isinstance(path, str) else path
     with pytest.raises(ValueError, match=f"a trace cannot be written to .*{re.escape(str(path))}"):

@@ -1,4 +1,6 @@
-"""A mesh of the user's is taken by the names of its axes, its devices in their order; what cannot be taken is named."""
+"""A mesh of the user's is taken by the names of its axes, its devices in their order; what cannot
+be taken is named.
+"""
 
 import logging
 
@@ -15,8 +17,12 @@ AUTO = AxisType.Auto
 
 
 def mesh_of(kind=AxisType.Explicit, **sizes):
-    devices = np.asarray(jax.devices()[: int(np.prod(list(sizes.values())))])[::-1]  # an order of the user's own
-    return Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=(kind,) * len(sizes))
+    devices = np.asarray(jax.devices()[: int(np.prod(list(sizes.values())))])[
+        ::-1
+    ]  # an order of the user's own
+    return Mesh(
+        devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=(kind,) * len(sizes)
+    )
 
 
 def test_a_mesh_of_make_mesh_is_taken_as_it_is(caplog):
@@ -30,9 +36,21 @@ def test_a_mesh_of_make_mesh_is_taken_as_it_is(caplog):
     ("sizes", "axes", "expected"),
     [
         ({"x": 8}, {"fsdp": "x"}, {"data": 1, "fsdp": 8, "tensor": 1}),
-        ({"r": 2, "x": 2, "y": 2}, {"data": "r", "fsdp": ("x", "y")}, {"data": 2, "fsdp": 4, "tensor": 1}),
-        ({"t": 2, "one": 1, "x": 4}, {"tensor": "t", "fsdp": ["x"]}, {"tensor": 2, "data": 1, "fsdp": 4}),
-        ({"x": 2, "one": 1, "y": 4}, {"fsdp": ("x", "y"), "data": "one"}, {"data": 1, "fsdp": 8, "tensor": 1}),
+        (
+            {"r": 2, "x": 2, "y": 2},
+            {"data": "r", "fsdp": ("x", "y")},
+            {"data": 2, "fsdp": 4, "tensor": 1},
+        ),
+        (
+            {"t": 2, "one": 1, "x": 4},
+            {"tensor": "t", "fsdp": ["x"]},
+            {"tensor": 2, "data": 1, "fsdp": 4},
+        ),
+        (
+            {"x": 2, "one": 1, "y": 4},
+            {"fsdp": ("x", "y"), "data": "one"},
+            {"data": 1, "fsdp": 8, "tensor": 1},
+        ),
         ({"data": 2, "fsdp": 2, "tensor": 2}, None, {"data": 2, "fsdp": 2, "tensor": 2}),
         ({"fsdp": 4}, None, {"data": 1, "fsdp": 4, "tensor": 1}),
         ({"one": 1}, {}, {"data": 1, "fsdp": 1, "tensor": 1}),
@@ -53,15 +71,31 @@ def test_any_mesh_is_taken_with_its_devices_in_their_order(sizes, axes, expected
 @pytest.mark.parametrize(
     ("sizes", "axes", "words"),
     [
-        ({"x": 4, "y": 2}, {"fsdp": "x"}, r"the axis 'y' of 2 devices, .* none of data, fsdp, tensor.*axes=\{\"fsdp\": 'y'\}"),
+        (
+            {"x": 4, "y": 2},
+            {"fsdp": "x"},
+            r"the axis 'y' of 2 devices, .* none of data, fsdp, tensor.*axes=\{\"fsdp\": 'y'\}",
+        ),
         ({"x": 8}, None, "'x' of 8 devices"),
-        ({"x": 8}, {"fsdp": "z"}, r"axes\['fsdp'\]='z': the mesh has the axes \('x',\), and no 'z'"),
+        (
+            {"x": 8},
+            {"fsdp": "z"},
+            r"axes\['fsdp'\]='z': the mesh has the axes \('x',\), and no 'z'",
+        ),
         ({"x": 8}, {"zero": "x"}, "axes has the key 'zero', and the axes are data, fsdp, tensor"),
         ({"x": 8}, {"fsdp": 0}, r"axes\['fsdp'\]=0: the name of an axis"),
         ({"x": 8}, {"fsdp": "x", "data": "x"}, "names 'x' twice"),
         ({"x": 8}, ["x"], r"axes=\['x'\]: a dict is needed"),
-        ({"x": 2, "y": 2, "z": 2}, {"fsdp": ("x", "z"), "data": "y"}, r"axes\['fsdp'\]=\('x', 'z'\): .*follow each other"),
-        ({"x": 2, "y": 4}, {"fsdp": ("y", "x")}, r"axes\['fsdp'\]=\('y', 'x'\): .*follow each other"),
+        (
+            {"x": 2, "y": 2, "z": 2},
+            {"fsdp": ("x", "z"), "data": "y"},
+            r"axes\['fsdp'\]=\('x', 'z'\): .*follow each other",
+        ),
+        (
+            {"x": 2, "y": 4},
+            {"fsdp": ("y", "x")},
+            r"axes\['fsdp'\]=\('y', 'x'\): .*follow each other",
+        ),
     ],
 )
 def test_axes_that_fit_no_mesh_are_named(sizes, axes, words):

@@ -45,7 +45,9 @@ def test_mesh_refuses_axes_that_do_not_multiply(sizes, words):
 def test_mesh_of_other_axes_is_refused():
     mesh = jax.make_mesh((8,), ("shards",), axis_types=(jax.sharding.AxisType.Auto,))
     model = zj.Model(lambda key: {"w": jnp.ones(8)}, lambda p, b, k: jnp.sum(p["w"]))
-    with pytest.raises(ValueError, match=r"'shards' of 8 devices, which is none of data, fsdp, tensor"):
+    with pytest.raises(
+        ValueError, match=r"'shards' of 8 devices, which is none of data, fsdp, tensor"
+    ):
         zj.build_train_step(model, None, zj.ZeroConfig(), mesh)  # type: ignore[arg-type]
 
 
@@ -59,13 +61,26 @@ def test_leaf_spec_takes_the_largest_dim_that_divides_and_of_layers_the_first():
     assert leaf_spec((64, 4, 4), mesh, "fsdp", first_dim=1).sharded == (None, "fsdp", None)
     assert leaf_spec((64, 4, 32), mesh, "fsdp", first_dim=1).sharded == (None, "fsdp", None)
     assert leaf_spec((64, 6, 32), mesh, "fsdp", first_dim=1).sharded == (None, None, "fsdp")
-    assert leaf_spec((64, 8, 4, 32), mesh, "fsdp", first_dim=2).sharded == (None, None, "fsdp", None)
-    assert leaf_spec((64, 8, 32), mesh, "fsdp", (None, "tensor", None), first_dim=1).sharded == (None, "tensor", "fsdp")
+    assert leaf_spec((64, 8, 4, 32), mesh, "fsdp", first_dim=2).sharded == (
+        None,
+        None,
+        "fsdp",
+        None,
+    )
+    assert leaf_spec((64, 8, 32), mesh, "fsdp", (None, "tensor", None), first_dim=1).sharded == (
+        None,
+        "tensor",
+        "fsdp",
+    )
     assert leaf_spec((7, 3), mesh, "fsdp").replicated is not None
     assert leaf_spec((), mesh, "fsdp").replicated is not None
 
 
-@given(st.lists(st.integers(0, 48), max_size=4), st.lists(st.sampled_from([None, "tensor"]), max_size=4), st.integers(0, 1))
+@given(
+    st.lists(st.integers(0, 48), max_size=4),
+    st.lists(st.sampled_from([None, "tensor"]), max_size=4),
+    st.integers(0, 1),
+)
 def test_leaf_spec_is_always_valid(shape, base, first_dim):
     mesh = zj.make_mesh(data=1, fsdp=4, tensor=2)
     base = tuple(base[: len(shape)]) + (None,) * (len(shape) - len(base))

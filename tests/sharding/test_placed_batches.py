@@ -9,7 +9,9 @@ from zerojax.sharding import abstract_batch, place_any_batch, place_batch
 
 
 def aligned(rows, length, dtype=np.int32):
-    """Return an array of zeros that begins at a multiple of 64 bytes, whose memory JAX would use as a device's."""
+    """Return an array of zeros that begins at a multiple of 64 bytes, whose memory JAX would use as
+    a device's.
+    """
     size = rows * length * np.dtype(dtype).itemsize
     memory = np.zeros(size + 64, np.uint8)
     start = -memory.ctypes.data % 64
@@ -20,10 +22,16 @@ def aligned(rows, length, dtype=np.int32):
 @pytest.mark.parametrize("how", ["place_batch", "place_any_batch", "padded"])
 def test_an_array_that_is_filled_again_leaves_the_placed_batch_as_it_was(how, devices):
     mesh = zj.make_mesh(fsdp=devices, devices=jax.devices()[:devices])
-    place = {"place_batch": lambda batch: place_batch(batch, mesh, 1)}.get(how, lambda batch: place_any_batch(batch, mesh)[0])
+    place = {"place_batch": lambda batch: place_batch(batch, mesh, 1)}.get(
+        how, lambda batch: place_any_batch(batch, mesh)[0]
+    )
     rows = devices + 1 if how == "padded" else 4 * devices
     # Small and large: what JAX copies at once, uses as it is, or reads later differs by size.
-    batch = {"small": aligned(rows, 16), "large": aligned(rows, 1 << 16), "number": np.zeros((), np.float32)}
+    batch = {
+        "small": aligned(rows, 16),
+        "large": aligned(rows, 1 << 16),
+        "number": np.zeros((), np.float32),
+    }
     placed = place(batch)
     for array in batch.values():
         array[...] = 7
@@ -55,7 +63,10 @@ REFUSED = {
 def test_what_no_device_holds_is_refused_by_name(name):
     mesh = zj.make_mesh(fsdp=1, devices=jax.devices()[:1])
     leaf, word = REFUSED[name]
-    for place in (lambda batch: place_batch(batch, mesh, 1), lambda batch: place_any_batch(batch, mesh)):
+    for place in (
+        lambda batch: place_batch(batch, mesh, 1),
+        lambda batch: place_any_batch(batch, mesh),
+    ):
         with pytest.raises(ValueError, match=r"\['wrong'\]") as error:
             place({"x": np.zeros(2), "wrong": leaf})
         assert word in str(error.value)

@@ -24,21 +24,30 @@ EXPECTED = {  # is split over fsdp?       params  moments
 
 @pytest.mark.parametrize("stage", EXPECTED)
 def test_state_is_sharded_as_the_stage_says(stage):
-    program = zj.build_train_step(toys.layered(), optax.adam(1e-3), zj.ZeroConfig(stage=stage), zj.make_mesh(fsdp=8))
+    program = zj.build_train_step(
+        toys.layered(), optax.adam(1e-3), zj.ZeroConfig(stage=stage), zj.make_mesh(fsdp=8)
+    )
     state = program.init(jax.random.key(0))
     moments = state.opt_state[0]
     for tree, is_split in ((state.params, EXPECTED[stage][0]), (moments.mu, EXPECTED[stage][1])):
         w1 = tree["blocks"]["w1"]
         local = w1.addressable_shards[0].data.shape
-        assert local == ((3, 16 // 8, 40) if is_split else (3, 16, 40))  # the layer dim is never split
+        assert local == (
+            (3, 16 // 8, 40) if is_split else (3, 16, 40)
+        )  # the layer dim is never split
     assert jax.tree.map(lambda a: a.sharding, state) == program.shardings
 
 
 def test_step_donates_its_state():
-    program = zj.build_train_step(toys.layered(), optax.adam(1e-3), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8))
+    program = zj.build_train_step(
+        toys.layered(), optax.adam(1e-3), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8)
+    )
     state = program.init(jax.random.key(0))
     after, _ = program.step(state, toys.batches(1)[0])
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params) + jax.tree.leaves(state.opt_state))
+    assert all(
+        leaf.is_deleted()
+        for leaf in jax.tree.leaves(state.params) + jax.tree.leaves(state.opt_state)
+    )
     assert jax.tree.map(lambda a: a.sharding, after) == program.shardings
 
 
@@ -47,18 +56,24 @@ def test_init_never_holds_a_whole_leaf():
         return {"w": jax.random.normal(key, (4096, 512)), "v": jax.random.normal(key, (4096, 512))}
 
     model = zj.Model(init, lambda p, batch, key: jnp.mean((batch @ p["w"].T) @ p["v"]))
-    program = zj.build_train_step(model, optax.adam(1e-3), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8))
+    program = zj.build_train_step(
+        model, optax.adam(1e-3), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8)
+    )
     with jax.set_mesh(program.mesh):
         compiled = program._init.jitted.lower(jax.eval_shape(lambda: jax.random.key(0))).compile()
     stats = compiled.memory_analysis()
     shard = 4096 * 512 * 4 // 8
-    assert stats.output_size_in_bytes < 6 * shard * 1.01 + 4096  # params and two moments, one shard of each leaf
+    assert (
+        stats.output_size_in_bytes < 6 * shard * 1.01 + 4096
+    )  # params and two moments, one shard of each leaf
     assert stats.temp_size_in_bytes < 4 * shard  # the whole leaf would be 8 shards
 
 
 def test_replicated_leaves_are_reported_by_name_and_bytes(caplog):
     with caplog.at_level(logging.WARNING, "zerojax"):
-        program = zj.build_train_step(toys.layered(), optax.adam(1e-3), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8))
+        program = zj.build_train_step(
+            toys.layered(), optax.adam(1e-3), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8)
+        )
     found = {r.name: r for r in program.replicated}
     assert found["['embed']['odd']"].num_bytes == 7 * 3 * 4
     assert "(7, 3)" in found["['embed']['odd']"].why
@@ -76,20 +91,30 @@ def test_small_leaves_stay_whole_below_min_shard_bytes():
 
 
 def test_hybrid_mesh_shards_inside_and_replicates_across():
-    program = zj.build_train_step(toys.layered(), optax.adam(1e-3), zj.ZeroConfig(stage=3), zj.make_mesh(data=2, fsdp=4))
+    program = zj.build_train_step(
+        toys.layered(), optax.adam(1e-3), zj.ZeroConfig(stage=3), zj.make_mesh(data=2, fsdp=4)
+    )
     table = program.init(jax.random.key(0)).params["embed"]["table"]
     shards = {d.id: s.index for s in table.addressable_shards for d in [s.device]}
-    for first, second in zip(program.mesh.devices[0].flat, program.mesh.devices[1].flat, strict=True):
+    for first, second in zip(
+        program.mesh.devices[0].flat, program.mesh.devices[1].flat, strict=True
+    ):
         assert shards[first.id] == shards[second.id]
     assert len({str(index) for index in shards.values()}) == 4
 
 
 def test_any_optax_state_is_sharded():
     def moments_of(tx):
-        program = zj.build_train_step(toys.unrolled(), tx, zj.ZeroConfig(stage=1), zj.make_mesh(fsdp=8))
+        program = zj.build_train_step(
+            toys.unrolled(), tx, zj.ZeroConfig(stage=1), zj.make_mesh(fsdp=8)
+        )
         layout = program.layout
         total = whole = 0
-        leaves = zip(jax.tree.leaves(layout.abstract_state.opt_state), jax.tree.leaves(layout.shardings.opt_state), strict=True)
+        leaves = zip(
+            jax.tree.leaves(layout.abstract_state.opt_state),
+            jax.tree.leaves(layout.shardings.opt_state),
+            strict=True,
+        )
         for leaf, sharding in leaves:
             whole += leaf.size
             total += local_elements(leaf.shape, tuple(sharding.spec), program.mesh)
@@ -97,7 +122,11 @@ def test_any_optax_state_is_sharded():
 
     adam = moments_of(optax.adam(1e-3))
     assert adam < 0.2
-    for tx in (optax.lion(1e-3), optax.chain(optax.clip(1.0), optax.adamw(1e-3)), optax.inject_hyperparams(optax.adam)(1e-3)):
+    for tx in (
+        optax.lion(1e-3),
+        optax.chain(optax.clip(1.0), optax.adamw(1e-3)),
+        optax.inject_hyperparams(optax.adam)(1e-3),
+    ):
         np.testing.assert_allclose(moments_of(tx), adam, rtol=0.05)
 
 
@@ -106,7 +135,9 @@ def test_a_fraction_of_the_layers_is_not_lost_to_rounding():
     model = dataclasses.replace(toys.layered(), num_layers=100)
     config = zj.ZeroConfig(opt_state="pinned_host", opt_state_device_fraction=0.29)
     program = zj.build_train_step(model, optax.adam(1e-3), config, zj.make_mesh(fsdp=8))
-    stacks = jax.tree.leaves(program.layout.abstract_state.opt_state[0].mu["blocks"], is_leaf=is_stored)
+    stacks = jax.tree.leaves(
+        program.layout.abstract_state.opt_state[0].mu["blocks"], is_leaf=is_stored
+    )
     assert {stack.device.shape[0] for stack in stacks} == {29}
 
 
@@ -131,7 +162,9 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_equals_plain_optax(name):
     tx, data = optax.with_extra_args_support(OPTIMIZERS[name]()), toys.batches(4)
-    program = zj.build_train_step(toys.unrolled(), OPTIMIZERS[name](), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8))
+    program = zj.build_train_step(
+        toys.unrolled(), OPTIMIZERS[name](), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8)
+    )
     state = program.init(jax.random.key(0))
     params = jax.device_put(jax.device_get(program.params(state)), jax.devices()[0])
     opt_state, expected = tx.init(params), []
@@ -152,7 +185,9 @@ def test_any_optimizer_equals_plain_optax(name):
 
 
 def test_iter_params_yields_layer_by_layer():
-    program = zj.build_train_step(toys.layered(), optax.adam(1e-3), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8))
+    program = zj.build_train_step(
+        toys.layered(), optax.adam(1e-3), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8)
+    )
     state = program.init(jax.random.key(0))
     pieces = dict(program.iter_params(state))
     assert list(pieces) == ["embed", "blocks/0", "blocks/1", "blocks/2", "head"]

@@ -1,4 +1,6 @@
-"""What a layer keeps: the derivative is the same, masks agree on recompute, attention's inner part is not kept."""
+"""What a layer keeps: the derivative is the same, masks agree on recompute, attention's inner part
+is not kept.
+"""
 
 import dataclasses
 
@@ -39,22 +41,34 @@ def dropping():
     def dropped(x, key, number):
         if key is None:
             return x
-        return jnp.where(jax.random.bernoulli(jax.random.fold_in(key, number), 0.8, x.shape), x / 0.8, 0)
+        return jnp.where(
+            jax.random.bernoulli(jax.random.fold_in(key, number), 0.8, x.shape), x / 0.8, 0
+        )
 
     def block(p, x, key):
         return x + dropped(jnp.tanh(dropped(x, key, 0) @ p["w"]), key, 1)
 
-    return dataclasses.replace(toys.small(), block=block, stochastic=True), toys.batches(3), optax.sgd(0.5)
+    return (
+        dataclasses.replace(toys.small(), block=block, stochastic=True),
+        toys.batches(3),
+        optax.sgd(0.5),
+    )
 
 
 @pytest.mark.by_default(HOST)
 @pytest.mark.parametrize("activations", ["selective", HOST])
 def test_dropout_masks_agree_on_recompute(activations):
-    """A mask that differed between forward and backward would give other gradients, hence other losses after a step.
+    """A mask that differed between forward and backward would give other gradients, hence other
+    losses after a step.
 
-    Gradient descent, since Adam makes a step of what is rounding alone: a bias of the keys has no gradient.
+    Gradient descent, since Adam makes a step of what is rounding alone: a bias of the keys has no
+      gradient.
     """
-    model, data, tx = (gpt.layered_gpt(C), tokens(3), optax.sgd(0.5)) if activations == "selective" else dropping()
+    model, data, tx = (
+        (gpt.layered_gpt(C), tokens(3), optax.sgd(0.5))
+        if activations == "selective"
+        else dropping()
+    )
     fields = {"stage": 3, "num_microbatches": 2}
     expected, params = train(model, zj.ZeroConfig(**fields), data, tx)
     config = zj.ZeroConfig(**fields, activations=activations, gather_ahead=True, params=HOST)
@@ -69,7 +83,16 @@ def traced(mode, saved=(), offloaded=(), block=None):
     key = jax.random.key(2)
     params = model.init_block(jax.random.key(0))
     block = block or model.block
-    layer = plan_layer(lambda p, x, key, given: (block(p, x, key), None), params, x, key, Given(), mode, saved, offloaded)
+    layer = plan_layer(
+        lambda p, x, key, given: (block(p, x, key), None),
+        params,
+        x,
+        key,
+        Given(),
+        mode,
+        saved,
+        offloaded,
+    )
     return layer, block, (params, x, key)
 
 
@@ -91,9 +114,20 @@ def test_a_layers_derivative_given_what_it_keeps(mode):
     toys.assert_trees_close(actual, expected, atol=2e-5)
     # what was kept is used, not computed again: another value gives another derivative
     if kept:
-        wrong = backward(params, x, key, Given(), [a + 1 if a.dtype == jnp.float32 else ~a for a in kept], dy, None)
+        wrong = backward(
+            params,
+            x,
+            key,
+            Given(),
+            [a + 1 if a.dtype == jnp.float32 else ~a for a in kept],
+            dy,
+            None,
+        )
         assert (
-            max(float(jnp.abs(a - b).max()) for a, b in zip(jax.tree.leaves(wrong), jax.tree.leaves(actual), strict=True))
+            max(
+                float(jnp.abs(a - b).max())
+                for a, b in zip(jax.tree.leaves(wrong), jax.tree.leaves(actual), strict=True)
+            )
             > 1e-2
         )
 
@@ -112,7 +146,9 @@ def test_selective_keeps_no_scores_and_remat_keeps_nothing():
 
 
 def test_nothing_of_the_parameters_is_kept():
-    """A transposed or scaled weight is as large as the gathered layer: keeping it would end ZeRO-3's bound."""
+    """A transposed or scaled weight is as large as the gathered layer: keeping it would end
+    ZeRO-3's bound.
+    """
 
     def block(p, x, key):
         del key
@@ -121,13 +157,25 @@ def test_nothing_of_the_parameters_is_kept():
 
     params, x = {"w": jnp.ones((16, 16))}, jnp.ones((64, 16))
     for mode in MODES:
-        layer = plan_layer(lambda p, x, key, given: (block(p, x, key), None), params, x, None, Given(), mode, (), ())
+        layer = plan_layer(
+            lambda p, x, key, given: (block(p, x, key), None),
+            params,
+            x,
+            None,
+            Given(),
+            mode,
+            (),
+            (),
+        )
         assert all(a.shape == (64, 16) for a in layer.shapes), mode
 
 
 def named_model():
     def init_block(key):
-        w1, w2 = toys.draw(key, (toys.HIDDEN, toys.INNER)) / 4, toys.draw(key, (toys.INNER, toys.HIDDEN), 1) / 6
+        w1, w2 = (
+            toys.draw(key, (toys.HIDDEN, toys.INNER)) / 4,
+            toys.draw(key, (toys.INNER, toys.HIDDEN), 1) / 6,
+        )
         return {"w1": w1, "w2": w2}
 
     def block(p, x, key):
@@ -141,7 +189,9 @@ def test_named_tensors_are_kept_where_asked():
     data = toys.batches(4)
     expected, params = train(named_model(), zj.ZeroConfig(stage=3), data)
     for fields in ({"saved_names": ("hidden",)}, {"offloaded_names": ("hidden",), "params": HOST}):
-        losses, after = train(named_model(), zj.ZeroConfig(stage=3, activations="remat", **fields), data)
+        losses, after = train(
+            named_model(), zj.ZeroConfig(stage=3, activations="remat", **fields), data
+        )
         np.testing.assert_allclose(losses, expected, rtol=3e-7)
         toys.assert_trees_close(after, params, atol=1e-6)
     mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
@@ -156,12 +206,16 @@ def test_named_tensors_are_kept_where_asked():
 def test_a_name_that_is_not_there_is_refused_with_those_that_are():
     config = zj.ZeroConfig(stage=3, activations="remat", saved_names=("hiden",))
     with pytest.raises(ValueError, match=r"\['hiden'\].*it marks \['hidden', 'out'\]"):
-        zj.build_train_step(named_model(), optax.adamw(1e-2), config, zj.make_mesh(), batch=toys.batches(1)[0])
+        zj.build_train_step(
+            named_model(), optax.adamw(1e-2), config, zj.make_mesh(), batch=toys.batches(1)[0]
+        )
 
 
 def test_layer_inputs_on_disk_are_counted_there_beside_named_tensors(tmp_path):
     """What a user's names keep in host memory moves no layer's input from disk to it."""
     mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
-    config = zj.ZeroConfig(stage=3, activations="nvme", offloaded_names=("hidden",), swap_dir=str(tmp_path))
+    config = zj.ZeroConfig(
+        stage=3, activations="nvme", offloaded_names=("hidden",), swap_dir=str(tmp_path)
+    )
     with zj.build_train_step(named_model(), optax.adamw(1e-2), config, mesh) as program:
         assert program.schedule.tiers["activations"] == "nvme"

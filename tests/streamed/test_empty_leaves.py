@@ -1,4 +1,6 @@
-"""A parameter or an activation of no elements rests in any tier: the streamed step equals the resident one."""
+"""A parameter or an activation of no elements rests in any tier: the streamed step equals the
+resident one.
+"""
 
 import functools
 import itertools
@@ -18,7 +20,9 @@ EVERYTHING = ("params", "grads", "opt_state", "activations")
 
 
 def model(name: str) -> zj.LayeredModel:
-    """Return a model whose embedding, blocks, head and activations each have a leaf of no elements called `name`."""
+    """Return a model whose embedding, blocks, head and activations each have a leaf of no elements
+    called `name`.
+    """
 
     def init_weight(key: jax.Array) -> Any:
         return {"weight": toys.draw(key, (WIDTH, WIDTH)) / 4, name: jnp.zeros((0, 4))}
@@ -27,7 +31,10 @@ def model(name: str) -> zj.LayeredModel:
         return {"weighted": batch["x"] @ p["weight"], name: batch["x"][:, :0]}
 
     def block(p: Any, x: Any, key: Any) -> Any:
-        return {"weighted": x["weighted"] + jnp.tanh(x["weighted"] @ p["weight"]) + jnp.sum(p[name]), name: x[name]}
+        return {
+            "weighted": x["weighted"] + jnp.tanh(x["weighted"] @ p["weight"]) + jnp.sum(p[name]),
+            name: x[name],
+        }
 
     def head(p: Any, p_embed: Any, x: Any, batch: Any, key: Any) -> jax.Array:
         return jnp.mean(jnp.square(x["weighted"] @ p["weight"])) + jnp.sum(p[name])
@@ -38,7 +45,9 @@ def model(name: str) -> zj.LayeredModel:
 def optimizer() -> optax.GradientTransformation:
     """Return Adam whose rate is an array of each leaf's shape, computed from the loss."""
 
-    def update(updates: Any, state: Any, params: Any = None, *, value: Any, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        updates: Any, state: Any, params: Any = None, *, value: Any, **extra: Any
+    ) -> tuple[Any, Any]:
         return jax.tree.map(lambda u: u * jnp.full(u.shape, 1 / (1 + value)), updates), state
 
     by_loss = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
@@ -78,7 +87,11 @@ def cases():
 @pytest.mark.by_default("empty-nvme-device-in_backward")
 @pytest.mark.parametrize(tuple(AXES), cases())
 def test_a_leaf_of_no_elements_trains_in_every_tier(name, tier, update_on, update, tmp_path):
-    fields = dict.fromkeys(EVERYTHING, tier) | {"update_on": update_on, "update": update, "swap_dir": str(tmp_path)}
+    fields = dict.fromkeys(EVERYTHING, tier) | {
+        "update_on": update_on,
+        "update": update,
+        "swap_dir": str(tmp_path),
+    }
     expected_losses, expected = resident(name)
     losses, params = train(name, **fields)
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-6)

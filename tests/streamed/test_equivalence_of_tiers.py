@@ -1,4 +1,6 @@
-"""Streamed = resident: where the bytes rest, how they are fetched and where the optimizer runs change no number."""
+"""Streamed = resident: where the bytes rest, how they are fetched and where the optimizer runs
+change no number.
+"""
 
 import dataclasses
 import functools
@@ -41,18 +43,30 @@ def test_every_streamed_step_equals_the_resident_one(case, tmp_path, request):
 
 
 def test_choice_of_cases_has_every_pair():
-    pairs = {pair for case in matrix.pairwise_cases() for pair in itertools.combinations(sorted(case.items()), 2)}
-    every = {pair for case in matrix.every_case(disk=True) for pair in itertools.combinations(sorted(case.items()), 2)}
+    pairs = {
+        pair
+        for case in matrix.pairwise_cases()
+        for pair in itertools.combinations(sorted(case.items()), 2)
+    }
+    every = {
+        pair
+        for case in matrix.every_case(disk=True)
+        for pair in itertools.combinations(sorted(case.items()), 2)
+    }
     assert pairs == every
 
 
 def test_quick_cases_have_every_value():
     values = {entry for case in matrix.quick_cases() for entry in case.items()}
-    assert values == {(name, value) for name, options in matrix.AXES.items() for value in options} - {("activations", "save")}
+    assert values == {
+        (name, value) for name, options in matrix.AXES.items() for value in options
+    } - {("activations", "save")}
 
 
 def train(model, config, steps=6, tx=None):
-    program = zj.build_train_step(model, tx or toys.optimizer(), config, zj.make_mesh(fsdp=4, devices=jax.devices()[:4]))
+    program = zj.build_train_step(
+        model, tx or toys.optimizer(), config, zj.make_mesh(fsdp=4, devices=jax.devices()[:4])
+    )
     losses, state = toys.run(program, program.init(jax.random.key(0)), toys.batches(steps))
     return np.asarray(losses, np.float32), state, program
 
@@ -70,7 +84,10 @@ def resident(kind, steps, **fields):
     [
         {"opt_state": HOST, "grads": HOST},
         {"opt_state": HOST, "update_on": "host", "grads": HOST, "params": HOST},
-        pytest.param({"opt_state": HOST, "opt_state_device_fraction": 0.5, "params": HOST}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            {"opt_state": HOST, "opt_state_device_fraction": 0.5, "params": HOST},
+            marks=pytest.mark.exhaustive,
+        ),
         {"opt_state": HOST, "opt_state_device_fraction": 0.7, "num_microbatches": 4},
     ],
     ids=["device", "host", "half", "two_of_three"],
@@ -82,7 +99,9 @@ def test_clipping_is_exact_in_every_tier(fields):
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
     toys.assert_trees_close(program.params(after), before, atol=2e-6)
     # and what was clipped is what optax clips
-    plain, _ = toys.plain_run(jax.device_get(program.params(program.init(jax.random.key(0)))), toys.batches(6), 0.5)
+    plain, _ = toys.plain_run(
+        jax.device_get(program.params(program.init(jax.random.key(0)))), toys.batches(6), 0.5
+    )
     np.testing.assert_allclose(losses, plain, rtol=1e-5)
 
 
@@ -96,7 +115,9 @@ def host_cases():
 def test_resident_model_with_its_optimizer_state_on_the_host(stage, num_microbatches, update_on):
     fields = {"stage": stage, "clip_norm": 0.5, "num_microbatches": num_microbatches}
     expected, before = resident("unrolled", 6, **fields)
-    losses, after, _ = train(toys.unrolled(), zj.ZeroConfig(**fields, opt_state=HOST, update_on=update_on))
+    losses, after, _ = train(
+        toys.unrolled(), zj.ZeroConfig(**fields, opt_state=HOST, update_on=update_on)
+    )
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
     toys.assert_trees_close(after.params, before, atol=5e-6)
     kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(after.opt_state) if leaf.ndim}
@@ -121,10 +142,13 @@ def test_tiers_agree_bit_for_bit_in_16_bits(precision, request):
     toys.assert_trees_close(state, expected, atol=0)
 
 
-@pytest.mark.exhaustive  # by default the test above compares streamed steps in 16 bits, whose tiers differ
+# by default the test above compares streamed steps in 16 bits, whose tiers differ
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_gradients_of_a_streamed_step_in_16_bits_are_those_on_the_device(precision):
-    """The moments after a step are the gradients; the update, compiled by layers or whole, rounds in its own way."""
+    """The moments after a step are the gradients; the update, compiled by layers or whole, rounds
+    in its own way.
+    """
 
     def run(**fields):
         config = zj.ZeroConfig(stage=3, precision=precision, activations="selective", **fields)
@@ -143,7 +167,13 @@ def test_one_layer_and_more_distance_than_layers():
     one, tx = dataclasses.replace(toys.small(), num_layers=1), optax.adamw(1e-2)
     expected, _, _ = train(one, zj.ZeroConfig(stage=3), 3, tx)
     for ahead in (False, True):
-        fields = {"params": HOST, "opt_state": HOST, "activations": HOST, "grads": HOST, "prefetch_distance": 5}
+        fields = {
+            "params": HOST,
+            "opt_state": HOST,
+            "activations": HOST,
+            "grads": HOST,
+            "prefetch_distance": 5,
+        }
         losses, _, _ = train(one, zj.ZeroConfig(stage=3, gather_ahead=ahead, **fields), 3, tx)
         np.testing.assert_allclose(losses, expected, rtol=3e-7)
 
@@ -164,7 +194,9 @@ def test_state_is_born_in_its_tier_with_the_same_bits(precision):
     mesh = zj.make_mesh(fsdp=4, devices=jax.devices()[:4])
 
     def normal(shape):
-        """A draw with last bits, other than those of toys: which they are could depend on what it is fused with."""
+        """A draw with last bits, other than those of toys: which they are could depend on what it
+        is fused with.
+        """
         return lambda key: {"w": 0.3 * jax.random.normal(key, shape)}
 
     small = toys.small()
@@ -179,18 +211,33 @@ def test_state_is_born_in_its_tier_with_the_same_bits(precision):
     )
 
     def born(**fields):
-        program = zj.build_train_step(model, optax.adamw(1e-2), zj.ZeroConfig(stage=3, precision=precision, **fields), mesh)
+        program = zj.build_train_step(
+            model, optax.adamw(1e-2), zj.ZeroConfig(stage=3, precision=precision, **fields), mesh
+        )
         return program, program.init(jax.random.key(3))
 
     resident, expected = born()
-    for fields in ({"params": HOST, "opt_state": HOST}, {"opt_state": HOST, "opt_state_device_fraction": 0.5}):
+    for fields in (
+        {"params": HOST, "opt_state": HOST},
+        {"opt_state": HOST, "opt_state_device_fraction": 0.5},
+    ):
         program, state = born(**fields)
-        jax.tree.map(lambda a, s: a.sharding.is_equivalent_to(s, a.ndim) or pytest.fail(str(s)), state, program.shardings)
-        toys.assert_trees_close(jax.device_get(state.params), jax.device_get(expected.params), atol=0)
-        for (name, tree), (other, same) in zip(program.iter_params(state), resident.iter_params(expected), strict=True):
+        jax.tree.map(
+            lambda a, s: a.sharding.is_equivalent_to(s, a.ndim) or pytest.fail(str(s)),
+            state,
+            program.shardings,
+        )
+        toys.assert_trees_close(
+            jax.device_get(state.params), jax.device_get(expected.params), atol=0
+        )
+        for (name, tree), (other, same) in zip(
+            program.iter_params(state), resident.iter_params(expected), strict=True
+        ):
             assert name == other
             toys.assert_trees_close(jax.device_get(tree), jax.device_get(same), atol=0)
         batch = toys.batches(1)[0]
         np.testing.assert_allclose(
-            program.eval(state, batch), resident.eval(expected, batch), rtol=1e-6 if precision == "fp32" else 1e-2
+            program.eval(state, batch),
+            resident.eval(expected, batch),
+            rtol=1e-6 if precision == "fp32" else 1e-2,
         )

@@ -1,4 +1,6 @@
-"""The optimizer on the host: bytes across the link, the delayed update, errors that are told and not hung upon."""
+"""The optimizer on the host: bytes across the link, the delayed update, errors that are told and
+not hung upon.
+"""
 
 import jax
 import numpy as np
@@ -25,8 +27,16 @@ def build(fields, model=None, tx=None):
     [
         ({"precision": "bf16"}, 2, 2),  # ZeRO-Offload's 4 bytes a parameter
         ({"precision": "bf16", "grads": HOST, "update": "after_backward"}, 2, 2),
-        ({"precision": "bf16", "params": HOST, "update": "in_backward"}, 2, 0),  # the parameters are there already
-        ({"precision": "bf16", "num_microbatches": 4}, 4, 2),  # float32 sums, once and not four times
+        (
+            {"precision": "bf16", "params": HOST, "update": "in_backward"},
+            2,
+            0,
+        ),  # the parameters are there already
+        (
+            {"precision": "bf16", "num_microbatches": 4},
+            4,
+            2,
+        ),  # float32 sums, once and not four times
         ({"precision": "bf16", "delayed_update": True}, 2, 2),
         ({"params": HOST}, 4, 0),
         ({}, 8, 4),  # float32 weights on the device go down as well
@@ -80,14 +90,20 @@ def delayed_reference(params, data, tx):
 
 
 @pytest.mark.by_default("clipped")
-@pytest.mark.parametrize("fields", [{}, {"clip_norm": 0.5, "num_microbatches": 4}], ids=["plain", "clipped"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"clip_norm": 0.5, "num_microbatches": 4}], ids=["plain", "clipped"]
+)
 def test_delayed_update_is_one_step_late(fields):
     fields = {"params": HOST, "delayed_update": True, **fields}
     program, data = build(fields, toys.layered(), toys.optimizer()), toys.batches(6)
     state = program.init(jax.random.key(0))
     params = jax.device_get(program.params(state))
     clip = fields.get("clip_norm")
-    tx = toys.optimizer() if clip is None else optax.chain(optax.clip_by_global_norm(clip), toys.optimizer())
+    tx = (
+        toys.optimizer()
+        if clip is None
+        else optax.chain(optax.clip_by_global_norm(clip), toys.optimizer())
+    )
     expected, after = delayed_reference(params, data, tx)
     losses, state = toys.run(program, state, data)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
@@ -108,7 +124,12 @@ def test_a_delayed_update_is_taken_over_in_backward_and_exchanged_in_host_memory
 
         monkeypatch.setattr(step, name, call)
 
-    for step, name in ((HostStep, "stash"), (DelayedStep, "start"), (DelayedStep, "install"), (DelayedStep, "finish")):
+    for step, name in (
+        (HostStep, "stash"),
+        (DelayedStep, "start"),
+        (DelayedStep, "install"),
+        (DelayedStep, "finish"),
+    ):
         spy(step, name)
     first, *rest = toys.batches(3)
     with build({"precision": "bf16", "delayed_update": True}) as program:
@@ -122,7 +143,11 @@ def test_a_delayed_update_is_taken_over_in_backward_and_exchanged_in_host_memory
             state, _ = program.step(state, batch)
             assert not [name for name, _ in calls if name == "install"]
             made = {a.ctypes.data for a in host.host.new_params.values()}
-            assert made == {view(s.data).ctypes.data for a in jax.tree.leaves(state.params) for s in a.addressable_shards}
+            assert made == {
+                view(s.data).ctypes.data
+                for a in jax.tree.leaves(state.params)
+                for s in a.addressable_shards
+            }
 
 
 @pytest.mark.by_default("in_backward")
@@ -134,11 +159,15 @@ def test_a_delayed_update_is_taken_over_in_backward_and_exchanged_in_host_memory
 def test_a_gradient_that_is_not_finite_updates_nothing(fields):
     program = build(fields)
     state, _ = program.step(program.init(jax.random.key(0)), toys.batches(1)[0])
-    before = jax.tree.map(lambda a: np.array(a), (program.params(state), state.master, state.opt_state))
+    before = jax.tree.map(
+        lambda a: np.array(a), (program.params(state), state.master, state.opt_state)
+    )
     bad = toys.batches(2)[1] | {"weight": np.float32(np.nan)}
     state, metrics = program.step(state, bad)
     assert float(metrics["skipped_steps"]) == 1
-    after = jax.tree.map(lambda a: np.array(a), (program.params(state), state.master, state.opt_state))
+    after = jax.tree.map(
+        lambda a: np.array(a), (program.params(state), state.master, state.opt_state)
+    )
     jax.tree.map(np.testing.assert_array_equal, after, before)
 
 
@@ -167,14 +196,19 @@ def test_an_error_in_a_callback_is_raised_by_the_step_and_hangs_nothing(monkeypa
             raise OSError("no such thing")
 
     monkeypatch.setattr(program._runner.host.host, "run_kernel", fail)
-    with pytest.raises(RuntimeError, match="update on the host failed, and the state is lost") as error:
+    with pytest.raises(
+        RuntimeError, match="update on the host failed, and the state is lost"
+    ) as error:
         program.step(state, toys.batches(1)[0])
     assert isinstance(error.value.__cause__, OSError)
     assert len(calls) > 3  # the other devices and layers went on
 
 
 def test_an_optimizer_that_is_not_elementwise_is_refused_when_building():
-    with pytest.raises(ValueError, match=r"opt_state='pinned_host' .* combines elements of a leaf .* and update_on='host'"):
+    with pytest.raises(
+        ValueError,
+        match=r"opt_state='pinned_host' .* combines elements of a leaf .* and update_on='host'",
+    ):
         build({}, tx=optax.lamb(1e-3))
 
 

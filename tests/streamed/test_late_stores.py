@@ -21,7 +21,12 @@ CASES = {
     "in_backward": {**ALL, "update": "in_backward", "gather_ahead": True},
     "in_backward_bf16": {**ALL, "update": "in_backward", "precision": "bf16"},
     "opt_state": {"opt_state": HOST, "clip_norm": 0.5},
-    "in_backward_2": {**ALL, "update": "in_backward", "prefetch_distance": 2, "num_microbatches": 2},
+    "in_backward_2": {
+        **ALL,
+        "update": "in_backward",
+        "prefetch_distance": 2,
+        "num_microbatches": 2,
+    },
     "in_backward_0": {**ALL, "update": "in_backward", "prefetch_distance": 0},
     "opt_state_in_backward": {"opt_state": HOST, "update": "in_backward", "activations": "remat"},
     "half": {**ALL, "opt_state_device_fraction": 0.5},
@@ -38,7 +43,11 @@ CASES = {
 
 def train(config, tiles):
     """Return losses and trained state of ten steps."""
-    model, data = (tiled_toys.model(), tiled_toys.batches(10, 4)) if tiles else (toys.layered(), toys.batches(10, 4))
+    model, data = (
+        (tiled_toys.model(), tiled_toys.batches(10, 4))
+        if tiles
+        else (toys.layered(), toys.batches(10, 4))
+    )
     tx = optax.adamw(1e-2)
     with zj.build_train_step(model, tx, config, zj.make_mesh(devices=jax.devices()[:1])) as program:
         losses, state = toys.run(program, program.init(jax.random.key(0)), data)
@@ -49,11 +58,15 @@ def train(config, tiles):
 @pytest.mark.by_default("1-in_backward", "2-in_backward", "3-opt_state")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("lag", [1, 2, 3])
-def test_ten_steps_with_late_stores_equal_those_with_stores_in_time(case, lag, tmp_path, monkeypatch):
+def test_ten_steps_with_late_stores_equal_those_with_stores_in_time(
+    case, lag, tmp_path, monkeypatch
+):
     """But for last bits: XLA for CPUs fuses the loops in another way."""
     fields = dict(CASES[case])
     tiles = fields.pop("tiles", False)
-    config = zj.ZeroConfig(stage=3, swap_dir=tmp_path if DISK in fields.values() else None, **fields)
+    config = zj.ZeroConfig(
+        stage=3, swap_dir=tmp_path if DISK in fields.values() else None, **fields
+    )
     in_time = train(config, tiles)
     monkeypatch.setattr(state_records, "crosses_link", lambda mesh: True)
     monkeypatch.setattr(schedules, "LAG", lag)

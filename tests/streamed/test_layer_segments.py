@@ -1,4 +1,6 @@
-"""Segments keep, offload and recompute in their own ways, and change no number; values are kept by number as by name."""
+"""Segments keep, offload and recompute in their own ways, and change no number; values are kept by
+number as by name.
+"""
 
 import dataclasses
 import functools
@@ -47,7 +49,10 @@ AXES = {
 
 def init_block(key):
     """A block that marks two values, with products behind both."""
-    up, down = toys.draw(key, (toys.HIDDEN, toys.INNER)) / 4, toys.draw(key, (toys.INNER, toys.HIDDEN), 1) / 6
+    up, down = (
+        toys.draw(key, (toys.HIDDEN, toys.INNER)) / 4,
+        toys.draw(key, (toys.INNER, toys.HIDDEN), 1) / 6,
+    )
     return {"up": up, "down": down, "mix": toys.draw(key, (toys.HIDDEN, toys.HIDDEN), 2) / 8}
 
 
@@ -62,22 +67,33 @@ def model():
 
 
 def train(config, of=None, data=None, tx=None, devices=2):
-    """Return losses, parameters by piece, and late reads. Adam's step of a gradient that is rounding alone is small."""
+    """Return losses, parameters by piece, and late reads.
+
+    Adam's step of a gradient that is rounding alone is small.
+    """
     mesh = zj.make_mesh(fsdp=devices, devices=jax.devices()[:devices])
-    with zj.build_train_step(of or model(), tx or optax.adam(1e-2, eps=1e-4), config, mesh) as program:
+    with zj.build_train_step(
+        of or model(), tx or optax.adam(1e-2, eps=1e-4), config, mesh
+    ) as program:
         state, losses, misses = program.init(jax.random.key(0)), [], 0.0
         for batch in data or toys.batches(STEPS, 16):
             state, metrics = program.step(state, batch)
             losses.append(float(metrics["loss"]))
             misses += float(metrics.get("swap_misses", 0))
-        return np.asarray(losses, np.float32), jax.device_get(dict(program.iter_params(state))), misses
+        return (
+            np.asarray(losses, np.float32),
+            jax.device_get(dict(program.iter_params(state))),
+            misses,
+        )
 
 
 @functools.cache
 def uniform(num_microbatches, update_on):
     """What a streamed step makes whose layers all recompute, once for each kind of fusions."""
     del update_on
-    return train(zj.ZeroConfig(stage=3, activations="remat", params=HOST, num_microbatches=num_microbatches))
+    return train(
+        zj.ZeroConfig(stage=3, activations="remat", params=HOST, num_microbatches=num_microbatches)
+    )
 
 
 def is_valid(case):
@@ -86,13 +102,19 @@ def is_valid(case):
 
 
 def every_case():
-    return [case for values in itertools.product(*AXES.values()) if is_valid(case := dict(zip(AXES, values, strict=True)))]
+    return [
+        case
+        for values in itertools.product(*AXES.values())
+        if is_valid(case := dict(zip(AXES, values, strict=True)))
+    ]
 
 
 @functools.cache
 def quick_cases():
     """Choose until every value is in one case."""
-    cases = random.Random(1).sample([case for case in every_case() if case["num_microbatches"] == 2], 400)
+    cases = random.Random(1).sample(
+        [case for case in every_case() if case["num_microbatches"] == 2], 400
+    )
     return matrix.chosen_of(cases, lambda case: set(case.items()))
 
 
@@ -117,13 +139,18 @@ def test_segmented_steps_equal_the_uniform_one(case, tmp_path, request):
     assert np.max(np.abs(losses - expected) / np.spacing(expected)) <= ulps
     for piece, tree in params.items():
         for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(pieces[piece]), strict=True):
-            np.testing.assert_allclose(a, b, rtol=0, atol=relative * np.max(np.abs(b)), err_msg=piece)
-    # What is read comes in the order in which the engine was told. Nothing is read ahead at a distance of 0.
+            np.testing.assert_allclose(
+                a, b, rtol=0, atol=relative * np.max(np.abs(b)), err_msg=piece
+            )
+    # What is read comes in the order in which the engine was told. Nothing is read ahead at a
+    # distance of 0.
     assert misses == 0 or case["prefetch_distance"] == 0 or case["gather_ahead"]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", matrix.pairwise(random.Random(0).sample(every_case(), 1500)), ids=matrix.name_of)
+@pytest.mark.parametrize(
+    "case", matrix.pairwise(random.Random(0).sample(every_case(), 1500)), ids=matrix.name_of
+)
 def test_segmented_steps_of_every_pair_equal_the_uniform_one(case, tmp_path, request):
     test_segmented_steps_equal_the_uniform_one(case, tmp_path, request)
 
@@ -131,12 +158,22 @@ def test_segmented_steps_of_every_pair_equal_the_uniform_one(case, tmp_path, req
 @pytest.mark.exhaustive  # by default test_late_stores.py compares them without segments
 @pytest.mark.parametrize(
     "fields",
-    [{"update": "in_backward", "gather_ahead": True, "prefetch_distance": 2}, {"clip_norm": 0.5}, {"update_on": "host"}],
+    [
+        {"update": "in_backward", "gather_ahead": True, "prefetch_distance": 2},
+        {"clip_norm": 0.5},
+        {"update_on": "host"},
+    ],
     ids=["in_backward", "after_backward", "on_host"],
 )
 def test_late_stores_of_segments_equal_stores_in_time(fields, monkeypatch):
     """Stores are late if records cross a link, run by run in the order of backward."""
-    case = {"params": HOST, "grads": HOST, "opt_state": HOST, "activations": MIXES["host"], **fields}
+    case = {
+        "params": HOST,
+        "grads": HOST,
+        "opt_state": HOST,
+        "activations": MIXES["host"],
+        **fields,
+    }
     config = zj.ZeroConfig(stage=3, **case)
     in_time = train(config, devices=1)
     monkeypatch.setattr(state_records, "crosses_link", lambda mesh: True)
@@ -153,11 +190,21 @@ OF_TWO_STACKS = {
     ),
     "disk": (
         {"params": DISK, "grads": DISK, "opt_state": DISK, "frozen": DISK},
-        (S(1, activations=DISK), S(1, activations="save"), S(2, activations=DISK), S(1, activations=HOST)),
+        (
+            S(1, activations=DISK),
+            S(1, activations="save"),
+            S(2, activations=DISK),
+            S(1, activations=HOST),
+        ),
     ),
     "in_backward": (
         {"params": HOST, "opt_state": HOST, "update": "in_backward"},
-        (S(1, activations="remat"), S(1, activations="save"), S(1, activations=HOST), S(2, activations="selective")),
+        (
+            S(1, activations="remat"),
+            S(1, activations="save"),
+            S(1, activations=HOST),
+            S(2, activations="selective"),
+        ),
     ),
 }
 
@@ -165,7 +212,9 @@ OF_TWO_STACKS = {
 @pytest.mark.exhaustive  # by default segments and stacks are tested apart
 @pytest.mark.parametrize("case", OF_TWO_STACKS)
 def test_segments_of_an_encoder_and_a_decoder_share_its_context(case, tmp_path):
-    """The decoder has a frozen leaf, a context whose cotangents are summed over its segments, and numbers of its layers."""
+    """The decoder has a frozen leaf, a context whose cotangents are summed over its segments, and
+    numbers of its layers.
+    """
     fields, segments = OF_TWO_STACKS[case]
     both = {"num_microbatches": 2}
     of, data = encoder_decoder.model(), encoder_decoder.batches(4)
@@ -179,27 +228,33 @@ def test_segments_of_an_encoder_and_a_decoder_share_its_context(case, tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("fields", [{"params": HOST}, {"params": DISK, "opt_state": DISK, "grads": DISK}])
+@pytest.mark.parametrize(
+    "fields", [{"params": HOST}, {"params": DISK, "opt_state": DISK, "grads": DISK}]
+)
 def test_segments_of_tiles_equal_the_uniform_step(fields, tmp_path):
     of = dataclasses.replace(tiled_toys.model(stochastic=False), num_layers=3)
     tx, data = optax.sgd(1e-4, momentum=0.9), tiled_toys.batches(3)
     expected, pieces, _ = train(zj.ZeroConfig(stage=3, activations="remat"), of, data, tx)
     segments = (S(1, activations="remat"), S(2, activations=HOST, saved_names=("#0",)))
-    losses, params, misses = train(zj.ZeroConfig(stage=3, activations=segments, swap_dir=tmp_path, **fields), of, data, tx)
+    losses, params, misses = train(
+        zj.ZeroConfig(stage=3, activations=segments, swap_dir=tmp_path, **fields), of, data, tx
+    )
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     for piece, tree in params.items():
         toys.assert_trees_close(tree, pieces[piece], atol=1e-4)
     assert misses == 0
 
 
-# --- schedule, bytes, state ------------------------------------------------------------------------------------------------
+# --- schedule, bytes, state -----------------------------------------------------------------------
 
 
 def build(of=None, **fields):
     if "swap_dir" in fields:
         fields["swap_dir"].mkdir(exist_ok=True)
     mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
-    return zj.build_train_step(of or model(), optax.adam(1e-2), zj.ZeroConfig(stage=3, **fields), mesh)
+    return zj.build_train_step(
+        of or model(), optax.adam(1e-2), zj.ZeroConfig(stage=3, **fields), mesh
+    )
 
 
 def test_the_schedule_has_loops_for_each_segment_over_the_numbers_of_the_stack(tmp_path):
@@ -208,33 +263,63 @@ def test_the_schedule_has_loops_for_each_segment_over_the_numbers_of_the_stack(t
         schedule = program.schedule
         assert isinstance(schedule, StackedSchedule)
         assert list(schedule.stacks) == ["layers 0-1", "layer 2", "layers 3-4"]
-        assert [phase.name for phase in schedule.phases[3:6]] == [f"{run}/backward" for run in reversed(list(schedule.stacks))]
+        assert [phase.name for phase in schedule.phases[3:6]] == [
+            f"{run}/backward" for run in reversed(list(schedule.stacks))
+        ]
         assert schedule.phase("layers 3-4/backward").layer.tolist() == [4, 3]
         assert schedule.num_layers == LAYERS
         assert "\n\nlayers 3-4: 2 layers" in str(schedule)
         kinds = {kind: records.num_layers for kind, records in program.layout.disk.kinds.items()}
         assert kinds["params"] == LAYERS
-        assert {kind: n for kind, n in kinds.items() if "activations" in kind} == {"activations.0-1": 2, "activations.3-4": 2}
-        kept = [(move.kind, move.layer) for move in program._moves if "activations" in move.kind and not move.writes]
-        assert kept == [("activations.3-4", 1), ("activations.3-4", 0), ("activations.0-1", 1), ("activations.0-1", 0)]
+        assert {kind: n for kind, n in kinds.items() if "activations" in kind} == {
+            "activations.0-1": 2,
+            "activations.3-4": 2,
+        }
+        kept = [
+            (move.kind, move.layer)
+            for move in program._moves
+            if "activations" in move.kind and not move.writes
+        ]
+        assert kept == [
+            ("activations.3-4", 1),
+            ("activations.3-4", 0),
+            ("activations.0-1", 1),
+            ("activations.0-1", 0),
+        ]
 
 
 def test_bytes_of_segments_are_those_of_their_layers(tmp_path):
-    """By tier, what is kept is the sum over segments of what uniform layers keep; and arguments are what the tiers hold."""
+    """By tier, what is kept is the sum over segments of what uniform layers keep; and arguments are
+    what the tiers hold.
+    """
     batch = toys.batches(1, 16)[0]
     segments, tiers = MIXES["disk"], ("device", HOST, DISK)
 
     def kept(program):
-        return {tier: sum(value.num_bytes for value in program.kept(batch) if value.tier == tier) for tier in tiers}
+        return {
+            tier: sum(value.num_bytes for value in program.kept(batch) if value.tier == tier)
+            for tier in tiers
+        }
 
     expected = dict.fromkeys(tiers, 0)
     for one in segments:
-        fields: dict[str, Any] = {name: getattr(one, name) for name in ("activations", "saved_names", "offloaded_names")}
+        fields: dict[str, Any] = {
+            name: getattr(one, name) for name in ("activations", "saved_names", "offloaded_names")
+        }
         with build(params=HOST, swap_dir=tmp_path / "one", **fields) as program:
-            expected = {tier: n + kept(program)[tier] * one.num_layers // LAYERS for tier, n in expected.items()}
-    with build(params=HOST, opt_state=HOST, activations=segments, swap_dir=tmp_path / "all") as program:
+            expected = {
+                tier: n + kept(program)[tier] * one.num_layers // LAYERS
+                for tier, n in expected.items()
+            }
+    with build(
+        params=HOST, opt_state=HOST, activations=segments, swap_dir=tmp_path / "all"
+    ) as program:
         assert kept(program) == expected
-        assert {value.stack for value in program.kept(batch)} == {"layers 0-1", "layer 2", "layers 3-4"}
+        assert {value.stack for value in program.kept(batch)} == {
+            "layers 0-1",
+            "layer 2",
+            "layers 3-4",
+        }
         report, state = program.memory(batch), program.init(jax.random.key(0))
         assert report.tiers[HOST]["activations"] == expected[HOST]
         assert report.tiers[DISK]["activations"] >= expected[DISK]  # records are whole sectors
@@ -248,7 +333,11 @@ def test_bytes_of_segments_are_those_of_their_layers(tmp_path):
         assert report.host_argument_bytes == held[HOST]
         assert report.argument_bytes == held["device"]
         compiled = program.lower(batch).compile().memory_analysis()
-        assert report.argument_bytes + report.host_argument_bytes >= compiled.argument_size_in_bytes > 0
+        assert (
+            report.argument_bytes + report.host_argument_bytes
+            >= compiled.argument_size_in_bytes
+            > 0
+        )
 
 
 @pytest.mark.exhaustive  # by default bytes over `tensor` are compared without segments
@@ -268,20 +357,25 @@ def test_bytes_over_tensor_are_those_of_their_layers():
 @pytest.mark.exhaustive  # a state has nothing of activations
 def test_a_checkpoint_is_restored_into_other_segments(tmp_path):
     data = toys.batches(4, 16)
-    with build(activations=MIXES["modes"], opt_state=HOST) as program, zj.Checkpointer(tmp_path / "c") as ckpt:
+    with (
+        build(activations=MIXES["modes"], opt_state=HOST) as program,
+        zj.Checkpointer(tmp_path / "c") as ckpt,
+    ):
         _, state = toys.run(program, program.init(jax.random.key(0)), data[:2])
         ckpt.save(program, state)
         ckpt.wait()
         with build(activations=MIXES["disk"], params=HOST, swap_dir=tmp_path / "swap") as other:
             restored = ckpt.restore(other)
-            for (_, a), (_, b) in zip(program.iter_params(state), other.iter_params(restored), strict=True):
+            for (_, a), (_, b) in zip(
+                program.iter_params(state), other.iter_params(restored), strict=True
+            ):
                 toys.assert_trees_close(jax.device_get(a), jax.device_get(b), atol=0)
             losses, _ = toys.run(other, restored, data[2:])
         expected, _ = toys.run(program, state, data[2:])
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
 
-# --- values by number ------------------------------------------------------------------------------------------------------
+# --- values by number -----------------------------------------------------------------------------
 
 
 def labels(**fields):
@@ -293,8 +387,13 @@ def labels(**fields):
 def test_a_value_has_the_same_number_in_every_mode_and_tier(tmp_path):
     saved = labels(activations=(S(LAYERS),))
     numbered = sorted(name for name in saved if name.startswith("#"))
-    assert [name.split()[:2] for name in numbered] == [["#0", "dot_general"], ["#1", "dot_general"]]  # no derivative reads mix
-    assert {name for name in labels(activations="save") if name.startswith("#")} == {*numbered}  # resident
+    assert [name.split()[:2] for name in numbered] == [
+        ["#0", "dot_general"],
+        ["#1", "dot_general"],
+    ]  # no derivative reads mix
+    assert {name for name in labels(activations="save") if name.startswith("#")} == {
+        *numbered
+    }  # resident
     with build(activations="selective") as program:
         batch = toys.batches(1, 16)[0]
         assert {value.name for value in program.kept(batch)} == {"x", *numbered}
@@ -304,15 +403,21 @@ def test_a_value_has_the_same_number_in_every_mode_and_tier(tmp_path):
         kept = labels(saved_names=("#1",), offloaded_names=("#0",), **fields)
         assert kept == {"x": tier, numbered[0]: HOST, numbered[1]: "device"}
     # A mark beside it changes no number: what is marked is kept once, under its name.
-    assert labels(activations="selective", saved_names=("hidden",)) == dict.fromkeys(("x", "hidden", *numbered), "device")
+    assert labels(activations="selective", saved_names=("hidden",)) == dict.fromkeys(
+        ("x", "hidden", *numbered), "device"
+    )
 
 
 def test_what_is_inside_of_a_loop_is_kept_by_number():
-    """What "save" keeps of a loop has a number too, by which "remat" keeps it: the loop is then taken apart there."""
+    """What "save" keeps of a loop has a number too, by which "remat" keeps it: the loop is then
+    taken apart there.
+    """
 
     def looped(p, x, key):
         turns = jax.numpy.stack([p["mix"], 2 * p["mix"]])
-        return jax.lax.scan(lambda x, w: (x + jax.numpy.tanh(x @ w), None), x @ p["up"] @ p["down"], turns)[0]
+        return jax.lax.scan(
+            lambda x, w: (x + jax.numpy.tanh(x @ w), None), x @ p["up"] @ p["down"], turns
+        )[0]
 
     of = dataclasses.replace(model(), block=looped)
     data = toys.batches(2, 16)
@@ -330,7 +435,7 @@ def test_what_is_inside_of_a_loop_is_kept_by_number():
         toys.assert_trees_close(tree, pieces[piece], atol=2e-6)
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 WRONG = {
     "num_layers": (lambda: S(0), "num_layers=0 of a Segment: an integer of at least 1 is needed"),
@@ -377,6 +482,13 @@ def test_what_is_wrong_about_segments_is_told(case):
 
 
 def test_numbers_are_refused_where_rings_depend_on_the_mode():
-    fields = {"sequence_parallel": True, "tensor_overlap": True, "activations": (S(LAYERS, saved_names=("#0",)),)}
-    with pytest.raises(NotImplementedError, match=re.escape("tensor_overlap=True is not built in this version with values")):
+    fields = {
+        "sequence_parallel": True,
+        "tensor_overlap": True,
+        "activations": (S(LAYERS, saved_names=("#0",)),),
+    }
+    with pytest.raises(
+        NotImplementedError,
+        match=re.escape("tensor_overlap=True is not built in this version with values"),
+    ):
         build(**fields)

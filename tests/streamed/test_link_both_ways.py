@@ -1,4 +1,6 @@
-"""What is loaded and stored beside a tick's products: in which turns, and in front of which products."""
+"""What is loaded and stored beside a tick's products: in which turns, and in front of which
+products.
+"""
 
 import dataclasses
 import itertools
@@ -64,15 +66,23 @@ class State:
 
 def crossing(sizes, num_groups, fetch=7, stored=9, num_params=0):
     records = Records(len(sizes) - num_params, num_params)
-    pending = [types.SimpleNamespace(name=f"new{n}", size=size, dtype=np.dtype("int8")) for n, size in enumerate(sizes)]
+    pending = [
+        types.SimpleNamespace(name=f"new{n}", size=size, dtype=np.dtype("int8"))
+        for n, size in enumerate(sizes)
+    ]
     now = Tick(8, 8, None, None, True, False, fetch=fetch, stored=stored)
     part = range(max(num_params, 1)) if num_params else []
     late = crossings.LateRecord(records, part)
-    return records, crossings.Crossing(late, num_groups, now, [pending], State(tuple(records.params)))
+    return records, crossings.Crossing(
+        late, num_groups, now, [pending], State(tuple(records.params))
+    )
 
 
 @pytest.mark.parametrize("num_groups", [2, 3, 4])
-@pytest.mark.parametrize(("sizes", "num_params"), [([5, 4, 3, 3, 2, 1], 0), ([9, 9, 9, 4, 4, 4, 1, 1, 1], 3), ([7, 2], 0)])
+@pytest.mark.parametrize(
+    ("sizes", "num_params"),
+    [([5, 4, 3, 3, 2, 1], 0), ([9, 9, 9, 4, 4, 4, 1, 1, 1], 3), ([7, 2], 0)],
+)
 def test_each_array_is_loaded_and_stored_once_and_never_in_one_turn(sizes, num_params, num_groups):
     records, crosses = crossing(sizes, num_groups, num_params=num_params)
     crossed, turns = crosses.begin(), []
@@ -83,11 +93,14 @@ def test_each_array_is_loaded_and_stored_once_and_never_in_one_turn(sizes, num_p
         records.log.clear()
     names = {stack.name for stack in (*records.opt, *records.params)}
     for verb in ("load", "store"):
-        assert sorted(move[1] for turn in turns for move in turn if move[0] == verb) == sorted(names)
+        assert sorted(move[1] for turn in turns for move in turn if move[0] == verb) == sorted(
+            names
+        )
     for turn in turns:
         assert not {m[1] for m in turn if m[0] == "load"} & {m[1] for m in turn if m[0] == "store"}
         loaded = [m for m in turn if m[0] == "load"]
-        # Optimizer state of the layer that is updated, parameters of the one that is fetched; the one before is stored.
+        # Optimizer state of the layer that is updated, parameters of the one that is fetched; the
+        # one before is stored.
         assert all(m[2] == (7 if m[1].startswith("param") else 8) for m in loaded)
         assert all(m[2] == 9 for m in turn if m[0] == "store")
     filled = [sum(sizes[n] for n in group) for group in crosses.groups]
@@ -145,7 +158,9 @@ def test_results_are_computed_before_the_turn_that_follows_them():
     args = [jnp.ones((4, 4))] * 3
     jaxpr = jax.make_jaxpr(lambda *args: beside(two, args, jnp.zeros(2), [turn, turn])[0])(*args)
     barriers = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier"]
-    first_product = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general").outvars[0]
+    first_product = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general").outvars[
+        0
+    ]
     assert first_product in barriers[0].invars
     assert barriers[0].outvars[list(barriers[0].invars).index(first_product)] in jaxpr.jaxpr.outvars
 
@@ -161,7 +176,9 @@ def test_products_that_nothing_reads_part_no_turns():
 
 
 def test_a_function_without_products_takes_its_turns_after_it():
-    (y, work) = beside(jnp.tanh, (jnp.zeros(3),), 1, [lambda o, w: (o, w + 1), lambda o, w: (o, 10 * w)])
+    (y, work) = beside(
+        jnp.tanh, (jnp.zeros(3),), 1, [lambda o, w: (o, w + 1), lambda o, w: (o, 10 * w)]
+    )
     assert (y.shape, work) == ((3,), 20)
 
 
@@ -172,14 +189,21 @@ def crossed(phase):
 
 
 def ends_of(phase):
-    """Return (leaves, first tick of their loads, last tick of their stores) of leaves that are updated beside a phase."""
-    found = [(leaves, phase.ticks_of(leaves, "load"), phase.ticks_of(leaves, "store")) for leaves in (HEAD, LATE_ENDS)]
+    """Return (leaves, first tick of their loads, last tick of their stores) of leaves that are
+    updated beside a phase.
+    """
+    found = [
+        (leaves, phase.ticks_of(leaves, "load"), phase.ticks_of(leaves, "store"))
+        for leaves in (HEAD, LATE_ENDS)
+    ]
     return [(leaves, loads[0], stores[-1]) for leaves, loads, stores in found if loads]
 
 
 def test_late_stores_are_those_of_the_tick_before_and_the_last_one_is_drained():
     tiers = {"opt_state": HOST, "params": HOST}
-    late, now = (build_schedule(4, 1, tiers=tiers, update="in_backward", stores_late=late) for late in (1, 0))
+    late, now = (
+        build_schedule(4, 1, tiers=tiers, update="in_backward", stores_late=late) for late in (1, 0)
+    )
     phase, same = late.phase("backward"), now.phase("backward")
     assert (phase.store.tolist(), phase.drain.tolist()) == ([-1, 3, 2, 1], [0])
     assert (same.store.tolist(), same.drain.tolist()) == ([3, 2, 1, 0], [])
@@ -191,11 +215,14 @@ def test_late_stores_are_those_of_the_tick_before_and_the_last_one_is_drained():
     assert sorted(crossed(phase)) == sorted(crossed(same))  # in another order
 
 
-# --- leaves that are no stack of layers ------------------------------------------------------------------------------------
+# --- leaves that are no stack of layers -----------------------------------------------------------
 
 
 def test_the_head_is_stored_in_the_first_tick_and_the_others_are_loaded_beside_the_drain():
-    tiers, sizes = {"opt_state": HOST, "params": HOST}, {"opt_state": 100, "params": 10, "grads": 1, "gathered": 20}
+    tiers, sizes = (
+        {"opt_state": HOST, "params": HOST},
+        {"opt_state": 100, "params": 10, "grads": 1, "gathered": 20},
+    )
     options = {"tiers": tiers, "update": "in_backward", "record_bytes": sizes}
     ends = [EndsMove(HEAD, (30,)), EndsMove(LATE_ENDS, (7,))]
     late = build_schedule(4, 1, stores_late=1, ends=ends, **options)
@@ -203,10 +230,15 @@ def test_the_head_is_stored_in_the_first_tick_and_the_others_are_loaded_beside_t
     assert ends_of(phase) == [(HEAD, -1, 0), (LATE_ENDS, 4, 5)]
     more = late.in_flight()["backward"] - plain.in_flight()["backward"]
     assert more.tolist() == [30, 0, 0, 0]
-    assert "head: fetched before the loop, stored tick 0; embedding and head: after the loop" in str(late)
+    assert (
+        "head: fetched before the loop, stored tick 0; embedding and head: after the loop"
+        in str(late)
+    )
     lanes = [line.split() for line in late.timeline().splitlines() if "ends" in line]
     assert lanes == [["fetch", "ends", *"H|....L."], ["store", "ends", *".|H....L"]]
-    assert not ends_of(build_schedule(4, 1, ends=ends, **options).phase("backward"))  # stores are not late
+    assert not ends_of(
+        build_schedule(4, 1, ends=ends, **options).phase("backward")
+    )  # stores are not late
     with pytest.raises(ValueError, match="ends has 'tail': known are head, head_pieces, late_ends"):
         build_schedule(4, 1, ends=[EndsMove("tail", (1,))], **options)
 
@@ -222,11 +254,19 @@ def test_a_large_head_is_updated_in_pieces_beside_the_first_ticks(count, more, l
     tiers, sizes = {"opt_state": HOST}, {"opt_state": 100}
     options = {"tiers": tiers, "update": "in_backward", "record_bytes": sizes, "stores_late": 1}
     pieces, others = EndsMove(HEAD_PIECES, (5,), (count,)), EndsMove(LATE_ENDS, (7,))
-    schedule, plain = build_schedule(4, 1, ends=[pieces, others], **options), build_schedule(4, 1, **options)
+    schedule, plain = (
+        build_schedule(4, 1, ends=[pieces, others], **options),
+        build_schedule(4, 1, **options),
+    )
     assert (schedule.in_flight()["backward"] - plain.in_flight()["backward"]).tolist() == more
     assert f"; {count} pieces of the head: one a tick" in str(schedule)
     ticks = schedule.phase("backward").ticks()
-    loaded = [op.number for _, ops in ticks for op in ops if (op.verb, op.record.leaves) == ("load", HEAD_PIECES)]
+    loaded = [
+        op.number
+        for _, ops in ticks
+        for op in ops
+        if (op.verb, op.record.leaves) == ("load", HEAD_PIECES)
+    ]
     assert loaded == list(range(count))[::-1]  # as the layers beside which they are updated
     drawn = [line.split() for line in schedule.timeline().splitlines() if "ends" in line]
     assert [" ".join([*words[:2], "".join(words[2:])]) for words in drawn] == lanes
@@ -236,7 +276,9 @@ def test_a_large_head_is_updated_in_pieces_beside_the_first_ticks(count, more, l
 
 def two_stacks(config):
     """Return losses and trained state of three steps of a model of two stacks, and its schedule."""
-    with zj.build_train_step(encoder_decoder.model(), optax.adamw(1e-2), config, zj.make_mesh(devices=jax.devices()[:2])) as p:
+    with zj.build_train_step(
+        encoder_decoder.model(), optax.adamw(1e-2), config, zj.make_mesh(devices=jax.devices()[:2])
+    ) as p:
         state, losses = p.init(jax.random.key(0)), []
         for batch in encoder_decoder.batches(3):
             state, metrics = p.step(state, batch)
@@ -254,13 +296,19 @@ def two_stacks(config):
     ],
     ids=["in_backward", "after_backward"],
 )
-def test_two_stacks_update_ends_beside_the_last_store_to_the_same_numbers(fields, expected_moves, monkeypatch):
+def test_two_stacks_update_ends_beside_the_last_store_to_the_same_numbers(
+    fields, expected_moves, monkeypatch
+):
     """In backward the head is stored by the last stack's first tick."""
     config = zj.ZeroConfig(stage=3, opt_state=HOST, num_microbatches=2, **fields)
     expected, plain = two_stacks(config)
     monkeypatch.setattr(state_records, "crosses_link", lambda mesh: True)
     found, schedule = two_stacks(config)
-    moves = {phase.name: [leaves for leaves, *_ in ends_of(phase)] for phase in schedule.phases if ends_of(phase)}
+    moves = {
+        phase.name: [leaves for leaves, *_ in ends_of(phase)]
+        for phase in schedule.phases
+        if ends_of(phase)
+    }
     assert moves == expected_moves
     assert not any(map(ends_of, plain.phases))
     for a, b in zip(found, expected, strict=True):
@@ -270,15 +318,23 @@ def test_two_stacks_update_ends_beside_the_last_store_to_the_same_numbers(fields
 def test_an_update_after_backward_loads_in_its_tick_and_stores_a_tick_late():
     tiers = {"opt_state": HOST}
     ends = [EndsMove(LATE_ENDS, (7,))]
-    late, plain = (build_schedule(4, 1, tiers=tiers, stores_late=is_late, ends=ends) for is_late in (1, 0))
+    late, plain = (
+        build_schedule(4, 1, tiers=tiers, stores_late=is_late, ends=ends) for is_late in (1, 0)
+    )
     phase = late.phase("update")
-    assert (phase.store.tolist(), phase.drain.tolist(), len(phase.preload)) == ([-1, 0, 1, 2], [3], 0)
+    assert (phase.store.tolist(), phase.drain.tolist(), len(phase.preload)) == (
+        [-1, 0, 1, 2],
+        [3],
+        0,
+    )
     assert (phase.fetches, phase.reads, phase.writes) == ((), ("opt_state",), ("opt_state",))
     assert ends_of(phase) == [(LATE_ENDS, 4, 5)]
     assert not late.phase("backward").stores_late
     assert plain.phase("update").fetches == ("opt_state",)
     of_layers = [moved for moved, leaves in crossed(phase) if leaves == LAYERS]
-    assert sorted(of_layers) == sorted(moved for moved, _ in crossed(plain.phase("update")))  # in another order
+    assert sorted(of_layers) == sorted(
+        moved for moved, _ in crossed(plain.phase("update"))
+    )  # in another order
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Moments in bfloat16: in every tier the same bits, half the bytes, and untouched by a step that is skipped."""
+"""Moments in bfloat16: in every tier the same bits, half the bytes, and untouched by a step that is
+skipped.
+"""
 
 import functools
 
@@ -20,16 +22,28 @@ ALL_ON_DISK = {"params": DISK, "grads": DISK, "opt_state": DISK, "activations": 
 def build(tmp_path, fields, axes=None, model=None, tx=None):
     axes = axes or {"fsdp": 4}
     mesh = zj.make_mesh(**axes, devices=jax.devices()[: int(np.prod(list(axes.values())))])
-    config = zj.ZeroConfig(**{"stage": 3, "moments": "bfloat16", "swap_dir": str(tmp_path), **fields})
-    return zj.build_train_step(model or toys.layered(tensor="tensor" in axes), tx or toys.optimizer(), config, mesh)
+    config = zj.ZeroConfig(
+        **{"stage": 3, "moments": "bfloat16", "swap_dir": str(tmp_path), **fields}
+    )
+    return zj.build_train_step(
+        model or toys.layered(tensor="tensor" in axes), tx or toys.optimizer(), config, mesh
+    )
 
 
 def train(program, steps=4):
     """Return losses, float32 weights, and the moments where they are no files."""
     with program:
         losses, state = toys.run(program, program.init(jax.random.key(0)), toys.batches(steps))
-        weights = [np.asarray(a) for _, tree in program.iter_params(state) for a in jax.tree.leaves(tree)]
-        moments = jax.device_get([a for a in jax.tree.leaves(state.opt_state, is_leaf=is_stored) if isinstance(a, jax.Array)])
+        weights = [
+            np.asarray(a) for _, tree in program.iter_params(state) for a in jax.tree.leaves(tree)
+        ]
+        moments = jax.device_get(
+            [
+                a
+                for a in jax.tree.leaves(state.opt_state, is_leaf=is_stored)
+                if isinstance(a, jax.Array)
+            ]
+        )
         return np.asarray(losses, np.float32), weights, moments
 
 
@@ -42,21 +56,30 @@ def assert_same(run, expected, moments=True):
 
 
 def moved(program, reference):
-    """Return the moments' elements that differ, as a part of all, and by how much of the larger at most."""
-    pairs = [(a.astype(np.float32), b.astype(np.float32)) for a, b in zip(program[2], reference[2], strict=True) if a.ndim]
+    """Return the moments' elements that differ, as a part of all, and by how much of the larger at
+    most.
+    """
+    pairs = [
+        (a.astype(np.float32), b.astype(np.float32))
+        for a, b in zip(program[2], reference[2], strict=True)
+        if a.ndim
+    ]
     differs = sum((a != b).sum() for a, b in pairs) / sum(a.size for a, _ in pairs)
     return differs, max((np.abs(a - b) / np.maximum(np.abs(b), 1e-30)).max() for a, b in pairs)
 
 
-# --- the same bits -------------------------------------------------------------------------------------------------------
+# --- the same bits --------------------------------------------------------------------------------
 
 
-@pytest.mark.exhaustive  # by default `test_nvme_host_update.py` compares the bits of memory and disk
+# by default `test_nvme_host_update.py` compares the bits of memory and disk
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("precision", "tiers"),
     [
         pytest.param(
-            "fp32", {"params": HOST, "grads": HOST, "opt_state": HOST, "prefetch_distance": 2}, marks=pytest.mark.exhaustive
+            "fp32",
+            {"params": HOST, "grads": HOST, "opt_state": HOST, "prefetch_distance": 2},
+            marks=pytest.mark.exhaustive,
         ),
         ("fp32", {"params": HOST, "opt_state": HOST, "update": "in_backward"}),
         ("bf16", ALL_ON_DISK),
@@ -67,10 +90,13 @@ def moved(program, reference):
 def test_tiers_agree_bit_for_bit(precision, tiers, tmp_path):
     fields = {"precision": precision, "activations": "remat"}
     expected = train(build(tmp_path, fields | {"opt_state": HOST}))
-    assert_same(train(build(tmp_path, fields | tiers)), expected, moments=DISK not in tiers.values())
+    assert_same(
+        train(build(tmp_path, fields | tiers)), expected, moments=DISK not in tiers.values()
+    )
 
 
-@pytest.mark.exhaustive  # by default `test_nvme_host_update.py` compares them, one of its states with moments in bfloat16
+# by default `test_nvme_host_update.py` compares them, one of its states with moments in bfloat16
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("default_fusions")
 @pytest.mark.parametrize(
     ("fields", "kinds"),
@@ -82,7 +108,8 @@ def test_tiers_agree_bit_for_bit(precision, tiers, tmp_path):
 )
 def test_update_on_the_host_agrees_in_its_tiers_bit_for_bit(fields, kinds, tmp_path):
     in_memory, on_disk = (
-        train(build(tmp_path, fields | {"update_on": "host"} | dict.fromkeys(kinds, tier))) for tier in (HOST, DISK)
+        train(build(tmp_path, fields | {"update_on": "host"} | dict.fromkeys(kinds, tier)))
+        for tier in (HOST, DISK)
     )
     assert_same(on_disk, in_memory, moments=False)
 
@@ -106,7 +133,9 @@ def one_step():
     ids=["one_device", "stage_1", "tensor", "streamed", "host"],
 )
 def test_sharding_and_place_move_few_moments_in_a_step(fields, axes, tmp_path):
-    """Gradients in float32 differ in last bits; of those a few in 1000 have other leading bits, or are next to a threshold."""
+    """Gradients in float32 differ in last bits; of those a few in 1000 have other leading bits, or
+    are next to a threshold.
+    """
     expected = one_step()
     program = train(build(tmp_path, fields, axes), steps=1)
     differs, most = moved(program, expected)
@@ -133,7 +162,7 @@ def test_losses_stay_near_those_of_float32_moments(tmp_path):
     assert 0 < np.abs(rounded - exact).max() < 2e-3 * exact[0]
 
 
-# --- a skipped step ------------------------------------------------------------------------------------------------------
+# --- a skipped step -------------------------------------------------------------------------------
 
 
 @pytest.mark.by_default("streamed")
@@ -142,7 +171,13 @@ def test_losses_stay_near_those_of_float32_moments(tmp_path):
     [
         {"precision": "fp16"},
         {"precision": "fp16", "params": HOST, "grads": HOST, "opt_state": HOST},
-        {"precision": "fp16", "params": HOST, "grads": HOST, "opt_state": HOST, "update_on": "host"},
+        {
+            "precision": "fp16",
+            "params": HOST,
+            "grads": HOST,
+            "opt_state": HOST,
+            "update_on": "host",
+        },
         {"precision": "bf16", "opt_state": HOST, "update": "in_backward"},
     ],
     ids=["resident", "streamed", "host", "in_backward"],
@@ -162,11 +197,13 @@ def test_a_skipped_step_leaves_the_state_as_it_was(fields, tmp_path):
         assert int(state.opt_state.step) == 2
 
 
-# --- bytes ---------------------------------------------------------------------------------------------------------------
+# --- bytes ----------------------------------------------------------------------------------------
 
 
 def plain_layers(num_layers=3, width=128, inner=64):
-    """Layers of one matrix, whose shards on 4 devices, moments of 2 bytes too, fill blocks of 4096 bytes."""
+    """Layers of one matrix, whose shards on 4 devices, moments of 2 bytes too, fill blocks of 4096
+    bytes.
+    """
 
     def make(rows, columns):
         return lambda key: {"w": toys.draw(key, (rows, columns)) / 8}
@@ -201,8 +238,12 @@ def test_memory_and_records_hold_2_bytes_a_moment(moments, tier, tmp_path):
     fields = {"opt_state": tier, "moments": moments}
     with build(tmp_path, fields, model=plain_layers(), tx=optax.adamw(1e-3)) as program:
         report = program.memory(jax.tree.map(jnp.asarray, BATCH))
-        counts = 4 * sum(not a.shape for a in jax.tree.leaves(program.layout.abstract_state.opt_state))
-        assert report.tiers[tier]["opt_state"] == 2 * (layers + others) * size + (counts if tier == "device" else 0)
+        counts = 4 * sum(
+            not a.shape for a in jax.tree.leaves(program.layout.abstract_state.opt_state)
+        )
+        assert report.tiers[tier]["opt_state"] == 2 * (layers + others) * size + (
+            counts if tier == "device" else 0
+        )
         crossing = 0 if tier == "device" else 2 * (layers + others) * size
         assert report.host_link == {"to_device": crossing, "to_host": crossing}
         state = program.init(jax.random.key(0))
@@ -214,4 +255,7 @@ def test_memory_and_records_hold_2_bytes_a_moment(moments, tier, tmp_path):
             files = list(tmp_path.rglob("opt_state*/*/c.*"))
             assert sum(path.stat().st_size for path in files) == 4 * crossing
         else:
-            assert sum(a.addressable_shards[0].data.nbytes for a in arrays) == 2 * (layers + others) * size
+            assert (
+                sum(a.addressable_shards[0].data.nbytes for a in arrays)
+                == 2 * (layers + others) * size
+            )

@@ -29,19 +29,27 @@ def test_numbers_are_parted_where_they_are_not_linear(numbers, parts):
         assert numbers[start:stop] == [numbers[start] + step * n for n in range(stop - start)]
 
 
-@pytest.mark.parametrize("fields", [{}, {"gather_ahead": True}, {"stores_late": 1}, {"device_layers": 3}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"gather_ahead": True}, {"stores_late": 1}, {"device_layers": 3}]
+)
 @pytest.mark.parametrize("distance", [0, 1, 2, 9])
 def test_the_loops_of_a_phase_have_the_numbers_of_its_ticks(distance, fields):
     """What a schedule shows is what is compiled."""
     for phase in build_schedule(6, distance, tiers=ALL, **fields).phases:
         ticks = []
-        for loop in phases._tick_loops(phase, fields.get("device_layers", 0) if phase.name == "update" else 0):
+        for loop in phases._tick_loops(
+            phase, fields.get("device_layers", 0) if phase.name == "update" else 0
+        ):
             for tick in range(loop.start, loop.stop):
                 ticks.append(tick)
                 for name in loop.numbers:
-                    assert int(loop.index(name, jnp.int32(tick), None)) == getattr(phase, name)[tick]
+                    assert (
+                        int(loop.index(name, jnp.int32(tick), None)) == getattr(phase, name)[tick]
+                    )
             for name in ("consume", "fetch"):  # what the numbers lack is done in none of the ticks
-                assert (name in loop.numbers) == bool((getattr(phase, name)[loop.start : loop.stop] >= 0).all())
+                assert (name in loop.numbers) == bool(
+                    (getattr(phase, name)[loop.start : loop.stop] >= 0).all()
+                )
         assert ticks == list(range(6))
 
 
@@ -55,5 +63,7 @@ def test_records_are_fetched_into_the_slots_in_order(layers, in_loops, monkeypat
     def fetch(layer):
         return [jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False)]
 
-    (ring,) = jax.jit(lambda: phases._fetch_all(layers, jnp.int32(0), fetch, mesh, slices_host=True))()
+    (ring,) = jax.jit(
+        lambda: phases._fetch_all(layers, jnp.int32(0), fetch, mesh, slices_host=True)
+    )()
     np.testing.assert_array_equal(ring.reshape(-1), layers)

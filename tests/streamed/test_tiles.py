@@ -1,4 +1,6 @@
-"""Tiles as records of a streamed step: equal to whole layers, fetched as planned, told in the schedule and in the account."""
+"""Tiles as records of a streamed step: equal to whole layers, fetched as planned, told in the
+schedule and in the account.
+"""
 
 import dataclasses
 import functools
@@ -12,7 +14,21 @@ import toys
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from tiled_toys import LAYERS, SEQ, TILED, D, H, batches, block, build, draw, embed, head, init_block, model
+from tiled_toys import (
+    LAYERS,
+    SEQ,
+    TILED,
+    D,
+    H,
+    batches,
+    block,
+    build,
+    draw,
+    embed,
+    head,
+    init_block,
+    model,
+)
 
 import zerojax as zj
 from host_offload.schedule.tiles import TiledSchedule
@@ -25,7 +41,9 @@ HOST, DISK = "pinned_host", "nvme"
 
 
 def train(config, axes, built, evaluates=False):
-    """Return losses, those of `eval` before and after if asked for, the float32 parameters, and the late reads of all steps."""
+    """Return losses, those of `eval` before and after if asked for, the float32 parameters, and the
+    late reads of all steps.
+    """
     with build(config, axes, built) as program:
         state, losses, misses = program.init(jax.random.key(0)), [], 0.0
         evaluated = [float(program.eval(state, batches(1)[0]))] if evaluates else []
@@ -34,7 +52,12 @@ def train(config, axes, built, evaluates=False):
             losses.append(float(metrics["loss"]))
             misses += float(metrics.get("swap_misses", 0))
         evaluated += [float(program.eval(state, batches(1)[0]))] if evaluates else []
-        return np.array(losses), evaluated, {name: jax.device_get(tree) for name, tree in program.iter_params(state)}, misses
+        return (
+            np.array(losses),
+            evaluated,
+            {name: jax.device_get(tree) for name, tree in program.iter_params(state)},
+            misses,
+        )
 
 
 @functools.cache
@@ -45,7 +68,9 @@ def expected(num_microbatches, clip_norm):
 
 
 def plain(built, data):
-    """Train on one device by optax alone, layers in a Python loop, without keys; returns losses and the parameters by piece."""
+    """Train on one device by optax alone, layers in a Python loop, without keys; returns losses and
+    the parameters by piece.
+    """
     tx = optax.sgd(1e-4, momentum=0.9)  # as `build`
 
     def loss_of(params, batch):
@@ -65,12 +90,20 @@ def plain(built, data):
     for batch in data:
         params, state, loss = step(params, state, batch)
         losses.append(float(loss))
-    layers = {f"blocks/{i}": jax.tree.map(lambda a, i=i: a[i], params["blocks"]) for i in range(LAYERS)}
+    layers = {
+        f"blocks/{i}": jax.tree.map(lambda a, i=i: a[i], params["blocks"]) for i in range(LAYERS)
+    }
     return losses, {"embed": params["embed"], **layers, "head": params["head"]}
 
 
 COLUMNS, ROWS = P(None, None, "tensor"), P(None, "tensor", None)
-OF_FIRST = {"up": COLUMNS, "gate": COLUMNS, "down": ROWS, "up_bias": P(None, "tensor"), "gate_bias": P(None, "tensor")}
+OF_FIRST = {
+    "up": COLUMNS,
+    "gate": COLUMNS,
+    "down": ROWS,
+    "up_bias": P(None, "tensor"),
+    "gate_bias": P(None, "tensor"),
+}
 SPECS = {"block": {"scale": P(), "mix": P(), "first": OF_FIRST, "second": P()}}
 CASES = {
     "params": ({"params": HOST, "prefetch_distance": 1, "activations": "remat"}, {"fsdp": 4}),
@@ -81,7 +114,8 @@ CASES = {
         {"params": HOST, "grads": HOST, "num_microbatches": 2, "clip_norm": 0.1, "activations": HOST},
         {"fsdp": 4},
     ),
-    "replicated": (  # mix and the biases are whole on each device, the rest of first and second is not
+    # mix and the biases are whole on each device, the rest of first and second is not
+    "replicated": (
         {"params": HOST, "grads": HOST, "min_shard_bytes": 1500, "activations": "remat"},
         {"fsdp": 4},
     ),
@@ -96,12 +130,20 @@ CASES = {
 
 @pytest.mark.xdist_group("tiles")  # which share a reference
 @pytest.mark.by_default("disk_in_backward")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.exhaustive if n == "device" else ()) for n in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.exhaustive if n == "device" else ()) for n in CASES]
+)
 def test_tiles_as_records_train_as_whole_layers_do(name, tmp_path):
     fields, axes = CASES[name]
-    config = zj.ZeroConfig(**fields, stage=3, swap_dir=str(tmp_path) if DISK in fields.values() else None)
-    losses, evaluated, params, misses = train(config, axes, model(specs=SPECS if "tensor" in axes else None), evaluates=True)
-    expected_losses, expected_evaluated, expected_params, _ = expected(config.num_microbatches, config.clip_norm)
+    config = zj.ZeroConfig(
+        **fields, stage=3, swap_dir=str(tmp_path) if DISK in fields.values() else None
+    )
+    losses, evaluated, params, misses = train(
+        config, axes, model(specs=SPECS if "tensor" in axes else None), evaluates=True
+    )
+    expected_losses, expected_evaluated, expected_params, _ = expected(
+        config.num_microbatches, config.clip_norm
+    )
     np.testing.assert_allclose(losses, expected_losses, rtol=2e-6)
     np.testing.assert_allclose(evaluated, expected_evaluated, rtol=2e-6)
     assert misses == 0
@@ -115,7 +157,9 @@ def jitted_mlp(w, x):
 
 
 def odd(p, x, key):
-    """A loop in a jit of its own, used twice; a gradient that a later segment reads; one that depends on no data; a scalar."""
+    """A loop in a jit of its own, used twice; a gradient that a later segment reads; one that
+    depends on no data; a scalar.
+    """
     scale = p["scale"] + jnp.tanh(p["mix"]["bias"])
     x = x + jitted_mlp(p["second"], x)
     half = tile_sum(lambda w, s, _: (s[0] @ w) * s[1], p["mix"]["kernel"], (x[..., : D // 2], 0.5))
@@ -128,16 +172,27 @@ def odd_init(key):
     return p | {"first": {name: p["first"][name] for name in ("up", "down")}, "unused": jnp.ones(3)}
 
 
-ODD_TILES = {"scale": False, "mix": {"kernel": True, "bias": False}, "first": True, "second": True, "unused": False}
+ODD_TILES = {
+    "scale": False,
+    "mix": {"kernel": True, "bias": False},
+    "first": True,
+    "second": True,
+    "unused": False,
+}
 
 
 @pytest.mark.exhaustive  # by default the test above trains tiles beside other leaves
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_odd_blocks_train_as_whole_layers_do(precision):
-    """First evaluated, as a cached trace once made other programs of the same functions run something else."""
+    """First evaluated, as a cached trace once made other programs of the same functions run
+    something else.
+    """
     built = dataclasses.replace(model(ODD_TILES, stochastic=False, block=odd), init_block=odd_init)
     fields = {"stage": 3, "precision": precision, "num_microbatches": 2, "activations": "remat"}
-    found, programs = [], [(built, {"params": HOST, "grads": HOST}), (dataclasses.replace(built, tiles=False), {})]
+    found, programs = (
+        [],
+        [(built, {"params": HOST, "grads": HOST}), (dataclasses.replace(built, tiles=False), {})],
+    )
     for one, tiers in programs[: 1 if precision == "fp32" else 2]:
         with build(zj.ZeroConfig(**fields, **tiers), {"fsdp": 2}, one) as program:
             state = program.init(jax.random.key(0))
@@ -152,14 +207,21 @@ def test_odd_blocks_train_as_whole_layers_do(precision):
     toys.assert_trees_close(params, expected_params, atol=2e-6 if precision == "fp32" else 2e-2)
 
 
-@pytest.mark.exhaustive  # by default `test_moments_in_tiers.py` skips one; tiles take no part in what decides
+# by default `test_moments_in_tiers.py` skips one; tiles take no part in what decides
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("tier", [DISK, HOST])
 def test_tiles_in_float16_skip_the_update_where_gradients_overflow(tier, tmp_path):
     data, found = batches(5), []
     data[1] = data[1] | {"y": data[1]["y"] + np.float32(1e6)}
-    fields = {"stage": 3, "precision": "fp16", "loss_scaling": LossScaling(initial=2.0**4, growth_interval=3)}
+    fields = {
+        "stage": 3,
+        "precision": "fp16",
+        "loss_scaling": LossScaling(initial=2.0**4, growth_interval=3),
+    }
     for tiles in (TILED, False):
-        on_disk = {"params": DISK, "opt_state": DISK, "swap_dir": str(tmp_path)} if tier == DISK else {}
+        on_disk = (
+            {"params": DISK, "opt_state": DISK, "swap_dir": str(tmp_path)} if tier == DISK else {}
+        )
         streamed = {"params": HOST, "opt_state": HOST, "grads": HOST} | on_disk
         config = zj.ZeroConfig(**fields, **(streamed if tiles else {}))
         with build(config, {"fsdp": 2}, model(tiles)) as program:
@@ -167,9 +229,16 @@ def test_tiles_in_float16_skip_the_update_where_gradients_overflow(tier, tmp_pat
             for index, batch in enumerate(data):
                 before = jax.device_get(dict(program.iter_params(state))) if index == 1 else None
                 state, metrics = program.step(state, batch)
-                rows.append([float(metrics[name]) for name in ("loss", "loss_scale", "grads_finite", "skipped_steps")])
+                rows.append(
+                    [
+                        float(metrics[name])
+                        for name in ("loss", "loss_scale", "grads_finite", "skipped_steps")
+                    ]
+                )
                 if before is not None:
-                    toys.assert_trees_close(jax.device_get(dict(program.iter_params(state))), before, atol=0)
+                    toys.assert_trees_close(
+                        jax.device_get(dict(program.iter_params(state))), before, atol=0
+                    )
             found.append((np.array(rows), jax.device_get(dict(program.iter_params(state)))))
     (rows, params), (expected_rows, expected_params) = found
     np.testing.assert_array_equal(rows[:, 1:], expected_rows[:, 1:])
@@ -205,11 +274,17 @@ def test_bfloat16_sums_over_tiles_and_microbatches_in_float32():
 
 
 def test_the_schedule_and_the_account_count_tiles():
-    config = zj.ZeroConfig(stage=3, params=HOST, opt_state=HOST, prefetch_distance=1, activations="remat")
+    config = zj.ZeroConfig(
+        stage=3, params=HOST, opt_state=HOST, prefetch_distance=1, activations="remat"
+    )
     programs = [build(config, {"fsdp": 4}, model(tiles=tiles)) for tiles in (TILED, False)]
     tiled, whole = (program.schedule for program in programs)
     assert isinstance(tiled, TiledSchedule)
-    assert {loops.name: loops.num_tiles for loops in tiled.tiles} == {"first": 4, "mix": 4, "second": 2}
+    assert {loops.name: loops.num_tiles for loops in tiled.tiles} == {
+        "first": 4,
+        "mix": 4,
+        "second": 2,
+    }
     assert [len(loops.phase("forward").layer) for loops in tiled.tiles] == [4, 4, 2]
     assert [len(loops.phase("update").layer) for loops in tiled.tiles] == [8, 8, 4]
     text = str(tiled)
@@ -220,17 +295,28 @@ def test_the_schedule_and_the_account_count_tiles():
     for program in programs:
         program.check(batch)
     memory, memory_whole = (program.memory(batch) for program in programs)
-    # a group's tiles are fetched once more where what its loop made is computed again: mix and first, in backward
-    leaves = jax.tree.leaves({k: v for k, v in jax.eval_shape(init_block, jax.random.key(0)).items() if k == "first"})
+    # a group's tiles are fetched once more where what its loop made is computed again: mix and
+    # first, in backward
+    leaves = jax.tree.leaves(
+        {k: v for k, v in jax.eval_shape(init_block, jax.random.key(0)).items() if k == "first"}
+    )
     again = LAYERS * (sum(a.size for a in leaves) + D * D) * 4 // 4
     assert memory.host_link["to_device"] - memory_whole.host_link["to_device"] == again
     assert memory.tiers["device"]["gathered"] < memory_whole.tiers["device"]["gathered"] / 2
-    with pytest.raises(ValueError, match=r"device_budget_bytes=1000: .* bytes in flight on a device"):
+    with pytest.raises(
+        ValueError, match=r"device_budget_bytes=1000: .* bytes in flight on a device"
+    ):
         build(dataclasses.replace(config, device_budget_bytes=1000), {"fsdp": 4}, model())
 
 
 def test_a_budget_that_whole_layers_exceed_is_kept_by_tiles():
-    fields = {"stage": 3, "params": HOST, "opt_state": HOST, "update": "in_backward", "prefetch_distance": 1}
+    fields = {
+        "stage": 3,
+        "params": HOST,
+        "opt_state": HOST,
+        "update": "in_backward",
+        "prefetch_distance": 1,
+    }
     with pytest.raises(ValueError, match=r"device_budget_bytes=20000: .* nothing fits"):
         build(zj.ZeroConfig(**fields, device_budget_bytes=20_000), {"fsdp": 1}, model(tiles=False))
     build(zj.ZeroConfig(**fields, device_budget_bytes=20_000), {"fsdp": 1}, model())
@@ -243,12 +329,18 @@ def test_a_budget_that_whole_layers_exceed_is_kept_by_tiles():
     ids=lambda fields: "-".join(map(str, fields)),
 )  # fmt: skip
 def test_what_moves_whole_layers_says_so(fields, caplog):
-    with caplog.at_level("INFO", "zerojax"), build(zj.ZeroConfig(**({"stage": 3} | fields)), {"fsdp": 2}, model()) as program:
+    with (
+        caplog.at_level("INFO", "zerojax"),
+        build(zj.ZeroConfig(**({"stage": 3} | fields)), {"fsdp": 2}, model()) as program,
+    ):
         assert not hasattr(program.schedule, "tiles")
-    assert "moves whole layers: stacks of tiles are fetched and gathered with the rest of their layer" in caplog.text
+    assert (
+        "moves whole layers: stacks of tiles are fetched and gathered with the rest of their layer"
+        in caplog.text
+    )
 
 
-# --- what is no loop over tiles ----------------------------------------------------------------------------------------------
+# --- what is no loop over tiles -------------------------------------------------------------------
 
 
 def remat(p, x, key):
@@ -278,9 +370,15 @@ def mixed(p, x, key):
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        (remat, r"\['second'\]\['down'\] is a stack of tiles, .* the block uses it in 'checkpoint|remat2?'"),
+        (
+            remat,
+            r"\['second'\]\['down'\] is a stack of tiles, .* the block uses it in 'checkpoint|remat2?'",
+        ),
         (doubled, r"\['second'\]\['down'\] is a stack of tiles, .* the block uses it in 'mul'"),
-        (twice, r"used together in one loop, once in a block, but these are used by loops .*\[0, 1\]"),
+        (
+            twice,
+            r"used together in one loop, once in a block, but these are used by loops .*\[0, 1\]",
+        ),
         (never, r"used together in one loop, once in a block, but these are used by loops"),
         (mixed, r"used together in one loop, once in a block"),
         (batched, r"\['second'\]\['down'\] is a stack of tiles, .* the block uses it in 'scan'"),
@@ -288,7 +386,11 @@ def mixed(p, x, key):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_stacks_used_in_another_way_are_refused_by_name(wrong, why):
-    built = model({"scale": False, "mix": False, "first": False, "second": True}, stochastic=False, block=wrong)
+    built = model(
+        {"scale": False, "mix": False, "first": False, "second": True},
+        stochastic=False,
+        block=wrong,
+    )
     program = build(zj.ZeroConfig(stage=3, params=HOST), {"fsdp": 2}, built)
     with pytest.raises(ValueError, match=why):
         program.check(batches(1)[0])
@@ -310,7 +412,10 @@ def test_stacks_of_one_loop_are_held_together():
         return x + tile_sum(lambda w, x, _: (x @ w["up"]["kernel"]) @ w["down"]["kernel"], p, x)
 
     built = dataclasses.replace(model(True, stochastic=False, block=block), init_block=init)
-    with pytest.raises(ValueError, match=r"loop 0 of the block runs over 2 tiles of 2 stacks, .* held in 2 places: all stacks"):
+    with pytest.raises(
+        ValueError,
+        match=r"loop 0 of the block runs over 2 tiles of 2 stacks, .* held in 2 places: all stacks",
+    ):
         build(zj.ZeroConfig(stage=3, params=HOST), {"fsdp": 2}, built).check(batches(1)[0])
 
 
@@ -320,7 +425,10 @@ def test_stacks_of_one_loop_are_held_together():
         ({"scale": False}, "tiles must mirror the parameters of one layer"),
         (TILED | {"scale": "yes"}, r"tiles holds 'yes' for \['scale'\]"),
         (TILED | {"scale": 0}, r"tiles holds 0 for \['scale'\]"),
-        (TILED | {"first": 3}, r"tiles holds 3 for \['first'\].*: so many along the first dim do not divide them"),
+        (
+            TILED | {"first": 3},
+            r"tiles holds 3 for \['first'\].*: so many along the first dim do not divide them",
+        ),
         (TILED | {"mix": True}, r"hold.* are used together, but differ in their tiles: .*16"),
     ],
 )
@@ -329,7 +437,7 @@ def test_tiles_that_do_not_fit_are_refused_at_build_time(tiles, why):
         build(zj.ZeroConfig(stage=3, params=HOST), {"fsdp": 2}, model(tiles))
 
 
-# --- Flax --------------------------------------------------------------------------------------------------------------------
+# --- Flax -----------------------------------------------------------------------------------------
 
 
 class NnxBlock(nnx.Module):
@@ -374,9 +482,18 @@ def test_tiled_layers_of_flax_are_known(api):
     if api == "nnx":
         parts = {"embed": make(NnxEnd, 8), "block": make(NnxBlock), "head": make(NnxEnd, D)}
     else:
-        parts = {"embed": LinenEnd(), "block": LinenBlock(), "head": LinenEnd(), "example_batch": batches(1)[0]}
+        parts = {
+            "embed": LinenEnd(),
+            "block": LinenBlock(),
+            "head": LinenEnd(),
+            "example_batch": batches(1)[0],
+        }
     built = zj.from_flax(**parts, num_layers=LAYERS, loss=loss)
-    named = {jax.tree_util.keystr(path) for path, flag in jax.tree_util.tree_flatten_with_path(built.tiles)[0] if flag}
+    named = {
+        jax.tree_util.keystr(path)
+        for path, flag in jax.tree_util.tree_flatten_with_path(built.tiles)[0]
+        if flag
+    }
     assert named == {"['qkv']['kernel']", "['mlp']['up']", "['mlp']['up_bias']", "['mlp']['down']"}
     config = zj.ZeroConfig(stage=3, params=HOST)
     schedule = build(config, {"fsdp": 2}, built).schedule
@@ -390,7 +507,9 @@ def test_loops_refuse_what_they_cannot_run():
     w, x = jnp.ones((2, 3, 3)), jnp.ones((4, 3))
     with pytest.raises(ValueError, match="returns one array, not tuple"):
         tile_stack(lambda w, x: (x @ w, x), w, x)
-    with pytest.raises(ValueError, match=r"stacks of one length, one entry for each tile, not \[2, 3\]"):
+    with pytest.raises(
+        ValueError, match=r"stacks of one length, one entry for each tile, not \[2, 3\]"
+    ):
         tile_sum(lambda w, x, part: x @ w, w, x, jnp.ones(3))
 
 

@@ -1,4 +1,6 @@
-"""A GPT whose loss is computed in tiles trains as that of whole logits, in every kind of program; its logits never exist."""
+"""A GPT whose loss is computed in tiles trains as that of whole logits, in every kind of program;
+its logits never exist.
+"""
 
 import dataclasses
 import functools
@@ -18,8 +20,18 @@ from zerojax import memory
 C = gpt.GPTConfig(layers=2, hidden=16, heads=2, seq=6, vocab=40)
 HOST = dict.fromkeys(("params", "grads", "opt_state"), "pinned_host")
 PROGRAMS: dict[str, tuple[str, dict[str, Any], dict[str, int], dict[str, Any]]] = {
-    "layered, stage 3, tensor": ("layered", {"tied": False}, {"data": 2, "fsdp": 2, "tensor": 2}, {"stage": 3}),
-    "layered, stage 1, microbatches": ("layered", {}, {"fsdp": 4}, {"stage": 1, "num_microbatches": 2}),
+    "layered, stage 3, tensor": (
+        "layered",
+        {"tied": False},
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        {"stage": 3},
+    ),
+    "layered, stage 1, microbatches": (
+        "layered",
+        {},
+        {"fsdp": 4},
+        {"stage": 1, "num_microbatches": 2},
+    ),
     "unrolled, stage 3": ("unrolled", {"tied": False}, {"fsdp": 4}, {"stage": 3}),
     "unrolled, stage 3, remat": ("unrolled", {}, {"fsdp": 2}, {"stage": 3, "activations": "remat"}),
     "streamed from the host": ("layered", {}, {"fsdp": 2, "tensor": 2}, {"stage": 3, **HOST}),
@@ -42,30 +54,42 @@ def losses(c: gpt.GPTConfig, kind: str, axes: dict[str, int], **config: Any) -> 
         for row in tokens[:3]:
             state, metrics = program.step(state, {"tokens": row[:, :-1], "targets": row[:, 1:]})
             made += [float(metrics["loss"]), float(metrics["grad_norm"])]
-        return [*made, float(program.eval(state, {"tokens": tokens[3, :, :-1], "targets": tokens[3, :, 1:]}))]
+        return [
+            *made,
+            float(program.eval(state, {"tokens": tokens[3, :, :-1], "targets": tokens[3, :, 1:]})),
+        ]
 
 
 @pytest.mark.exhaustive  # by default the test below compares them, in bf16
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_steps_with_tiled_loss_equal_those_of_whole_logits(name):
     kind, fields, axes, config = PROGRAMS[name]
-    whole, tiled = (losses(dataclasses.replace(C, loss_tiles=n, **fields), kind, axes, **config) for n in (0, 3))
+    whole, tiled = (
+        losses(dataclasses.replace(C, loss_tiles=n, **fields), kind, axes, **config) for n in (0, 3)
+    )
     np.testing.assert_allclose(tiled, whole, rtol=2e-5)
 
 
-@pytest.mark.exhaustive  # by default test_linear_cross_entropy.py compares tiles of each dtype with float64
+# by default test_linear_cross_entropy.py compares tiles of each dtype with float64
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_in_16_bits_they_agree_to_its_rounding(precision):
     c = dataclasses.replace(C, dtype={"bf16": jnp.bfloat16, "fp16": jnp.float16}[precision])
     run = functools.partial(losses, kind="layered", axes={"fsdp": 2}, stage=3, precision=precision)
-    np.testing.assert_allclose(run(dataclasses.replace(c, loss_tiles=3)), run(dataclasses.replace(c, loss_tiles=0)), rtol=2e-2)
+    np.testing.assert_allclose(
+        run(dataclasses.replace(c, loss_tiles=3)),
+        run(dataclasses.replace(c, loss_tiles=0)),
+        rtol=2e-2,
+    )
 
 
 @pytest.mark.by_default("0-layered", "3-layered")
 @pytest.mark.parametrize("kind", ["layered", "unrolled"])
 @pytest.mark.parametrize("tiles", [0, 3])
 def test_logits_are_in_the_program_of_whole_logits_alone(kind, tiles):
-    c = dataclasses.replace(C, loss_tiles=tiles, vocab=44, hidden=20)  # the step has no other dim of 44 beside tokens
+    c = dataclasses.replace(
+        C, loss_tiles=tiles, vocab=44, hidden=20
+    )  # the step has no other dim of 44 beside tokens
     program = build(c, kind, {"fsdp": 2}, stage=3)
     tokens = jax.ShapeDtypeStruct((8, c.seq), jnp.int32)
     text = program.lower({"tokens": tokens, "targets": tokens}).as_text()
@@ -74,17 +98,25 @@ def test_logits_are_in_the_program_of_whole_logits_alone(kind, tiles):
 
 @pytest.mark.parametrize("kind", ["layered", "unrolled"])
 def test_a_rematerialised_head_makes_logits_twice_and_not_three_times(kind):
-    """The unit that gathers the head is repeated in backward, but for the log-sum-exps: logits, logits again, dx, dw."""
+    """The unit that gathers the head is repeated in backward, but for the log-sum-exps: logits,
+    logits again, dx, dw.
+    """
     c = dataclasses.replace(C, loss_tiles=3, vocab=44, hidden=20)
     program = build(c, kind, {"fsdp": 2}, stage=3)
     tokens = jax.ShapeDtypeStruct((8, c.seq), jnp.int32)
     text = program.lower({"tokens": tokens, "targets": tokens}).as_text()
-    products = [line for line in text.splitlines() if "dot_general" in line and re.search(r"\b(\d+x)?15(x\d+)?x", line)]
+    products = [
+        line
+        for line in text.splitlines()
+        if "dot_general" in line and re.search(r"\b(\d+x)?15(x\d+)?x", line)
+    ]
     assert len(products) == 4
 
 
 def test_the_closed_form_tiles_large_vocabularies():
-    """A block's residuals, 34 h + 5 a s bytes a token in 16 bits, against 6 V of logits and their gradient."""
+    """A block's residuals, 34 h + 5 a s bytes a token in 16 bits, against 6 V of logits and their
+    gradient.
+    """
     small = {"seq": 1024, "hidden": 768, "heads": 12}  # 87552 bytes: V = 14592
     assert not memory.tiled_loss_pays(vocab=14592, **small)
     assert memory.tiled_loss_pays(vocab=14593, **small)

@@ -1,4 +1,6 @@
-"""Files of weights of any content: what makes no sense is refused by name, before anything is allocated for it."""
+"""Files of weights of any content: what makes no sense is refused by name, before anything is
+allocated for it.
+"""
 
 import json
 import os
@@ -48,27 +50,51 @@ def a(**fields: Any) -> dict[str, Any]:
 
 
 REFUSED = {
-    "overlap": (a(data_offsets=[4, 52]), "a ends at byte 52, and b is told at bytes 48 to 56: they overlap"),
+    "overlap": (
+        a(data_offsets=[4, 52]),
+        "a ends at byte 52, and b is told at bytes 48 to 56: they overlap",
+    ),
     "outside": (a(data_offsets=[48, 96]), r"a float32\[3, 4\] is told at bytes 48 to 96 of 57"),
     "backwards": (a(data_offsets=[48, 0]), "a .* is told at bytes 48 to 0"),
     "negative": (a(data_offsets=[-48, 0]), r"a.data_offsets\[0\] is -48, and an integer, from 0"),
-    "one offset": (a(data_offsets=[48]), r"a.data_offsets is \[48\], and \[start, stop\] is needed"),
+    "one offset": (
+        a(data_offsets=[48]),
+        r"a.data_offsets is \[48\], and \[start, stop\] is needed",
+    ),
     "negative dims": (a(shape=[-3, -4]), r"a.shape\[0\] is -3"),
-    "overflow": (a(shape=[2**32, 2**32]), r"a.shape is \[4294967296, 4294967296\], and a shape of less than 2\^63 bytes"),
-    "overflow to 0": (a(shape=[0, 2**62, 2**62], data_offsets=[0, 0]), r"a.shape is .*less than 2\^63 bytes"),
+    "overflow": (
+        a(shape=[2**32, 2**32]),
+        r"a.shape is \[4294967296, 4294967296\], and a shape of less than 2\^63 bytes",
+    ),
+    "overflow to 0": (
+        a(shape=[0, 2**62, 2**62], data_offsets=[0, 0]),
+        r"a.shape is .*less than 2\^63 bytes",
+    ),
     "float dims": (a(shape=[3.0, 4]), r"a.shape\[0\] is 3.0"),
     "many dims": (a(shape=[1] * 70), "a list of at most 32 integers is needed"),
     "dtype": (a(dtype=["F32"]), r"a.dtype is \['F32'\], and a text is needed"),
     "no fields": (HEADER | {"a": 3}, "a is 3, and an object is needed"),
     "missing": (HEADER | {"a": {"shape": [3, 4]}}, "a.dtype is missing"),
     "no object": ([1, 2], r"it is \[1, 2\], and an object is needed"),
-    "metadata": (HEADER | {"__metadata__": {"zerojax.tiled": 3}}, r"__metadata__\['zerojax.tiled'\] is 3, and a text is"),
-    "tiles": (HEADER | {"__metadata__": {"zerojax.tiled": '{"b": 1}'}}, "zerojax.tiled is .*, and a list is needed"),
+    "metadata": (
+        HEADER | {"__metadata__": {"zerojax.tiled": 3}},
+        r"__metadata__\['zerojax.tiled'\] is 3, and a text is",
+    ),
+    "tiles": (
+        HEADER | {"__metadata__": {"zerojax.tiled": '{"b": 1}'}},
+        "zerojax.tiled is .*, and a list is needed",
+    ),
     "no tiles": (HEADER | {"__metadata__": {"zerojax.tiled": "["}}, "zerojax.tiled is no JSON"),
     "twice": ('{"a": 1, "a": 2}', "'a' is there twice"),
     "deep": ("[" * 100_000, "it is nested too deeply"),
-    "deep tiles": (HEADER | {"__metadata__": {"zerojax.tiled": "[" * 100_000}}, "nested too deeply"),
-    "surrogate": (HEADER | {"\ud800": HEADER["a"]}, "a name in it is '.ud800', and a text of UTF-8 is needed"),
+    "deep tiles": (
+        HEADER | {"__metadata__": {"zerojax.tiled": "[" * 100_000}},
+        "nested too deeply",
+    ),
+    "surrogate": (
+        HEADER | {"\ud800": HEADER["a"]},
+        "a name in it is '.ud800', and a text of UTF-8 is needed",
+    ),
     "deep field": (HEADER | {"a": DEEP}, "a is .*, and an object is needed"),
 }
 
@@ -86,7 +112,8 @@ def test_a_header_is_no_larger_than_the_format_allows(tmp_path):
         file.write((1 << 40).to_bytes(8, "little") + b"{")
         file.truncate(1 << 41)
     with pytest.raises(
-        zj.CheckpointError, match="its header takes 1099511627776 bytes, and that of a safetensors file at most"
+        zj.CheckpointError,
+        match="its header takes 1099511627776 bytes, and that of a safetensors file at most",
     ):
         open_weights(tmp_path / "file")
 
@@ -100,23 +127,31 @@ def test_changed_headers_end_in_an_error_that_tells_them(tmp_path, num):
         path.write_bytes(flipped(good, seed, len(text) + 8))
         read_all(path)
 
-    found = outcomes({seed: lambda seed=seed: read_all(write(path, mutated(text, seed))) for seed in range(num)})
+    found = outcomes(
+        {seed: lambda seed=seed: read_all(write(path, mutated(text, seed))) for seed in range(num)}
+    )
     print(f"{num} changed headers: {dict(found)}")
     found = outcomes({seed: lambda seed=seed: flip(seed) for seed in range(num // 4)})
     print(f"{num // 4} flipped bits: {dict(found)}")
 
 
-# --- what else is given to an import -----------------------------------------------------------------------------------------
+# --- what else is given to an import --------------------------------------------------------------
 
 
 def files_of_other_kinds(folder: pathlib.Path) -> dict[str, str]:
-    """Make files and folders that are no weights in a format that is read; returns what is to be said of each."""
+    """Make files and folders that are no weights in a format that is read; returns what is to be
+    said of each.
+    """
     shards = {f"layer.{n}": f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}
     for name in ("sharded", "single", "several", "torch", "steps/7/state", "gguf"):
         (folder / name).mkdir(parents=True)
     index = json.dumps({"metadata": {"total_size": 8}, "weight_map": shards})
     (folder / "sharded/model.safetensors.index.json").write_text(index)
-    for name in ("sharded/model-00001-of-00002.safetensors", "single/x.safetensors", "several/x.safetensors"):
+    for name in (
+        "sharded/model-00001-of-00002.safetensors",
+        "single/x.safetensors",
+        "several/x.safetensors",
+    ):
         write(folder / name, HEADER)
     write(folder / "several/y.safetensors", HEADER)
     (folder / "torch/pytorch_model.bin").write_bytes(b"")
@@ -172,17 +207,26 @@ def test_files_of_other_kinds_are_told(tmp_path):
 
 def test_weights_that_a_file_does_not_tell_apart_are_refused(tmp_path):
     """One tensor was read for both."""
-    model = zj.Model(lambda key: {"a": {"b": jnp.ones(2)}, "a.b": jnp.zeros(2)}, lambda p, b, k: jnp.float32(0))
+    model = zj.Model(
+        lambda key: {"a": {"b": jnp.ones(2)}, "a.b": jnp.zeros(2)}, lambda p, b, k: jnp.float32(0)
+    )
     write(tmp_path / "file", {"a.b": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, 8)
     told = r"weights\['a'\]\['b'\] and weights\['a.b'\] of the model are both a.b in .*file: rename one of them"
     with program_of(model) as program, pytest.raises(zj.CheckpointError, match=told):
         zj.import_params(program, tmp_path / "file", key=jax.random.key(0))
 
 
-# --- Orbax -------------------------------------------------------------------------------------------------------------------
+# --- Orbax ----------------------------------------------------------------------------------------
 
-TREE = {"a": np.arange(12, dtype=np.float32).reshape(3, 4), "n": {"b": np.zeros(2000, np.float32), "s": np.float32(3)}}
-OPTIONS = {"ocdbt": {}, "zarr": {"use_ocdbt": False}, "zarr3": {"use_ocdbt": False, "use_zarr3": True}}
+TREE = {
+    "a": np.arange(12, dtype=np.float32).reshape(3, 4),
+    "n": {"b": np.zeros(2000, np.float32), "s": np.float32(3)},
+}
+OPTIONS = {
+    "ocdbt": {},
+    "zarr": {"use_ocdbt": False},
+    "zarr3": {"use_ocdbt": False, "use_zarr3": True},
+}
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +249,10 @@ LARGE = 2**20
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"chunks": [LARGE, LARGE]}, r"a \[3, 4\] has chunks of \[1048576, 1048576\], which are larger than it is"),
+        (
+            {"chunks": [LARGE, LARGE]},
+            r"a \[3, 4\] has chunks of \[1048576, 1048576\], which are larger than it is",
+        ),
         (
             {"chunks": [LARGE, LARGE], "shape": [LARGE, LARGE]},
             r"a .* has chunks of .*, which take 4398046511104 bytes each, and its files have \d\d bytes: they hold no such",
@@ -217,7 +264,9 @@ LARGE = 2**20
     ],
 )
 def test_chunks_that_no_file_can_hold_are_refused(saved, tmp_path, fields, told):
-    """Tensorstore allocates a chunk before it looks at its bytes, and ends the process where it cannot."""
+    """Tensorstore allocates a chunk before it looks at its bytes, and ends the process where it
+    cannot.
+    """
     shutil.copytree(saved / "zarr", tmp_path / "o")
     change(tmp_path / "o" / "a" / ".zarray", **fields)
     with pytest.raises(zj.CheckpointError, match=told):
@@ -243,31 +292,48 @@ def test_chunks_of_shards_that_no_file_can_hold_are_refused(saved, tmp_path):
 
 
 def test_arrays_of_one_value_whose_chunks_are_not_stored_are_read(saved, tmp_path):
-    """They take no memory, however large they are: earlier versions of Orbax left out chunks of zeros."""
+    """They take no memory, however large they are: earlier versions of Orbax left out chunks of
+    zeros.
+    """
     shutil.copytree(saved / "zarr", tmp_path / "o")
     (tmp_path / "o" / "a" / "0.0").unlink()
     change(tmp_path / "o" / "a" / ".zarray", chunks=[LARGE, LARGE], shape=[LARGE, LARGE])
-    np.testing.assert_array_equal(open_weights(tmp_path / "o").read("a", ((5, 7), (0, 3))), np.zeros((2, 3)))
+    np.testing.assert_array_equal(
+        open_weights(tmp_path / "o").read("a", ((5, 7), (0, 3))), np.zeros((2, 3))
+    )
 
 
 def test_a_compressed_chunk_may_be_much_larger_than_its_file(tmp_path):
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as writer:
         writer.save(tmp_path / "o", args=ocp.args.PyTreeSave({"a": jnp.zeros((64, 2**18))}))
-    assert sum(path.stat().st_size for path in (tmp_path / "o").rglob("*") if path.is_file()) < 2**14
-    np.testing.assert_array_equal(open_weights(tmp_path / "o").read("a", ((5, 6), (0, 3))), np.zeros((1, 3)))
+    assert (
+        sum(path.stat().st_size for path in (tmp_path / "o").rglob("*") if path.is_file()) < 2**14
+    )
+    np.testing.assert_array_equal(
+        open_weights(tmp_path / "o").read("a", ((5, 6), (0, 3))), np.zeros((1, 3))
+    )
 
 
 def leaf(*keys: Any, value_type: Any = "jax.Array") -> dict[str, Any]:
-    return {"key_metadata": [{"key": key, "key_type": 2} for key in keys], "value_metadata": {"value_type": value_type}}
+    return {
+        "key_metadata": [{"key": key, "key_type": 2} for key in keys],
+        "value_metadata": {"value_type": value_type},
+    }
 
 
 @pytest.mark.parametrize(
     ("tree", "told"),
     [
         ({"x": leaf("..", "..", "etc")}, "cannot be read as a checkpoint of Orbax"),
-        ({"x": leaf("../zarr3/a")}, r"key_metadata is .*, and keys that name a folder in this one is needed"),
+        (
+            {"x": leaf("../zarr3/a")},
+            r"key_metadata is .*, and keys that name a folder in this one is needed",
+        ),
         ({"x": leaf("/etc")}, "keys that name a folder in this one is needed"),
-        ({"x": leaf("n", "b"), "y": leaf("n.b")}, "x and y are both stored as n.b: rename one of them"),
+        (
+            {"x": leaf("n", "b"), "y": leaf("n.b")},
+            "x and y are both stored as n.b: rename one of them",
+        ),
         ({"x": leaf([])}, r"key_metadata\[0\].key is \[\], and a text is needed"),
         ({"x": leaf("a", value_type=3)}, "value_type is 3, and a text is needed"),
         ({"x": {}}, "tree_metadata.x.value_metadata is missing"),
@@ -286,7 +352,9 @@ def test_nothing_waits_for_a_fifo_in_a_folder_of_orbax(saved, tmp_path, name):
     shutil.copytree(saved / "zarr", tmp_path / "o")
     (tmp_path / "o" / name).unlink()
     os.mkfifo(tmp_path / "o" / name)
-    with pytest.raises(zj.CheckpointError, match=f"{name}: a FIFO is in its place, and no regular file"):
+    with pytest.raises(
+        zj.CheckpointError, match=f"{name}: a FIFO is in its place, and no regular file"
+    ):
         read_all(tmp_path / "o")
 
 
@@ -300,6 +368,9 @@ def test_changed_folders_of_orbax_end_in_an_error_that_tells_them(saved, tmp_pat
         (tmp_path / "o" / name).write_bytes(content)
         read_all(tmp_path / "o")
 
-    calls: dict[int, Any] = {seed: lambda seed=seed: check(json.dumps(mutated(text, seed)).encode()) for seed in range(num)}
+    calls: dict[int, Any] = {
+        seed: lambda seed=seed: check(json.dumps(mutated(text, seed)).encode())
+        for seed in range(num)
+    }
     calls |= {num + seed: lambda seed=seed: check(flipped(text, seed)) for seed in range(num // 4)}
     print(f"{len(calls)} of {name}: {dict(outcomes(calls))}")

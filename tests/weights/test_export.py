@@ -1,4 +1,6 @@
-"""Exported weights are those of the checkpoint, as Orbax and safetensors read them, and appear whole or not at all."""
+"""Exported weights are those of the checkpoint, as Orbax and safetensors read them, and appear
+whole or not at all.
+"""
 
 import errno
 import json
@@ -64,7 +66,11 @@ def flip(step: pathlib.Path) -> None:
 def joined(tree: Any, prefix: str = "") -> dict[str, np.ndarray]:
     if not isinstance(tree, dict):
         return {prefix: tree}
-    return {k: v for key, own in tree.items() for k, v in joined(own, f"{prefix}.{key}" if prefix else key).items()}
+    return {
+        k: v
+        for key, own in tree.items()
+        for k, v in joined(own, f"{prefix}.{key}" if prefix else key).items()
+    }
 
 
 def read(form: str, path: pathlib.Path) -> dict[str, np.ndarray]:
@@ -91,7 +97,9 @@ def test_orbax_restores_what_it_does_of_its_own(original, tmp_path, dtype):
     """Without a target: arrays of JAX, on the first device; of what JAX has not, numpy's."""
     zj.export_orbax(original / "0", tmp_path / "out", dtype=dtype)
     found = joined(ocp.StandardCheckpointer().restore(tmp_path / "out"))
-    with warnings.catch_warnings(action="ignore"):  # of shardings that are read from a file, as of any checkpoint
+    with warnings.catch_warnings(
+        action="ignore"
+    ):  # of shardings that are read from a file, as of any checkpoint
         again = joined(ocp.PyTreeCheckpointer().restore(tmp_path / "out"))
     expected = numbers(original, 0)
     for name, own in AWKWARD.items():
@@ -106,15 +114,20 @@ def test_orbax_restores_into_shardings(original, tmp_path):
     zj.export_orbax(original / "0", tmp_path / "out")
     sharding = NamedSharding(zj.make_mesh(fsdp=2, devices=jax.devices()[:2]), PartitionSpec("fsdp"))
     target = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), ocp.StandardCheckpointer().restore(tmp_path / "out")
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype),
+        ocp.StandardCheckpointer().restore(tmp_path / "out"),
     )
     target["layers"]["0"]["w"] = jax.ShapeDtypeStruct((6, 4), jnp.bfloat16, sharding=sharding)
     found = ocp.StandardCheckpointer().restore(tmp_path / "out", target)["layers"]["0"]["w"]
     assert found.sharding == sharding
-    np.testing.assert_array_equal(found, numbers(original, 0)[AWKWARD["layers.0.w"]].astype(jnp.bfloat16))
+    np.testing.assert_array_equal(
+        found, numbers(original, 0)[AWKWARD["layers.0.w"]].astype(jnp.bfloat16)
+    )
 
 
-@pytest.mark.parametrize("dtype", ["int3", "bf16", "", object(), "f4,(", 3, ["float32"], {"names": 3}])
+@pytest.mark.parametrize(
+    "dtype", ["int3", "bf16", "", object(), "f4,(", 3, ["float32"], {"names": 3}]
+)
 def test_what_is_no_dtype_is_named(tmp_path, dtype):
     """Before the checkpoint is looked at."""
     with pytest.raises(ValueError, match=r"dtype=.*: weights are exported as one of float"):
@@ -167,7 +180,9 @@ def test_linen_and_nnx_modules_run_with_exported_weights(tmp_path):
         with program_of(model) as program:
             state = program.init(jax.random.key(1))
             save(program, state, path)
-            return ocp.StandardCheckpointer().restore(exported(path)), float(program.eval(state, batch))
+            return ocp.StandardCheckpointer().restore(exported(path)), float(
+                program.eval(state, batch)
+            )
 
     def exported(path: pathlib.Path) -> pathlib.Path:
         zj.export_orbax(path, path / "exported")
@@ -181,7 +196,9 @@ def test_linen_and_nnx_modules_run_with_exported_weights(tmp_path):
 
     linen = zj.from_flax(Linen(), lambda m, b: jnp.mean(m(b) ** 2), example_batch=batch)
     tree, loss = saved(linen, tmp_path / "linen")
-    assert float(jnp.mean(jnp.square(Linen().apply({"params": tree}, batch)))) == pytest.approx(loss, rel=1e-6)
+    assert float(jnp.mean(jnp.square(Linen().apply({"params": tree}, batch)))) == pytest.approx(
+        loss, rel=1e-6
+    )
 
 
 def test_newest_whole_step_is_taken(checkpoints, tmp_path, caplog):
@@ -189,7 +206,9 @@ def test_newest_whole_step_is_taken(checkpoints, tmp_path, caplog):
     own = AWKWARD["layers.0.w"]
     for name, step in (("newest", 5), ("older", 0)):
         zj.export_safetensors(checkpoints, tmp_path / name)
-        np.testing.assert_array_equal(read("safetensors", tmp_path / name)["layers.0.w"], numbers(checkpoints, step)[own])
+        np.testing.assert_array_equal(
+            read("safetensors", tmp_path / name)["layers.0.w"], numbers(checkpoints, step)[own]
+        )
         flip(checkpoints / str(step))
     assert f"{checkpoints / '5'} is passed over" in caplog.text
     for source in (checkpoints, checkpoints / "5"):
@@ -206,10 +225,14 @@ def test_bad_input_is_refused_and_leaves_nothing(original, tmp_path, form):
         EXPORTS[form](original, there)
     with pytest.raises(ValueError, match="absent is no folder"):
         EXPORTS[form](original, tmp_path / "absent" / "out")
-    with pytest.raises(ValueError, match="dtype=int8: weights are exported as one of float64, float32"):
+    with pytest.raises(
+        ValueError, match="dtype=int8: weights are exported as one of float64, float32"
+    ):
         EXPORTS[form](original, tmp_path / "out", dtype=jnp.int8)
     for source in (tmp_path, tmp_path / "absent", original / "7"):
-        with pytest.raises(zj.CheckpointError, match=r"neither a zerojax\.Checkpointer's directory"):
+        with pytest.raises(
+            zj.CheckpointError, match=r"neither a zerojax\.Checkpointer's directory"
+        ):
             EXPORTS[form](source, tmp_path / "out")
     assert os.listdir(tmp_path) == ["there"]
 
@@ -221,7 +244,9 @@ def test_numbers_out_of_reach_are_refused_by_name(original, tmp_path, form, monk
 
     monkeypatch.setattr(exporting.SavedState, "check", lambda self, **_: None)
     monkeypatch.setattr("host_offload.disk.saved_records.SavedRecords.read", large)
-    with pytest.raises(zj.CheckpointError, match=r"weights\['gate'\] holds numbers that float16 does not reach"):
+    with pytest.raises(
+        zj.CheckpointError, match=r"weights\['gate'\] holds numbers that float16 does not reach"
+    ):
         EXPORTS[form](original, tmp_path / "out", dtype=jnp.float16)
     assert not os.listdir(tmp_path)
 
@@ -236,7 +261,9 @@ def test_full_disk_is_told_and_leaves_nothing(original, tmp_path, form):
 
 
 def test_a_disk_that_fails_while_a_file_is_written_is_told(original, tmp_path, monkeypatch):
-    """Over a mapped file it was a SIGBUS, which ended the process, where the file system allocates blocks at once."""
+    """Over a mapped file it was a SIGBUS, which ended the process, where the file system allocates
+    blocks at once.
+    """
     with disks.ext4(tmp_path / "disk", 16 << 20, "loop,nodelalloc") as folder:
         read_part = exporting.read_part
 
@@ -245,11 +272,15 @@ def test_a_disk_that_fails_while_a_file_is_written_is_told(original, tmp_path, m
             read_part(*args)
 
         monkeypatch.setattr(exporting, "read_part", failing)
-        with pytest.raises(zj.CheckpointError, match=r"writing .*out failed: EIO \(5\), .*; the disk failed"):
+        with pytest.raises(
+            zj.CheckpointError, match=r"writing .*out failed: EIO \(5\), .*; the disk failed"
+        ):
             zj.export_safetensors(original / "0", folder / "out")
 
 
-@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS], ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    "number", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS], ids=errno.errorcode.get
+)
 def test_file_systems_that_reserve_nothing_are_written_to(original, tmp_path, monkeypatch, number):
     zj.export_safetensors(original / "0", tmp_path / "expected")
 
@@ -272,7 +303,10 @@ def test_writes_that_are_cut_short_are_continued(original, tmp_path, monkeypatch
 
 @given(st.lists(st.one_of(st.text(max_size=4), st.integers(0, 9)), min_size=1, max_size=4))
 def test_keys_survive_their_names(keys):
-    path = tuple(jax.tree_util.SequenceKey(k) if isinstance(k, int) else jax.tree_util.DictKey(k) for k in keys)
+    path = tuple(
+        jax.tree_util.SequenceKey(k) if isinstance(k, int) else jax.tree_util.DictKey(k)
+        for k in keys
+    )
     assert path_of(f"weights{jax.tree_util.keystr(path)}") == tuple(map(str, keys))
 
 
@@ -310,13 +344,30 @@ def test_names_that_are_no_folders_are_refused(tmp_path, key):
 
 
 def test_command_line(original, tmp_path, capsys):
-    cli.main(["export", str(original), str(tmp_path / "a"), "--format", "safetensors", "--dtype", "bfloat16", "--step", "0"])
+    cli.main(
+        [
+            "export",
+            str(original),
+            str(tmp_path / "a"),
+            "--format",
+            "safetensors",
+            "--dtype",
+            "bfloat16",
+            "--step",
+            "0",
+        ]
+    )
     own = AWKWARD["layers.0.w"]
     found = read("safetensors", tmp_path / "a")["layers.0.w"]
     np.testing.assert_array_equal(found, numbers(original, 0)[own].astype(jnp.bfloat16))
     cli.main(["export", str(original / "5"), str(tmp_path / "b"), "--format", "orbax"])
-    np.testing.assert_array_equal(read("orbax", tmp_path / "b")["layers.0.w"], numbers(original, 5)[own])
-    for arguments in ([str(original), str(tmp_path / "b")], [str(original), str(tmp_path / "d"), "--step", "3"]):
+    np.testing.assert_array_equal(
+        read("orbax", tmp_path / "b")["layers.0.w"], numbers(original, 5)[own]
+    )
+    for arguments in (
+        [str(original), str(tmp_path / "b")],
+        [str(original), str(tmp_path / "d"), "--step", "3"],
+    ):
         with pytest.raises(SystemExit) as ended:
             cli.main(["export", *arguments, "--format", "orbax"])
         assert ended.value.code == 2
@@ -353,12 +404,16 @@ print(peak - before)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/status tells anonymous memory on Linux")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="/proc/self/status tells anonymous memory on Linux"
+)
 def test_anonymous_memory_is_bounded(original, tmp_path):
     num_mib = 96
     large = zj.Model(lambda key: {"w": jnp.ones((num_mib, 2**18))}, lambda p, b, k: jnp.sum(p["w"]))
     with program_of(large) as program:
         save(program, program.init(jax.random.key(0)), tmp_path / "c")
     arguments = [str(original / "0"), str(tmp_path), str(tmp_path / "c")]
-    done = subprocess.run([sys.executable, "-c", MEMORY, *arguments], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, *arguments], check=True, capture_output=True, text=True
+    )
     assert float(done.stdout) < num_mib / 3

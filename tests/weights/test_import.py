@@ -1,4 +1,6 @@
-"""A state imported from exported weights is `program.init` with those weights, in any stage and tier."""
+"""A state imported from exported weights is `program.init` with those weights, in any stage and
+tier.
+"""
 
 import json
 import pathlib
@@ -28,7 +30,9 @@ def weights_in(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: value for name, value in found.items() if name.startswith("weights")}
 
 
-def imported(program: zj.Program, source: pathlib.Path, directory: pathlib.Path) -> dict[str, np.ndarray]:
+def imported(
+    program: zj.Program, source: pathlib.Path, directory: pathlib.Path
+) -> dict[str, np.ndarray]:
     """Import, and return all numbers of the state."""
     return save(program, zj.import_params(program, source, key=jax.random.key(3)), directory)
 
@@ -85,7 +89,10 @@ def test_bfloat16_is_read_as_float32(tmp_path):
         for form, export in EXPORTS.items():
             export(tmp_path / "c", tmp_path / form, dtype=jnp.bfloat16)
             found = imported(program, tmp_path / form, tmp_path / f"again-{form}")
-            narrow = {name: value.astype(jnp.bfloat16).astype(np.float32) for name, value in expected.items()}
+            narrow = {
+                name: value.astype(jnp.bfloat16).astype(np.float32)
+                for name, value in expected.items()
+            }
             assert_same(weights_in(found), narrow)
 
 
@@ -105,18 +112,32 @@ def test_files_of_others(tmp_path):
     save_file = pytest.importorskip("safetensors.numpy").save_file
     with program_of(awkward()) as program:
         expected = save(program, program.init(jax.random.key(0)), tmp_path / "c")
-        tensors = {name: np.asarray(expected[own], np.float64 if "w" in name else np.float32) for name, own in AWKWARD.items()}
+        tensors = {
+            name: np.asarray(expected[own], np.float64 if "w" in name else np.float32)
+            for name, own in AWKWARD.items()
+        }
         save_file(tensors, tmp_path / "safetensors", {"format": "np"})
         data = (tmp_path / "safetensors").read_bytes()
         length = int.from_bytes(data[:8], "little") + 3  # tensors that are not aligned
-        (tmp_path / "odd").write_bytes(length.to_bytes(8, "little") + data[8 : length + 5] + b"   " + data[length + 5 :])
+        (tmp_path / "odd").write_bytes(
+            length.to_bytes(8, "little") + data[8 : length + 5] + b"   " + data[length + 5 :]
+        )
         tree = tree_of(expected)
         del tree["none"]  # which Orbax cannot hold
-        for name, options in {"ocdbt": {}, "zarr": {"use_ocdbt": False}, "zarr3": {"use_zarr3": True}}.items():
+        for name, options in {
+            "ocdbt": {},
+            "zarr": {"use_ocdbt": False},
+            "zarr3": {"use_zarr3": True},
+        }.items():
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as writer:
-                writer.save(tmp_path / name, args=ocp.args.PyTreeSave(jax.tree.map(jnp.asarray, tree)))
+                writer.save(
+                    tmp_path / name, args=ocp.args.PyTreeSave(jax.tree.map(jnp.asarray, tree))
+                )
         for name in ("safetensors", "odd"):
-            assert_same(weights_in(imported(program, tmp_path / name, tmp_path / f"again-{name}")), weights_in(expected))
+            assert_same(
+                weights_in(imported(program, tmp_path / name, tmp_path / f"again-{name}")),
+                weights_in(expected),
+            )
     whole = awkward()
 
     def without(key: jax.Array) -> dict:
@@ -126,7 +147,10 @@ def test_files_of_others(tmp_path):
     del expected[AWKWARD["none"]]
     with program_of(zj.Model(without, whole.loss)) as program:
         for name in ("ocdbt", "zarr", "zarr3"):
-            assert_same(weights_in(imported(program, tmp_path / name, tmp_path / f"again-{name}")), weights_in(expected))
+            assert_same(
+                weights_in(imported(program, tmp_path / name, tmp_path / f"again-{name}")),
+                weights_in(expected),
+            )
 
 
 def test_nnx_model(tmp_path):
@@ -134,12 +158,20 @@ def test_nnx_model(tmp_path):
         return nnx.Linear(4, 4, rngs=rngs)
 
     parts = {"embed": lambda rngs: _Embed(rngs), "block": linear, "head": linear}
-    model = zj.from_flax(**parts, num_layers=3, loss=lambda head, embed, x, batch: jnp.mean(head(x) ** 2))
-    with program_of(model, devices=2, stage=3) as program, program_of(model, params=HOST, opt_state=HOST) as other:
+    model = zj.from_flax(
+        **parts, num_layers=3, loss=lambda head, embed, x, batch: jnp.mean(head(x) ** 2)
+    )
+    with (
+        program_of(model, devices=2, stage=3) as program,
+        program_of(model, params=HOST, opt_state=HOST) as other,
+    ):
         expected = save(program, program.init(jax.random.key(0)), tmp_path / "c")
         for form, export in EXPORTS.items():
             export(tmp_path / "c", tmp_path / form)
-            assert_same(weights_in(imported(other, tmp_path / form, tmp_path / f"again-{form}")), weights_in(expected))
+            assert_same(
+                weights_in(imported(other, tmp_path / form, tmp_path / f"again-{form}")),
+                weights_in(expected),
+            )
 
 
 class _Embed(nnx.Module):
@@ -173,12 +205,17 @@ def test_tiles_are_cut_anew(tmp_path):
         dense["blocks"] = jax.tree.map(lambda *a: np.stack(a), *map(untile_mlp, tiles))
         with ocp.StandardCheckpointer() as writer:
             writer.save(tmp_path / "dense", dense)
-        assert_same(weights_in(imported(program, tmp_path / "dense", tmp_path / "from-dense")), expected)
+        assert_same(
+            weights_in(imported(program, tmp_path / "dense", tmp_path / "from-dense")), expected
+        )
 
 
-# --- optimizers ------------------------------------------------------------------------------------------------------------
+# --- optimizers -----------------------------------------------------------------------------------
 
-PARAMS = {"w": jax.ShapeDtypeStruct((3, 50), jnp.float32), "b": jax.ShapeDtypeStruct((5,), jnp.float32)}
+PARAMS = {
+    "w": jax.ShapeDtypeStruct((3, 50), jnp.float32),
+    "b": jax.ShapeDtypeStruct((5,), jnp.float32),
+}
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-3),
     "hyperparameters": optax.inject_hyperparams(optax.adam)(learning_rate=0.25),
@@ -192,12 +229,18 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_init_makes_is_read_off_its_trace(name):
     tx = OPTIMIZERS[name]
-    params = jax.tree.map(lambda a: 1.0 + jnp.arange(a.size, dtype=a.dtype).reshape(a.shape), PARAMS)
+    params = jax.tree.map(
+        lambda a: 1.0 + jnp.arange(a.size, dtype=a.dtype).reshape(a.shape), PARAMS
+    )
     weights = jax.tree.leaves(params)
     made = initial_values(tx.init, PARAMS)
     for found, expected in zip(made, jax.tree.leaves(tx.init(params)), strict=True):
         assert found is not None
-        value = weights[found.index] if isinstance(found, Copy) else np.broadcast_to(found, expected.shape)
+        value = (
+            weights[found.index]
+            if isinstance(found, Copy)
+            else np.broadcast_to(found, expected.shape)
+        )
         assert value.shape == expected.shape
         np.testing.assert_array_equal(value, expected)
     assert any(isinstance(found, Copy) for found in made) == (name in ("copies", "particles"))
@@ -211,13 +254,17 @@ def keeping(what: Callable[[jax.Array], jax.Array]) -> optax.GradientTransformat
         updates, inner = tx.update(updates, state[0], params)
         return updates, (inner, state[1])
 
-    return optax.GradientTransformation(lambda params: (tx.init(params), jax.tree.map(what, params)), update)
+    return optax.GradientTransformation(
+        lambda params: (tx.init(params), jax.tree.map(what, params)), update
+    )
 
 
 @pytest.mark.parametrize("tier", ["device", HOST])
 def test_copies_of_weights_are_the_imported_ones(tier, tmp_path):
     model = awkward() if tier == "device" else toys.layered()
-    with program_of(model, keeping(lambda w: w), params=tier, grads=tier, opt_state=tier) as program:
+    with program_of(
+        model, keeping(lambda w: w), params=tier, grads=tier, opt_state=tier
+    ) as program:
         expected = save(program, program.init(jax.random.key(0)), tmp_path / "c")
         zj.export_orbax(tmp_path / "c", tmp_path / "out")
         found = imported(program, tmp_path / "out", tmp_path / "again")
@@ -227,18 +274,22 @@ def test_copies_of_weights_are_the_imported_ones(tier, tmp_path):
 def test_state_that_is_computed_from_weights(tmp_path):
     halving = keeping(lambda w: w / 2)
     noise = optax.GradientTransformation(
-        lambda params: jax.random.split(jax.random.PRNGKey(7)), lambda updates, state, params=None: (updates, state)
+        lambda params: jax.random.split(jax.random.PRNGKey(7)),
+        lambda updates, state, params=None: (updates, state),
     )
     with program_of(awkward(), optax.chain(halving, noise), devices=2) as program:
         expected = save(program, program.init(jax.random.key(3)), tmp_path / "c")
         zj.export_safetensors(tmp_path / "c", tmp_path / "out")
         assert_same(imported(program, tmp_path / "out", tmp_path / "again"), expected)
     message = r"tx.init makes opt_state\[1\]\['gate'\] of the weights, as neither"
-    with program_of(awkward(), halving, opt_state=HOST) as program, pytest.raises(ValueError, match=message):
+    with (
+        program_of(awkward(), halving, opt_state=HOST) as program,
+        pytest.raises(ValueError, match=message),
+    ):
         zj.import_params(program, tmp_path / "out", key=jax.random.key(0))
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", EXPORTS)
@@ -250,19 +301,39 @@ def test_other_models_are_refused_before_anything_is_touched(form, tmp_path):
                 writer.save(path, tree)
         else:
             flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-            tensors = {jax.tree_util.keystr(p, simple=True, separator="."): np.asarray(a) for p, a in flat}
+            tensors = {
+                jax.tree_util.keystr(p, simple=True, separator="."): np.asarray(a) for p, a in flat
+            }
             pytest.importorskip("safetensors.numpy").save_file(tensors, path)
         return path
 
-    tree = {"a": np.ones((4, 2), np.float32), "b": {"c": np.ones(3, np.float32), "d": np.ones(2, np.float32)}}
+    tree = {
+        "a": np.ones((4, 2), np.float32),
+        "b": {"c": np.ones(3, np.float32), "d": np.ones(2, np.float32)},
+    }
     model = zj.Model(lambda key: jax.tree.map(jnp.asarray, tree), lambda p, b, k: jnp.float32(0))
     wrong = {
         "missing": ({"a": tree["a"], "b": {"c": tree["b"]["c"]}}, r"It holds: no b.d \[2\]$"),
-        "extra": (tree | {"z": np.ones(1, np.float32)}, r"It holds: z \[1\], which this program's model has not$"),
-        "misshapen": (tree | {"a": np.ones((2, 4), np.float32)}, r"It holds: a \[2, 4\], and here it is \[4, 2\]$"),
-        "tiles": (tree | {"a": np.ones((1, 4, 2), np.float32)}, r"It holds: a \[1, 4, 2\], and here it is \[4, 2\]$"),
-        "integers": (tree | {"a": np.ones((4, 2), np.int32)}, r"It holds: a of (int32|I32), which is no floating dtype"),
-        "many": ({f"x{n}": np.ones(1, np.float32) for n in range(9)}, r"no a \[4, 2\]; no b.c .*; and 4 more$"),
+        "extra": (
+            tree | {"z": np.ones(1, np.float32)},
+            r"It holds: z \[1\], which this program's model has not$",
+        ),
+        "misshapen": (
+            tree | {"a": np.ones((2, 4), np.float32)},
+            r"It holds: a \[2, 4\], and here it is \[4, 2\]$",
+        ),
+        "tiles": (
+            tree | {"a": np.ones((1, 4, 2), np.float32)},
+            r"It holds: a \[1, 4, 2\], and here it is \[4, 2\]$",
+        ),
+        "integers": (
+            tree | {"a": np.ones((4, 2), np.int32)},
+            r"It holds: a of (int32|I32), which is no floating dtype",
+        ),
+        "many": (
+            {f"x{n}": np.ones(1, np.float32) for n in range(9)},
+            r"no a \[4, 2\]; no b.c .*; and 4 more$",
+        ),
     }
     (tmp_path / "swap").mkdir()
     with program_of(model, opt_state=DISK, swap_dir=str(tmp_path / "swap"), stage=2) as program:
@@ -270,7 +341,9 @@ def test_other_models_are_refused_before_anything_is_touched(form, tmp_path):
         for name, (other, message) in wrong.items():
             with pytest.raises(zj.CheckpointError, match=message):
                 zj.import_params(program, save_as(name, other), key=jax.random.key(0))
-        assert [leaf.tolist() for _, leaf in program.iter_params(state)] == [a.tolist() for a in jax.tree.leaves(tree)]
+        assert [leaf.tolist() for _, leaf in program.iter_params(state)] == [
+            a.tolist() for a in jax.tree.leaves(tree)
+        ]
 
 
 def test_files_that_are_none(tmp_path):

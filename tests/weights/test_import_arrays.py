@@ -1,4 +1,6 @@
-"""A state that starts from arrays in memory holds them exactly, in any tier, and whatever does not fit is named."""
+"""A state that starts from arrays in memory holds them exactly, in any tier, and whatever does not
+fit is named.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -29,16 +31,24 @@ MODEL = zj.LayeredModel(
 
 def arrays():
     random = np.random.default_rng(0)
-    shapes = {"embed": {"w": (WIDTH, WIDTH)}, "blocks": {"w": (LAYERS, WIDTH, WIDTH)}, "head": {"gate": ()}}
+    shapes = {
+        "embed": {"w": (WIDTH, WIDTH)},
+        "blocks": {"w": (LAYERS, WIDTH, WIDTH)},
+        "head": {"gate": ()},
+    }
     return jax.tree.map(
-        lambda s: np.asarray(random.standard_normal(s), np.float32), shapes, is_leaf=lambda s: isinstance(s, tuple)
+        lambda s: np.asarray(random.standard_normal(s), np.float32),
+        shapes,
+        is_leaf=lambda s: isinstance(s, tuple),
     )
 
 
 def sharded(tree):
     """Return arrays of JAX on devices that the program does not have, split and copied."""
     mesh = zj.make_mesh(data=2, fsdp=2, devices=jax.devices()[4:8])
-    return jax.tree.map(lambda a: jax.device_put(a, jax.NamedSharding(mesh, P(*(None, "fsdp")[: a.ndim]))), tree)
+    return jax.tree.map(
+        lambda a: jax.device_put(a, jax.NamedSharding(mesh, P(*(None, "fsdp")[: a.ndim]))), tree
+    )
 
 
 FORMS = {
@@ -72,14 +82,24 @@ def test_arrays_of_every_kind_are_the_first_state():
 
 
 @pytest.mark.by_default("disk")
-@pytest.mark.parametrize("tiers", [{"params": DISK, "opt_state": DISK}, {"opt_state": "pinned_host"}], ids=["disk", "host"])
+@pytest.mark.parametrize(
+    "tiers",
+    [{"params": DISK, "opt_state": DISK}, {"opt_state": "pinned_host"}],
+    ids=["disk", "host"],
+)
 def test_arrays_go_to_their_tier(tiers, tmp_path):
     with build(swap_dir=str(tmp_path), **tiers) as program:
         state = zj.import_params(program, sharded(arrays()), key=jax.random.key(3))
         found, expected = dict(program.iter_params(state)), arrays()
         for layer in range(LAYERS):
-            np.testing.assert_array_equal(found[f"blocks/{layer}"]["w"], expected["blocks"]["w"][layer])
-        jax.tree.map(np.testing.assert_array_equal, [found["embed"], found["head"]], [expected["embed"], expected["head"]])
+            np.testing.assert_array_equal(
+                found[f"blocks/{layer}"]["w"], expected["blocks"]["w"][layer]
+            )
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            [found["embed"], found["head"]],
+            [expected["embed"], expected["head"]],
+        )
 
 
 @pytest.mark.parametrize(
@@ -87,9 +107,18 @@ def test_arrays_go_to_their_tier(tiers, tmp_path):
     [
         ({"head": {}}, r"no head\.gate \[\]"),
         ({"more": {"w": np.ones(3)}}, r"more\.w \[3\], which this program's model has not"),
-        ({"blocks": {"w": np.ones((2, WIDTH, WIDTH))}}, r"blocks\.w \[2, 8, 8\], and here it is \[3, 8, 8\]"),
-        ({"embed": {"w": np.ones((WIDTH, WIDTH), int)}}, r"embed\.w of int64, which is no floating dtype"),
-        ({"embed": {"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)}}, r"embed\.w is a ShapeDtypeStruct"),
+        (
+            {"blocks": {"w": np.ones((2, WIDTH, WIDTH))}},
+            r"blocks\.w \[2, 8, 8\], and here it is \[3, 8, 8\]",
+        ),
+        (
+            {"embed": {"w": np.ones((WIDTH, WIDTH), int)}},
+            r"embed\.w of int64, which is no floating dtype",
+        ),
+        (
+            {"embed": {"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)}},
+            r"embed\.w is a ShapeDtypeStruct",
+        ),
         ({"embed": {"w": object()}}, r"embed\.w is a object"),
         ({"embed.w": np.ones((WIDTH, WIDTH))}, r"both embed\.w"),
     ],

@@ -1,4 +1,6 @@
-"""`import_params` reads the weights of a zerojax checkpoint, whatever optimizer, mesh, stage and tier it was saved with."""
+"""`import_params` reads the weights of a zerojax checkpoint, whatever optimizer, mesh, stage and
+tier it was saved with.
+"""
 
 import pathlib
 import shutil
@@ -17,7 +19,10 @@ HIDDEN, INNER, LAYERS = 8, 1024, 2
 
 def block(key):
     up, down = jax.random.split(key)
-    base = {"up": jax.random.normal(up, (HIDDEN, INNER)), "down": jax.random.normal(down, (INNER, HIDDEN))}
+    base = {
+        "up": jax.random.normal(up, (HIDDEN, INNER)),
+        "down": jax.random.normal(down, (INNER, HIDDEN)),
+    }
     return base | {"scale": jnp.ones(HIDDEN)}
 
 
@@ -49,7 +54,9 @@ SCHEDULED = optax.adamw(optax.linear_schedule(1e-3, 0, 10))
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Return a directory with two steps of AdamW with a schedule, on two devices, and the weights of each."""
+    """Return a directory with two steps of AdamW with a schedule, on two devices, and the weights
+    of each.
+    """
     folder = tmp_path_factory.mktemp("saved")
     program = build(SCHEDULED, devices=2, stage=3, of=model({"lora": {"alpha": 1}}, frozen=False))
     weights = {}
@@ -66,11 +73,19 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize("place", ["newest", "step", "host"])
 def test_weights_go_on_under_another_optimizer(saved, place):
     folder, weights = saved
-    fields = {"params": "pinned_host", "opt_state": "pinned_host", "stage": 3} if place == "host" else {"stage": 0}
+    fields = (
+        {"params": "pinned_host", "opt_state": "pinned_host", "stage": 3}
+        if place == "host"
+        else {"stage": 0}
+    )
     program = build(optax.sgd(0.1, momentum=0.9), **fields)
     path = folder / "1" if place == "step" else folder
     state = zj.import_params(program, path, key=jax.random.key(1))
-    jax.tree.map(np.testing.assert_array_equal, weights_of(program, state), weights[1 if place == "step" else 2])
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        weights_of(program, state),
+        weights[1 if place == "step" else 2],
+    )
     assert int(state.step) == 0
     assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(state.opt_state))
 
@@ -81,7 +96,10 @@ def test_a_restore_says_what_the_optimizers_keep_and_names_the_import(saved):
     with zj.Checkpointer(folder) as ckpt, pytest.raises(zj.CheckpointError) as error:
         ckpt.restore(program)
     told = str(error.value)
-    assert "the checkpoint has a count of steps, as a schedule keeps, at opt_state[2], and this program has none" in told
+    assert (
+        "the checkpoint has a count of steps, as a schedule keeps, at opt_state[2], and this program has none"
+        in told
+    )
     assert "zerojax.import_params(program, " in told
     assert repr(str(folder / "2")) in told
     # The call that it names.
@@ -93,7 +111,9 @@ def test_a_restore_says_what_the_optimizers_keep_and_names_the_import(saved):
     assert message in str(error.value)
 
 
-def test_a_damaged_step_is_passed_over_and_a_damaged_one_that_was_named_is_refused(saved, tmp_path, caplog):
+def test_a_damaged_step_is_passed_over_and_a_damaged_one_that_was_named_is_refused(
+    saved, tmp_path, caplog
+):
     folder, weights = saved
     shutil.copytree(folder, tmp_path / "c")
     with SavedState(str(tmp_path / "c" / "2" / "state")) as state:
@@ -127,7 +147,9 @@ def test_names_can_be_changed_and_missing_weights_made(saved):
     more = build(optax.sgd(0.1), of=with_adapter())
     with pytest.raises(zj.CheckpointError, match=r"no blocks\.lora.*old\.w"):
         zj.import_params(more, folder, key=jax.random.key(0), rename={"embed.w": "old.w"})
-    state = zj.import_params(more, folder, key=jax.random.key(0), missing=lambda name: "lora" in name)
+    state = zj.import_params(
+        more, folder, key=jax.random.key(0), missing=lambda name: "lora" in name
+    )
     found = weights_of(more, state)
     assert all((found[f"blocks/{layer}"].pop("lora") == 7).all() for layer in range(LAYERS))
     jax.tree.map(np.testing.assert_array_equal, found, weights[2])
@@ -141,7 +163,9 @@ def with_adapter():
         return x + jnp.tanh((x * p["scale"]) @ p["up"]) @ p["down"] + p["lora"]
 
     base = model(frozen=False)
-    return zj.LayeredModel(LAYERS, base.init_embed, base.embed, init, run, base.init_head, base.head)
+    return zj.LayeredModel(
+        LAYERS, base.init_embed, base.embed, init, run, base.init_head, base.head
+    )
 
 
 @pytest.mark.by_default("int8")
@@ -151,19 +175,33 @@ def test_an_encoded_base_comes_bit_for_bit_or_not_at_all(tmp_path, format):
     state = program.init(jax.random.key(0))
     with zj.Checkpointer(tmp_path) as ckpt:
         ckpt.save(program, state)
-    other = build(optax.sgd(0.1), of=model(), frozen_dtype=format, params="pinned_host", opt_state="pinned_host", stage=3)
+    other = build(
+        optax.sgd(0.1),
+        of=model(),
+        frozen_dtype=format,
+        params="pinned_host",
+        opt_state="pinned_host",
+        stage=3,
+    )
     found = zj.import_params(other, tmp_path, key=jax.random.key(1))
-    jax.tree.map(np.testing.assert_array_equal, weights_of(other, found), weights_of(program, state))
+    jax.tree.map(
+        np.testing.assert_array_equal, weights_of(other, found), weights_of(program, state)
+    )
     plain = build(optax.sgd(0.1), of=model())
     # Never made anew in silence, whatever may be missing.
-    with pytest.raises(zj.CheckpointError, match=rf"blocks\.down in {format}, .*frozen_dtype='{format}'"):
+    with pytest.raises(
+        zj.CheckpointError, match=rf"blocks\.down in {format}, .*frozen_dtype='{format}'"
+    ):
         zj.import_params(plain, tmp_path, key=jax.random.key(1), missing="init")
 
 
 def test_state_and_integers_that_are_not_trained_come_with_the_weights(tmp_path):
     stateful = zj.Model(
         lambda key: {"w": jnp.ones(4), "ids": jax.random.randint(key, (3,), 0, 1000)},
-        lambda params, batch, key, state: (jnp.sum(params["w"]) * jnp.mean(batch), {"mean": state["mean"] + 1}),
+        lambda params, batch, key, state: (
+            jnp.sum(params["w"]) * jnp.mean(batch),
+            {"mean": state["mean"] + 1},
+        ),
         init_state=lambda key: {"mean": jnp.zeros(100)},
     )
     program = build(optax.adam(0.1), of=stateful)
@@ -173,4 +211,6 @@ def test_state_and_integers_that_are_not_trained_come_with_the_weights(tmp_path)
     other = build(optax.sgd(0.1), of=stateful)
     found = zj.import_params(other, tmp_path, key=jax.random.key(5))
     np.testing.assert_array_equal(found.model_state["mean"], np.ones(100))
-    jax.tree.map(np.testing.assert_array_equal, weights_of(other, found), weights_of(program, state))
+    jax.tree.map(
+        np.testing.assert_array_equal, weights_of(other, found), weights_of(program, state)
+    )

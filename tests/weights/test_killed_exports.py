@@ -58,7 +58,10 @@ def test_the_next_export_removes_what_killed_ones_left(tmp_path, killed, caplog)
     left = rooms(tmp_path)
     export(tmp_path / "e")
     assert os.listdir(tmp_path) == ["e"]
-    assert all(f"{tmp_path / name} was left by an export that was killed, and is removed" in caplog.text for name in left)
+    assert all(
+        f"{tmp_path / name} was left by an export that was killed, and is removed" in caplog.text
+        for name in left
+    )
 
 
 def test_an_export_that_is_under_way_is_left_alone(tmp_path, killed, caplog):
@@ -74,7 +77,9 @@ def test_an_export_that_is_under_way_is_left_alone(tmp_path, killed, caplog):
 
 
 @pytest.mark.parametrize("at", ["open_regular", "flock", "write", "rename"])
-def test_a_kill_before_the_owner_has_its_name_leaves_nothing_for_long(tmp_path, monkeypatch, caplog, at):
+def test_a_kill_before_the_owner_has_its_name_leaves_nothing_for_long(
+    tmp_path, monkeypatch, caplog, at
+):
     def die(*_, **__):
         raise Kill
 
@@ -148,7 +153,10 @@ def test_what_may_be_another_machines_is_named_and_kept(tmp_path, killed, caplog
     export(tmp_path / "out")
     assert rooms(tmp_path) == before
     (theirs,) = [name for name in before if name.startswith(".theirs.")]
-    assert f"{tmp_path / theirs} was left by an export on elsewhere, or one is under way there" in caplog.text
+    assert (
+        f"{tmp_path / theirs} was left by an export on elsewhere, or one is under way there"
+        in caplog.text
+    )
     assert f"{old} was left by an export, or one is under way" in caplog.text
     assert "others" not in caplog.text
     assert "link" not in caplog.text
@@ -181,7 +189,11 @@ def test_without_locks_a_folder_in_which_nothing_is_written_yet_stays(tmp_path, 
 @pytest.mark.parametrize("is_folder", [False, True])
 def test_everything_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch, is_folder):
     synced = []
-    monkeypatch.setattr(exporting, "sync", lambda path: synced.append((os.path.basename(path), (tmp_path / "out").exists())))
+    monkeypatch.setattr(
+        exporting,
+        "sync",
+        lambda path: synced.append((os.path.basename(path), (tmp_path / "out").exists())),
+    )
     with write_atomically(tmp_path / "out") as output:
         if is_folder:
             pathlib.Path(output).mkdir()
@@ -213,7 +225,10 @@ with write_atomically(sys.argv[1]) as output:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_process_that_is_killed_leaves_nothing_for_long(tmp_path, number):
     child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(tmp_path / "killed")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", CHILD, str(tmp_path / "killed")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert child.stdout is not None
     assert child.stdout.readline() == "writing\n"

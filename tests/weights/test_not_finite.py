@@ -1,4 +1,6 @@
-"""An import names the tensor whose numbers no step can use: NaN, infinities, and what the compute dtype does not reach."""
+"""An import names the tensor whose numbers no step can use: NaN, infinities, and what the compute
+dtype does not reach.
+"""
 
 import json
 
@@ -54,7 +56,10 @@ def tree(dtype=np.float32):
     w = np.ones((WIDTH, WIDTH), dtype)
     return {
         "embed": {"w": w.copy()},
-        "blocks": {"w": np.ones((LAYERS, WIDTH, WIDTH), dtype), "bias": np.ones((LAYERS, WIDTH), dtype)},
+        "blocks": {
+            "w": np.ones((LAYERS, WIDTH, WIDTH), dtype),
+            "bias": np.ones((LAYERS, WIDTH), dtype),
+        },
         "head": {"gate": np.ones((), dtype)},
     }
 
@@ -74,7 +79,12 @@ def bad(dtype, *numbers):
 
 
 FAULTS = {
-    "nan": (np.float32, [np.nan], {}, r"blocks\.w float32\[2, 64, 64\] holds 1 NaN, the first at \[1, 3, 5\]"),
+    "nan": (
+        np.float32,
+        [np.nan],
+        {},
+        r"blocks\.w float32\[2, 64, 64\] holds 1 NaN, the first at \[1, 3, 5\]",
+    ),
     "infinite": (
         ml_dtypes.bfloat16,
         [-np.inf, np.nan, np.inf],
@@ -88,8 +98,18 @@ FAULTS = {
         r"holds 2 numbers beyond float16's 65504, the first, 65520\.0, at \[1, 3, 6\].*precision='bf16'",
     ),
     "float64": (np.float64, [1e39], {}, r"holds 1 number beyond float32's 3\.40"),
-    "encoded": (np.float16, [np.nan], NF4, r"blocks\.w float16\[2, 64, 64\] holds 1 NaN, the first at \[1, 3, 5\]"),
-    "encoded-float16": (np.float32, [7e4], {"precision": "fp16", **NF4}, r"blocks\.w .* 1 number beyond float16's 65504"),
+    "encoded": (
+        np.float16,
+        [np.nan],
+        NF4,
+        r"blocks\.w float16\[2, 64, 64\] holds 1 NaN, the first at \[1, 3, 5\]",
+    ),
+    "encoded-float16": (
+        np.float32,
+        [7e4],
+        {"precision": "fp16", **NF4},
+        r"blocks\.w .* 1 number beyond float16's 65504",
+    ),
 }
 
 
@@ -106,28 +126,42 @@ def test_tensors_of_files_are_named_as_the_file_has_them(programs, tmp_path):
     with ocp.StandardCheckpointer() as writer:
         writer.save(tmp_path / "orbax", bad(np.float32, np.nan))
     for name in ("own.safetensors", "orbax"):
-        with pytest.raises(zj.CheckpointError, match=rf"{name}: blocks\.w float32\[2, 64, 64\] holds 1 NaN.*\[1, 3, 5\]"):
+        with pytest.raises(
+            zj.CheckpointError,
+            match=rf"{name}: blocks\.w float32\[2, 64, 64\] holds 1 NaN.*\[1, 3, 5\]",
+        ):
             zj.import_params(program, tmp_path / name, key=jax.random.key(0))
     stacked = bad(np.float32, np.nan)
     layers = {}
     for layer in range(LAYERS):
         layers[f"h.{layer}.w"] = np.ascontiguousarray(stacked["blocks"]["w"][layer].T)
         layers[f"h.{layer}.b"] = stacked["blocks"]["bias"][layer]
-    rest = {"wte": stacked["embed"]["w"], "gate": stacked["head"]["gate"], "buffer": np.full(3, np.nan, np.float32)}
+    rest = {
+        "wte": stacked["embed"]["w"],
+        "gate": stacked["head"]["gate"],
+        "buffer": np.full(3, np.nan, np.float32),
+    }
     rename = {
         "h.{layer}.w": ("blocks.w", (1, 0)), "h.{layer}.b": "blocks.bias", "wte": "embed.w", "gate": "head.gate",
         "buffer": None,
     }  # fmt: skip
     save_file(layers | rest, tmp_path / "layers.safetensors")
     # What is not read, here a buffer, may hold anything.
-    with pytest.raises(zj.CheckpointError, match=r"layers\.safetensors: h\.1\.w float32\[64, 64\] holds 1 NaN.*\[5, 3\]"):
-        zj.import_params(program, tmp_path / "layers.safetensors", key=jax.random.key(0), rename=rename)
+    with pytest.raises(
+        zj.CheckpointError,
+        match=r"layers\.safetensors: h\.1\.w float32\[64, 64\] holds 1 NaN.*\[5, 3\]",
+    ):
+        zj.import_params(
+            program, tmp_path / "layers.safetensors", key=jax.random.key(0), rename=rename
+        )
 
 
 def test_what_rounds_into_the_compute_dtype_is_taken(programs):
     program = programs(precision="fp16")
     state = zj.import_params(program, bad(np.float32, 65519, -65519), key=jax.random.key(0))
-    assert jnp.isfinite(state.frozen["blocks"]["w"] if isinstance(state.frozen, dict) else state.frozen[1]).all()
+    assert jnp.isfinite(
+        state.frozen["blocks"]["w"] if isinstance(state.frozen, dict) else state.frozen[1]
+    ).all()
 
 
 @pytest.mark.parametrize("there", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
@@ -165,21 +199,35 @@ def test_a_sound_file_is_read_once_and_a_bad_tensor_twice_at_most():
     assert sound.read_numbers == sound.array.size
     # In any order of memory, and without a first dim.
     turned = Counting(np.asfortranarray(np.arange(40_000.0).reshape(40, 1000)))
-    np.testing.assert_array_equal(FiniteWeights(turned, "float32", ValueError).read("w", whole), turned.array)
+    np.testing.assert_array_equal(
+        FiniteWeights(turned, "float32", ValueError).read("w", whole), turned.array
+    )
     scalar = Counting(np.float32(np.nan).reshape(()))
     with pytest.raises(ValueError, match=r"w float32\[\] holds 1 NaN: every step"):
         FiniteWeights(scalar, "float32", ValueError).read("w", ())
     sound.array[[3, 30], 7] = np.nan, 1e5
-    with pytest.raises(ValueError, match=r"1 NaN and 1 number beyond float16's 65504, the first, nan, at \[3, 7\]"):
+    with pytest.raises(
+        ValueError, match=r"1 NaN and 1 number beyond float16's 65504, the first, nan, at \[3, 7\]"
+    ):
         FiniteWeights(sound, "float16", ValueError).read("w", ((30, 31), (0, 1000)))
     assert sound.read_numbers <= 2 * sound.array.size + 1000
 
 
 def test_the_check_survives_an_index_of_shards(programs, tmp_path):
     tensors = flat(bad(np.float32, np.nan))
-    save_file({n: t for n, t in tensors.items() if n.startswith("blocks")}, tmp_path / "model-1.safetensors")
-    save_file({n: t for n, t in tensors.items() if not n.startswith("blocks")}, tmp_path / "model-2.safetensors")
-    weight_map = {name: f"model-{1 if name.startswith('blocks') else 2}.safetensors" for name in tensors}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    save_file(
+        {n: t for n, t in tensors.items() if n.startswith("blocks")},
+        tmp_path / "model-1.safetensors",
+    )
+    save_file(
+        {n: t for n, t in tensors.items() if not n.startswith("blocks")},
+        tmp_path / "model-2.safetensors",
+    )
+    weight_map = {
+        name: f"model-{1 if name.startswith('blocks') else 2}.safetensors" for name in tensors
+    }
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     with pytest.raises(zj.CheckpointError, match=r"index\.json: blocks\.w .* holds 1 NaN"):
         zj.import_params(programs(), tmp_path, key=jax.random.key(0))

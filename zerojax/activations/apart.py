@@ -1,13 +1,16 @@
-"""Equations that hold a derivative of their own, taken apart: what forward keeps for that derivative, and the derivative.
+"""Equations that hold a derivative of their own, taken apart: what forward keeps for that
+derivative, and the derivative.
 
-A fused attention kernel is one equation, a custom_vjp, whose rule saves what it needs: its output and the logsumexp of its
-rows. So is a loop, whose derivative reads what each of its iterations made. Differentiated where backward runs, such an
-equation would run forward a second time. Taken apart
+A fused attention kernel is one equation, a custom_vjp, whose rule saves what it needs: its output
+  and the logsumexp of its
+rows. So is a loop, whose derivative reads what each of its iterations made. Differentiated where
+backward runs, such an equation would run forward a second time. Taken apart
 
     forward    outs, kept = F(operands)
     backward   d_operands = B(operands, outs, kept, d_outs)
 
-its forward runs once. Of a loop each iteration keeps what a layer would: the results of its products.
+its forward runs once. Of a loop each iteration keeps what a layer would: the results of its
+  products.
 """
 
 import dataclasses
@@ -29,8 +32,8 @@ class Apart:
 
     Attributes:
       program: of the operands; returns the equation's results, then what else its derivative reads.
-      sources: where each value comes from that the derivative reads: ("operand", n), ("out", n), ("kept", n), or itself where
-        it is a constant.
+      sources: where each value comes from that the derivative reads: ("operand", n), ("out", n),
+        ("kept", n), or itself where it is a constant.
       structure: of the derivative, a tree of these values.
       differentiable: whether each operand is floating.
       num_outs: results of the equation.
@@ -49,18 +52,26 @@ class Apart:
         values = self.program.run(operands)
         return values[: self.num_outs], values[self.num_outs :]
 
-    def read_by_backward(self, operands: Sequence[Any], outs: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+    def read_by_backward(
+        self, operands: Sequence[Any], outs: Sequence[Any], kept: Sequence[Any]
+    ) -> list[Any]:
         """Return the values that the derivative reads, of which some may be constants."""
         of = {"operand": operands, "out": outs, "kept": kept}
         return [of[kind][n] if kind in of else n for kind, n in self.sources]
 
     def backward(self, values: Sequence[Any], d_outs: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the cotangents of the operands, None of those that have none, from what `read_by_backward` returned."""
+        """Return the cotangents of the operands, None of those that have none, from what
+        `read_by_backward` returned.
+        """
         cotangents = iter(jax.tree.unflatten(self.structure, values)(list(d_outs)))
         return tuple(next(cotangents) if floating else None for floating in self.differentiable)
 
-    def derivable(self, operands: Sequence[Any], outs: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
-        """Return `outs`, whose derivative with respect to the operands is the equation's, from what was kept."""
+    def derivable(
+        self, operands: Sequence[Any], outs: Sequence[Any], kept: Sequence[Any]
+    ) -> list[Any]:
+        """Return `outs`, whose derivative with respect to the operands is the equation's, from what
+        was kept.
+        """
 
         @jax.custom_vjp
         def call(operands: list[Any], outs: list[Any], kept: list[Any]) -> list[Any]:
@@ -70,7 +81,9 @@ class Apart:
         def forward(operands: list[Any], outs: list[Any], kept: list[Any]) -> tuple[list[Any], Any]:
             return outs, (operands, outs, kept)
 
-        def backward(saved: tuple[list[Any], list[Any], list[Any]], d_outs: list[Any]) -> tuple[list[Any], None, None]:
+        def backward(
+            saved: tuple[list[Any], list[Any], list[Any]], d_outs: list[Any]
+        ) -> tuple[list[Any], None, None]:
             return list(self.backward(self.read_by_backward(*saved), d_outs)), None, None
 
         call.defvjp(forward, backward)
@@ -79,9 +92,13 @@ class Apart:
 
 def is_openable(i: Instruction) -> bool:
     """Tell whether an equation's derivative would run it a second time unless it is taken apart."""
-    # A while loop has no derivative in reverse, and a custom_jvp is differentiated equation by equation.
+    # A while loop has no derivative in reverse, and a custom_jvp is differentiated equation by
+    # equation.
     return (
-        i.has_jaxpr and i.eqn.primitive.name not in ("while", "custom_jvp_call") and not i.eqn.effects and not is_cheap(i.eqn)
+        i.has_jaxpr
+        and i.eqn.primitive.name not in ("while", "custom_jvp_call")
+        and not i.eqn.effects
+        and not is_cheap(i.eqn)
     )
 
 
@@ -93,7 +110,9 @@ def take_apart(i: Instruction, run: Callable[[Sequence[Any]], list[Any]]) -> Apa
       run: runs it, as a differentiable function of its operands.
     """
     pairs = zip(i.ins, i.eqn.invars, strict=True)
-    avals: list[Any] = [jax.typeof(ref.value) if isinstance(ref, Constant) else v.aval for ref, v in pairs]
+    avals: list[Any] = [
+        jax.typeof(ref.value) if isinstance(ref, Constant) else v.aval for ref, v in pairs
+    ]
     results: list[Any] = [v.aval for v in i.eqn.outvars]
     differentiable = tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in avals)
     if not any(differentiable) or not any(jnp.issubdtype(a.dtype, jnp.inexact) for a in results):
@@ -103,16 +122,24 @@ def take_apart(i: Instruction, run: Callable[[Sequence[Any]], list[Any]]) -> Apa
     def split(*operands: Any) -> tuple[list[Any], list[Any]]:
         def function(*floating: Any) -> list[Any]:
             rest = iter(floating)
-            return run([next(rest) if d else a for d, a in zip(differentiable, operands, strict=True)])
+            return run(
+                [next(rest) if d else a for d, a in zip(differentiable, operands, strict=True)]
+            )
 
-        outs, derivative = jax.vjp(function, *[a for d, a in zip(differentiable, operands, strict=True) if d])
+        outs, derivative = jax.vjp(
+            function, *[a for d, a in zip(differentiable, operands, strict=True) if d]
+        )
         leaves, structure = jax.tree.flatten(derivative)
         structures.append(structure)
         return outs, leaves
 
     program, num_outs = trace(split, *avals)[0], len(i.outs)
     outs, leaves = program.outputs[:num_outs], program.outputs[num_outs:]
-    kept = list(dict.fromkeys(ref for ref in leaves if isinstance(ref, int) and ref not in (*program.inputs, *outs)))
+    kept = list(
+        dict.fromkeys(
+            ref for ref in leaves if isinstance(ref, int) and ref not in (*program.inputs, *outs)
+        )
+    )
 
     def source(ref: Any) -> tuple[str, Any]:
         if not isinstance(ref, int):
@@ -122,7 +149,13 @@ def take_apart(i: Instruction, run: Callable[[Sequence[Any]], list[Any]]) -> Apa
                 return kind, refs.index(ref)
         raise AssertionError(ref)
 
-    by_slot = {out: v.aval for e in program.instructions for out, v in zip(e.outs, e.eqn.outvars, strict=True)}
+    by_slot = {
+        out: v.aval
+        for e in program.instructions
+        for out, v in zip(e.outs, e.eqn.outvars, strict=True)
+    }
     shapes = tuple(by_slot[slot] for slot in kept)
     program = dataclasses.replace(program, outputs=(*outs, *kept))
-    return Apart(program, tuple(map(source, leaves)), structures[-1], differentiable, num_outs, shapes)
+    return Apart(
+        program, tuple(map(source, leaves)), structures[-1], differentiable, num_outs, shapes
+    )

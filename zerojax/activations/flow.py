@@ -1,16 +1,17 @@
 """How every value of a traced function is split, from how its inputs are split.
 
-The partitioner decides that in the compiled program. It carries the specs of the inputs forward through the equations, in the
-notation of `zerojax.sharding`:
+The partitioner decides that in the compiled program. It carries the specs of the inputs forward
+through the equations, in the notation of `zerojax.sharding`:
 
     qkv[B_fsdp, T, F_tensor] = x[B_fsdp, T, H] W[H, F_tensor]      free dims keep their axes
     y[B_fsdp, T, H]          = a[B_fsdp, T, F_tensor] V[F_tensor, H]      what both split in a contracted dim is summed
     q[B, T, heads_tensor, w] = reshape(qkv[B, T, F_tensor])        the first of the dims into which a dim falls
     s[B, T, S_tensor] + m[T, S] -> [B, T, S_tensor]                 a dim that is split meets one that is not
 
-`flow` says what these rules give, and None where they leave a choice: two operands whose splits differ, an axis that a result
-would have in two dims, a split that a reshape or a slice does not keep, an equation that is not in the table. What is made of
-no data (an iota, a mask of random bits, a dim that a broadcast made) is split as what it meets: nothing is said of it alone.
+`flow` says what these rules give, and None where they leave a choice: two operands whose splits
+differ, an axis that a result would have in two dims, a split that a reshape or a slice does not
+keep, an equation that is not in the table. What is made of no data (an iota, a mask of random bits,
+a dim that a broadcast made) is split as what it meets: nothing is said of it alone.
 """
 
 import math
@@ -56,11 +57,18 @@ def flow(
       program: a flattened function.
       inputs: of each input slot its spec, one entry a dim, or None where it is not known.
       axis_sizes: of the mesh, `mesh.shape`.
-      apart: by the slot of its first result, the program of an equation that is taken apart and returns more than it did.
+      apart: by the slot of its first result, the program of an equation that is taken apart and
+        returns more than it did.
     """
-    given: list[Split | None] = [None if spec is None else tuple(map(axes_of, spec)) for spec in inputs]
+    given: list[Split | None] = [
+        None if spec is None else tuple(map(axes_of, spec)) for spec in inputs
+    ]
     # What an equation returns besides, when it is taken apart, comes last.
-    shapes = {out: v.aval for i in program.instructions for out, v in zip(i.outs, i.eqn.outvars, strict=False)}
+    shapes = {
+        out: v.aval
+        for i in program.instructions
+        for out, v in zip(i.outs, i.eqn.outvars, strict=False)
+    }
     splits = SplitAnalysis(axis_sizes, apart).run(program, given)
     return {slot: spec_of(split, shapes.get(slot)) for slot, split in splits.items()}
 
@@ -70,15 +78,23 @@ def spec_of(split: Split | None, aval: Any) -> Spec | None:
     if split is None:
         return None
     # Beside a dim that is known, one that nothing splits is whole.
-    is_open = any(entry is ANY and (aval is None or aval.shape[dim] != 1) for dim, entry in enumerate(split))
+    is_open = any(
+        entry is ANY and (aval is None or aval.shape[dim] != 1) for dim, entry in enumerate(split)
+    )
     if is_open and not any(entry is not ANY and entry for entry in split):
         return None
-    return tuple(None if entry is ANY or not entry else entry[0] if len(entry) == 1 else entry for entry in split)
+    return tuple(
+        None if entry is ANY or not entry else entry[0] if len(entry) == 1 else entry
+        for entry in split
+    )
 
 
 def as_spec(split: Split) -> Spec:
     """Return a split as a spec; a dim that is split as what it meets is whole."""
-    return tuple(None if entry is ANY or not entry else entry[0] if len(entry) == 1 else tuple(entry) for entry in split)
+    return tuple(
+        None if entry is ANY or not entry else entry[0] if len(entry) == 1 else tuple(entry)
+        for entry in split
+    )
 
 
 def tensor_dims(split: Split) -> list[int]:
@@ -221,7 +237,10 @@ def _pointwise(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]
             raise _Unclear
         if split:  # else a scalar beside arrays
             # A dim of 1 is repeated along the dim that it meets.
-            result = tuple(_meet(a, ANY if n != m else b) for a, b, n, m in zip(result, split, _shape(v), shape, strict=True))
+            result = tuple(
+                _meet(a, ANY if n != m else b)
+                for a, b, n, m in zip(result, split, _shape(v), shape, strict=True)
+            )
     return [result]
 
 
@@ -242,32 +261,45 @@ def _squeeze(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) 
 
 
 def _reshape(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
-    """Dims fall into groups of equal products. Inside of a group axes stay where shards stay runs of neighbouring elements."""
+    """Dims fall into groups of equal products.
+
+    Inside of a group axes stay where shards stay runs of neighbouring elements.
+    """
     old, new = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
     if eqn.params.get("dimensions") is not None or 0 in (*old, *new):
         raise _Unclear
     result: list[Any] = [ANY] * len(new)  # dims of 1 hold nothing that could be split
     for old_dims, new_dims in _groups(old, new):
-        entries = _regrouped([(old[d], ins[0][d]) for d in old_dims], [new[d] for d in new_dims], sizes)
+        entries = _regrouped(
+            [(old[d], ins[0][d]) for d in old_dims], [new[d] for d in new_dims], sizes
+        )
         for d, entry in zip(new_dims, entries, strict=True):
             result[d] = entry
     return [tuple(result)]
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Return the shortest runs of old and of new dims that hold as many elements, in order, without dims of 1."""
+    """Return the shortest runs of old and of new dims that hold as many elements, in order, without
+    dims of 1.
+    """
     olds, news = ([d for d, n in enumerate(shape) if n != 1] for shape in (old, new))
     groups = list[tuple[list[int], list[int]]]()
     while olds:
         group = [olds.pop(0)], [news.pop(0)]
-        while (before := math.prod(old[d] for d in group[0])) != (after := math.prod(new[d] for d in group[1])):
+        while (before := math.prod(old[d] for d in group[0])) != (
+            after := math.prod(new[d] for d in group[1])
+        ):
             group[before > after].append((news if before > after else olds).pop(0))
         groups.append(group)
     return groups
 
 
-def _regrouped(old: Sequence[tuple[int, Any]], new: Sequence[int], sizes: Mapping[str, int]) -> list[Any]:
-    """Return how the dims `new` of a reshape are split that hold the elements of `old`, dims with their entries."""
+def _regrouped(
+    old: Sequence[tuple[int, Any]], new: Sequence[int], sizes: Mapping[str, int]
+) -> list[Any]:
+    """Return how the dims `new` of a reshape are split that hold the elements of `old`, dims with
+    their entries.
+    """
     if all(entry is ANY for _, entry in old):
         return [ANY] * len(new)
     axes, is_run = list[str](), True
@@ -294,32 +326,60 @@ def _regrouped(old: Sequence[tuple[int, Any]], new: Sequence[int], sizes: Mappin
 
 
 def _slice(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
-    """Also of a dynamic_slice, a pad, a concatenation, a split and a tiling: dims whose size changes must be whole."""
-    arrays = [(v, split) for v, split in zip(eqn.invars, ins, strict=True) if len(split) == _ndim(eqn.outvars[0])]
+    """Also of a dynamic_slice, a pad, a concatenation, a split and a tiling: dims whose size
+    changes must be whole.
+    """
+    arrays = [
+        (v, split)
+        for v, split in zip(eqn.invars, ins, strict=True)
+        if len(split) == _ndim(eqn.outvars[0])
+    ]
     results = []
     for out in eqn.outvars:
         shape = _shape(out)
-        changed = [[d for d, (n, m) in enumerate(zip(_shape(v), shape, strict=True)) if n != m] for v, _ in arrays]
+        changed = [
+            [d for d, (n, m) in enumerate(zip(_shape(v), shape, strict=True)) if n != m]
+            for v, _ in arrays
+        ]
         kept = [_unsplit(split, dims) for (_, split), dims in zip(arrays, changed, strict=True)]
         results.append(
-            _meet_all([tuple(() if d in dims else e for d, e in enumerate(s)) for s, dims in zip(kept, changed, strict=True)])
+            _meet_all(
+                [
+                    tuple(() if d in dims else e for d, e in enumerate(s))
+                    for s, dims in zip(kept, changed, strict=True)
+                ]
+            )
         )
     return results
 
 
-def _dynamic_slice(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
-    dims = [d for d, (n, m) in enumerate(zip(_shape(eqn.invars[0]), _shape(eqn.outvars[0]), strict=True)) if n != m]
+def _dynamic_slice(
+    eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]
+) -> list[Split]:
+    dims = [
+        d
+        for d, (n, m) in enumerate(zip(_shape(eqn.invars[0]), _shape(eqn.outvars[0]), strict=True))
+        if n != m
+    ]
     return [_unsplit(ins[0], dims)]
 
 
-def _dynamic_update_slice(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
+def _dynamic_update_slice(
+    eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]
+) -> list[Split]:
     operand, update = ins[:2]
-    dims = [d for d, (n, m) in enumerate(zip(_shape(eqn.invars[0]), _shape(eqn.invars[1]), strict=True)) if n != m]
+    dims = [
+        d
+        for d, (n, m) in enumerate(zip(_shape(eqn.invars[0]), _shape(eqn.invars[1]), strict=True))
+        if n != m
+    ]
     return [_meet_all([_unsplit(operand, dims), _unsplit(update, dims)])]
 
 
 def _along(*names: str) -> _Rule:
-    """Return the rule of an equation that keeps shapes and needs one dim whole, which a parameter names."""
+    """Return the rule of an equation that keeps shapes and needs one dim whole, which a parameter
+    names.
+    """
 
     def rule(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
         dims = next(eqn.params[name] for name in names if name in eqn.params)
@@ -347,7 +407,8 @@ def _dot_general(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, in
     out = [_meet(ins[0][i], ins[1][j]) for i, j in zip(*batch, strict=True)]
     for split, contracted, batched in zip(ins, contract, batch, strict=True):
         out += [entry for d, entry in enumerate(split) if d not in contracted and d not in batched]
-    # An axis of a contracted dim goes away, in a sum over devices. It is no axis of the result beside that.
+    # An axis of a contracted dim goes away, in a sum over devices. It is no axis of the result
+    # beside that.
     summed = [_meet(ins[0][i], ins[1][j]) for i, j in zip(*contract, strict=True)]
     if _is_twice((*out, *summed)):
         raise _Unclear
@@ -355,7 +416,10 @@ def _dot_general(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, in
 
 
 def _gather(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
-    """A look-up: dims of the indices, and of the table those that are taken whole. Of a split vocabulary a sum over devices."""
+    """A look-up: dims of the indices, and of the table those that are taken whole.
+
+    Of a split vocabulary a sum over devices.
+    """
     (table, ids), numbers = ins, eqn.params["dimension_numbers"]
     shape, taken = _shape(eqn.invars[0]), eqn.params["slice_sizes"]
     dropped = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
@@ -373,8 +437,12 @@ def _gather(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -
     return [tuple(out)]
 
 
-def _fused_attention(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
-    """cuDNN's: of q, k, v[B, T, N, H] (or [B, N, T, H]) the output, split as q, and logsumexp[B, N, T]; backward dq, dk, dv."""
+def _fused_attention(
+    eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]
+) -> list[Split]:
+    """cuDNN's: of q, k, v[B, T, N, H] (or [B, N, T, H]) the output, split as q, and logsumexp[B, N,
+    T]; backward dq, dk, dv.
+    """
     seq = 2 if eqn.params["layout"] else 1
     for split in ins[:3]:
         _unsplit(split, (seq, 3))
@@ -382,12 +450,19 @@ def _fused_attention(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str
     return [of_rows if _ndim(v) == 3 else ins[n] for n, v in enumerate(eqn.outvars)]
 
 
-def _constraint(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split | None]:
+def _constraint(
+    eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]
+) -> list[Split | None]:
     spec = getattr(eqn.params["sharding"], "spec", None)
     if spec is None:
         return [None]
     padded = pad_spec(spec, len(ins[0]))
-    return [tuple(b if a is PartitionSpec.UNCONSTRAINED else axes_of(a) for a, b in zip(padded, ins[0], strict=True))]
+    return [
+        tuple(
+            b if a is PartitionSpec.UNCONSTRAINED else axes_of(a)
+            for a, b in zip(padded, ins[0], strict=True)
+        )
+    ]
 
 
 def _same(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> Sequence[Split]:

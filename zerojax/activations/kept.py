@@ -1,23 +1,27 @@
 """Which values of a traced layer are kept from forward to backward; the others are computed again.
 
-Backward reads more values than it need be given. Kept are results of equations that cost something to repeat: products,
-convolutions, look-ups, sorts, loops, kernels. What elementwise, layout, cast and reduction equations make of these is computed
-again, random masks included. In units of s b h bytes (s tokens of b sequences of width h in 16 bits, a heads), a GPT's layer
-keeps
+Backward reads more values than it need be given. Kept are results of equations that cost something
+  to repeat: products,
+convolutions, look-ups, sorts, loops, kernels. What elementwise, layout, cast and reduction
+equations make of these is computed again, random masks included. In units of s b h bytes (s tokens
+of b sequences of width h in 16 bits, a heads), a GPT's layer keeps
 
     save         20 + 4 a s / h    the layer's input 2, qkv 6, scores in float32 4 a s / h, attention's output 2, its projection
                                    2, the hidden layer 8
     selective    20
     remat        2
 
-where Korthikanti et al. (arXiv:2205.05198, table 2) count 34 + 5 a s / h, 34 and 2: they keep what each operator reads.
+where Korthikanti et al. (arXiv:2205.05198, table 2) count 34 + 5 a s / h, 34 and 2: they keep what
+each operator reads.
 
     save         the results of all equations that cost
     selective    those, less attention's inner part: the products between that of queries and keys and that with the values
     remat        nothing but the layer's input
 
-Nothing that is computed from parameters alone is ever kept: backward has the gathered layer. So ZeRO-3's bound of memory holds
-in every mode. Attention is found by its form: two products with batch dims of data with data, one feeding the other.
+Nothing that is computed from parameters alone is ever kept: backward has the gathered layer. So
+  ZeRO-3's bound of memory holds
+in every mode. Attention is found by its form: two products with batch dims of data with data, one
+  feeding the other.
 """
 
 import collections
@@ -33,17 +37,53 @@ from zerojax.activations.sequence_ops import is_gather, is_scatter
 from zerojax.jaxprs import CHEAP, INLINED, POINTWISE, REDUCTIONS, FlatJaxpr, Instruction
 
 _ALSO_CHEAP = frozenset(
-    {"stop_gradient", "argmax", "argmin", "sharding_constraint", "random_wrap", "random_unwrap", "random_fold_in",
-     "random_split", "random_seed", "random_bits", "random_clone", "threefry2x32", "rng_bit_generator", "real", "imag",
-     "complex", "conj", "population_count", "clz", "sinh", "cosh", "asin", "acos", "atan", "atan2", "asinh", "acosh", "atanh",
-     "lgamma", "digamma", "reshard", "mesh_cast", "to_edtype", "from_edtype", "reduce_xor", "platform_index"}
-)  # fmt: skip
+    {
+        "stop_gradient",
+        "argmax",
+        "argmin",
+        "sharding_constraint",
+        "random_wrap",
+        "random_unwrap",
+        "random_fold_in",
+        "random_split",
+        "random_seed",
+        "random_bits",
+        "random_clone",
+        "threefry2x32",
+        "rng_bit_generator",
+        "real",
+        "imag",
+        "complex",
+        "conj",
+        "population_count",
+        "clz",
+        "sinh",
+        "cosh",
+        "asin",
+        "acos",
+        "atan",
+        "atan2",
+        "asinh",
+        "acosh",
+        "atanh",
+        "lgamma",
+        "digamma",
+        "reshard",
+        "mesh_cast",
+        "to_edtype",
+        "from_edtype",
+        "reduce_xor",
+        "platform_index",
+    }
+)
 _REPEATED = CHEAP | POINTWISE | REDUCTIONS | _ALSO_CHEAP
 """Equations whose results are made again from what they read."""
 
 
 def is_cheap(eqn: jex.JaxprEqn) -> bool:
-    """Tell whether an equation's result is better made again than kept; of a custom derivative: whether all inside of it is."""
+    """Tell whether an equation's result is better made again than kept; of a custom derivative:
+    whether all inside of it is.
+    """
     if eqn.primitive.name in _REPEATED:
         return True
     enters = eqn.primitive.name.startswith("custom_") or eqn.primitive.name in INLINED
@@ -54,7 +94,8 @@ def is_cheap(eqn: jex.JaxprEqn) -> bool:
 def depending(program: FlatJaxpr, data: Iterable[int]) -> set[int]:
     """Return the slots that depend on data, those of the inputs among them.
 
-    A slice of a stack of parameters is a parameter, also at an index that is data: no layer is kept because it was chosen so.
+    A slice of a stack of parameters is a parameter, also at an index that is data: no layer is kept
+      because it was chosen so.
     Rows that a look-up takes of a table are activations.
     """
     of_data = set(data)
@@ -66,7 +107,9 @@ def depending(program: FlatJaxpr, data: Iterable[int]) -> set[int]:
 
 
 def candidates(program: FlatJaxpr, of_data: set[int]) -> dict[int, Any]:
-    """Return those of the slots that depend on data, with their avals, that cost something to make again."""
+    """Return those of the slots that depend on data, with their avals, that cost something to make
+    again.
+    """
     avals: dict[int, Any] = {
         out: v.aval
         for i in program.instructions
@@ -82,23 +125,37 @@ def candidates(program: FlatJaxpr, of_data: set[int]) -> dict[int, Any]:
             del avals[i.reads[0]]
             avals[i.outs[0]] = i.eqn.outvars[0].aval
     # Keys are made again: they are functions of (step, layer).
-    return {s: a for s, a in avals.items() if hasattr(a, "dtype") and not jnp.issubdtype(a.dtype, jax.dtypes.extended)}
+    return {
+        s: a
+        for s, a in avals.items()
+        if hasattr(a, "dtype") and not jnp.issubdtype(a.dtype, jax.dtypes.extended)
+    }
 
 
 def describe(eqn: jex.JaxprEqn) -> str:
     """Return an equation in short: `dot_general f32[8,16] f32[16,32]`."""
     operands = [v.aval.str_short(short_dtypes=True) for v in eqn.invars]  # pyright: ignore[reportAttributeAccessIssue]
-    # The scopes that the model named; not those of transformations, nor the one that stands for none (`zerojax.jaxprs.bind`).
-    scopes = re.sub(r"\b(jvp|transpose|vmap|checkpoint|rematted_computation)\(?", "", str(eqn.source_info.name_stack)).replace(
-        ")", ""
-    )
+    # The scopes that the model named; not those of transformations, nor the one that stands for
+    # none (`zerojax.jaxprs.bind`).
+    scopes = re.sub(
+        r"\b(jvp|transpose|vmap|checkpoint|rematted_computation)\(?",
+        "",
+        str(eqn.source_info.name_stack),
+    ).replace(")", "")
     scope = "/".join(part for part in scopes.split("/") if part and part != "param")
-    name = "gather_sequence" if is_gather(eqn) else "scatter_sequence" if is_scatter(eqn) else eqn.primitive.name
+    name = (
+        "gather_sequence"
+        if is_gather(eqn)
+        else "scatter_sequence"
+        if is_scatter(eqn)
+        else eqn.primitive.name
+    )
     return " ".join([*([scope] if scope else []), name, *operands])
 
 
 def attention_inner(program: FlatJaxpr, activations: Iterable[int]) -> frozenset[int]:
-    """Return the slots between the two products of attention: scores, weights, and the masks that only they read.
+    """Return the slots between the two products of attention: scores, weights, and the masks that
+    only they read.
 
     Args:
       program: of a layer.
@@ -108,7 +165,9 @@ def attention_inner(program: FlatJaxpr, activations: Iterable[int]) -> frozenset
 
     def of_data(i: Instruction) -> bool:
         """Tell whether an instruction multiplies data with data, batched."""
-        if i.eqn.primitive.name != "dot_general" or not all(isinstance(ref, int) and ref in data for ref in i.ins):
+        if i.eqn.primitive.name != "dot_general" or not all(
+            isinstance(ref, int) and ref in data for ref in i.ins
+        ):
             return False
         # dimension_numbers is (contracting dims, batch dims), and each of these (lhs, rhs).
         return bool(i.eqn.params["dimension_numbers"][1][0])
@@ -124,7 +183,8 @@ def attention_inner(program: FlatJaxpr, activations: Iterable[int]) -> frozenset
 
 
 def _between(program: FlatJaxpr, second: Instruction, after: set[int], data: set[int]) -> set[int]:
-    """Return the slots on the way from the first product to the second, and what is made of no data for them.
+    """Return the slots on the way from the first product to the second, and what is made of no data
+    for them.
 
     Args:
       program: the block.
@@ -136,6 +196,7 @@ def _between(program: FlatJaxpr, second: Instruction, after: set[int], data: set
     def is_inner(slot: int) -> bool:
         return slot in after or slot not in data
 
-    # Back from the second product until the first is reached, and into whatever reads no data, such as dropout masks.
+    # Back from the second product until the first is reached, and into whatever reads no data, such
+    # as dropout masks.
     live = program.live(second.ins, is_followed=is_inner)
     return {slot for i in (*live, second) for slot in i.reads if is_inner(slot)}

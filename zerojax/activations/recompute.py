@@ -1,11 +1,13 @@
-"""A function under `jax.checkpoint` that keeps what costs and computes the rest again, for steps that JAX differentiates.
+"""A function under `jax.checkpoint` that keeps what costs and computes the rest again, for steps
+that JAX differentiates.
 
-The function is traced, and each value to keep is named. The checkpoint's policy keeps these names. Loops are entered, so that
-each iteration keeps as a layer does; an equation with a derivative of its own runs forward once (`zerojax.activations.apart`).
+The function is traced, and each value to keep is named. The checkpoint's policy keeps these names.
+Loops are entered, so that each iteration keeps as a layer does; an equation with a derivative of
+its own runs forward once (`zerojax.activations.apart`).
 
-The values of a layer are counted in the order of its program, up to a loop or a branch, of whose inside no order is known. Of
-these counts follow the numbers of the values that backward reads, which are those of a streamed step
-(`zerojax.streamed.residuals`).
+The values of a layer are counted in the order of its program, up to a loop or a branch, of whose
+inside no order is known. Of these counts follow the numbers of the values that backward reads,
+which are those of a streamed step (`zerojax.streamed.residuals`).
 """
 
 import dataclasses
@@ -54,7 +56,9 @@ def keeps(prim: Any, *args: Any, **params: Any) -> bool:
 
 
 def label_of(name: str) -> str:
-    """Return the equation that a `Keeper` named, its count before it, or the name that the model gave."""
+    """Return the equation that a `Keeper` named, its count before it, or the name that the model
+    gave.
+    """
     return name.removeprefix(PREFIX)
 
 
@@ -74,7 +78,8 @@ def numbered_labels(labels: Sequence[str]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Splits:
-    """How the inputs of a function are split over a mesh with tensor parallelism, from which follows how all its values are.
+    """How the inputs of a function are split over a mesh with tensor parallelism, from which
+    follows how all its values are.
 
     Attributes:
       mesh: the device mesh.
@@ -84,7 +89,9 @@ class Splits:
     mesh: Mesh
     params: tuple[Spec | None, ...]
 
-    def flow(self, program: FlatJaxpr, shapes: Sequence[tuple[int, ...]], batch_size: int) -> dict[int, Spec | None]:
+    def flow(
+        self, program: FlatJaxpr, shapes: Sequence[tuple[int, ...]], batch_size: int
+    ) -> dict[int, Spec | None]:
         """Return the spec of every slot of a program over (params, *data).
 
         Args:
@@ -97,12 +104,17 @@ class Splits:
 
 
 def keep_products(
-    function: Callable[..., Any], prevent_cse: bool = True, splits: Splits | None = None, group: str = ""
+    function: Callable[..., Any],
+    prevent_cse: bool = True,
+    splits: Splits | None = None,
+    group: str = "",
 ) -> Callable[..., Any]:
-    """Return `function(params, x, *data)`, keeping from forward to backward what costs something to make again.
+    """Return `function(params, x, *data)`, keeping from forward to backward what costs something to
+    make again.
 
     Args:
-      function: its argument x is a tree whose leaves have the batch as dim 0. One with side effects keeps what JAX keeps.
+      function: its argument x is a tree whose leaves have the batch as dim 0. One with side effects
+        keeps what JAX keeps.
       prevent_cse: as of `jax.checkpoint`.
       splits: then what is kept is split as it says; without, as the partitioner chooses.
       group: name of the functions whose values are counted together.
@@ -120,7 +132,9 @@ def keep_products(
         def region(*values: Any) -> list[Any]:
             return program.run(values, keeper.run)
 
-        return jax.tree.unflatten(jax.tree.structure(out), region(*jax.tree.leaves((params, *data))))
+        return jax.tree.unflatten(
+            jax.tree.structure(out), region(*jax.tree.leaves((params, *data)))
+        )
 
     return run
 
@@ -153,8 +167,12 @@ class Keeper:
         self._count = itertools.count()
 
     @classmethod
-    def of(cls, program: FlatJaxpr, slots: Sequence[int], splits: Splits | None, data: Sequence[Any]) -> Self:
-        """Choose what is kept of a program over (params, *data), of which `slots` are those of the data."""
+    def of(
+        cls, program: FlatJaxpr, slots: Sequence[int], splits: Splits | None, data: Sequence[Any]
+    ) -> Self:
+        """Choose what is kept of a program over (params, *data), of which `slots` are those of the
+        data.
+        """
         if splits is None:
             return cls(program, slots)
         shapes = [jnp.shape(a) for a in jax.tree.leaves(data)]
@@ -164,8 +182,13 @@ class Keeper:
         """Run instructions in order, reading and writing `slots`."""
         for i in instructions:
             values = [read(ref, slots) for ref in i.ins]
-            # An equation that is taken apart names its results itself: named twice, they would be kept twice.
-            apart = take_apart(i, partial(bind, i.eqn)) if _has_rule(i) and not self.of_data.isdisjoint(i.reads) else None
+            # An equation that is taken apart names its results itself: named twice, they would be
+            # kept twice.
+            apart = (
+                take_apart(i, partial(bind, i.eqn))
+                if _has_rule(i) and not self.of_data.isdisjoint(i.reads)
+                else None
+            )
             label = PREFIX + describe(i.eqn)
             if apart is not None:
                 slots.update(zip(i.outs, self._named_by_rule(i, apart, values, label), strict=True))
@@ -174,21 +197,34 @@ class Keeper:
             outs = _run(i, values, of_data)
             if any(of_data) and i.eqn.primitive.name in _ENTERED:
                 self.group = None
-            slots.update((s, self.named(s, v, label) if s in self.kept else v) for s, v in zip(i.outs, outs, strict=True))
+            slots.update(
+                (s, self.named(s, v, label) if s in self.kept else v)
+                for s, v in zip(i.outs, outs, strict=True)
+            )
 
     def named(self, slot: int, value: Any, label: str) -> Any:
         """Return a value that is kept, under a name."""
         if (spec := self.specs.get(slot)) is not None:
             assert self.mesh is not None
-            value = jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, PartitionSpec(*spec)))
+            value = jax.lax.with_sharding_constraint(
+                value, NamedSharding(self.mesh, PartitionSpec(*spec))
+            )
         return _named(value, self._counted(label))
 
     def _counted(self, label: str) -> str:
         """Return a label with the count of its value before it."""
-        return label if self.group is None else f"{PREFIX}#{self.group}:{next(self._count)} {label.removeprefix(PREFIX)}"
+        return (
+            label
+            if self.group is None
+            else f"{PREFIX}#{self.group}:{next(self._count)} {label.removeprefix(PREFIX)}"
+        )
 
-    def _named_by_rule(self, i: Instruction, apart: Apart, values: Sequence[Any], label: str) -> list[Any]:
-        """Return the results of an equation that is taken apart; what its derivative reads is named."""
+    def _named_by_rule(
+        self, i: Instruction, apart: Apart, values: Sequence[Any], label: str
+    ) -> list[Any]:
+        """Return the results of an equation that is taken apart; what its derivative reads is
+        named.
+        """
 
         @jax.custom_vjp
         def call(*operands: Any) -> list[Any]:
@@ -198,7 +234,8 @@ class Keeper:
             outs, kept = apart.forward(operands)
             outs = [self.named(slot, a, label) for slot, a in zip(i.outs, outs, strict=True)]
             kept = [_named(a, self._counted(label)) for a in kept]
-            # What the derivative does not read, such as the result of one tile of a sum, is not kept.
+            # What the derivative does not read, such as the result of one tile of a sum, is not
+            # kept.
             return outs, apart.read_by_backward(operands, outs, kept)
 
         def backward(saved: list[Any], d_outs: list[Any]) -> tuple[Any, ...]:
@@ -214,8 +251,12 @@ class Keeper:
 
 def _named(value: Any, label: str) -> Any:
     """Return a value under a name."""
-    if jnp.issubdtype(value.dtype, jnp.complexfloating):  # a checkpoint that keeps a complex number does not trace
-        return jax.lax.complex(checkpoint_name(value.real, label), checkpoint_name(value.imag, label))
+    if jnp.issubdtype(
+        value.dtype, jnp.complexfloating
+    ):  # a checkpoint that keeps a complex number does not trace
+        return jax.lax.complex(
+            checkpoint_name(value.real, label), checkpoint_name(value.imag, label)
+        )
     return checkpoint_name(value, label)
 
 
@@ -261,11 +302,14 @@ def open_equations(
       closed: first results of equations that stay as they are.
 
     Returns:
-      The program, where these equations return what they keep too; each of them, by the slot of its first result; and the new
-      slots, with avals.
+      The program, where these equations return what they keep too; each of them, by the slot of its
+      first result; and the new slots, with avals.
     """
     keeper, stay = Keeper(program, data), set(closed)
-    fresh = itertools.count(1 + max([*program.inputs, *(out for i in program.instructions for out in i.outs)], default=0))
+    fresh = itertools.count(
+        1
+        + max([*program.inputs, *(out for i in program.instructions for out in i.outs)], default=0)
+    )
     instructions: list[Instruction] = []
     apart: dict[int, Apart] = {}
     kept: dict[int, Any] = {}

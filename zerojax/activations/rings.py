@@ -1,24 +1,29 @@
-"""Products beside which their collective runs: rings of t - 1 permutes over `tensor`, in the place of a gather or a scatter.
+"""Products beside which their collective runs: rings of t - 1 permutes over `tensor`, in the place
+of a gather or a scatter.
 
-A device of t multiplies one piece of the sequence while the next piece, or a partial sum, is on its way to its neighbour:
+A device of t multiplies one piece of the sequence while the next piece, or a partial sum, is on its
+way to its neighbour:
 
     column     y[B, T, F_t] = z[B, T_t, H] W[H, F_t]     step n: multiply the piece that is here, pass it on
     row        y[B, T_t, H] = h[B, T, F_t] V[F_t, H]     step n: multiply a piece of h, add it to the sum that came
 
-A permute moves one piece, B T H / t elements, so a ring moves what the collective does: (t - 1) / t of B T H on each device.
+A permute moves one piece, B T H / t elements, so a ring moves what the collective does: (t - 1) / t
+  of B T H on each device.
 The transposes are spelt out, as rings of the other kind:
 
     column     dz[B, T_t, H] = dy W^T around a ring, as of a row product. Beside the same products the pieces of z come around
-               once more: a gathered value is never kept. Then dW = z^T dy. Where backward computes the layer again, they came
+               once more: a gathered value is never kept. Then dW = z^T dy. Where backward computes
+                 the layer again, they came
                around for that already.
     row        dh[B, T, F_t] = dy[B, T_t, H] V^T around a ring, as of a column product; its pieces of dy are put together. Then
                dV = h^T dy.
 
-The gradients of weights are single products outside of the rings. In pieces each would be reduced over `data` and `fsdp` by
-itself, t times the bytes, and summed in 16 bits.
+The gradients of weights are single products outside of the rings. In pieces each would be reduced
+over `data` and `fsdp` by itself, t times the bytes, and summed in 16 bits.
 
-XLA for GPUs would schedule such permutes one after the other, and would make one product of those of a scattering ring. So
-barriers tie each step's permutes to its products: both end before the next step begins.
+XLA for GPUs would schedule such permutes one after the other, and would make one product of those
+of a scattering ring. So barriers tie each step's permutes to its products: both end before the next
+step begins.
 """
 
 import dataclasses
@@ -60,27 +65,41 @@ class RingProduct:
         """Return the product."""
         of_data, of_weight = self.contract
         if self.weight_first:
-            return jax.lax.dot_general(weight, data, ((of_weight, of_data), ((), ())), **dict(self.options))
-        return jax.lax.dot_general(data, weight, ((of_data, of_weight), ((), ())), **dict(self.options))
+            return jax.lax.dot_general(
+                weight, data, ((of_weight, of_data), ((), ())), **dict(self.options)
+            )
+        return jax.lax.dot_general(
+            data, weight, ((of_data, of_weight), ((), ())), **dict(self.options)
+        )
 
     def of_data(self, d_result: Array, weight: Array, data: Any) -> Array:
         """Return the cotangent of the data, whose shape and dtype `data` has."""
-        return jax.linear_transpose(lambda a: self(a, weight), jax.ShapeDtypeStruct(data.shape, data.dtype))(d_result)[0]
+        return jax.linear_transpose(
+            lambda a: self(a, weight), jax.ShapeDtypeStruct(data.shape, data.dtype)
+        )(d_result)[0]
 
     def of_weight(self, data: Array, d_result: Array, weight: Array) -> Array:
         """Return the cotangent of the weight."""
-        return jax.linear_transpose(lambda w: self(data, w), jax.ShapeDtypeStruct(weight.shape, weight.dtype))(d_result)[0]
+        return jax.linear_transpose(
+            lambda w: self(data, w), jax.ShapeDtypeStruct(weight.shape, weight.dtype)
+        )(d_result)[0]
 
-    def dims_of_result(self, data_ndim: int, weight_ndim: int) -> tuple[dict[int, int], dict[int, int]]:
+    def dims_of_result(
+        self, data_ndim: int, weight_ndim: int
+    ) -> tuple[dict[int, int], dict[int, int]]:
         """Return where the free dims of the data, and those of the weight, are in the result."""
         data = [d for d in range(data_ndim) if d not in self.contract[0]]
         weight = [d for d in range(weight_ndim) if d not in self.contract[1]]
         first = len(weight) if self.weight_first else 0
         other = 0 if self.weight_first else len(data)
-        return {d: first + n for n, d in enumerate(data)}, {d: other + n for n, d in enumerate(weight)}
+        return {d: first + n for n, d in enumerate(data)}, {
+            d: other + n for n, d in enumerate(weight)
+        }
 
 
-def ring_product(eqn: jex.JaxprEqn, kind: str, w: int, splits: Sequence[Split | None]) -> tuple[RingProduct | None, str]:
+def ring_product(
+    eqn: jex.JaxprEqn, kind: str, w: int, splits: Sequence[Split | None]
+) -> tuple[RingProduct | None, str]:
     """Return a product as a ring runs it; or None, and the reason why none does.
 
     Args:
@@ -91,10 +110,15 @@ def ring_product(eqn: jex.JaxprEqn, kind: str, w: int, splits: Sequence[Split | 
     """
     if eqn.primitive.name != "dot_general":
         return None, f"; no ring, since it is a {eqn.primitive.name}"
-    (contract, batch), (data, weight) = eqn.params["dimension_numbers"], (splits[1 - w] or (), splits[w] or ())
+    (contract, batch), (data, weight) = (
+        eqn.params["dimension_numbers"],
+        (splits[1 - w] or (), splits[w] or ()),
+    )
     if batch[w]:
         return None, "; no ring, since it has batch dims"
-    of_data, of_weight = ({d: e for d, e in enumerate(s) if e is not ANY and TENSOR in e} for s in (data, weight))
+    of_data, of_weight = (
+        {d: e for d, e in enumerate(s) if e is not ANY and TENSOR in e} for s in (data, weight)
+    )
     if list(of_weight.values()) != [(TENSOR,)]:
         return None, "; no ring, since tensor is not alone in one dim of its weight"
     (k,) = of_weight
@@ -111,21 +135,29 @@ def ring_product(eqn: jex.JaxprEqn, kind: str, w: int, splits: Sequence[Split | 
             return None, "; no ring, since dim 1 of its result is its weight's"
         sequence = free[1]
     options = tuple((name, eqn.params[name]) for name in ("precision", "preferred_element_type"))
-    return RingProduct((tuple(contract[1 - w]), tuple(contract[w])), w == 0, sequence, k, options), ""
+    return RingProduct(
+        (tuple(contract[1 - w]), tuple(contract[w])), w == 0, sequence, k, options
+    ), ""
 
 
 def column_products(
-    z: Array, weights: Sequence[Array], products: Sequence[RingProduct], mesh: Mesh, again: bool = True
+    z: Array,
+    weights: Sequence[Array],
+    products: Sequence[RingProduct],
+    mesh: Mesh,
+    again: bool = True,
 ) -> list[Array]:
-    """Multiply z, split over `tensor` in its sequence, by weights that `tensor` splits in a free dim.
+    """Multiply z, split over `tensor` in its sequence, by weights that `tensor` splits in a free
+    dim.
 
     Args:
       z: [B, T_t, H], whose pieces go once around the ring for all products.
       weights: [H, F_t] each.
       products: of z and each weight; their `sequence` is the same dim.
       mesh: the device mesh.
-      again: whether the derivative sends the pieces of z around once more. Otherwise its forward puts them together, which is
-        right where the derivative runs that forward anyhow: inside of what is rematerialised.
+      again: whether the derivative sends the pieces of z around once more. Otherwise its forward
+        puts them together, which is right where the derivative runs that forward anyhow: inside of
+        what is rematerialised.
 
     Returns:
       [B, T, F_t] of each.
@@ -135,19 +167,27 @@ def column_products(
     z_spec = _spec(z.ndim, dim)
     w_specs = [_spec(w.ndim, p.split) for p, w in zip(products, weights, strict=True)]
     y_ndims = [len(of_z) + len(of_w) for of_z, of_w in placed]
-    y_specs = [_spec(n, of_w[p.split]) for n, (_, of_w), p in zip(y_ndims, placed, products, strict=True)]
+    y_specs = [
+        _spec(n, of_w[p.split]) for n, (_, of_w), p in zip(y_ndims, placed, products, strict=True)
+    ]
     y_dims = [of_z[dim] for of_z, _ in placed]
 
-    def forward_local(ring: _Ring, z: Array, weights: list[Array], whole: bool) -> tuple[list[Array], list[Array]]:
+    def forward_local(
+        ring: _Ring, z: Array, weights: list[Array], whole: bool
+    ) -> tuple[list[Array], list[Array]]:
         def multiplied(piece: Array) -> list[Array]:
             return [p(piece, w) for p, w in zip(products, weights, strict=True)]
 
         return _gathering(ring, z, dim, multiplied, y_dims, whole)
 
-    def backward_local(ring: _Ring, weights: list[Array], d_ys: list[Array], z: list[Array]) -> tuple[Array, list[Array]]:
+    def backward_local(
+        ring: _Ring, weights: list[Array], d_ys: list[Array], z: list[Array]
+    ) -> tuple[Array, list[Array]]:
         def piece_of_sum(n: Array) -> tuple[list[Array], Callable[[list[Array]], Array]]:
             rows = [ring.piece(d_y, n, at) for d_y, at in zip(d_ys, y_dims, strict=True)]
-            return rows, lambda rows: _sum([p.of_data(d, w, of_piece) for p, d, w in zip(products, rows, weights, strict=True)])
+            return rows, lambda rows: _sum(
+                [p.of_data(d, w, of_piece) for p, d, w in zip(products, rows, weights, strict=True)]
+            )
 
         return _scattering(ring, piece_of_sum, z, dim)
 
@@ -167,19 +207,27 @@ def column_products(
         ys, whole = multiply(z, weights, whole=not again)
         return ys, (weights, [z] if again else [], whole)
 
-    def backward(saved: tuple[list[Array], list[Array], list[Array]], d_ys: list[Array]) -> tuple[Array, list[Array]]:
+    def backward(
+        saved: tuple[list[Array], list[Array], list[Array]], d_ys: list[Array]
+    ) -> tuple[Array, list[Array]]:
         weights, pieces, whole = saved
-        ins, outs = (w_specs, y_specs, [z_spec] * len(pieces)), (z_spec, [PartitionSpec()] * len(pieces))
+        ins, outs = (
+            (w_specs, y_specs, [z_spec] * len(pieces)),
+            (z_spec, [PartitionSpec()] * len(pieces)),
+        )
         d_z, gathered = _island(backward_local, mesh, ins, outs)(weights, d_ys, pieces)
         (whole,) = gathered or whole
-        return d_z, [p.of_weight(whole, d_y, w) for p, d_y, w in zip(products, d_ys, weights, strict=True)]
+        return d_z, [
+            p.of_weight(whole, d_y, w) for p, d_y, w in zip(products, d_ys, weights, strict=True)
+        ]
 
     run.defvjp(forward, backward)
     return run(z, weights)
 
 
 def row_product(h: Array, weight: Array, product: RingProduct, mesh: Mesh) -> Array:
-    """Multiply h by a weight, both split over `tensor` in a contracted dim; the sum over `tensor` is scattered.
+    """Multiply h by a weight, both split over `tensor` in a contracted dim; the sum over `tensor`
+    is scattered.
 
     Args:
       h: [B, T, F_t].
@@ -191,8 +239,14 @@ def row_product(h: Array, weight: Array, product: RingProduct, mesh: Mesh) -> Ar
       [B, T_t, H].
     """
     dim = product.sequence
-    (of_h, of_w), (h_contract, w_contract) = product.dims_of_result(h.ndim, weight.ndim), product.contract
-    h_spec, w_spec = _spec(h.ndim, h_contract[w_contract.index(product.split)]), _spec(weight.ndim, product.split)
+    (of_h, of_w), (h_contract, w_contract) = (
+        product.dims_of_result(h.ndim, weight.ndim),
+        product.contract,
+    )
+    h_spec, w_spec = (
+        _spec(h.ndim, h_contract[w_contract.index(product.split)]),
+        _spec(weight.ndim, product.split),
+    )
     y_spec = _spec(len(of_h) + len(of_w), of_h[dim])
 
     def forward_local(ring: _Ring, h: Array, weight: Array) -> Array:
@@ -206,7 +260,12 @@ def row_product(h: Array, weight: Array, product: RingProduct, mesh: Mesh) -> Ar
         shape[dim] //= ring.size
         of_piece = jax.ShapeDtypeStruct(tuple(shape), h.dtype)
         (d_h,), (whole,) = _gathering(
-            ring, d_y, of_h[dim], lambda piece: [product.of_data(piece, weight, of_piece)], [dim], whole=True
+            ring,
+            d_y,
+            of_h[dim],
+            lambda piece: [product.of_data(piece, weight, of_piece)],
+            [dim],
+            whole=True,
         )
         return d_h, whole
 
@@ -219,27 +278,36 @@ def row_product(h: Array, weight: Array, product: RingProduct, mesh: Mesh) -> Ar
 
     def backward(saved: tuple[Array, Array], d_y: Array) -> tuple[Array, Array]:
         h, weight = saved
-        d_h, whole = _island(backward_local, mesh, (w_spec, y_spec, h_spec), (h_spec, PartitionSpec()))(weight, d_y, h)
+        d_h, whole = _island(
+            backward_local, mesh, (w_spec, y_spec, h_spec), (h_spec, PartitionSpec())
+        )(weight, d_y, h)
         return d_h, product.of_weight(h, whole, weight)
 
     run.defvjp(forward, backward)
     return run(h, weight)
 
 
-# --- on one device ---------------------------------------------------------------------------------------------------------
+# --- on one device --------------------------------------------------------------------------------
 
 
 def _island(local: Callable[..., Any], mesh: Mesh, ins: Any, outs: Any) -> Callable[..., Any]:
-    """Return a function of arrays that are split over `tensor` as specs say, from what one device of it does.
+    """Return a function of arrays that are split over `tensor` as specs say, from what one device
+    of it does.
 
-    Other axes are left to the partitioner, as outside. `local` is given its device's place in the ring first.
+    Other axes are left to the partitioner, as outside. `local` is given its device's place in the
+    ring first.
     """
     axes, ins = {TENSOR}, (PartitionSpec(TENSOR), *ins)
     mapped = jax.shard_map(
         lambda ring, *args: local(_Ring(ring[0], mesh.shape[TENSOR]), *args),
-        mesh=mesh, in_specs=ins, out_specs=outs, axis_names=axes, check_vma=False,
-    )  # fmt: skip
-    # Not axis_index: beside arrays in host memory XLA refuses the partition's number where some axes are left to it.
+        mesh=mesh,
+        in_specs=ins,
+        out_specs=outs,
+        axis_names=axes,
+        check_vma=False,
+    )
+    # Not axis_index: beside arrays in host memory XLA refuses the partition's number where some
+    # axes are left to it.
     return lambda *args: mapped(jax.lax.iota(jnp.int32, mesh.shape[TENSOR]), *args)
 
 
@@ -292,7 +360,9 @@ class _Whole:
             shape = list(piece.shape)
             shape[self.dim] *= self.count
             self._value = jnp.zeros(shape, piece.dtype)
-        self._value = jax.lax.dynamic_update_slice_in_dim(self._value, piece, n * piece.shape[self.dim], self.dim)
+        self._value = jax.lax.dynamic_update_slice_in_dim(
+            self._value, piece, n * piece.shape[self.dim], self.dim
+        )
 
     @property
     def value(self) -> Array:
@@ -339,9 +409,10 @@ def _scattering(
 
     Args:
       ring: this device's place.
-      piece_of_sum: of the number of a piece: the operands that this device has for it, and what makes its part of the sum of
-        these.
-      others: pieces of this device that are passed around beside the same products, and put together.
+      piece_of_sum: of the number of a piece: the operands that this device has for it, and what
+        makes its part of the sum of these.
+      others: pieces of this device that are passed around beside the same products, and put
+        together.
       dim: along which they are.
 
     Returns:

@@ -3,8 +3,10 @@
     gather     z[B, T_tensor, H] -> z[B, T, H]               an all_gather; of a cotangent a reduce_scatter
     scatter    y[B, T, H]{U_tensor} -> y[B, T_tensor, H]     a reduce_scatter; of a cotangent an all_gather
 
-Both spell out their transposes: from forward constraints alone the partitioner would gather cotangents anew for each product
-that reads them. A gathered value is never kept for backward, and of a scatter the result is: `is_gather` and `is_scatter` tell
+Both spell out their transposes: from forward constraints alone the partitioner would gather
+  cotangents anew for each product
+that reads them. A gathered value is never kept for backward, and of a scatter the result is:
+  `is_gather` and `is_scatter` tell
 whoever chooses what is kept.
 """
 
@@ -32,8 +34,9 @@ def gather_sequence(x: Array, spec: Spec, mesh: Mesh, copies: bool = False) -> A
       x: split as `spec` says.
       spec: names `tensor` in the dim that is gathered.
       mesh: the device mesh.
-      copies: return [t_tensor, B, T, H]: what each device of a tensor group holds, as entries of an array. Cotangents that a
-        loop sums are then summed on each device, and reduced after the loop; of one value they would be in each iteration.
+      copies: return [t_tensor, B, T, H]: what each device of a tensor group holds, as entries of an
+        array. Cotangents that a loop sums are then summed on each device, and reduced after the
+        loop; of one value they would be in each iteration.
     """
     whole = without_axis(spec, TENSOR)
 
@@ -45,7 +48,8 @@ def gather_sequence(x: Array, spec: Spec, mesh: Mesh, copies: bool = False) -> A
 
     @op.defjvp
     def op_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-        # The transpose of a constraint is the same one, on the cotangent; that of a repetition is a sum.
+        # The transpose of a constraint is the same one, on the cotangent; that of a repetition is a
+        # sum.
         tangent = constrain(tangents[0], spec, mesh)
         return op(*primals), _repeated(tangent, whole, mesh) if copies else tangent
 
@@ -53,29 +57,33 @@ def gather_sequence(x: Array, spec: Spec, mesh: Mesh, copies: bool = False) -> A
 
 
 def scatter_sequence(y: Array, spec: Spec, mesh: Mesh, copies: int | None = None) -> Array:
-    """Reduce_scatter over `tensor`: y[B, T, H]{U_t} -> y[B, T_t, H]. Its transpose is one all_gather.
+    """Reduce_scatter over `tensor`: y[B, T, H]{U_t} -> y[B, T_t, H]. Its transpose is one
+    all_gather.
 
     Args:
       y: a product, of which each device of a tensor group has a part of the sum; or a whole value.
       spec: of the result.
       mesh: the device mesh.
-      copies: the dim, of size t, that holds the parts of the sum as entries; None where y is one value.
+      copies: the dim, of size t, that holds the parts of the sum as entries; None where y is one
+        value.
     """
     whole = without_axis(spec, TENSOR)
 
     def total(y: Array) -> Array:
         if copies is None:
             return y
-        # lax.reduce, since jnp.sum would widen 16 bits, and send twice the bytes. With a known zero JAX can transpose it.
+        # lax.reduce, since jnp.sum would widen 16 bits, and send twice the bytes. With a known zero
+        # JAX can transpose it.
         return jax.lax.reduce(y, np.zeros((), y.dtype), jax.lax.add, (copies,))
 
     op = jax.custom_jvp(lambda y: checkpoint_name(constrain(total(y), spec, mesh), SCATTER))
 
     @op.defjvp
     def op_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-        # Transposed from its end: the cotangent is pinned to the shard, then to the whole value. Without the barrier the
-        # partitioner would take the residual's cotangent, which is the same value, as a slice of the gathered one. Of such a
-        # slice XLA for GPUs may make a collective-permute that names no devices, and so would give zeros.
+        # Transposed from its end: the cotangent is pinned to the shard, then to the whole value.
+        # Without the barrier the partitioner would take the residual's cotangent, which is the same
+        # value, as a slice of the gathered one. Of such a slice XLA for GPUs may make a
+        # collective-permute that names no devices, and so would give zeros.
         tangent = jax.lax.optimization_barrier(constrain(total(tangents[0]), whole, mesh))
         return op(*primals), constrain(tangent, spec, mesh)
 
@@ -98,7 +106,9 @@ def is_gather(eqn: jex.JaxprEqn) -> bool:
 
 
 def is_scatter(eqn: jex.JaxprEqn) -> bool:
-    """Tell whether an equation is a `scatter_sequence`, whose result is kept in the place of its operand."""
+    """Tell whether an equation is a `scatter_sequence`, whose result is kept in the place of its
+    operand.
+    """
     return eqn.primitive.name == "custom_jvp_call" and _holds_name(eqn.params, SCATTER)
 
 

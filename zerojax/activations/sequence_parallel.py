@@ -1,25 +1,32 @@
-"""Sequence parallelism of a model that knows nothing of it (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
+"""Sequence parallelism of a model that knows nothing of it (Korthikanti et al., arXiv:2205.05198,
+section 4.2.2).
 
-With tensor parallelism alone every device of a tensor group holds the whole stream x[B, T, H], and repeats norms, dropout and
-residual sums. Here the stream rests as x[B, T_tensor, H], and only products whose weights `tensor` splits see it whole:
+With tensor parallelism alone every device of a tensor group holds the whole stream x[B, T, H], and
+repeats norms, dropout and residual sums. Here the stream rests as x[B, T_tensor, H], and only
+products whose weights `tensor` splits see it whole:
 
     column     W[H, F_t], split in a free dim         gather   z[B, T_t, H] -> z[B, T, H], then h[B, T, F_t] = z W
     row        V[F_t, H], split in the summed dim     scatter  y[B, T, H]{U_t} = h V, then y -> y[B, T_t, H]
 
-An all_reduce is a reduce_scatter and an all_gather. So two gathers and two scatters a layer, forward and backward, move what
-two all_reduces did. Backward gathers z once more, for the gradients of W, since a gathered value is never kept.
+An all_reduce is a reduce_scatter and an all_gather. So two gathers and two scatters a layer,
+forward and backward, move what two all_reduces did. Backward gathers z once more, for the gradients
+of W, since a gathered value is never kept.
 
-Each function of the model is traced, and its trace run equation by equation. `zerojax.activations.flow` follows which values
-are split in the sequence. Where that meets a split weight, one of the two operations of `zerojax.activations.sequence_ops` is
-put in: one gather for all products that read a value, one scatter of each sum. All other equations run as they are, and where
-the rules do not tell what is split, the partitioner decides: the values are right whatever is put in, since both operations
-only say where a value is.
+Each function of the model is traced, and its trace run equation by equation.
+`zerojax.activations.flow` follows which values are split in the sequence. Where that meets a split
+weight, one of the two operations of `zerojax.activations.sequence_ops` is put in: one gather for
+all products that read a value, one scatter of each sum. All other equations run as they are, and
+where the rules do not tell what is split, the partitioner decides: the values are right whatever is
+put in, since both operations only say where a value is.
 
-A rematerialised region is entered. A loop over tiles has its operand gathered before it and its result scattered after it: its
-products are computed for [t_tensor, ...] entries, one of each device, so that nothing is reduced inside of the loop.
+A rematerialised region is entered. A loop over tiles has its operand gathered before it and its
+  result scattered after it: its
+products are computed for [t_tensor, ...] entries, one of each device, so that nothing is reduced
+inside of the loop.
 
-With `overlap` a gather and its products, or a product and its scatter, become one ring (`zerojax.activations.rings`), where all
-of them are plain products of which it is known how they are split; else the operations stay, and `why` tells the reason.
+With `overlap` a gather and its products, or a product and its scatter, become one ring
+(`zerojax.activations.rings`), where all of them are plain products of which it is known how they
+are split; else the operations stay, and `why` tells the reason.
 """
 
 import dataclasses
@@ -41,7 +48,16 @@ from zerojax.activations.sequence_walk import (
 )
 from zerojax.jaxprs import trace
 from zerojax.models import LayeredModel, stacks_of
-from zerojax.sharding import BATCH_AXES, FSDP, TENSOR, Spec, axes_of, num_batch_shards, param_specs, without_axis
+from zerojax.sharding import (
+    BATCH_AXES,
+    FSDP,
+    TENSOR,
+    Spec,
+    axes_of,
+    num_batch_shards,
+    param_specs,
+    without_axis,
+)
 from zerojax.tiling import parse
 
 Array = jax.Array
@@ -64,13 +80,18 @@ class SequenceParallelism:
 
 
 def sequence_parallel(
-    model: LayeredModel, mesh: Mesh, seen: SequenceParallelism, overlap: bool = False, recomputed: bool = False
+    model: LayeredModel,
+    mesh: Mesh,
+    seen: SequenceParallelism,
+    overlap: bool = False,
+    recomputed: bool = False,
 ) -> LayeredModel:
-    """Return a model whose stream is split over `tensor` in its sequence; its functions take and return what they did.
+    """Return a model whose stream is split over `tensor` in its sequence; its functions take and
+    return what they did.
 
     Args:
-      model: whose specs name `tensor`. Floating leaves of x of three dims or more are its stream: dim 0 is the batch, dim 1
-        the sequence.
+      model: whose specs name `tensor`. Floating leaves of x of three dims or more are its stream:
+        dim 0 is the batch, dim 1 the sequence.
       mesh: the device mesh.
       seen: told the products of the blocks, as they are traced.
       overlap: whether gathers and scatters run beside the products, around rings.
@@ -90,8 +111,12 @@ def sequence_parallel(
             "annotations, or as in zerojax.with_specs(model, {r'(qkv|fc)/kernel': P(None, 'tensor'), "
             "r'(proj|out)/kernel': P('tensor', None)}); or leave sequence_parallel=False"
         )
-    # The derivative of a head begins where its forward ends: no more is kept for it than while it runs.
-    ends, ends_rule = (specs.get("head"), specs.get("embed")), Rule(mesh, overlap=overlap, recomputed=True)
+    # The derivative of a head begins where its forward ends: no more is kept for it than while it
+    # runs.
+    ends, ends_rule = (
+        (specs.get("head"), specs.get("embed")),
+        Rule(mesh, overlap=overlap, recomputed=True),
+    )
     rule = dataclasses.replace(ends_rule, recomputed=recomputed)
 
     def of_blocks(name: str, of: Any, block_specs: Any) -> dict[str, Any]:
@@ -101,12 +126,17 @@ def sequence_parallel(
             seen.traced(name, [dataclasses.replace(product, stack=name) for product in products])
 
         enter = None if of.enter is None else _leaving(of.enter, mesh, lambda out: out[0])
-        return {"block": _entered(of.block, (block_specs,), rule, traced, returns_stream=True), "enter": enter}
+        return {
+            "block": _entered(of.block, (block_specs,), rule, traced, returns_stream=True),
+            "enter": enter,
+        }
 
     if model.stacks:
         by_stack = specs.get("block") or {}
         pairs = zip(model.stacks, stacks_of(model), strict=True)
-        stacks = [dataclasses.replace(s, **of_blocks(s.name, s, one.of(by_stack))) for s, one in pairs]
+        stacks = [
+            dataclasses.replace(s, **of_blocks(s.name, s, one.of(by_stack))) for s, one in pairs
+        ]
         blocks: dict[str, Any] = {"stacks": stacks}
     else:
         blocks = of_blocks("", model, specs.get("block"))
@@ -120,8 +150,12 @@ def sequence_parallel(
     )
 
 
-def _leaving(function: Callable[..., Any], mesh: Mesh, stream_of: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return an embedding, or an `enter`, whose x leaves it as a stream: the sum over a split vocabulary is scattered."""
+def _leaving(
+    function: Callable[..., Any], mesh: Mesh, stream_of: Callable[[Any], Any]
+) -> Callable[..., Any]:
+    """Return an embedding, or an `enter`, whose x leaves it as a stream: the sum over a split
+    vocabulary is scattered.
+    """
 
     def run(*args: Any) -> Any:
         leaves, tree = jax.tree.flatten(out := function(*args))
@@ -130,8 +164,11 @@ def _leaving(function: Callable[..., Any], mesh: Mesh, stream_of: Callable[[Any]
         for n, (path, a) in enumerate(jax.tree_util.tree_flatten_with_path(stream_of(out))[0]):
             if is_stream[n]:
                 spec = _stream_spec(a, mesh, jax.tree_util.keystr(path))
-                # Else the partitioner splits tokens by the sequence too, and may gather the table for them.
-                leaves[n] = scatter_sequence(constrain(a, without_axis(spec, TENSOR), mesh), spec, mesh)
+                # Else the partitioner splits tokens by the sequence too, and may gather the table
+                # for them.
+                leaves[n] = scatter_sequence(
+                    constrain(a, without_axis(spec, TENSOR), mesh), spec, mesh
+                )
         return jax.tree.unflatten(tree, leaves)
 
     return run
@@ -154,7 +191,8 @@ def _entered(
       returns_stream: whether it returns an x, alone or before other things.
 
     Raises:
-      ValueError: when it is traced: it returns an x of which nothing is a stream, or of which dim 1 does not divide.
+      ValueError: when it is traced: it returns an x of which nothing is a stream, or of which dim 1
+        does not divide.
     """
     mesh = rule.mesh
 
@@ -173,14 +211,20 @@ def _entered(
             if is_stream[n]:
                 streams[n] = _stream_spec(a, mesh, jax.tree_util.keystr(path))
             values.append(constrain(a, streams[n], mesh) if n in streams else a)
-            splits.append(tuple(map(axes_of, streams[n])) if n in streams else split_as_batch(a, mesh))
+            splits.append(
+                tuple(map(axes_of, streams[n])) if n in streams else split_as_batch(a, mesh)
+            )
         # Of what comes besides, dim 0 may be the batch. Other dims are as the partitioner has them.
         batch = {jnp.shape(a)[:1] for a in jax.tree.leaves(x)}
         for a in jax.tree.leaves(rest):
             values.append(a)
-            splits.append(split_as_batch(a, mesh) if jnp.shape(a)[:1] in batch else ((),) * jnp.ndim(a))
+            splits.append(
+                split_as_batch(a, mesh) if jnp.shape(a)[:1] in batch else ((),) * jnp.ndim(a)
+            )
         if returns_stream and not streams:
-            leaves = ", ".join(f"{jnp.result_type(a).name}{list(jnp.shape(a))}" for a in jax.tree.leaves(x))
+            leaves = ", ".join(
+                f"{jnp.result_type(a).name}{list(jnp.shape(a))}" for a in jax.tree.leaves(x)
+            )
             raise ValueError(
                 "sequence_parallel=True splits dim 1 of x[B, T, ...] between layers, and no floating leaf of x has three dims: "
                 f"x is {leaves}. Leave sequence_parallel=False"
@@ -190,16 +234,24 @@ def _entered(
         outs, _ = walk.run(program, values, splits)
         traced(walk.rule.products)
         for n, spec in streams.items() if returns_stream else ():
-            outs[n] = constrain(outs[n], spec, mesh)  # x comes first, whatever a block returns beside it
+            outs[n] = constrain(
+                outs[n], spec, mesh
+            )  # x comes first, whatever a block returns beside it
         return jax.tree.unflatten(jax.tree.structure(out), outs)
 
     return run
 
 
 def _is_stream(leaves: Sequence[Any]) -> list[bool]:
-    """Tell which leaves of x are its stream: floating, of three dims or more, and of the sequence of the largest of these."""
+    """Tell which leaves of x are its stream: floating, of three dims or more, and of the sequence
+    of the largest of these.
+    """
     could = [jnp.ndim(a) >= 3 and jnp.issubdtype(jnp.result_type(a), jnp.inexact) for a in leaves]
-    largest = max((jnp.shape(a) for a, is_it in zip(leaves, could, strict=True) if is_it), key=math.prod, default=(0, 0))
+    largest = max(
+        (jnp.shape(a) for a, is_it in zip(leaves, could, strict=True) if is_it),
+        key=math.prod,
+        default=(0, 0),
+    )
     return [is_it and jnp.shape(a)[1] == largest[1] for a, is_it in zip(leaves, could, strict=True)]
 
 
@@ -215,4 +267,8 @@ def _stream_spec(a: Any, mesh: Mesh, path: str) -> Spec:
             f"sequence_parallel=True splits dim 1 of x{path}, of shape {tuple(shape)}, over tensor={t}, and {shape[1]} does "
             f"not divide by {t}: pad the sequences to {-(-shape[1] // t) * t}, or leave sequence_parallel=False"
         )
-    return (BATCH_AXES if shape[0] % num_batch_shards(mesh) == 0 else None, TENSOR, *(None,) * (len(shape) - 2))
+    return (
+        BATCH_AXES if shape[0] % num_batch_shards(mesh) == 0 else None,
+        TENSOR,
+        *(None,) * (len(shape) - 2),
+    )

@@ -1,4 +1,6 @@
-"""Loops over tiles under sequence parallelism: what each device of a tensor group adds to a sum is an entry of an array."""
+"""Loops over tiles under sequence parallelism: what each device of a tensor group adds to a sum is
+an entry of an array.
+"""
 
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
@@ -18,7 +20,8 @@ Array = jax.Array
 
 
 class Walked(NamedTuple):
-    """What is known of the values of a program that was run with the operations of sequence parallelism.
+    """What is known of the values of a program that was run with the operations of sequence
+    parallelism.
 
     Attributes:
       kinds: of the result of a product, "column" or "row", and the position of its weight.
@@ -32,7 +35,8 @@ class Walked(NamedTuple):
 
 
 class Entries:
-    """The unit of a loop over tiles, computed for [t_tensor, ...] entries: one of each device of a tensor group.
+    """The unit of a loop over tiles, computed for [t_tensor, ...] entries: one of each device of a
+    tensor group.
 
         h[B, T, F_t]      = sum_d x[t_tensor, B, T, D] W[D, t_tensor, F/t]        a column product of copies of x
         y[t_tensor, B, T, H] = sum_f h[B, T, t_tensor, F/t] V[t_tensor, F/t, H]   the parts of a row product's sum
@@ -40,7 +44,8 @@ class Entries:
     So neither y nor the cotangent of x is reduced while the loop adds to it.
 
     Attributes:
-      serves: whether the unit has this form: only column products read x, and a row product makes its result.
+      serves: whether the unit has this form: only column products read x, and a row product makes
+        its result.
       dtype: of the operands of the row product.
     """
 
@@ -53,22 +58,31 @@ class Entries:
     def _check(self) -> bool:
         for i in self.unit.instructions:
             kind, w = self.walked.kinds.get(i.outs[0], ("", 0)) if i.outs else ("", 0)
-            reads = [n for n, ref in enumerate(i.ins) if isinstance(ref, int) and ref in self.copied]
+            reads = [
+                n for n, ref in enumerate(i.ins) if isinstance(ref, int) and ref in self.copied
+            ]
             is_plain = i.eqn.primitive.name == "dot_general"
             is_row = bool(kind) and i.outs[0] in self.walked.scattered
             if reads and not (kind == "column" and reads == [1 - w] and is_plain):
                 return False
-            if is_row and not (i.outs == self.unit.outputs and (is_plain or is_wide_product(i.eqn))):
+            if is_row and not (
+                i.outs == self.unit.outputs and (is_plain or is_wide_product(i.eqn))
+            ):
                 return False
-            if (reads or is_row) and self.walked.splits[i.ins[w]][self._split_dim(i, w)] != (TENSOR,):  # pyright: ignore
-                return False
+            if reads or is_row:
+                split = self.walked.splits[i.ins[w]]  # pyright: ignore[reportArgumentType]
+                assert split is not None
+                if split[self._split_dim(i, w)] != (TENSOR,):
+                    return False
             if is_row:
                 aval: Any = i.eqn.invars[w].aval
                 self.dtype = aval.dtype
         return True
 
     def loop(self, loop: TileLoop, values: Sequence[Any]) -> Array:
-        """Return the loop's result, with a dim of entries behind the first if it is that of a row product."""
+        """Return the loop's result, with a dim of entries behind the first if it is that of a row
+        product.
+        """
         first = loop.sizes[0]
         tiles, parts = ([values[n] for n in at] for at in (loop.tiles, loop.parts))
         shared = [v for n, v in enumerate(values) if n not in (*loop.tiles, *loop.parts)]
@@ -94,13 +108,20 @@ class Entries:
         return slots[self.unit.outputs[0]]  # pyright: ignore[reportArgumentType]
 
     def _split(self, a: Array, dim: int) -> Array:
-        """Return [t_tensor, ...] of an array that is split in a dim: W[D, F_t] -> W[t_tensor, D, F/t]."""
+        """Return [t_tensor, ...] of an array that is split in a dim: W[D, F_t] -> W[t_tensor, D,
+        F/t].
+        """
         t = self.mesh.shape[TENSOR]
-        return jnp.moveaxis(a.reshape(*a.shape[:dim], t, a.shape[dim] // t, *a.shape[dim + 1 :]), dim, 0)
+        return jnp.moveaxis(
+            a.reshape(*a.shape[:dim], t, a.shape[dim] // t, *a.shape[dim + 1 :]), dim, 0
+        )
 
     def _dot(self, eqn: jex.JaxprEqn, values: Sequence[Array]) -> Array:
         """Return the product of entries, of operands [t, ...]."""
-        contract, batch = (tuple(tuple(d + 1 for d in dims) for dims in two) for two in eqn.params["dimension_numbers"])
+        contract, batch = (
+            tuple(tuple(d + 1 for d in dims) for dims in two)
+            for two in eqn.params["dimension_numbers"]
+        )
         numbers: Any = (contract, tuple((0, *dims) for dims in batch))
         options = {name: eqn.params[name] for name in ("precision", "preferred_element_type")}
         return jax.lax.dot_general(*values, dimension_numbers=numbers, **options)
@@ -109,9 +130,13 @@ class Entries:
         contract, batch = i.eqn.params["dimension_numbers"]
         k = self._split_dim(i, w)
         y = self._dot(i.eqn, [self._split(v, k) if n == w else v for n, v in enumerate(values)])
-        # Entries are its first dim. They are put before the part of the weight's dim that they are entries of.
+        # Entries are its first dim. They are put before the part of the weight's dim that they are
+        # entries of.
         avals: list[Any] = [v.aval for v in i.eqn.invars]
-        lhs, rhs = ([d for d in range(a.ndim) if d not in (*contract[n], *batch[n])] for n, a in enumerate(avals))
+        lhs, rhs = (
+            [d for d in range(a.ndim) if d not in (*contract[n], *batch[n])]
+            for n, a in enumerate(avals)
+        )
         place = len(batch[0]) + (len(lhs) + rhs.index(k) if w == 1 else lhs.index(k))
         out: Any = i.eqn.outvars[0].aval
         return jnp.moveaxis(y, 0, place).reshape(out.shape)
@@ -120,7 +145,11 @@ class Entries:
         contract, k = dot.params["dimension_numbers"][0], self._split_dim(i, w)
         dims = {w: k, 1 - w: contract[1 - w][contract[w].index(k)]}
         operands = [self._split(v, dims[n]) for n, v in enumerate(values)]
-        y = jax.vmap(wide_product)(*operands) if is_wide_product(i.eqn) else self._dot(i.eqn, operands)
+        y = (
+            jax.vmap(wide_product)(*operands)
+            if is_wide_product(i.eqn)
+            else self._dot(i.eqn, operands)
+        )
         whole = without_axis(as_spec(self.walked.splits[i.outs[0]] or ()), TENSOR)
         return constrain(y, (TENSOR, *whole), self.mesh)
 

@@ -36,7 +36,10 @@ from zerojax.tiling import TileLoop, parse
 Array = jax.Array
 _ENTERED = ENTERED["sequence_parallel"] - INLINED
 _OTHER_PRODUCTS = ("conv_general_dilated", "ragged_dot", "ragged_dot_general")
-_AROUND = {"column": "its operand comes around a ring beside it", "row": "its sum goes around a ring beside it"}
+_AROUND = {
+    "column": "its operand comes around a ring beside it",
+    "row": "its sum goes around a ring beside it",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +73,8 @@ class Rule:
       streams: the (B, T) of the leaves of x.
       products: that were met, in order.
       overlap: whether rings are put in.
-      recomputed: whether the derivative of what is walked runs its forward too: it is rematerialised, or a head.
+      recomputed: whether the derivative of what is walked runs its forward too: it is
+        rematerialised, or a head.
     """
 
     mesh: Mesh
@@ -91,10 +95,14 @@ class SequenceInterpreter:
         self.same: dict[int, int] = {}  # a cast of a value -> the first such cast of it
         self.casts: dict[tuple[int, Any], int] = {}
         self.whole: dict[int, Array] = {}  # what was gathered, by slot
-        self.kinds: dict[int, tuple[str, int]] = {}  # of the result of a product: its kind, and the position of its weight
+        self.kinds: dict[
+            int, tuple[str, int]
+        ] = {}  # of the result of a product: its kind, and the position of its weight
         self.scattered: set[int] = set()  # results that were scattered
         self.after: Sequence[Instruction] = ()  # this equation, and those after it
-        self.made: dict[int, Array] = {}  # results of products that a ring made, with that of the first
+        self.made: dict[
+            int, Array
+        ] = {}  # results of products that a ring made, with that of the first
 
     def run(
         self, program: FlatJaxpr, values: Sequence[Any], splits: Sequence[Split | None]
@@ -104,12 +112,19 @@ class SequenceInterpreter:
         self.splits.update(zip(program.inputs, splits, strict=True))
         data = program.reached(slot for slot in program.inputs if slot not in self.params)
         instructions = program.instructions
-        if self.rule.overlap:  # a ring makes the products of all weights that read a value where the first of them is
-            instructions = sorted(instructions, key=lambda i: bool(i.eqn.effects) or not data.isdisjoint(i.outs))
+        if (
+            self.rule.overlap
+        ):  # a ring makes the products of all weights that read a value where the first of them is
+            instructions = sorted(
+                instructions, key=lambda i: bool(i.eqn.effects) or not data.isdisjoint(i.outs)
+            )
         for n, i in enumerate(instructions):
             self.after = instructions[n:] if self.rule.overlap else ()
             values = [read(ref, self.slots) for ref in i.ins]
-            splits = [self.splits[ref] if isinstance(ref, int) else (ANY,) * jnp.ndim(ref.value) for ref in i.ins]
+            splits = [
+                self.splits[ref] if isinstance(ref, int) else (ANY,) * jnp.ndim(ref.value)
+                for ref in i.ins
+            ]
             outs, of_outs = self.apply(i, values, splits, data)
             self.slots.update(zip(i.outs, outs, strict=True))
             self.splits.update(zip(i.outs, of_outs, strict=True))
@@ -117,11 +132,17 @@ class SequenceInterpreter:
                 paths = tuple(dict.fromkeys(path for slot in i.reads for path in self.params[slot]))
                 self.params.update(dict.fromkeys(i.outs, paths))
             elif i.eqn.primitive.name == "convert_element_type":
-                # Modules cast their input, each for itself: what they read is one value all the same.
+                # Modules cast their input, each for itself: what they read is one value all the
+                # same.
                 slot = self.canonical(i.reads[0])
-                self.same[i.outs[0]] = self.casts.setdefault((slot, i.eqn.params["new_dtype"]), i.outs[0])
+                self.same[i.outs[0]] = self.casts.setdefault(
+                    (slot, i.eqn.params["new_dtype"]), i.outs[0]
+                )
         refs = program.outputs
-        of_outs = [self.splits[ref] if isinstance(ref, int) else (ANY,) * jnp.ndim(ref.value) for ref in refs]
+        of_outs = [
+            self.splits[ref] if isinstance(ref, int) else (ANY,) * jnp.ndim(ref.value)
+            for ref in refs
+        ]
         return [read(ref, self.slots) for ref in refs], of_outs
 
     def canonical(self, slot: int) -> int:
@@ -143,14 +164,27 @@ class SequenceInterpreter:
         if name == "fft":
             return self.fft(i, values, splits)
         if i.has_jaxpr or name in _OTHER_PRODUCTS:
-            why = f"inside of {name}, which is not entered" if i.has_jaxpr else f"{name} is left to the partitioner"
+            why = (
+                f"inside of {name}, which is not entered"
+                if i.has_jaxpr
+                else f"{name} is left to the partitioner"
+            )
             for ref, split in zip(i.ins, splits, strict=True):
-                if isinstance(ref, int) and ref in self.params and split is not None and tensor_dims(split):
+                if (
+                    isinstance(ref, int)
+                    and ref in self.params
+                    and split is not None
+                    and tensor_dims(split)
+                ):
                     self.note(i, self.params[ref], "left alone", why)
         return self.plain(i, values, splits)
 
-    def fft(self, i: Instruction, values: list[Any], splits: list[Split | None]) -> tuple[list[Any], list[Split | None]]:
-        """Run a transform along whole dims: XLA's partitioner ends the process where a split one does not divide twice."""
+    def fft(
+        self, i: Instruction, values: list[Any], splits: list[Split | None]
+    ) -> tuple[list[Any], list[Split | None]]:
+        """Run a transform along whole dims: XLA's partitioner ends the process where a split one
+        does not divide twice.
+        """
         split = splits[0]
         if split is None:
             return self.plain(i, values, splits)
@@ -158,22 +192,28 @@ class SequenceInterpreter:
         if any(d >= len(split) - len(i.eqn.params["fft_lengths"]) for d in tensor_dims(split)):
             values, spec = [self.gathered(i.ins[0], values[0], spec)], without_axis(spec, TENSOR)
         # Both ends are stated, and so are those of the transform of its cotangent.
-        outs, of_outs = self.plain(i, [constrain(values[0], spec, self.mesh)], [tuple(map(axes_of, spec))])
+        outs, of_outs = self.plain(
+            i, [constrain(values[0], spec, self.mesh)], [tuple(map(axes_of, spec))]
+        )
         return [constrain(outs[0], spec, self.mesh)], of_outs
 
-    def plain(self, i: Instruction, values: Sequence[Any], splits: Sequence[Split | None]) -> tuple[Any, list[Split | None]]:
+    def plain(
+        self, i: Instruction, values: Sequence[Any], splits: Sequence[Split | None]
+    ) -> tuple[Any, list[Split | None]]:
         return bind(i.eqn, values), outs_of(i.eqn, splits, self.mesh.shape)
 
     def note(self, i: Instruction, weight: Sequence[str], kind: str, why: str) -> None:
         out: Any = i.eqn.outvars[0].aval
         self.rule.products.append(BlockProduct("", ", ".join(weight), tuple(out.shape), kind, why))
 
-    # --- one product -----------------------------------------------------------------------------------------------------
+    # --- one product ------------------------------------------------------------------------------
 
     def product(
         self, i: Instruction, dot: jex.JaxprEqn, values: list[Any], splits: list[Split | None]
     ) -> tuple[Sequence[Any], Sequence[Split | None]]:
-        """Run a product: its operand is gathered, of a weight split in a free dim; its result scattered, in a summed one."""
+        """Run a product: its operand is gathered, of a weight split in a free dim; its result
+        scattered, in a summed one.
+        """
         at = [n for n, ref in enumerate(i.ins) if not isinstance(ref, int) or ref in self.params]
         (contract, batch), paths = dot.params["dimension_numbers"], ()
         why, kind = "no operand is a weight", "left alone"
@@ -196,8 +236,13 @@ class SequenceInterpreter:
         over = [dim for dim in tensor_dims(splits[d] or ()) if dim not in contract[d]]
         if over:
             spec = as_spec(splits[d] or ())
-            values = [self.gathered(i.ins[d], v, spec) if n == d else v for n, v in enumerate(values)]
-            splits = [tuple(map(axes_of, without_axis(spec, TENSOR))) if n == d else s for n, s in enumerate(splits)]
+            values = [
+                self.gathered(i.ins[d], v, spec) if n == d else v for n, v in enumerate(values)
+            ]
+            splits = [
+                tuple(map(axes_of, without_axis(spec, TENSOR))) if n == d else s
+                for n, s in enumerate(splits)
+            ]
         outs, of_outs = self.plain(i, values, splits)
         if kind == "column":
             self.note(i, paths, kind, why if over else "its operand is whole")
@@ -205,7 +250,12 @@ class SequenceInterpreter:
         spec = self.scattered_spec(outs[0].shape, of_outs[0])
         if spec is None:
             streams = " and ".join(map(str, sorted(self.rule.streams)))
-            self.note(i, paths, "left alone", f"its result does not begin with batch and sequence of x, {streams}, both whole")
+            self.note(
+                i,
+                paths,
+                "left alone",
+                f"its result does not begin with batch and sequence of x, {streams}, both whole",
+            )
             return outs, of_outs
         self.note(i, paths, kind, why)
         self.scattered.add(i.outs[0])
@@ -225,8 +275,13 @@ class SequenceInterpreter:
         one, reason = ring_product(i.eqn, kind, w, splits)
         if one is None:
             return None, reason
-        whole = tuple(() if entry is not ANY and TENSOR in entry and kind == "column" else entry for entry in data or ())
-        of_outs = outs_of(i.eqn, [whole if n != w else s for n, s in enumerate(splits)], self.mesh.shape)
+        whole = tuple(
+            () if entry is not ANY and TENSOR in entry and kind == "column" else entry
+            for entry in data or ()
+        )
+        of_outs = outs_of(
+            i.eqn, [whole if n != w else s for n, s in enumerate(splits)], self.mesh.shape
+        )
         if kind == "row":
             spec = self.scattered_spec(i.eqn.outvars[0].aval.shape, of_outs[0])  # pyright: ignore[reportAttributeAccessIssue]
             if spec is None:
@@ -240,16 +295,27 @@ class SequenceInterpreter:
         return ([self.made.pop(i.outs[0])], of_outs), ""
 
     def ring_of_readers(self, key: int, value: Array, split: Split) -> str:
-        """Run all column products that read a value around one ring; return the reason why not, where one of them cannot."""
+        """Run all column products that read a value around one ring; return the reason why not,
+        where one of them cannot.
+        """
         if key in self.whole:
             return "; no ring, since another product had it gathered"
-        same, products = {key, *(s for s, of in self.same.items() if of == key)}, list[tuple[Instruction, int, RingProduct]]()
+        same, products = (
+            {key, *(s for s, of in self.same.items() if of == key)},
+            list[tuple[Instruction, int, RingProduct]](),
+        )
         for i in self.after:
             # Casts to come, of what the value was cast from.
             is_cast = i.eqn.primitive.name == "convert_element_type" and bool(i.reads)
-            if is_cast and self.casts.get((self.canonical(i.reads[0]), i.eqn.params["new_dtype"])) == key:
+            if (
+                is_cast
+                and self.casts.get((self.canonical(i.reads[0]), i.eqn.params["new_dtype"])) == key
+            ):
                 same.add(i.outs[0])
-            dot, reads = product_of(i.eqn), [n for n, ref in enumerate(i.ins) if isinstance(ref, int) and ref in same]
+            dot, reads = (
+                product_of(i.eqn),
+                [n for n, ref in enumerate(i.ins) if isinstance(ref, int) and ref in same],
+            )
             if dot is None or len(reads) != 1:
                 continue
             d, w = reads[0], 1 - reads[0]
@@ -267,7 +333,9 @@ class SequenceInterpreter:
             products.append((i, w, one))
         weights = [read(i.ins[w], self.slots) for i, w, _ in products]
         value = constrain(value, as_spec(split), self.mesh)
-        made = column_products(value, weights, [one for *_, one in products], self.mesh, again=not self.rule.recomputed)
+        made = column_products(
+            value, weights, [one for *_, one in products], self.mesh, again=not self.rule.recomputed
+        )
         self.made.update((i.outs[0], y) for (i, *_), y in zip(products, made, strict=True))
         return ""
 
@@ -279,20 +347,29 @@ class SequenceInterpreter:
         return self.whole[key]
 
     def scattered_spec(self, shape: tuple[int, ...], split: Split | None) -> Spec | None:
-        """Return the spec of the scattered result of a row product, or None where it is not clear which dim is the sequence."""
+        """Return the spec of the scattered result of a row product, or None where it is not clear
+        which dim is the sequence.
+        """
         if len(shape) < 3 or shape[:2] not in self.rule.streams:
             return None
-        split = split_as_batch(jax.ShapeDtypeStruct(shape, jnp.float32), self.mesh) if split is None else split
+        split = (
+            split_as_batch(jax.ShapeDtypeStruct(shape, jnp.float32), self.mesh)
+            if split is None
+            else split
+        )
         if tensor_dims(split) or (split[1] is not ANY and split[1]):
             return None
         return as_spec((split[0], (TENSOR,), *split[2:]))
 
-    # --- what holds products ---------------------------------------------------------------------------------------------
+    # --- what holds products ----------------------------------------------------------------------
 
     def region(
         self, i: Instruction, values: list[Any], splits: list[Split | None]
     ) -> tuple[Sequence[Any], Sequence[Split | None]]:
-        """Enter a rematerialised region. What is gathered in it is never kept, whatever its policy keeps."""
+        """Enter a rematerialised region.
+
+        What is gathered in it is never kept, whatever its policy keeps.
+        """
         (region,) = regions_of(i.eqn)
         inner = region.flatten(lambda eqn: parse(eqn) is not None)
         results: list[Any] = []
@@ -312,12 +389,18 @@ class SequenceInterpreter:
     def inner_params(self, i: Instruction, inputs: Sequence[int]) -> dict[int, tuple[str, ...]]:
         """Return the input slots of an equation's inner program that are parameters."""
         pairs = zip(inputs, i.ins, strict=True)
-        return {slot: self.params[ref] for slot, ref in pairs if isinstance(ref, int) and ref in self.params}
+        return {
+            slot: self.params[ref]
+            for slot, ref in pairs
+            if isinstance(ref, int) and ref in self.params
+        }
 
     def loop(
         self, i: Instruction, loop: TileLoop, values: list[Any], splits: list[Split | None]
     ) -> tuple[Sequence[Any], Sequence[Split | None]]:
-        """Run a loop over tiles: its operands are gathered before it, its result is scattered after it."""
+        """Run a loop over tiles: its operands are gathered before it, its result is scattered after
+        it.
+        """
         if loop.accumulates:
             return self._loop_of_kernels(i, loop, values, splits)
         unit = flatten(loop.unit, ())
@@ -334,43 +417,79 @@ class SequenceInterpreter:
             return walk
 
         first = walked(splits)
-        # What its column products gather is computed from operands that are split: these are gathered before the loop.
+        # What its column products gather is computed from operands that are split: these are
+        # gathered before the loop.
         hoisted = [
             n
             for n, (slot, split) in enumerate(zip(unit.inputs, splits, strict=True))
-            if slot not in params and split is not None and tensor_dims(split) and unit.reached([slot]) & first.whole.keys()
+            if slot not in params
+            and split is not None
+            and tensor_dims(split)
+            and unit.reached([slot]) & first.whole.keys()
         ]
         specs = {n: as_spec(splits[n] or ()) for n in hoisted}
-        splits = [tuple(map(axes_of, without_axis(specs[n], TENSOR))) if n in specs else s for n, s in enumerate(splits)]
+        splits = [
+            tuple(map(axes_of, without_axis(specs[n], TENSOR))) if n in specs else s
+            for n, s in enumerate(splits)
+        ]
         walk = walked(splits)
-        entries = Entries(unit, Walked(walk.kinds, walk.scattered, walk.splits), {unit.inputs[n] for n in hoisted}, self.mesh)
+        entries = Entries(
+            unit,
+            Walked(walk.kinds, walk.scattered, walk.splits),
+            {unit.inputs[n] for n in hoisted},
+            self.mesh,
+        )
         is_copied = entries.serves and bool(hoisted) and set(hoisted).isdisjoint(loop.parts)
-        values = [gather_sequence(v, specs[n], self.mesh, is_copied) if n in specs else v for n, v in enumerate(values)]
+        values = [
+            gather_sequence(v, specs[n], self.mesh, is_copied) if n in specs else v
+            for n, v in enumerate(values)
+        ]
         (out,) = unit.outputs
-        spec = (None, *as_spec(walk.splits[out] or ())) if isinstance(out, int) and out in walk.scattered else None
-        # A dim of entries in front, where there is one, and of a sum of tiles' products the dtype that a single product has.
+        spec = (
+            (None, *as_spec(walk.splits[out] or ()))
+            if isinstance(out, int) and out in walk.scattered
+            else None
+        )
+        # A dim of entries in front, where there is one, and of a sum of tiles' products the dtype
+        # that a single product has.
         if is_copied:
             y = entries.loop(loop, values)
             if spec is not None:
-                y = scatter_sequence(y.astype(entries.dtype), spec, self.mesh, copies=1).astype(loop.out.dtype)
+                y = scatter_sequence(y.astype(entries.dtype), spec, self.mesh, copies=1).astype(
+                    loop.out.dtype
+                )
         else:
             y = bind(i.eqn, values)[0]
             if spec is not None:
                 y = scatter_sequence(y, spec, self.mesh)
-        whys = {"column": "its operand is gathered", "row": "its result is scattered"} if hoisted or spec is not None else {}
+        whys = (
+            {"column": "its operand is gathered", "row": "its result is scattered"}
+            if hoisted or spec is not None
+            else {}
+        )
         where = {
             "column": "before the loop",
-            "row": "after the loop" if is_copied or not hoisted else "after the loop, and summed in it",
+            "row": "after the loop"
+            if is_copied or not hoisted
+            else "after the loop, and summed in it",
         }
         for product in walk.rule.products:
-            why = f"{whys[product.kind]} {where[product.kind]} over tiles" if product.kind in whys else product.why
+            why = (
+                f"{whys[product.kind]} {where[product.kind]} over tiles"
+                if product.kind in whys
+                else product.why
+            )
             self.rule.products.append(dataclasses.replace(product, why=why))
-        return [y], [tuple(map(axes_of, spec))] if spec is not None else outs_of(i.eqn, splits, self.mesh.shape)
+        return [y], [tuple(map(axes_of, spec))] if spec is not None else outs_of(
+            i.eqn, splits, self.mesh.shape
+        )
 
     def _loop_of_kernels(
         self, i: Instruction, loop: TileLoop, values: list[Any], splits: list[Split | None]
     ) -> tuple[Sequence[Any], Sequence[Split | None]]:
-        """Run a loop whose kernels add to its sum: each says itself how it is split, and takes and returns whole sequences."""
+        """Run a loop whose kernels add to its sum: each says itself how it is split, and takes and
+        returns whole sequences.
+        """
         values, spec, rows = list(values), None, loop.result.shape[:-1]
         for n, (ref, split) in enumerate(zip(i.ins, splits, strict=True)):
             if ref in self.params or split is None or not tensor_dims(split):
@@ -394,7 +513,11 @@ def split_as_batch(a: Any, mesh: Mesh) -> Split:
 
 
 def _kind(
-    weight: Split | None, data: Split | None, summed: Sequence[int], summed_of_data: Sequence[int], batched: Sequence[int]
+    weight: Split | None,
+    data: Split | None,
+    summed: Sequence[int],
+    summed_of_data: Sequence[int],
+    batched: Sequence[int],
 ) -> tuple[str, str]:
     """Return the kind of a product, and why.
 

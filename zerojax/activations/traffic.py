@@ -1,19 +1,21 @@
 """Bytes that tensor parallelism sends in a traced function, from how its inputs are split.
 
-`zerojax.activations.flow` says how each value is split. Where `tensor` splits a dim that is summed, each device has a part of
-the sum, y{U_tensor}, and the partitioner adds the parts:
+`zerojax.activations.flow` says how each value is split. Where `tensor` splits a dim that is summed,
+each device has a part of the sum, y{U_tensor}, and the partitioner adds the parts:
 
     y[B, T, H]{U_tensor} -> y[B, T, H]             all_reduce, where a whole value is read
     y[B, T, H]{U_tensor} -> y[B, T_tensor, H]      reduce_scatter, where a constraint splits it
     z[B, T_tensor, H]    -> z[B, T, H]             all_gather, where a constraint makes it whole
     the rings of `zerojax.activations.rings`       permute
 
-Parts are added once, however many equations read a value, and sums of parts are added before: cotangents of the queries, keys
-and values make one all_reduce. So in a derivative these are Megatron's collectives, those of sequence parallelism, and those of
-an embedding and a head that are split by the vocabulary; and what is computed again is sent again.
+Parts are added once, however many equations read a value, and sums of parts are added before:
+  cotangents of the queries, keys
+and values make one all_reduce. So in a derivative these are Megatron's collectives, those of
+sequence parallelism, and those of an embedding and a head that are split by the vocabulary; and
+what is computed again is sent again.
 
-A ring sends of n bytes n (t-1)/t in a gather or a scatter, twice that in an all_reduce, and n in each permute. Where the rules
-of flow leave a choice, a value is taken to be split as what it meets.
+A ring sends of n bytes n (t-1)/t in a gather or a scatter, twice that in an all_reduce, and n in
+each permute. Where the rules of flow leave a choice, a value is taken to be split as what it meets.
 """
 
 import collections
@@ -30,18 +32,39 @@ from zerojax.jaxprs import ENTERED, Analysis, flatten, regions_of
 from zerojax.sharding import TENSOR, Spec, axes_of, pad_spec
 
 _SUMS = frozenset(
-    {"add", "sub", "add_any", "neg", "reshape", "transpose", "squeeze", "broadcast_in_dim", "name", "copy"}
-)  # fmt: skip
+    {
+        "add",
+        "sub",
+        "add_any",
+        "neg",
+        "reshape",
+        "transpose",
+        "squeeze",
+        "broadcast_in_dim",
+        "name",
+        "copy",
+    }
+)
 """Equations that act on parts of a sum as on the sum."""
 _REDUCED = ("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin")
-_INSIDE = {"psum": "all_reduce", "psum_invariant": "all_reduce", "pmax": "all_reduce", "pmin": "all_reduce"} | {
-    "all_gather": "all_gather", "all_gather_invariant": "all_gather", "reduce_scatter": "reduce_scatter", "ppermute": "permute"
-}  # fmt: skip
+_INSIDE = {
+    "psum": "all_reduce",
+    "psum_invariant": "all_reduce",
+    "pmax": "all_reduce",
+    "pmin": "all_reduce",
+} | {
+    "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "ppermute": "permute",
+}
 """Collectives that a `jax.shard_map` spells out."""
 
 
 class _Value:
-    """A value: how it is split, whether each device of a tensor group has a part of its sum, and how often it is made."""
+    """A value: how it is split, whether each device of a tensor group has a part of its sum, and
+    how often it is made.
+    """
 
     __slots__ = ("is_part", "split", "times")
 
@@ -50,12 +73,13 @@ class _Value:
 
 
 def sent_over_tensor(jaxpr: Any, inputs: Sequence[Spec | None], mesh: Mesh) -> dict[str, float]:
-    """Return the bytes that each device sends over `tensor`, by collective: "all_gather", "reduce_scatter", "all_reduce"
-    and "permute".
+    """Return the bytes that each device sends over `tensor`, by collective: "all_gather",
+    "reduce_scatter", "all_reduce" and "permute".
 
     Args:
       jaxpr: a closed jaxpr, of a derivative.
-      inputs: of each argument its spec, one entry a dim, or None where it is split as what it meets.
+      inputs: of each argument its spec, one entry a dim, or None where it is split as what it
+        meets.
       mesh: the device mesh.
     """
     counter = TensorTrafficCounter(mesh.shape)
@@ -167,14 +191,18 @@ class TensorTrafficCounter(Analysis[_Value]):
     # --- one equation --------------------------------------------------------------------------
 
     def gather_operand(self, eqn: jex.JaxprEqn, ins: Sequence[_Value]) -> None:
-        """All_gather an operand that has to be whole: of a reshape across its shards, or of two that are split in free dims."""
+        """All_gather an operand that has to be whole: of a reshape across its shards, or of two
+        that are split in free dims.
+        """
         if eqn.primitive.name == "reshape":
             is_whole = outs_of(eqn, [ins[0].split], self.sizes)[0] is not None
         elif eqn.primitive.name == "dot_general":
             contract, batch = eqn.params["dimension_numbers"]
             taken = [{*c, *b} for c, b in zip(contract, batch, strict=True)]
             pairs = zip(ins, taken, strict=True)
-            is_whole = not all(any(_has(e) and d not in t for d, e in enumerate(v.split)) for v, t in pairs)
+            is_whole = not all(
+                any(_has(e) and d not in t for d, e in enumerate(v.split)) for v, t in pairs
+            )
         else:
             return
         v = ins[0]
@@ -185,7 +213,10 @@ class TensorTrafficCounter(Analysis[_Value]):
     def splits(self, eqn: jex.JaxprEqn, ins: Sequence[Split]) -> list[Split]:
         """Return how the results are split; where that is not clear, as what they meet."""
         outs = outs_of(eqn, ins, self.sizes)
-        return [(ANY,) * _ndim(v.aval) if out is None else out for out, v in zip(outs, eqn.outvars, strict=True)]
+        return [
+            (ANY,) * _ndim(v.aval) if out is None else out
+            for out, v in zip(outs, eqn.outvars, strict=True)
+        ]
 
     def is_part(self, eqn: jex.JaxprEqn, ins: Sequence[_Value]) -> bool:
         """Tell whether the results are parts of sums."""
@@ -196,9 +227,13 @@ class TensorTrafficCounter(Analysis[_Value]):
             return any(_has(ins[0].split[d]) for d in eqn.params["axes"])
         if name == "dot_general":
             contract = eqn.params["dimension_numbers"][0]
-            return any(_has(v.split[d]) for v, dims in zip(ins, contract, strict=True) for d in dims)
+            return any(
+                _has(v.split[d]) for v, dims in zip(ins, contract, strict=True) for d in dims
+            )
         if name == "gather":  # a look-up in a table that is split by its rows
-            return any(_has(ins[0].split[d]) for d in eqn.params["dimension_numbers"].collapsed_slice_dims)
+            return any(
+                _has(ins[0].split[d]) for d in eqn.params["dimension_numbers"].collapsed_slice_dims
+            )
         return False
 
     def constrained(self, eqn: jex.JaxprEqn, v: _Value) -> _Value:
@@ -225,20 +260,31 @@ class TensorTrafficCounter(Analysis[_Value]):
         """
         env: dict[Any, Split | None] = dict(zip(jaxpr.invars, splits, strict=True))
         for eqn in jaxpr.eqns:
-            ins = [(ANY,) * _ndim(v.aval) if isinstance(v, jex.Literal) else env.get(v) for v in eqn.invars]
+            ins = [
+                (ANY,) * _ndim(v.aval) if isinstance(v, jex.Literal) else env.get(v)
+                for v in eqn.invars
+            ]
             kind, outs = _INSIDE.get(eqn.primitive.name), outs_of(eqn, ins, self.sizes)
             env.update(zip(eqn.outvars, outs, strict=True))
             axes = axes_of(eqn.params.get("axes", eqn.params.get("axis_name", ())))
             if kind is not None and TENSOR in axes:
                 # The whole is the result of a gather, and the operand of a reduction.
-                arrays = zip(eqn.outvars, outs, strict=True) if kind == "all_gather" else zip(eqn.invars, ins, strict=True)
+                arrays = (
+                    zip(eqn.outvars, outs, strict=True)
+                    if kind == "all_gather"
+                    else zip(eqn.invars, ins, strict=True)
+                )
                 num_bytes = sum(self.bytes(v.aval, split or ()) for v, split in arrays)
                 # A permute sends all of what it is given.
                 factor = {"all_reduce": 2, "permute": self.tensor / (self.tensor - 1)}.get(kind, 1)
                 self.send(kind, num_bytes * factor, times)
             for inner in jex.jaxprs_in_params(eqn.params):
                 splits = ins if len(inner.invars) == len(ins) else [None] * len(inner.invars)
-                self.inside(inner, splits, times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1))
+                self.inside(
+                    inner,
+                    splits,
+                    times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1),
+                )
 
     def add_all_parts(self, values: Sequence[_Value], atoms: Sequence[Any]) -> None:
         """Reduce what is a part among values, whose variables are given."""
@@ -246,14 +292,18 @@ class TensorTrafficCounter(Analysis[_Value]):
             self.add_parts(v, atom.aval)
 
     def add_parts(self, v: _Value, aval: Any) -> None:
-        """All_reduce a value of which each device has a part; afterwards it is whole for whoever reads it."""
+        """All_reduce a value of which each device has a part; afterwards it is whole for whoever
+        reads it.
+        """
         if v.is_part:
             self.send("all_reduce", 2 * self.bytes(aval, v.split), v.times)
             v.is_part = False
 
     def bytes(self, aval: Any, split: Split) -> float:
         """Return the bytes of one device's shard."""
-        shards = math.prod(self.sizes[axis] for entry in split if entry is not ANY for axis in entry)
+        shards = math.prod(
+            self.sizes[axis] for entry in split if entry is not ANY for axis in entry
+        )
         return math.prod(aval.shape) * jnp.dtype(aval.dtype).itemsize / shards
 
     def send(self, kind: str, num_bytes: float, times: float) -> None:

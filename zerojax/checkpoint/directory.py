@@ -1,4 +1,5 @@
-"""A directory of checkpoints: what lies in it, which step is the newest whole one, and every change that is made in it.
+"""A directory of checkpoints: what lies in it, which step is the newest whole one, and every change
+that is made in it.
 
     {step}/state, {step}/config      a checkpoint and its items; Orbax gives it this name when all of it is on disk
     {step}/metrics                   of the step, where checkpoints are kept by a metric
@@ -8,16 +9,18 @@
     .deleted.*/                      old ones on their way out
     .zerojax.lock                    flocked by the process that saves here
 
-A step comes by one rename and goes by one, so that no reader lists a step that is half there or half gone. Nothing goes before
-what takes its place has come, and its name is on disk:
+A step comes by one rename and goes by one, so that no reader lists a step that is half there or
+half gone. Nothing goes before what takes its place has come, and its name is on disk:
 
     a step comes    {step} or {step}.next    ->  the folder's entries are flushed  ->  older and rolled-back steps go
 
-So whenever a process is killed, or a call fails, the newest state whose save was confirmed is there under a name that readers
-take for its step.
+So whenever a process is killed, or a call fails, the newest state whose save was confirmed is there
+under a name that readers take for its step.
 
-Whoever reads only lists and opens. What changes a directory is process 0 of the run that saves there, under the lock: the
-processes of a run share one directory. In its other processes the methods that change something do nothing.
+Whoever reads only lists and opens. What changes a directory is process 0 of the run that saves
+  there, under the lock: the
+processes of a run share one directory. In its other processes the methods that change something do
+nothing.
 """
 
 import contextlib
@@ -52,7 +55,8 @@ _ELSEWHERE = -1
 """In place of a file descriptor: process 0 holds the lock, or the file system has none."""
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
 """What flock says on file systems that do not lock files."""
-# As int would write it: it also reads digits of other scripts, leading zeros, and numbers of any length.
+# As int would write it: it also reads digits of other scripts, leading zeros, and numbers of any
+# length.
 _STEP = re.compile(rf"(0|[1-9][0-9]{{0,17}})({re.escape(NEXT)})?")
 
 T = TypeVar("T")
@@ -69,23 +73,34 @@ class Directory:
         self.path = os.path.abspath(os.fspath(path))
         self._lock: int | None = None  # a file descriptor, or _ELSEWHERE
 
-    # --- what is there -----------------------------------------------------------------------------------------------------
+    # --- what is there ----------------------------------------------------------------------------
 
     def listing(self) -> tuple[list[int], list[str]]:
-        """Return the steps of all complete checkpoints, in order, and the names of unfinished ones; both at one moment.
+        """Return the steps of all complete checkpoints, in order, and the names of unfinished ones;
+        both at one moment.
 
         Raises:
           CheckpointError: the directory cannot be read.
         """
         try:
-            # One listing for both: between two, a step could get its name and be in neither. What cannot be told is an error:
-            # os.path.isdir says no of a folder that cannot be looked at now, and its step would be passed over.
-            with explaining(f"reading the directory of checkpoints {self.path}"), os.scandir(self.path) as entries:
-                known = [entry for entry in entries if _STEP.fullmatch(entry.name) or TEMPORARY in entry.name]
+            # One listing for both: between two, a step could get its name and be in neither. What
+            # cannot be told is an error: os.path.isdir says no of a folder that cannot be looked at
+            # now, and its step would be passed over.
+            with (
+                explaining(f"reading the directory of checkpoints {self.path}"),
+                os.scandir(self.path) as entries,
+            ):
+                known = [
+                    entry
+                    for entry in entries
+                    if _STEP.fullmatch(entry.name) or TEMPORARY in entry.name
+                ]
                 found = [(entry.name, entry.is_dir()) for entry in known]
         except CheckpointError as error:
             if error.errno == errno.ENOENT:
-                raise CheckpointError(f"the directory of checkpoints {self.path} is not there", errno=errno.ENOENT) from error
+                raise CheckpointError(
+                    f"the directory of checkpoints {self.path} is not there", errno=errno.ENOENT
+                ) from error
             raise
         steps = {int(m[1]) for name, is_dir in found if is_dir and (m := _STEP.fullmatch(name))}
         names = [name for name, _ in found]
@@ -119,13 +134,19 @@ class Directory:
         return os.path.join(self.step_folder(step), STATE)
 
     def newest_whole(
-        self, read: Callable[[int], T], *, required: bool = True, label: Callable[[int], str] = "step {}".format
+        self,
+        read: Callable[[int], T],
+        *,
+        required: bool = True,
+        label: Callable[[int], str] = "step {}".format,
     ) -> tuple[int, T] | None:
-        """Return the newest step that is whole, and what `read` makes of it. Damaged ones are passed over with a warning.
+        """Return the newest step that is whole, and what `read` makes of it. Damaged ones are
+        passed over with a warning.
 
         Args:
           read: raises DamagedError for a step that is not whole.
-          required: raise the error of the oldest step if none is whole; else that one is passed over too.
+          required: raise the error of the oldest step if none is whole; else that one is passed
+            over too.
           label: what a warning calls a step.
 
         Returns:
@@ -138,14 +159,15 @@ class Directory:
         for step in steps:
             try:
                 return step, read(step)
-            # Only damage: what is of another model or version is no reason to go back to an older step.
+            # Only damage: what is of another model or version is no reason to go back to an older
+            # step.
             except DamagedError as error:
                 if required and step == steps[-1]:
                     raise
                 logger.warning("%s is passed over: %s", label(step), error)
         return None
 
-    # --- what is changed ---------------------------------------------------------------------------------------------------
+    # --- what is changed --------------------------------------------------------------------------
 
     def make(self) -> None:
         """Make the directory if it is not there; in every process, as any of them may come first."""
@@ -153,11 +175,15 @@ class Directory:
             os.makedirs(self.path, exist_ok=True)
 
     def check_writable(self) -> None:
-        """Make a file: where Orbax cannot make its folder, the processes that do not make it wait for it."""
+        """Make a file: where Orbax cannot make its folder, the processes that do not make it wait
+        for it.
+        """
         if jax.process_index() == 0:
             with explaining(f"writing to {self.path}"):
                 if not is_folder(self.path):
-                    raise CheckpointError(f"{self.path} was removed: make another Checkpointer, which makes it again")
+                    raise CheckpointError(
+                        f"{self.path} was removed: make another Checkpointer, which makes it again"
+                    )
                 self._check_lock()
                 # What a save that failed could not rename or remove.
                 self.finish_replacing()
@@ -166,9 +192,11 @@ class Directory:
                     pass
 
     def settle(self, step: int, aside: Sequence[int]) -> list[str]:
-        """Give a step that has appeared its own name, and set other steps aside; return the new names of these.
+        """Give a step that has appeared its own name, and set other steps aside; return the new
+        names of these.
 
-        Nothing is renamed before the step's name is on disk, and nothing may be removed before this returns.
+        Nothing is renamed before the step's name is on disk, and nothing may be removed before this
+        returns.
 
         Args:
           step: that was saved.
@@ -183,7 +211,8 @@ class Directory:
         replaces = is_folder(new)
         for other in aside:
             old = self.new_folder(other)
-            # Under this step's own name is the step itself, where a call that failed has come so far.
+            # Under this step's own name is the step itself, where a call that failed has come so
+            # far.
             if is_folder(old) and (other != step or replaces):
                 names.append(self._free_name(other))
                 os.rename(old, os.path.join(self.path, names[-1]))
@@ -194,12 +223,16 @@ class Directory:
         return names
 
     def _free_name(self, step: int) -> str:
-        """Return the name under which to set a step aside; each run that goes back behind it may set one aside."""
+        """Return the name under which to set a step aside; each run that goes back behind it may
+        set one aside.
+        """
         names = (f"{step}{ASIDE}{n or ''}" for n in itertools.count())
         return next(n for n in names if not os.path.lexists(os.path.join(self.path, n)))
 
     def clean(self) -> None:
-        """Remove what saves that failed, or that a kill ended, left; to be called while nothing is being saved."""
+        """Remove what saves that failed, or that a kill ended, left; to be called while nothing is
+        being saved.
+        """
         if jax.process_index() != 0 or not self.is_locked:
             return
         for name in os.listdir(self.path):
@@ -208,7 +241,8 @@ class Directory:
                     shutil.rmtree(os.path.join(self.path, name), ignore_errors=True)
 
     def finish_replacing(self) -> None:
-        """Give those that were to take another's place their names, where a kill or an error came between.
+        """Give those that were to take another's place their names, where a kill or an error came
+        between.
 
         Raises:
           OSError: of the file system.
@@ -232,7 +266,7 @@ class Directory:
         sync(self.path)  # or a step could be there again, half removed, after a power failure
         shutil.rmtree(folder)
 
-    # --- the lock ----------------------------------------------------------------------------------------------------------
+    # --- the lock ---------------------------------------------------------------------------------
 
     @property
     def is_locked(self) -> bool:
@@ -261,10 +295,13 @@ class Directory:
             os.register_at_fork(after_in_child=lambda: self._forget(fd))
 
     def _locked(self) -> int:
-        """Return the descriptor of the lock's file, locked, or _ELSEWHERE where the file system has no locks."""
+        """Return the descriptor of the lock's file, locked, or _ELSEWHERE where the file system has
+        no locks.
+        """
         path = os.path.join(self.path, LOCK)
-        # Whoever may write to the directory could have put another file of this user's in its place: no link is followed, and
-        # nothing is written before the file was looked at. A program started from this process does not inherit the lock.
+        # Whoever may write to the directory could have put another file of this user's in its
+        # place: no link is followed, and nothing is written before the file was looked at. A
+        # program started from this process does not inherit the lock.
         try:
             fd = open_regular(path, os.O_RDWR | os.O_CREAT)
         except NotRegularError as error:
@@ -322,10 +359,14 @@ class Directory:
             raise CheckpointError(
                 f"{lacks}, so a second job in it would not be noticed: {remedy}", errno=error.errno
             ) from error
-        logger.warning("%s: a second run that saves there is not noticed, so start none; or %s", lacks, remedy)
+        logger.warning(
+            "%s: a second run that saves there is not noticed, so start none; or %s", lacks, remedy
+        )
 
     def _forget(self, fd: int) -> None:
-        """Close the lock's file in a forked child, which would keep the lock when this process is gone."""
+        """Close the lock's file in a forked child, which would keep the lock when this process is
+        gone.
+        """
         if self._lock == fd:
             self._lock = None
             os.close(fd)
@@ -356,13 +397,16 @@ def is_step(folder: str) -> bool:
     Raises:
       OSError: as `is_folder` does.
     """
-    return TEMPORARY in os.path.basename(folder) or any(is_folder(os.path.join(folder, item)) for item in (STATE, CONFIG))
+    return TEMPORARY in os.path.basename(folder) or any(
+        is_folder(os.path.join(folder, item)) for item in (STATE, CONFIG)
+    )
 
 
 def holds_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Return whether a folder is that of a zerojax checkpoint, or a directory of some.
 
-    Orbax names an item of its own checkpoints `state`, too, so a zerojax description is looked for in it.
+    Orbax names an item of its own checkpoints `state`, too, so a zerojax description is looked for
+    in it.
     """
     path = os.path.abspath(os.fspath(path))
     if _is_state(os.path.join(path, STATE)):
@@ -378,7 +422,8 @@ def _is_state(folder: str) -> bool:
 
 
 def open_newest(path: str | os.PathLike[str], read: Callable[[str], T]) -> T:
-    """Return what `read` makes of a step's state, if `path` is the folder of a step, or of the newest whole step in it.
+    """Return what `read` makes of a step's state, if `path` is the folder of a step, or of the
+    newest whole step in it.
 
     Args:
       path: of the step or of the directory.
@@ -392,7 +437,9 @@ def open_newest(path: str | os.PathLike[str], read: Callable[[str], T]) -> T:
     if os.path.isdir(state := os.path.join(directory.path, STATE)):
         return read(state)
     if os.path.isdir(directory.path):
-        newest = directory.newest_whole(lambda step: read(directory.state_folder(step)), label=directory.step_folder)
+        newest = directory.newest_whole(
+            lambda step: read(directory.state_folder(step)), label=directory.step_folder
+        )
         if newest is not None:
             return newest[1]
     raise CheckpointError(

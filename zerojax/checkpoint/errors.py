@@ -1,4 +1,5 @@
-"""Errors of checkpoints: each says what failed and, where the operating system gave a known error number, how to repair it.
+"""Errors of checkpoints: each says what failed and, where the operating system gave a known error
+number, how to repair it.
 
 The state of another optimizer is described in words instead of names of leaves:
 
@@ -30,8 +31,8 @@ _REMEDIES = {
 }
 _EUCLEAN = getattr(errnos, "EUCLEAN", errnos.EIO)  # of Linux alone
 _DAMAGE = {errnos.ENOENT, errnos.ENOTDIR, errnos.EISDIR, errnos.EIO, errnos.EBADMSG, _EUCLEAN}
-"""What the operating system says of a file that is not there, or whose bytes are lost. EBADMSG and EUCLEAN: a file system found
-that its own checksum or structure is wrong."""
+"""What the operating system says of a file that is not there, or whose bytes are lost. EBADMSG and
+EUCLEAN: a file system found that its own checksum or structure is wrong."""
 
 
 class CheckpointError(RuntimeError):
@@ -55,18 +56,24 @@ class IteratorError(CheckpointError):
 
 
 def explained(error: BaseException, action: str) -> CheckpointError:
-    """Return the CheckpointError to raise for an error that made an action fail. A CheckpointError is returned as it is."""
+    """Return the CheckpointError to raise for an error that made an action fail.
+
+    A CheckpointError is returned as it is.
+    """
     if isinstance(error, CheckpointError):
         return error
     number = error.errno if isinstance(error, OSError) else None
     cause = str(error) or type(error).__name__
     if number is not None:
         where = f", {error.filename}" if isinstance(error, OSError) and error.filename else ""
-        # Its own text tells more than the number's where a part of a file cannot be read: at which byte.
+        # Its own text tells more than the number's where a part of a file cannot be read: at which
+        # byte.
         text = (isinstance(error, OSError) and error.strerror) or os.strerror(number)
         cause = f"{errnos.errorcode.get(number, 'errno')} ({number}), {text}{where}"
     remedy = None if number is None else _REMEDIES.get(number)
-    return CheckpointError(f"{action} failed: {cause}{f'; {remedy}' if remedy else ''}", errno=number)
+    return CheckpointError(
+        f"{action} failed: {cause}{f'; {remedy}' if remedy else ''}", errno=number
+    )
 
 
 def unreadable(error: OSError, action: str, damage: str) -> CheckpointError:
@@ -78,10 +85,14 @@ def unreadable(error: OSError, action: str, damage: str) -> CheckpointError:
       damage: says what is damaged, and how.
 
     Returns:
-      DamagedError where the bytes are lost. Another CheckpointError where they may be there, and only cannot be read now, for
+      DamagedError where the bytes are lost. Another CheckpointError where they may be there, and
+      only cannot be read now, for
       want of memory or of a right: that is no reason to go back to an older checkpoint.
     """
-    if isinstance(error, ChecksumError | NotRegularError | TruncatedError) or error.errno in _DAMAGE:
+    if (
+        isinstance(error, ChecksumError | NotRegularError | TruncatedError)
+        or error.errno in _DAMAGE
+    ):
         return DamagedError(damage, errno=error.errno)
     return explained(error, action)
 
@@ -92,28 +103,56 @@ def explaining(action: str, root: str | None = None) -> Iterator[None]:
 
     Args:
       action: what is under way.
-      root: folder that is written. A SwapError about a file in it is raised as a CheckpointError too: a checkpoint's records
-        are written by the swap folder's means, and without it the error would tell the user to look after the swap folder.
+      root: folder that is written. A SwapError about a file in it is raised as a CheckpointError
+        too: a checkpoint's records are written by the swap folder's means, and without it the error
+        would tell the user to look after the swap folder.
     """
     try:
         yield
     except OSError as error:
         raise explained(error, action) from error
     except SwapError as error:
-        if root is None or error.errno is None or error.file is None or not error.file.startswith(root):
+        if (
+            root is None
+            or error.errno is None
+            or error.file is None
+            or not error.file.startswith(root)
+        ):
             raise
-        # Its text and remedy are about the swap folder, so a new error is made of its number and file.
+        # Its text and remedy are about the swap folder, so a new error is made of its number and
+        # file.
         cause = OSError(error.errno, os.strerror(error.errno), error.file)
         raise explained(cause, action) from error
 
 
-# --- the state of another optimizer --------------------------------------------------------------------------------------
+# --- the state of another optimizer ---------------------------------------------------------------
 
 _FIELDS = (
-    "count", "mu", "nu", "nu_max", "trace", "ema", "ema_params", "hyperparams", "hyperparams_states", "v_row", "v_col", "v",
-    "sum_of_squares", "mini_step", "gradient_step", "acc_grads", "inner_state", "inner_states", "z", "rng_key",
-)  # fmt: skip
-"""Fields by which optax's states are known. The first in a name that holds no other state ends the transformation's name."""
+    "count",
+    "mu",
+    "nu",
+    "nu_max",
+    "trace",
+    "ema",
+    "ema_params",
+    "hyperparams",
+    "hyperparams_states",
+    "v_row",
+    "v_col",
+    "v",
+    "sum_of_squares",
+    "mini_step",
+    "gradient_step",
+    "acc_grads",
+    "inner_state",
+    "inner_states",
+    "z",
+    "rng_key",
+)
+"""Fields by which optax's states are known.
+
+The first in a name that holds no other state ends the transformation's name.
+"""
 _NESTING = {"inner_state", "inner_states"}
 _KNOWN = "|".join(sorted((name for name in _FIELDS if name not in _NESTING), key=len, reverse=True))
 _FIELD = re.compile(rf"\.({_KNOWN})(?=[.\[]|$)")
@@ -121,7 +160,8 @@ _STATE = "opt_state"
 
 
 def optimizer_difference(here: Iterable[str], saved: Iterable[str], step_folder: str) -> str:
-    """Return what to say where the optimizer's state of a checkpoint is another's, and how to go on from its weights.
+    """Return what to say where the optimizer's state of a checkpoint is another's, and how to go on
+    from its weights.
 
     Args:
       here: names of the leaves of the program's state.
@@ -132,7 +172,10 @@ def optimizer_difference(here: Iterable[str], saved: Iterable[str], step_folder:
       Sentences to append to an error, or "" where both keep the same.
     """
     ours, theirs = _transformations(here), _transformations(saved)
-    parts = [_compared(name, ours.get(name), theirs.get(name)) for name in sorted(ours.keys() | theirs.keys())]
+    parts = [
+        _compared(name, ours.get(name), theirs.get(name))
+        for name in sorted(ours.keys() | theirs.keys())
+    ]
     different = [part for part in parts if part]
     if not different:
         return ""
@@ -164,7 +207,9 @@ def _compared(name: str, here: frozenset[str] | None, saved: frozenset[str] | No
         return f"this program has {_described(here)} at {name}, and the checkpoint has none"
     if here is None:
         return f"the checkpoint has {_described(saved)} at {name}, and this program has none"
-    return f"at {name} this program has {_described(here)}, and the checkpoint has {_described(saved)}"
+    return (
+        f"at {name} this program has {_described(here)}, and the checkpoint has {_described(saved)}"
+    )
 
 
 _KINDS: Mapping[frozenset[str], str] = {

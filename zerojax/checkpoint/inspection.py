@@ -3,7 +3,8 @@
     zerojax inspect runs/gpt/checkpoints            one line a step: whole or not, why not, bytes, processes
     zerojax inspect runs/gpt/checkpoints/1200       config, mesh, every leaf, and what they add up to
 
-Sizes of all files are compared with what was saved, which costs no reading; `--verify` reads all bytes for their checksums.
+Sizes of all files are compared with what was saved, which costs no reading; `--verify` reads all
+bytes for their checksums.
 """
 
 import dataclasses
@@ -44,7 +45,9 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class _Status:
-    """Of one step: `saved` is None where its descriptions cannot be read, `damage` where it is whole."""
+    """Of one step: `saved` is None where its descriptions cannot be read, `damage` where it is
+    whole.
+    """
 
     saved: SavedState | None
     damage: str | None
@@ -60,7 +63,8 @@ def inspect(folder: str | os.PathLike[str], *, verify: bool = False) -> Report:
 
     Raises:
       NoCheckpointError: it is neither.
-      CheckpointError: a file cannot be read now, such as for want of a right, so that it cannot be told whether it is whole.
+      CheckpointError: a file cannot be read now, such as for want of a right, so that it cannot be
+        told whether it is whole.
     """
     directory = Directory(folder)
     folder = directory.path
@@ -74,17 +78,28 @@ def inspect(folder: str | os.PathLike[str], *, verify: bool = False) -> Report:
     with explaining(f"reading {folder}"):
         has_steps = any(is_step(directory.step_folder(step)) for step in steps)
     if not unfinished and not has_steps:
-        raise NoCheckpointError(f"{folder} is neither a zerojax.Checkpointer's directory nor a step of one")
+        raise NoCheckpointError(
+            f"{folder} is neither a zerojax.Checkpointer's directory nor a step of one"
+        )
     return _directory_report(directory, steps, unfinished, verify)
 
 
-def _directory_report(directory: Directory, steps: Sequence[int], unfinished: Sequence[str], verify: bool) -> Report:
+def _directory_report(
+    directory: Directory, steps: Sequence[int], unfinished: Sequence[str], verify: bool
+) -> Report:
     rows, num_whole = [], 0
     for step in steps:
         status = _status(directory.step_folder(step), verify)
         saved = status.saved
         sizes = ("?", "?") if saved is None else (f"{saved.num_bytes:,}", str(saved.num_processes))
-        rows.append((str(step), "whole" if status.damage is None else "damaged", *sizes, status.damage or ""))
+        rows.append(
+            (
+                str(step),
+                "whole" if status.damage is None else "damaged",
+                *sizes,
+                status.damage or "",
+            )
+        )
         num_whole += status.damage is None
     for name in unfinished:
         rows.append((name.partition(TEMPORARY)[0], "incomplete", "?", "?", _unfinished(name)))
@@ -138,7 +153,10 @@ def _step_report(folder: str, verify: bool) -> Report:
         lines += ["", f"config: {error}"]
     lines += ["", *_leaves(saved)]
     if saved.data:
-        lines += ["", f"positions of the iterators of {_count(len(saved.data), 'process', 'processes')}"]
+        lines += [
+            "",
+            f"positions of the iterators of {_count(len(saved.data), 'process', 'processes')}",
+        ]
     return Report("\n".join(lines), status.damage is None)
 
 
@@ -162,7 +180,8 @@ def _config(folder: str) -> Mapping[str, Any]:
 
 
 def _config_rows(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (name, text) of config, mesh, devices and versions; long texts go on in rows without a name.
+    """Return (name, text) of config, mesh, devices and versions; long texts go on in rows without a
+    name.
 
     Raises:
       DamagedError: it cannot be told as text.
@@ -178,10 +197,15 @@ def _config_rows(config: Mapping[str, Any]) -> list[tuple[str, str]]:
         return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
     try:
-        wrapped = {printed(name): textwrap.wrap(printed(text(value)), _WIDTH) or [""] for name, value in config.items()}
+        wrapped = {
+            printed(name): textwrap.wrap(printed(text(value)), _WIDTH) or [""]
+            for name, value in config.items()
+        }
     except RecursionError:
         raise DamagedError("it is nested too deeply") from None
-    return [("" if k else name, line) for name, lines in wrapped.items() for k, line in enumerate(lines)]
+    return [
+        ("" if k else name, line) for name, lines in wrapped.items() for k, line in enumerate(lines)
+    ]
 
 
 def _leaves(saved: SavedState) -> list[str]:
@@ -191,11 +215,25 @@ def _leaves(saved: SavedState) -> list[str]:
     frozen = saved.frozen
     for name, leaf in saved.leaves.items():
         rows.append((name, str(list(leaf.shape)), leaf.dtype, leaf.spec, f"{leaf.num_bytes:,}"))
-        kind = "weights" if name.startswith("weights") else "opt_state" if name.startswith("opt_state") else "other"
+        kind = (
+            "weights"
+            if name.startswith("weights")
+            else "opt_state"
+            if name.startswith("opt_state")
+            else "other"
+        )
         kind = "frozen" if name in frozen else kind
         totals[kind] = totals.get(kind, 0) + leaf.num_bytes
     for name, value in saved.values.items():
-        rows.append((name, str(list(value.shape)), value.dtype.name, f"= {value.tolist()}", f"{value.nbytes:,}"))
+        rows.append(
+            (
+                name,
+                str(list(value.shape)),
+                value.dtype.name,
+                f"= {value.tolist()}",
+                f"{value.nbytes:,}",
+            )
+        )
         totals["other"] = totals.get("other", 0) + value.nbytes
     rows += [(f"total {kind}", "", "", "", f"{total:,}") for kind, total in totals.items()]
     rows.append(("total", "", "", "", f"{sum(totals.values()):,}"))
@@ -207,10 +245,15 @@ def _count(number: int, one: str, many: str) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Return lines whose columns are aligned, those in `right` to the right; the last one is never padded."""
+    """Return lines whose columns are aligned, those in `right` to the right; the last one is never
+    padded.
+    """
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     lines = []
     for row in rows:
-        cells = [cell.rjust(w) if k in right else cell.ljust(w) for k, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        cells = [
+            cell.rjust(w) if k in right else cell.ljust(w)
+            for k, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
         lines.append("  ".join(cells).rstrip())
     return lines

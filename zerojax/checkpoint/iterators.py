@@ -1,10 +1,11 @@
-"""The positions of a run's data iterators: one for each process, as JSON in that process's manifest.
+"""The positions of a run's data iterators: one for each process, as JSON in that process's
+manifest.
 
     {"json": what get_state() returned}       if JSON returns the same
     {"bytes": base64}                         if it returned bytes, as grain's iterators do
 
-A position belongs to the process that read that part of the data. So positions are restored only by as many processes as
-saved them.
+A position belongs to the process that read that part of the data. So positions are restored only by
+as many processes as saved them.
 """
 
 import base64
@@ -25,14 +26,18 @@ def encoded_position(data: Any) -> dict[str, Any]:
       ValueError: it has none, or one that is neither bytes nor JSON.
     """
     if not hasattr(data, "get_state") or not hasattr(data, "set_state"):
-        raise ValueError(f"data is a {type(data).__name__}: an iterator with get_state and set_state, as grain's, is needed")
+        raise ValueError(
+            f"data is a {type(data).__name__}: an iterator with get_state and set_state, as grain's, is needed"
+        )
     position = data.get_state()
     if isinstance(position, bytes):
         return {"bytes": base64.b64encode(position).decode()}
     try:
         decoded = json.loads(json.dumps(position))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"the state of data cannot be told as JSON, and is no bytes: {error}") from error
+        raise ValueError(
+            f"the state of data cannot be told as JSON, and is no bytes: {error}"
+        ) from error
     if decoded != position:  # JSON makes lists of tuples, and text of keys
         raise ValueError(
             f"the state of data is another once told as JSON: use lists, not tuples, and text as keys; or bytes: {position!r}"

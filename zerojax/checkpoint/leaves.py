@@ -9,8 +9,10 @@
     step, skipped, key, ...         the field
     pending.grads[0]                pending
 
-Stage, mesh, tier, and the dtype of the compute copy change specs and places and leave the names: a state saved under one config
-is read under another. The compute copy (params beside masters) is not saved: it is cast from the weights.
+Stage, mesh, tier, and the dtype of the compute copy change specs and places and leave the names: a
+  state saved under one config
+is read under another. The compute copy (params beside masters) is not saved: it is cast from the
+  weights.
 """
 
 import dataclasses
@@ -24,14 +26,27 @@ import jax.numpy as jnp
 from host_offload.engine import DiskRecords
 from zerojax.models import LayeredModel, Model
 from zerojax.sharding import Spec, pad_spec
-from zerojax.state import Layout, OnDisk, RecordSpec, Split, StateRecords, TrainState, is_stored, tiled_leaves
+from zerojax.state import (
+    Layout,
+    OnDisk,
+    RecordSpec,
+    Split,
+    StateRecords,
+    TrainState,
+    is_stored,
+    tiled_leaves,
+)
 
 ROUNDING_STEP = "rounding_step"
 """The count by which moments in bfloat16 are rounded."""
 ENCODED = "#"
-"""In the name of an array of a weight in 8 or 4 bits, between the weight's name and the array's. No path has it."""
+"""In the name of an array of a weight in 8 or 4 bits, between the weight's name and the array's.
+
+No path has it.
+"""
 INLINE_ELEMENTS = 64
-"""A leaf that mirrors no parameter, and has no more elements than this, is saved in the manifest."""
+"""A leaf that mirrors no parameter, and has no more elements than this, is saved in the manifest.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +62,8 @@ class StateLeaf:
       spec: of the leaf here, one entry a dim.
       tier: where it rests: of a Split, its second part.
       lead: leading dims that number its records: 0, 1 for layers, or 2 for tiles of layers.
-      tiles: whether it is known to be a stack of tiles; an integer says how many lie along the first dim of the weight.
+      tiles: whether it is known to be a stack of tiles; an integer says how many lie along the
+        first dim of the weight.
       group: name of the group of tiles, where `lead` is 2.
       stack: name of the stack of layers that it is of; "" where there is one, or none.
       mirrors: whether it is a weight, or belongs to one, as a moment or a pending gradient does.
@@ -106,21 +122,34 @@ def state_leaves(model: Model | LayeredModel, records: StateRecords) -> list[Sta
       records: how its states rest.
     """
     layout = records.layout
-    # Both in the order of the flattened state: its leaves as if none were on disk, and as a program takes them.
+    # Both in the order of the flattened state: its leaves as if none were on disk, and as a program
+    # takes them.
     arrays = jax.tree_util.tree_flatten_with_path(layout.abstract_arrays, is_leaf=is_stored)[0]
     nodes = state_arrays(layout.abstract_state)
-    flags = tiled_leaves(model, layout.abstract_whole)  # of a LayeredModel the stacks of layers have them, else every leaf
+    flags = tiled_leaves(
+        model, layout.abstract_whole
+    )  # of a LayeredModel the stacks of layers have them, else every leaf
     is_layered = isinstance(model, LayeredModel)
     indices = [i for i in layout.in_tree if layout.all_leaves[i].is_stacked or not is_layered]
     tiles = dict(zip(indices, flags, strict=True))
     leaves = []
-    for (path, array), value, (owner, record) in zip(arrays, nodes, _mirrored(records), strict=True):
+    for (path, array), value, (owner, record) in zip(
+        arrays, nodes, _mirrored(records), strict=True
+    ):
         param = None if owner is None else layout.all_leaves[owner]
-        on_disk = isinstance(value, OnDisk) or (isinstance(value, Split) and isinstance(value.host, OnDisk))
+        on_disk = isinstance(value, OnDisk) or (
+            isinstance(value, Split) and isinstance(value.host, OnDisk)
+        )
         disk_records = record.disk_records if record is not None and on_disk else None
-        rest = array.host if isinstance(array, Split) else array  # beside a Split's first part, or all of it
+        rest = (
+            array.host if isinstance(array, Split) else array
+        )  # beside a Split's first part, or all of it
         first = array.device.shape[0] if isinstance(array, Split) else 0
-        shape = (first + rest.shape[0], *rest.shape[1:]) if isinstance(array, Split) else tuple(rest.shape)
+        shape = (
+            (first + rest.shape[0], *rest.shape[1:])
+            if isinstance(array, Split)
+            else tuple(rest.shape)
+        )
         field = path[0].name
         leaf = StateLeaf(
             name=_name(path, layout),
@@ -131,8 +160,11 @@ def state_leaves(model: Model | LayeredModel, records: StateRecords) -> list[Sta
             spec=pad_spec(rest.sharding.spec, len(rest.shape)),
             tier="nvme" if on_disk else _tier(rest),
             lead=0 if param is None else param.lead,
-            # A state of another shape than its weight's, such as a sum of rows, is no stack of tiles.
-            tiles=tiles.get(owner, False) if param is not None and owner is not None and shape == tuple(param.shape) else False,
+            # A state of another shape than its weight's, such as a sum of rows, is no stack of
+            # tiles.
+            tiles=tiles.get(owner, False)
+            if param is not None and owner is not None and shape == tuple(param.shape)
+            else False,
             group="" if param is None else param.group,
             stack="" if param is None else param.stack,
             mirrors=owner is not None,
@@ -148,7 +180,9 @@ def state_leaves(model: Model | LayeredModel, records: StateRecords) -> list[Sta
 
 
 def _mirrored(records: StateRecords) -> Iterator[tuple[int | None, RecordSpec | None]]:
-    """Yield for each leaf of a state the parameter leaf that it is or mirrors, and how it rests where records hold it."""
+    """Yield for each leaf of a state the parameter leaf that it is or mirrors, and how it rests
+    where records hold it.
+    """
     layout, state = records.layout, records.layout.abstract_state
     every = range(len(layout.leaves))
     # The fields in the order in which the state is flattened.
@@ -161,15 +195,23 @@ def _mirrored(records: StateRecords) -> Iterator[tuple[int | None, RecordSpec | 
         elif field.name == "opt_state":
             yield from zip(layout.opt_map.owners, records.opt, strict=True)
         elif field.name == "frozen" and value is not None:
-            yield from zip(range(len(layout.leaves), len(layout.all_leaves)), records.frozen, strict=True)
+            yield from zip(
+                range(len(layout.leaves), len(layout.all_leaves)), records.frozen, strict=True
+            )
         else:
-            grads = [*layout.stacked, *layout.ends] if field.name == "pending" and value is not None else []
+            grads = (
+                [*layout.stacked, *layout.ends]
+                if field.name == "pending" and value is not None
+                else []
+            )
             yield from ((i, None) for i in grads)  # the first field of Pending
             yield from [(None, None)] * (len(jax.tree.leaves(value)) - len(grads))
 
 
 def _encoded_path(path: tuple[Any, ...], layout: Layout) -> str:
-    """Return the path of the weight of which the leaf at a path of the state is one encoded array, or nothing."""
+    """Return the path of the weight of which the leaf at a path of the state is one encoded array,
+    or nothing.
+    """
     if path[0].name != "frozen" or not layout.encodings:
         return ""
     prefixes = (jax.tree_util.keystr(path[1:end]) for end in range(1, len(path)))
@@ -181,18 +223,27 @@ def _name(path: tuple[Any, ...], layout: Layout) -> str:
     field = path[0].name
     if weight := _encoded_path(path, layout):
         how = layout.encodings[weight].layout
-        # Two layouts may have arrays of one shape, as those of a square matrix: what tells them apart is in the name.
+        # Two layouts may have arrays of one shape, as those of a square matrix: what tells them
+        # apart is in the name.
         moved = "" if how.moved is None else f".dim{how.moved}"
         return f"weights{weight}{ENCODED}{how.format}{moved}{jax.tree_util.keystr(path[-1:])}"
     if field in ("params", "master", "frozen"):
         return f"weights{jax.tree_util.keystr(path[1:])}"
-    if field == "opt_state" and layout.config.moments == "bfloat16":  # a wrapper's state: a count, and the optimizer's own
-        return f"opt_state{jax.tree_util.keystr(path[2:])}" if path[1].name == "inner" else ROUNDING_STEP
+    if (
+        field == "opt_state" and layout.config.moments == "bfloat16"
+    ):  # a wrapper's state: a count, and the optimizer's own
+        return (
+            f"opt_state{jax.tree_util.keystr(path[2:])}"
+            if path[1].name == "inner"
+            else ROUNDING_STEP
+        )
     return jax.tree_util.keystr(path).removeprefix(".")
 
 
 def _tier(array: Any) -> str:
-    return "pinned_host" if getattr(array.sharding, "memory_kind", None) == "pinned_host" else "device"
+    return (
+        "pinned_host" if getattr(array.sharding, "memory_kind", None) == "pinned_host" else "device"
+    )
 
 
 def arrays_in_memory(leaf: StateLeaf, value: Any) -> Iterator[tuple[jax.Array, int]]:

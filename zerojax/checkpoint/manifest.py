@@ -3,12 +3,14 @@
     manifest.{process}.json     what this process saved: leaves, small values, stores (`host_offload.disk.saved_records`)
     {kind}/{device}/            zarr arrays of records
 
-Each process describes its own files, so that none waits for another to describe them; together they are the checkpoint. A
-description ends with the checksum of what it says.
+Each process describes its own files, so that none waits for another to describe them; together they
+are the checkpoint. A description ends with the checksum of what it says.
 
-A checksum tells damage: where it is not right, a description is not what was written, and a restore may pass over to an older
-step. Where it is right and the contents make no sense, something else wrote them. Then each field is told by its name, in a
-CheckpointError, before anything relies on it; `host_offload.fields` holds the types and ranges.
+A checksum tells damage: where it is not right, a description is not what was written, and a restore
+  may pass over to an older
+step. Where it is right and the contents make no sense, something else wrote them. Then each field
+is told by its name, in a CheckpointError, before anything relies on it; `host_offload.fields` holds
+the types and ranges.
 """
 
 import base64
@@ -120,12 +122,19 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
 def _encoded(value: np.ndarray) -> dict[str, Any]:
     """Return a small leaf as JSON; `text` is for people, and is not read."""
     data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
-    return {"dtype": value.dtype.name, "shape": list(value.shape), "data": data, "text": str(value.tolist())}
+    return {
+        "dtype": value.dtype.name,
+        "shape": list(value.shape),
+        "data": data,
+        "text": str(value.tolist()),
+    }
 
 
 @dataclasses.dataclass(frozen=True)
 class _Manifest:
-    """What one process wrote; `data` is None without an iterator, `about` empty where the model tells nothing."""
+    """What one process wrote; `data` is None without an iterator, `about` empty where the model
+    tells nothing.
+    """
 
     num_processes: int
     leaves: dict[str, SavedLeaf]
@@ -182,7 +191,9 @@ def _store(field: Field, leaves: Mapping[str, SavedLeaf]) -> SavedStore:
         if store.lead != leaf.shape[: leaf.lead]:
             field["lead"].refuse(f"{list(leaf.shape[: leaf.lead])} of {shard.name}")
         rest = leaf.shape[leaf.lead :]
-        if len(shard.shape) != len(rest) or any(a + n > m for a, n, m in zip(shard.start, shard.shape, rest, strict=True)):
+        if len(shard.shape) != len(rest) or any(
+            a + n > m for a, n, m in zip(shard.start, shard.shape, rest, strict=True)
+        ):
             raise FieldError(
                 f"{entry.name} is the part {list(shard.shape)} from {list(shard.start)} on of {shard.name}, a record of which "
                 f"is {list(rest)}"
@@ -191,14 +202,18 @@ def _store(field: Field, leaves: Mapping[str, SavedLeaf]) -> SavedStore:
 
 
 def _check_whole(leaves: Mapping[str, SavedLeaf], stores: Sequence[SavedStore]) -> None:
-    """Raise FieldError unless the records have as many elements of each leaf as it has, or, of replicas, more."""
+    """Raise FieldError unless the records have as many elements of each leaf as it has, or, of
+    replicas, more.
+    """
     found = dict.fromkeys(leaves, 0)
     for store in stores:
         for shard in store.leaves:
             found[shard.name] += store.num_records * math.prod(shard.shape)
     for name, leaf in leaves.items():
         if found[name] < math.prod(leaf.shape):
-            raise FieldError(f"leaves[{name!r}].shape is {list(leaf.shape)}, and its records hold {found[name]} elements")
+            raise FieldError(
+                f"leaves[{name!r}].shape is {list(leaf.shape)}, and its records hold {found[name]} elements"
+            )
 
 
 class SavedState:
@@ -221,7 +236,8 @@ class SavedState:
 
         Raises:
           DamagedError: one is missing or is not what was written.
-          CheckpointError: another version of zerojax wrote them, or something else, or they cannot be read now.
+          CheckpointError: another version of zerojax wrote them, or something else, or they cannot
+            be read now.
         """
         self.folder = folder
         try:
@@ -232,9 +248,15 @@ class SavedState:
         if not names:
             raise DamagedError(f"{folder} is no state of zerojax, or lost its manifest.0.json")
         manifests = {process: self._read(name, process) for process, name in sorted(names.items())}
-        # Leaves and small values are the same in all manifests. Stores and iterator positions are each process's own.
+        # Leaves and small values are the same in all manifests. Stores and iterator positions are
+        # each process's own.
         process, first = next(iter(manifests.items()))
-        self.num_processes, self.leaves, self.values, self.keys = first.num_processes, first.leaves, first.values, first.keys
+        self.num_processes, self.leaves, self.values, self.keys = (
+            first.num_processes,
+            first.leaves,
+            first.values,
+            first.keys,
+        )
         self.about = first.about
         for other, manifest in manifests.items():
             if (manifest.num_processes, manifest.leaves) != (first.num_processes, first.leaves):
@@ -245,9 +267,12 @@ class SavedState:
         # The shards that a lost manifest describes are described nowhere else.
         if len(manifests) < self.num_processes:
             missing = next(number for number in itertools.count() if number not in manifests)
-            raise DamagedError(f"{folder} was saved by {self.num_processes} processes, and lost manifest.{missing}.json")
+            raise DamagedError(
+                f"{folder} was saved by {self.num_processes} processes, and lost manifest.{missing}.json"
+            )
         self.data = {process: m.data for process, m in manifests.items() if m.data is not None}
-        # One set of records over all processes' stores: a shard of the program that reads may be cut from any of them.
+        # One set of records over all processes' stores: a shard of the program that reads may be
+        # cut from any of them.
         stores = [store for manifest in manifests.values() for store in manifest.stores]
         try:
             _check_whole(self.leaves, stores)
@@ -264,15 +289,21 @@ class SavedState:
             actual = _checksum(manifest)
         except OSError as error:
             # Where the error has a number, its text names the file.
-            raise unreadable(error, f"reading the checkpoint {self.folder}", f"{path} cannot be read: {error}") from error
+            raise unreadable(
+                error, f"reading the checkpoint {self.folder}", f"{path} cannot be read: {error}"
+            ) from error
         except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
             raise DamagedError(f"{path} cannot be read: {error}") from error
         if actual != expected:
             saved = reprlib.repr(expected).strip("'")
-            raise DamagedError(f"{path}: its checksum is {actual}, and {saved} was saved: it was changed since")
+            raise DamagedError(
+                f"{path}: its checksum is {actual}, and {saved} was saved: it was changed since"
+            )
         # First of all: another format may have other fields.
         if (found := manifest.get("format")) != FORMAT:
-            raise CheckpointError(f"{path} is of format {reprlib.repr(found)}, and this version of zerojax reads {FORMAT}")
+            raise CheckpointError(
+                f"{path} is of format {reprlib.repr(found)}, and this version of zerojax reads {FORMAT}"
+            )
         try:
             return _Manifest.of(Field(manifest), process)
         except FieldError as error:
@@ -280,8 +311,14 @@ class SavedState:
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Names of the weights that were frozen: they are in records of their own, whose folders say so."""
-        stores = [store for store in self.records.stores if store.folder.startswith(("frozen.", "disk.frozen"))]
+        """Names of the weights that were frozen: they are in records of their own, whose folders
+        say so.
+        """
+        stores = [
+            store
+            for store in self.records.stores
+            if store.folder.startswith(("frozen.", "disk.frozen"))
+        ]
         return frozenset(leaf.name for store in stores for leaf in store.leaves)
 
     @property
@@ -328,4 +365,6 @@ class SavedState:
 
 
 def _refused(path: str, error: FieldError) -> CheckpointError:
-    return CheckpointError(f"{path}: {error}. Its checksum is right, so that no damage did this: zerojax did not write it")
+    return CheckpointError(
+        f"{path}: {error}. Its checksum is right, so that no damage did this: zerojax did not write it"
+    )

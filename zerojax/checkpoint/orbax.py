@@ -1,4 +1,5 @@
-"""How checkpoints use Orbax: it makes a step appear whole or not at all, and a handler of ours writes the state.
+"""How checkpoints use Orbax: it makes a step appear whole or not at all, and a handler of ours
+writes the state.
 
     writer.begin(folder, ...)   Orbax makes {folder}.orbax-checkpoint-tmp-*, and calls the handler
       StateHandler.async_save     while the step waits: `StateSave.begin`
@@ -6,9 +7,11 @@
     in the writer's thread      waits for Orbax's, then settles the step in its directory, and removes old ones
     writer.wait()               raises what failed in either
 
-Orbax knows nothing of the arrays: to it the state is one item, which writes files of its own into the folder. Which steps there
-are, and which are kept, is told from the directory alone (`zerojax.checkpoint.directory`): a list in memory beside it, as that
-of Orbax's CheckpointManager, goes wrong with every call that fails between the two.
+Orbax knows nothing of the arrays: to it the state is one item, which writes files of its own into
+  the folder. Which steps there
+are, and which are kept, is told from the directory alone (`zerojax.checkpoint.directory`): a list
+in memory beside it, as that of Orbax's CheckpointManager, goes wrong with every call that fails
+between the two.
 """
 
 import contextlib
@@ -36,14 +39,18 @@ _STAGES = ("async_write_complete", "async_commit_complete", "settled")
 
 
 class StateHandler(ocp.handlers.AsyncCheckpointHandler):
-    """Writes the item "state". It is not read through Orbax, which would return all of it at once."""
+    """Writes the item "state".
+
+    It is not read through Orbax, which would return all of it at once.
+    """
 
     async def async_save(self, directory: Any, args: "StateSave") -> list[Any]:
         args.begin(str(directory))
         # Orbax's thread calls `result` of each of these, and only then renames the folder.
         return [args]
 
-    # The base class demands it. Orbax saves the items of a step by `async_save`, also where is_async=False.
+    # The base class demands it. Orbax saves the items of a step by `async_save`, also where
+    # is_async=False.
     def save(self, directory: Any, args: "StateSave") -> None:
         args.begin(str(directory))
         args.result()
@@ -55,11 +62,13 @@ class StateHandler(ocp.handlers.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(StateHandler, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class StateSave(ocp.args.CheckpointArgs):
-    """One save: what the handler needs for it, and what is left of it, which Orbax waits for beside the next steps.
+    """One save: what the handler needs for it, and what is left of it, which Orbax waits for beside
+    the next steps.
 
-    Several processes wait for each other before Orbax's save returns: if one raised in `begin`, the others would wait for it.
-    So the error is stored. `check` raises it in all processes once Orbax's save returned, and `result`, which comes beside the
-    next steps, raises it so that the checkpoint does not appear.
+    Several processes wait for each other before Orbax's save returns: if one raised in `begin`, the
+    others would wait for it. So the error is stored. `check` raises it in all processes once
+    Orbax's save returned, and `result`, which comes beside the next steps, raises it so that the
+    checkpoint does not appear.
     """
 
     program: Program
@@ -77,7 +86,12 @@ class StateSave(ocp.args.CheckpointArgs):
         try:
             assert self.state is not None
             self.saving = begin_save(
-                self.program, self.state, folder, max_host_bytes=self.max_host_bytes, data=self.data, last=self.last
+                self.program,
+                self.state,
+                folder,
+                max_host_bytes=self.max_host_bytes,
+                data=self.data,
+                last=self.last,
             )
         except BaseException as error:
             # A single process keeps no other waiting, so its error may leave at once.
@@ -142,7 +156,8 @@ class StepWriter:
           settle: what process 0 does once the step has appeared.
 
         Raises:
-          BaseException: what failed so far, here or in another process. `wait` is still to be called.
+          BaseException: what failed so far, here or in another process. `wait` is still to be
+            called.
         """
         items: dict[str, Any] = {STATE: save, CONFIG: ocp.args.JsonSave(dict(config))}
         if metrics is not None:
@@ -151,18 +166,27 @@ class StepWriter:
         self.barrier.renew()
         self._save, self._has_appeared, self._error = save, False, None
         if self._orbax is None:
-            # The state's item writes into its folder as soon as it is called, so Orbax must have made it by then.
+            # The state's item writes into its folder as soon as it is called, so Orbax must have
+            # made it by then.
             options = ocp.options.AsyncOptions(
-                timeout_secs=_LONGEST_SECONDS, barrier_sync_fn=self.barrier, create_directories_asynchronously=False
+                timeout_secs=_LONGEST_SECONDS,
+                barrier_sync_fn=self.barrier,
+                create_directories_asynchronously=False,
             )
             # The metrics under the file's name that Orbax's CheckpointManager looks for.
             metrics_handler = ocp.JsonCheckpointHandler(filename=METRICS)
-            handlers = {STATE: StateHandler(), CONFIG: ocp.JsonCheckpointHandler(), METRICS: metrics_handler}
+            handlers = {
+                STATE: StateHandler(),
+                CONFIG: ocp.JsonCheckpointHandler(),
+                METRICS: metrics_handler,
+            }
             composite = ocp.CompositeOptions(async_options=options)
             handler = ocp.CompositeCheckpointHandler(composite_options=composite, **handlers)
             self._orbax = ocp.AsyncCheckpointer(handler, async_options=options)
         self._orbax.save(folder, args=ocp.args.Composite(**items))
-        self._thread = threading.Thread(target=self._finish, args=(self._orbax, settle), name="zerojax-settle")
+        self._thread = threading.Thread(
+            target=self._finish, args=(self._orbax, settle), name="zerojax-settle"
+        )
         self._thread.start()
         save.check()  # what failed in another process, or in this one of several
 
@@ -181,14 +205,18 @@ class StepWriter:
             self._error = self._error or error
 
     def wait(self) -> None:
-        """Wait until the step is settled. An interrupt leaves it to go on; it may be waited for again.
+        """Wait until the step is settled. An interrupt leaves it to go on; it may be waited for
+        again.
 
         Raises:
-          BaseException: it could not be written or settled. What it left unfinished is no longer written to.
+          BaseException: it could not be written or settled. What it left unfinished is no longer
+            written to.
         """
         if self._thread is not None:
             self._thread.join()
-        with interrupts_wait(all_wait=True):  # half done, a snapshot of the disk would stay open, for which others wait
+        with interrupts_wait(
+            all_wait=True
+        ):  # half done, a snapshot of the disk would stay open, for which others wait
             self._collect()
 
     def _collect(self) -> None:
@@ -199,7 +227,9 @@ class StepWriter:
         # It failed, perhaps in `begin`, before there was a thread.
         orbax, self._orbax = self._orbax, None
         if orbax is not None:
-            with contextlib.suppress(Exception):  # Orbax's threads raise what failed there at each further call
+            with contextlib.suppress(
+                Exception
+            ):  # Orbax's threads raise what failed there at each further call
                 orbax.close()
         if save.saving is not None:
             save.saving.abandon()

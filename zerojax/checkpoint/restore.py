@@ -1,15 +1,20 @@
-"""A state made from a checkpoint, in the specs, tiers and dtypes of any program of the same model and optimizer.
+"""A state made from a checkpoint, in the specs, tiers and dtypes of any program of the same model
+and optimizer.
 
-Each leaf that rests in arrays is allocated where it rests and filled layer by layer: a layer's shards are read from the records
-that hold them, moved to the device and put in place by a donated program. What rests on disk is filled record by record, from
-the checkpoint into the swap folder's buffers, and never passes a device. So a process holds its own shards and one record.
+Each leaf that rests in arrays is allocated where it rests and filled layer by layer: a layer's
+  shards are read from the records
+that hold them, moved to the device and put in place by a donated program. What rests on disk is
+filled record by record, from the checkpoint into the swap folder's buffers, and never passes a
+device. So a process holds its own shards and one record.
 
     saved [L, D_8, F] on 8 devices in float32   ->   box of layer l  ->   here [L, D_4, F] on 4, cast to bfloat16
 
-Frozen weights are never written again. So a record of them that the checkpoint holds in the form that it has here is linked
-into the swap folder, where the two are on one file system: that takes no room, and nothing is copied.
+Frozen weights are never written again. So a record of them that the checkpoint holds in the form
+that it has here is linked into the swap folder, where the two are on one file system: that takes no
+room, and nothing is copied.
 
-Nothing of the program's own is touched before the checkpoint was compared with the model, and found whole.
+Nothing of the program's own is touched before the checkpoint was compared with the model, and found
+whole.
 """
 
 import dataclasses
@@ -55,7 +60,9 @@ class Restoring:
         self.layout, self.leaves, self._swap, self._calling = layout, leaves, swap, calling
         self._together = AllProcesses(layout.mesh, "restoring the checkpoint", CheckpointError)
         # All pass the same one over, and only where it is damage to all.
-        self._checking = AllProcesses(layout.mesh, "reading the checkpoint", CheckpointError, DamagedError)
+        self._checking = AllProcesses(
+            layout.mesh, "reading the checkpoint", CheckpointError, DamagedError
+        )
 
     def restore(self, saved: SavedState, *, verify: bool = True) -> TrainState:
         """Return the saved state.
@@ -79,10 +86,12 @@ class Restoring:
             linked: frozenset[RecordKey] = frozenset()
             if swap is not None:
                 linked = swap.open(self._frozen_files(swap, sources, saved))
-                # From here on what the program has on disk is overwritten, so this comes after all checks of the checkpoint.
+                # From here on what the program has on disk is overwritten, so this comes after all
+                # checks of the checkpoint.
                 swap.begin((), (), name="restore")
             arrays: list[Any] = []
-            # Its programs let no process wait for another, so that one that fails to read is heard of here.
+            # Its programs let no process wait for another, so that one that fails to read is heard
+            # of here.
             self._together.do(lambda: arrays.extend(self._arrays(sources, what)))
             if swap is not None:
                 self._together.do(lambda: self._fill_disk(swap, sources, linked, what))
@@ -90,23 +99,33 @@ class Restoring:
                 # The number says that this state is the one on disk, which is true only now.
                 arrays = [self._numbered(array, swap.generation) for array in arrays]
             tree = jax.tree.structure(self.layout.abstract_state)
-            return jax.block_until_ready(as_leaves(jax.tree.unflatten(tree, jax.tree.leaves(arrays))))
+            return jax.block_until_ready(
+                as_leaves(jax.tree.unflatten(tree, jax.tree.leaves(arrays)))
+            )
 
-    # --- arrays ------------------------------------------------------------------------------------------------------------
+    # --- arrays -----------------------------------------------------------------------------------
 
     def _arrays(self, sources: Sequence[LeafSource], what: str) -> list[Any]:
-        """Return the leaves' arrays; what is on disk has no number yet. `what` names the work to who shows it."""
+        """Return the leaves' arrays; what is on disk has no number yet.
+
+        `what` names the work to who shows it.
+        """
         abstract = state_arrays(self.layout.abstract_state)
         # Leaves that are no stacks are read whole.
-        stacked = [i for i, s in enumerate(sources) if s.leaf.lead and not isinstance(abstract[i], OnDisk)]
+        stacked = [
+            i for i, s in enumerate(sources) if s.leaf.lead and not isinstance(abstract[i], OnDisk)
+        ]
         arrays = [
-            array if i in stacked or isinstance(array, OnDisk) else sources[i].array(array) for i, array in enumerate(abstract)
+            array if i in stacked or isinstance(array, OnDisk) else sources[i].array(array)
+            for i, array in enumerate(abstract)
         ]
         # Stacks are allocated together, and filled a record at a time.
         empty = self._empty([abstract[i] for i in stacked])
         for i, array in zip(stacked, empty, strict=True):
             arrays[i] = array
-        alike: dict[tuple[Any, ...], list[int]] = {}  # leaves of one stack of layers, whose records are numbered alike
+        alike: dict[
+            tuple[Any, ...], list[int]
+        ] = {}  # leaves of one stack of layers, whose records are numbered alike
         for i in stacked:
             leaf = sources[i].leaf
             alike.setdefault((leaf.stack, leaf.first, *_dims(leaf)), []).append(i)
@@ -120,7 +139,10 @@ class Restoring:
         """Return zeros where the leaves rest."""
         flat, tree = jax.tree.flatten(abstract, is_leaf=lambda node: isinstance(node, OnDisk))
         in_memory = [leaf for leaf in flat if not isinstance(leaf, OnDisk)]
-        host, device = [a for a in in_memory if is_away(a)], [a for a in in_memory if not is_away(a)]
+        host, device = (
+            [a for a in in_memory if is_away(a)],
+            [a for a in in_memory if not is_away(a)],
+        )
         zeros = {True: iter(allocate_all(host)), False: iter(_zeros(device))}  # by is_away
         arrays = [leaf if isinstance(leaf, OnDisk) else next(zeros[is_away(leaf)]) for leaf in flat]
         return jax.tree.unflatten(tree, arrays)
@@ -131,7 +153,10 @@ class Restoring:
         shardings = [leaf.record(mesh).sharding for leaf in leaves]
         first, arrays = leaves[0].first, [_arrays_in(stack) for stack in stacks]
         # A Split is filled by two programs, one for each part.
-        programs = {flag: filler(mesh, leaves, arrays, flag) for flag in ((True, False) if first else (False,))}
+        programs = {
+            flag: filler(mesh, leaves, arrays, flag)
+            for flag in ((True, False) if first else (False,))
+        }
         records = [
             index
             for index in np.ndindex(*_dims(leaves[0]))
@@ -140,21 +165,33 @@ class Restoring:
         ]
         with working(what, len(records)) as advance:
             for index in records:
-                values = [source.record(index, sharding) for source, sharding in zip(sources, shardings, strict=True)]
+                values = [
+                    source.record(index, sharding)
+                    for source, sharding in zip(sources, shardings, strict=True)
+                ]
                 arrays = programs[index[0] < first](arrays, values, np.asarray(index, np.int32))
                 # So that their buffers are free as soon as the program has read them.
                 del values
-                jax.block_until_ready(arrays)  # or records wait in memory for a device that is slower than the disk
+                jax.block_until_ready(
+                    arrays
+                )  # or records wait in memory for a device that is slower than the disk
                 advance(1)
         return [_with_arrays(stack, parts) for stack, parts in zip(stacks, arrays, strict=True)]
 
-    # --- the disk ----------------------------------------------------------------------------------------------------------
+    # --- the disk ---------------------------------------------------------------------------------
 
-    def _frozen_files(self, swap: SwapSession, sources: Sequence[LeafSource], saved: SavedState) -> dict[RecordKey, RecordFile]:
-        """Return the checkpoint's files that are what records of frozen weights are here, byte for byte."""
+    def _frozen_files(
+        self, swap: SwapSession, sources: Sequence[LeafSource], saved: SavedState
+    ) -> dict[RecordKey, RecordFile]:
+        """Return the checkpoint's files that are what records of frozen weights are here, byte for
+        byte.
+        """
         if not saved.has_opt_state:  # an import, which has no records
             return {}
-        there = {store.content(record): (store, record, path) for store, record, path in saved.records.files()}
+        there = {
+            store.content(record): (store, record, path)
+            for store, record, path in saved.records.files()
+        }
         files: dict[RecordKey, RecordFile] = {}
         for records, members in _on_disk(sources):
             if not records.written_once or any(source.is_converted for source in members):
@@ -164,20 +201,37 @@ class Restoring:
                 for number in range(records.num_layers):
                     store, record, path = there.get(here.content(number), (None, 0, ""))
                     if store is not None and store.checksums[record]:
-                        files[records.kind, rank, number] = RecordFile(path, store.checksums[record])
+                        files[records.kind, rank, number] = RecordFile(
+                            path, store.checksums[record]
+                        )
         return files
 
-    def _described(self, records: DiskRecords, leaves: Sequence[StateLeaf], rank: int) -> SavedStore:
+    def _described(
+        self, records: DiskRecords, leaves: Sequence[StateLeaf], rank: int
+    ) -> SavedStore:
         """Return what a save would say of a device's records of one kind."""
         mesh, first = self.layout.mesh, leaves[0]
         device = mesh.devices.flat[rank]
-        starts = [[start for start, _ in _box_on(leaf.record(mesh).sharding, leaf, device)] for leaf in leaves]
+        starts = [
+            [start for start, _ in _box_on(leaf.record(mesh).sharding, leaf, device)]
+            for leaf in leaves
+        ]
         names, lead = [leaf.name for leaf in leaves], first.shape[: first.lead]
         unknown = (0,) * records.num_layers
-        return SavedStore.of_format(records.format, records.kind, names, starts, lead, first.first_record, unknown)
+        return SavedStore.of_format(
+            records.format, records.kind, names, starts, lead, first.first_record, unknown
+        )
 
-    def _fill_disk(self, swap: SwapSession, sources: Sequence[LeafSource], linked: frozenset[RecordKey], what: str) -> None:
-        """Fill the swap folder's records in the engine's buffers, a record after the other; linked ones are full."""
+    def _fill_disk(
+        self,
+        swap: SwapSession,
+        sources: Sequence[LeafSource],
+        linked: frozenset[RecordKey],
+        what: str,
+    ) -> None:
+        """Fill the swap folder's records in the engine's buffers, a record after the other; linked
+        ones are full.
+        """
         kinds = _on_disk(sources)
         engine, ranks = swap.engine, swap.disk.ranks()
         total = len(ranks) * sum(records.num_layers for records, _ in kinds)
@@ -196,12 +250,16 @@ class Restoring:
         linked: frozenset[RecordKey],
         advance: Advance,
     ) -> None:
-        """Fill the records of one kind, whose leaves are `members`, in this order; `advance` counts each."""
+        """Fill the records of one kind, whose leaves are `members`, in this order; `advance` counts
+        each.
+        """
         leaf = members[0].leaf
         dims, first = _dims(leaf), leaf.first_record
         for rank in ranks:
             device = self.layout.mesh.devices.flat[rank]
-            boxes = [_box_on(s.leaf.record(self.layout.mesh).sharding, s.leaf, device) for s in members]
+            boxes = [
+                _box_on(s.leaf.record(self.layout.mesh).sharding, s.leaf, device) for s in members
+            ]
             for number in range(records.num_layers):
                 if (records.kind, rank, number) not in linked:
                     index = np.unravel_index(first + number, dims) if dims else ()
@@ -218,11 +276,15 @@ class Restoring:
             return array
         token = array.token
         number = np.full(1, generation, np.int32)
-        return dataclasses.replace(array, token=jax.make_array_from_callback(token.shape, token.sharding, lambda _: number))
+        return dataclasses.replace(
+            array, token=jax.make_array_from_callback(token.shape, token.sharding, lambda _: number)
+        )
 
 
 def _on_disk(sources: Sequence[LeafSource]) -> list[tuple[DiskRecords, list[LeafSource]]]:
-    """Return each kind of records on disk, with its leaves in the order in which a record holds them."""
+    """Return each kind of records on disk, with its leaves in the order in which a record holds
+    them.
+    """
     kinds: dict[str, tuple[DiskRecords, list[LeafSource]]] = {}
     for source in sorted(sources, key=lambda source: source.leaf.disk_leaf):
         if (records := source.leaf.disk_records) is not None:
@@ -230,26 +292,37 @@ def _on_disk(sources: Sequence[LeafSource]) -> list[tuple[DiskRecords, list[Leaf
     return list(kinds.values())
 
 
-def filler(mesh: Mesh, leaves: Sequence[StateLeaf], arrays: Sequence[Sequence[Any]], on_device: bool) -> Any:
-    """Return `put(arrays, values, index) -> arrays`, jitted: it puts one record of several leaves in place; arrays are donated.
+def filler(
+    mesh: Mesh, leaves: Sequence[StateLeaf], arrays: Sequence[Sequence[Any]], on_device: bool
+) -> Any:
+    """Return `put(arrays, values, index) -> arrays`, jitted: it puts one record of several leaves
+    in place; arrays are donated.
 
     Args:
       mesh: the device mesh.
       leaves: whose records are numbered alike.
-      arrays: of each leaf that array, or those two parts of a Split, that are in memory; or their shapes and shardings.
+      arrays: of each leaf that array, or those two parts of a Split, that are in memory; or their
+        shapes and shardings.
       on_device: of Splits, whether the record is in their first parts.
 
-    `index` is i32[lead], an argument, since XLA would derive wrong addresses of host memory from one that it knows.
+    `index` is i32[lead], an argument, since XLA would derive wrong addresses of host memory from
+    one that it knows.
     """
     records, lead, first = [leaf.record(mesh) for leaf in leaves], leaves[0].lead, leaves[0].first
     shardings = explicit([[a.sharding for a in parts] for parts in arrays])
 
-    def put(arrays: list[list[jax.Array]], values: list[jax.Array], index: jax.Array) -> list[list[jax.Array]]:
+    def put(
+        arrays: list[list[jax.Array]], values: list[jax.Array], index: jax.Array
+    ) -> list[list[jax.Array]]:
         results = []
         for record, parts, value in zip(records, arrays, values, strict=True):
             place = 0 if on_device or len(parts) == 1 else 1
             # A Split's second part counts its layers from `first`.
-            start = (index[0] - (0 if on_device else first), *(index[k] for k in range(1, lead)), *(0,) * value.ndim)
+            start = (
+                index[0] - (0 if on_device else first),
+                *(index[k] for k in range(1, lead)),
+                *(0,) * value.ndim,
+            )
             # The record's own tier is that of the second part.
             tier = "device" if on_device and first else record.tier
             stack = dataclasses.replace(record, tier=tier, spec=(*(None,) * lead, *record.spec))
@@ -286,7 +359,10 @@ def _with_arrays(stack: Any, arrays: Sequence[jax.Array]) -> Any:
 def _zeros(abstract: Sequence[Any]) -> list[jax.Array]:
     if not abstract:
         return []
-    make = jax.jit(lambda: [jnp.zeros(a.shape, a.dtype) for a in abstract], out_shardings=[a.sharding for a in abstract])
+    make = jax.jit(
+        lambda: [jnp.zeros(a.shape, a.dtype) for a in abstract],
+        out_shardings=[a.sharding for a in abstract],
+    )
     return make()
 
 

@@ -3,8 +3,10 @@
     max_to_keep=3                           the three newest
     max_to_keep=3, best_metric="loss"       the three with the least loss, of equal ones the newest; and the newest of all
 
-The newest is kept whatever its metric is: a run goes on from there. The metrics are JSON that Orbax writes beside the state. A
-step whose metrics are not there, or are damaged, is never removed for another one: it may be the best.
+The newest is kept whatever its metric is: a run goes on from there. The metrics are JSON that Orbax
+  writes beside the state. A
+step whose metrics are not there, or are damaged, is never removed for another one: it may be the
+  best.
 """
 
 import dataclasses
@@ -71,7 +73,8 @@ class Retention:
         self._told: set[str] = set()  # files that a warning has named
 
     def best(self, directory: Directory) -> int | None:
-        """Return the step of the best metric, or the newest where there is no metric; None if there is no such step.
+        """Return the step of the best metric, or the newest where there is no metric; None if there
+        is no such step.
 
         Raises:
           CheckpointError: the directory or the metrics cannot be read now.
@@ -99,7 +102,9 @@ class Retention:
         sign = -1 if self.best_mode == "min" else 1
         known = {step: sign * value for step, value in values.items() if value is not None}
         # What is no number is the worst.
-        return sorted(known, key=lambda step: (-math.inf if math.isnan(known[step]) else known[step], step))
+        return sorted(
+            known, key=lambda step: (-math.inf if math.isnan(known[step]) else known[step], step)
+        )
 
     def _value(self, folder: str) -> float | None:
         """Return the metric of a step; None if it is not there or is damaged, which is told once."""
@@ -109,6 +114,9 @@ class Retention:
         except DamagedError as error:
             if (path := metrics_file(folder)) not in self._told:
                 self._told.add(path)
-                logger.warning("%s; the step counts as one without metrics: it is kept, and never the best", error)
+                logger.warning(
+                    "%s; the step counts as one without metrics: it is kept, and never the best",
+                    error,
+                )
             return None
         return metrics.get(self.best_metric)

@@ -1,20 +1,25 @@
-"""A program's state written into a folder: what rests in memory is copied and written, what rests on disk is linked.
+"""A program's state written into a folder: what rests in memory is copied and written, what rests
+on disk is linked.
 
     while the step waits     arrays -> host memory, a piece at a time, within `max_host_bytes`
-                             records on disk -> second names beside them (`host_offload.disk.snapshot`)
+                             records on disk -> second names beside them
+                             (`host_offload.disk.snapshot`)
     beside the next steps    pieces -> records (aligned, O_DIRECT where it can be), their checksums; second names -> the folder
-                             frozen weights -> second names of the records of the last checkpoint, where these hold the same
+                             frozen weights -> second names of the records of the last checkpoint,
+                             where these hold the same
 
-A `Piece` is one leaf's shard on one device, and is copied a run of layers at a time. Of replicas only the first is saved.
-Without a bound, the copies may take as many bytes as this process's shards. Then several threads copy, and nothing is written
-before all is copied: writes would take cores and bandwidth from the copies, and the step would wait longer. With a bound, the
-copies that are not yet written take no more than it (`Room`), and the step waits until the disk has caught up. A single record
-is always let through.
+A `Piece` is one leaf's shard on one device, and is copied a run of layers at a time. Of replicas
+only the first is saved. Without a bound, the copies may take as many bytes as this process's
+shards. Then several threads copy, and nothing is written before all is copied: writes would take
+cores and bandwidth from the copies, and the step would wait longer. With a bound, the copies that
+are not yet written take no more than it (`Room`), and the step waits until the disk has caught up.
+A single record is always let through.
 
-Frozen weights are the same bytes in each checkpoint of a run, in records of their own. A record is told by the leaves and the
-part of them that it holds, and by its checksum: that of the weights in memory now. Only where both are those of a record of the
-last checkpoint, and its file has that checksum still, is it hard-linked; else it is written. So another base, another mesh, a
-damaged file, or a file system without links costs a write, and never a wrong weight.
+Frozen weights are the same bytes in each checkpoint of a run, in records of their own. A record is
+told by the leaves and the part of them that it holds, and by its checksum: that of the weights in
+memory now. Only where both are those of a record of the last checkpoint, and its file has that
+checksum still, is it hard-linked; else it is written. So another base, another mesh, a damaged
+file, or a file system without links costs a write, and never a wrong weight.
 """
 
 import concurrent.futures
@@ -33,7 +38,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from host_offload.device import allocate
-from host_offload.disk import LinkedRecord, RecordFormat, SavedStore, Snapshot, Store, checksum_of, format_of, sync, write_file
+from host_offload.disk import (
+    LinkedRecord,
+    RecordFormat,
+    SavedStore,
+    Snapshot,
+    Store,
+    checksum_of,
+    format_of,
+    sync,
+    write_file,
+)
 from host_offload.engine import DiskRecords
 from host_offload.schedule import layers_kind
 from zerojax.checkpoint.errors import CheckpointError, explaining
@@ -46,7 +61,9 @@ from zerojax.state import Layout, TrainState
 logger = logging.getLogger("zerojax")
 NUM_THREADS = 2
 PIECE_BYTES = 1 << 29
-"""Records that a thread copies at once, if one is not larger: the whole shards of a model's layers would be there twice."""
+"""Records that a thread copies at once, if one is not larger: the whole shards of a model's layers
+would be there twice.
+"""
 SHARED_BYTES = 1 << 25
 """The same of memory that numpy reads where it is: pieces so small that all threads have some."""
 
@@ -72,7 +89,9 @@ class Piece:
 
 
 class NewStore:
-    """A store that is created by the thread that first writes to it: the step does not wait for that."""
+    """A store that is created by the thread that first writes to it: the step does not wait for
+    that.
+    """
 
     def __init__(self, create: Callable[[], Store]) -> None:
         """Keep `create`, which is called once."""
@@ -112,10 +131,16 @@ class Run:
     def num_bytes(self) -> int:
         """Bytes of the copies."""
         lead = self.pieces[0].leaf.lead
-        return (self.high - self.low) * math.prod(self.pieces[0].data.shape[1:lead]) * self.form.padded_bytes
+        return (
+            (self.high - self.low)
+            * math.prod(self.pieces[0].data.shape[1:lead])
+            * self.form.padded_bytes
+        )
 
     def copied(self) -> np.ndarray:
-        """Return the records, uint8[n, padded_bytes], in memory of their own, which no device writes to."""
+        """Return the records, uint8[n, padded_bytes], in memory of their own, which no device
+        writes to.
+        """
         leaves = [on_host(piece, self.low, self.high) for piece in self.pieces]
         count = len(leaves[0])
         # Zeros between the leaves.
@@ -130,7 +155,8 @@ class Room:
     """Host memory for copies that are not written yet.
 
     Attributes:
-      most: bytes that they may take together; None: any. What is larger than that alone is let through alone.
+      most: bytes that they may take together; None: any. What is larger than that alone is let
+        through alone.
     """
 
     def __init__(self, most: int | None) -> None:
@@ -145,8 +171,11 @@ class Room:
     def take(self, num_bytes: int) -> None:
         """Wait until there is room, and take it."""
         with self._changed:
-            # With nothing in use a piece of any size goes through, else one above the bound would wait for ever.
-            self._changed.wait_for(lambda: self.most is None or not self._used or self._used + num_bytes <= self.most)
+            # With nothing in use a piece of any size goes through, else one above the bound would
+            # wait for ever.
+            self._changed.wait_for(
+                lambda: self.most is None or not self._used or self._used + num_bytes <= self.most
+            )
             self._used += num_bytes
             self._peak = max(self._peak, self._used)
 
@@ -158,10 +187,15 @@ class Room:
 
 
 class SavedBase:
-    """Records of frozen leaves in one earlier checkpoint, or in none. Several threads may link at once."""
+    """Records of frozen leaves in one earlier checkpoint, or in none.
+
+    Several threads may link at once.
+    """
 
     def __init__(self, folder: str | None, names: Collection[str]) -> None:
-        """Look at the checkpoint whose state is in `folder`, if any, for records of leaves with these names alone."""
+        """Look at the checkpoint whose state is in `folder`, if any, for records of leaves with
+        these names alone.
+        """
         self._saved: SavedState | None = None
         self._records: dict[tuple[object, ...], tuple[SavedStore, int]] = {}
         if folder is None or not names:
@@ -169,11 +203,15 @@ class SavedBase:
         try:
             self._saved = SavedState(folder)
         except (CheckpointError, OSError) as error:
-            logger.info("frozen weights are written anew, as the last checkpoint cannot be read: %s", error)
+            logger.info(
+                "frozen weights are written anew, as the last checkpoint cannot be read: %s", error
+            )
             return
         for store in self._saved.records.stores:
             if {leaf.name for leaf in store.leaves} <= set(names):
-                self._records |= {store.content(number): (store, number) for number in range(store.num_records)}
+                self._records |= {
+                    store.content(number): (store, number) for number in range(store.num_records)
+                }
 
     def link(self, store: SavedStore, number: int, checksum: int, target: str) -> bool:
         """Give an earlier record a second name, if it is this one; returns whether it did.
@@ -189,7 +227,8 @@ class SavedBase:
         saved_store, saved_number = found
         if saved_store.checksums[saved_number] != checksum:
             return False
-        # What the file system refuses, or has lost, is written instead; that write tells of its own errors.
+        # What the file system refuses, or has lost, is written instead; that write tells of its own
+        # errors.
         with contextlib.suppress(OSError):
             self._saved.records.check(saved_store, saved_number)
             os.link(os.path.join(self._saved.folder, saved_store.record_file(saved_number)), target)
@@ -233,7 +272,8 @@ class Saving:
           root: folder to write into; it is there and empty.
           max_host_bytes: that copies which are not written may take; None: as much as there is.
           data: this process's iterator, whose `get_state()` is kept; or None.
-          last: folder of the state that this run saved or restored last, whose records of frozen weights are linked; or None.
+          last: folder of the state that this run saved or restored last, whose records of frozen
+            weights are linked; or None.
           about: what the model tells of itself, as JSON, or None.
 
         Raises:
@@ -242,10 +282,15 @@ class Saving:
           SwapError: the state on disk is lost.
         """
         self.layout, self.leaves, self.root = layout, leaves, root
-        self._room, self._pool = Room(max_host_bytes), concurrent.futures.ThreadPoolExecutor(NUM_THREADS, "zerojax-save")
+        self._room, self._pool = (
+            Room(max_host_bytes),
+            concurrent.futures.ThreadPoolExecutor(NUM_THREADS, "zerojax-save"),
+        )
         self._rank = {device: rank for rank, device in enumerate(layout.mesh.devices.flat)}
         self._writes: list[concurrent.futures.Future[None]] = []
-        self._stores: list[tuple[NewStore, SavedStore]] = []  # of copies; without checksums until they are written
+        self._stores: list[
+            tuple[NewStore, SavedStore]
+        ] = []  # of copies; without checksums until they are written
         self._links: list[tuple[LinkedRecord, SavedStore]] = []
         self._snapshot: Snapshot | None = None
         self._values: dict[str, np.ndarray] = {}
@@ -265,7 +310,7 @@ class Saving:
     def peak_host_bytes(self) -> int:
         return self._room.peak
 
-    # --- while the step waits ----------------------------------------------------------------------------------------------
+    # --- while the step waits ---------------------------------------------------------------------
 
     def _copy(self, arrays: Sequence[Any]) -> None:
         """Copy what rests in memory; `arrays` are those of the leaves."""
@@ -277,7 +322,11 @@ class Saving:
                 self._copy_inline(leaf, value)
                 continue
             for array, first in arrays_in_memory(leaf, value):
-                label = {0: f"leaf.{number}", 1: layers_kind("layers", leaf.stack), 2: f"tiles.{leaf.group}"}[leaf.lead]
+                label = {
+                    0: f"leaf.{number}",
+                    1: layers_kind("layers", leaf.stack),
+                    2: f"tiles.{leaf.group}",
+                }[leaf.lead]
                 # Apart from what trains, so that a record is the base's alone.
                 label = f"frozen.{label}" if leaf.is_frozen else label
                 # A part of a Split has a store of its own.
@@ -289,11 +338,19 @@ class Saving:
                         # A dim that is not split has slice(None) for an index.
                         start = tuple(s.start or 0 for s in shard.index[leaf.lead :])
                         piece = Piece(leaf, shard.data, start)
-                        groups.setdefault((label, first, self._rank[shard.device]), []).append(piece)
-        runs = (run for (label, first, rank), pieces in groups.items() for run in self._runs(label, first, rank, pieces))
+                        groups.setdefault((label, first, self._rank[shard.device]), []).append(
+                            piece
+                        )
+        runs = (
+            run
+            for (label, first, rank), pieces in groups.items()
+            for run in self._runs(label, first, rank, pieces)
+        )
         if self._room.most is None:
             all_runs = list(runs)
-            for run, copies in zip(all_runs, list(self._pool.map(self._copied, all_runs)), strict=True):
+            for run, copies in zip(
+                all_runs, list(self._pool.map(self._copied, all_runs)), strict=True
+            ):
                 self._submit(run, copies)
             return
         for run in runs:
@@ -320,14 +377,20 @@ class Saving:
         self._values[leaf.name] = np.array(value.addressable_data(0))
 
     def _runs(self, label: str, first: int, rank: int, pieces: Sequence[Piece]) -> list[Run]:
-        """Return the runs in which leaves are copied whose records are numbered alike on one device."""
+        """Return the runs in which leaves are copied whose records are numbered alike on one
+        device.
+        """
         lead = pieces[0].leaf.lead
         form = format_of([(p.leaf.name, p.shape, p.data.dtype) for p in pieces])
         dims = tuple(pieces[0].data.shape[:lead])
         scale = math.prod(dims[1:])  # records of a layer
         count = math.prod(dims)
         store = NewStore(lambda: Store(self.root, label, rank, count, form))
-        folder, names, starts = os.path.join(label, str(rank)), [p.leaf.name for p in pieces], [p.start for p in pieces]
+        folder, names, starts = (
+            os.path.join(label, str(rank)),
+            [p.leaf.name for p in pieces],
+            [p.start for p in pieces],
+        )
         of_leaf = (folder, names, starts, pieces[0].leaf.shape[:lead], first * scale)
         saved_store = SavedStore.of_format(form, *of_leaf, checksums=(0,) * count)
         self._stores.append((store, saved_store))
@@ -340,7 +403,8 @@ class Saving:
             most = min(most, SHARED_BYTES)
         step = max(1, min(num_layers, most // layer_bytes))
         return [
-            Run(pieces, low, min(num_layers, low + step), form, store, low * scale, base) for low in range(0, num_layers, step)
+            Run(pieces, low, min(num_layers, low + step), form, store, low * scale, base)
+            for low in range(0, num_layers, step)
         ]
 
     def _check(self) -> None:
@@ -350,7 +414,9 @@ class Saving:
                 write.result()
 
     def _link(self, swap: SwapSession, state: TrainState) -> None:
-        """Keep what rests on disk by second names, under which the next step's writes leave it as it is."""
+        """Keep what rests on disk by second names, under which the next step's writes leave it as
+        it is.
+        """
         kinds: dict[str, tuple[DiskRecords, list[StateLeaf]]] = {}
         for leaf in self.leaves:
             if leaf.disk_records is not None and not leaf.is_derived:
@@ -362,10 +428,16 @@ class Saving:
                 saved_store = self._saved_store(records, store, leaves)
                 if saved_store is not None:
                     link = snapshot.keep(store, os.path.join(self.root, saved_store.folder))
-                    self._links.append((link, dataclasses.replace(saved_store, checksums=link.checksums)))
+                    self._links.append(
+                        (link, dataclasses.replace(saved_store, checksums=link.checksums))
+                    )
 
-    def _saved_store(self, records: DiskRecords, store: Store, leaves: Sequence[StateLeaf]) -> SavedStore | None:
-        """Return the description of a store on disk; None if a device before it holds all of it too."""
+    def _saved_store(
+        self, records: DiskRecords, store: Store, leaves: Sequence[StateLeaf]
+    ) -> SavedStore | None:
+        """Return the description of a store on disk; None if a device before it holds all of it
+        too.
+        """
         mesh, device = self.layout.mesh, self.layout.mesh.devices.flat[store.rank]
         starts, is_first = [], False
         for leaf in leaves:
@@ -373,18 +445,25 @@ class Saving:
             indices = sharding.devices_indices_map(shape)
             index = indices[device]
             starts.append(tuple(s.start or 0 for s in index))
-            # A store may be left out only if, for each of its leaves, an earlier device holds the same part.
+            # A store may be left out only if, for each of its leaves, an earlier device holds the
+            # same part.
             is_first |= next(d for d in mesh.devices.flat if indices[d] == index) == device
         if not is_first:
             return None
         folder = os.path.join(f"disk.{records.kind}", str(store.rank))
         names = [leaf.name for leaf in leaves]
-        return SavedStore.of(store, folder, names, starts, leaves[0].shape[: leaves[0].lead], leaves[0].first_record)
+        return SavedStore.of(
+            store, folder, names, starts, leaves[0].shape[: leaves[0].lead], leaves[0].first_record
+        )
 
-    # --- beside the next steps ---------------------------------------------------------------------------------------------
+    # --- beside the next steps --------------------------------------------------------------------
 
-    def _write(self, new_store: NewStore, first: int, records: np.ndarray, base: SavedStore | None = None) -> None:
-        """Write records, uint8[n, padded_bytes], from number `first` on; of frozen weights, `base` says what they hold."""
+    def _write(
+        self, new_store: NewStore, first: int, records: np.ndarray, base: SavedStore | None = None
+    ) -> None:
+        """Write records, uint8[n, padded_bytes], from number `first` on; of frozen weights, `base`
+        says what they hold.
+        """
         try:
             store = new_store()
             for number, record in enumerate(records, first):
@@ -408,7 +487,9 @@ class Saving:
                     write.result()
                 # Written by now, so their checksums are known.
                 stores = [
-                    dataclasses.replace(saved_store, checksums=tuple(int(c) for c in store().checksums))
+                    dataclasses.replace(
+                        saved_store, checksums=tuple(int(c) for c in store().checksums)
+                    )
                     for store, saved_store in self._stores
                 ]
                 for link, saved_store in self._links:
@@ -423,15 +504,34 @@ class Saving:
 
     def _write_manifest(self, stores: Sequence[SavedStore]) -> None:
         leaves = {
-            leaf.name: SavedLeaf(leaf.shape, np.dtype(leaf.saved_dtype).name, leaf.lead, bool(leaf.tiles), str(leaf.spec))
+            leaf.name: SavedLeaf(
+                leaf.shape,
+                np.dtype(leaf.saved_dtype).name,
+                leaf.lead,
+                bool(leaf.tiles),
+                str(leaf.spec),
+            )
             for leaf in self.leaves
             if not leaf.is_derived and not leaf.is_inline
         }
         process, num_processes = jax.process_index(), jax.process_count()
-        write_manifest(self.root, process, num_processes, leaves, self._values, stores, self._keys, self._data, self._about)
+        write_manifest(
+            self.root,
+            process,
+            num_processes,
+            leaves,
+            self._values,
+            stores,
+            self._keys,
+            self._data,
+            self._about,
+        )
 
     def abandon(self) -> None:
-        """Wait for writes in progress, and release the snapshot of the disk. A second call does nothing."""
+        """Wait for writes in progress, and release the snapshot of the disk.
+
+        A second call does nothing.
+        """
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._base.close()
         if self._snapshot is not None:
@@ -440,7 +540,10 @@ class Saving:
 
 
 def on_host(piece: Piece, low: int, high: int) -> np.ndarray:
-    """Return layers low .. high of a shard, [records, *shape]. Read it at once: on a CPU it is a view of device memory."""
+    """Return layers low .. high of a shard, [records, *shape].
+
+    Read it at once: on a CPU it is a view of device memory.
+    """
     data, lead = piece.data, piece.leaf.lead
     count = (high - low) * math.prod(data.shape[1:lead])
     if lead and (low, high) != (0, data.shape[0]):
@@ -448,7 +551,8 @@ def on_host(piece: Piece, low: int, high: int) -> np.ndarray:
         if is_host_memory(data):
             return np.asarray(data)[low:high].reshape(count, *piece.shape)
         (device,) = data.devices()
-        # The slice is a program of its own, on the one device that holds this shard and not on the mesh in scope.
+        # The slice is a program of its own, on the one device that holds this shard and not on the
+        # mesh in scope.
         with jax.set_mesh(Mesh(np.array([device]), ("alone",))):
             data = data[low:high]
     return np.asarray(data).reshape(count, *piece.shape)

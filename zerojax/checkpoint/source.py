@@ -1,4 +1,5 @@
-"""Where a restore reads each leaf from, and whether the checkpoint belongs to this program's model and optimizer at all.
+"""Where a restore reads each leaf from, and whether the checkpoint belongs to this program's model
+and optimizer at all.
 
     saved as                                  read from
     a leaf of the same shape                  its records, box by box
@@ -7,8 +8,8 @@
     a small value                             the manifest
     nothing, and the config alone needs it    the value with which it starts: a loss scale, a count, no pending update
 
-A leaf of the program that fits no row is a difference, and so is a saved leaf that the program does not have. The error names
-the first few.
+A leaf of the program that fits no row is a difference, and so is a saved leaf that the program does
+not have. The error names the first few.
 """
 
 import dataclasses
@@ -23,7 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from host_offload.disk import Box
-from zerojax.checkpoint.errors import CheckpointError, DamagedError, optimizer_difference, unreadable
+from zerojax.checkpoint.errors import (
+    CheckpointError,
+    DamagedError,
+    optimizer_difference,
+    unreadable,
+)
 from zerojax.checkpoint.leaves import ENCODED, ROUNDING_STEP, StateLeaf
 from zerojax.checkpoint.manifest import SavedState
 from zerojax.checkpoint.retile import Reblocked, Retiled, of_mlp, reblocked, retiled
@@ -42,7 +48,8 @@ class LeafSource:
       saved: the checkpoint.
       value: the number, or numbers, themselves, where they are not in its records.
       tiles: how to read it if it was saved in other tiles.
-      blocks: how to read it if it is an array of a weight in 8 or 4 bits that was saved for other shards.
+      blocks: how to read it if it is an array of a weight in 8 or 4 bits that was saved for other
+        shards.
     """
 
     leaf: StateLeaf
@@ -53,7 +60,9 @@ class LeafSource:
 
     @property
     def is_converted(self) -> bool:
-        """Whether what is read is not the saved leaf as it is: a value, other tiles, or other blocks."""
+        """Whether what is read is not the saved leaf as it is: a value, other tiles, or other
+        blocks.
+        """
         return self.value is not None or self.tiles is not None or self.blocks is not None
 
     def fill(self, box: Box, out: np.ndarray) -> None:
@@ -65,7 +74,9 @@ class LeafSource:
         """
         shape = tuple(stop - start for start, stop in box)
         if self.value is not None:
-            part = self.value[tuple(slice(*ends) for ends in box)] if self.value.shape else self.value
+            part = (
+                self.value[tuple(slice(*ends) for ends in box)] if self.value.shape else self.value
+            )
             out[...] = part.reshape(out.shape) if part.shape else part
             return
         try:
@@ -77,7 +88,9 @@ class LeafSource:
                 self.saved.records.read(self.leaf.name, box, out.reshape(shape))
         except OSError as error:
             damage = f"the checkpoint {self.saved.folder} is damaged: {error}"
-            raise unreadable(error, f"reading the checkpoint {self.saved.folder}", damage) from error
+            raise unreadable(
+                error, f"reading the checkpoint {self.saved.folder}", damage
+            ) from error
         except KeyError as error:
             raise DamagedError(f"the checkpoint {self.saved.folder} is damaged: {error}") from error
 
@@ -101,7 +114,9 @@ class LeafSource:
         front = tuple((i, i + 1) for i in index)
         return self._array(self.leaf.shape[self.leaf.lead :], sharding, lambda box: front + box)
 
-    def _array(self, shape: Sequence[int], sharding: Any, box_of_leaf: Callable[[Box], Box]) -> jax.Array:
+    def _array(
+        self, shape: Sequence[int], sharding: Any, box_of_leaf: Callable[[Box], Box]
+    ) -> jax.Array:
         """Return an array that is a part of the leaf.
 
         Args:
@@ -123,7 +138,9 @@ class LeafSource:
         return jax.make_array_from_callback(tuple(shape), sharding, shard)
 
 
-def find_sources(leaves: Sequence[StateLeaf], saved: SavedState, loss_scaling: LossScaling) -> list[LeafSource]:
+def find_sources(
+    leaves: Sequence[StateLeaf], saved: SavedState, loss_scaling: LossScaling
+) -> list[LeafSource]:
     """Return what to read for each leaf.
 
     Args:
@@ -141,7 +158,11 @@ def find_sources(leaves: Sequence[StateLeaf], saved: SavedState, loss_scaling: L
     if saved.has_opt_state:
         differences += _unconverted(sources)
     # The other direction: what was saved, and nothing here reads.
-    unread = sorted(name for name in [*saved.leaves, *saved.values] if name not in shapes and not _may_be_left(name, saved))
+    unread = sorted(
+        name
+        for name in [*saved.leaves, *saved.values]
+        if name not in shapes and not _may_be_left(name, saved)
+    )
     differences += [f"{name}, which this program's state has not" for name in unread]
     if differences and all(ENCODED in difference for difference in differences):
         raise CheckpointError(
@@ -168,13 +189,17 @@ def _why_encoded(differences: Sequence[str]) -> str:
 
 
 def _explained(leaves: Sequence[StateLeaf], saved: SavedState, differences: Sequence[str]) -> str:
-    """Return what to say where the weights are the same, and others are frozen or another optimizer keeps its state."""
+    """Return what to say where the weights are the same, and others are frozen or another optimizer
+    keeps its state.
+    """
     if frozen := _frozen_differences(leaves, saved):
         return frozen
     if any(difference.removeprefix("no ").startswith("weights") for difference in differences):
         return ""
     names = [leaf.name for leaf in leaves]
-    return optimizer_difference(names, [*saved.leaves, *saved.values], os.path.dirname(saved.folder))
+    return optimizer_difference(
+        names, [*saved.leaves, *saved.values], os.path.dirname(saved.folder)
+    )
 
 
 def _frozen_differences(leaves: Sequence[StateLeaf], saved: SavedState) -> str:
@@ -206,12 +231,16 @@ def _source(
     loss_scaling: LossScaling,
     differences: list[str],
 ) -> LeafSource:
-    """Return what to read for a leaf; what it lacks is added to `differences`, so that all are found at once."""
+    """Return what to read for a leaf; what it lacks is added to `differences`, so that all are
+    found at once.
+    """
     name = leaf.name
     if name in saved.values:
         value = saved.values[name]
         if value.shape != leaf.shape and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            differences.append(f"{name} {value.dtype}{list(value.shape)}, and here it is {list(leaf.shape)}")
+            differences.append(
+                f"{name} {value.dtype}{list(value.shape)}, and here it is {list(leaf.shape)}"
+            )
         return LeafSource(leaf, saved, value=value)
     if name in saved.leaves:
         shape = saved.leaves[name].shape
@@ -223,7 +252,9 @@ def _source(
         try:
             if leaf.encodes:
                 saved_shapes = {name: other.shape for name, other in saved.leaves.items()}
-                return LeafSource(leaf, saved, blocks=reblocked(name, shapes, saved_shapes, leaf.lead))
+                return LeafSource(
+                    leaf, saved, blocks=reblocked(name, shapes, saved_shapes, leaf.lead)
+                )
             return LeafSource(leaf, saved, tiles=_retiled(leaf, shapes, saved))
         except ValueError as error:
             differences.append(f"{name} {list(shape)}, and here it is {list(leaf.shape)}{error}")
@@ -242,9 +273,12 @@ def _retiled(leaf: StateLeaf, shapes: Mapping[str, tuple[int, ...]], saved: Save
     saved_leaf = saved.leaves[leaf.name]
     saved_shapes = {name: other.shape for name, other in saved.leaves.items()}
     return retiled(
-        saved_leaf.shape, leaf.shape, stacked=saved_leaf.lead > 0 and leaf.lead > 0, tiled=(saved_leaf.is_tiled, leaf.tiles),
+        saved_leaf.shape,
+        leaf.shape,
+        stacked=saved_leaf.lead > 0 and leaf.lead > 0,
+        tiled=(saved_leaf.is_tiled, leaf.tiles),
         is_mlp=of_mlp(leaf.name, shapes) and of_mlp(leaf.name, saved_shapes),
-    )  # fmt: skip
+    )
 
 
 def _initial_value(name: str, saved: SavedState, loss_scaling: LossScaling) -> np.ndarray | None:
@@ -253,7 +287,8 @@ def _initial_value(name: str, saved: SavedState, loss_scaling: LossScaling) -> n
         logger.info("the checkpoint holds no loss scale: it starts as the config says")
         return np.asarray(getattr(init_loss_scale(loss_scaling), name.partition(".")[2]))
     if name == ROUNDING_STEP:
-        # Moments in float32 are not rounded and have no count of it, so the count starts at the step.
+        # Moments in float32 are not rounded and have no count of it, so the count starts at the
+        # step.
         return saved.values.get("step")
     if name.startswith("pending.") and not name.startswith("pending.grads"):
         return np.zeros((), np.float32)  # no update is pending
@@ -261,18 +296,31 @@ def _initial_value(name: str, saved: SavedState, loss_scaling: LossScaling) -> n
 
 
 def _unconverted(sources: Sequence[LeafSource]) -> list[str]:
-    """Return what to say of leaves that belong to a weight which is read in other tiles, and are not like it.
+    """Return what to say of leaves that belong to a weight which is read in other tiles, and are
+    not like it.
 
-    Such are the row and column sums of a factored moment: they may have the same shape for other tiles, and other meaning.
+    Such are the row and column sums of a factored moment: they may have the same shape for other
+      tiles, and other meaning.
     """
-    tiles = {s.leaf.name.removeprefix("weights"): s.tiles for s in sources if s.leaf.name.startswith("weights")}
+    tiles = {
+        s.leaf.name.removeprefix("weights"): s.tiles
+        for s in sources
+        if s.leaf.name.startswith("weights")
+    }
     differences = []
     for source in sources if any(tiles.values()) else ():
         name, shape = source.leaf.name, list(source.leaf.shape)
         # The longest, since one weight's path may end in another's.
         owner = max((path for path in tiles if name.endswith(path)), key=len, default=None)
-        if owner is not None and tiles[owner] is not None and source.tiles is None and math.prod(shape) > 1:
-            differences.append(f"{name} {shape}, which is not like its weight, and so is not converted to other tiles")
+        if (
+            owner is not None
+            and tiles[owner] is not None
+            and source.tiles is None
+            and math.prod(shape) > 1
+        ):
+            differences.append(
+                f"{name} {shape}, which is not like its weight, and so is not converted to other tiles"
+            )
     return differences
 
 

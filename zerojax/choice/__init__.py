@@ -1,4 +1,6 @@
-"""Which layers keep, offload or compute again what: options of one layer, and an exact choice among them for all; pure."""
+"""Which layers keep, offload or compute again what: options of one layer, and an exact choice among
+them for all; pure.
+"""
 
 from zerojax.choice.choice import Choice as Choice
 from zerojax.choice.choice import Problem as Problem

@@ -1,12 +1,16 @@
-"""A good assignment within a second or two, without a solver: two segments in every way, then one change after another.
+"""A good assignment within a second or two, without a solver: two segments in every way, then one
+change after another.
 
-All pairs of options with all bounds between them are tried: "offload the first layers, keep the last" is one. From the best
-few pairs a search goes down: it gives neighbouring layers another option, in each of many ways, and takes what is best, until
-nothing is better. Better means fewer bytes over the budgets, then fewer seconds (`choice_problem`). So a segment is moved,
-split, merged or given another option, and never more than `max_segments` are left.
+All pairs of options with all bounds between them are tried: "offload the first layers, keep the
+  last" is one. From the best
+few pairs a search goes down: it gives neighbouring layers another option, in each of many ways, and
+  takes what is best, until
+nothing is better. Better means fewer bytes over the budgets, then fewer seconds (`choice_problem`).
+So a segment is moved, split, merged or given another option, and never more than `max_segments` are
+left.
 
-A search may end where nothing fits though something would. Then `least_peak` tells, and the search begins again from there. So
-what is returned fits if anything does.
+A search may end where nothing fits though something would. Then `least_peak` tells, and the search
+begins again from there. So what is returned fits if anything does.
 """
 
 import itertools
@@ -25,8 +29,8 @@ _GRID = 16
 def by_greedy(problem: Problem) -> Choice:
     """Return an assignment of at most `max_segments` segments that fits if any does.
 
-    Where none fits, the one with the least peak of device bytes is returned, with what is missing; where host memory is too
-    small for any, the one with the fewest host bytes.
+    Where none fits, the one with the least peak of device bytes is returned, with what is missing;
+    where host memory is too small for any, the one with the fewest host bytes.
 
     Args:
       problem: of the layers.
@@ -41,13 +45,17 @@ def by_greedy(problem: Problem) -> Choice:
         if _excess(problem, best[None])[0] == 0:
             best = _descended(problem, best)
     solver = Solver(
-        text="greedy: from two segments, one change after another", gap=math.inf, seconds=time.perf_counter() - begin
+        text="greedy: from two segments, one change after another",
+        gap=math.inf,
+        seconds=time.perf_counter() - begin,
     )
     return choice_of(problem, best.tolist(), solver)
 
 
 def _starts(problem: Problem) -> list[np.ndarray]:
-    """Return the best of one option, and the best few of two options with a bound between them, each of other options."""
+    """Return the best of one option, and the best few of two options with a bound between them,
+    each of other options.
+    """
     L, options = problem.num_layers, range(len(problem.options))
     same = np.array([[p] * L for p in options])
     starts = [same[_best(problem, same)]]
@@ -62,7 +70,9 @@ def _starts(problem: Problem) -> list[np.ndarray]:
 
 
 def _descended(problem: Problem, assignment: np.ndarray) -> np.ndarray:
-    """Return the assignment after the best change of several layers, the best after that, until none is better."""
+    """Return the assignment after the best change of several layers, the best after that, until
+    none is better.
+    """
     while True:
         candidates = _changed(problem, assignment)
         best = candidates[_best(problem, candidates)]
@@ -79,17 +89,26 @@ def _changed(problem: Problem, assignment: np.ndarray) -> np.ndarray:
     L, P = problem.num_layers, len(problem.options)
     bounds = {0, L, *(np.flatnonzero(np.diff(assignment)) + 1).tolist()}
     grid = bounds | set(range(0, L, -(-L // _GRID)))
-    pairs = {(min(a, b), max(a, b)) for some, others in ((bounds, range(L + 1)), (grid, grid)) for a in some for b in others}
+    pairs = {
+        (min(a, b), max(a, b))
+        for some, others in ((bounds, range(L + 1)), (grid, grid))
+        for a in some
+        for b in others
+    }
     first, last = np.array(sorted((i, j) for i, j in pairs if i < j)).T[:, :, None]  # [N, 1] each
     layers = np.arange(L)
     is_changed = (first <= layers) & (layers < last)
-    changed = np.concatenate([assignment[None], *(np.where(is_changed, p, assignment) for p in range(P))])
+    changed = np.concatenate(
+        [assignment[None], *(np.where(is_changed, p, assignment) for p in range(P))]
+    )
     num_segments = 1 + np.count_nonzero(np.diff(changed, axis=1), axis=1)
     return changed[num_segments <= problem.max_segments]
 
 
 def _best(problem: Problem, candidates: np.ndarray) -> int:
-    """Return the index of the fewest seconds among those with the fewest bytes over the budgets; the first of equal ones."""
+    """Return the index of the fewest seconds among those with the fewest bytes over the budgets;
+    the first of equal ones.
+    """
     excess = _excess(problem, candidates)
     least = np.flatnonzero(excess == excess.min())
     return int(least[seconds_of(problem, candidates[least]).argmin()])
@@ -98,4 +117,6 @@ def _best(problem: Problem, candidates: np.ndarray) -> int:
 def _excess(problem: Problem, candidates: np.ndarray) -> np.ndarray:
     """Return the bytes over the budgets, of both tiers: [N]."""
     peak, host = bytes_of(problem, candidates)
-    return np.maximum(peak - problem.device_budget_bytes, 0) + np.maximum(host - problem.host_budget_bytes, 0)
+    return np.maximum(peak - problem.device_budget_bytes, 0) + np.maximum(
+        host - problem.host_budget_bytes, 0
+    )

@@ -1,8 +1,10 @@
-"""A step of equal layers whose activations are kept, offloaded or recomputed: its seconds and bytes for an assignment.
+"""A step of equal layers whose activations are kept, offloaded or recomputed: its seconds and bytes
+for an assignment.
 
-An assignment gives each layer one of the options of `layer_choices`. Three things work beside each other, each in its own
-order: the device computes, the link's two ways move bytes up to the device and down from it. Layers t = 0 .. L-1 in forward,
-their reverse in backward, l = L-1-k at tick k; a ring of d slots is before what goes up (`host_offload.schedule`):
+An assignment gives each layer one of the options of `layer_choices`. Three things work beside each
+other, each in its own order: the device computes, the link's two ways move bytes up to the device
+and down from it. Layers t = 0 .. L-1 in forward, their reverse in backward, l = L-1-k at tick k; a
+ring of d slots is before what goes up (`host_offload.schedule`):
 
     arrived[t]     = max(arrived[t-1], computed[t-d]) + up_forward_bytes / link_up
     computed[t]    = max(computed[t-1], arrived[t]) + forward_seconds
@@ -15,13 +17,16 @@ their reverse in backward, l = L-1-k at tick k; a ring of d slots is before what
     stored_b[k]    = max(stored_b[k-1], computed_b[k]) + down_backward_bytes / link_down
     total          = max(computed_b[L-1], stored_b[L-1])
 
-A layer that stores nothing still waits for its turn: a loop of backward begins when the loop of forward has stored everything.
-At the backward of layer l the device holds what layers 0 .. l keep, and what layer l fetches and makes again; the end of
-forward holds no more than the backward of its last layer. So, from the last layer to the first,
+A layer that stores nothing still waits for its turn: a loop of backward begins when the loop of
+  forward has stored everything.
+At the backward of layer l the device holds what layers 0 .. l keep, and what layer l fetches and
+makes again; the end of forward holds no more than the backward of its last layer. So, from the last
+layer to the first,
 
     peak[l] = device_bytes[l] + max(transient_bytes[l], peak[l+1]),   peak[L] = 0
 
-and peak[0] is the most at any tick. Host memory holds the host_bytes of all layers at the end of forward.
+and peak[0] is the most at any tick. Host memory holds the host_bytes of all layers at the end of
+forward.
 """
 
 import dataclasses
@@ -34,13 +39,21 @@ import numpy as np
 
 from zerojax.choice.layer_choices import LayerOption
 
-_AMOUNTS = ("backward_seconds", "head_seconds", "device_budget_bytes", "host_budget_bytes", "up_forward_bytes",
-            "up_backward_bytes", "down_backward_bytes")  # fmt: skip
+_AMOUNTS = (
+    "backward_seconds",
+    "head_seconds",
+    "device_budget_bytes",
+    "host_budget_bytes",
+    "up_forward_bytes",
+    "up_backward_bytes",
+    "down_backward_bytes",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """What a choice among options depends on. Bytes and rates are those of one device, seconds those of one step.
+    """What a choice among options depends on. Bytes and rates are those of one device, seconds
+    those of one step.
 
     Attributes:
       num_layers: L, equal layers.
@@ -55,7 +68,8 @@ class Problem:
       host_budget_bytes: of host memory for activations.
       up_forward_bytes: of a layer's params, that go up for its forward.
       up_backward_bytes: of a layer's params and opt_state, that go up for its backward.
-      down_backward_bytes: of a layer's grads, opt_state and params, that go down after its backward.
+      down_backward_bytes: of a layer's grads, opt_state and params, that go down after its
+        backward.
       max_segments: runs of neighbouring layers with one option each, at most; at least 1.
 
     Raises:
@@ -79,7 +93,9 @@ class Problem:
 
     def __post_init__(self) -> None:
         if not self.options:
-            raise ValueError("options is empty: a layer needs at least one, as `layer_options` returns them")
+            raise ValueError(
+                "options is empty: a layer needs at least one, as `layer_options` returns them"
+            )
         for name in ("num_layers", "distance", "max_segments"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: at least 1 is needed")
@@ -88,7 +104,9 @@ class Problem:
                 raise ValueError(f"{name}={getattr(self, name)}: a finite number above 0 is needed")
         for name in _AMOUNTS:
             if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
-                raise ValueError(f"{name}={getattr(self, name)}: a finite number, at least 0, is needed")
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: a finite number, at least 0, is needed"
+                )
 
     def of(self, name: str) -> np.ndarray:
         """Return one cost of the options, such as "host_bytes", by option: [P], float64."""
@@ -113,7 +131,8 @@ class Solver:
 
     Attributes:
       text: what found it, and how its search ended.
-      gap: how far, at most, `seconds` are above the least, as a share of them; infinite where no bound is known.
+      gap: how far, at most, `seconds` are above the least, as a share of them; infinite where no
+        bound is known.
       seconds: of the search.
     """
 
@@ -149,7 +168,9 @@ class Choice:
 
     @property
     def segments(self) -> tuple[tuple[int, int], ...]:
-        """Runs of neighbouring layers with one option, first layer first: (num_layers, option index) of each."""
+        """Runs of neighbouring layers with one option, first layer first: (num_layers, option
+        index) of each.
+        """
         return tuple((len(list(run)), option) for option, run in itertools.groupby(self.assignment))
 
 
@@ -181,7 +202,10 @@ def seconds_of(problem: Problem, assignments: np.ndarray) -> np.ndarray:
     L, d = problem.num_layers, problem.distance
     host = problem.of("host_bytes")
     down, up = host / problem.link_down, (host + problem.up_backward_bytes) / problem.link_up
-    again, after = problem.backward_seconds + problem.of("seconds"), problem.down_backward_bytes / problem.link_down
+    again, after = (
+        problem.backward_seconds + problem.of("seconds"),
+        problem.down_backward_bytes / problem.link_down,
+    )
     by_layer = np.ascontiguousarray(assignments.T)  # [L, N]
     computed = forward_times(problem)
     stored: list[Any] = [np.zeros(len(assignments))]
@@ -201,7 +225,9 @@ def seconds_of(problem: Problem, assignments: np.ndarray) -> np.ndarray:
 
 
 def bytes_of(problem: Problem, assignments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the peak of device bytes and the host bytes of many assignments: int [N, L] -> two of float64 [N]."""
+    """Return the peak of device bytes and the host bytes of many assignments: int [N, L] -> two of
+    float64 [N].
+    """
     device, transient = problem.of("device_bytes"), problem.of("transient_bytes")
     peak = np.zeros(len(assignments))
     for option in assignments.T[::-1]:
@@ -210,16 +236,25 @@ def bytes_of(problem: Problem, assignments: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def choice_of(problem: Problem, assignment: Sequence[int], solver: Solver) -> Choice:
-    """Return an assignment as a choice, with its seconds and bytes; arguments and errors as of `predicted_seconds`."""
+    """Return an assignment as a choice, with its seconds and bytes; arguments and errors as of
+    `predicted_seconds`.
+    """
     at = _checked(problem, assignment)
     peak, host = (int(values[0]) for values in bytes_of(problem, at))
-    budgets = ("device", peak, int(problem.device_budget_bytes)), ("pinned_host", host, int(problem.host_budget_bytes))
+    budgets = (
+        ("device", peak, int(problem.device_budget_bytes)),
+        ("pinned_host", host, int(problem.host_budget_bytes)),
+    )
     return Choice(
         assignment=tuple(int(option) for option in at[0]),
         seconds=float(seconds_of(problem, at)[0]),
         device_bytes=peak,
         host_bytes=host,
-        missing=tuple(Missing(tier=tier, needed=needed, had=had) for tier, needed, had in budgets if needed > had),
+        missing=tuple(
+            Missing(tier=tier, needed=needed, had=had)
+            for tier, needed, had in budgets
+            if needed > had
+        ),
         solver=solver,
     )
 
@@ -227,12 +262,17 @@ def choice_of(problem: Problem, assignment: Sequence[int], solver: Solver) -> Ch
 def uniform(problem: Problem) -> list[Choice]:
     """Return, by option, the choice in which all layers take it, whether it fits or not."""
     solver = Solver(text="one option for all layers", gap=math.inf, seconds=0.0)
-    return [choice_of(problem, [option] * problem.num_layers, solver) for option in range(len(problem.options))]
+    return [
+        choice_of(problem, [option] * problem.num_layers, solver)
+        for option in range(len(problem.options))
+    ]
 
 
 def _checked(problem: Problem, assignment: Sequence[int]) -> np.ndarray:
     if len(assignment) != problem.num_layers:
-        raise ValueError(f"an assignment of {len(assignment)} layers: the problem has {problem.num_layers}")
+        raise ValueError(
+            f"an assignment of {len(assignment)} layers: the problem has {problem.num_layers}"
+        )
     if wrong := [option for option in assignment if not 0 <= option < len(problem.options)]:
         raise ValueError(f"option {wrong[0]}: the problem has {len(problem.options)}, from 0")
     return np.array([assignment], int)

@@ -1,13 +1,15 @@
 """The choice among keep, offload and recompute, layer by layer, as a mixed integer program.
 
-`choice_problem` has the equations of a step's seconds and bytes: sums and maxima. With binaries x[l, p] (layer l takes option
-p) the least total is a linear program in them and in the times, each maximum as the inequalities that it obeys. A cost of a
-layer's option, such as seconds[l], is the sum over p of seconds_p x[l, p]:
+`choice_problem` has the equations of a step's seconds and bytes: sums and maxima. With binaries
+x[l, p] (layer l takes option p) the least total is a linear program in them and in the times, each
+maximum as the inequalities that it obeys. A cost of a layer's option, such as seconds[l], is the
+sum over p of seconds_p x[l, p]:
 
     sum over p of x[l, p] = 1
     stored[t]      >= stored[t-1] + host_bytes[t] / link_down            and from computed[t]
     fetched[k]     >= fetched[k-1] + (host_bytes[l] + up_backward_bytes) / link_up
-                                                                         and from taken[k-d], and fetched[0] from stored[L-1]
+                                                                         and from taken[k-d], and
+                                                                         fetched[0] from stored[L-1]
     computed_b[k]  >= computed_b[k-1] + backward_seconds + seconds[l]    and from fetched[k]
     stored_b[k]    >= stored_b[k-1] + down_backward_bytes / link_down    and from computed_b[k]
     total          >= computed_b[L-1], stored_b[L-1]
@@ -15,11 +17,12 @@ layer's option, such as seconds[l], is the sum over p of seconds_p x[l, p]:
     host budget    >= sum over l of host_bytes[l]
     rise[l, p]     >= x[l, p] - x[l-1, p],   sum of all rises <= max_segments - 1
 
-Forward's computed[t] is the same for all assignments. A layer that changes its option has one rise, of 1. Checkmate
-(arXiv:1910.02653) has such a program over the values of a graph, each at each time; here the options of a layer are known
-before (`layer_choices`), and the program is over layers.
+Forward's computed[t] is the same for all assignments. A layer that changes its option has one rise,
+of 1. Checkmate (arXiv:1910.02653) has such a program over the values of a graph, each at each time;
+here the options of a layer are known before (`layer_choices`), and the program is over layers.
 
-HiGHS keeps a row to 1e-6, so times are in units of a layer's forward, and bytes in units of the largest option.
+HiGHS keeps a row to 1e-6, so times are in units of a layer's forward, and bytes in units of the
+largest option.
 """
 
 from collections.abc import Iterable
@@ -36,7 +39,9 @@ _Terms = list[tuple[int, float]]  # (column, factor): a sum over the program's v
 
 
 class ChoiceProgram:
-    """Columns of the variables and rows of the inequalities, in units of a layer's forward and of the largest option."""
+    """Columns of the variables and rows of the inequalities, in units of a layer's forward and of
+    the largest option.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self._problem, self._unit = problem, problem.forward_seconds
@@ -44,7 +49,9 @@ class ChoiceProgram:
         self._num_columns = 0
         self._x = self._columns(L * P).reshape(L, P)
         self._rise = self._columns((L - 1) * P).reshape(L - 1, P)
-        self._stored, self._fetched, self._computed, self._stored_b = (self._columns(L) for _ in range(4))
+        self._stored, self._fetched, self._computed, self._stored_b = (
+            self._columns(L) for _ in range(4)
+        )
         self._total = int(self._columns(1)[0])
         self._rows: list[tuple[_Terms, float, float]] = []
         self._add_choice()
@@ -55,11 +62,15 @@ class ChoiceProgram:
             self._add_segments()
 
     def relaxed_seconds(self) -> float:
-        """Return the least seconds where a layer may take a part of each option: nothing is below, and it takes no search."""
+        """Return the least seconds where a layer may take a part of each option: nothing is below,
+        and it takes no search.
+        """
         result = self._minimized(np.inf)
         return 0.0 if result.x is None else result.fun * self._unit
 
-    def solved(self, *, at_most: float, gap: float, seconds: float) -> tuple[OptimizeResult, list[int] | None]:
+    def solved(
+        self, *, at_most: float, gap: float, seconds: float
+    ) -> tuple[OptimizeResult, list[int] | None]:
         """Return what HiGHS says, and the assignment that it found, if any.
 
         Args:
@@ -69,7 +80,9 @@ class ChoiceProgram:
         """
         is_binary = np.isin(np.arange(self._num_columns), self._x)
         options = {"time_limit": seconds, "mip_rel_gap": gap}
-        result = self._minimized(at_most / self._unit * (1 + _TOLERANCE), integrality=is_binary, options=options)
+        result = self._minimized(
+            at_most / self._unit * (1 + _TOLERANCE), integrality=is_binary, options=options
+        )
         return result, None if result.x is None else result.x[self._x].argmax(axis=1).tolist()
 
     def _minimized(self, most: float, **arguments: Any) -> OptimizeResult:
@@ -79,7 +92,11 @@ class ChoiceProgram:
         return milp(cost, bounds=(0.0, upper), constraints=self._constraint(), **arguments)
 
     def _constraint(self) -> tuple[csr_array, list[float], list[float]]:
-        entries = [(row, column, factor) for row, (terms, _, _) in enumerate(self._rows) for column, factor in terms]
+        entries = [
+            (row, column, factor)
+            for row, (terms, _, _) in enumerate(self._rows)
+            for column, factor in terms
+        ]
         rows, columns, factors = zip(*entries, strict=True)
         matrix = csr_array((factors, (rows, columns)), shape=(len(self._rows), self._num_columns))
         return matrix, [row[1] for row in self._rows], [row[2] for row in self._rows]
@@ -92,11 +109,17 @@ class ChoiceProgram:
         self._rows.append((terms, lower, upper))
 
     def _after(self, column: int, before: _Terms, taking: _Terms, constant: float = 0.0) -> None:
-        """Add: the time of a column >= the times before + what it takes + a constant, all in units of a layer's forward."""
+        """Add: the time of a column >= the times before + what it takes + a constant, all in units
+        of a layer's forward.
+        """
         self._between([(int(column), 1.0), *_minus(before), *_minus(taking)], lower=constant)
 
     def _cost(self, layer: int, costs: Iterable[float]) -> _Terms:
-        return [(int(column), float(cost)) for column, cost in zip(self._x[layer], costs, strict=True) if cost]
+        return [
+            (int(column), float(cost))
+            for column, cost in zip(self._x[layer], costs, strict=True)
+            if cost
+        ]
 
     def _add_choice(self) -> None:
         for columns in self._x:
@@ -111,14 +134,21 @@ class ChoiceProgram:
                 self._after(self._stored[t], [(self._stored[t - 1], 1.0)], taking)
 
     def _add_backward(self) -> None:
-        """Add the times of backward. What is fetched first waits for all that is stored, and the others wait for it."""
+        """Add the times of backward.
+
+        What is fetched first waits for all that is stored, and the others wait for it.
+        """
         p = self._problem
         L, d = p.num_layers, p.distance
         forward = forward_times(p)[-1] / self._unit
         up, again = p.of("host_bytes") / p.link_up / self._unit, p.of("seconds") / self._unit
         base_up, base, base_down = (
             seconds / self._unit
-            for seconds in (p.up_backward_bytes / p.link_up, p.backward_seconds, p.down_backward_bytes / p.link_down)
+            for seconds in (
+                p.up_backward_bytes / p.link_up,
+                p.backward_seconds,
+                p.down_backward_bytes / p.link_down,
+            )
         )
         for k in range(L):
             taking, computing = self._cost(L - 1 - k, up), self._cost(L - 1 - k, again)
@@ -129,7 +159,12 @@ class ChoiceProgram:
             else:
                 self._after(computed, [(self._computed[k - 1], 1.0)], computing, base)
                 self._after(stored_b, [(self._stored_b[k - 1], 1.0)], [], base_down)
-            self._after(fetched, [((self._fetched[k - 1] if k else self._stored[L - 1]), 1.0)], taking, base_up)
+            self._after(
+                fetched,
+                [((self._fetched[k - 1] if k else self._stored[L - 1]), 1.0)],
+                taking,
+                base_up,
+            )
             if k >= d:
                 taken = [(self._computed[k - d], 1.0), *_minus(self._cost(L - 1 - (k - d), again))]
                 self._after(fetched, taken, taking, base_up - base)
@@ -141,11 +176,15 @@ class ChoiceProgram:
         p = self._problem
         device, transient, host = p.of("device_bytes"), p.of("transient_bytes"), p.of("host_bytes")
         unit = max(1.0, (device + transient).max(), host.max())
-        # Where no layer's transient bytes are more than all that the layer above takes, the last layer has the peak.
+        # Where no layer's transient bytes are more than all that the layer above takes, the last
+        # layer has the peak.
         is_last = transient.max() <= (device + transient).min()
         for layer in range(p.num_layers - 1 if is_last else 0, p.num_layers):
             below = [term for m in range(layer) for term in self._cost(m, device / unit)]
-            self._between([*below, *self._cost(layer, (device + transient) / unit)], upper=p.device_budget_bytes / unit)
+            self._between(
+                [*below, *self._cost(layer, (device + transient) / unit)],
+                upper=p.device_budget_bytes / unit,
+            )
         whole = [term for m in range(p.num_layers) for term in self._cost(m, host / unit)]
         self._between(whole, upper=p.host_budget_bytes / unit)
 
@@ -153,7 +192,10 @@ class ChoiceProgram:
         for columns, *neighbours in zip(self._rise, self._x[1:], self._x[:-1], strict=True):
             for rise, now, before in zip(columns, *neighbours, strict=True):
                 self._between([(int(rise), 1.0), (int(now), -1.0), (int(before), 1.0)], lower=0.0)
-        self._between([(int(rise), 1.0) for rise in self._rise.ravel()], upper=self._problem.max_segments - 1.0)
+        self._between(
+            [(int(rise), 1.0) for rise in self._rise.ravel()],
+            upper=self._problem.max_segments - 1.0,
+        )
 
 
 def _minus(terms: _Terms) -> _Terms:

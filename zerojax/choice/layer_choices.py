@@ -1,22 +1,27 @@
-"""What one layer can do with the values that backward reads: keep, offload or recompute each, and the choices worth having.
+"""What one layer can do with the values that backward reads: keep, offload or recompute each, and
+the choices worth having.
 
-A block's forward makes values v, of b_v bytes, from its input x, its parameters and each other. Backward reads all of them. Of
-each value one of three holds, and in the layer's backward it is then there:
+A block's forward makes values v, of b_v bytes, from its input x, its parameters and each other.
+Backward reads all of them. Of each value one of three holds, and in the layer's backward it is then
+there:
 
     keep        b_v bytes of the device from forward to backward
     offload     b_v bytes of host memory, stored in forward and fetched for backward
     recompute   s_v seconds of backward, from its operands
 
-Checkmate (arXiv:1910.02653) and its successors schedule the operands of what is recomputed. Here backward reads every value,
-so every operand is there, and no value is made twice: the costs of the values add up. The input x is stored in any case, on the
-device or in host memory. Over the values, and the input where it is kept, offloaded or recomputed,
+Checkmate (arXiv:1910.02653) and its successors schedule the operands of what is recomputed. Here
+backward reads every value, so every operand is there, and no value is made twice: the costs of the
+values add up. The input x is stored in any case, on the device or in host memory. Over the values,
+and the input where it is kept, offloaded or recomputed,
 
     device_bytes = sum of b over kept        host_bytes = sum of b over offloaded        seconds = sum of s over recomputed
-    transient_bytes = sum of b over offloaded and recomputed, on the device while the layer's own backward runs
+    transient_bytes = sum of b over offloaded and recomputed, on the device while the layer's own
+    backward runs
 
-Transient bytes are the sum of all less the kept ones, so an option is dominated exactly if another one needs no more of
-device_bytes, host_bytes and seconds. The 2 * 3^n options of n values are met value after value, and dominated ones are dropped
-after each: costs add up, so what is dominated stays so.
+Transient bytes are the sum of all less the kept ones, so an option is dominated exactly if another
+one needs no more of device_bytes, host_bytes and seconds. The 2 * 3^n options of n values are met
+value after value, and dominated ones are dropped after each: costs add up, so what is dominated
+stays so.
 """
 
 import bisect
@@ -42,7 +47,8 @@ class Value:
       name: of the value, once in a layer.
       num_bytes: on a device, at least 1.
       seconds: to make it again once its operands are there, at least 0.
-      operands: indices of the earlier values that it is made from directly, beside the layer's input and parameters.
+      operands: indices of the earlier values that it is made from directly, beside the layer's
+        input and parameters.
     """
 
     name: str
@@ -83,8 +89,11 @@ class _Label(NamedTuple):
     letters: str
 
 
-def layer_options(values: Sequence[Value], x_bytes: int, *, max_options: int = MAX_OPTIONS) -> tuple[LayerOption, ...]:
-    """Return the options of a layer that no other one dominates, by falling device bytes, at most `max_options`.
+def layer_options(
+    values: Sequence[Value], x_bytes: int, *, max_options: int = MAX_OPTIONS
+) -> tuple[LayerOption, ...]:
+    """Return the options of a layer that no other one dominates, by falling device bytes, at most
+    `max_options`.
 
     Of more than that, the first taken are the four corners, which are always in the result:
 
@@ -93,11 +102,14 @@ def layer_options(values: Sequence[Value], x_bytes: int, *, max_options: int = M
         all values recomputed               the input offloaded, and nothing else
         everything offloaded                but what takes no time to recompute
 
-    Then those come that are the cheapest at some price of a device byte, a host byte and a second: of many layers a mixture of
-    such options is as good as any, up to a layer's rounding. The others fill up. In both groups the next one taken is the
-    farthest from all that were taken before, of coordinates that are shares of the layer's bytes and seconds.
+    Then those come that are the cheapest at some price of a device byte, a host byte and a second:
+      of many layers a mixture of
+    such options is as good as any, up to a layer's rounding. The others fill up. In both groups the
+    next one taken is the farthest from all that were taken before, of coordinates that are shares
+    of the layer's bytes and seconds.
 
-    The front is exact while no step of the merging leaves more than 2048 options; it is thinned to so many where one does.
+    The front is exact while no step of the merging leaves more than 2048 options; it is thinned to
+    so many where one does.
 
     Args:
       values: of the block, in the order of its program.
@@ -105,7 +117,8 @@ def layer_options(values: Sequence[Value], x_bytes: int, *, max_options: int = M
       max_options: at least 4.
 
     Raises:
-      ValueError: a negative cost, a name that comes twice, an operand that is no earlier value, or fewer than 4 options.
+      ValueError: a negative cost, a name that comes twice, an operand that is no earlier value, or
+        fewer than 4 options.
     """
     if max_options < 4:
         raise ValueError(f"max_options={max_options}: at least 4, the corners of the front")
@@ -115,7 +128,9 @@ def layer_options(values: Sequence[Value], x_bytes: int, *, max_options: int = M
 
 
 def layer_front(values: Sequence[Value], x_bytes: int) -> tuple[LayerOption, ...]:
-    """Return all options of a layer that no other one dominates, by falling device bytes; arguments as of `layer_options`."""
+    """Return all options of a layer that no other one dominates, by falling device bytes; arguments
+    as of `layer_options`.
+    """
     whole = x_bytes + sum(value.num_bytes for value in values)
     return tuple(_option(label, values, whole) for label in reversed(_front(values, x_bytes)))
 
@@ -124,7 +139,9 @@ def _front(values: Sequence[Value], x_bytes: int) -> list[_Label]:
     _check(values, x_bytes)
     front = _undominated([_Label(x_bytes, 0, 0.0, _KEEP), _Label(0, x_bytes, 0.0, _OFFLOAD)])
     for value in values:
-        front = _thinned(_undominated([after for label in front for after in _with(label, value)]), _MAX_FRONT)
+        front = _thinned(
+            _undominated([after for label in front for after in _with(label, value)]), _MAX_FRONT
+        )
     return front
 
 
@@ -140,8 +157,9 @@ def _with(label: _Label, value: Value) -> tuple[_Label, _Label, _Label]:
 def _undominated(labels: Sequence[_Label]) -> list[_Label]:
     """Return what no other label dominates, one of equal ones, by rising device bytes.
 
-    Labels are met by rising device bytes. The stairs are the (host bytes, seconds) met so far that none of them dominates:
-    hosts rise and seconds fall along them, so the last stair of no more host bytes has the fewest seconds to compare with.
+    Labels are met by rising device bytes. The stairs are the (host bytes, seconds) met so far that
+    none of them dominates: hosts rise and seconds fall along them, so the last stair of no more
+    host bytes has the fewest seconds to compare with.
     """
     kept: list[_Label] = []
     hosts: list[int] = []
@@ -186,12 +204,18 @@ def _corner_keys(front: list[_Label]):
 def _cheapest(shares: np.ndarray) -> np.ndarray:
     """Return the index of the cheapest option at each of a grid of prices; shares: [N, 3]."""
     steps = range(_PRICES + 1)
-    prices = [(a, b, _PRICES - a - b) for a, b in itertools.product(steps, steps) if a + b <= _PRICES]
+    prices = [
+        (a, b, _PRICES - a - b) for a, b in itertools.product(steps, steps) if a + b <= _PRICES
+    ]
     return (np.array(prices, float) @ shares.T).argmin(axis=1)
 
 
-def _farthest_first(shares: np.ndarray, chosen: Sequence[int], others: Sequence[int], count: int) -> list[int]:
-    """Return `chosen` and, one after another, the one of `others` that is farthest from all chosen, until there are `count`."""
+def _farthest_first(
+    shares: np.ndarray, chosen: Sequence[int], others: Sequence[int], count: int
+) -> list[int]:
+    """Return `chosen` and, one after another, the one of `others` that is farthest from all chosen,
+    until there are `count`.
+    """
     result, pool = list(chosen), np.array(others)
     points = shares[pool]
     distance = np.min([np.linalg.norm(points - shares[i], axis=1) for i in result], axis=0)
@@ -203,7 +227,12 @@ def _farthest_first(shares: np.ndarray, chosen: Sequence[int], others: Sequence[
 
 
 def _option(label: _Label, values: Sequence[Value], whole: int) -> LayerOption:
-    names = {letter: tuple(v.name for v, at in zip(values, label.letters[1:], strict=True) if at == letter) for letter in "kor"}
+    names = {
+        letter: tuple(
+            v.name for v, at in zip(values, label.letters[1:], strict=True) if at == letter
+        )
+        for letter in "kor"
+    }
     return LayerOption(
         device_bytes=label.device_bytes,
         host_bytes=label.host_bytes,
@@ -221,7 +250,9 @@ def _check(values: Sequence[Value], x_bytes: int) -> None:
     names: set[str] = set()
     for i, value in enumerate(values):
         if value.name in names:
-            raise ValueError(f"value {i}: the name {value.name!r} comes twice; give each value of a layer its own")
+            raise ValueError(
+                f"value {i}: the name {value.name!r} comes twice; give each value of a layer its own"
+            )
         names.add(value.name)
         if value.num_bytes < 1 or not (value.seconds >= 0 and math.isfinite(value.seconds)):
             raise ValueError(
@@ -229,4 +260,6 @@ def _check(values: Sequence[Value], x_bytes: int) -> None:
                 "seconds, at least 0"
             )
         if wrong := [operand for operand in value.operands if not 0 <= operand < i]:
-            raise ValueError(f"value {value.name!r}: operand {wrong[0]} is no earlier value: they are 0 to {i - 1}")
+            raise ValueError(
+                f"value {value.name!r}: operand {wrong[0]} is no earlier value: they are 0 to {i - 1}"
+            )

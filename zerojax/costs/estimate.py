@@ -1,7 +1,9 @@
-"""What a config needs of a machine, and how long its step takes, from a workload: bytes by tier, schedule, work of each lane.
+"""What a config needs of a machine, and how long its step takes, from a workload: bytes by tier,
+schedule, work of each lane.
 
-The bytes of a model's state are those of `zerojax.formulas.memory`, tier by tier: b bytes of a parameter in kind k, sharded
-over N where its stage says so. To them come, as in `zerojax.memory.program`,
+The bytes of a model's state are those of `zerojax.formulas.memory`, tier by tier: b bytes of a
+parameter in kind k, sharded over N where its stage says so. To them come, as in
+`zerojax.memory.program`,
 
     gathered      the largest layer or end that is whole at once; two layers with gather_ahead
     in_flight     records on their way (`Schedule.in_flight`)
@@ -10,8 +12,9 @@ over N where its stage says so. To them come, as in `zerojax.memory.program`,
 
 as they are in the phase that holds the most: head, backward or update.
 
-Seconds are those of `zerojax.costs.timing`, of the schedule that the step would follow. `Estimate.least` is a bound below them
-that takes no walk: no lane can do its work in less than its bytes over its rate, and compute waits for what it cannot overlap.
+Seconds are those of `zerojax.costs.timing`, of the schedule that the step would follow.
+`Estimate.least` is a bound below them that takes no walk: no lane can do its work in less than its
+bytes over its rate, and compute waits for what it cannot overlap.
 """
 
 import dataclasses
@@ -46,12 +49,19 @@ from zerojax.state import host_update
 from zerojax.streamed import RunFacts, run_schedule
 
 _RESIDENT = {
-    "params": "device", "grads": "device", "opt_state": "device", "update_on": "device", "prefetch_distance": 0,
-    "gather_ahead": False, "opt_state_device_fraction": 0.0, "delayed_update": False,
-}  # fmt: skip
+    "params": "device",
+    "grads": "device",
+    "opt_state": "device",
+    "update_on": "device",
+    "prefetch_distance": 0,
+    "gather_ahead": False,
+    "opt_state_device_fraction": 0.0,
+    "delayed_update": False,
+}
 """Fields of a step whose layers stay on the device, as its schedule sees them."""
 _MOST_PIECES, _LEAST_PIECE = 32, 1 << 20
-"""Pieces in which embedding and head are updated, and the bytes of the smallest (`zerojax.optim`)."""
+"""Pieces in which embedding and head are updated, and the bytes of the smallest (`zerojax.optim`).
+"""
 Bytes = dict[str, dict[str, int]]
 """Bytes of one device by tier and kind."""
 
@@ -114,27 +124,59 @@ class Estimate:
             network += n * (2 * work.gather if not schedule.gather_ahead else 0.0)
             host += n * work.host
         compute *= self.repeats
-        link = max(moved["up"] / rates.up, moved["down"] / rates.down, (moved["up"] + moved["down"]) / rates.link_both)
-        disk = max(moved["read"] / rates.read, moved["write"] / rates.write, (moved["read"] + moved["write"]) / rates.disk_both)
+        link = max(
+            moved["up"] / rates.up,
+            moved["down"] / rates.down,
+            (moved["up"] + moved["down"]) / rates.link_both,
+        )
+        disk = max(
+            moved["read"] / rates.read,
+            moved["write"] / rates.write,
+            (moved["read"] + moved["write"]) / rates.disk_both,
+        )
         if rates.shares_cores:
-            return max(disk, compute + network * self.repeats + host + moved["up"] / rates.up + moved["down"] / rates.down)
+            return max(
+                disk,
+                compute
+                + network * self.repeats
+                + host
+                + moved["up"] / rates.up
+                + moved["down"] / rates.down,
+            )
         return max(compute + network * self.repeats, link, disk, host)
 
 
 def wires_of(machine: Machine, config: ZeroConfig, shares_cores: bool) -> Wires:
-    """Return the rates that one device has of link and disk; those that a config does not use are not asked for.
+    """Return the rates that one device has of link and disk; those that a config does not use are
+    not asked for.
 
     Raises:
       ValueError: the machine lacks one that it uses.
     """
-    tiers = {config.params, config.grads, config.opt_state, frozen_tier(config), *_tiers_of_activations(config)}
+    tiers = {
+        config.params,
+        config.grads,
+        config.opt_state,
+        frozen_tier(config),
+        *_tiers_of_activations(config),
+    }
     if tiers == {"device"}:
         return Wires(shares_cores=shares_cores)
     up, down, both = machine.needs("link_up", "link_down", "link_both")
     if "nvme" not in tiers:
         return Wires(up=up, down=down, link_both=both, shares_cores=shares_cores)
-    read, write, disk_both = (n / machine.devices_per_node for n in machine.needs("disk_read", "disk_write", "disk_both"))
-    return Wires(up=up, down=down, link_both=both, read=read, write=write, disk_both=disk_both, shares_cores=shares_cores)
+    read, write, disk_both = (
+        n / machine.devices_per_node for n in machine.needs("disk_read", "disk_write", "disk_both")
+    )
+    return Wires(
+        up=up,
+        down=down,
+        link_both=both,
+        read=read,
+        write=write,
+        disk_both=disk_both,
+        shares_cores=shares_cores,
+    )
 
 
 def _tiers_of_activations(config: ZeroConfig) -> set[str]:
@@ -169,9 +211,19 @@ class Kept:
 
 
 def _runs(config: ZeroConfig, stack: StackWork, skipped: int) -> list[Kept]:
-    """Return the runs of equal layers of a stack, `skipped` layers after the first one of the model."""
+    """Return the runs of equal layers of a stack, `skipped` layers after the first one of the
+    model.
+    """
     if isinstance(config.activations, str):
-        return [kept_of(stack, stack.num_layers, config.activations, config.saved_names, config.offloaded_names)]
+        return [
+            kept_of(
+                stack,
+                stack.num_layers,
+                config.activations,
+                config.saved_names,
+                config.offloaded_names,
+            )
+        ]
     runs, first = list[Kept](), 0
     for segment in config.activations:
         if skipped <= first < skipped + stack.num_layers:
@@ -181,15 +233,27 @@ def _runs(config: ZeroConfig, stack: StackWork, skipped: int) -> list[Kept]:
     return runs
 
 
-def kept_of(stack: StackWork, num_layers: int, activations: str, saved: Any, offloaded: Any) -> Kept:
-    """Return what a run of layers keeps, given its mode or tier and the names that it saves and offloads."""
+def kept_of(
+    stack: StackWork, num_layers: int, activations: str, saved: Any, offloaded: Any
+) -> Kept:
+    """Return what a run of layers keeps, given its mode or tier and the names that it saves and
+    offloads.
+    """
     mode = activations if activations in MODES else CHECKPOINTED
     tier = activations if activations not in MODES else "pinned_host" if offloaded else "device"
     by_name = {value.name: value for value in stack.values}
-    kept = sum(by_name[name].num_bytes for name in saved if name in by_name) if mode == CHECKPOINTED else 0
+    kept = (
+        sum(by_name[name].num_bytes for name in saved if name in by_name)
+        if mode == CHECKPOINTED
+        else 0
+    )
     away = sum(by_name[name].num_bytes for name in offloaded if name in by_name)
     # What is kept or fetched need not be made again.
-    spared = sum(by_name[name].seconds for name in (*saved, *offloaded) if name in by_name) if mode == CHECKPOINTED else 0.0
+    spared = (
+        sum(by_name[name].seconds for name in (*saved, *offloaded) if name in by_name)
+        if mode == CHECKPOINTED
+        else 0.0
+    )
     device = stack.kept[mode] + kept
     if activations not in MODES:
         device, away = device - stack.x_bytes, away + stack.x_bytes
@@ -200,14 +264,22 @@ def kept_of(stack: StackWork, num_layers: int, activations: str, saved: Any, off
         tier=tier,
         device=max(0, device),
         away=away,
-        backward=stack.backward[mode] if mode != CHECKPOINTED else max(stack.backward["save"], stack.backward[mode] - spared),
+        backward=stack.backward[mode]
+        if mode != CHECKPOINTED
+        else max(stack.backward["save"], stack.backward[mode] - spared),
         working=stack.working[mode],
         mode=mode,
     )
 
 
 def estimate(
-    workload: Workload, config: ZeroConfig, grid: Grid, machine: Machine, *, shares_cores: bool = False, tiles: int = 1
+    workload: Workload,
+    config: ZeroConfig,
+    grid: Grid,
+    machine: Machine,
+    *,
+    shares_cores: bool = False,
+    tiles: int = 1,
 ) -> Estimate:
     """Estimate a config.
 
@@ -226,30 +298,55 @@ def estimate(
 
 
 def _is_regather(op: Op) -> bool:
-    """Tell whether an operation gathers updated parameters, which every device has whole (stages 1 and 2)."""
+    """Tell whether an operation gathers updated parameters, which every device has whole (stages 1
+    and 2).
+    """
     return (op.verb, op.record.kind) == ("gather", "params")
 
 
 class _Estimator:
     def __init__(
-        self, workload: Workload, config: ZeroConfig, grid: Grid, machine: Machine, shares_cores: bool, tiles: int
+        self,
+        workload: Workload,
+        config: ZeroConfig,
+        grid: Grid,
+        machine: Machine,
+        shares_cores: bool,
+        tiles: int,
     ) -> None:
-        self.workload, self.config, self.grid, self.machine, self.tiles = workload, config, grid, machine, tiles
+        self.workload, self.config, self.grid, self.machine, self.tiles = (
+            workload,
+            config,
+            grid,
+            machine,
+            tiles,
+        )
         self.wires = wires_of(machine, config, shares_cores)
         self.row, self.streamed = STAGES[config.stage], workload.is_layered and streams(config)
         precision = PRECISIONS[config.precision]
         moments = workload.moment_bytes * (0.5 if config.moments == "bfloat16" else 1.0)
         reduce_dtype = "float32" if grads_in_float32(config) else None
-        self.b = state_bytes(config.precision, moments=8, num_microbatches=config.num_microbatches, reduce_dtype=reduce_dtype)
+        self.b = state_bytes(
+            config.precision,
+            moments=8,
+            num_microbatches=config.num_microbatches,
+            reduce_dtype=reduce_dtype,
+        )
         self.state = self.b.master + moments  # of opt_state's record
         self.master = precision.has_master
         self.on_host = config.update_on == "host"
-        self.by_record = {config.params, config.grads, config.opt_state} != {"device"} or config.update == "in_backward"
+        self.by_record = {config.params, config.grads, config.opt_state} != {
+            "device"
+        } or config.update == "in_backward"
         self.repeats = 1 if self.streamed else config.num_microbatches
         self.moves = config.opt_state != "device" and not self.on_host
         self.in_backward = config.update == "in_backward"
         self.reductions = 1 if reduces_once(config) else config.num_microbatches
-        self.reduced = 4 if (reduce_dtype and config.reduce_dtype == "float32") or reduces_once(config) else self.b.params
+        self.reduced = (
+            4
+            if (reduce_dtype and config.reduce_dtype == "float32") or reduces_once(config)
+            else self.b.params
+        )
         self.network = self._network()
 
     def _network(self) -> float:
@@ -261,7 +358,9 @@ class _Estimator:
         return machine.need("network_in_node" if within else "network_between_nodes")
 
     def _tensor_network(self) -> float:
-        """Return the bytes a second of a collective over `tensor`, whose devices are neighbours: of one node where they fit."""
+        """Return the bytes a second of a collective over `tensor`, whose devices are neighbours: of
+        one node where they fit.
+        """
         within = self.grid.tensor <= self.machine.devices_per_node
         return self.machine.need("network_in_node" if within else "network_between_nodes")
 
@@ -269,11 +368,17 @@ class _Estimator:
         """Return the part of a kind that a device has."""
         return 1 / self.grid.fsdp if sharded else 1.0
 
-    # --- bytes -------------------------------------------------------------------------------------------------------------
+    # --- bytes ------------------------------------------------------------------------------------
 
     def record(self, elements: float, frozen: float = 0.0) -> dict[str, int]:
-        """Return the bytes of a record by kind, as `host_offload.schedule.build_schedule` takes them."""
-        b, part, on_device = self.b, elements * self.share(self.row.opt_state), self.config.params == "device"
+        """Return the bytes of a record by kind, as `host_offload.schedule.build_schedule` takes
+        them.
+        """
+        b, part, on_device = (
+            self.b,
+            elements * self.share(self.row.opt_state),
+            self.config.params == "device",
+        )
         sizes = {
             "params": elements * b.params * self.share(self.row.params),
             "gathered": elements * b.params + frozen if self.is_gathered else 0,
@@ -297,15 +402,23 @@ class _Estimator:
         return int(elements * self.b.grads * self.share(self.row.opt_state))
 
     def device_layers(self, stack: StackWork) -> int:
-        """Return the layers of a stack whose optimizer state stays on the device, the fraction rounded down."""
+        """Return the layers of a stack whose optimizer state stays on the device, the fraction
+        rounded down.
+        """
         return int(round(self.config.opt_state_device_fraction * stack.num_layers, 9))
 
-    def schedule(self, stack: StackWork, run: Kept, first: int, tiles: int, ends: Sequence[EndsMove]) -> Schedule:
-        """Return the schedule of a run of layers from layer `first` of its stack on, whose MLPs are cut into tiles."""
+    def schedule(
+        self, stack: StackWork, run: Kept, first: int, tiles: int, ends: Sequence[EndsMove]
+    ) -> Schedule:
+        """Return the schedule of a run of layers from layer `first` of its stack on, whose MLPs are
+        cut into tiles.
+        """
         config = self.config if self.streamed else dataclasses.replace(self.config, **_RESIDENT)
         facts = RunFacts(
             num_layers=run.num_layers,
-            device_layers=min(max(0, self.device_layers(stack) - first), run.num_layers) if self.streamed else 0,
+            device_layers=min(max(0, self.device_layers(stack) - first), run.num_layers)
+            if self.streamed
+            else 0,
             activations=run.tier if self.streamed and run.away else "device",
             frozen=frozen_tier(config) if self.streamed and stack.frozen_bytes else "device",
             num_tiles={"mlp": tiles} if tiles > 1 else {},
@@ -316,7 +429,9 @@ class _Estimator:
         )
         own = stack.elements - (stack.tiled if tiles > 1 else 0)
         sizes = self.record(own, stack.frozen_bytes) | {"activations": run.away}
-        return run_schedule(config, facts, sizes, tile_bytes=[self.record(stack.tiled / tiles)], ends=ends)
+        return run_schedule(
+            config, facts, sizes, tile_bytes=[self.record(stack.tiled / tiles)], ends=ends
+        )
 
     def steps(self, runs: Sequence[tuple[StackWork, Kept, int]], tiles: int = 1) -> StepPlan:
         """Return everything that the step does, of layers whose records are cut into tiles."""
@@ -324,21 +439,38 @@ class _Estimator:
         last = 0 if self.in_backward else len(runs) - 1  # the run that ends backward, or the update
         leaf = self.end_leaf()
         for n, (stack, run, first) in enumerate(runs):
-            ends = [self.ends_beside(leaf, stack.elements)] if n == last and leaf.tiers["opt_state"] != "device" else []
-            schedules[f"{n}" if len(runs) > 1 else ""] = self.schedule(stack, run, first, tiles, ends)
+            ends = (
+                [self.ends_beside(leaf, stack.elements)]
+                if n == last and leaf.tiers["opt_state"] != "device"
+                else []
+            )
+            schedules[f"{n}" if len(runs) > 1 else ""] = self.schedule(
+                stack, run, first, tiles, ends
+            )
         late = any(phase.stores_late for phase in list(schedules.values())[last].phases)
         leaves = [leaf._replace(is_beside=late), *self.frozen_leaf()]
-        return StepPlan(schedules, build_ends(leaves, self.master, host_update(self.config, self.master)))
+        return StepPlan(
+            schedules, build_ends(leaves, self.master, host_update(self.config, self.master))
+        )
 
     def end_leaf(self) -> EndLeaf:
         """Return embedding and head; of a plain Model all of it, which is updated at once."""
         config, workload = self.config, self.workload
         updated = workload.end_elements if workload.is_layered else workload.elements
-        tiers = {"params": config.params, "opt_state": config.opt_state if self.on_host or self.moves else "device"}
+        tiers = {
+            "params": config.params,
+            "opt_state": config.opt_state if self.on_host or self.moves else "device",
+        }
         sizes = self.record(updated) | {"params": self.record(workload.end_elements)["params"]}
-        # Its smallest array is cut into pieces of `_LEAST_PIECE` and more, where copy engines move it.
+        # Its smallest array is cut into pieces of `_LEAST_PIECE` and more, where copy engines move
+        # it.
         count = min(_MOST_PIECES, sizes["opt_state"] * 4 // max(1, int(self.state)) // _LEAST_PIECE)
-        cut = self.both_ways and config.opt_state == "pinned_host" and not self.on_host and workload.is_layered
+        cut = (
+            self.both_ways
+            and config.opt_state == "pinned_host"
+            and not self.on_host
+            and workload.is_layered
+        )
         return EndLeaf("ends", tiers, sizes, num_pieces=max(1, count) if cut else 1)
 
     @property
@@ -349,14 +481,30 @@ class _Estimator:
     def frozen_leaf(self) -> list[EndLeaf]:
         """Return what of embedding and head is frozen."""
         size = self.workload.end_frozen_bytes * self.share(self.row.params)
-        return [EndLeaf("frozen", {"frozen": frozen_tier(self.config)}, {"frozen": int(size)}, frozen=True)] if size else []
+        return (
+            [
+                EndLeaf(
+                    "frozen",
+                    {"frozen": frozen_tier(self.config)},
+                    {"frozen": int(size)},
+                    frozen=True,
+                )
+            ]
+            if size
+            else []
+        )
 
     def ends_beside(self, leaf: EndLeaf, elements: float) -> EndsMove:
-        """Return embedding and head as they are updated beside late stores of records: in pieces if they are larger."""
+        """Return embedding and head as they are updated beside late stores of records: in pieces if
+        they are larger.
+        """
         away = leaf.tiers["params"] != "device"
         stored = leaf.sizes["opt_state"] + (leaf.sizes["params"] if away else 0)
         loaded = leaf.sizes["opt_state"] + (leaf.sizes["params"] if away and not self.master else 0)
-        count = min(_MOST_PIECES, math.ceil(leaf.sizes["opt_state"] / max(1, self.record(elements)["opt_state"])))
+        count = min(
+            _MOST_PIECES,
+            math.ceil(leaf.sizes["opt_state"] / max(1, self.record(elements)["opt_state"])),
+        )
         if count <= 1:
             return EndsMove(LATE_ENDS, (stored,), (), (loaded,))
         return EndsMove(END_PIECES, (stored // count,), (count,), (loaded // count,))
@@ -383,7 +531,9 @@ class _Estimator:
             wires=self.wires,
             repeats=1 if self.streamed else config.num_microbatches,
             collectives=self.collectives(),
-            again=sum(run.num_layers * (run.backward - stack.backward["save"]) for stack, run, _ in runs),
+            again=sum(
+                run.num_layers * (run.backward - stack.backward["save"]) for stack, run, _ in runs
+            ),
         )
 
     def bytes(self, steps: StepPlan, runs: Sequence[tuple[StackWork, Kept, int]]) -> Bytes:
@@ -397,7 +547,9 @@ class _Estimator:
 
         every, ends = workload.elements, workload.end_elements
         add(config.params, "params", every * b.params * share(self.row.params))
-        frozen = workload.end_frozen_bytes + sum(s.num_layers * s.frozen_bytes for s in workload.stacks)
+        frozen = workload.end_frozen_bytes + sum(
+            s.num_layers * s.frozen_bytes for s in workload.stacks
+        )
         add(frozen_tier(config), "frozen", frozen * share(self.row.params))
         states = {"master": b.master, "opt_state": self.state - b.master}
         if config.opt_state == "nvme":  # one record on disk
@@ -412,14 +564,22 @@ class _Estimator:
         add(tier, "grads", self.grads_shard(blocks))
         gathered = 0
         if self.is_gathered:
-            stacks = workload.stacks if workload.is_layered else ()  # a plain Model gathers leaf by leaf: `largest_end`
-            layer = max((s.gathered(self.tiles) * b.params + s.frozen_bytes for s in stacks), default=0)
+            stacks = (
+                workload.stacks if workload.is_layered else ()
+            )  # a plain Model gathers leaf by leaf: `largest_end`
+            layer = max(
+                (s.gathered(self.tiles) * b.params + s.frozen_bytes for s in stacks), default=0
+            )
             gathered = int(max(layer * (1 + config.gather_ahead), workload.largest_end * b.params))
         count = 1 if self.streamed else config.num_microbatches
         for _, run, _ in runs:
-            add(run.tier if run.away else "device", "activations", run.num_layers * run.away / count)
+            add(
+                run.tier if run.away else "device", "activations", run.num_layers * run.away / count
+            )
         add("device", "batch", workload.batch_bytes)
-        if reduces_once(config):  # whole sums of each device's own, beside the shards that `grads` counts
+        if reduces_once(
+            config
+        ):  # whole sums of each device's own, beside the shards that `grads` counts
             sums = ends if self.streamed else 2 * every
             add("device", "unreduced", 4 * sums * (1 - share(self.row.opt_state)))
         self.add_buffers(add, steps)
@@ -428,7 +588,9 @@ class _Estimator:
             0 if self.streamed else workload.end_kept / count
         )
         # What else is there in the phase that holds the most.
-        peak = max(self.phases(steps, runs, gathered, int(kept)), key=lambda kinds: sum(kinds.values()))
+        peak = max(
+            self.phases(steps, runs, gathered, int(kept)), key=lambda kinds: sum(kinds.values())
+        )
         for kind, n in peak.items():
             add("device", kind, n)
         return tiers
@@ -436,7 +598,8 @@ class _Estimator:
     def phases(
         self, steps: StepPlan, runs: Sequence[tuple[StackWork, Kept, int]], gathered: int, kept: int
     ) -> list[dict[str, int]]:
-        """Return what each phase holds at once besides states, resting gradients and the batch, by kind.
+        """Return what each phase holds at once besides states, resting gradients and the batch, by
+        kind.
 
         The phases are the head, backward, the ticks after its last layer, and the update.
         """
@@ -446,7 +609,8 @@ class _Estimator:
         working = int(max((run.working for _, run, _ in runs), default=0) / config.num_microbatches)
         head = int(workload.head_working / config.num_microbatches)
         held = {"activations": kept, "gathered": gathered}
-        # What backward reads to update a layer comes when the layer's derivative is done, unless it crosses beside it.
+        # What backward reads to update a layer comes when the layer's derivative is done, unless it
+        # crosses beside it.
         in_tick = min(map(self._in_tick, steps.stacks.values()), default=0)
         backward = in_flight["backward"] + max(working + gathered - in_tick, 0)
         return [
@@ -465,22 +629,31 @@ class _Estimator:
     def in_flight(self, steps: StepPlan) -> dict[str, int]:
         """Return the most bytes of records on their way in each phase, without what is gathered.
 
-        The "drain" comes after the last layer of backward: records that are stored late, and the updates of embedding and head.
+        The "drain" comes after the last layer of backward: records that are stored late, and the
+          updates of embedding and head.
         """
         workload = self.workload
         most = {"forward": 0, "backward": 0, "drain": 0, "update": steps.ends["ends"].peak_bytes}
         if self.moves and len(steps.ends["ends"].loops) == 1:
-            # All ends at once, with gradients that are float32 in the place of those that rested. The first layer's record,
-            # which the loop of updates reads before it begins, is there already.
+            # All ends at once, with gradients that are float32 in the place of those that rested.
+            # The first layer's record, which the loop of updates reads before it begins, is there
+            # already.
             grads = (4 - self.b.grads) * workload.end_elements * self.share(self.row.opt_state)
-            most["update"] += int(grads) + sum(map(self._first_record, list(steps.stacks.values())[:1]))
+            most["update"] += int(grads) + sum(
+                map(self._first_record, list(steps.stacks.values())[:1])
+            )
         if not self.streamed:
             whole = self.row.opt_state and not self.row.params and self.grid.fsdp > 1
             if self.repeats > 1:  # a microbatch's gradients, beside their sums
                 most["backward"] += int(workload.elements * self.b.params)
-            # New parameters are gathered leaf by leaf, and a leaf whose state is elsewhere is loaded and stored.
+            # New parameters are gathered leaf by leaf, and a leaf whose state is elsewhere is
+            # loaded and stored.
             leaf = workload.largest_leaf * (self.b.params if whole else 0.0)
-            moved = 2 * workload.largest_leaf * self.state * self.share(self.row.opt_state) if self.moves else 0.0
+            moved = (
+                2 * workload.largest_leaf * self.state * self.share(self.row.opt_state)
+                if self.moves
+                else 0.0
+            )
             return most | {"update": int(leaf + moved) + self._whole_update()}
         for part in steps.parts:
             if part.stack is None:
@@ -490,7 +663,9 @@ class _Estimator:
             sizes = schedule.record_bytes
             whole = sizes["gathered"] * (1 + schedule.gather_ahead) if part.name != "update" else 0
             if isinstance(schedule, TiledSchedule) and whole:
-                whole += max((loops.flat.record_bytes or {})["gathered"] for loops in schedule.tiles)
+                whole += max(
+                    (loops.flat.record_bytes or {})["gathered"] for loops in schedule.tiles
+                )
             is_backward = part.name == "backward"
             most_of_phase = part.phase.layers_peak_bytes if is_backward else part.phase.peak_bytes
             peak = most_of_phase - whole + self._copied(schedule, part.phase)
@@ -505,37 +680,55 @@ class _Estimator:
         return most
 
     def _whole_update(self) -> int:
-        """Return what an update of the whole tree makes on a CPU, whose XLA fuses less: float32 gradients, and updates."""
+        """Return what an update of the whole tree makes on a CPU, whose XLA fuses less: float32
+        gradients, and updates.
+        """
         if not self.wires.shares_cores or self.by_record:
             return 0
         return int(2 * 4 * self.workload.elements * self.share(self.row.opt_state))
 
     @staticmethod
     def _first_record(schedule: Schedule) -> int:
-        """Return the bytes of the record that the loop of updates reads before it begins; 0 if there is no such loop."""
-        updates = [loop for phase in schedule.phases if phase.name == "update" for loop in phase.loops if loop.start == -1]
+        """Return the bytes of the record that the loop of updates reads before it begins; 0 if
+        there is no such loop.
+        """
+        updates = [
+            loop
+            for phase in schedule.phases
+            if phase.name == "update"
+            for loop in phase.loops
+            if loop.start == -1
+        ]
         return sum(op.num_bytes for loop in updates for op in loop.ops if op.verb == "fetch")
 
     @staticmethod
     def _in_tick(schedule: Schedule) -> int:
-        """Return the bytes that a tick of backward reads and writes to update its layer, one after the derivative."""
+        """Return the bytes that a tick of backward reads and writes to update its layer, one after
+        the derivative.
+        """
         phase = schedule.phase("backward")
         if phase.stores_late or schedule.update != "in_backward":
             return 0
-        return max(sum(op.num_bytes for op in loop.ops if op.verb in ("load", "update")) for loop in phase.main)
+        return max(
+            sum(op.num_bytes for op in loop.ops if op.verb in ("load", "update"))
+            for loop in phase.main
+        )
 
     def _copied(self, schedule: Schedule, phase: Phase) -> int:
-        """Return the bytes by which a loop's peak differs from its schedule's, as compiled for an H200.
+        """Return the bytes by which a loop's peak differs from its schedule's, as compiled for an
+        H200.
 
-        A record is copied out of a ring of several slots. What rests on disk is updated where it was read, and so takes no
-        second record, but its gradients in float32. What backward reads in its tick comes when the derivative is done, in the
-        place of what that had at once.
+        A record is copied out of a ring of several slots. What rests on disk is updated where it
+        was read, and so takes no second record, but its gradients in float32. What backward reads
+        in its tick comes when the derivative is done, in the place of what that had at once.
         """
         sizes = schedule.record_bytes
         assert sizes is not None
         taken = sum(sizes[kind] for kind in phase.fetches) if len(phase.preload) > 1 else 0
         # The layer's weights are copied out of a stack that the same tick writes.
-        if phase.name == "backward" and any(_is_regather(op) for loop in phase.main for op in loop.ops):
+        if phase.name == "backward" and any(
+            _is_regather(op) for loop in phase.main for op in loop.ops
+        ):
             taken += sizes["params"]
         if "opt_state" not in phase.writes or schedule.tiers["opt_state"] != "nvme":
             return taken
@@ -543,35 +736,66 @@ class _Estimator:
         return taken - sizes["opt_state"] + int((4 / self.b.grads - 1) * grads)
 
     def add_buffers(self, add: Any, steps: StepPlan) -> None:
-        """Add the buffers in host memory of the nvme tier: of each kind of record as many to read as to write."""
+        """Add the buffers in host memory of the nvme tier: of each kind of record as many to read
+        as to write.
+        """
         distance = self.config.prefetch_distance
         for schedule in steps.stacks.values():
             count, sizes = min(distance + 1, schedule.num_layers), schedule.record_bytes
             assert sizes is not None
             held_by_host = ("opt_state", "grads") if self.on_host else ()
-            on_disk = [kind for kind, tier in schedule.tiers.items() if tier == "nvme" and kind not in held_by_host]
+            on_disk = [
+                kind
+                for kind, tier in schedule.tiers.items()
+                if tier == "nvme" and kind not in held_by_host
+            ]
             add("pinned_host", "buffers", 2 * count * sum(sizes[kind] for kind in on_disk))
-            if self.on_host and self.config.opt_state == "nvme":  # updated in the buffers to which it is read
-                add("pinned_host", "buffers", min(2 * (distance + 1), schedule.num_layers) * sizes["opt_state"])
+            if (
+                self.on_host and self.config.opt_state == "nvme"
+            ):  # updated in the buffers to which it is read
+                add(
+                    "pinned_host",
+                    "buffers",
+                    min(2 * (distance + 1), schedule.num_layers) * sizes["opt_state"],
+                )
         workload = self.workload
-        params = workload.end_elements * self.b.params * self.share(self.row.params) if self.config.params == "nvme" else 0.0
+        params = (
+            workload.end_elements * self.b.params * self.share(self.row.params)
+            if self.config.params == "nvme"
+            else 0.0
+        )
         on_disk = self.config.opt_state == "nvme"
         updated = workload.end_elements if workload.is_layered else workload.elements
-        state = updated * self.state * self.share(self.row.opt_state) * on_disk * (1 if self.on_host else 2)
+        state = (
+            updated
+            * self.state
+            * self.share(self.row.opt_state)
+            * on_disk
+            * (1 if self.on_host else 2)
+        )
         if not workload.is_layered:  # leaves take turns at shared buffers
-            state = min(state, 2 * (distance + 1) * workload.largest_leaf * self.state * self.share(self.row.opt_state))
+            state = min(
+                state,
+                2
+                * (distance + 1)
+                * workload.largest_leaf
+                * self.state
+                * self.share(self.row.opt_state),
+            )
         add("pinned_host", "buffers", 2 * params + state)
 
     def slots(self, steps: StepPlan, runs: Sequence[tuple[StackWork, Kept, int]]) -> int:
-        """Return the bytes of a GPU's memory, beside the program's own, through which callbacks move records.
+        """Return the bytes of a GPU's memory, beside the program's own, through which callbacks
+        move records.
 
-        The nvme tier has a slot for each direction in which a kind of record crosses. An update on the host has one slot for
-        what goes down, and `LAG` slots for new parameters, or one if the update is delayed. The runs of a stack share the
-        slots of its states.
+        The nvme tier has a slot for each direction in which a kind of record crosses. An update on
+        the host has one slot for what goes down, and `LAG` slots for new parameters, or one if the
+        update is delayed. The runs of a stack share the slots of its states.
         """
         if self.wires.shares_cores or not self.streamed:
             return 0
-        # With an update on the host the device only reads parameters, and the other states stay on the host.
+        # With an update on the host the device only reads parameters, and the other states stay on
+        # the host.
         ways = {"params": 1, "grads": 0, "opt_state": 0} if self.on_host else {}
         total = 0
         for (_, _, first), schedule in zip(runs, steps.stacks.values(), strict=True):
@@ -591,7 +815,7 @@ class _Estimator:
                         total += ways.get(kind, 2) * sizes[kind]
         return total
 
-    # --- work --------------------------------------------------------------------------------------------------------------
+    # --- work -------------------------------------------------------------------------------------
 
     def gather(self, elements: float, frozen_bytes: float = 0.0) -> float:
         """Return the seconds of an all_gather of parameters, and of frozen ones beside them."""
@@ -603,7 +827,9 @@ class _Estimator:
         return self.sent_reduced(elements) / self.network
 
     def sent_reduced(self, elements: float) -> float:
-        """Return the bytes that a device sends to reduce gradients of so many elements, in all microbatches."""
+        """Return the bytes that a device sends to reduce gradients of so many elements, in all
+        microbatches.
+        """
         return sum(self.reduces(elements).values())
 
     def reduces(self, elements: float) -> dict[str, float]:
@@ -615,16 +841,24 @@ class _Estimator:
 
     @property
     def gathers_of_ends(self) -> int:
-        """How often a step gathers embedding and head for forward: once a microbatch, streamed or not."""
+        """How often a step gathers embedding and head for forward: once a microbatch, streamed or
+        not.
+        """
         return self.config.num_microbatches
 
     def regather(self, elements: float) -> float:
-        """Return the seconds of the all_gather after an update, where parameters are whole and their update is sharded."""
+        """Return the seconds of the all_gather after an update, where parameters are whole and
+        their update is sharded.
+        """
         return self.gather(elements) if self.row.opt_state and not self.row.params else 0.0
 
     def update(self, elements: float) -> float:
         """Return the seconds in which the device updates so many elements."""
-        return 0.0 if self.on_host else elements * self.share(self.row.opt_state) * self.workload.update
+        return (
+            0.0
+            if self.on_host
+            else elements * self.share(self.row.opt_state) * self.workload.update
+        )
 
     def host_seconds(self, elements: float) -> float:
         """Return the seconds of the host's update of so many elements."""
@@ -632,8 +866,13 @@ class _Estimator:
             return 0.0
         b, part = self.b, elements * self.share(self.row.opt_state)
         rate = self.machine.need("host_kernel") / self.machine.devices_per_node
-        # The kernel reads and writes masters and moments, reads gradients, and writes parameters in 16 bits.
-        touched = 2 * (self.state if self.master else self.state + b.params) + b.grads + (b.params if self.master else 0)
+        # The kernel reads and writes masters and moments, reads gradients, and writes parameters in
+        # 16 bits.
+        touched = (
+            2 * (self.state if self.master else self.state + b.params)
+            + b.grads
+            + (b.params if self.master else 0)
+        )
         return part * touched / rate
 
     def work(self, stack: StackWork, run: Kept) -> LayerWork:
@@ -641,7 +880,9 @@ class _Estimator:
         n = stack.elements
         updated = n if self.workload.is_layered else 0  # a plain Model is updated as one, by `ends`
         repeats = 1 if self.streamed else self.config.num_microbatches
-        sent = stack.sent.get(run.mode, 0.0) / self._tensor_network() if self.grid.tensor > 1 else 0.0
+        sent = (
+            stack.sent.get(run.mode, 0.0) / self._tensor_network() if self.grid.tensor > 1 else 0.0
+        )
         gathers = self.row.params
         return LayerWork(
             forward=(stack.forward + sent / 3) / repeats,
@@ -663,7 +904,9 @@ class _Estimator:
             head=workload.head / repeats,
             embed_backward=workload.embed_backward / repeats,
             update=self.update(updates),
-            gather=self.gather(n, workload.end_frozen_bytes) / 2 * self.gathers_of_ends / repeats if self.row.params else 0.0,
+            gather=self.gather(n, workload.end_frozen_bytes) / 2 * self.gathers_of_ends / repeats
+            if self.row.params
+            else 0.0,
             reduce=self.reduce(n) / repeats,
             host=self.host_seconds(updates),
         )
@@ -672,10 +915,17 @@ class _Estimator:
         """Return the bytes that a device sends in a step, by collective."""
         n, b, work = self.grid.fsdp, self.b, self.workload
         gathered = 0.0
-        if self.row.params:  # forward and backward: a streamed step gathers a layer once for all microbatches
-            layers = sum(s.num_layers * (s.elements * b.params + s.frozen_bytes) for s in work.stacks)
+        if (
+            self.row.params
+        ):  # forward and backward: a streamed step gathers a layer once for all microbatches
+            layers = sum(
+                s.num_layers * (s.elements * b.params + s.frozen_bytes) for s in work.stacks
+            )
             ends = work.end_elements * b.params + work.end_frozen_bytes
-            gathered = 2 * (layers * (1 if self.streamed else self.config.num_microbatches) + ends * self.gathers_of_ends)
+            gathered = 2 * (
+                layers * (1 if self.streamed else self.config.num_microbatches)
+                + ends * self.gathers_of_ends
+            )
         elif self.row.opt_state:
             gathered = work.elements * b.params
         sent = {"all_gather": gathered * (n - 1) / n} | self.reduces(work.elements)

@@ -1,7 +1,9 @@
-"""The program whose bytes a plan counts: of a model as it was given, of sizes the transformer that stands for them.
+"""The program whose bytes a plan counts: of a model as it was given, of sizes the transformer that
+stands for them.
 
-A plan from numbers alone has no model, but `zerojax.costs.sized_model` has the same layers. Its step is laid out, and never
-compiled, for GPUs that need not be present. Their bytes do not depend on the chip, so an H200 stands for any machine.
+A plan from numbers alone has no model, but `zerojax.costs.sized_model` has the same layers. Its
+step is laid out, and never compiled, for GPUs that need not be present. Their bytes do not depend
+on the chip, so an H200 stands for any machine.
 """
 
 import functools
@@ -39,7 +41,9 @@ class Buildable(NamedTuple):
     batch: Any
 
 
-def buildable_of_sizes(sizes: Sizes, machine: Machine, grid: Grid, precision: str, tiles: int) -> Buildable:
+def buildable_of_sizes(
+    sizes: Sizes, machine: Machine, grid: Grid, precision: str, tiles: int
+) -> Buildable:
     """Return the transformer that stands for sizes, with Adam, on the devices of a machine.
 
     Args:
@@ -65,11 +69,20 @@ def buildable_of_sizes(sizes: Sizes, machine: Machine, grid: Grid, precision: st
 
 @functools.lru_cache(maxsize=16)
 def _mesh(chip: str, hosts: int, gpus_per_host: int, grid: Grid) -> Mesh:
-    return gpu_mesh(chip, hosts=hosts, gpus_per_host=gpus_per_host, data=grid.data, fsdp=grid.fsdp, tensor=grid.tensor)
+    return gpu_mesh(
+        chip,
+        hosts=hosts,
+        gpus_per_host=gpus_per_host,
+        data=grid.data,
+        fsdp=grid.fsdp,
+        tensor=grid.tensor,
+    )
 
 
 def why_no_program(sizes: Sizes, machine: Machine, precision: str) -> str | None:
-    """Return why `buildable_of_sizes` does not have the bytes that a plan of sizes assumes; None if it does."""
+    """Return why `buildable_of_sizes` does not have the bytes that a plan of sizes assumes; None if
+    it does.
+    """
     if not sizes.vocab:
         return "vocab = 0, and without a vocabulary there is no loss; give vocab, such as 50304"
     if sizes.params is not None and sizes.params != sizes.counted_params:
@@ -77,5 +90,7 @@ def why_no_program(sizes: Sizes, machine: Machine, precision: str) -> str | None
     if machine.devices > _MOST_DEVICES:
         return f"the machine has {machine.devices:,} devices, and programs are laid out for {_MOST_DEVICES:,} at most"
     if PRECISIONS[precision].compute_dtype == "float32":
-        return "in float32 its attention keeps scores, and a plan of sizes assumes that it keeps none"
+        return (
+            "in float32 its attention keeps scores, and a plan of sizes assumes that it keeps none"
+        )
     return None

@@ -1,9 +1,10 @@
-"""A transformer of some `Sizes`, to be compiled: pre-norm blocks without biases, grouped heads, a GELU or gated MLP, a tied
-head.
+"""A transformer of some `Sizes`, to be compiled: pre-norm blocks without biases, grouped heads, a
+GELU or gated MLP, a tied head.
 
-A plan from numbers alone has no model. To hold its figures against a compiler's, `zerojax plan --validate` builds this one,
-whose parameters are those that `Sizes` counts, and norms: 2 h a layer and h at the end. Its block marks the values that a plan
-chooses among (`jax.ad_checkpoint.checkpoint_name`): "qkv", "attention", "projection" and "mlp_hidden".
+A plan from numbers alone has no model. To hold its figures against a compiler's, `zerojax plan
+--validate` builds this one, whose parameters are those that `Sizes` counts, and norms: 2 h a layer
+and h at the end. Its block marks the values that a plan chooses among
+(`jax.ad_checkpoint.checkpoint_name`): "qkv", "attention", "projection" and "mlp_hidden".
 """
 
 from typing import Any
@@ -22,7 +23,12 @@ Array = jax.Array
 
 
 def sized_model(
-    sizes: Sizes, *, dtype: Any = jnp.bfloat16, tensor: int = 1, cudnn: bool = False, mlp_tiles: int = 1
+    sizes: Sizes,
+    *,
+    dtype: Any = jnp.bfloat16,
+    tensor: int = 1,
+    cudnn: bool = False,
+    mlp_tiles: int = 1,
 ) -> LayeredModel:
     """Return the model.
 
@@ -37,15 +43,24 @@ def sized_model(
       ValueError: there is no vocabulary, and so no loss.
     """
     if not sizes.vocab:
-        raise ValueError("vocab = 0: without a vocabulary there is no loss to compile; give vocab, such as 50304")
+        raise ValueError(
+            "vocab = 0: without a vocabulary there is no loss to compile; give vocab, such as 50304"
+        )
     h, width, heads, kv = sizes.hidden, sizes.mlp_width, sizes.heads, sizes.num_kv_heads
     head = h // heads
 
     def init_block(key: Array) -> dict[str, Array]:
         keys = jax.random.split(key, 4)
-        shapes = {"qkv": (h, sizes.qkv_width), "out": (h, h), "up": (h, (1 + sizes.gated) * width), "down": (width, h)}
+        shapes = {
+            "qkv": (h, sizes.qkv_width),
+            "out": (h, h),
+            "up": (h, (1 + sizes.gated) * width),
+            "down": (width, h),
+        }
         pairs = zip(shapes.items(), keys, strict=True)
-        weights = {name: jax.random.normal(k, shape) * shape[0] ** -0.5 for (name, shape), k in pairs}
+        weights = {
+            name: jax.random.normal(k, shape) * shape[0] ** -0.5 for (name, shape), k in pairs
+        }
         if mlp_tiles > 1:  # up[t, h, f/t], down[t, f/t, h]
             up = weights["up"].reshape(h, 1 + sizes.gated, mlp_tiles, width // mlp_tiles)
             weights["up"] = jnp.moveaxis(up, 2, 0).reshape(mlp_tiles, h, -1)
@@ -65,7 +80,11 @@ def sized_model(
         q, k, v = jnp.split(qkv, [h, h + kv * head], -1)
         split = lambda a, n: a.reshape(*a.shape[:2], n, head)  # noqa: E731
         y = jax.nn.dot_product_attention(
-            split(q, heads), split(k, kv), split(v, kv), is_causal=True, implementation="cudnn" if cudnn else None
+            split(q, heads),
+            split(k, kv),
+            split(v, kv),
+            is_causal=True,
+            implementation="cudnn" if cudnn else None,
         )
         y = checkpoint_name(y.reshape(x.shape), "attention")
         x = x + checkpoint_name(y @ p["out"], "projection")
@@ -78,7 +97,9 @@ def sized_model(
         del key
         return p["table"][batch["tokens"]].astype(dtype)
 
-    def loss(p: dict[str, Array], p_embed: dict[str, Array], x: Array, batch: Any, key: Any) -> Array:
+    def loss(
+        p: dict[str, Array], p_embed: dict[str, Array], x: Array, batch: Any, key: Any
+    ) -> Array:
         del key
         rows = _norm(x, p["norm"]).reshape(-1, h)
         return linear_cross_entropy(rows, p_embed["table"].T, batch["targets"].reshape(-1))
@@ -105,7 +126,9 @@ def sized_model(
         init_head=lambda key: {"norm": jnp.ones(h)},
         head=loss,
         specs=specs if over else None,
-        tiles={name: mlp_tiles > 1 and name in ("up", "down") for name in specs["block"]} if mlp_tiles > 1 else False,
+        tiles={name: mlp_tiles > 1 and name in ("up", "down") for name in specs["block"]}
+        if mlp_tiles > 1
+        else False,
     )
 
 

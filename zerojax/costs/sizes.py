@@ -1,6 +1,7 @@
 """A transformer from its numbers alone: what a plan needs of a model that nobody has written yet.
 
-Of L layers with hidden size h, heads a (of which k for keys and values), MLP width f, sequences of T tokens and V words:
+Of L layers with hidden size h, heads a (of which k for keys and values), MLP width f, sequences of
+T tokens and V words:
 
     weights of a layer      h (2 h + 2 h k/a + m f)      12 h^2 for k = a, f = 4 h; m = 2 matrices of the MLP, 3 if gated
     parameters              L weights + V h              ZeRO-Infinity (arXiv:2104.07857), equation 1, and the embedding
@@ -8,8 +9,10 @@ Of L layers with hidden size h, heads a (of which k for keys and values), MLP wi
     layer's working memory  4 h 4h; b T ci (16 h + 2 a T)   ZeRO-Infinity, equations 4 and 5
     logits                  b T V (4 + itemsize)         in float32, and their gradient
 
-Norms and biases are left out: of 12 h^2 they are 13 h, so 0.3 % at h = 4096. A model's own count of its parameters may be given
-in the place of this one. It may be up to 10 % off; above that one of the numbers is another model's.
+Norms and biases are left out: of 12 h^2 they are 13 h, so 0.3 % at h = 4096. A model's own count of
+  its parameters may be given
+in the place of this one. It may be up to 10 % off; above that one of the numbers is another
+model's.
 """
 
 import dataclasses
@@ -27,7 +30,10 @@ from zerojax.formulas import (
 from zerojax.given import as_integer, as_number
 
 MOST_LAYERS = 1000
-"""That are planned: a plan walks through each layer of many schedules. Published transformers have up to 1,000 layers."""
+"""That are planned: a plan walks through each layer of many schedules.
+
+Published transformers have up to 1,000 layers.
+"""
 _MOST = {"layers": MOST_LAYERS, "seq": 10**9, "batch": 10**9, "params": 10**18}
 _MOST_WIDTH = 10**7
 _MOST_ELEMENTS = 10**15
@@ -38,7 +44,8 @@ TOLERANCE = 0.1
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """Sizes of a transformer and of its step's batch. Bytes are for a dtype that each method is told.
+    """Sizes of a transformer and of its step's batch. Bytes are for a dtype that each method is
+    told.
 
     Attributes:
       layers: L.
@@ -53,8 +60,8 @@ class Sizes:
       gated: the MLP multiplies two products (SwiGLU), so it has three matrices.
 
     Raises:
-      ValueError: a size is no whole number of at least 1, heads do not divide, or `params` is more than 10 % from the other
-        sizes' equation.
+      ValueError: a size is no whole number of at least 1, heads do not divide, or `params` is more
+        than 10 % from the other sizes' equation.
     """
 
     layers: int
@@ -85,7 +92,10 @@ class Sizes:
         if self.params is None:
             return
         counted = self.counted_params
-        if abs(self.params - counted) > TOLERANCE * counted or self.params - self.vocab * self.hidden < self.layers:
+        if (
+            abs(self.params - counted) > TOLERANCE * counted
+            or self.params - self.vocab * self.hidden < self.layers
+        ):
             raise ValueError(
                 f"params = {self.params:,}, and layers, hidden, mlp, kv_heads and vocab make {counted:,} "
                 f"({self.params / counted - 1:+.0%}): drop params, or correct the size that is wrong"
@@ -109,8 +119,12 @@ class Sizes:
 
     @property
     def layer_weights(self) -> int:
-        """Weights of a layer's products, h (2 h + 2 h k/a + m f): 12 h^2 by default (ZeRO-Infinity, equation 1)."""
-        return self.hidden * (self.qkv_width + self.hidden + (3 if self.gated else 2) * self.mlp_width)
+        """Weights of a layer's products, h (2 h + 2 h k/a + m f): 12 h^2 by default (ZeRO-Infinity,
+        equation 1).
+        """
+        return self.hidden * (
+            self.qkv_width + self.hidden + (3 if self.gated else 2) * self.mlp_width
+        )
 
     @property
     def head_weights(self) -> int:
@@ -124,7 +138,9 @@ class Sizes:
 
     @property
     def num_params(self) -> int:
-        """Parameters P: `params`, or else 12 L h^2 + V h (ZeRO-Infinity, equation 1, and the embedding)."""
+        """Parameters P: `params`, or else 12 L h^2 + V h (ZeRO-Infinity, equation 1, and the
+        embedding).
+        """
         return self.counted_params if self.params is None else int(self.params)
 
     @property
@@ -137,7 +153,9 @@ class Sizes:
 
     @property
     def end_params(self) -> int:
-        """Parameters of both ends: V h, and what `params` has beyond the equation, such as an untied head."""
+        """Parameters of both ends: V h, and what `params` has beyond the equation, such as an
+        untied head.
+        """
         return self.num_params - self.layers * self.layer_params
 
     @property
@@ -147,15 +165,17 @@ class Sizes:
 
     @property
     def layer_flops_per_token(self) -> float:
-        """FLOPs of a layer's forward for one token: 2 weights + 4 T h (Korthikanti et al., arXiv:2205.05198, appendix A)."""
+        """FLOPs of a layer's forward for one token: 2 weights + 4 T h (Korthikanti et al.,
+        arXiv:2205.05198, appendix A).
+        """
         return 2.0 * self.layer_weights + 4.0 * self.seq * self.hidden
 
     def step_flops(self, activations: str = "save") -> float:
         """Return the FLOPs of a step of all devices (`zerojax.planner.hardware_flops_per_token`).
 
         Args:
-          activations: "everything" and "save": the model's own, of MFU. "selective" and "remat": with what is recomputed, of
-            HFU.
+          activations: "everything" and "save": the model's own, of MFU. "selective" and "remat":
+            with what is recomputed, of HFU.
 
         Raises:
           ValueError: `activations` is none of these.
@@ -165,36 +185,49 @@ class Sizes:
             return self.tokens * flops_per_token(*sizes)
         return self.tokens * hardware_flops_per_token(*sizes, activations=activations)
 
-    def layer_kept_bytes(self, sequences: int, *, itemsize: int = 2, tensor: int = 1, **how: Any) -> float:
+    def layer_kept_bytes(
+        self, sequences: int, *, itemsize: int = 2, tensor: int = 1, **how: Any
+    ) -> float:
         """Return the bytes that a layer keeps from forward to backward on each device.
 
-        Other widths of keys, values and MLP than a GPT's are added to `zerojax.memory.layer_activation_bytes`: a gated MLP
-        keeps both of its products. With "everything" the norms are taken for LayerNorms: RMSNorms keep less.
+        Other widths of keys, values and MLP than a GPT's are added to
+        `zerojax.memory.layer_activation_bytes`: a gated MLP keeps both of its products. With
+        "everything" the norms are taken for LayerNorms: RMSNorms keep less.
 
         Args:
           sequences: on the devices of one tensor group.
           itemsize: bytes of an activation.
           tensor: tensor-parallel shards.
-          **how: activations ("save" by default), sequence_parallel, partition_activations and fused_attention, as there.
+          **how: activations ("save" by default), sequence_parallel, partition_activations and
+            fused_attention, as there.
 
         Raises:
-          ValueError: as there, or `tensor` does not divide heads of keys and values, of which a device has whole ones.
+          ValueError: as there, or `tensor` does not divide heads of keys and values, of which a
+            device has whole ones.
         """
         if self.num_kv_heads % tensor:
             raise ValueError(
                 f"kv_heads = {self.num_kv_heads} do not divide by tensor = {tensor}: a device has whole heads; choose a tensor "
                 f"axis that divides them, such as {math.gcd(self.num_kv_heads, tensor)}"
             )
-        of_gpt = layer_activation_bytes(self.seq, sequences, self.hidden, self.heads, tensor=tensor, itemsize=itemsize, **how)
+        of_gpt = layer_activation_bytes(
+            self.seq, sequences, self.hidden, self.heads, tensor=tensor, itemsize=itemsize, **how
+        )
         if how.get("activations") == "remat":
             return of_gpt
-        # How many values of the MLP's width are kept: its products alone, or those of its activation as well.
-        of_gelu, values = (6, 6) if how.get("activations") == "everything" else (1, 2 if self.gated else 1)
-        more = self.qkv_width - 3 * self.hidden + values * self.mlp_width - of_gelu * 4 * self.hidden
+        # How many values of the MLP's width are kept: its products alone, or those of its
+        # activation as well.
+        of_gelu, values = (
+            (6, 6) if how.get("activations") == "everything" else (1, 2 if self.gated else 1)
+        )
+        more = (
+            self.qkv_width - 3 * self.hidden + values * self.mlp_width - of_gelu * 4 * self.hidden
+        )
         return of_gpt + sequences * self.seq * more * itemsize / tensor
 
     def checkpoints_bytes(self, sequences: int, interval: int = 1, itemsize: int = 2) -> float:
-        """Return the bytes of all layers' inputs, b T h L itemsize / ci (ZeRO-Infinity, equation 3).
+        """Return the bytes of all layers' inputs, b T h L itemsize / ci (ZeRO-Infinity, equation
+        3).
 
         Args:
           sequences: b, those counted: of a device, a node or a step.
@@ -205,7 +238,8 @@ class Sizes:
         return transformer_activation_bytes(*sizes, remat=True, itemsize=itemsize) / interval
 
     def states_working_bytes(self, itemsize: int = 2) -> int:
-        """Return MSWM, parameters and gradients of a layer's largest product: 16 h^2 bytes (ZeRO-Infinity, equation 4).
+        """Return MSWM, parameters and gradients of a layer's largest product: 16 h^2 bytes
+        (ZeRO-Infinity, equation 4).
 
         The head's product is not a layer's. It is tiled, or takes `head_weights` on top.
 
@@ -224,7 +258,8 @@ class Sizes:
         return activations_working_bytes(sequences, self.seq, self.hidden, self.heads, interval)
 
     def logits_bytes(self, sequences: int, *, itemsize: int = 2, tensor: int = 1) -> float:
-        """Return the bytes of the head's logits in float32 and of their gradient, where the loss is not tiled.
+        """Return the bytes of the head's logits in float32 and of their gradient, where the loss is
+        not tiled.
 
         Args:
           sequences: on the devices of one tensor group.
@@ -235,9 +270,16 @@ class Sizes:
 
 
 def _whole(name: str, value: object) -> int | None:
-    """Return a size as an `int`, a number of parameters such as 7e9 among them; None if it is no whole number."""
+    """Return a size as an `int`, a number of parameters such as 7e9 among them; None if it is no
+    whole number.
+    """
     number = as_number(value)
-    if name == "params" and number is not None and number.is_integer() and as_integer(value) is None:
+    if (
+        name == "params"
+        and number is not None
+        and number.is_integer()
+        and as_integer(value) is None
+    ):
         return int(number)
     return as_integer(value)
 

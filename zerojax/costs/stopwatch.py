@@ -1,6 +1,8 @@
-"""Seconds of parts of a step, on the devices that are there: one program each, run a few times, of which the fastest counts.
+"""Seconds of parts of a step, on the devices that are there: one program each, run a few times, of
+which the fastest counts.
 
-Arrays are made of their shapes alone and placed as the step would place them: activations over the batch, a layer's parameters
+Arrays are made of their shapes alone and placed as the step would place them: activations over the
+  batch, a layer's parameters
 gathered. Other work on the machine only slows a run down.
 """
 
@@ -36,19 +38,26 @@ class Stopwatch:
         """Time a function, given shapes, or trees of them, of its arguments."""
         return self._timed(function, self.arrays(args))
 
-    def block(self, loops: StackLoops, blocks: Mapping[str, Any], args: Any) -> tuple["Timed", dict[str, "Timed"]]:
+    def block(
+        self, loops: StackLoops, blocks: Mapping[str, Any], args: Any
+    ) -> tuple["Timed", dict[str, "Timed"]]:
         """Time a block's forward, and its derivative in each mode; `args` as the block takes them."""
         params, x, key, given = args
         leaves = [loops.plan.leaves[i] for i in loops.stack.operands]
         specs = [() if leaf.decodes is not None else leaf.spec.base[leaf.lead :] for leaf in leaves]
         shapes, tree = jax.tree.flatten(params)
-        placed = [self._array(a, named(self.mesh, spec)) for a, spec in zip(shapes, specs, strict=True)]
+        placed = [
+            self._array(a, named(self.mesh, spec)) for a, spec in zip(shapes, specs, strict=True)
+        ]
         whole, data = jax.tree.unflatten(tree, placed), self.arrays((x, key, given))
         forward = self._timed(blocks["remat"].forward, (whole, *data))
         backward: dict[str, Timed] = {}
         for mode, block in blocks.items():
-            # Two modes that keep the same values run the same program. Timed twice, one of them would seem faster.
-            if (twin := next((other for other in backward if _is_same(block, blocks[other])), None)) is not None:
+            # Two modes that keep the same values run the same program. Timed twice, one of them
+            # would seem faster.
+            if (
+                twin := next((other for other in backward if _is_same(block, blocks[other])), None)
+            ) is not None:
                 backward[mode] = backward[twin]
                 continue
             d_added = jnp.float32(1) if block.adds else None
@@ -57,13 +66,20 @@ class Stopwatch:
         return forward, backward
 
     def arrays(self, tree: Any) -> Any:
-        """Return arrays of some shapes: of the batch where dim 0 is split, or as their shardings say."""
+        """Return arrays of some shapes: of the batch where dim 0 is split, or as their shardings
+        say.
+        """
         size = max((a.shape[0] for a in jax.tree.leaves(tree) if a.shape), default=0)
         spec = ActivationSpec(self.mesh)
 
         def place(a: Any) -> Any:
             at = getattr(a, "sharding", None)
-            return self._array(a, at if isinstance(at, NamedSharding) else named(self.mesh, spec.given(a.shape, size)))
+            return self._array(
+                a,
+                at
+                if isinstance(at, NamedSharding)
+                else named(self.mesh, spec.given(a.shape, size)),
+            )
 
         return jax.tree.map(place, tree)
 
@@ -75,7 +91,11 @@ class Stopwatch:
             if not jnp.issubdtype(a.dtype, jnp.inexact):
                 return jnp.zeros(a.shape, a.dtype)
             # Not zeros or ones: sums of many stay of the size that numbers in a model have.
-            return (jnp.sin(jax.lax.iota(jnp.float32, max(1, a.size))[: a.size]) * 0.05).reshape(a.shape).astype(a.dtype)
+            return (
+                (jnp.sin(jax.lax.iota(jnp.float32, max(1, a.size))[: a.size]) * 0.05)
+                .reshape(a.shape)
+                .astype(a.dtype)
+            )
 
         return jax.jit(make, out_shardings=sharding)()
 
@@ -93,4 +113,8 @@ class Stopwatch:
 
 def _is_same(block: Any, other: Any) -> bool:
     """Return whether two modes of a block have the same backward."""
-    return type(block) is type(other) and block.residuals == other.residuals and block.apart.keys() == other.apart.keys()
+    return (
+        type(block) is type(other)
+        and block.residuals == other.residuals
+        and block.apart.keys() == other.apart.keys()
+    )

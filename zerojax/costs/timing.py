@@ -1,7 +1,7 @@
 """Seconds of a step: its schedule, walked tick by tick, with every resource in order.
 
-A sum of totals (bytes / bandwidth + FLOPs / rate) is no step time: what overlaps is decided by the schedule. So each
-resource of a device is a lane that does one thing after another,
+A sum of totals (bytes / bandwidth + FLOPs / rate) is no step time: what overlaps is decided by the
+schedule. So each resource of a device is a lane that does one thing after another,
 
     compute    the device's cores
     network    collectives over `fsdp` and `data`
@@ -9,23 +9,26 @@ resource of a device is a lane that does one thing after another,
     read, write  the disk
     host       the kernel of the host's update
 
-and a piece of work begins when its lane is free and what it waits for has ended. With d slots in the ring of a loop, t its
-tick,
+and a piece of work begins when its lane is free and what it waits for has ended. With d slots in
+the ring of a loop, t its tick,
 
     fetched[t]  = max(fetched[t-1], taken[t-d])              + bytes / up        of a record on disk after its read
     computed[t] = max(computed[t-1], fetched[t], gathered[t]) + seconds(layer)
     stored[t]   = max(stored[t-1], computed[t])              + bytes / down
 
-Gathers are waited for unless `gather_ahead`, as in the step. A record is fetched after it was stored: what forward stores last
-is what backward fetches first. Lanes that share a wire share its bandwidth: while a loop moves a bytes one way and b the other,
-both at once take (a + b) / both, and each way gets its part of that, at most its own rate. Loops overlap at their seams, where
-this gives too much; so a step is never shorter than the bytes of a wire over its rate. The engine reads records on disk ahead,
-at most `distance` of a kind, and not before they were written.
+Gathers are waited for unless `gather_ahead`, as in the step. A record is fetched after it was
+stored: what forward stores last is what backward fetches first. Lanes that share a wire share its
+bandwidth: while a loop moves a bytes one way and b the other, both at once take (a + b) / both, and
+each way gets its part of that, at most its own rate. Loops overlap at their seams, where this gives
+too much; so a step is never shorter than the bytes of a wire over its rate. The engine reads
+records on disk ahead, at most `distance` of a kind, and not before they were written.
 
-Cores that wait for an event wait for what it waited for: of a gather that began late, because a load came late, the gather's
+Cores that wait for an event wait for what it waited for: of a gather that began late, because a
+  load came late, the gather's
 own seconds count for the network, and those before it for the link (`StepTime.exposed`).
 
-On a CPU the devices are threads of the cores that also copy and update: `up`, `down` and `host` are then done by `compute`.
+On a CPU the devices are threads of the cores that also copy and update: `up`, `down` and `host` are
+  then done by `compute`.
 """
 
 import bisect
@@ -44,7 +47,9 @@ ON_CORES = frozenset({"up", "down", "host"})
 
 
 class Event(NamedTuple):
-    """When a piece of work has ended and begun, in which lane, and what it began after: what else it needed, or its lane."""
+    """When a piece of work has ended and begun, in which lane, and what it began after: what else
+    it needed, or its lane.
+    """
 
     time: float
     lane: str
@@ -85,9 +90,14 @@ class Wires:
     def times(self, *, link: float = 1.0, disk: float = 1.0) -> "Wires":
         """Return the wires with all rates of the link, or of the disk, times a factor."""
         return dataclasses.replace(
-            self, up=self.up * link, down=self.down * link, link_both=self.link_both * link,
-            read=self.read * disk, write=self.write * disk, disk_both=self.disk_both * disk,
-        )  # fmt: skip
+            self,
+            up=self.up * link,
+            down=self.down * link,
+            link_both=self.link_both * link,
+            read=self.read * disk,
+            write=self.write * disk,
+            disk_both=self.disk_both * disk,
+        )
 
     def sharing(self, moved: Mapping[str, float]) -> dict[str, float]:
         """Return the rate of each lane while so many bytes move in each."""
@@ -95,7 +105,10 @@ class Wires:
         for one, other, both in (("up", "down", self.link_both), ("read", "write", self.disk_both)):
             a, b = moved.get(one, 0.0), moved.get(other, 0.0)
             if a and b and both < rates[one] + rates[other]:
-                rates |= {one: min(rates[one], both * a / (a + b)), other: min(rates[other], both * b / (a + b))}
+                rates |= {
+                    one: min(rates[one], both * a / (a + b)),
+                    other: min(rates[other], both * b / (a + b)),
+                }
         return rates
 
 
@@ -122,9 +135,15 @@ class LayerWork:
     host: float = 0.0
 
     def seconds(self) -> dict[tuple[str, str], float]:
-        """Return the seconds of an operation by its verb and the name of its phase; others take none."""
+        """Return the seconds of an operation by its verb and the name of its phase; others take
+        none.
+        """
         both = {("gather", name): self.gather for name in ("forward", "backward")}
-        both |= {(verb, name): getattr(self, field) for name in ("backward", "update") for verb, field in _UPDATES.items()}
+        both |= {
+            (verb, name): getattr(self, field)
+            for name in ("backward", "update")
+            for verb, field in _UPDATES.items()
+        }
         both |= {("compute", "forward"): self.forward, ("compute", "backward"): self.backward}
         return both | {("reduce", "backward"): self.reduce}
 
@@ -157,15 +176,21 @@ class EndsWork:
     def seconds(self) -> dict[tuple[str, str], float]:
         """Return the seconds of an operation by its verb and the name of its phase."""
         names = ("embed", "head", "embed_backward")
-        found = {("compute", name): getattr(self, name) for name in names} | {("gather", name): self.gather for name in names}
+        found = {("compute", name): getattr(self, name) for name in names} | {
+            ("gather", name): self.gather for name in names
+        }
         return found | {
-            ("reduce", "embed_backward"): self.reduce, ("update", "ends"): self.update, ("host_update", "ends"): self.host,
-        }  # fmt: skip
+            ("reduce", "embed_backward"): self.reduce,
+            ("update", "ends"): self.update,
+            ("host_update", "ends"): self.host,
+        }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """Something that a lane did: from `start` to `stop`, in seconds of the step, for a layer of the model; -1: for none."""
+    """Something that a lane did: from `start` to `stop`, in seconds of the step, for a layer of the
+    model; -1: for none.
+    """
 
     lane: str
     label: str
@@ -176,7 +201,9 @@ class Span:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PhaseTime:
-    """One part of a step: its seconds, and the lane that bounds it, which works or is waited for the longest in it."""
+    """One part of a step: its seconds, and the lane that bounds it, which works or is waited for
+    the longest in it.
+    """
 
     name: str
     start: float
@@ -196,7 +223,8 @@ class StepTime:
     Attributes:
       seconds: of the step.
       busy: seconds that each lane works.
-      exposed: seconds that the device's cores wait for a lane; of "compute" what they compute. These sum to `seconds`.
+      exposed: seconds that the device's cores wait for a lane; of "compute" what they compute.
+        These sum to `seconds`.
       phases: parts of the step in order, and what bounds each.
       spans: what every lane did.
     """
@@ -211,19 +239,28 @@ class StepTime:
     def hidden(self) -> dict[str, float]:
         """Seconds that each lane works while the cores do not wait for it."""
         # More than a lane's work may be waited for: the seams of loops (`_Walk.rest`).
-        return {lane: max(0.0, self.busy[lane] - self.exposed[lane]) if lane != "compute" else 0.0 for lane in LANES}
+        return {
+            lane: max(0.0, self.busy[lane] - self.exposed[lane]) if lane != "compute" else 0.0
+            for lane in LANES
+        }
 
     @property
     def bound_by(self) -> str:
-        """The lane that works the longest, or is waited for: with the others infinitely fast, the step takes as long."""
+        """The lane that works the longest, or is waited for: with the others infinitely fast, the
+        step takes as long.
+        """
         return max(LANES, key=lambda lane: max(self.busy[lane], self.exposed[lane]))
 
     def __str__(self) -> str:
         rows = [f"{'':<10} {'busy s':>10} {'hidden s':>10} {'exposed s':>10}"]
         for lane in LANES:
             if self.busy[lane] or self.exposed[lane]:
-                rows.append(f"{lane:<10} {self.busy[lane]:>10.4f} {self.hidden[lane]:>10.4f} {self.exposed[lane]:>10.4f}")
-        parts = ", ".join(f"{p.name} {p.seconds:.4f} s ({p.bound_by})" for p in self.phases if p.seconds)
+                rows.append(
+                    f"{lane:<10} {self.busy[lane]:>10.4f} {self.hidden[lane]:>10.4f} {self.exposed[lane]:>10.4f}"
+                )
+        parts = ", ".join(
+            f"{p.name} {p.seconds:.4f} s ({p.bound_by})" for p in self.phases if p.seconds
+        )
         return "\n".join([f"{self.seconds:.4f} s a step, predicted: {parts}", *rows])
 
 
@@ -244,7 +281,9 @@ class _Clock:
         """When the cores have done what they were given."""
         return self.free["compute"]
 
-    def run(self, lane: str, seconds: float, *after: Event, label: str = "", layer: int = -1) -> Event:
+    def run(
+        self, lane: str, seconds: float, *after: Event, label: str = "", layer: int = -1
+    ) -> Event:
         """Do some work after some events, and return its end. Work of no seconds takes no lane."""
         ready = max(after, key=_time, default=Event(0.0, lane))
         if seconds <= 0:
@@ -260,10 +299,14 @@ class _Clock:
         self.busy[named] += seconds
         end = Event(start + seconds, named, start, before)
         self.free[lane] = end
-        self.spans.append(Span(named, label, start, end.time, layer + self.first if layer >= 0 else layer))
+        self.spans.append(
+            Span(named, label, start, end.time, layer + self.first if layer >= 0 else layer)
+        )
         return end
 
-    def move(self, lane: str, num_bytes: float, *after: Event, label: str = "", layer: int = -1) -> Event:
+    def move(
+        self, lane: str, num_bytes: float, *after: Event, label: str = "", layer: int = -1
+    ) -> Event:
         """Move bytes in a lane of a wire."""
         self.moved[lane] += num_bytes
         return self.run(lane, num_bytes / self.rates[lane], *after, label=label, layer=layer)
@@ -274,7 +317,9 @@ class _Clock:
         return self.now
 
     def _wait(self, ready: Event) -> None:
-        """Let the cores wait, and note for what: for the event's own work since it began; before, for what that waited for."""
+        """Let the cores wait, and note for what: for the event's own work since it began; before,
+        for what that waited for.
+        """
         now, stop, event = self.now.time, ready.time, ready
         if stop <= now:
             return
@@ -291,28 +336,38 @@ class _Walk:
     def __init__(self, wires: Wires, distance: int) -> None:
         self.clock, self.distance = _Clock(wires), max(1, distance)
         self.parts: list[tuple[str, float, float, Mapping[str, float]]] = []
-        # When the records of a kind on disk were taken from the ring of buffers, in order; and when each was last stored.
+        # When the records of a kind on disk were taken from the ring of buffers, in order; and when
+        # each was last stored.
         self.taken: dict[_Kind, collections.deque[Event]] = collections.defaultdict(
             lambda: collections.deque(maxlen=self.distance)
         )
         self.written: dict[tuple[_Kind, int], Event] = {}
 
-    # --- moves -------------------------------------------------------------------------------------------------------------
+    # --- moves ------------------------------------------------------------------------------------
 
     def load(self, stack: str | None, ops: Sequence[Op], *after: Event) -> Event:
-        """Bring records to the device: off the disk first, where they rest there. Returns their arrival."""
+        """Bring records to the device: off the disk first, where they rest there.
+
+        Returns their arrival.
+        """
         clock, here, read = self.clock, _latest(*after), list[_Kind]()
         loads = [op for op in ops if op.verb != "read" and op.num_bytes]
         for op in loads:
             key = _Kind(stack, op.record)
             there = self.written.get((key, op.number), Event(0.0, "down"))
-            for off_disk in (other for other in ops if other.verb == "read" and other.record == op.record):
+            for off_disk in (
+                other for other in ops if other.verb == "read" and other.record == op.record
+            ):
                 label = f"read {op.record.kind}"
-                there = clock.move("read", off_disk.num_bytes, self.room(key), there, label=label, layer=_layer(op))
+                there = clock.move(
+                    "read", off_disk.num_bytes, self.room(key), there, label=label, layer=_layer(op)
+                )
                 read.append(key)
             here = _latest(here, there)
         label = f"load {', '.join(op.record.kind for op in ops if op.verb != 'read')}"
-        end = clock.move("up", sum(op.num_bytes for op in loads), here, label=label, layer=_layer(ops[0]))
+        end = clock.move(
+            "up", sum(op.num_bytes for op in loads), here, label=label, layer=_layer(ops[0])
+        )
         for key in read:
             self.taken[key].append(end)
         return end
@@ -323,20 +378,32 @@ class _Walk:
         return ring[0] if len(ring) == self.distance else Event(0.0, "read")
 
     def store(self, stack: str | None, ops: Sequence[Op], *after: Event) -> Event:
-        """Take records off the device, and to the disk where they rest there. Returns when they have left the device."""
+        """Take records off the device, and to the disk where they rest there.
+
+        Returns when they have left the device.
+        """
         clock, stores = self.clock, [op for op in ops if op.verb == "store"]
         label = f"store {', '.join(op.record.kind for op in stores)}"
         total = sum(op.num_bytes for op in stores if op.lane == "down")
         end = clock.move("down", total, *after, label=label, layer=_layer(ops[0]))
         for op in stores:
             rests = end
-            for write in (other for other in ops if other.verb == "write" and other.record == op.record):
-                rests = clock.move("write", write.num_bytes, end, label=f"write {op.record.kind}", layer=_layer(op))
+            for write in (
+                other for other in ops if other.verb == "write" and other.record == op.record
+            ):
+                rests = clock.move(
+                    "write", write.num_bytes, end, label=f"write {op.record.kind}", layer=_layer(op)
+                )
             self.written[_Kind(stack, op.record), op.number] = rests
         return end
 
-    def update_on_host(self, stack: str | None, ops: Sequence[Op], seconds: float, *after: Event) -> Event:
-        """Do what callbacks of the host's update do in a tick. Returns when the last of it is over for the device."""
+    def update_on_host(
+        self, stack: str | None, ops: Sequence[Op], seconds: float, *after: Event
+    ) -> Event:
+        """Do what callbacks of the host's update do in a tick.
+
+        Returns when the last of it is over for the device.
+        """
         clock, ready, end = self.clock, list[Event](), _latest(*after)
         for op in ops:
             layer, size = _layer(op), op.num_bytes
@@ -345,7 +412,9 @@ class _Walk:
                 ready.append(end)
             elif op.verb == "host_read":
                 key = _Kind(stack, op.record)
-                read = clock.move("read", size, self.room(key), label=f"read {op.record.kind}", layer=layer)
+                read = clock.move(
+                    "read", size, self.room(key), label=f"read {op.record.kind}", layer=layer
+                )
                 ready.append(read)
                 self.taken[key].append(read)
             elif op.verb == "host_update":
@@ -360,10 +429,13 @@ class _Walk:
                 end = clock.move("up", size, end, label="parameters", layer=layer)
         return end
 
-    # --- phases ------------------------------------------------------------------------------------------------------------
+    # --- phases -----------------------------------------------------------------------------------
 
-    def run(self, part: Part, seconds: Mapping[tuple[str, str], float], begin: Event, first: int = 0) -> Event:
-        """Run a phase whose first fetches may start at `begin`. Returns when the last of its stores has ended.
+    def run(
+        self, part: Part, seconds: Mapping[tuple[str, str], float], begin: Event, first: int = 0
+    ) -> Event:
+        """Run a phase whose first fetches may start at `begin`. Returns when the last of its stores
+        has ended.
 
         Args:
           part: the phase.
@@ -374,19 +446,29 @@ class _Walk:
         clock, stack, name = self.clock, part.stack, part.name
         clock.first, clock.rates = first, clock.wires.sharing(_moved(part.phase))
         gathers = any(op.record.kind == "gathered" for loop in part.phase.loops for op in loop.ops)
-        arrived, gathered, made = dict[int, Event](), dict[int, Event](), dict[tuple[str, int], Event]()
+        arrived, gathered, made = (
+            dict[int, Event](),
+            dict[int, Event](),
+            dict[tuple[str, int], Event](),
+        )
         last = begin
 
         def run(op: Op, verb: str, *after: Event) -> Event:
             label = {"compute": name, "regather": "gather"}.get(verb, verb)
-            return clock.run(op.lane, seconds.get((verb, name), 0.0), *after, label=label, layer=_layer(op))
+            return clock.run(
+                op.lane, seconds.get((verb, name), 0.0), *after, label=label, layer=_layer(op)
+            )
 
         for tick, ops in part.phase.ticks():
             start = clock.now if tick >= 0 else begin
             take = next((op.number for op in ops if _takes(op, gathers)), None)
-            taken = start if take is None or take not in arrived else _latest(arrived.pop(take), start)
+            taken = (
+                start if take is None or take not in arrived else _latest(arrived.pop(take), start)
+            )
             done, read, called = taken, start, [op for op in ops if _is_called(op)]
-            for (verb, index, *_), group in itertools.groupby((op for op in ops if op not in called), partial(_step_of, ops)):
+            for (verb, index, *_), group in itertools.groupby(
+                (op for op in ops if op not in called), partial(_step_of, ops)
+            ):
                 some = list(group)
                 if verb == "fetch" and index == take:
                     taken = done = self.load(stack, some, start)
@@ -395,7 +477,10 @@ class _Walk:
                 elif verb == "load":
                     read = self.load(stack, some, start)
                 elif verb == "store":
-                    last = _latest(last, self.store(stack, some, made.get((some[0].record.leaves, index), done)))
+                    last = _latest(
+                        last,
+                        self.store(stack, some, made.get((some[0].record.leaves, index), done)),
+                    )
                 elif verb == "gather":
                     for op in some:  # one after the other: of head and embedding
                         taken = gathered[index] = run(op, verb, taken)
@@ -406,19 +491,28 @@ class _Walk:
                     done = run(some[0], verb, ready, *([read] if verb == "update" else []))
                     made[some[0].record.leaves, index] = done
             if called:
-                last = _latest(last, self.update_on_host(stack, called, seconds.get(("host_update", name), 0.0), done))
+                last = _latest(
+                    last,
+                    self.update_on_host(
+                        stack, called, seconds.get(("host_update", name), 0.0), done
+                    ),
+                )
             last = _latest(last, done)
         return last
 
     def rest(self) -> None:
         """Let the step last as long as each wire needs for its bytes.
 
-        Writes to the disk may end beside the next step's forward, and reads of the next step be in this one. In a steady state
-        a step is no shorter for it than what the disk has to do.
+        Writes to the disk may end beside the next step's forward, and reads of the next step be in
+        this one. In a steady state a step is no shorter for it than what the disk has to do.
         """
         clock, wires = self.clock, self.clock.wires
         up, down, read, write = clock.moved.values()
-        least = {"up": (up + down) / wires.link_both, "read": (read + write) / wires.disk_both, "write": write / wires.write}
+        least = {
+            "up": (up + down) / wires.link_both,
+            "read": (read + write) / wires.disk_both,
+            "write": write / wires.write,
+        }
         lane = max(least, key=least.__getitem__)
         clock.wait(Event(least[lane], lane, clock.now.time, clock.now))
 
@@ -429,7 +523,10 @@ class _Walk:
 
     def phases(self) -> list[PhaseTime]:
         """Return the parts of the step. What a lane does may reach from one into others."""
-        starts, worked = [start for _, start, _, _ in self.parts], [dict.fromkeys(LANES, 0.0) for _ in self.parts]
+        starts, worked = (
+            [start for _, start, _, _ in self.parts],
+            [dict.fromkeys(LANES, 0.0) for _ in self.parts],
+        )
         for span in self.clock.spans:
             first = max(0, bisect.bisect_right(starts, span.start) - 1)
             for n in range(first, bisect.bisect_left(starts, span.stop)):
@@ -437,7 +534,14 @@ class _Walk:
                 worked[n][span.lane] += max(0.0, min(stop, span.stop) - max(start, span.start))
         found = []
         for (name, start, stop, waited), work in zip(self.parts, worked, strict=True):
-            found.append(PhaseTime(name, start, stop, max(LANES, key=lambda lane, w=work, e=waited: max(w[lane], e[lane]))))
+            found.append(
+                PhaseTime(
+                    name,
+                    start,
+                    stop,
+                    max(LANES, key=lambda lane, w=work, e=waited: max(w[lane], e[lane])),
+                )
+            )
         return found
 
 
@@ -454,7 +558,9 @@ def _layer(op: Op) -> int:
 
 
 def _takes(op: Op, gathers: bool) -> bool:
-    """Return whether an operation takes its tick's record: it gathers the record, or computes or updates where none does."""
+    """Return whether an operation takes its tick's record: it gathers the record, or computes or
+    updates where none does.
+    """
     if gathers:
         return op.record.kind == "gathered"
     return op.verb in ("compute", "update", "host_update") and op.record.leaves == LAYERS
@@ -462,14 +568,24 @@ def _takes(op: Op, gathers: bool) -> bool:
 
 def _is_called(op: Op) -> bool:
     """Tell whether an operation is done by callbacks of the host's update."""
-    return op.record.kind in ("handed", "weights", "made") or op.lane == "host" or op.verb in ("host_read", "host_write")
+    return (
+        op.record.kind in ("handed", "weights", "made")
+        or op.lane == "host"
+        or op.verb in ("host_read", "host_write")
+    )
 
 
 def _step_of(ops: Sequence[Op], op: Op) -> tuple[str, int, int]:
-    """Return what the operations of a tick that are done as one have in common: verb, index and lag."""
+    """Return what the operations of a tick that are done as one have in common: verb, index and
+    lag.
+    """
     verb = op.verb
     if verb == "read":
-        same = (other for other in ops if (other.record, other.number, other.lane) == (op.record, op.number, "up"))
+        same = (
+            other
+            for other in ops
+            if (other.record, other.number, other.lane) == (op.record, op.number, "up")
+        )
         verb = next(same).verb
     if verb == "write":
         verb = "store"
@@ -493,14 +609,17 @@ def step_time(
       layers: seconds of one layer of each of its stacks, in order.
       ends: seconds of embedding and head.
       wires: rates of link and disk; without, nothing that moves takes time.
-      repeats: how often forward and backward run: once for each microbatch of a resident step. The ticks of a streamed step
-        compute all microbatches.
+      repeats: how often forward and backward run: once for each microbatch of a resident step. The
+        ticks of a streamed step compute all microbatches.
     """
     ends, wires = ends or EndsWork(), wires or Wires()
     walk = _Walk(wires, max((schedule.distance for schedule in steps.stacks.values()), default=0))
     clock = walk.clock
     numbers = [0, *itertools.accumulate(schedule.num_layers for schedule in steps.stacks.values())]
-    firsts = {name: n - schedule.first_layer for (name, schedule), n in zip(steps.stacks.items(), numbers, strict=False)}
+    firsts = {
+        name: n - schedule.first_layer
+        for (name, schedule), n in zip(steps.stacks.items(), numbers, strict=False)
+    }
     seconds = {name: work.seconds() for name, work in zip(steps.stacks, layers, strict=True)}
 
     def run(part: Part, begin: Event) -> Event:
@@ -550,13 +669,20 @@ def step_time(
 
 
 def _moved(phase: Phase) -> dict[str, float]:
-    """Return the bytes that a tick which does all that the phase does moves in each lane, by which lanes share a wire."""
+    """Return the bytes that a tick which does all that the phase does moves in each lane, by which
+    lanes share a wire.
+    """
     each = {(op.lane, op.verb, op.record): op.num_bytes for loop in phase.loops for op in loop.ops}
-    return {lane: sum(n for (of, *_), n in each.items() if of == lane) for lane in ("up", "down", "read", "write")}
+    return {
+        lane: sum(n for (of, *_), n in each.items() if of == lane)
+        for lane in ("up", "down", "read", "write")
+    }
 
 
 def _joined(phases: Sequence[PhaseTime]) -> tuple[PhaseTime, ...]:
-    """Return the parts of a step; of several microbatches, those of the last one stand for all, in one part."""
+    """Return the parts of a step; of several microbatches, those of the last one stand for all, in
+    one part.
+    """
     names = [p.name for p in phases]
     if len(set(names)) == len(names):
         return tuple(phases)

@@ -1,7 +1,8 @@
-"""The workload of a model: traced over the shapes of a batch, and timed where its devices are there.
+"""The workload of a model: traced over the shapes of a batch, and timed where its devices are
+there.
 
-A block is traced in each mode of recomputation as a streamed step traces it, so that what it keeps is what the step keeps. Its
-seconds have one of two sources, and `Workload.source` says which:
+A block is traced in each mode of recomputation as a streamed step traces it, so that what it keeps
+is what the step keeps. Its seconds have one of two sources, and `Workload.source` says which:
 
     timed      the block alone, its derivative in each mode and both ends, on the devices of the mesh: a program each, compiled
                and run a few times
@@ -26,7 +27,15 @@ from zerojax.choice import Value
 from zerojax.config import ZeroConfig
 from zerojax.costs.stopwatch import Stopwatch
 from zerojax.costs.workload import Grid, StackWork, Workload
-from zerojax.jaxprs import PRODUCTS, REDUCTIONS, FlatJaxpr, Instruction, dtype_of_products, flatten, flops_of
+from zerojax.jaxprs import (
+    PRODUCTS,
+    REDUCTIONS,
+    FlatJaxpr,
+    Instruction,
+    dtype_of_products,
+    flatten,
+    flops_of,
+)
 from zerojax.machines import Machine
 from zerojax.memory import kept_by_program
 from zerojax.models import LayeredModel, Model
@@ -44,7 +53,12 @@ def grid_of(mesh: Mesh) -> Grid:
 
 
 def workload_of_model(
-    model: Model | LayeredModel, tx: optax.GradientTransformation, mesh: Mesh, batch: Any, machine: Machine, base: ZeroConfig
+    model: Model | LayeredModel,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    batch: Any,
+    machine: Machine,
+    base: ZeroConfig,
 ) -> Workload:
     """Return the workload of a model on a mesh.
 
@@ -66,26 +80,61 @@ def workload_of_model(
 class _Tracer:
     """What both kinds of models have in common."""
 
-    def __init__(self, model: Any, tx: Any, mesh: Mesh, batch: Any, machine: Machine, base: ZeroConfig) -> None:
-        self.model, self.tx, self.mesh, self.batch, self.machine, self.base = model, tx, mesh, batch, machine, base
+    def __init__(
+        self, model: Any, tx: Any, mesh: Mesh, batch: Any, machine: Machine, base: ZeroConfig
+    ) -> None:
+        self.model, self.tx, self.mesh, self.batch, self.machine, self.base = (
+            model,
+            tx,
+            mesh,
+            batch,
+            machine,
+            base,
+        )
         self.grid, self.precision = grid_of(mesh), base.precision
         self.shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
         sizes = [a.shape for a in jax.tree.leaves(batch) if a.shape]
         self.rows = sizes[0][0] if sizes else 1
         # Where there are integers of two dims they are tokens.
-        whole = [a.shape for a in jax.tree.leaves(batch) if len(a.shape) == 2 and jnp.issubdtype(a.dtype, jnp.integer)]
+        whole = [
+            a.shape
+            for a in jax.tree.leaves(batch)
+            if len(a.shape) == 2 and jnp.issubdtype(a.dtype, jnp.integer)
+        ]
         self.tokens = math.prod(whole[0]) if whole else self.rows
         # Several processes would time different seconds, and choose different configs.
         self.watch = Stopwatch(mesh) if is_there(mesh) and jax.process_count() == 1 else None
 
     def parts(self, **fields: Any) -> Any:
         """Return what a program of a config is made of, everything on the device."""
-        away = {"params": "device", "grads": "device", "opt_state": "device", "opt_state_device_fraction": 0.0}
-        plain = {"update": None, "update_on": "device", "delayed_update": False, "num_microbatches": 1, "clip_norm": None}
-        named: dict[str, Any] = {"saved_names": (), "offloaded_names": (), "device_budget_bytes": None, "swap_dir": None}
-        frozen = {"frozen": None if self.base.frozen in (None, "device") else "device", "partition_activations": False}
+        away = {
+            "params": "device",
+            "grads": "device",
+            "opt_state": "device",
+            "opt_state_device_fraction": 0.0,
+        }
+        plain = {
+            "update": None,
+            "update_on": "device",
+            "delayed_update": False,
+            "num_microbatches": 1,
+            "clip_norm": None,
+        }
+        named: dict[str, Any] = {
+            "saved_names": (),
+            "offloaded_names": (),
+            "device_budget_bytes": None,
+            "swap_dir": None,
+        }
+        frozen = {
+            "frozen": None if self.base.frozen in (None, "device") else "device",
+            "partition_activations": False,
+        }
         return assemble(
-            self.model, self.tx, dataclasses.replace(self.base, **(away | plain | named | frozen | fields)), self.mesh
+            self.model,
+            self.tx,
+            dataclasses.replace(self.base, **(away | plain | named | frozen | fields)),
+            self.mesh,
         )
 
     @property
@@ -117,15 +166,19 @@ class _Tracer:
         return sum(map(self.costs, program.instructions))
 
     def kept_seconds(self, more: float) -> float:
-        """Return the seconds in which a device writes bytes that it keeps besides, and reads them again.
+        """Return the seconds in which a device writes bytes that it keeps besides, and reads them
+        again.
 
-        Costs of equations leave them out, since XLA fuses elementwise ones. What was timed has read them.
+        Costs of equations leave them out, since XLA fuses elementwise ones. What was timed has read
+        them.
         """
         crossings = 2 if self.watch is None else 1
         return crossings * more / self.machine.figures.get("memory_rate", math.inf)
 
     def update_seconds(self, moments: float) -> float:
-        """Return the seconds in which the device updates one parameter: states read and written, gradient read."""
+        """Return the seconds in which the device updates one parameter: states read and written,
+        gradient read.
+        """
         itemsize = 4 if self.precision == "fp32" else 2
         master = 0 if self.precision == "fp32" else 4
         moved = 2 * (master + moments) + itemsize + (itemsize if master else 2 * itemsize)
@@ -134,8 +187,13 @@ class _Tracer:
     def moment_bytes(self, layout: Any) -> float:
         """Return the bytes of optimizer state for one parameter, in float32."""
         trained = sum(math.prod(leaf.shape) for leaf in layout.leaves)
-        # Not the scalars, such as a count of steps, which all parameters share and which stay on the device.
-        own = [a for j, a in enumerate(layout.opt_map.leaves) if a.shape or j not in layout.opt_map.shared]
+        # Not the scalars, such as a count of steps, which all parameters share and which stay on
+        # the device.
+        own = [
+            a
+            for j, a in enumerate(layout.opt_map.leaves)
+            if a.shape or j not in layout.opt_map.shared
+        ]
         total = sum(math.prod(a.shape) * a.dtype.itemsize for a in own)
         return total / max(1, trained) * (2.0 if self.base.moments == "bfloat16" else 1.0)
 
@@ -145,22 +203,47 @@ class _Tracer:
         return sum(local_elements(leaf.shape, leaf.spec.base, self.mesh) for leaf in leaves)
 
     def gathered_elements(self, layout: Any, indices: Sequence[int]) -> int:
-        """Return the elements of some leaves, frozen ones counted by their bytes, as those of the compute dtype."""
-        trained, frozen = ([i for i in indices if layout.all_leaves[i].frozen == is_frozen] for is_frozen in (False, True))
-        return self.elements(layout, trained) + self.frozen_bytes(layout, frozen) // (4 if self.precision == "fp32" else 2)
+        """Return the elements of some leaves, frozen ones counted by their bytes, as those of the
+        compute dtype.
+        """
+        trained, frozen = (
+            [i for i in indices if layout.all_leaves[i].frozen == is_frozen]
+            for is_frozen in (False, True)
+        )
+        return self.elements(layout, trained) + self.frozen_bytes(layout, frozen) // (
+            4 if self.precision == "fp32" else 2
+        )
 
     def largest_leaf(self, layout: Any) -> int:
-        """Return the elements of the largest trained leaf, of all layers where it is a stack, as `elements` counts them."""
-        return max((self.elements(layout, [i]) for i, leaf in enumerate(layout.all_leaves) if not leaf.frozen), default=0)
+        """Return the elements of the largest trained leaf, of all layers where it is a stack, as
+        `elements` counts them.
+        """
+        return max(
+            (
+                self.elements(layout, [i])
+                for i, leaf in enumerate(layout.all_leaves)
+                if not leaf.frozen
+            ),
+            default=0,
+        )
 
     def frozen_bytes(self, layout: Any, indices: Sequence[int]) -> int:
         """Return the bytes of some frozen leaves, as they rest."""
         leaves = [layout.all_leaves[i] for i in indices]
-        return sum(local_elements(leaf.shape, leaf.spec.base, self.mesh) * leaf.dtype.itemsize for leaf in leaves)
+        return sum(
+            local_elements(leaf.shape, leaf.spec.base, self.mesh) * leaf.dtype.itemsize
+            for leaf in leaves
+        )
 
     def frozen_flops(self, layout: Any, indices: Sequence[int], forward: float) -> float:
-        """Return the FLOPs of gradients that the frozen matrices of some leaves do not get; their forward takes `forward`."""
-        frozen = [leaf.decodes or leaf for leaf in map(layout.all_leaves.__getitem__, indices) if leaf.frozen]
+        """Return the FLOPs of gradients that the frozen matrices of some leaves do not get; their
+        forward takes `forward`.
+        """
+        frozen = [
+            leaf.decodes or leaf
+            for leaf in map(layout.all_leaves.__getitem__, indices)
+            if leaf.frozen
+        ]
         matrices = sum(math.prod(leaf.shape) for leaf in frozen if len(leaf.shape) - leaf.lead > 1)
         return min(2.0 * self.tokens * matrices, forward)
 
@@ -170,7 +253,10 @@ class _LayeredTracer(_Tracer):
         """Trace, and time, every stack and both ends."""
         # Gathers ahead make the step stream, with everything on the device.
         steps = {mode: self.parts(stage=3, activations=mode, gather_ahead=True) for mode in MODES}
-        kept = {mode: kept_by_program(parts.records, parts.step, self.batch) for mode, parts in steps.items()}
+        kept = {
+            mode: kept_by_program(parts.records, parts.step, self.batch)
+            for mode, parts in steps.items()
+        }
         step = steps["save"].step
         assert isinstance(step, StreamedStep)
         layout, state = step.layout, step.layout.abstract_arrays
@@ -178,16 +264,24 @@ class _LayeredTracer(_Tracer):
         entered = step.ends.abstract_inputs(layout.join(state), state.model_state, self.shapes)
         stacks = []
         for n, loops in enumerate(step.loops):
-            by_mode = {mode: sum(k.num_bytes for k in kept[mode] if k.stack == loops.stack.name) for mode in MODES}
+            by_mode = {
+                mode: sum(k.num_bytes for k in kept[mode] if k.stack == loops.stack.name)
+                for mode in MODES
+            }
             blocks = {mode: plans[mode][n].block for mode in MODES}
             args = loops.tracer.abstract_call(entered[n][1], entered[n][2], 1)
             stacks.append(self.stack(loops, blocks, by_mode, args))
         embed, head, embed_backward, head_working = self.ends(step)
         ends = [i for i, leaf in enumerate(layout.all_leaves) if not leaf.is_stacked]
         trained = [i for i in ends if not layout.all_leaves[i].frozen]
-        parts = [[i for i in ends if layout.all_leaves[i].path[0].key == name] for name in ("embed", "head")]
+        parts = [
+            [i for i in ends if layout.all_leaves[i].path[0].key == name]
+            for name in ("embed", "head")
+        ]
         of_head = [layout.all_leaves[i] for i in parts[1]]
-        has_own = any(len((leaf.decodes or leaf).shape) > 1 for leaf in of_head)  # else the head is the embedding
+        has_own = any(
+            len((leaf.decodes or leaf).shape) > 1 for leaf in of_head
+        )  # else the head is the embedding
         pairs = zip(step.loops, plans["remat"], strict=True)
         flops = forward_flops = 0.0
         for loops, plan in pairs:
@@ -202,7 +296,9 @@ class _LayeredTracer(_Tracer):
             end_elements=self.elements(layout, trained),
             largest_end=max(self.gathered_elements(layout, part) for part in parts),
             largest_leaf=self.largest_leaf(layout),
-            end_frozen_bytes=self.frozen_bytes(layout, [i for i in ends if layout.all_leaves[i].frozen]),
+            end_frozen_bytes=self.frozen_bytes(
+                layout, [i for i in ends if layout.all_leaves[i].frozen]
+            ),
             end_kept=max(0, whole - kept["remat"].num_bytes),
             head_working=head_working,
             embed=embed,
@@ -210,10 +306,15 @@ class _LayeredTracer(_Tracer):
             embed_backward=embed_backward,
             moment_bytes=self.moment_bytes(layout),
             update=self.update_seconds(self.moment_bytes(layout)),
-            batch_bytes=sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(self.batch)),
+            batch_bytes=sum(
+                math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
+                for a in jax.tree.leaves(self.batch)
+            ),
             rows=self.rows // self.grid.batch_shards,
             tokens=self.tokens,
-            flops=flops + 3.0 * self.head_flops - self.frozen_flops(layout, parts[1] if has_own else ends, self.head_flops),
+            flops=flops
+            + 3.0 * self.head_flops
+            - self.frozen_flops(layout, parts[1] if has_own else ends, self.head_flops),
             forward_flops=forward_flops,
             source=self.source,
         )
@@ -222,7 +323,9 @@ class _LayeredTracer(_Tracer):
         """Return the FLOPs of a block's forward, on all devices."""
         return sum(flops_of(i.eqn) for i in block.program.instructions)
 
-    def stack(self, loops: StackLoops, blocks: Mapping[str, Any], kept: Mapping[str, int], args: Any) -> StackWork:
+    def stack(
+        self, loops: StackLoops, blocks: Mapping[str, Any], kept: Mapping[str, int], args: Any
+    ) -> StackWork:
         """Return the work of one stack."""
         layout, leaves, num_layers = loops.plan.layout, loops.stack.leaves, loops.stack.num_layers
         forward, backward, working = self.block_seconds(loops, blocks, args)
@@ -246,25 +349,45 @@ class _LayeredTracer(_Tracer):
     def block_seconds(
         self, loops: StackLoops, blocks: Mapping[str, Any], args: Any
     ) -> tuple[float, dict[str, float], dict[str, int]]:
-        """Return the seconds of a block's forward, and of its derivative in each mode those and the bytes it has at once."""
+        """Return the seconds of a block's forward, and of its derivative in each mode those and the
+        bytes it has at once.
+        """
         if self.watch is not None:
             forward, derivatives = self.watch.block(loops, blocks, args)
-            seconds, working = ({mode: getattr(t, name) for mode, t in derivatives.items()} for name in ("seconds", "working"))
+            seconds, working = (
+                {mode: getattr(t, name) for mode, t in derivatives.items()}
+                for name in ("seconds", "working")
+            )
             return forward.seconds, seconds, working
         derivatives = {mode: derivative_jaxpr(block, *args) for mode, block in blocks.items()}
-        programs = {mode: flatten(closed.jaxpr, closed.consts) for mode, closed in derivatives.items()}
-        live = {mode: dataclasses.replace(p, instructions=p.live(p.outputs)) for mode, p in programs.items()}
-        working = {mode: peak_bytes(p, self.rows) // self.grid.batch_shards for mode, p in programs.items()}
-        return self.roofline(blocks["remat"].program), {mode: self.roofline(p) for mode, p in live.items()}, working
+        programs = {
+            mode: flatten(closed.jaxpr, closed.consts) for mode, closed in derivatives.items()
+        }
+        live = {
+            mode: dataclasses.replace(p, instructions=p.live(p.outputs))
+            for mode, p in programs.items()
+        }
+        working = {
+            mode: peak_bytes(p, self.rows) // self.grid.batch_shards for mode, p in programs.items()
+        }
+        return (
+            self.roofline(blocks["remat"].program),
+            {mode: self.roofline(p) for mode, p in live.items()},
+            working,
+        )
 
     def values(self, block: Any, forward: float) -> tuple[Value, ...]:
-        """Return what a block may keep, in the order of its program, with the seconds to make each again."""
+        """Return what a block may keep, in the order of its program, with the seconds to make each
+        again.
+        """
         program, total = block.program, self.roofline(block.program)
         scale = forward / total if total else 0.0
         number = {slot: n for n, slot in enumerate(block.residuals)}
         made = {out: i for i in program.instructions for out in i.outs}
         shards, found, names = self.grid.batch_shards * self.grid.tensor, list[Value](), set[str]()
-        for n, (slot, shape, label) in enumerate(zip(block.residuals, block.shapes, block.labels, strict=True)):
+        for n, (slot, shape, label) in enumerate(
+            zip(block.residuals, block.shapes, block.labels, strict=True)
+        ):
             seconds, operands, seen, left = 0.0, set[int](), set[int](), [slot]
             while left:
                 at = left.pop()
@@ -281,18 +404,29 @@ class _LayeredTracer(_Tracer):
             names.add(name)
             size = max(1, _num_bytes(shape) // shards)
             found.append(
-                Value(name=name, num_bytes=size, seconds=seconds, operands=tuple(sorted(k for k in operands if k < n)))
+                Value(
+                    name=name,
+                    num_bytes=size,
+                    seconds=seconds,
+                    operands=tuple(sorted(k for k in operands if k < n)),
+                )
             )
         return tuple(found)
 
-    # --- embedding and head ------------------------------------------------------------------------------------------------
+    # --- embedding and head -----------------------------------------------------------------------
 
     def ends(self, step: StreamedStep) -> tuple[float, float, float, int]:
-        """Return the seconds of embedding, head with its derivative, and the embedding's derivative; and the head's bytes."""
+        """Return the seconds of embedding, head with its derivative, and the embedding's
+        derivative; and the head's bytes.
+        """
         layout, state, ends = step.layout, step.layout.abstract_arrays, step.ends
         leaves = {name: tree for name, tree in layout.join(state).items() if name != "blocks"}
         key = jax.random.key(0) if self.model.stochastic else None
-        before = None if state.model_state is None else {k: v for k, v in state.model_state.items() if k != "blocks"}
+        before = (
+            None
+            if state.model_state is None
+            else {k: v for k, v in state.model_state.items() if k != "blocks"}
+        )
 
         def embed(leaves: Any, batch: Any) -> Any:
             return ends.embed_all(ends.load(leaves), batch, key, before)
@@ -342,7 +476,10 @@ class _PlainTracer(_Tracer):
         modes = ("everything", "save", "remat")
         parts = {mode: self.parts(stage=0, activations=mode) for mode in modes}
         layout, state = parts["save"].records.layout, parts["save"].records.layout.abstract_arrays
-        kept = {mode: kept_by_program(p.records, p.step, self.batch).num_bytes for mode, p in parts.items()}
+        kept = {
+            mode: kept_by_program(p.records, p.step, self.batch).num_bytes
+            for mode, p in parts.items()
+        }
         shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # noqa: E731
         key = jax.random.key(0) if self.model.stochastic else None
         params, model_state = layout.join(state), state.model_state
@@ -354,7 +491,9 @@ class _PlainTracer(_Tracer):
             def loss(params: Any, batch: Any, model_state: Any) -> Any:
                 return objective(params, batch, key, model_state)[0].value()
 
-            return loss, lambda params, batch, state: jax.value_and_grad(loss, allow_int=True)(params, batch, state)
+            return loss, lambda params, batch, state: jax.value_and_grad(loss, allow_int=True)(
+                params, batch, state
+            )
 
         abstract = jax.tree.map(shape, (params, self.batch, model_state))
         loss, derivative = of_mode("save")
@@ -362,7 +501,9 @@ class _PlainTracer(_Tracer):
         plain_derivative = of_mode("everything")[1]
         if self.watch is not None:
             args = (params, self.batch, model_state)
-            forward, whole, plain = (self.watch.call(f, *args).seconds for f in (loss, derivative, plain_derivative))
+            forward, whole, plain = (
+                self.watch.call(f, *args).seconds for f in (loss, derivative, plain_derivative)
+            )
         else:
             forward, whole = self.roofline(forward_program), self.roofline(both)
             plain = self.roofline(_program(plain_derivative, abstract))
@@ -375,12 +516,19 @@ class _PlainTracer(_Tracer):
         stack = StackWork(
             num_layers=1,
             elements=self.elements(layout, trained),
-            frozen_bytes=self.frozen_bytes(layout, range(len(layout.leaves), len(layout.all_leaves))),
+            frozen_bytes=self.frozen_bytes(
+                layout, range(len(layout.leaves), len(layout.all_leaves))
+            ),
             x_bytes=0,
             kept=kept,
             working=dict.fromkeys(MODES, max(0, working - kept["save"])),
             forward=forward,
-            backward={"everything": plain_backward, "save": backward, "selective": backward, "remat": backward + forward},
+            backward={
+                "everything": plain_backward,
+                "save": backward,
+                "selective": backward,
+                "remat": backward + forward,
+            },
         )
         moments = self.moment_bytes(layout)
         forward_flops = sum(flops_of(i.eqn) for i in forward_program.instructions)
@@ -397,10 +545,14 @@ class _PlainTracer(_Tracer):
             embed_backward=0.0,
             moment_bytes=moments,
             update=self.update_seconds(moments),
-            batch_bytes=sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(self.batch)),
+            batch_bytes=sum(
+                math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
+                for a in jax.tree.leaves(self.batch)
+            ),
             rows=self.rows // self.grid.batch_shards,
             tokens=self.tokens,
-            flops=3.0 * forward_flops - self.frozen_flops(layout, range(len(layout.all_leaves)), forward_flops),
+            flops=3.0 * forward_flops
+            - self.frozen_flops(layout, range(len(layout.all_leaves)), forward_flops),
             forward_flops=forward_flops,
             source=self.source,
         )
@@ -422,10 +574,12 @@ def _num_bytes(aval: Any) -> int:
 
 
 def peak_bytes(program: FlatJaxpr, rows: int) -> int:
-    """Return the most bytes that are alive at one equation, of activations that XLA keeps in memory, of all devices.
+    """Return the most bytes that are alive at one equation, of activations that XLA keeps in
+    memory, of all devices.
 
-    Those are the results of products, look-ups, reductions, loops and kernels whose dim 0 counts the batch or its tokens.
-    Elementwise results are fused into what reads them; what comes in is not counted, nor are gradients of weights.
+    Those are the results of products, look-ups, reductions, loops and kernels whose dim 0 counts
+    the batch or its tokens. Elementwise results are fused into what reads them; what comes in is
+    not counted, nor are gradients of weights.
 
     Args:
       program: of a derivative.
@@ -437,7 +591,9 @@ def peak_bytes(program: FlatJaxpr, rows: int) -> int:
     last.update({ref: len(program.instructions) for ref in program.outputs if isinstance(ref, int)})
     alive, peak, ends = 0, 0, dict[int, int]()
     for n, i in enumerate(program.instructions):
-        is_fused = not (i.has_jaxpr or flops_of(i.eqn) or i.eqn.primitive.name in REDUCTIONS | PRODUCTS)
+        is_fused = not (
+            i.has_jaxpr or flops_of(i.eqn) or i.eqn.primitive.name in REDUCTIONS | PRODUCTS
+        )
         for slot, v in zip(i.outs, i.eqn.outvars, strict=True):
             shape = getattr(v.aval, "shape", ())
             if is_fused or not shape or not rows or shape[0] % rows:

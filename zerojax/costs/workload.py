@@ -1,10 +1,11 @@
 """What a model is for a plan: parameters, bytes and seconds of a layer and of its ends, as numbers.
 
-Two sources make a `Workload`: a model, traced and where its devices are there timed (`zerojax.costs.traced`), and `Sizes`, from
-closed forms (`workload_of_sizes`). What is estimated of a config (`zerojax.costs.estimate`) is the same for both.
+Two sources make a `Workload`: a model, traced and where its devices are there timed
+(`zerojax.costs.traced`), and `Sizes`, from closed forms (`workload_of_sizes`). What is estimated of
+a config (`zerojax.costs.estimate`) is the same for both.
 
-All figures are of one device, whose rows of the batch are those of a step, of all microbatches. Elements are those of a device
-of a tensor group, before `fsdp` splits them.
+All figures are of one device, whose rows of the batch are those of a step, of all microbatches.
+Elements are those of a device of a tensor group, before `fsdp` splits them.
 """
 
 import dataclasses
@@ -17,9 +18,13 @@ from zerojax.costs.sizes import Sizes
 from zerojax.machines import Machine
 
 _CROSSING = 17.0
-"""Of s b h elements, those that cross the device's memory in a layer's forward: 34 s b h bytes in 16 bits."""
+"""Of s b h elements, those that cross the device's memory in a layer's forward: 34 s b h bytes in
+16 bits.
+"""
 CHECKPOINTED = "remat"
-"""The mode in which a layer in another tier runs: its input is stored there, and all else is computed again."""
+"""The mode in which a layer in another tier runs: its input is stored there, and all else is
+computed again.
+"""
 
 
 class Grid(NamedTuple):
@@ -73,7 +78,9 @@ class StackWork:
     sent: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def gathered(self, tiles: int) -> float:
-        """Return the elements that are gathered at once where the MLP runs in tiles: one of them, and what is beside it."""
+        """Return the elements that are gathered at once where the MLP runs in tiles: one of them,
+        and what is beside it.
+        """
         return self.elements - self.tiled + self.tiled / tiles
 
 
@@ -86,7 +93,8 @@ class Workload:
       is_layered: whether its layers are known, so that they can stream.
       stacks: of layers, in order; of a plain Model one of one layer, which is all of it.
       end_elements: parameters of embedding and head.
-      largest_end: elements of the larger of both, which is gathered at once; frozen ones count by their bytes.
+      largest_end: elements of the larger of both, which is gathered at once; frozen ones count by
+        their bytes.
       largest_leaf: elements of the largest leaf, of all layers where it is a stack.
       end_frozen_bytes: bytes of the ends' frozen parameters.
       end_kept: bytes that the ends keep besides.
@@ -100,8 +108,8 @@ class Workload:
       batch_bytes: bytes of a device's part of the batch.
       rows: rows of a device.
       tokens: of a step, on all devices; rows where tokens are not known.
-      flops: the model's FLOPs of a step, on all devices: three times those of forward, less those of the gradients
-        that frozen weights do not get; 0 where they are not known.
+      flops: the model's FLOPs of a step, on all devices: three times those of forward, less those
+        of the gradients that frozen weights do not get; 0 where they are not known.
       forward_flops: those of the layers' forward.
       source: where the seconds are from.
     """
@@ -142,9 +150,10 @@ class Workload:
 def workload_of_sizes(sizes: Sizes, machine: Machine, grid: Grid, precision: str) -> Workload:
     """Return a transformer's workload by closed forms.
 
-    A product of n tokens with W weights takes 2 n W FLOPs, attention 4 T h a token (`zerojax.formulas`); a derivative twice as
-    much. Beside them each value that Korthikanti et al. count of a layer (arXiv:2205.05198, table 2: 34 s b h bytes) crosses
-    the device's memory once forward and twice backward. Attention is one kernel, which keeps no scores.
+    A product of n tokens with W weights takes 2 n W FLOPs, attention 4 T h a token
+    (`zerojax.formulas`); a derivative twice as much. Beside them each value that Korthikanti et al.
+    count of a layer (arXiv:2205.05198, table 2: 34 s b h bytes) crosses the device's memory once
+    forward and twice backward. Attention is one kernel, which keeps no scores.
 
     Raises:
       ValueError: the batch does not divide, or the machine lacks a figure.
@@ -156,7 +165,9 @@ def workload_of_sizes(sizes: Sizes, machine: Machine, grid: Grid, precision: str
             f"use {fits}"
         )
     if sizes.heads % grid.tensor:
-        raise ValueError(f"heads {sizes.heads} do not divide by tensor={grid.tensor}: a device has whole heads")
+        raise ValueError(
+            f"heads {sizes.heads} do not divide by tensor={grid.tensor}: a device has whole heads"
+        )
     rate, memory = machine.needs(f"flops.{precision}", "memory_rate")
     itemsize = 4 if precision == "fp32" else 2
     rows, t = sizes.batch // grid.batch_shards, grid.tensor
@@ -169,10 +180,17 @@ def workload_of_sizes(sizes: Sizes, machine: Machine, grid: Grid, precision: str
     again = {"save": 0.0, "selective": tokens * attention / t / rate, "remat": forward}
     how = {"tensor": t, "fused_attention": True, "itemsize": itemsize}
     kept = {mode: int(sizes.layer_kept_bytes(rows, activations=mode, **how)) for mode in MODES}
-    again["everything"] = 2 * (kept["everything"] - kept["save"]) / memory  # what is kept besides is written, and read
+    again["everything"] = (
+        2 * (kept["everything"] - kept["save"]) / memory
+    )  # what is kept besides is written, and read
     working = {mode: int(_working_elements(sizes, mode) * tokens * itemsize / t) for mode in MODES}
     head_flops = 2.0 * tokens * sizes.head_weights / t
-    per_element = 2 * (4 if precision != "fp32" else 0) + 2 * 8 + itemsize + (itemsize if precision != "fp32" else 2 * itemsize)
+    per_element = (
+        2 * (4 if precision != "fp32" else 0)
+        + 2 * 8
+        + itemsize
+        + (itemsize if precision != "fp32" else 2 * itemsize)
+    )
     values = _values_of_sizes(sizes, rows, t, itemsize, rate, tokens)
     return Workload(
         name=f"{sizes.num_params:,} parameters, {sizes.layers} layers x {sizes.hidden}",
@@ -208,10 +226,11 @@ def workload_of_sizes(sizes: Sizes, machine: Machine, grid: Grid, precision: str
 
 
 def _working_elements(sizes: Sizes, mode: str) -> float:
-    """Return what a layer's backward has at once for a token besides what was kept: elements, as compiled for an H200.
+    """Return what a layer's backward has at once for a token besides what was kept: elements, as
+    compiled for an H200.
 
-    The MLP's activation and its cotangents, f + f (gated: f + f + 2 f); where those are few, three of the stream's width. What
-    is computed again is there too: queries, keys and values.
+    The MLP's activation and its cotangents, f + f (gated: f + f + 2 f); where those are few, three
+    of the stream's width. What is computed again is there too: queries, keys and values.
     """
     width = (4 if sizes.gated else 2) * sizes.mlp_width + (0 if sizes.gated else 3 * sizes.hidden)
     again = sizes.qkv_width + (2 * sizes.hidden if sizes.gated else 0)
@@ -219,18 +238,31 @@ def _working_elements(sizes: Sizes, mode: str) -> float:
 
 
 def _sent_over_tensor(sbh: int, t: int) -> dict[str, float]:
-    """Return the bytes that a device sends over `tensor` for a layer (`zerojax.memory.tensor`): all_reduces of s b h."""
+    """Return the bytes that a device sends over `tensor` for a layer (`zerojax.memory.tensor`):
+    all_reduces of s b h.
+    """
     reduces = {"everything": 4, "save": 4, "selective": 4, "remat": 6}
     return {mode: n * 2.0 * sbh * (t - 1) / t for mode, n in reduces.items()}
 
 
-def _values_of_sizes(sizes: Sizes, rows: int, t: int, itemsize: int, rate: float, tokens: int) -> tuple[Value, ...]:
-    """Return what a GPT's layer may keep: the results of its products, in order, under the names of examples/gpt.py."""
+def _values_of_sizes(
+    sizes: Sizes, rows: int, t: int, itemsize: int, rate: float, tokens: int
+) -> tuple[Value, ...]:
+    """Return what a GPT's layer may keep: the results of its products, in order, under the names of
+    examples/gpt.py.
+    """
     h, width, qkv = sizes.hidden, (2 if sizes.gated else 1) * sizes.mlp_width, sizes.qkv_width
 
-    def product(name: str, weights: int, elements: float, operands: tuple[int, ...], more: float = 0.0) -> Value:
+    def product(
+        name: str, weights: int, elements: float, operands: tuple[int, ...], more: float = 0.0
+    ) -> Value:
         seconds = tokens * (2.0 * weights / t + more / t) / rate
-        return Value(name=name, num_bytes=int(tokens * elements * itemsize), seconds=seconds, operands=operands)
+        return Value(
+            name=name,
+            num_bytes=int(tokens * elements * itemsize),
+            seconds=seconds,
+            operands=operands,
+        )
 
     return (
         product("qkv", h * qkv, qkv / t, ()),

@@ -1,4 +1,6 @@
-"""Examples for fine-tuning: files of conversations, prompts or texts as tokens, packed into rows, in batches."""
+"""Examples for fine-tuning: files of conversations, prompts or texts as tokens, packed into rows,
+in batches.
+"""
 
 from zerojax.data.batches import Batches as Batches
 from zerojax.data.batches import batches as batches

@@ -1,8 +1,9 @@
 """Batches of rows: shuffled without end for training, or each row once for evaluation.
 
-Training goes through grain, which shuffles the rows anew in each epoch and reads ahead. The epochs follow each other; of their
-rows step k takes those from k B to (k + 1) B - 1, and each process its own part of these. So a step has the same rows for any
-number of processes, and its number is all that a position holds.
+Training goes through grain, which shuffles the rows anew in each epoch and reads ahead. The epochs
+follow each other; of their rows step k takes those from k B to (k + 1) B - 1, and each process its
+own part of these. So a step has the same rows for any number of processes, and its number is all
+that a position holds.
 """
 
 from collections.abc import Iterator
@@ -35,11 +36,15 @@ class Batches:
                 f"{len(rows)} rows are too few for a batch of {batch_size}: take a smaller batch_size or a shorter seq"
             )
         self._identity = _identity(rows, batch_size, seed)
-        # Batches of the parts are dealt out in turn: the k-th of every process make up step k. An epoch ends within a batch.
+        # Batches of the parts are dealt out in turn: the k-th of every process make up step k. An
+        # epoch ends within a batch.
         order = grain.MapDataset.source(rows).seed(seed).shuffle().repeat()
         dealt = order.batch(local, drop_remainder=True)[part::num_parts]
-        # The rows are in memory: grain's own 500 batches ahead, in 16 threads, would take seconds of a core at the start.
-        self._read = iter(dealt.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)))
+        # The rows are in memory: grain's own 500 batches ahead, in 16 threads, would take seconds
+        # of a core at the start.
+        self._read = iter(
+            dealt.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=8))
+        )
         self._next = 0
 
     def __iter__(self) -> "Batches":
@@ -51,7 +56,9 @@ class Batches:
         return batch
 
     def go_to(self, step: int) -> None:
-        """Continue with the batch of a step, counted from 0, as after a restore by another number of processes."""
+        """Continue with the batch of a step, counted from 0, as after a restore by another number
+        of processes.
+        """
         self._read.set_state({"next_index": step})  # grain's name for it
         self._next = step
 
@@ -73,7 +80,14 @@ class Batches:
         self.go_to(state["next"])
 
 
-def batches(rows: Rows, batch_size: int, seed: int = 0, *, part: int | None = None, num_parts: int | None = None) -> Batches:
+def batches(
+    rows: Rows,
+    batch_size: int,
+    seed: int = 0,
+    *,
+    part: int | None = None,
+    num_parts: int | None = None,
+) -> Batches:
     """Return an endless iterator of shuffled batches, each epoch in another order.
 
     Args:
@@ -95,9 +109,15 @@ def batches(rows: Rows, batch_size: int, seed: int = 0, *, part: int | None = No
 
 
 def batches_once(
-    rows: Rows, batch_size: int, *, count: int | None = None, part: int | None = None, num_parts: int | None = None
+    rows: Rows,
+    batch_size: int,
+    *,
+    count: int | None = None,
+    part: int | None = None,
+    num_parts: int | None = None,
 ) -> Iterator[Batch]:
-    """Yield each row once, in order, for evaluation. The last batch is filled up with rows of padding, which count nothing.
+    """Yield each row once, in order, for evaluation. The last batch is filled up with rows of
+    padding, which count nothing.
 
     Args:
       rows: of `pack`.
@@ -116,7 +136,9 @@ def batches_once(
     return _batches_once(rows, batch_size, count, part, local)
 
 
-def _batches_once(rows: Rows, batch_size: int, count: int | None, part: int, local: int) -> Iterator[Batch]:
+def _batches_once(
+    rows: Rows, batch_size: int, count: int | None, part: int, local: int
+) -> Iterator[Batch]:
     total = len(rows) if count is None else min(len(rows), count * batch_size)
     # Rows of long examples come first, so the first rows alone would be others than the rest.
     chosen = np.arange(total) * len(rows) // total
@@ -128,7 +150,9 @@ def _batches_once(rows: Rows, batch_size: int, count: int | None, part: int, loc
 
 def _own_part(part: int | None, num_parts: int | None) -> tuple[int, int]:
     if (part is None) != (num_parts is None):
-        raise ValueError(f"part={part} and num_parts={num_parts}: give both, or neither for those of JAX's processes")
+        raise ValueError(
+            f"part={part} and num_parts={num_parts}: give both, or neither for those of JAX's processes"
+        )
     if part is None or num_parts is None:
         return jax.process_index(), jax.process_count()
     return whole_number("part", part, 0), whole_number("num_parts", num_parts, 1)
@@ -139,7 +163,9 @@ def _part_size(batch_size: int, part: int, num_parts: int) -> int:
     if part >= num_parts:
         raise ValueError(f"part={part} of num_parts={num_parts}: they are counted from 0")
     if batch_size % num_parts:
-        raise ValueError(f"a batch of {batch_size} rows does not divide by {num_parts} processes: take a multiple of these")
+        raise ValueError(
+            f"a batch of {batch_size} rows does not divide by {num_parts} processes: take a multiple of these"
+        )
     return batch_size // num_parts
 
 

@@ -1,18 +1,21 @@
-"""Which characters of a rendered conversation are its answers: what the assistant's turns add to it.
+"""Which characters of a rendered conversation are its answers: what the assistant's turns add to
+it.
 
-Templates with `{% generation %}` marks say it themselves, and transformers reads them. Of the others an answer is found between
-two prefixes of the whole text:
+Templates with `{% generation %}` marks say it themselves, and transformers reads them. Of the
+others an answer is found between two prefixes of the whole text:
 
     before = render(messages[:i], add_generation_prompt=True)      what the model is given when it answers
     after  = render(messages[:i + 1])
     answer = whole[len(before) : len(after)]                       with what ends the turn
 
-This is right only if both are prefixes of the whole. Some templates write a turn in another way when more follows: Qwen 3 takes
-the thinking out of all but the last. Then training on the whole would show the model a context that it never meets, so such a
-conversation is refused, or cut into one example for each answer, in the context that it is given in (`each_answer`).
+This is right only if both are prefixes of the whole. Some templates write a turn in another way
+  when more follows: Qwen 3 takes
+the thinking out of all but the last. Then training on the whole would show the model a context that
+it never meets, so such a conversation is refused, or cut into one example for each answer, in the
+context that it is given in (`each_answer`).
 
-A template is a program that came with the model. It is limited in processor time and in what it makes, and the form of contents
-that it wants is found in `zerojax.data.contents`.
+A template is a program that came with the model. It is limited in processor time and in what it
+makes, and the form of contents that it wants is found in `zerojax.data.contents`.
 """
 
 import dataclasses
@@ -24,7 +27,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zerojax.data.contents import ContentForms, ContextError, EndlessError, TemplateError, Tools
-from zerojax.data.conversations import BESIDE_CONTENT, Conversation, Messages, check_contents, joined, shortened, text_of
+from zerojax.data.conversations import (
+    BESIDE_CONTENT,
+    Conversation,
+    Messages,
+    check_contents,
+    joined,
+    shortened,
+    text_of,
+)
 from zerojax.data.cpu_limit import CpuLimit, OverrunError
 
 RENDER_SECONDS = 5.0
@@ -101,7 +112,9 @@ class Template:
             if name in taken:
                 raise ValueError(f"template_options: {name!r} is no name that a template can read")
             if not any(re.search(rf"\b{name}\b", source) for source in sources):
-                raise ValueError(f"template_options: the chat template reads no {name!r}: is it spelled otherwise there?")
+                raise ValueError(
+                    f"template_options: the chat template reads no {name!r}: is it spelled otherwise there?"
+                )
 
     def source(self, tools: Tools) -> str:
         """Return the template for a conversation with these tools, or without any.
@@ -123,20 +136,28 @@ class Template:
         """
         source = self.source(tools)
         call = functools.partial(
-            self._tokenizer.apply_chat_template, list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt,
+            self._tokenizer.apply_chat_template,
+            list(messages),
+            tools=tools,
+            tokenize=False,
+            add_generation_prompt=prompt,
             **self._options,
-        )  # fmt: skip
+        )
         from zerojax.data.sandbox import bounded  # imports transformers
 
         try:
             with bounded():
                 text = self._limit.run(call)
         except OverrunError as error:
-            raise EndlessError(f"the chat template does not end: {error}; is there a loop over a large range in it?") from error
+            raise EndlessError(
+                f"the chat template does not end: {error}; is there a loop over a large range in it?"
+            ) from error
         except Exception as error:  # of jinja2, of the template itself, or of Python
             line = getattr(error, "lineno", None)
             where = f", line {line}" if isinstance(line, int) else ""
-            raise TemplateError(f"the chat template{where}: {error or type(error).__name__}") from error
+            raise TemplateError(
+                f"the chat template{where}: {error or type(error).__name__}"
+            ) from error
         if len(text) > LEAST_BOUND and len(text) > GROWTH * len(f"{source}{messages}{tools}"):
             raise EndlessError(
                 f"the chat template writes {len(text):,} characters for this conversation, more than {GROWTH} times what it is "
@@ -148,13 +169,18 @@ class Template:
         """Return a conversation as tokens, by a template with marks."""
         text = self.render(messages, tools)  # which limits it
         out = self._tokenizer.apply_chat_template(
-            list(messages), tools=tools, return_dict=True, return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False}, **self._options,
-        )  # fmt: skip
+            list(messages),
+            tools=tools,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False},
+            **self._options,
+        )
         return Marked(text, out["input_ids"], out["assistant_masks"], out["offset_mapping"])
 
     def fitted(self, conversation: Conversation) -> Messages:
-        """Return messages in the form that the template wants: arguments as objects or texts, contents as parts or texts.
+        """Return messages in the form that the template wants: arguments as objects or texts,
+        contents as parts or texts.
 
         Raises:
           ValueError: the template does not read what an answer consists of.
@@ -164,8 +190,12 @@ class Template:
         for i, message in enumerate(conversation.messages):
             for key in BESIDE_CONTENT:
                 if message.get(key) and key not in source:
-                    raise ValueError(f"message {i} has {key!r}, which the chat template does not read: it would be lost")
-            if isinstance(message.get("content"), Mapping) and not re.search(r"\bis\s+mapping\b", source):
+                    raise ValueError(
+                        f"message {i} has {key!r}, which the chat template does not read: it would be lost"
+                    )
+            if isinstance(message.get("content"), Mapping) and not re.search(
+                r"\bis\s+mapping\b", source
+            ):
                 raise ValueError(
                     f"message {i}: content is an object, which the chat template does not read: write it as a text"
                 )
@@ -175,7 +205,11 @@ class Template:
         messages, lost = self._forms.fit(messages, tools, source)
         for i in conversation.answers:
             message = messages[i]
-            if message["role"] in lost and not message.get("tool_calls") and text_of(message).strip():
+            if (
+                message["role"] in lost
+                and not message.get("tool_calls")
+                and text_of(message).strip()
+            ):
                 raise lost_answer(i)
         return messages
 
@@ -184,7 +218,9 @@ class Template:
         return self._forms.fit(messages, tools, self.source(tools))[0]
 
     def _takes_objects(self, conversation: Conversation) -> bool:
-        """Return whether the template writes arguments that are objects as JSON, and not as Python would, or not at all."""
+        """Return whether the template writes arguments that are objects as JSON, and not as Python
+        would, or not at all.
+        """
         tools = conversation.tools
         objects, texts = joined(conversation.messages), joined(conversation.texts)
         try:
@@ -209,7 +245,8 @@ class Template:
         """Return a conversation and those of its messages that are answers, between prefixes.
 
         Raises:
-          ContextError: the template writes the start of this conversation in another way than the whole.
+          ContextError: the template writes the start of this conversation in another way than the
+            whole.
           ValueError: it begins with an answer.
         """
         whole = self.render(messages, tools)
@@ -218,27 +255,40 @@ class Template:
             before = self._prompt_end(messages[:i], tools, whole)
             after = self._end(messages, i + 1, tools, whole)
             if before > after:
-                raise ContextError(f"the chat template writes less with message {i}, an answer, than with a prompt for it")
+                raise ContextError(
+                    f"the chat template writes less with message {i}, an answer, than with a prompt for it"
+                )
             found.append((before, after))
         return Rendered(whole, tuple(found))
 
-    def spans(self, messages: Messages, tools: Tools, answers: Sequence[int], whole: str) -> list[tuple[int, int]]:
-        """Return [start, end) of messages in a rendered conversation, with their headers, for a template with marks.
+    def spans(
+        self, messages: Messages, tools: Tools, answers: Sequence[int], whole: str
+    ) -> list[tuple[int, int]]:
+        """Return [start, end) of messages in a rendered conversation, with their headers, for a
+        template with marks.
 
         Raises:
-          ContextError: the template writes the start of this conversation in another way than the whole.
+          ContextError: the template writes the start of this conversation in another way than the
+            whole.
         """
-        return [(self._end(messages, i, tools, whole), self._end(messages, i + 1, tools, whole)) for i in answers]
+        return [
+            (self._end(messages, i, tools, whole), self._end(messages, i + 1, tools, whole))
+            for i in answers
+        ]
 
     def _prompt_end(self, context: Messages, tools: Tools, whole: str) -> int:
-        """Return the character of a rendered conversation at which the answer to its first messages begins."""
+        """Return the character of a rendered conversation at which the answer to its first messages
+        begins.
+        """
         if not context:
             raise ValueError(
                 "the conversation begins with an answer, and a chat template without {% generation %} marks does not tell "
                 "where that begins: let a message of the user or the system come first"
             )
         before = self.render(context, tools, prompt=True)
-        _check_prefix(before, whole, f"messages 0 to {len(context) - 1} and the prompt for an answer")
+        _check_prefix(
+            before, whole, f"messages 0 to {len(context) - 1} and the prompt for an answer"
+        )
         return len(before)
 
     def _end(self, messages: Messages, count: int, tools: Tools, whole: str) -> int:
@@ -261,12 +311,14 @@ def prompt_tokens(
 
     Args:
       tokenizer: of transformers, with a chat template.
-      messages: of which the last one is to be answered, with contents that are texts or lists of parts that are text.
+      messages: of which the last one is to be answered, with contents that are texts or lists of
+        parts that are text.
       tools: given to the template.
       template_options: given to the template by name; the same as for `tokenize`.
 
     Raises:
-      ValueError: messages of another form; or the tokenizer has no chat template, or the template fails, or does not end.
+      ValueError: messages of another form; or the tokenizer has no chat template, or the template
+        fails, or does not end.
     """
     options = checked_options(template_options)
     check_contents(messages)
@@ -291,7 +343,9 @@ def checked_options(options: object) -> Mapping[str, object]:
         )
     for name in options:
         if not isinstance(name, str) or not name.isidentifier() or name in _TAKEN:
-            raise ValueError(f"template_options: {shortened(name)} is no name that a template can read")
+            raise ValueError(
+                f"template_options: {shortened(name)} is no name that a template can read"
+            )
     return options
 
 
@@ -301,10 +355,16 @@ def _has_marks(source: str) -> bool:
     import jinja2
 
     try:
-        tokens = [(kind, text) for _, kind, text in jinja2.Environment().lex(source) if kind != "whitespace"]
+        tokens = [
+            (kind, text)
+            for _, kind, text in jinja2.Environment().lex(source)
+            if kind != "whitespace"
+        ]
     except jinja2.TemplateSyntaxError:  # which rendering reports
         return False
-    return any(a[0] == "block_begin" and b == ("name", "generation") for a, b in itertools.pairwise(tokens))
+    return any(
+        a[0] == "block_begin" and b == ("name", "generation") for a, b in itertools.pairwise(tokens)
+    )
 
 
 def lost_answer(i: int) -> ValueError:
@@ -320,7 +380,10 @@ def _check_prefix(part: str, whole: str, what: str) -> None:
     """Raise ContextError unless a text begins with another."""
     if whole.startswith(part):
         return
-    at = next((i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), min(len(part), len(whole)))
+    at = next(
+        (i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b),
+        min(len(part), len(whole)),
+    )
     raise ContextError(
         f"the chat template writes {what} in another way when more follows: from character {at} {part[at : at + 40]!r}, and in "
         f"the whole {whole[at : at + 40]!r}. So an answer is not given in the context of the whole"

@@ -1,8 +1,10 @@
 """The form of `content` that a chat template writes: a text, or a list of parts.
 
-A template that loops over parts writes nothing for a text, and raises no error: the loop runs over characters, which have no
-`text`. The form is therefore found by trial. Every text of a conversation is replaced by a word that occurs nowhere else, and
-the form of each role is the one in which the template writes that word. One trial serves all later conversations.
+A template that loops over parts writes nothing for a text, and raises no error: the loop runs over
+  characters, which have no
+`text`. The form is therefore found by trial. Every text of a conversation is replaced by a word
+that occurs nowhere else, and the form of each role is the one in which the template writes that
+word. One trial serves all later conversations.
 """
 
 import itertools
@@ -10,7 +12,15 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from zerojax.data.conversations import ASSISTANT, Message, Messages, has_parts, joined, merged, text_of
+from zerojax.data.conversations import (
+    ASSISTANT,
+    Message,
+    Messages,
+    has_parts,
+    joined,
+    merged,
+    text_of,
+)
 
 Tools = Sequence[Mapping[str, Any]] | None
 Form = Literal["text", "parts", "lost"]
@@ -40,8 +50,11 @@ class ContentForms:
         self._render = render
         self._known: dict[tuple[str, str], Form] = {}
 
-    def fit(self, messages: Messages, tools: Tools, source: str) -> tuple[Messages, Collection[str]]:
-        """Return messages in the form that a template writes, and the roles whose texts it writes in no form.
+    def fit(
+        self, messages: Messages, tools: Tools, source: str
+    ) -> tuple[Messages, Collection[str]]:
+        """Return messages in the form that a template writes, and the roles whose texts it writes
+        in no form.
 
         Args:
           messages: with contents that are texts, parts or objects.
@@ -80,13 +93,17 @@ class ContentForms:
         return single if as_text is None else texts
 
     def _forms(self, messages: Messages, tools: Tools, source: str) -> dict[str, Form]:
-        """Return the form of each role; roles without a text, or about which the trial says nothing, are left out."""
+        """Return the form of each role; roles without a text, or about which the trial says
+        nothing, are left out.
+        """
         tried = [i for i, message in enumerate(messages) if _shows_form(message)]
         roles = {messages[i]["role"] for i in tried}
         unknown = sorted(role for role in roles if (source, role) not in self._known)
         if not unknown:
             return {role: self._known[source, role] for role in roles}
-        known: dict[str, Form] = {role: self._known[source, role] for role in roles.difference(unknown)}
+        known: dict[str, Form] = {
+            role: self._known[source, role] for role in roles.difference(unknown)
+        }
         found: dict[str, Form] = known | self._try(messages, tried, tools, unknown, known)
         for role, form in found.items():
             if form != "lost" or role != ASSISTANT:  # an answer may be lost at its place alone
@@ -94,12 +111,21 @@ class ContentForms:
         return found
 
     def _try(
-        self, messages: Messages, tried: Sequence[int], tools: Tools, unknown: Sequence[str], known: Mapping[str, Form]
+        self,
+        messages: Messages,
+        tried: Sequence[int],
+        tools: Tools,
+        unknown: Sequence[str],
+        known: Mapping[str, Form],
     ) -> dict[str, Form]:
-        """Return the forms of unknown roles: with the fewest in parts, of all ways in which most of them are written."""
+        """Return the forms of unknown roles: with the fewest in parts, of all ways in which most of
+        them are written.
+        """
         before = {role for role, form in known.items() if form == "parts"}
         words = {i: f"zqprobe{i}zq" for i in tried}
-        trial = [{**m, "content": words[i]} if i in words else m for i, m in enumerate(joined(messages))]
+        trial = [
+            {**m, "content": words[i]} if i in words else m for i, m in enumerate(joined(messages))
+        ]
         best: dict[str, Form] = {}
         most = -1
         for chosen in _choices(unknown):
@@ -109,7 +135,9 @@ class ContentForms:
                 raise
             except TemplateError:
                 continue
-            written = {messages[i]["role"] for i, word in words.items() if _writes(text, word)} & set(unknown)
+            written = {
+                messages[i]["role"] for i, word in words.items() if _writes(text, word)
+            } & set(unknown)
             if len(written) > most:
                 most = len(written)
                 best = {role: _form(role in chosen, role in written) for role in unknown}
@@ -138,8 +166,13 @@ def _choices(roles: Sequence[str]) -> Iterator[set[str]]:
 
 
 def _writes(text: str, word: str) -> bool:
-    """Return whether a word is in a rendered text, and not only as a part that is printed as an object."""
-    return re.search(word, re.sub(_PRINTED + word, "", text, flags=re.IGNORECASE), re.IGNORECASE) is not None
+    """Return whether a word is in a rendered text, and not only as a part that is printed as an
+    object.
+    """
+    return (
+        re.search(word, re.sub(_PRINTED + word, "", text, flags=re.IGNORECASE), re.IGNORECASE)
+        is not None
+    )
 
 
 def _in_parts(messages: Messages, roles: Collection[str]) -> Messages:
@@ -160,6 +193,8 @@ def _keeps_parts(messages: Messages, text: str) -> bool:
     """Return whether every text of messages with parts is in a rendered text."""
     for message in messages:
         content = message.get("content")
-        if isinstance(content, list | tuple) and not all(part["text"].strip() in text for part in content):
+        if isinstance(content, list | tuple) and not all(
+            part["text"].strip() in text for part in content
+        ):
             return False
     return True

@@ -5,9 +5,11 @@ r"""A conversation in the form of OpenAI's API, as the chat templates of transfo
     "content": [{"type": "text", "text": "a"}, ..]            the parts, or a text where a template wants that
     "weight": 0, of an assistant's message                    nothing: that answer does not count
 
-Everything that a template is given is JSON: text that can be encoded, finite numbers, objects nested to a limited depth. Which
-of two forms a template wants is found in `zerojax.data.chat` and `zerojax.data.contents`. A call without arguments, with null,
-or with an empty text calls a function without parameters: its arguments are `{}`.
+Everything that a template is given is JSON: text that can be encoded, finite numbers, objects
+  nested to a limited depth. Which
+of two forms a template wants is found in `zerojax.data.chat` and `zerojax.data.contents`. A call
+without arguments, with null, or with an empty text calls a function without parameters: its
+arguments are `{}`.
 """
 
 import dataclasses
@@ -62,19 +64,27 @@ def read_conversation(messages: Any, first: int, tools: Any) -> Conversation:
     for i, message in enumerate(messages):
         check_json(message, f"message {i}")
         weights.append(_weight(message, f"message {i}"))
-        kept = {key: value for key, value in message.items() if key != "weight" and value is not None}
+        kept = {
+            key: value for key, value in message.items() if key != "weight" and value is not None
+        }
         _check_content(kept, f"message {i}")
-        if "content" not in kept and not (kept["role"] == ASSISTANT and any(kept.get(key) for key in BESIDE_CONTENT)):
+        if "content" not in kept and not (
+            kept["role"] == ASSISTANT and any(kept.get(key) for key in BESIDE_CONTENT)
+        ):
             raise ValueError(
                 f"message {i} has no content: a text is needed, or a list of parts that are text; only a message of "
                 f'{ASSISTANT!r} that calls a tool may leave it out. An empty text is written as ""'
             )
         as_objects.append(_with_arguments(kept, f"message {i}", _parsed))
         as_texts.append(_with_arguments(kept, f"message {i}", _dumped))
-    answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT and i >= first]
+    answers = [
+        i for i, message in enumerate(messages) if message["role"] == ASSISTANT and i >= first
+    ]
     if not answers:
         since = f" from message {first} on" if first else ""
-        raise ValueError(f"no token counts in the loss: no message{since} has the role {ASSISTANT!r}")
+        raise ValueError(
+            f"no token counts in the loss: no message{since} has the role {ASSISTANT!r}"
+        )
     counted = tuple(i for i in answers if weights[i])
     if not counted:
         raise ValueError("no token counts in the loss: every answer has the weight 0")
@@ -96,22 +106,33 @@ def check_contents(messages: Any) -> None:
 def _check_messages(messages: Any) -> None:
     """Check that messages are objects with roles."""
     if not _is_list_of_objects(messages):
-        raise ValueError(f"messages must be a list of objects with 'role' and 'content', got {shortened(messages)}")
+        raise ValueError(
+            f"messages must be a list of objects with 'role' and 'content', got {shortened(messages)}"
+        )
     for i, message in enumerate(messages):
         if not isinstance(message.get("role"), str):
-            raise ValueError(f"message {i} has the keys {sorted(map(str, message))}, and 'role' and 'content' are needed")
+            raise ValueError(
+                f"message {i} has the keys {sorted(map(str, message))}, and 'role' and 'content' are needed"
+            )
 
 
 def _is_list_of_objects(value: Any) -> bool:
     """Return whether a value is a list with an object at least, and nothing else."""
-    return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(element, Mapping) for element in value)
+    return (
+        isinstance(value, list | tuple)
+        and len(value) > 0
+        and all(isinstance(element, Mapping) for element in value)
+    )
 
 
 def shortened(value: Any) -> str:
     """Return a value for an error, which can be printed and is short."""
     try:
         text = repr(value)
-    except (RecursionError, ValueError):  # nested deeply, or a number of more digits than Python writes
+    except (
+        RecursionError,
+        ValueError,
+    ):  # nested deeply, or a number of more digits than Python writes
         text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else text[:80] + "…"
 
@@ -134,7 +155,9 @@ def check_json(value: Any, place: str, depth: int = 0) -> None:
         for i, inner in enumerate(value):
             check_json(inner, f"{place}[{i}]", depth + 1)
     elif isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{place} is {value}, which is no number of JSON: leave it out, or write null")
+        raise ValueError(
+            f"{place} is {value}, which is no number of JSON: leave it out, or write null"
+        )
     elif value is not None and not isinstance(value, bool | int | float):
         raise ValueError(
             f"{place} is a {type(value).__name__}, and JSON holds texts, numbers, true, false, null, lists, objects"
@@ -161,14 +184,21 @@ def has_parts(messages: Messages) -> bool:
 
 
 def joined(messages: Messages) -> Messages:
-    """Return messages with contents that are texts: parts are joined by line ends, as servers of open models join them."""
-    return [{**message, "content": text_of(message)} if has_parts([message]) else message for message in messages]
+    """Return messages with contents that are texts: parts are joined by line ends, as servers of
+    open models join them.
+    """
+    return [
+        {**message, "content": text_of(message)} if has_parts([message]) else message
+        for message in messages
+    ]
 
 
 def merged(messages: Messages) -> Messages:
     """Return messages with one part in the place of several."""
     return [
-        {**message, "content": [{"type": "text", "text": text_of(message)}]} if has_parts([message]) else message
+        {**message, "content": [{"type": "text", "text": text_of(message)}]}
+        if has_parts([message])
+        else message
         for message in messages
     ]
 
@@ -192,7 +222,9 @@ def _weight(message: Message, place: str) -> bool:
     if weight is None:
         return True
     if isinstance(weight, bool) or weight not in (0, 1):
-        raise ValueError(f"{place}: weight={shortened(weight)}: 0 and 1 are allowed, which leave an answer out or count it")
+        raise ValueError(
+            f"{place}: weight={shortened(weight)}: 0 and 1 are allowed, which leave an answer out or count it"
+        )
     if weight and message["role"] != ASSISTANT:
         raise ValueError(
             f"{place}: weight=1 for the role {shortened(message['role'])}: only messages of {ASSISTANT!r} can count in the loss"
@@ -202,12 +234,18 @@ def _weight(message: Message, place: str) -> bool:
 
 def _check_content(message: Message, place: str) -> None:
     content = message.get("content", "")
-    if isinstance(content, str | Mapping):  # objects, as results of tools: some templates write these
+    if isinstance(
+        content, str | Mapping
+    ):  # objects, as results of tools: some templates write these
         return
     if not isinstance(content, list | tuple):
-        raise ValueError(f"{place}: content must be text, or a list of parts that are text, got {type(content).__name__}")
+        raise ValueError(
+            f"{place}: content must be text, or a list of parts that are text, got {type(content).__name__}"
+        )
     if not content:
-        raise ValueError(f"{place}: content is an empty list: a text is needed, or a list of parts that are text")
+        raise ValueError(
+            f"{place}: content is an empty list: a text is needed, or a list of parts that are text"
+        )
     for j, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
@@ -233,12 +271,16 @@ def _with_arguments(message: Message, place: str, convert: Callable[[Any, str], 
         elif function is None:
             found.append(_converted(call, there, convert))
         else:
-            raise ValueError(f"{there}: function must be an object with 'name' and 'arguments', got {shortened(function)}")
+            raise ValueError(
+                f"{there}: function must be an object with 'name' and 'arguments', got {shortened(function)}"
+            )
     return {**message, "tool_calls": found}
 
 
 def _converted(function: Message, place: str, convert: Callable[[Any, str], Any]) -> Message:
-    """Return a call with its arguments in one form: none, null and an empty text are an object without keys."""
+    """Return a call with its arguments in one form: none, null and an empty text are an object
+    without keys.
+    """
     arguments = function.get("arguments")
     return {**function, "arguments": convert({} if arguments is None else arguments, place)}
 
@@ -248,17 +290,23 @@ def _parsed(arguments: Any, place: str) -> Any:
     if isinstance(arguments, Mapping):
         return arguments
     if not isinstance(arguments, str):
-        raise ValueError(f"{place}: arguments must be an object, or its JSON text, got {shortened(arguments)}")
+        raise ValueError(
+            f"{place}: arguments must be an object, or its JSON text, got {shortened(arguments)}"
+        )
     if not arguments.strip():  # the function has no parameters
         return {}
     try:
         found = parse_json(arguments)
     except ValueError as error:
-        raise ValueError(f"{place}: arguments are {shortened(arguments)}, which is no JSON text: {error}") from error
+        raise ValueError(
+            f"{place}: arguments are {shortened(arguments)}, which is no JSON text: {error}"
+        ) from error
     if found is None:
         return {}
     if not isinstance(found, dict):
-        raise ValueError(f"{place}: arguments must be the JSON text of an object, got {shortened(arguments)}")
+        raise ValueError(
+            f"{place}: arguments must be the JSON text of an object, got {shortened(arguments)}"
+        )
     check_json(found, f"{place}: arguments")
     return found
 
@@ -276,7 +324,9 @@ def _tools(tools: Any) -> Sequence[Mapping[str, Any]] | None:
         try:
             tools = parse_json(tools)
         except ValueError as error:
-            raise ValueError(f"tools are {shortened(tools)}, which is no JSON text: {error}") from error
+            raise ValueError(
+                f"tools are {shortened(tools)}, which is no JSON text: {error}"
+            ) from error
     if tools is None:
         return None
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):

@@ -1,10 +1,12 @@
 """A limit on the processor time of one call, for programs that come with the data: chat templates.
 
-jinja2's sandbox bounds each `range`, but not a loop within a loop, and nothing in Python ends a loop from the outside. So a
-thread watches: once the calling thread has computed for longer than the limit, it raises an exception there. The clock is the
-calling thread's own, so a process that was suspended, or a machine that is busy, costs nothing.
+jinja2's sandbox bounds each `range`, but not a loop within a loop, and nothing in Python ends a
+loop from the outside. So a thread watches: once the calling thread has computed for longer than the
+limit, it raises an exception there. The clock is the calling thread's own, so a process that was
+suspended, or a machine that is busy, costs nothing.
 
-The exception arrives between two bytecodes. A single call into C returns first; `zerojax.data.sandbox` bounds what it makes.
+The exception arrives between two bytecodes. A single call into C returns first;
+`zerojax.data.sandbox` bounds what it makes.
 """
 
 import ctypes
@@ -22,11 +24,14 @@ class OverrunError(Exception):
 
 
 class _Interrupt(BaseException):
-    """What ends the call; jinja2 rewrites every `Exception` that passes through it, and leaves this one alone."""
+    """What ends the call; jinja2 rewrites every `Exception` that passes through it, and leaves this
+    one alone.
+    """
 
 
 class CpuLimit:
-    """Runs calls, one at a time, each for a limited time. Use it as a context manager, which ends its thread.
+    """Runs calls, one at a time, each for a limited time. Use it as a context manager, which ends
+    its thread.
 
     Attributes:
       seconds: processor time that a call may take.
@@ -36,14 +41,21 @@ class CpuLimit:
         self.seconds = seconds
         self._lock = threading.Lock()
         self._ends = threading.Event()
-        self._watched: tuple[int, int, float] | None = None  # thread, its clock, and the time at which the call is ended
+        self._watched: tuple[int, int, float] | None = (
+            None  # thread, its clock, and the time at which the call is ended
+        )
         self._interrupted = False
         self._thread = threading.Thread(target=self._watch, name="zerojax-cpu-limit", daemon=True)
 
     def __enter__(self) -> "CpuLimit":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self._ends.set()
 
     def run(self, call: Callable[[], Result]) -> Result:
@@ -73,7 +85,9 @@ class CpuLimit:
             raise OverrunError(f"it computed for more than {self.seconds:g} s") from None
 
     def _release(self) -> None:
-        """Stop watching a call that ended by itself; an exception that was raised just then arrives here at the latest."""
+        """Stop watching a call that ended by itself; an exception that was raised just then arrives
+        here at the latest.
+        """
         with self._lock:
             self._watched = None
         while self._interrupted:
@@ -87,4 +101,6 @@ class CpuLimit:
                 thread, clock, end = self._watched
                 if time.clock_gettime(clock) > end:
                     self._interrupted = True
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Interrupt))
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                        ctypes.c_ulong(thread), ctypes.py_object(_Interrupt)
+                    )

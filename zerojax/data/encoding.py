@@ -4,7 +4,8 @@
     prompt, completion      the completion counts; two texts, or two lists of messages
     text                    all count
 
-A text is tokenized as a whole. A token counts where it lies, even in part, in what counts: transformers has the same rule for
+A text is tokenized as a whole. A token counts where it lies, even in part, in what counts:
+  transformers has the same rule for
 `{% generation %}` marks.
 """
 
@@ -33,7 +34,11 @@ from zerojax.data.notices import Notices
 from zerojax.data.special_tokens import SpecialTokens, Tokenized
 
 Form = Literal["messages", "prompt", "text"]
-KEYS: dict[str, tuple[str, ...]] = {"messages": ("messages",), "prompt": ("prompt", "completion"), "text": ("text",)}
+KEYS: dict[str, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "prompt": ("prompt", "completion"),
+    "text": ("text",),
+}
 """The keys of each form of record."""
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _ASKING = ("system", "developer", "user")
@@ -84,7 +89,8 @@ class Encoder:
         """Check the tokenizer; arguments are those of `zerojax.data.tokenize`.
 
         Raises:
-          ValueError: an unknown form, or a tokenizer without a vocabulary or that does not tell which characters a token is of.
+          ValueError: an unknown form, or a tokenizer without a vocabulary or that does not tell
+            which characters a token is of.
         """
         if form is not None and form not in KEYS:
             raise ValueError(f"form={form!r} is unknown: choose from {', '.join(KEYS)}")
@@ -94,7 +100,9 @@ class Encoder:
                 "library is needed (is_fast)"
             )
         if not tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=False):
-            raise ValueError("the tokenizer's vocabulary is empty, so it makes no tokens of a text: is tokenizer.json whole?")
+            raise ValueError(
+                "the tokenizer's vocabulary is empty, so it makes no tokens of a text: is tokenizer.json whole?"
+            )
         self._tokenizer, self._form, self._each_answer = tokenizer, form, each_answer
         self._add_eos, self._options, self._limit = add_eos, template_options, limit
         self._special = SpecialTokens(tokenizer)
@@ -120,10 +128,16 @@ class Encoder:
         if form == "messages":
             yield from self._conversation(values[0], 0, record.get("tools"))
         elif form == "prompt" and all(isinstance(value, list | tuple) for value in values):
-            yield from self._conversation([*values[0], *values[1]], len(values[0]), record.get("tools"))
-        elif wrong := [key for key, value in zip(KEYS[form], values, strict=True) if not isinstance(value, str)]:
+            yield from self._conversation(
+                [*values[0], *values[1]], len(values[0]), record.get("tools")
+            )
+        elif wrong := [
+            key for key, value in zip(KEYS[form], values, strict=True) if not isinstance(value, str)
+        ]:
             kind = "text" if form == "text" else "text, or both lists of messages"
-            raise ValueError(f"{', '.join(map(repr, wrong))} must be {kind}, got {type(record[wrong[0]]).__name__}")
+            raise ValueError(
+                f"{', '.join(map(repr, wrong))} must be {kind}, got {type(record[wrong[0]]).__name__}"
+            )
         else:
             for key, value in zip(KEYS[form], values, strict=True):
                 check_text(value, repr(key))
@@ -137,19 +151,25 @@ class Encoder:
         if not found:
             needed = " or ".join(" and ".join(map(repr, KEYS[form])) for form in forms)
             raise ValueError(f"the keys are {sorted(record)}: {needed} is needed")
-        raise ValueError(f"the keys are {sorted(record)}, which fit {' and '.join(found)}: choose one by form=")
+        raise ValueError(
+            f"the keys are {sorted(record)}, which fit {' and '.join(found)}: choose one by form="
+        )
 
     # --- texts
 
     def _of_text(self, text: str, length: int) -> Encoded:
-        """Return a text whose last `length` characters count, with what the tokenizer begins and ends a text with."""
+        """Return a text whose last `length` characters count, with what the tokenizer begins and
+        ends a text with.
+        """
         found = self._special.tokenized(text, add_special_tokens=True)
         counted = found.in_span(len(text) - length, len(text))
         if not self._add_eos:
             return Encoded(found.tokens, counted)
         eos = self._tokenizer.eos_token_id
         if eos is None:
-            raise ValueError("the tokenizer has no eos_token to end a text with: set one, or take add_eos=False")
+            raise ValueError(
+                "the tokenizer has no eos_token to end a text with: set one, or take add_eos=False"
+            )
         last = found.last_visible(len(found.tokens))
         if last >= 0 and self._ends_text(int(found.tokens[last])):
             counted[last] = True  # also where the tokenizer added it
@@ -158,7 +178,9 @@ class Encoder:
 
     def _ends_text(self, token: int) -> bool:
         """Return whether a token ends a text: the tokenizer's, or what ends a turn in its template."""
-        return token == self._tokenizer.eos_token_id or (token in self._special.ids and token == self._turn_end)
+        return token == self._tokenizer.eos_token_id or (
+            token in self._special.ids and token == self._turn_end
+        )
 
     # --- conversations
 
@@ -166,13 +188,26 @@ class Encoder:
         conversation = read_conversation(messages, first, tools)
         fitted = self._template.fitted(conversation)
         if not self._each_answer:
-            yield _checked(self._of_messages(conversation, fitted, conversation.answers, all_answers=_all(conversation, first)))
+            yield _checked(
+                self._of_messages(
+                    conversation,
+                    fitted,
+                    conversation.answers,
+                    all_answers=_all(conversation, first),
+                )
+            )
             return
         for i in conversation.answers:
-            yield _checked(self._of_messages(conversation, fitted[: i + 1], (i,), all_answers=False))
+            yield _checked(
+                self._of_messages(conversation, fitted[: i + 1], (i,), all_answers=False)
+            )
 
     def _of_messages(
-        self, conversation: Conversation, messages: Messages, answers: Sequence[int], all_answers: bool
+        self,
+        conversation: Conversation,
+        messages: Messages,
+        answers: Sequence[int],
+        all_answers: bool,
     ) -> Encoded:
         """Return messages as tokens, of which some answers count, or all."""
         if self._template.has_marks(conversation.tools):
@@ -182,7 +217,9 @@ class Encoder:
         self._note_what_is_lost(conversation, messages, text)
         return example
 
-    def _by_prefixes(self, conversation: Conversation, messages: Messages, answers: Sequence[int]) -> tuple[Encoded, str]:
+    def _by_prefixes(
+        self, conversation: Conversation, messages: Messages, answers: Sequence[int]
+    ) -> tuple[Encoded, str]:
         tools = conversation.tools
         try:
             rendered = self._template.rendered(messages, tools, answers)
@@ -205,7 +242,11 @@ class Encoder:
         return Encoded(found.tokens, counted), rendered.text
 
     def _by_marks(
-        self, conversation: Conversation, messages: Messages, answers: Sequence[int], all_answers: bool
+        self,
+        conversation: Conversation,
+        messages: Messages,
+        answers: Sequence[int],
+        all_answers: bool,
     ) -> tuple[Encoded, str]:
         marked = self._template.marked(messages, conversation.tools)
         starts, ends = np.asarray(marked.offsets, np.int64).reshape(-1, 2).T
@@ -218,7 +259,9 @@ class Encoder:
                 raise ValueError(f"{error}: {self._advice_with_marks(conversation)}") from error
             counted &= np.logical_or.reduce([found.in_span(*span) for span in spans])
         for i in answers:
-            self._check_text(i, messages[i], marked.text)  # the marks may leave out an earlier answer
+            self._check_text(
+                i, messages[i], marked.text
+            )  # the marks may leave out an earlier answer
         if not counted.any():
             raise ValueError(_NO_MARKED_TOKEN)
         stop = int(np.flatnonzero(counted)[-1]) + 1
@@ -228,7 +271,8 @@ class Encoder:
         return Encoded(found.tokens, counted), marked.text
 
     def _check_text(self, i: int, message: Message, answer: str) -> None:
-        """Check that the text of a message is in the answer that counts; beside a call of a tool, warn if it is not.
+        """Check that the text of a message is in the answer that counts; beside a call of a tool,
+        warn if it is not.
 
         Raises:
           ValueError: it is not.
@@ -237,10 +281,14 @@ class Encoder:
             return
         if not message.get("tool_calls"):
             raise lost_answer(i)
-        self.notices.add(f"the chat template does not write the text of message {i}, which calls a tool")
+        self.notices.add(
+            f"the chat template does not write the text of message {i}, which calls a tool"
+        )
 
     def _advice(self, messages: Messages, tools: Tools, answers: Sequence[int]) -> str:
-        """Return what to do where a template without marks writes an answer's context in another way."""
+        """Return what to do where a template without marks writes an answer's context in another
+        way.
+        """
         if not self._each_answer:
             try:
                 for i in answers:
@@ -263,9 +311,15 @@ class Encoder:
         """Note what a record holds and its template does not write."""
         source = self._template.source(conversation.tools)
         for i, message in enumerate(messages):
-            if message["role"] in _ASKING and not all(piece.strip() in text for piece in texts_of(message)):
-                self.notices.add(f"the chat template does not write message {i}, of the role {shortened(message['role'])}")
-            if any(message.get(key) for key in _THOUGHTS) and not any(key in source for key in _THOUGHTS):
+            if message["role"] in _ASKING and not all(
+                piece.strip() in text for piece in texts_of(message)
+            ):
+                self.notices.add(
+                    f"the chat template does not write message {i}, of the role {shortened(message['role'])}"
+                )
+            if any(message.get(key) for key in _THOUGHTS) and not any(
+                key in source for key in _THOUGHTS
+            ):
                 self.notices.add(
                     f"the chat template writes no thoughts ({', '.join(_THOUGHTS)}): those of the answers are lost"
                 )
@@ -274,7 +328,9 @@ class Encoder:
 
 
 def _keeps(answer: str, text: str) -> bool:
-    """Return whether any word of a text is in an answer, from which the template may take some, such as thoughts."""
+    """Return whether any word of a text is in an answer, from which the template may take some,
+    such as thoughts.
+    """
     text, answer = text.strip().casefold(), answer.casefold()
     return text in answer or not _words(text).isdisjoint(_words(answer))
 

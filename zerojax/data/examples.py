@@ -33,7 +33,8 @@ class Examples:
       tokens: i32[N].
       counted: bool[N], the tokens that count in the loss.
       starts: i64[E + 1], where each example begins, and N.
-      numbers: i64[E], the record that each example was made of: its line, or its index in a folder of `datasets`.
+      numbers: i64[E], the record that each example was made of: its line, or its index in a folder
+        of `datasets`.
     """
 
     source: Source
@@ -55,24 +56,32 @@ class Examples:
         return self.source.place(int(self.numbers[i]))
 
     def hold_out(self, one_in: int) -> tuple["Examples", "Examples"]:
-        """Return (those to train on, those held out): of every `one_in` records the last one is held out.
+        """Return (those to train on, those held out): of every `one_in` records the last one is
+        held out.
 
-        What is made of one record stays together. Records that are added to the end of a file change nothing for the others.
+        What is made of one record stays together. Records that are added to the end of a file
+        change nothing for the others.
 
         Raises:
           ValueError: fewer than 2, or either part would be empty.
         """
         one_in = whole_number("one_in", one_in, 2, ", else all is held out")
-        record = np.unique(self.numbers, return_inverse=True)[1]  # from 0; numbers are lines, of which some may be empty
+        record = np.unique(self.numbers, return_inverse=True)[
+            1
+        ]  # from 0; numbers are lines, of which some may be empty
         held_out = record % one_in == one_in - 1
         if held_out.all() or not held_out.any():
-            raise ValueError(f"of {len(self)} examples one in {one_in} cannot be held out: give more, or take a smaller one_in")
+            raise ValueError(
+                f"of {len(self)} examples one in {one_in} cannot be held out: give more, or take a smaller one_in"
+            )
         return self._those(~held_out), self._those(held_out)
 
     def _those(self, chosen: np.ndarray) -> "Examples":
         of_token = np.repeat(chosen, self.lengths)
         starts = np.concatenate([[0], np.cumsum(self.lengths[chosen])])
-        return Examples(self.source, self.tokens[of_token], self.counted[of_token], starts, self.numbers[chosen])
+        return Examples(
+            self.source, self.tokens[of_token], self.counted[of_token], starts, self.numbers[chosen]
+        )
 
 
 def tokenize(
@@ -87,29 +96,38 @@ def tokenize(
 ) -> Examples:
     """Read and tokenize a file of examples.
 
-    A record holds `messages`, a conversation in the form of OpenAI and transformers; or `prompt` and `completion`, two texts or
-    two lists of messages; or `text`. `tools` beside messages are given to the template.
+    A record holds `messages`, a conversation in the form of OpenAI and transformers; or `prompt`
+    and `completion`, two texts or two lists of messages; or `text`. `tools` beside messages are
+    given to the template.
 
     Args:
       path: of a JSONL file, or a folder that `datasets` saved (`save_to_disk`).
       tokenizer: of transformers, such as `load_tokenizer(folder)` returns.
       split: which data set of a folder with several, such as "train".
       form: "messages", "prompt" or "text", where records have the keys of several forms.
-      each_answer: make an example of each answer of a conversation, with what comes before it as the context; for templates
-        that write an earlier turn in another way than the last one, such as Qwen 3's, which forgets its thinking.
-      add_eos: end texts and completions with the tokenizer's `eos_token`. Chat templates end turns by themselves.
+      each_answer: make an example of each answer of a conversation, with what comes before it as
+        the context; for templates that write an earlier turn in another way than the last one, such
+        as Qwen 3's, which forgets its thinking.
+      add_eos: end texts and completions with the tokenizer's `eos_token`. Chat templates end turns
+        by themselves.
       template_options: given to the chat template by name, such as `{"enable_thinking": False}`.
 
     Returns:
       The examples, in the order of the file.
 
     Raises:
-      ValueError: a record that cannot be read, in which no token counts, or for which the chat template does not tell which do;
-        with file and line, or the number of the example. Or no records.
+      ValueError: a record that cannot be read, in which no token counts, or for which the chat
+        template does not tell which do; with file and line, or the number of the example. Or no
+        records.
     """
     where = source(path, split)
     options = checked_options(template_options)
-    tokens, counted, starts, numbers = array.array("i"), bytearray(), array.array("q", [0]), array.array("q")
+    tokens, counted, starts, numbers = (
+        array.array("i"),
+        bytearray(),
+        array.array("q", [0]),
+        array.array("q"),
+    )
     with working("tokenize", where.count()) as advance, CpuLimit(RENDER_SECONDS) as limit:
         encoder = Encoder(tokenizer, form, add_eos, each_answer, options, limit)
         for number, record in where.records():
@@ -134,5 +152,11 @@ def tokenize(
         np.frombuffer(numbers, np.int64),
     )
     in_loss = int(examples.counted.sum())
-    logger.info("%s: %d examples, %d tokens, of which %d count in the loss", where.path, len(examples), len(tokens), in_loss)
+    logger.info(
+        "%s: %d examples, %d tokens, of which %d count in the loss",
+        where.path,
+        len(examples),
+        len(tokens),
+        in_loss,
+    )
     return examples

@@ -1,7 +1,8 @@
 """Records of a folder that `datasets` saved, as lines of JSON would hold them.
 
-`datasets` stores objects in two ways. A column of `datasets.Json` keeps each as it was. Any other column has fixed keys: a key
-that another record has is null here, so such a null is left out. A null that the source did have is left out with it.
+`datasets` stores objects in two ways. A column of `datasets.Json` keeps each as it was. Any other
+column has fixed keys: a key that another record has is null here, so such a null is left out. A
+null that the source did have is left out with it.
 """
 
 import logging
@@ -12,7 +13,9 @@ from typing import Any
 
 logger = logging.getLogger("zerojax.data")
 FREE_FORM = ("arguments", "parameters", "properties")
-"""Keys under which each record has keys of its own: arguments of tool calls, and what tools say of them."""
+"""Keys under which each record has keys of its own: arguments of tool calls, and what tools say of
+them.
+"""
 
 
 class Folder:
@@ -27,7 +30,9 @@ class Folder:
         try:
             import datasets
         except ImportError as error:
-            raise ImportError("reading a folder of `datasets` needs it: pip install 'zerojax[hf]'") from error
+            raise ImportError(
+                "reading a folder of `datasets` needs it: pip install 'zerojax[hf]'"
+            ) from error
         loaded: Any
         try:
             loaded = datasets.load_from_disk(os.fspath(path))
@@ -37,11 +42,15 @@ class Folder:
             ) from error
         if isinstance(loaded, datasets.DatasetDict):
             if split not in loaded:
-                raise ValueError(f"{path} holds the splits {sorted(loaded)}: choose one by split=, got {split!r}")
+                raise ValueError(
+                    f"{path} holds the splits {sorted(loaded)}: choose one by split=, got {split!r}"
+                )
             loaded = loaded[split]
         elif split is not None:
             raise ValueError(f"{path} holds one data set, and no splits: leave out split={split!r}")
-        self._rows = loaded.with_format(None)  # a format that was saved, such as torch's, makes arrays of lists
+        self._rows = loaded.with_format(
+            None
+        )  # a format that was saved, such as torch's, makes arrays of lists
         self._features: Mapping[str, Any] = loaded.features
         self._path = path
 
@@ -49,14 +58,19 @@ class Folder:
         return len(self._rows)
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        fixed = [place for name in ("messages", "prompt", "completion", "tools") for place in self._fixed(name)]
+        fixed = [
+            place
+            for name in ("messages", "prompt", "completion", "tools")
+            for place in self._fixed(name)
+        ]
         if fixed:
             logger.warning(
                 "%s: `datasets` gave all records the same keys in %s, in one order: keys that are null are left out, and a "
                 "whole number beside fractions is a fraction. Columns of datasets.Json keep what a line of JSON says: "
                 'Dataset.from_list(records, on_mixed_types="use_json")',
-                self._path, ", ".join(fixed),
-            )  # fmt: skip
+                self._path,
+                ", ".join(fixed),
+            )
         for row in self._rows:
             yield _without_nulls(row, self._features)
 
@@ -70,18 +84,28 @@ def _without_nulls(value: Any, feature: Any) -> Any:
     if value is None:
         return None
     if isinstance(feature, Mapping):
-        return {name: _without_nulls(value[name], inner) for name, inner in feature.items() if value[name] is not None}
+        return {
+            name: _without_nulls(value[name], inner)
+            for name, inner in feature.items()
+            if value[name] is not None
+        }
     inner = _element(feature)
     return value if inner is None else [_without_nulls(element, inner) for element in value]
 
 
 def _fixed_keys(feature: Any, place: str) -> list[str]:
-    """Return the places below which keys are free in JSON and fixed here, such as messages.tool_calls.function.arguments."""
+    """Return the places below which keys are free in JSON and fixed here, such as
+    messages.tool_calls.function.arguments.
+    """
     if isinstance(feature, Mapping):
         found = []
         for name, inner in feature.items():
             there = f"{place}.{name}"
-            found += [there] if name in FREE_FORM and isinstance(inner, Mapping) else _fixed_keys(inner, there)
+            found += (
+                [there]
+                if name in FREE_FORM and isinstance(inner, Mapping)
+                else _fixed_keys(inner, there)
+            )
         return found
     inner = _element(feature)
     return [] if inner is None else _fixed_keys(inner, place)

@@ -1,4 +1,6 @@
-"""What a run over many records warns about: each fault once, with the number of records and the first one's place."""
+"""What a run over many records warns about: each fault once, with the number of records and the
+first one's place.
+"""
 
 import dataclasses
 import logging

@@ -1,9 +1,11 @@
 """Examples packed into rows of equal length.
 
-Best fit, the longest first (best-fit decreasing; Ding et al., arXiv:2404.10830): an example goes into that row where it leaves
-the least room, or into a new one. No example is cut so that rows are full, and on real lengths the rows are nearly full.
+Best fit, the longest first (best-fit decreasing; Ding et al., arXiv:2404.10830): an example goes
+into that row where it leaves the least room, or into a new one. No example is cut so that rows are
+full, and on real lengths the rows are nearly full.
 
-An example of n tokens takes n - 1 positions: each holds a token and its successor, which is the target where it counts.
+An example of n tokens takes n - 1 positions: each holds a token and its successor, which is the
+target where it counts.
 
     tokens       a0 a1 a2 b0 b1  0          of a0 .. a3 and b0 .. b2
     targets      -1 a2 a3 b1 b2 -1          a1 does not count
@@ -34,7 +36,8 @@ def best_fit(lengths: Sequence[int] | np.ndarray, seq: int) -> tuple[np.ndarray,
       seq: length of a row.
 
     Returns:
-      (order i64[E], starts i64[R + 1]): row r holds order[starts[r] : starts[r + 1]]. Of equal lengths the first comes first.
+      (order i64[E], starts i64[R + 1]): row r holds order[starts[r] : starts[r + 1]]. Of equal
+      lengths the first comes first.
     """
     lengths = np.asarray(lengths, np.int64)
     rows: list[list[int]] = []
@@ -86,18 +89,27 @@ class Counts:
 class Rows:
     """Rows of packed examples, made when they are asked for.
 
-    `rows[r]` is a dict of i32[seq]: `tokens`, `targets` (-1 is not counted), `segment_ids` (1, 2, ..; 0 is padding) and
-    `positions` (from 0 in each segment).
+    `rows[r]` is a dict of i32[seq]: `tokens`, `targets` (-1 is not counted), `segment_ids` (1, 2,
+    ..; 0 is padding) and `positions` (from 0 in each segment).
 
     Attributes:
       seq: positions of a row.
       examples: what is packed.
-      order: i64[E], `starts` i64[R + 1]: the examples of row r are order[starts[r] : starts[r + 1]].
+      order: i64[E], `starts` i64[R + 1]: the examples of row r are order[starts[r] : starts[r +
+        1]].
       counts: what became of the examples.
     """
 
-    def __init__(self, examples: Examples, seq: int, order: np.ndarray, starts: np.ndarray, counts: Counts) -> None:
-        self.examples, self.seq, self.order, self.starts, self.counts = examples, seq, order, starts, counts
+    def __init__(
+        self, examples: Examples, seq: int, order: np.ndarray, starts: np.ndarray, counts: Counts
+    ) -> None:
+        self.examples, self.seq, self.order, self.starts, self.counts = (
+            examples,
+            seq,
+            order,
+            starts,
+            counts,
+        )
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -134,14 +146,18 @@ def pack(examples: Examples, seq: int, *, too_long: TooLong = "refuse") -> Rows:
     Args:
       examples: of `tokenize`.
       seq: positions of a row. An example of n tokens takes n - 1.
-      too_long: what becomes of examples of more than seq + 1 tokens: "refuse" raises an error, "truncate" keeps their first
-        seq + 1 tokens, "drop" leaves them out. `rows.counts` tells how many there were.
+      too_long: what becomes of examples of more than seq + 1 tokens: "refuse" raises an error,
+        "truncate" keeps their first seq + 1 tokens, "drop" leaves them out. `rows.counts` tells how
+        many there were.
 
     Raises:
-      ValueError: an example is too long, or no token of it counts once it is truncated; with its place. Or nothing is left.
+      ValueError: an example is too long, or no token of it counts once it is truncated; with its
+        place. Or nothing is left.
     """
     if too_long not in get_args(TooLong):
-        raise ValueError(f"too_long={too_long!r} is unknown: choose from {', '.join(get_args(TooLong))}")
+        raise ValueError(
+            f"too_long={too_long!r} is unknown: choose from {', '.join(get_args(TooLong))}"
+        )
     seq = whole_number("seq", seq, 1)
     lengths = examples.lengths
     is_long = lengths > seq + 1
@@ -155,7 +171,9 @@ def pack(examples: Examples, seq: int, *, too_long: TooLong = "refuse") -> Rows:
         )
     kept = np.flatnonzero(~is_long) if too_long == "drop" else np.arange(len(examples))
     if not len(kept):
-        raise ValueError(f"all {len(examples)} examples have more than seq + 1 = {seq + 1} tokens: take a longer seq")
+        raise ValueError(
+            f"all {len(examples)} examples have more than seq + 1 = {seq + 1} tokens: take a longer seq"
+        )
     pieces = np.minimum(lengths[kept], seq + 1)
     counted = _counted(examples, kept, pieces)
     if (empty := np.flatnonzero(counted == 0)).size:
@@ -175,7 +193,12 @@ def pack(examples: Examples, seq: int, *, too_long: TooLong = "refuse") -> Rows:
         cut_tokens=int((lengths[kept] - pieces).sum()),
         dropped=len(examples) - len(kept),
     )
-    logger.info("packed into rows of %d: %s, %.1f%% full", seq, counts, 100 * counts.positions / (counts.rows * seq))
+    logger.info(
+        "packed into rows of %d: %s, %.1f%% full",
+        seq,
+        counts,
+        100 * counts.positions / (counts.rows * seq),
+    )
     return Rows(examples, seq, kept[order], starts, counts)
 
 
@@ -183,6 +206,8 @@ def _counted(examples: Examples, kept: np.ndarray, pieces: np.ndarray) -> np.nda
     """Return how many targets of each example count, of its first `pieces` tokens."""
     begins = examples.starts[kept]
     edges = np.stack([begins + 1, begins + pieces], -1).ravel()  # the first token is no target
-    if edges[-1] == len(examples.counted):  # of sums that begin at an edge, the last one goes to the end
+    if edges[-1] == len(
+        examples.counted
+    ):  # of sums that begin at an edge, the last one goes to the end
         edges = edges[:-1]
     return np.add.reduceat(examples.counted, edges, dtype=np.int64)[::2]

@@ -1,6 +1,7 @@
 """Records of a JSONL file or of a folder that `datasets` saved, one at a time.
 
-A record has a number, which errors name: of a file the line, counted from 1; of a folder the index of the example, from 0.
+A record has a number, which errors name: of a file the line, counted from 1; of a folder the index
+  of the example, from 0.
 """
 
 import dataclasses
@@ -63,7 +64,9 @@ class Source:
         with self.path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), 1):
                 if len(line) > LONGEST_LINE:
-                    raise ValueError(f"{self.place(number)}: a line of more than {LONGEST_LINE:,} bytes")
+                    raise ValueError(
+                        f"{self.place(number)}: a line of more than {LONGEST_LINE:,} bytes"
+                    )
                 if line.strip():
                     yield number, self._record(number, line)
 
@@ -72,11 +75,15 @@ class Source:
             # A byte order mark may begin the file, as Windows writes it.
             record = parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except UnicodeDecodeError as error:
-            raise ValueError(f"{self.place(number)}: not a line of JSON, which is in UTF-8: {error}") from error
+            raise ValueError(
+                f"{self.place(number)}: not a line of JSON, which is in UTF-8: {error}"
+            ) from error
         except ValueError as error:
             raise ValueError(f"{self.place(number)}: not a line of JSON: {error}") from error
         if not isinstance(record, dict):
-            raise ValueError(f"{self.place(number)}: a JSON object is needed, got {type(record).__name__}")
+            raise ValueError(
+                f"{self.place(number)}: a JSON object is needed, got {type(record).__name__}"
+            )
         return record
 
 
@@ -91,7 +98,9 @@ def source(path: str | os.PathLike[str], split: str | None = None) -> Source:
         raise ValueError(f"path={path!r}: the path of a JSONL file or of a folder is needed")
     found = pathlib.Path(given)
     if not found.exists():
-        raise ValueError(f"{found}: no such file or folder; a JSONL file is needed, or a folder that `datasets` saved")
+        raise ValueError(
+            f"{found}: no such file or folder; a JSONL file is needed, or a folder that `datasets` saved"
+        )
     if not found.is_dir() and not found.is_file():
         raise ValueError(
             f"{found} is a pipe or a device, which cannot be read twice: write the records to a file, and give that"

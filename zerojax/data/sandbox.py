@@ -2,9 +2,10 @@
 
     "x" * 10**10      s + s, in a loop      "%9999999999d" % 1      s.ljust(10**10)      2 ** 10**9
 
-Each is one call into C, which no limit of time interrupts. jinja2's sandbox lets an environment take over arithmetic and calls;
-transformers makes its environment from a class that it imports by name. While a template is compiled here, that name means the
-class below. Constants are bounded as well, since jinja2 does not fold an operation that an environment takes over.
+Each is one call into C, which no limit of time interrupts. jinja2's sandbox lets an environment
+take over arithmetic and calls; transformers makes its environment from a class that it imports by
+name. While a template is compiled here, that name means the class below. Constants are bounded as
+well, since jinja2 does not fold an operation that an environment takes over.
 """
 
 import contextlib
@@ -68,7 +69,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """
         if operator == "%" and isinstance(left, str):
             _check_widths(left, right if isinstance(right, tuple) else (right,))
-        elif operator == "+" and all(isinstance(value, str | list | tuple) for value in (left, right)):
+        elif operator == "+" and all(
+            isinstance(value, str | list | tuple) for value in (left, right)
+        ):
             _check_size("+", len(left) + len(right))
         elif operator == "*":
             _check_product(left, right)
@@ -108,14 +111,18 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
             separator = str(given[1]) if len(given) > 1 else str(options.get("d", ""))
             _check_call(name, separator, given[:1], {})
         else:
-            _check_call(name, str(given[0]) if name in ("format", "replace") else "", given[1:], options)
+            _check_call(
+                name, str(given[0]) if name in ("format", "replace") else "", given[1:], options
+            )
         return function(*args, **options)
 
     return bounded_filter
 
 
 def _check_call(name: str, text: str, args: Sequence[Any], options: Mapping[str, Any]) -> None:
-    """Raise TooLargeError for a method of a text, or a filter of the same name, that would make a huge value."""
+    """Raise TooLargeError for a method of a text, or a filter of the same name, that would make a
+    huge value.
+    """
     values = (*args, *options.values())
     if name in _PADDING:
         _check_size(name, max((value for value in values if isinstance(value, int)), default=0))
@@ -142,18 +149,32 @@ def _check_product(left: Any, right: Any) -> None:
 
 
 def _check_widths(text: str, values: Sequence[Any]) -> None:
-    """Raise TooLargeError for a format with a huge width or precision, be it in the format or among the values."""
-    widths = [width for kind in (_PERCENT, _BRACES) for found in kind.findall(text) for width in found if width]
-    if any(not width.isdigit() for width in widths):  # a star, or braces: the width is one of the values
+    """Raise TooLargeError for a format with a huge width or precision, be it in the format or among
+    the values.
+    """
+    widths = [
+        width
+        for kind in (_PERCENT, _BRACES)
+        for found in kind.findall(text)
+        for width in found
+        if width
+    ]
+    if any(
+        not width.isdigit() for width in widths
+    ):  # a star, or braces: the width is one of the values
         widths += [str(value) for value in values if isinstance(value, int) and value > 0]
     for width in widths:
         if width.isdigit() and (len(width) > 20 or int(width) > MOST):
-            raise TooLargeError(f"a format has a width of {width[:20]}: at most {MOST:,} is allowed")
+            raise TooLargeError(
+                f"a format has a width of {width[:20]}: at most {MOST:,} is allowed"
+            )
 
 
 def _check_size(name: str, size: int) -> None:
     if size > MOST:
-        raise TooLargeError(f"{name!r} would make {size:,} characters or items: at most {MOST:,} are allowed")
+        raise TooLargeError(
+            f"{name!r} would make {size:,} characters or items: at most {MOST:,} are allowed"
+        )
 
 
 def _check_bits(bits: int) -> None:

@@ -1,7 +1,8 @@
 """Special tokens at the edges of texts and answers.
 
-A text may come from the tokenizer's own template, and then has the tokens that begin and end a sequence. They are not added
-again. An answer should end with a special token that counts: otherwise the model does not learn to stop.
+A text may come from the tokenizer's own template, and then has the tokens that begin and end a
+sequence. They are not added again. An answer should end with a special token that counts: otherwise
+the model does not learn to stop.
 """
 
 import dataclasses
@@ -59,18 +60,28 @@ class SpecialTokens:
         self.ids = {*tokenizer.all_special_ids, *(token for token, kind in added if kind.special)}
 
     def tokenized(self, text: str, add_special_tokens: bool) -> Tokenized:
-        """Return a text as tokens, with those that the tokenizer adds unless the text has them already."""
+        """Return a text as tokens, with those that the tokenizer adds unless the text has them
+        already.
+        """
         out = self._tokenizer(
-            text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, return_special_tokens_mask=True,
+            text,
+            add_special_tokens=add_special_tokens,
+            return_offsets_mapping=True,
+            return_special_tokens_mask=True,
             verbose=False,
-        )  # fmt: skip
+        )
         starts, ends = np.asarray(out["offset_mapping"], np.int64).reshape(-1, 2).T
         found = Tokenized(text, np.asarray(out["input_ids"], np.int32), starts, ends)
-        kept = _added_once(found, np.asarray(out["special_tokens_mask"], bool)) if add_special_tokens else slice(None)
+        kept = (
+            _added_once(found, np.asarray(out["special_tokens_mask"], bool))
+            if add_special_tokens
+            else slice(None)
+        )
         return Tokenized(text, found.tokens[kept], starts[kept], ends[kept])
 
     def stop_after(self, tokenized: Tokenized, first: int, stop: int) -> int | None:
-        """Return where the tokens of an answer stop, with the special token that ends it; None if none does.
+        """Return where the tokens of an answer stop, with the special token that ends it; None if
+        none does.
 
         Args:
           tokenized: a conversation.
@@ -87,7 +98,10 @@ class SpecialTokens:
 
     def turn_end(self, template: Template) -> int | None:
         """Return the special token that ends an answer in a chat template; None if none does."""
-        messages = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": _PROBE}]
+        messages = [
+            {"role": "user", "content": "A question."},
+            {"role": "assistant", "content": _PROBE},
+        ]
         try:
             text = template.render(template.with_contents(messages, None), None)
         except ValueError:
@@ -100,7 +114,9 @@ class SpecialTokens:
 
 
 def _added_once(tokenized: Tokenized, is_added: np.ndarray) -> slice:
-    """Return the tokens to keep: without those at the edges that the tokenizer added to a text that has them by itself."""
+    """Return the tokens to keep: without those at the edges that the tokenizer added to a text that
+    has them by itself.
+    """
     inner = np.flatnonzero(~is_added)
     tokens, count = tokenized.tokens, len(is_added)
     if not inner.size:

@@ -1,7 +1,8 @@
 """The tokenizer of a folder, whose files are checked before transformers reads them.
 
-transformers runs no code of the folder (`trust_remote_code=False`, so it does not ask, either) and downloads nothing. The
-tokenizers library walks over all ids up to the largest one, so an id of a damaged file could take hours.
+transformers runs no code of the folder (`trust_remote_code=False`, so it does not ask, either) and
+downloads nothing. The tokenizers library walks over all ids up to the largest one, so an id of a
+damaged file could take hours.
 """
 
 import json
@@ -17,11 +18,15 @@ MOST_TOKENS = 2**24
 """Ids are below it; the largest vocabularies have 2**18 tokens."""
 
 
-def load_tokenizer(folder: str | os.PathLike[str], *, chat_template: str | os.PathLike[str] | None = None) -> Any:
-    """Return the tokenizer of a folder, as `AutoTokenizer` of transformers loads it, from its files alone.
+def load_tokenizer(
+    folder: str | os.PathLike[str], *, chat_template: str | os.PathLike[str] | None = None
+) -> Any:
+    """Return the tokenizer of a folder, as `AutoTokenizer` of transformers loads it, from its files
+    alone.
 
     Args:
-      folder: holds tokenizer.json, as `save_pretrained` of transformers writes it; `~` is the user's home.
+      folder: holds tokenizer.json, as `save_pretrained` of transformers writes it; `~` is the
+        user's home.
       chat_template: file of a Jinja template, used in place of the folder's; None: the folder's.
 
     Raises:
@@ -31,20 +36,32 @@ def load_tokenizer(folder: str | os.PathLike[str], *, chat_template: str | os.Pa
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise ImportError("a tokenizer of transformers needs it: pip install 'zerojax[hf]'") from error
+        raise ImportError(
+            "a tokenizer of transformers needs it: pip install 'zerojax[hf]'"
+        ) from error
     _check(path)
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # each damaged file fails in its own way, in tokenizers with an Exception
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
+    except (
+        Exception
+    ) as error:  # each damaged file fails in its own way, in tokenizers with an Exception
         hint = ""
         if "trust_remote_code" in str(error):
-            hint = "it needs code of its own, which is not run: take a folder with a tokenizer.json. "
+            hint = (
+                "it needs code of its own, which is not run: take a folder with a tokenizer.json. "
+            )
         elif not (path / "tokenizer.json").exists():
             hint = "it holds no tokenizer.json. "
-        raise ValueError(f"{path}: its tokenizer cannot be read: {hint}{type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{path}: its tokenizer cannot be read: {hint}{type(error).__name__}: {error}"
+        ) from error
     longest = tokenizer.model_max_length
     if isinstance(longest, bool) or not isinstance(longest, int | float):
-        raise ValueError(f"{path / 'tokenizer_config.json'}: model_max_length is {longest!a}: a number is needed, or null")
+        raise ValueError(
+            f"{path / 'tokenizer_config.json'}: model_max_length is {longest!a}: a number is needed, or null"
+        )
     if chat_template is not None:
         tokenizer.chat_template = read_template(chat_template)
     return tokenizer
@@ -92,7 +109,9 @@ def _folder(folder: object) -> pathlib.Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise ValueError(f"folder={str(folder)!r} is no folder: give the one that holds tokenizer.json")
+        raise ValueError(
+            f"folder={str(folder)!r} is no folder: give the one that holds tokenizer.json"
+        )
     name = str(folder)
     repo = name if re.fullmatch(r"[\w.-]+/[\w.-]+", name) else "OWNER/NAME"
     raise ValueError(
@@ -129,7 +148,9 @@ def _check_ids(path: pathlib.Path, ids: Iterable[tuple[object, object]]) -> None
             )
         other = seen.setdefault(number, token)
         if other != token:
-            raise ValueError(f"{path}: the tokens {other!a} and {token!a} have the same id, {number}: the file is damaged")
+            raise ValueError(
+                f"{path}: the tokens {other!a} and {token!a} have the same id, {number}: the file is damaged"
+            )
 
 
 def _vocabulary(model: dict[str, Any]) -> Iterable[tuple[object, object]]:

@@ -1,16 +1,19 @@
 """The equations of the ZeRO papers that a plan rests on, beside those of bytes in `zerojax.memory`.
 
-ZeRO (arXiv:1910.02054, table 2): a device of M bytes holds at most M / b parameters, where b, the bytes of one on it, is 16,
-4 + 12/N, 2 + 14/N and 16/N at stages 0 to 3. Each of t model-parallel devices has its own, so a model has t M / b.
+ZeRO (arXiv:1910.02054, table 2): a device of M bytes holds at most M / b parameters, where b, the
+bytes of one on it, is 16, 4 + 12/N, 2 + 14/N and 16/N at stages 0 to 3. Each of t model-parallel
+devices has its own, so a model has t M / b.
 
 ZeRO-Offload (arXiv:2101.06840, section 3): a step is a graph of data flow, in bytes a parameter,
 
     params 2 --4--> forward and backward --2--> grads 2 --2--> update 12 --2--> params
 
-whose nodes rest on device or host, forward and backward on the device. The link carries the edges that are cut. A cut carries 4
-bytes or at least 6, and of those of 4 the one with gradients and update on the host leaves least on the device, 2 bytes.
+whose nodes rest on device or host, forward and backward on the device. The link carries the edges
+that are cut. A cut carries 4 bytes or at least 6, and of those of 4 the one with gradients and
+update on the host leaves least on the device, 2 bytes.
 
-ZeRO-Infinity (arXiv:2104.07857), where b sequences of T tokens a device take 8 b T FLOPs a parameter, recomputation included:
+ZeRO-Infinity (arXiv:2104.07857), where b sequences of T tokens a device take 8 b T FLOPs a
+parameter, recomputation included:
 
     working memory of states        4 h 4h                       equation 4: the largest operator, parameters and gradients
     of activations                  b T ci (16 h + 2 a T)        equation 5: ci layers between two checkpoints
@@ -26,7 +29,9 @@ from collections.abc import Collection
 from zerojax.formulas.memory import StateBytes, model_state_bytes, state_bytes
 
 OFFLOADED = ("params", "grads", "update")
-"""Nodes of ZeRO-Offload's graph that may rest on the host; "update" is the optimizer with the state that it alone uses."""
+"""Nodes of ZeRO-Offload's graph that may rest on the host; "update" is the optimizer with the state
+that it alone uses.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,9 +75,15 @@ def offload_cut(host: Collection[str], per_param: StateBytes | None = None) -> O
 
 
 def largest_params(
-    device_bytes: float, stage: int, num_shards: int, *, tensor: int = 1, per_param: StateBytes | None = None
+    device_bytes: float,
+    stage: int,
+    num_shards: int,
+    *,
+    tensor: int = 1,
+    per_param: StateBytes | None = None,
 ) -> float:
-    """Return the parameters whose model states fill the devices' memory, and nothing else does (ZeRO, table 2).
+    """Return the parameters whose model states fill the devices' memory, and nothing else does
+    (ZeRO, table 2).
 
     Args:
       device_bytes: bytes of memory of a device.
@@ -85,9 +96,11 @@ def largest_params(
 
 
 def states_working_bytes(hidden: int, width: int | None = None, itemsize: int = 2) -> int:
-    """Return the least memory in which parameters and gradients of a layer's largest operator fit (ZeRO-Infinity, equation 4).
+    """Return the least memory in which parameters and gradients of a layer's largest operator fit
+    (ZeRO-Infinity, equation 4).
 
-    That is MSWM. A device needs it in one piece once all else is offloaded, unless the operator is tiled (`zj.TiledDense`).
+    That is MSWM. A device needs it in one piece once all else is offloaded, unless the operator is
+    tiled (`zj.TiledDense`).
 
     Args:
       hidden: h.
@@ -97,8 +110,11 @@ def states_working_bytes(hidden: int, width: int | None = None, itemsize: int = 
     return 2 * itemsize * hidden * (4 * hidden if width is None else width)
 
 
-def activations_working_bytes(batch: int, seq: int, hidden: int, heads: int, interval: int = 1) -> int:
-    """Return the activations between two checkpoints, which backward makes again in 16 bits (ZeRO-Infinity, equation 5).
+def activations_working_bytes(
+    batch: int, seq: int, hidden: int, heads: int, interval: int = 1
+) -> int:
+    """Return the activations between two checkpoints, which backward makes again in 16 bits
+    (ZeRO-Infinity, equation 5).
 
     That is AWM. What zerojax keeps of a layer is less: `zerojax.memory.layer_activation_bytes`.
 
@@ -124,11 +140,16 @@ def arithmetic_intensity(batch: int, seq: int, hidden: int, interval: int = 1) -
     Returns:
       "params" (with their gradients): b T. "opt_state": b T / 4. "activations": 24 h ci.
     """
-    return {"params": float(batch * seq), "opt_state": batch * seq / 4, "activations": float(24 * hidden * interval)}
+    return {
+        "params": float(batch * seq),
+        "opt_state": batch * seq / 4,
+        "activations": float(24 * hidden * interval),
+    }
 
 
 def efficiency(intensity: float, bandwidth: float, peak: float) -> float:
-    """Return the share of a step in which a device computes, if no transfer overlaps it (ZeRO-Infinity, equation 6).
+    """Return the share of a step in which a device computes, if no transfer overlaps it
+    (ZeRO-Infinity, equation 6).
 
     Args:
       intensity: FLOPs for each byte that moves.
@@ -139,7 +160,8 @@ def efficiency(intensity: float, bandwidth: float, peak: float) -> float:
 
 
 def bandwidth_for(share: float, intensity: float, peak: float) -> float:
-    """Return the bytes a second of a device with which `efficiency` is `share`: share / (1 - share) peak / intensity.
+    """Return the bytes a second of a device with which `efficiency` is `share`: share / (1 - share)
+    peak / intensity.
 
     Args:
       share: the efficiency, above 0 and below 1.
@@ -150,5 +172,7 @@ def bandwidth_for(share: float, intensity: float, peak: float) -> float:
       ValueError: no bandwidth has that efficiency.
     """
     if not 0 < share < 1:
-        raise ValueError(f"share = {share}: an efficiency above 0 and below 1 is needed; 1 takes no time to move")
+        raise ValueError(
+            f"share = {share}: an efficiency above 0 and below 1 is needed; 1 takes no time to move"
+        )
     return share / (1 - share) * peak / intensity

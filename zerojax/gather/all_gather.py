@@ -3,12 +3,13 @@
     forward    W[D_fsdp, F]   -> W[D, F]            an all_gather of the compute dtype
     backward   g[D, F]{U_fsdp} -> g[D_fsdp, F]      a reduce_scatter ({U_x}: unreduced over axis x)
 
-Both directions are sharding constraints and nothing else; XLA turns them into collectives. The transpose of
-`with_sharding_constraint` constrains the cotangent to the *same* sharding, which for a gather would be an all_reduce,
-so the derivative is spelt out: it constrains the tangent, hence the cotangent, to the shard (ZeRO, section 5.2;
-arXiv:1910.02054).
+Both directions are sharding constraints and nothing else; XLA turns them into collectives. The
+transpose of `with_sharding_constraint` constrains the cotangent to the *same* sharding, which for a
+gather would be an all_reduce, so the derivative is spelt out: it constrains the tangent, hence the
+cotangent, to the shard (ZeRO, section 5.2; arXiv:1910.02054).
 
-The same operation serves every stage: where the parameter is stored whole (stages 0 to 2) the forward constraint is
+The same operation serves every stage: where the parameter is stored whole (stages 0 to 2) the
+  forward constraint is
 the identity and only the cotangent is moved to where its stage keeps it.
 """
 
@@ -36,15 +37,19 @@ def gather(x: jax.Array, stored: Spec, whole: Spec, cotangent: Spec, mesh: Mesh)
         return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, PartitionSpec(*spec)))
 
     def forward(shard: jax.Array) -> jax.Array:
-        # The inner constraint pins the operand: else the partitioner may carry `whole` back to what makes the shard.
+        # The inner constraint pins the operand: else the partitioner may carry `whole` back to what
+        # makes the shard.
         return shard if stored == whole else constrain(constrain(shard, stored), whole)
 
     op = jax.custom_jvp(forward)
 
     @op.defjvp
-    def op_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        # The transpose of a constraint is the same constraint, on the cotangent. A custom_vjp would do as well, but a scan
-        # cannot see through it that a residual is its own input, and would stack a copy of every layer.
+    def op_jvp(
+        primals: tuple[jax.Array], tangents: tuple[jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        # The transpose of a constraint is the same constraint, on the cotangent. A custom_vjp would
+        # do as well, but a scan cannot see through it that a residual is its own input, and would
+        # stack a copy of every layer.
         return forward(*primals), constrain(tangents[0], cotangent)
 
     return op(x)

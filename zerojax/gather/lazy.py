@@ -1,11 +1,13 @@
-"""Parameters that are not gathered yet: the values with which gather-on-use computes until a parameter meets data.
+"""Parameters that are not gathered yet: the values with which gather-on-use computes until a
+parameter meets data.
 
-A `Shard` is a parameter leaf as stored, and the moves that lead from it to the value in question: casts, transposes and other
-equations that act on a shard as they do on the whole (`move_spec` decides which). A `Lazy` is any value that is computed from
-shards alone: a weight, its transpose, a weight-normed or LoRA-merged matrix. Those shards are its sources.
+A `Shard` is a parameter leaf as stored, and the moves that lead from it to the value in question:
+casts, transposes and other equations that act on a shard as they do on the whole (`move_spec`
+decides which). A `Lazy` is any value that is computed from shards alone: a weight, its transpose, a
+weight-normed or LoRA-merged matrix. Those shards are its sources.
 
-`gathered` gathers sources and runs a function of the whole values as one unit. At stage 3 the gathers wait for the unit's data,
-and backward gathers and computes again.
+`gathered` gathers sources and runs a function of the whole values as one unit. At stage 3 the
+gathers wait for the unit's data, and backward gathers and computes again.
 """
 
 import dataclasses
@@ -25,16 +27,19 @@ from zerojax.sharding import Spec, without_axis
 
 Array = jax.Array
 KEPT = jax.checkpoint_policies.save_only_these_names(LSE)
-"""Checkpoint policy of a unit that backward computes again. It saves the logsumexp of a tiled loss, one number for each token.
-Without it backward would compute the tiles of logits twice: once for the logsumexp, once for the gradient."""
+"""Checkpoint policy of a unit that backward computes again. It saves the logsumexp of a tiled loss,
+one number for each token. Without it backward would compute the tiles of logits twice: once for the
+logsumexp, once for the gradient."""
 HERE = object()
 """Stands for the shard among the operands of a Move."""
 
 
-# eq=False: compared and hashed by identity, since arrays can be neither, and Shards and Nodes are keys.
+# eq=False: compared and hashed by identity, since arrays can be neither, and Shards and Nodes are
+# keys.
 @dataclasses.dataclass(frozen=True, eq=False)
 class Move:
-    """A cast, layout or elementwise equation. It acts on a shard as on the whole, so it may come before the gather or after it.
+    """A cast, layout or elementwise equation. It acts on a shard as on the whole, so it may come
+    before the gather or after it.
 
     Attributes:
       eqn: the equation.
@@ -94,7 +99,8 @@ class Shard:
     @property
     def _num_moves_before(self) -> int:
         """How many moves come before the gather, which is made where the value is narrowest."""
-        # A narrowing cast comes first, since it halves the bytes sent. Of equal widths the last wins: more work on the shard.
+        # A narrowing cast comes first, since it halves the bytes sent. Of equal widths the last
+        # wins: more work on the shard.
         avals = self._avals
         return min(range(len(avals)), key=lambda i: (avals[i].dtype.itemsize, -i))
 
@@ -109,7 +115,9 @@ class Shard:
         """Return the whole value, gathered where it is narrowest between two moves."""
         narrowest = self._num_moves_before
         before = dataclasses.replace(self, moves=self.moves[:narrowest])
-        value = gather(before.moved(), before.stored, without_axis(before.stored, axis), before.cotangent, mesh)
+        value = gather(
+            before.moved(), before.stored, without_axis(before.stored, axis), before.cotangent, mesh
+        )
         for move in self.moves[narrowest:]:
             value = move(value)
         return value
@@ -133,7 +141,10 @@ class Lazy:
 
 
 class Whole:
-    """The gathered sources of one unit, and the values computed from them. Each postponed equation runs once in a unit."""
+    """The gathered sources of one unit, and the values computed from them.
+
+    Each postponed equation runs once in a unit.
+    """
 
     def __init__(self, sources: dict[Shard, Array]) -> None:
         self.sources = sources
@@ -146,7 +157,11 @@ class Whole:
         pending = [lazy.node]
         while pending:
             node = pending[-1]
-            missing = [o.node for o in node.operands if isinstance(o, Lazy) and o.node and o.node not in self.results]
+            missing = [
+                o.node
+                for o in node.operands
+                if isinstance(o, Lazy) and o.node and o.node not in self.results
+            ]
             if missing:
                 # Visited again once its operands are there.
                 pending += missing
@@ -160,7 +175,11 @@ class Whole:
     def _operand(self, operand: Any) -> Any:
         if not isinstance(operand, Lazy):
             return operand
-        return self.sources[operand.sources[0]] if operand.node is None else self.results[operand.node][operand.position]
+        return (
+            self.sources[operand.sources[0]]
+            if operand.node is None
+            else self.results[operand.node][operand.position]
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,14 +224,16 @@ def gathered(
     data: Sequence[Any],
     checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
 ) -> Any:
-    """Return body(whole values of the sources, data); at stage 3 tied to the data, and repeated in backward.
+    """Return body(whole values of the sources, data); at stage 3 tied to the data, and repeated in
+    backward.
 
     Args:
       rule: how to gather.
       body: the function.
       sources: what it reads of the parameters.
       data: what else it reads.
-      checkpoint: the transformation that rematerialises; jax.checkpoint of all but KEPT where the rule asks for it by default.
+      checkpoint: the transformation that rematerialises; jax.checkpoint of all but KEPT where the
+        rule asks for it by default.
     """
 
     def run(shards: list[Array], data: Sequence[Any]) -> Any:
@@ -220,11 +241,14 @@ def gathered(
         if rule.remat:
             shards = tie(shards, data)
         inputs = [dataclasses.replace(s, value=v) for s, v in zip(sources, shards, strict=True)]
-        return body(Whole({s: rule.gather(shard) for s, shard in zip(sources, inputs, strict=True)}), data)
+        return body(
+            Whole({s: rule.gather(shard) for s, shard in zip(sources, inputs, strict=True)}), data
+        )
 
     if checkpoint is None:
         checkpoint = functools.partial(jax.checkpoint, policy=KEPT) if rule.remat else lambda f: f
-    # A checkpoint keeps its arguments, so the shards are what backward keeps. The whole values are made inside.
+    # A checkpoint keeps its arguments, so the shards are what backward keeps. The whole values are
+    # made inside.
     return checkpoint(run)([s.value for s in sources], data)
 
 
@@ -234,7 +258,9 @@ def _wait(shards: list[Array], data: list[Array]) -> list[Array]:
 
 
 @_wait.defjvp
-def _wait_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[list[Array], list[Array]]:
+def _wait_jvp(
+    primals: tuple[Any, Any], tangents: tuple[Any, Any]
+) -> tuple[list[Array], list[Array]]:
     # The barrier's own rule would give tangents to data that has none, behind a stop_gradient.
     return _wait(*primals), tangents[0]
 
@@ -246,13 +272,17 @@ def tie(shards: list[Array], data: Sequence[Any]) -> list[Array]:
 
 
 def move_spec(eqn: jex.JaxprEqn, spec: Spec, position: int = 0) -> Spec | None:
-    """Return the spec of an equation's result, or None where the equation does not act shard by shard.
+    """Return the spec of an equation's result, or None where the equation does not act shard by
+    shard.
 
-    This table, and not the partitioner, decides where an equation goes: before the gather, on the shard, or after it. A move
-    in front of the gather costs 1/N of its work, and a cast there halves the bytes that are gathered.
+    This table, and not the partitioner, decides where an equation goes: before the gather, on the
+      shard, or after it. A move
+    in front of the gather costs 1/N of its work, and a cast there halves the bytes that are
+    gathered.
 
     Args:
-      eqn: an equation of which operand `position` is sharded, and every other one a scalar constant.
+      eqn: an equation of which operand `position` is sharded, and every other one a scalar
+        constant.
       spec: of that operand.
       position: its index.
     """
@@ -266,14 +296,21 @@ def move_spec(eqn: jex.JaxprEqn, spec: Spec, position: int = 0) -> Spec | None:
         return tuple(spec[d] for d in params["permutation"])
     if name == "squeeze":
         return tuple(s for d, s in enumerate(spec) if d not in params["dimensions"])
-    # A slice along a split dim would need other devices' shards. Along any other dim each shard is sliced alike.
-    if name in ("slice", "dynamic_slice") and all(s is None or old[d] == new[d] for d, s in enumerate(spec)):
+    # A slice along a split dim would need other devices' shards. Along any other dim each shard is
+    # sliced alike.
+    if name in ("slice", "dynamic_slice") and all(
+        s is None or old[d] == new[d] for d, s in enumerate(spec)
+    ):
         return spec
     if name == "broadcast_in_dim":
         old_dims = dict(zip(params["broadcast_dimensions"], range(len(old)), strict=True))
         # A broadcast that grows comes after the gather, which would otherwise send the copies too.
         grows = any(new[d] != (old[old_dims[d]] if d in old_dims else 1) for d in range(len(new)))
-        return None if grows else tuple(spec[old_dims[d]] if d in old_dims else None for d in range(len(new)))
+        return (
+            None
+            if grows
+            else tuple(spec[old_dims[d]] if d in old_dims else None for d in range(len(new)))
+        )
     if name == "reshape" and params.get("dimensions") is None:
         # Dims of 1 may come and go. Any other reshape may merge a split dim with its neighbour.
         long_dims = [(n, s) for n, s in zip(old, spec, strict=True) if n != 1]

@@ -1,30 +1,37 @@
 """Gather on use: ZeRO-3 for any traced loss, without an edit to the model.
 
-The loss is traced once. An interpreter walks its jaxpr, and a sharded parameter stays sharded, as a `Lazy` value, through
-casts and layout operations until an equation combines it with data. That equation becomes a rematerialised unit
+The loss is traced once. An interpreter walks its jaxpr, and a sharded parameter stays sharded, as a
+`Lazy` value, through casts and layout operations until an equation combines it with data. That
+equation becomes a rematerialised unit
 
     unit(shards, data) = eqn(all_gather(barrier(shards, data)), data)          under jax.checkpoint
 
-Two things bound memory, and the unit has both. The barrier makes the gather wait for its layer's input, else the
-scheduler hoists every gather to the top of the program. The rematerialisation keeps the gathered value from being a
-residual, else autodiff keeps the whole model alive between forward and backward; backward gathers again, which is the
-third P of ZeRO-3's 3P elements a step (arXiv:1910.02054, section 7.2.2).
+Two things bound memory, and the unit has both. The barrier makes the gather wait for its layer's
+input, else the scheduler hoists every gather to the top of the program. The rematerialisation keeps
+the gathered value from being a residual, else autodiff keeps the whole model alive between forward
+and backward; backward gathers again, which is the third P of ZeRO-3's 3P elements a step
+(arXiv:1910.02054, section 7.2.2).
 
 What the interpreter knows:
 
-- param-only equations (a scaled weight, a LoRA sum, weight norm) stay lazy: casts, layout and elementwise ones act on the
-  shard, the rest run inside each unit that uses them; a sum over a parameter (a penalty in the loss) is taken on the shard;
+- param-only equations (a scaled weight, a LoRA sum, weight norm) stay lazy: casts, layout and
+  elementwise ones act on the shard, the rest run inside each unit that uses them; a sum over a
+  parameter (a penalty in the loss) is taken on the shard;
 - a slice of a stacked parameter, at a fixed or computed index, is taken while it is sharded;
-- `jit` is inlined; `scan`, `cond` and rematerialised regions are entered, so a stack of layers `W[L, D_fsdp, F]` that is
-  scanned is sliced while sharded and gathered layer by layer;
-- a rematerialised region (`jax.checkpoint`, `nnx.remat`, `nn.remat`) is a layer: its parameters are gathered when its
-  input is there, and again in its recomputation, unless it holds more than half of the model, or keeps all that costs
-  (`zerojax.activations.keep_products`): then its equations are units;
-- a look-up in a table sends the gradient of its rows to the table's shards, where these are fewer (`zerojax.gather.look_up`);
+- `jit` is inlined; `scan`, `cond` and rematerialised regions are entered, so a stack of layers
+  `W[L, D_fsdp, F]` that is scanned is sliced while sharded and gathered layer by layer;
+- a rematerialised region (`jax.checkpoint`, `nnx.remat`, `nn.remat`) is a layer: its parameters are
+  gathered when its input is there, and again in its recomputation, unless it holds more than half
+  of the model, or keeps all that costs (`zerojax.activations.keep_products`): then its equations
+  are units;
+- a look-up in a table sends the gradient of its rows to the table's shards, where these are fewer
+  (`zerojax.gather.look_up`);
 - a custom derivative is one equation: its operands are gathered for it, its rule is kept;
-- neighbouring uses share one unit, hence one barrier and collectives that XLA can combine, while the unit gathers no
-  more than `budget_bytes` and repeats no matrix product (`GatherInterpreter.group`);
-- what it does not know (`while_loop`, `shard_map`, a carry) gets its parameters gathered just before, and is reported.
+- neighbouring uses share one unit, hence one barrier and collectives that XLA can combine, while
+  the unit gathers no more than `budget_bytes` and repeats no matrix product
+  (`GatherInterpreter.group`);
+- what it does not know (`while_loop`, `shard_map`, a carry) gets its parameters gathered just
+  before, and is reported.
 """
 
 import dataclasses
@@ -36,7 +43,20 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from zerojax.activations import keeps
-from zerojax.gather.lazy import HERE, Lazy, Move, Node, Rule, Shard, Whole, gathered, move_spec, tie, total_bytes, union
+from zerojax.gather.lazy import (
+    HERE,
+    Lazy,
+    Move,
+    Node,
+    Rule,
+    Shard,
+    Whole,
+    gathered,
+    move_spec,
+    tie,
+    total_bytes,
+    union,
+)
 from zerojax.gather.look_up import is_look_up, look_up
 from zerojax.jaxprs import (
     CHEAP,
@@ -64,7 +84,12 @@ Array = jax.Array
 
 
 def gather_on_use(
-    loss: Callable[..., Any], params: Any, *args: Any, stored: dict[str, Spec], cotangents: dict[str, Spec], rule: Rule
+    loss: Callable[..., Any],
+    params: Any,
+    *args: Any,
+    stored: dict[str, Spec],
+    cotangents: dict[str, Spec],
+    rule: Rule,
 ) -> Any:
     """Evaluate `loss(params, *args)`, gathering each parameter where it is used.
 
@@ -77,7 +102,8 @@ def gather_on_use(
       rule: how to gather.
 
     Returns:
-      What `loss` returns. Differentiable with respect to `params`; gradients arrive with the specs in `cotangents`.
+      What `loss` returns. Differentiable with respect to `params`; gradients arrive with the specs
+      in `cotangents`.
     """
     program, out_shape = trace(loss, params, *args)
     inputs: list[Any] = []
@@ -117,7 +143,8 @@ class GatherInterpreter:
         values = [self.read(ref) for ref in instruction.ins]
         if not any(isinstance(v, Lazy) for v in values):
             self.write(instruction, bind(instruction.eqn, values))
-            # Such a value (an iota, an epsilon) is no data: an equation that reads it beside parameters stays param-only.
+            # Such a value (an iota, an epsilon) is no data: an equation that reads it beside
+            # parameters stays param-only.
             if self.constants.issuperset(instruction.reads):
                 self.constants.update(instruction.outs)
         elif self.is_param_only(instruction):
@@ -127,11 +154,15 @@ class GatherInterpreter:
         elif instruction.eqn.primitive.name in ENTERED["gather_on_use"]:
             self.write(instruction, self.enter(instruction.eqn, values))
         else:
-            # A custom derivative is never entered, since that would lose its rule; it is no reason for a report.
+            # A custom derivative is never entered, since that would lose its rule; it is no reason
+            # for a report.
             if instruction.has_jaxpr and not instruction.eqn.primitive.name.startswith("custom_"):
                 for z in values:
                     if isinstance(z, Lazy):
-                        self.note(z, f"before {instruction.eqn.primitive.name}, which gather-on-use does not enter")
+                        self.note(
+                            z,
+                            f"before {instruction.eqn.primitive.name}, which gather-on-use does not enter",
+                        )
             self.unit(self.group(index))
 
     def note(self, lazy: Lazy, why: str) -> None:
@@ -147,20 +178,25 @@ class GatherInterpreter:
 
     def is_param_only(self, instruction: Instruction) -> bool:
         name = instruction.eqn.primitive.name
-        # A postponed equation runs once in each unit that uses it, and an effect would happen as often.
+        # A postponed equation runs once in each unit that uses it, and an effect would happen as
+        # often.
         if instruction.eqn.effects or (instruction.has_jaxpr and not name.startswith("custom_")):
             return False
         slots = [slot for slot in instruction.reads if slot not in self.constants]
         return bool(slots) and all(isinstance(self.slots.get(slot), Lazy) for slot in slots)
 
     def defer(self, instruction: Instruction) -> None:
-        """Keep a param-only equation lazy: moved to the shard, reduced on the shard, or postponed to the units that use it."""
+        """Keep a param-only equation lazy: moved to the shard, reduced on the shard, or postponed
+        to the units that use it.
+        """
         eqn, operands = instruction.eqn, tuple(self.read(ref) for ref in instruction.ins)
         lazies = list(dict.fromkeys(o for o in operands if isinstance(o, Lazy)))
         # Only an equation of one source and scalars has a single shard on which it can run.
         if len(lazies) == 1 and lazies[0].node is None:
             others = [o for o in operands if o is not lazies[0]]
-            if all(jnp.ndim(o) == 0 for o in others) and self.move(instruction, operands, lazies[0]):
+            if all(jnp.ndim(o) == 0 for o in others) and self.move(
+                instruction, operands, lazies[0]
+            ):
                 return
         # Postponed: each unit that uses it computes it anew, from whole values.
         node = Node(eqn, operands)
@@ -173,7 +209,10 @@ class GatherInterpreter:
     def move(self, instruction: Instruction, operands: tuple[Any, ...], lazy: Lazy) -> bool:
         """Append an equation to its one source's moves, if it acts shard by shard."""
         eqn, source, here = instruction.eqn, lazy.sources[0], operands.index(lazy)
-        stored, cotangent = move_spec(eqn, source.stored, here), move_spec(eqn, source.cotangent, here)
+        stored, cotangent = (
+            move_spec(eqn, source.stored, here),
+            move_spec(eqn, source.cotangent, here),
+        )
         if stored is None or cotangent is None or len(instruction.outs) != 1:
             return False
         marked = tuple(HERE if o is lazy else o for o in operands)
@@ -182,20 +221,27 @@ class GatherInterpreter:
         return True
 
     def shrinks(self, eqn: jex.JaxprEqn, lazies: Sequence[Lazy]) -> bool:
-        """Tell whether a param-only result is so small, beside its sources, that it is better kept than computed again."""
+        """Tell whether a param-only result is so small, beside its sources, that it is better kept
+        than computed again.
+        """
         if eqn.primitive.name not in REDUCTIONS and eqn.primitive.name != "dot_general":
             return False
         out: Any = eqn.outvars[0].aval
         return 8 * out.size * out.dtype.itemsize <= total_bytes(union(lazies))
 
     def slices_shard(self, instruction: Instruction) -> bool:
-        """Tell whether an equation takes a slice, at an index that is data, of dims that are not sharded."""
+        """Tell whether an equation takes a slice, at an index that is data, of dims that are not
+        sharded.
+        """
         operand = instruction.ins[0] if instruction.eqn.primitive.name == "dynamic_slice" else None
         lazy = self.slots.get(operand) if isinstance(operand, int) else None
         if not isinstance(lazy, Lazy) or lazy.node is not None:
             return False
         source = lazy.sources[0]
-        return all(move_spec(instruction.eqn, spec) is not None for spec in (source.stored, source.cotangent))
+        return all(
+            move_spec(instruction.eqn, spec) is not None
+            for spec in (source.stored, source.cotangent)
+        )
 
     def slice_shard(self, instruction: Instruction) -> None:
         """Take a slice of a stacked parameter while it is sharded."""
@@ -205,15 +251,16 @@ class GatherInterpreter:
     def group(self, first: int) -> list[int]:
         """Return the indices of the equations that share a unit with the use at `first`.
 
-        A group holds cheap equations and at most one product; after the product only linear equations, whose derivatives
-        do not need its result, so that backward repeats nothing that costs. It ends with a use, and gathers at most
-        the budget.
+        A group holds cheap equations and at most one product; after the product only linear
+        equations, whose derivatives do not need its result, so that backward repeats nothing that
+        costs. It ends with a use, and gathers at most the budget.
         """
         instructions = self.program.instructions
         group, last_use = [first], 1
         sources = dict.fromkeys(self.sources_of(instructions[first]))
         after_product = instructions[first].eqn.primitive.name in PRODUCTS
-        # Nothing is known of such an equation (a custom derivative, a kernel), so it shares its recomputation with no other.
+        # Nothing is known of such an equation (a custom derivative, a kernel), so it shares its
+        # recomputation with no other.
         if not after_product and instructions[first].eqn.primitive.name not in CHEAP:
             return self.derivatives(first)
         for index in range(first + 1, len(instructions)):
@@ -224,10 +271,13 @@ class GatherInterpreter:
                 self.done.add(index)
                 continue
             new_sources = self.sources_of(instruction)
-            # Left to `step`, which slices the shard. Inside a unit the whole stack would be gathered.
+            # Left to `step`, which slices the shard. Inside a unit the whole stack would be
+            # gathered.
             if self.slices_shard(instruction):
                 break
-            if instruction.eqn.effects or (name not in LINEAR if after_product else name not in CHEAP | PRODUCTS):
+            if instruction.eqn.effects or (
+                name not in LINEAR if after_product else name not in CHEAP | PRODUCTS
+            ):
                 break
             if new_sources and total_bytes([*sources, *new_sources]) > self.rule.budget_bytes:
                 break
@@ -239,11 +289,13 @@ class GatherInterpreter:
         return group[:last_use]
 
     def derivatives(self, first: int) -> list[int]:
-        """Return the index of a custom derivative, and those up to another one that reads its result and its parameter.
+        """Return the index of a custom derivative, and those up to another one that reads its
+        result and its parameter.
 
-        That is how weights are quantized to 8-bit floats (flax.linen.fp8_ops): the product reads the quantized weight, and in
-        backward the weight. No cotangent reaches the quantized one, and the rule that made it returns the new scale as a
-        gradient all the same. JAX runs no rule of a checkpoint to whose results no cotangent comes, so both share one.
+        That is how weights are quantized to 8-bit floats (flax.linen.fp8_ops): the product reads
+        the quantized weight, and in backward the weight. No cotangent reaches the quantized one,
+        and the rule that made it returns the new scale as a gradient all the same. JAX runs no rule
+        of a checkpoint to whose results no cotangent comes, so both share one.
         """
         instructions = self.program.instructions
         if not instructions[first].eqn.primitive.name.startswith("custom_vjp"):
@@ -253,7 +305,9 @@ class GatherInterpreter:
         for index in range(first + 1, len(instructions)):
             instruction = instructions[index]
             is_derivative = instruction.eqn.primitive.name.startswith("custom_vjp")
-            if instruction.eqn.effects or not (is_derivative or instruction.eqn.primitive.name in CHEAP):
+            if instruction.eqn.effects or not (
+                is_derivative or instruction.eqn.primitive.name in CHEAP
+            ):
                 break
             if self.is_param_only(instruction):
                 self.defer(instruction)
@@ -278,28 +332,40 @@ class GatherInterpreter:
             return None
         source = lazy.sources[0]
         # Of a replicated table the gradient is reduced whole: no rows go anywhere.
-        return source if without_axis(source.cotangent, self.rule.axis) != source.cotangent else None
+        return (
+            source if without_axis(source.cotangent, self.rule.axis) != source.cotangent else None
+        )
 
     def unit(self, group: list[int]) -> None:
-        """Run the equations of `group` as one rematerialised unit over the gathered parameters they use."""
+        """Run the equations of `group` as one rematerialised unit over the gathered parameters they
+        use.
+        """
         instructions = [self.program.instructions[i] for i in group]
         inner_slots = {out for i in instructions for out in i.outs}
-        # What the group reads from outside of it: lazy values, whose sources the unit gathers, and data.
-        refs = dict.fromkeys(slot for i in instructions for slot in i.reads if slot not in inner_slots)
+        # What the group reads from outside of it: lazy values, whose sources the unit gathers, and
+        # data.
+        refs = dict.fromkeys(
+            slot for i in instructions for slot in i.reads if slot not in inner_slots
+        )
         lazies = {ref: self.slots[ref] for ref in refs if isinstance(self.slots[ref], Lazy)}
         data = [ref for ref in refs if ref not in lazies]
-        # What nobody reads after the unit is no result of it, so it is not kept for backward either.
+        # What nobody reads after the unit is no result of it, so it is not kept for backward
+        # either.
         results = [out for out in inner_slots if self.program.last_read.get(out, -1) > group[-1]]
 
         def equations(whole: Whole, values: Sequence[Any]) -> list[Any]:
-            env = {ref: whole.value(z) for ref, z in lazies.items()} | dict(zip(data, values, strict=True))
+            env = {ref: whole.value(z) for ref, z in lazies.items()} | dict(
+                zip(data, values, strict=True)
+            )
             for i in instructions:
                 source = self.table_of(i)
                 if source is None:
                     evaluate([i], env)
                 else:
                     table, ids = (read(ref, env) for ref in i.ins)
-                    env[i.outs[0]] = look_up(i.eqn, table, ids, source.cotangent, self.rule.mesh, self.rule.axis)
+                    env[i.outs[0]] = look_up(
+                        i.eqn, table, ids, source.cotangent, self.rule.mesh, self.rule.axis
+                    )
             return [env[out] for out in results]
 
         sources = union(list(lazies.values()))
@@ -403,15 +469,17 @@ class GatherInterpreter:
 def _reduced(lazy: Lazy) -> Lazy:
     """Compute a small value from shards, without a gather, and return it as a source of its own.
 
-    The equations mean the same on sharded arrays; the partitioner adds the psum. What they read is kept for backward, not
-    what they make on the way.
+    The equations mean the same on sharded arrays; the partitioner adds the psum. What they read is
+    kept for backward, not what they make on the way.
     """
     sources = lazy.sources
 
     @jax.checkpoint
     def reduce(shards: list[Array]) -> Array:
         inputs = [dataclasses.replace(s, value=v) for s, v in zip(sources, shards, strict=True)]
-        return Whole({s: shard.moved() for s, shard in zip(sources, inputs, strict=True)}).value(lazy)
+        return Whole({s: shard.moved() for s, shard in zip(sources, inputs, strict=True)}).value(
+            lazy
+        )
 
     value = reduce([s.value for s in sources])
     path = " and ".join(dict.fromkeys(s.path for s in sources))

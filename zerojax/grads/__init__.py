@@ -1,4 +1,6 @@
-"""Derivatives rewritten after JAX made them: sums in float32, each device's own sums, and work beside their products."""
+"""Derivatives rewritten after JAX made them: sums in float32, each device's own sums, and work
+beside their products.
+"""
 
 from zerojax.grads.beside import Turn as Turn
 from zerojax.grads.beside import beside as beside

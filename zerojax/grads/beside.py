@@ -1,15 +1,18 @@
-"""Run work beside a function's matrix products: transfers and collectives that only something later needs.
+"""Run work beside a function's matrix products: transfers and collectives that only something later
+needs.
 
-XLA's scheduler starts a collective or a copy as late as the first use of its result allows. What only the next layer needs
-would start where this layer ends, and overlap nothing. So its result is tied to a product of this layer by a barrier, and it
-overlaps the products before that one.
+XLA's scheduler starts a collective or a copy as late as the first use of its result allows. What
+only the next layer needs would start where this layer ends, and overlap nothing. So its result is
+tied to a product of this layer by a barrier, and it overlaps the products before that one.
 
-Work that has to be done in turns, such as reading one group of arrays while another is written and the other way round, is
-started turn by turn: the products are cut into as many parts of equal FLOPs as there are turns.
+Work that has to be done in turns, such as reading one group of arrays while another is written and
+the other way round, is started turn by turn: the products are cut into as many parts of equal FLOPs
+as there are turns.
 
     turns of 3    | start a | products | wait for a, start b | products | wait for b, start c | products |
 
-The function is evaluated equation by equation, so that a barrier can be put in front of one of them.
+The function is evaluated equation by equation, so that a barrier can be put in front of one of
+them.
 """
 
 import itertools
@@ -22,42 +25,54 @@ import jax
 from zerojax.jaxprs import Instruction, evaluate, flops_of, trace
 
 SHARE_OF_WAIT = 3 / 5
-"""Share of FLOPs after which a product waits for the work. What is tied to the last product could start only before it."""
+"""Share of FLOPs after which a product waits for the work.
+
+What is tied to the last product could start only before it.
+"""
 
 Turn = Callable[[Any, Any], tuple[Any, Any]]
-"""(operands of a product, work so far) -> the same: a barrier between both, then what is started there."""
+"""(operands of a product, work so far) -> the same: a barrier between both, then what is started
+there.
+"""
 
 
-def beside(function: Callable[..., Any], args: tuple[Any, ...], work: Any, turns: Sequence[Turn] = ()) -> tuple[Any, Any]:
+def beside(
+    function: Callable[..., Any], args: tuple[Any, ...], work: Any, turns: Sequence[Turn] = ()
+) -> tuple[Any, Any]:
     """Return `function(*args)`, and `work`, after all turns.
 
     Args:
       function: whose products the work runs beside.
       args: of it.
       work: what was started; a pytree.
-      turns: each is taken in front of a product, after its share of FLOPs. Without any, the work is done when `SHARE_OF_WAIT`
-        of the FLOPs are.
+      turns: each is taken in front of a product, after its share of FLOPs. Without any, the work is
+        done when `SHARE_OF_WAIT` of the FLOPs are.
     """
     if not turns and not jax.tree.leaves(work):
         return function(*args), work
     program, out = trace(function, *args)
     slots: dict[int, Any] = dict(zip(program.inputs, jax.tree.leaves(args), strict=True))
-    # XLA drops what nothing reads, such as the last product of a forward pass that is computed again for its gradients. Turns
-    # in front of it would have no products between them.
+    # XLA drops what nothing reads, such as the last product of a forward pass that is computed
+    # again for its gradients. Turns in front of it would have no products between them.
     live = program.live(program.outputs, is_root=lambda i: bool(i.eqn.effects))
     places = _places(live, turns)
     made: list[int] = []  # results of the function, since the last turn
     for number, i in enumerate(live):
         for turn in places.pop(number, ()):
-            # The product waits for the turn, since its operands pass the same barrier. So do results of the function: XLA would
-            # else put products that nothing waits for, such as gradients of weights, behind the last turn.
+            # The product waits for the turn, since its operands pass the same barrier. So do
+            # results of the function: XLA would else put products that nothing waits for, such as
+            # gradients of weights, behind the last turn.
             tied = [*i.reads, *(made if turns else ())]
             operands, work = turn({ref: slots[ref] for ref in tied}, work)
             slots.update(operands)
             made.clear()
         evaluate([i], slots)
-        made += [ref for ref in i.outs if program.last_read.get(ref, -1) == len(program.instructions)]
-    for turn in (turn for some in places.values() for turn in some):  # of a function without products
+        made += [
+            ref for ref in i.outs if program.last_read.get(ref, -1) == len(program.instructions)
+        ]
+    for turn in (
+        turn for some in places.values() for turn in some
+    ):  # of a function without products
         _, work = turn({}, work)
     leaves = [slots[ref] if isinstance(ref, int) else ref.value for ref in program.outputs]
     return jax.tree.unflatten(jax.tree.structure(out), leaves), work
@@ -88,7 +103,8 @@ def _places(instructions: Sequence[Instruction], turns: Sequence[Turn]) -> dict[
 
 
 def equal_parts(sizes: Sequence[float], num_parts: int) -> list[int]:
-    """Return where parts of a sequence begin, without the first: parts as equal as can be, by the sum of their squares.
+    """Return where parts of a sequence begin, without the first: parts as equal as can be, by the
+    sum of their squares.
 
     There are fewer parts where there are fewer than `num_parts` sizes.
     """
@@ -97,7 +113,13 @@ def equal_parts(sizes: Sequence[float], num_parts: int) -> list[int]:
     least: list[tuple[float, list[int]]] = [(total**2, [0]) for total in sums]
     for part in range(1, min(num_parts, len(sizes))):
         least = [
-            min(((least[m][0] + (sums[n] - sums[m]) ** 2, [*least[m][1], m]) for m in range(part, n)), default=(math.inf, []))
+            min(
+                (
+                    (least[m][0] + (sums[n] - sums[m]) ** 2, [*least[m][1], m])
+                    for m in range(part, n)
+                ),
+                default=(math.inf, []),
+            )
             for n in range(len(sums))
         ]
     return least[-1][1][1:]

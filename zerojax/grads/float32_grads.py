@@ -1,24 +1,28 @@
-"""Gradients that are summed, returned and reduced over devices in float32, while all else stays in 16 bits.
+"""Gradients that are summed, returned and reduced over devices in float32, while all else stays in
+16 bits.
 
     x[B, D], dy[B, F]: bf16    g = dot(x, dy)             f32 sums, rounded: g[D, F]{U_fsdp}: bf16, then reduced in bf16
                                g = dot(x, dy) -> f32      the sums as they are: g[D, F]{U_fsdp}: f32, then reduced in f32
 
-A sum over devices follows the equation that leaves it to be done, in that equation's dtype: to cast a gradient afterwards comes
-too late. So a derivative is traced, and rewritten from its gradients backwards. A gradient is wanted in float32, and so is what
-it is computed from by casts, layout, sums and constraints, up to the equations that sum over data:
+A sum over devices follows the equation that leaves it to be done, in that equation's dtype: to cast
+a gradient afterwards comes too late. So a derivative is traced, and rewritten from its gradients
+backwards. A gradient is wanted in float32, and so is what it is computed from by casts, layout,
+sums and constraints, up to the equations that sum over data:
 
     dot_general, ragged_dot, conv     preferred_element_type=float32; its operands stay as they are
     reduce_sum                        of the bf16 cotangent, or of its product with a value, in float32 (biases, scales)
     scatter-add                       of bf16 rows into float32 (look-ups)
 
-Loops, branches, rematerialised regions and `jax.shard_map` are entered: what a scan carries of a gradient, or stacks, is
-float32, and so is the psum of a spelt-out reduction. Sums of several uses of a parameter are float32. Rules of custom
-derivatives are equations like others, since they are there once the derivative is traced.
+Loops, branches, rematerialised regions and `jax.shard_map` are entered: what a scan carries of a
+gradient, or stacks, is float32, and so is the psum of a spelt-out reduction. Sums of several uses
+of a parameter are float32. Rules of custom derivatives are equations like others, since they are
+there once the derivative is traced.
 
-Only what depends on cotangents is rewritten. So the loss, and all that forward computes, is bit for bit what it was.
+Only what depends on cotangents is rewritten. So the loss, and all that forward computes, is bit for
+bit what it was.
 
-What is not known (a kernel, a `while_loop`) makes its gradient in its own dtype, which is cast: what it sums, and what the
-partitioner sums over devices right after it, is summed as it comes.
+What is not known (a kernel, a `while_loop`) makes its gradient in its own dtype, which is cast:
+what it sums, and what the partitioner sums over devices right after it, is summed as it comes.
 """
 
 from collections.abc import Sequence
@@ -42,13 +46,37 @@ from zerojax.jaxprs import (
 )
 
 _LAYOUT = frozenset(
-    {"transpose", "reshape", "squeeze", "expand_dims", "slice", "rev", "copy", "neg", "name", "sharding_constraint",
-     "reshard", "convert_element_type"}
-)  # fmt: skip
+    {
+        "transpose",
+        "reshape",
+        "squeeze",
+        "expand_dims",
+        "slice",
+        "rev",
+        "copy",
+        "neg",
+        "name",
+        "sharding_constraint",
+        "reshard",
+        "convert_element_type",
+    }
+)
 _LINEAR = _LAYOUT | {
-    "add_any", "add", "sub", "mul", "div", "broadcast_in_dim", "pad", "concatenate", "select_n", "split", "cumsum", "gather",
-    "dynamic_slice", "dynamic_update_slice",
-}  # fmt: skip
+    "add_any",
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "broadcast_in_dim",
+    "pad",
+    "concatenate",
+    "select_n",
+    "split",
+    "cumsum",
+    "gather",
+    "dynamic_slice",
+    "dynamic_update_slice",
+}
 """Linear in a cotangent, and the same equation in float32. Floating operands have one dtype."""
 _PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"})
 
@@ -66,8 +94,8 @@ def float32_grads(
       is_opaque: whether a `jit` is to stay one equation; its results are returned as it makes them.
 
     Returns:
-      A function of the same arguments. It returns `others` as they are. Floating leaves of the gradients that are narrower than
-      float32 are float32.
+      A function of the same arguments. It returns `others` as they are. Floating leaves of the
+      gradients that are narrower than float32 are float32.
     """
 
     def run(cotangents: Any, data: Any, params: Any) -> Any:
@@ -106,7 +134,11 @@ def _summed_dims(i: Instruction) -> tuple[int, ...] | None:
     if name == "reduce_sum":
         return tuple(params["axes"])
     # `jax.lax.reduce` of 16 bits, whose initial value is an operand.
-    adds = name == "reduce" and len(i.outs) == 1 and [e.primitive.name for e in params["jaxpr"].eqns] == ["add"]
+    adds = (
+        name == "reduce"
+        and len(i.outs) == 1
+        and [e.primitive.name for e in params["jaxpr"].eqns] == ["add"]
+    )
     return tuple(params["dimensions"]) if adds else None
 
 
@@ -155,27 +187,41 @@ class Float32GradRewriter(GradRewriter):
             avals: list[Any] = [v.aval for v in i.eqn.outvars]
             self._dtypes.update(zip(i.outs, (aval.dtype for aval in avals), strict=True))
         pairs = zip(program.outputs, outputs, strict=True)
-        self.wanted = {ref: True for ref, is_wide in pairs if is_wide and isinstance(ref, int) and ref in cotangents}
-        # What reads a slot comes after what makes it, so that all is known of a result when its maker is looked at.
+        self.wanted = {
+            ref: True
+            for ref, is_wide in pairs
+            if is_wide and isinstance(ref, int) and ref in cotangents
+        }
+        # What reads a slot comes after what makes it, so that all is known of a result when its
+        # maker is looked at.
         for i in reversed(program.instructions):
             if any(self.wanted.get(out) for out in i.outs):
                 for slot, is_followed in self._made_of(i):
                     self.wanted[slot] = self.wanted.get(slot, False) or is_followed
         self.rewritten = self.wanted.keys()
 
-    # --- which slots -------------------------------------------------------------------------------------------------------
+    # --- which slots ------------------------------------------------------------------------------
 
     def _made_of(self, i: Instruction) -> list[tuple[int, bool]]:
-        """Return the operands that are wanted in float32 for a result to be, each with whether it is followed."""
-        name, of_cotangents = i.eqn.primitive.name, [slot for slot in i.reads if slot in self.cotangents]
+        """Return the operands that are wanted in float32 for a result to be, each with whether it
+        is followed.
+        """
+        name, of_cotangents = (
+            i.eqn.primitive.name,
+            [slot for slot in i.reads if slot in self.cotangents],
+        )
         if name in BY_POSITION:
             pairs = zip(i.ins, i.outs, strict=True)
-            return [(ref, True) for ref, out in pairs if ref in of_cotangents and out in self.wanted and isinstance(ref, int)]
+            return [
+                (ref, True)
+                for ref, out in pairs
+                if ref in of_cotangents and out in self.wanted and isinstance(ref, int)
+            ]
         if name in _LINEAR or _sums_ones(i):
             return [(slot, True) for slot in of_cotangents]
         if name in _PRODUCTS:
-            # With data it is a sum over data. With parameters it leads on to one that a parameter was made of, as in LoRA: the
-            # cotangent is then that of a merged parameter.
+            # With data it is a sum over data. With parameters it leads on to one that a parameter
+            # was made of, as in LoRA: the cotangent is then that of a merged parameter.
             return [] if self._reads_data(i) else [(slot, True) for slot in of_cotangents]
         if _summed_dims(i) is not None:
             return self._summed(i.ins[0])
@@ -188,7 +234,9 @@ class Float32GradRewriter(GradRewriter):
         return any(slot in self.data and slot not in self.cotangents for slot in i.reads)
 
     def _summed(self, ref: Ref) -> list[tuple[int, bool]]:
-        """Return what is wanted of an operand that is summed: all, if it is a sum over data itself; else its last product."""
+        """Return what is wanted of an operand that is summed: all, if it is a sum over data itself;
+        else its last product.
+        """
         if not isinstance(ref, int) or ref not in self.cotangents:
             return []
         if self._is_sum(ref):
@@ -199,7 +247,8 @@ class Float32GradRewriter(GradRewriter):
     def _is_sum(self, slot: int) -> bool:
         """Tell whether a cotangent is a sum over data, and not of data itself.
 
-        Products that make cotangents of data multiply by parameters, or they have batch dims, as those of attention.
+        Products that make cotangents of data multiply by parameters, or they have batch dims, as
+        those of attention.
         """
         maker = self.makers.get(slot)
         if maker is None:
@@ -211,7 +260,7 @@ class Float32GradRewriter(GradRewriter):
             return self._reads_data(maker) and not maker.eqn.params["dimension_numbers"][1][0]
         return name == "scatter-add" or _summed_dims(maker) is not None
 
-    # --- their values ------------------------------------------------------------------------------------------------------
+    # --- their values -----------------------------------------------------------------------------
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         dtypes = self._input_dtypes or [_dtype(value) for value in inputs]

@@ -105,7 +105,9 @@ class GradRewriter:
         self.makers = {out: i for i in program.instructions for out in i.outs}
         self.is_opaque = is_opaque
 
-    def flatten_region(self, i: Instruction, region: Region) -> tuple[FlatJaxpr, set[int], set[int]]:
+    def flatten_region(
+        self, i: Instruction, region: Region
+    ) -> tuple[FlatJaxpr, set[int], set[int]]:
         """Return the program of a region, and its slots that depend on cotangents and on data."""
         program = region.flatten(self.is_opaque)
         cotangents = region.reached(program, i.ins, self.cotangents)

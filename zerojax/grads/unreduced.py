@@ -6,21 +6,24 @@
     x -> x[R_(data, fsdp), B / R, T, D]                        R devices with a batch of their own; local
     g[R_(data, fsdp), D, F] = for each r: dot(x[r], dy[r])     local, and sum(g, 0) is the gradient
 
-So M microbatches add R rows M times, and one reduction at the end sends what M reductions sent. A partitioner has no such value
-of its own: where an equation leaves a sum over devices, it reduces right behind it. So a derivative is traced, and rewritten
-from its gradients backwards, as in `zerojax.float32_grads`:
+So M microbatches add R rows M times, and one reduction at the end sends what M reductions sent. A
+partitioner has no such value of its own: where an equation leaves a sum over devices, it reduces
+right behind it. So a derivative is traced, and rewritten from its gradients backwards, as in
+`zerojax.float32_grads`:
 
     sums over the batch       dot_general, convolutions, reduce_sum, scatter-add: mapped over R pieces of what they sum
     what follows them         linear in the sums: mapped over R
     what adds to them         a gradient of something else than data, such as a penalty: row 0 holds it
     `jax.shard_map`           the psum or psum_scatter over the batch's axes is left out, and the result has a row for a device
 
-Loops, branches and rematerialised regions are entered: what a loop carries of a gradient, or stacks, has rows. The loss and all
+Loops, branches and rematerialised regions are entered: what a loop carries of a gradient, or
+  stacks, has rows. The loss and all
 that forward computes is what it was: random masks, statistics over a batch, tokens that count.
 
-A sum is exact whichever dim is cut into R pieces; it is local where that dim is the batch's. Where the batch lies is followed
-from dim 0 of what comes in (`zerojax.activations.flow`). A sum in which it is not found, or that no rule knows (a kernel, a
-`while_loop`, rows sorted by experts), is reduced where it is made, put in row 0, and reported.
+A sum is exact whichever dim is cut into R pieces; it is local where that dim is the batch's. Where
+the batch lies is followed from dim 0 of what comes in (`zerojax.activations.flow`). A sum in which
+it is not found, or that no rule knows (a kernel, a `while_loop`, rows sorted by experts), is
+reduced where it is made, put in row 0, and reported.
 """
 
 import dataclasses
@@ -52,7 +55,16 @@ from zerojax.jaxprs import (
     rebind_shard_map,
     regions_of,
 )
-from zerojax.sharding import BATCH_AXES, DATA, FSDP, TENSOR, axes_of, num_batch_shards, pad_spec, without_axis
+from zerojax.sharding import (
+    BATCH_AXES,
+    DATA,
+    FSDP,
+    TENSOR,
+    axes_of,
+    num_batch_shards,
+    pad_spec,
+    without_axis,
+)
 
 Array = jax.Array
 _Chain = Sequence[tuple[jex.JaxprEqn, Ref]]
@@ -63,12 +75,37 @@ _MOVED = frozenset({"transpose", "convert_element_type", "copy", "name", "pvary"
 """What may stand beside a reduction in an island: it acts on the whole as on a shard."""
 _BILINEAR = frozenset({"mul", "div", "dot_general", "conv_general_dilated"})
 """A cotangent is one of the operands, and the others are none."""
-_ADDITIVE = frozenset({"add", "sub", "add_any", "concatenate", "dynamic_update_slice", "complex", "scatter-add"})
+_ADDITIVE = frozenset(
+    {"add", "sub", "add_any", "concatenate", "dynamic_update_slice", "complex", "scatter-add"}
+)
 """Equations that are linear in all operands together: one without rows counts once."""
-_LINEAR_IN_SUMS = LINEAR | _ADDITIVE | _BILINEAR | _MOVED | frozenset(
-    {"rev", "pad", "select_n", "gather", "dynamic_slice", "cumsum", "sharding_constraint", "reduce", "real", "imag", "conj",
-     "optimization_barrier", "all_to_all", "fft", "triangular_solve", "stop_gradient", "reshard"}
-)  # fmt: skip
+_LINEAR_IN_SUMS = (
+    LINEAR
+    | _ADDITIVE
+    | _BILINEAR
+    | _MOVED
+    | frozenset(
+        {
+            "rev",
+            "pad",
+            "select_n",
+            "gather",
+            "dynamic_slice",
+            "cumsum",
+            "sharding_constraint",
+            "reduce",
+            "real",
+            "imag",
+            "conj",
+            "optimization_barrier",
+            "all_to_all",
+            "fft",
+            "triangular_solve",
+            "stop_gradient",
+            "reshard",
+        }
+    )
+)
 _ENTERED = ENTERED["unreduced_grads"] - INLINED - {"shard_map"}
 """Equations whose jaxprs are rewritten. In a `jax.shard_map` only reductions are left out."""
 
@@ -78,13 +115,16 @@ def unreduced_grads(
     mesh: Mesh,
     is_opaque: IsOpaque = lambda eqn: False,
 ) -> Derivative:
-    """Return a derivative whose gradients are each device's own: g[R_(data, fsdp), ...] in place of g[...].
+    """Return a derivative whose gradients are each device's own: g[R_(data, fsdp), ...] in place of
+    g[...].
 
     Args:
-      derivative: `derivative(cotangents, data, params) -> (gradients, others)`. Dim 0 of the first leaf of (cotangents, data)
-        that has one is the batch; other leaves with a dim 0 of that length are split likewise.
+      derivative: `derivative(cotangents, data, params) -> (gradients, others)`. Dim 0 of the first
+        leaf of (cotangents, data) that has one is the batch; other leaves with a dim 0 of that
+        length are split likewise.
       mesh: the device mesh. R is the size of `data` times that of `fsdp`.
-      is_opaque: whether a `jit` is to stay one equation; gradients that it returns are left as they are.
+      is_opaque: whether a `jit` is to stay one equation; gradients that it returns are left as they
+        are.
 
     Returns:
       A function of the same arguments. Gradients have their dtype; `others` are as they are.
@@ -112,27 +152,39 @@ def unreduced_grads(
         )
         results = traced.rewritten(rewriter)
         for what in dict.fromkeys(rule.lifted):
-            logger.warning("reduce_every='step': where %s sums the batch is not known: it is reduced in each microbatch", what)
+            logger.warning(
+                "reduce_every='step': where %s sums the batch is not known: it is reduced in each microbatch",
+                what,
+            )
         return results
 
     return run
 
 
 def reduced(value: Array, sharding: NamedSharding) -> Array:
-    """Add up the rows of an unreduced gradient: g[R_(data, fsdp), D, F] -> g[D_fsdp, F], one reduction in its dtype.
+    """Add up the rows of an unreduced gradient: g[R_(data, fsdp), D, F] -> g[D_fsdp, F], one
+    reduction in its dtype.
 
-    Over replicas in two steps, a reduce_scatter and an all_reduce of the shards: the partitioner makes one all_reduce of both.
+    Over replicas in two steps, a reduce_scatter and an all_reduce of the shards: the partitioner
+      makes one all_reduce of both.
     """
     mesh, spec = sharding.mesh, pad_spec(sharding.spec, value.ndim - 1)
     if mesh.shape[DATA] > 1 and without_axis(spec, FSDP) != spec:
         value = value.reshape(mesh.shape[DATA], -1, *value.shape[1:])  # [data, fsdp, D, F]: local
-        value = jnp.sum(jax.lax.with_sharding_constraint(value, NamedSharding(mesh, PartitionSpec(DATA, FSDP))), 1)
-        value = jax.lax.with_sharding_constraint(value, NamedSharding(mesh, PartitionSpec(DATA, *spec)))
+        value = jnp.sum(
+            jax.lax.with_sharding_constraint(value, NamedSharding(mesh, PartitionSpec(DATA, FSDP))),
+            1,
+        )
+        value = jax.lax.with_sharding_constraint(
+            value, NamedSharding(mesh, PartitionSpec(DATA, *spec))
+        )
     return jax.lax.with_sharding_constraint(jnp.sum(value, 0), sharding)
 
 
 def unreduced_sharding(mesh: Mesh, whole: Sequence[Any]) -> NamedSharding:
-    """Return the sharding of an unreduced gradient, given the spec of the whole leaf: its own axes are those of `tensor`."""
+    """Return the sharding of an unreduced gradient, given the spec of the whole leaf: its own axes
+    are those of `tensor`.
+    """
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES, *whole))
 
 
@@ -162,16 +214,22 @@ class _Rule:
 
     def dim(self, split: Split) -> int:
         """Return the dim that is split as the batch is, or -1."""
-        found = [d for d, entry in enumerate(split) if entry is not ANY and set(entry) & set(BATCH_AXES)]
+        found = [
+            d for d, entry in enumerate(split) if entry is not ANY and set(entry) & set(BATCH_AXES)
+        ]
         return found[0] if found else -1
 
     def constrain(self, value: Array, *spec: Any) -> Array:
-        """Keep dim 0, the rows, on their devices; other dims are left to the partitioner unless they are given."""
+        """Keep dim 0, the rows, on their devices; other dims are left to the partitioner unless
+        they are given.
+        """
         rest = spec or (PartitionSpec.UNCONSTRAINED,) * (value.ndim - 1)
         return jax.lax.with_sharding_constraint(value, unreduced_sharding(self.mesh, rest))
 
     def cut(self, value: Any, dim: int) -> Array:
-        """Return an array with its dim `dim` cut into R pieces, which are dim 0: x[B, D] -> x[R, B / R, D]."""
+        """Return an array with its dim `dim` cut into R pieces, which are dim 0: x[B, D] -> x[R, B
+        / R, D].
+        """
         value = jnp.asarray(value)
         pieces = value.reshape(*value.shape[:dim], self.count, -1, *value.shape[dim + 1 :])
         return self.constrain(jnp.moveaxis(pieces, dim, 0))
@@ -222,14 +280,19 @@ class UnreducedGradRewriter(GradRewriter):
                 self.sums.update(out for out in self._sums_of(i) if out in cotangents)
             self.lost.update(out for out in i.outs if out in cotangents and self._is_lost(i, out))
         pairs = zip(program.outputs, outputs, strict=True)
-        self.own = {ref for ref, is_wanted in pairs if is_wanted and isinstance(ref, int) and ref in self.sums} | given
-        # What reads a slot comes after what makes it, so that all is known of a result when its maker is looked at.
+        self.own = {
+            ref
+            for ref, is_wanted in pairs
+            if is_wanted and isinstance(ref, int) and ref in self.sums
+        } | given
+        # What reads a slot comes after what makes it, so that all is known of a result when its
+        # maker is looked at.
         for i in reversed(program.instructions):
             if not self.own.isdisjoint(i.outs):
                 self.own.update(slot for slot in self._made_of(i) if slot in self.sums)
         self.rewritten = self.own
 
-    # --- which slots -------------------------------------------------------------------------------------------------------
+    # --- which slots ------------------------------------------------------------------------------
 
     def _split(self, ref: Ref, v: Any) -> Split:
         return self.splits[ref] if isinstance(ref, int) else (ANY,) * _ndim(v)
@@ -239,23 +302,35 @@ class UnreducedGradRewriter(GradRewriter):
         if out in self.sums or self.rule.dim(self.splits[out]) >= 0:
             return False
         of_data = [self.splits[slot] for slot in i.reads if slot in self.data]
-        return not self.lost.isdisjoint(i.reads) or any(ANY in split or self.rule.dim(split) >= 0 for split in of_data)
+        return not self.lost.isdisjoint(i.reads) or any(
+            ANY in split or self.rule.dim(split) >= 0 for split in of_data
+        )
 
     def _look_into(self, i: Instruction) -> None:
-        """Find out how the results of an instruction are split that holds jaxprs, and which of them are sums."""
+        """Find out how the results of an instruction are split that holds jaxprs, and which of them
+        are sums.
+        """
         regions = regions_of(i.eqn)
         carry = regions[0].carried
         # As what comes in, until it is known what goes round.
-        self.splits |= {out: self._split(i.ins[p], i.eqn.invars[p]) for p, out in zip(carry, i.outs, strict=False)}
+        self.splits |= {
+            out: self._split(i.ins[p], i.eqn.invars[p])
+            for p, out in zip(carry, i.outs, strict=False)
+        }
         while True:
             inner = [self.inside(i, region, [False] * len(i.outs)) for region in regions]
             again = False
             for n, (out, v) in enumerate(zip(i.outs, i.eqn.outvars, strict=True)):
                 refs = [(rewriter, rewriter.program.outputs[n]) for rewriter in inner]
                 found = [rewriter.splits[ref] for rewriter, ref in refs if isinstance(ref, int)]
-                split = next((split for split in found if self.rule.dim(split) >= 0), found[0] if found else (ANY,) * _ndim(v))
+                split = next(
+                    (split for split in found if self.rule.dim(split) >= 0),
+                    found[0] if found else (ANY,) * _ndim(v),
+                )
                 split = ((),) * (_ndim(v) - len(split)) + split  # of what a scan stacks, one slice
-                again |= n < len(carry) and self.rule.dim(split) >= 0 > self.rule.dim(self.splits[out])
+                again |= n < len(carry) and self.rule.dim(split) >= 0 > self.rule.dim(
+                    self.splits[out]
+                )
                 if n >= len(carry) or self.rule.dim(split) >= 0:
                     self.splits[out] = split
                 is_sum = any(is_among(ref, rewriter.sums) for rewriter, ref in refs)
@@ -266,16 +341,25 @@ class UnreducedGradRewriter(GradRewriter):
 
     def _splits_of(self, i: Instruction) -> list[Split]:
         """Return how the results of an instruction are split."""
-        found = outs_of(i.eqn, [self._split(ref, v) for ref, v in zip(i.ins, i.eqn.invars, strict=True)], self.rule.mesh.shape)
+        found = outs_of(
+            i.eqn,
+            [self._split(ref, v) for ref, v in zip(i.ins, i.eqn.invars, strict=True)],
+            self.rule.mesh.shape,
+        )
         if i.eqn.primitive.name == "shard_map":
             triples = zip(found, i.eqn.params["out_specs"], i.eqn.outvars, strict=True)
-            return [tuple(map(axes_of, pad_spec(spec, _ndim(v)))) if s is None else s for s, spec, v in triples]
-        # What is made of data has its rows in dim 0, if it has as many, where the table leaves that open.
+            return [
+                tuple(map(axes_of, pad_spec(spec, _ndim(v)))) if s is None else s
+                for s, spec, v in triples
+            ]
+        # What is made of data has its rows in dim 0, if it has as many, where the table leaves that
+        # open.
         rows = self.rule.rows if not self.data.isdisjoint(i.reads) else 0
         guessed = [self.rule.given(getattr(v.aval, "shape", ()), rows) for v in i.eqn.outvars]
         return [
             guess
-            if self.rule.dim(guess) >= 0 and (split is None or (self.rule.dim(split) < 0 and split[0] is ANY))
+            if self.rule.dim(guess) >= 0
+            and (split is None or (self.rule.dim(split) < 0 and split[0] is ANY))
             else (ANY,) * len(guess)
             if split is None
             else split
@@ -291,13 +375,18 @@ class UnreducedGradRewriter(GradRewriter):
         if name == "optimization_barrier":
             return [out for ref, out in zip(i.ins, i.outs, strict=True) if is_among(ref, self.sums)]
         if name == "shard_map":
-            return [out for out, chain in zip(i.outs, _reductions(self.rule, i.eqn), strict=True) if chain is not None]
+            return [
+                out
+                for out, chain in zip(i.outs, _reductions(self.rule, i.eqn), strict=True)
+                if chain is not None
+            ]
         if self.is_opaque(i.eqn):
             return ()
         if self.cut_dims(i) is not None:
             return i.outs
         of_sums = [n for n, ref in enumerate(i.ins) if is_among(ref, self.sums)]
-        # A derivative of the model's own may do anything with a gradient: clip it, divide by its norm.
+        # A derivative of the model's own may do anything with a gradient: clip it, divide by its
+        # norm.
         if not of_sums or name not in _LINEAR_IN_SUMS:
             return ()
         if name in _BILINEAR and (len(of_sums) > 1 or (name == "div" and of_sums != [0])):
@@ -310,19 +399,29 @@ class UnreducedGradRewriter(GradRewriter):
         """Return the operands that have rows where a result has."""
         name = i.eqn.primitive.name
         if name == "optimization_barrier":
-            return [ref for ref, out in zip(i.ins, i.outs, strict=True) if out in self.own and isinstance(ref, int)]
+            return [
+                ref
+                for ref, out in zip(i.ins, i.outs, strict=True)
+                if out in self.own and isinstance(ref, int)
+            ]
         if name in _ENTERED:  # what comes in stays as it is, but sums that go round
             pairs = zip((i.ins[p] for p in regions_of(i.eqn)[0].carried), i.outs, strict=False)
             return [ref for ref, out in pairs if out in self.own and isinstance(ref, int)]
         return [] if name == "shard_map" else list(i.reads)
 
     def cut_dims(self, i: Instruction) -> Mapping[int, int] | None:
-        """Return, of a sum over the batch, the dim of each operand that is cut; None of what is no such sum.
+        """Return, of a sum over the batch, the dim of each operand that is cut; None of what is no
+        such sum.
 
-        Operands that are missing are the same for all pieces, but those that a sum starts from (`_starts`).
+        Operands that are missing are the same for all pieces, but those that a sum starts from
+        (`_starts`).
         """
         name, params = i.eqn.primitive.name, i.eqn.params
-        if any(slot in self.sums for slot in i.reads if not (name == "scatter-add" and slot == i.ins[0])):
+        if any(
+            slot in self.sums
+            for slot in i.reads
+            if not (name == "scatter-add" and slot == i.ins[0])
+        ):
             return None  # linear in sums that were made before
         shapes: list[Any] = [getattr(v.aval, "shape", ()) for v in i.eqn.invars]
         dims: dict[int, int] = {}
@@ -338,19 +437,26 @@ class UnreducedGradRewriter(GradRewriter):
             dims = dict(enumerate(features)) if is_sum and self._dim(i, 0) == features[0] else {}
         elif name in ("reduce_sum", "reduce"):
             summed = params["axes"] if name == "reduce_sum" else params["dimensions"]
-            is_sum = name == "reduce_sum" or [e.primitive.name for e in params["jaxpr"].eqns] == ["add"]
+            is_sum = name == "reduce_sum" or [e.primitive.name for e in params["jaxpr"].eqns] == [
+                "add"
+            ]
             dims = {0: self._dim(i, 0)} if is_sum and self._dim(i, 0) in summed else {}
         elif name == "scatter-add":
             numbers = params["dimension_numbers"]
             rows = [d for d in range(len(shapes[2])) if d not in numbers.update_window_dims]
-            # The dims of the indices but the last are those of the rows, in order; batching dims are no sum.
+            # The dims of the indices but the last are those of the rows, in order; batching dims
+            # are no sum.
             of_rows, of_ids = self._dim(i, 2), self._dim(i, 1)
             at = rows.index(of_rows) if of_rows in rows else of_ids if of_ids < len(rows) else -1
-            dims = {1: at, 2: rows[at]} if at >= 0 and at not in numbers.scatter_indices_batching_dims else {}
+            dims = (
+                {1: at, 2: rows[at]}
+                if at >= 0 and at not in numbers.scatter_indices_batching_dims
+                else {}
+            )
         is_even = all(shapes[operand][dim] % self.rule.count == 0 for operand, dim in dims.items())
         return dims if dims and is_even else None
 
-    # --- values ------------------------------------------------------------------------------------------------------------
+    # --- values -----------------------------------------------------------------------------------
 
     def has_form(self, slot: int, value: Any) -> bool:
         return slot in self.own
@@ -540,7 +646,9 @@ def _counts_once(i: Instruction, position: int) -> bool:
 
 
 def _starts(i: Instruction, position: int) -> bool:
-    """Tell whether a sum starts from an operand, which then counts once and not once for each piece."""
+    """Tell whether a sum starts from an operand, which then counts once and not once for each
+    piece.
+    """
     return (i.eqn.primitive.name, position) in (("scatter-add", 0), ("reduce", 1))
 
 
@@ -553,7 +661,9 @@ def _without_batch(spec: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _reductions(rule: _Rule, eqn: jex.JaxprEqn) -> list[_Chain | None]:
-    """Return, of each result of a shard_map, the chain from a sum over the batch's axes to the result; None where none is."""
+    """Return, of each result of a shard_map, the chain from a sum over the batch's axes to the
+    result; None where none is.
+    """
     (region,) = regions_of(eqn)
     program = region.flatten()
     makers = {out: i for i in program.instructions for out in i.outs}
@@ -561,10 +671,17 @@ def _reductions(rule: _Rule, eqn: jex.JaxprEqn) -> list[_Chain | None]:
     found: list[_Chain | None] = []
     for ref in program.outputs:
         chain, over = list[tuple[jex.JaxprEqn, Ref]](), set[str]()
-        while isinstance(ref, int) and (i := makers.get(ref)) is not None and i.eqn.primitive.name in _MOVED | _REDUCED:
+        while (
+            isinstance(ref, int)
+            and (i := makers.get(ref)) is not None
+            and i.eqn.primitive.name in _MOVED | _REDUCED
+        ):
             if i.eqn.primitive.name in _REDUCED:
                 # A scatter that is not tiled drops a dim, which the whole has.
-                if not i.eqn.params.get("tiled", True) or i.eqn.params.get("axis_index_groups") is not None:
+                if (
+                    not i.eqn.params.get("tiled", True)
+                    or i.eqn.params.get("axis_index_groups") is not None
+                ):
                     break
                 over |= _axes_of(i.eqn)
             ref = i.ins[i.outs.index(ref)]

@@ -1,4 +1,6 @@
-"""Pretrained decoders of Hugging Face folders: built, imported, adapted and exported, without transformers."""
+"""Pretrained decoders of Hugging Face folders: built, imported, adapted and exported, without
+transformers.
+"""
 
 from zerojax.hf.attention import attend as attend
 from zerojax.hf.base import fingerprint as fingerprint

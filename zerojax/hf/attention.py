@@ -1,15 +1,18 @@
-"""Causal attention of a decoder: grouped heads, windows, caps of the scores, and rows that hold several sequences.
+"""Causal attention of a decoder: grouped heads, windows, caps of the scores, and rows that hold
+several sequences.
 
     score[t, s] = q[t] . k[s] scale,    s <= t,  t - s < window,  segment[t] = segment[s]
     cap         : score -> cap tanh(score / cap)          Gemma 2
 
-It is `jax.nn.dot_product_attention`, by cuDNN where that serves; only scores with a cap, which that has not, are computed here.
-A window that is the same in all layers is static, so that cuDNN leaves out what it hides; one that differs from layer to layer
-is an array, and becomes a mask, as segments do.
+It is `jax.nn.dot_product_attention`, by cuDNN where that serves; only scores with a cap, which that
+has not, are computed here. A window that is the same in all layers is static, so that cuDNN leaves
+out what it hides; one that differs from layer to layer is an array, and becomes a mask, as segments
+do.
 
-JAX says which dtypes and head dims cuDNN takes. Whether the installed cuDNN has a kernel for a combination of them with a mask
-it tells only when it compiles one, and an error then ends the whole program. So on a GPU a small attention of the same kind is
-compiled first, once, and where cuDNN refuses it XLA's form is taken.
+JAX says which dtypes and head dims cuDNN takes. Whether the installed cuDNN has a kernel for a
+combination of them with a mask it tells only when it compiles one, and an error then ends the whole
+program. So on a GPU a small attention of the same kind is compiled first, once, and where cuDNN
+refuses it XLA's form is taken.
 """
 
 import concurrent.futures
@@ -75,7 +78,8 @@ def attend(
       v: as k.
       scale: of the scores.
       cap: of the scores, or None.
-      window: the last so many tokens are seen, the token itself among them; None: all. An array i32[]: 0 for all.
+      window: the last so many tokens are seen, the token itself among them; None: all. An array
+        i32[]: 0 for all.
       segment_ids: integers [B, T]: tokens see those of their own number alone. None: all.
       implementation: "xla", "cudnn", or "auto": cuDNN's where it serves, which is logged.
 
@@ -94,7 +98,9 @@ def attend(
         has_mask=mask is not None,
         has_cap=cap is not None,
     )
-    uses_cudnn = implementation != "xla" and takes_cudnn(kind, target_of(q), implementation == "cudnn")
+    uses_cudnn = implementation != "xla" and takes_cudnn(
+        kind, target_of(q), implementation == "cudnn"
+    )
     if cap is not None:
         at = jnp.arange(q.shape[1])
         seen = (at[:, None] >= at)[None, None]
@@ -102,7 +108,12 @@ def attend(
             seen &= at[:, None] - at < static_window
         return _capped(q, k, v, scale, cap, seen if mask is None else seen & mask)
     local = None if static_window is None else (static_window - 1, 0)
-    options: dict[str, Any] = {"mask": mask, "scale": scale, "is_causal": True, "local_window_size": local}
+    options: dict[str, Any] = {
+        "mask": mask,
+        "scale": scale,
+        "is_causal": True,
+        "local_window_size": local,
+    }
     if uses_cudnn:
         return jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **options)
 
@@ -134,7 +145,11 @@ def attend_to_cache(
     seen = behind >= 0
     if window is not None:
         seen &= (window == 0) | (behind < window)
-    return _by_xla(q, k, v, mask=seen, scale=scale) if cap is None else _capped(q, k, v, scale, cap, seen)
+    return (
+        _by_xla(q, k, v, mask=seen, scale=scale)
+        if cap is None
+        else _capped(q, k, v, scale, cap, seen)
+    )
 
 
 def _by_xla(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
@@ -163,8 +178,11 @@ def _mask(length: int, window: jax.Array | None, segment_ids: jax.Array | None) 
     return mask
 
 
-def _capped(q: jax.Array, k: jax.Array, v: jax.Array, scale: float, cap: float, seen: jax.Array) -> jax.Array:
-    """Return attention whose scores have a cap; scores and softmax in float32, as in `jax.nn.dot_product_attention`.
+def _capped(
+    q: jax.Array, k: jax.Array, v: jax.Array, scale: float, cap: float, seen: jax.Array
+) -> jax.Array:
+    """Return attention whose scores have a cap; scores and softmax in float32, as in
+    `jax.nn.dot_product_attention`.
 
     `seen` is bool[B or 1, 1, T, S].
     """
@@ -174,7 +192,9 @@ def _capped(q: jax.Array, k: jax.Array, v: jax.Array, scale: float, cap: float, 
     def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32) * scale
         scores = cap * jnp.tanh(scores / cap)
-        weights = jax.nn.softmax(jnp.where(seen[:, :, None], scores, -0.7 * jnp.finfo(jnp.float32).max), axis=-1)
+        weights = jax.nn.softmax(
+            jnp.where(seen[:, :, None], scores, -0.7 * jnp.finfo(jnp.float32).max), axis=-1
+        )
         return jnp.einsum("bkgts,bskd->btkgd", weights.astype(v.dtype), v)
 
     if q.dtype == jnp.float16:
@@ -193,7 +213,9 @@ def takes_cudnn(kind: Kind, target: Target, is_named: bool) -> bool:
     """
     reason = _unsupported(kind, target)
     if reason is None and (device := _device_of(target)) is not None:
-        reason = cudnn_refusal(dataclasses.replace(kind, length=min(kind.length, _PROBE_LENGTH)), device)
+        reason = cudnn_refusal(
+            dataclasses.replace(kind, length=min(kind.length, _PROBE_LENGTH)), device
+        )
     if is_named and reason is not None:
         raise ValueError(f"attention='cudnn' does not serve: {reason}; choose auto or xla")
     _log_choice(reason)
@@ -209,17 +231,23 @@ def _unsupported(kind: Kind, target: Target) -> str | None:
     if kind.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it takes bfloat16 and float16, not {kind.dtype}"
     if kind.width % 8 or kind.width > widest:
-        return f"it takes heads of at most {widest} on {target.kind} in steps of 8, not {kind.width}"
+        return (
+            f"it takes heads of at most {widest} on {target.kind} in steps of 8, not {kind.width}"
+        )
     if kind.has_cap:
         return "it has no cap of the scores, as Gemma 2 has"
     return None
 
 
 def _device_of(target: Target) -> Any | None:
-    """Return a device of this process that is the target, or None where the program is for one that is not there."""
+    """Return a device of this process that is the target, or None where the program is for one that
+    is not there.
+    """
     if jax.default_backend() != "gpu":
         return None
-    return next((device for device in jax.local_devices() if device.device_kind == target.kind), None)
+    return next(
+        (device for device in jax.local_devices() if device.device_kind == target.kind), None
+    )
 
 
 @functools.cache
@@ -240,7 +268,11 @@ def cudnn_refusal(kind: Kind, device: Any) -> str | None:
 
     def total(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> jax.Array:
         options: dict[str, Any] = {"mask": mask, "is_causal": True, "local_window_size": local}
-        return jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **options).astype(jnp.float32).sum()
+        return (
+            jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **options)
+            .astype(jnp.float32)
+            .sum()
+        )
 
     def compile_both() -> None:
         jax.jit(jax.value_and_grad(total, (0, 1, 2))).lower(queries, keys, keys, mask).compile()
@@ -249,7 +281,11 @@ def cudnn_refusal(kind: Kind, device: Any) -> str | None:
         # A thread of its own: this one traces a program, perhaps under a mesh.
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             pool.submit(compile_both).result()
-    except (RuntimeError, NotImplementedError, ValueError) as error:  # of JAX's checks, of loading cuDNN, of its compiler
+    except (
+        RuntimeError,
+        NotImplementedError,
+        ValueError,
+    ) as error:  # of JAX's checks, of loading cuDNN, of its compiler
         return f"it refused a small one of the same kind: {' '.join(str(error).split())[:300]}"
     return None
 

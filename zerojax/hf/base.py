@@ -1,16 +1,20 @@
-"""Is a folder the base that a checkpoint's weights were trained over? Shapes do not tell: models of one family share them.
+"""Is a folder the base that a checkpoint's weights were trained over? Shapes do not tell: models of
+one family share them.
 
     frozen in 16 or 32 bits    |checkpoint - folder| <= 2^-8 |folder|              what rounding to bfloat16 may change
     int8                       int8(folder) = the checkpoint's values and scales   bit for bit, block by block of 256
     nf4                        nf4(folder) = the checkpoint's codes                bit for bit, block by block of 64
                                |largest - largest'| <= step / 2                    largest of the folder's block, largest' and
-                                                                                   step those of the checkpoint
+                                                                                   step those of the
+                                                                                   checkpoint
 
-The folder's numbers are encoded by the code that an import uses (`pallas_kernels.storage`), from float32 as it does. Values,
-codes and the scales of int8 depend on a block alone, and have the same bits on every device; so a piece of a tensor may be
-encoded by itself, wherever it is cut between two blocks, whatever mesh and stage the checkpoint was saved on. The scales of nf4
-are quantised again in groups, by the mean of a group: these are compared within what that rounding may change, and so nothing
-hangs on groups. What passes rounds to the base that was trained over; two models that were trained apart do not.
+The folder's numbers are encoded by the code that an import uses (`pallas_kernels.storage`), from
+float32 as it does. Values, codes and the scales of int8 depend on a block alone, and have the same
+bits on every device; so a piece of a tensor may be encoded by itself, wherever it is cut between
+two blocks, whatever mesh and stage the checkpoint was saved on. The scales of nf4 are quantised
+again in groups, by the mean of a group: these are compared within what that rounding may change,
+and so nothing hangs on groups. What passes rounds to the base that was trained over; two models
+that were trained apart do not.
 
 Weights that were trained are not compared: they differ from any folder.
 """
@@ -41,23 +45,32 @@ _SMALLEST = 2.0**-25
 _PIECE = 1 << 25
 """Elements that are compared at once: 128 MiB in float32."""
 _SAMPLE = 64
-"""Rows and columns of a tensor that a sample has; of an encoded one a row of so many elements, or a block."""
+"""Rows and columns of a tensor that a sample has; of an encoded one a row of so many elements, or a
+block.
+"""
 _FINGERPRINT = 64
 """Elements of each tensor that a fingerprint has."""
 
 
 def check_base(
-    saved: SavedState, base: WeightFile, sources: Mapping[str, Source], like: str | os.PathLike[str], *, whole: bool
+    saved: SavedState,
+    base: WeightFile,
+    sources: Mapping[str, Source],
+    like: str | os.PathLike[str],
+    *,
+    whole: bool,
 ) -> None:
     """Compare the weights that a checkpoint's training left as they were with those of a folder.
 
     Args:
       saved: the checkpoint.
       base: the folder's weights.
-      sources: the parameters of its tensors that are compared; those that were trained are passed over.
+      sources: the parameters of its tensors that are compared; those that were trained are passed
+        over.
       like: the folder.
-      whole: compare all numbers; else some hundreds from the middle of each tensor, which is as good as certain to tell one
-        model from another and not to find a single number that was changed.
+      whole: compare all numbers; else some hundreds from the middle of each tensor, which is as
+        good as certain to tell one model from another and not to find a single number that was
+        changed.
 
     Raises:
       CheckpointError: it is another base; the first tensors that differ are named.
@@ -68,7 +81,9 @@ def check_base(
         raise other_base(like, saved, differ)
 
 
-def other_base(like: str | os.PathLike[str], saved: SavedState, differ: Sequence[str]) -> CheckpointError:
+def other_base(
+    like: str | os.PathLike[str], saved: SavedState, differ: Sequence[str]
+) -> CheckpointError:
     """Return the error of a folder whose tensors `differ` from the base in a checkpoint."""
     return CheckpointError(
         f"{os.fspath(like)} is not the base that {saved.folder} was trained over, though shapes are the same. Frozen tensors "
@@ -81,10 +96,16 @@ def _is_same(saved: SavedState, base: WeightFile, name: str, source: Source, who
     if source.layout is not None:
         return _is_encoded_same(saved, base, name, source, whole)
     if whole:
-        boxes = [((start, stop), *((0, n) for n in shape[1:])) for start, stop in pieces_of(shape, _PIECE)]
+        boxes = [
+            ((start, stop), *((0, n) for n in shape[1:]))
+            for start, stop in pieces_of(shape, _PIECE)
+        ]
     else:
         boxes = [tuple(_middle(n, _SAMPLE) for n in shape)]
-    return all(is_rounded(read_weight(saved, source, box), np.asarray(base.read(name, box))) for box in boxes)
+    return all(
+        is_rounded(read_weight(saved, source, box), np.asarray(base.read(name, box)))
+        for box in boxes
+    )
 
 
 def is_rounded(weight: np.ndarray, there: np.ndarray) -> bool:
@@ -92,7 +113,9 @@ def is_rounded(weight: np.ndarray, there: np.ndarray) -> bool:
     weight, there = weight.astype(np.float32), there.astype(np.float32)
     with np.errstate(invalid="ignore"):  # of infinities
         # Of an infinity there the bound is one, too, and every number within it.
-        is_near = np.isfinite(there) & (np.abs(weight - there) <= ROUNDING * np.abs(there) + _SMALLEST)
+        is_near = np.isfinite(there) & (
+            np.abs(weight - there) <= ROUNDING * np.abs(there) + _SMALLEST
+        )
     return bool(np.all(is_near | (weight == there) | (np.isnan(weight) & np.isnan(there))))
 
 
@@ -102,11 +125,15 @@ def _middle(size: int, most: int) -> tuple[int, int]:
     return start, min(start + most, size)
 
 
-# --- weights in 8 or 4 bits ----------------------------------------------------------------------------------------------
+# --- weights in 8 or 4 bits -----------------------------------------------------------------------
 
 
-def _is_encoded_same(saved: SavedState, base: WeightFile, name: str, source: Source, whole: bool) -> bool:
-    """Compare a weight M[A, B], a layer of it, whose rows are those of the encoded arrays, or follow each other in one."""
+def _is_encoded_same(
+    saved: SavedState, base: WeightFile, name: str, source: Source, whole: bool
+) -> bool:
+    """Compare a weight M[A, B], a layer of it, whose rows are those of the encoded arrays, or
+    follow each other in one.
+    """
     layout, axes = source.layout, source.place.axes or (0, 1)
     assert layout is not None
     # Its dims as the encoded arrays have them, by those of the file.
@@ -126,7 +153,9 @@ def _is_encoded_same(saved: SavedState, base: WeightFile, name: str, source: Sou
         start = shape[0] // 2 // unit * unit
         boxes = [((start, start + unit), every)]
     for box in boxes:
-        there = np.asarray(base.read(name, tuple(box[order.index(axis)] for axis in range(2))), np.float32)
+        there = np.asarray(
+            base.read(name, tuple(box[order.index(axis)] for axis in range(2))), np.float32
+        )
         there = there if order == (0, 1) else there.T
         if not _has_codes(there, _Codes(saved, source, box, shape)):
             return False
@@ -144,7 +173,9 @@ class _Codes:
         self._group, self._is_flat = layout.group, bool(layout.inner)
 
     def read(self, name: str) -> np.ndarray:
-        """Return an array's numbers for the blocks, in order: [n, ..]; one for each block of an array of groups."""
+        """Return an array's numbers for the blocks, in order: [n, ..]; one for each block of an
+        array of groups.
+        """
         leaf = self._source.arrays[name]
         array = self._saved.leaves[leaf]
         (a, b), (c, d) = self._box
@@ -158,9 +189,15 @@ class _Codes:
             block = storage.BLOCKS[self.format]
             first, last = (a * columns + c) // block, ((b - 1) * columns + d) // block
             blocks = np.arange(first, last)
-            row, column = (np.zeros_like(blocks), blocks) if self._is_flat else np.divmod(blocks, columns // block)
+            row, column = (
+                (np.zeros_like(blocks), blocks)
+                if self._is_flat
+                else np.divmod(blocks, columns // block)
+            )
             row, column = row // self._group[0], column // self._group[1]
-            box = ((column[0] if self._is_flat else 0, column[-1] + 1 if self._is_flat else length),)
+            box = (
+                (column[0] if self._is_flat else 0, column[-1] + 1 if self._is_flat else length),
+            )
             box = box if self._is_flat else ((row[0], row[-1] + 1), *box)
             width = box[-1][1] - box[-1][0]
             groups = (row - (0 if self._is_flat else row[0])) * width + column - box[-1][0]
@@ -184,7 +221,8 @@ def _has_codes(there: np.ndarray, codes: _Codes) -> bool:
     if not np.array_equal(here["codes"], codes.read("codes")):
         return False
     scales, steps, means = (codes.read(name) for name in ("scales", "steps", "means"))
-    # Of a group of one block the mean is that block's largest magnitude, and its scale tells whether it is finite.
+    # Of a group of one block the mean is that block's largest magnitude, and its scale tells
+    # whether it is finite.
     largest, is_finite = here["means"], here["scales"] != NOT_FINITE
     if not np.array_equal(is_finite, scales != NOT_FINITE):
         return False
@@ -203,7 +241,10 @@ def _encoded(flat: np.ndarray, format: storage.Format) -> dict[str, np.ndarray]:
     # A program's mesh may be set here, and need not have this device.
     with jax.set_mesh(Mesh(np.asarray([device]), ("device",))):
         found = _encode(jax.device_put(flat, device), format=format)
-        return {jax.tree_util.keystr(p, simple=True): np.asarray(a) for p, a in jax.tree_util.tree_flatten_with_path(found)[0]}
+        return {
+            jax.tree_util.keystr(p, simple=True): np.asarray(a)
+            for p, a in jax.tree_util.tree_flatten_with_path(found)[0]
+        }
 
 
 @functools.partial(jax.jit, static_argnames="format")
@@ -211,18 +252,20 @@ def _encode(flat: jax.Array, format: storage.Format) -> Any:
     return storage.encode(flat.astype(jnp.float32), storage.Layout(format=format), "xla").q
 
 
-# --- a fingerprint -------------------------------------------------------------------------------------------------------
+# --- a fingerprint --------------------------------------------------------------------------------
 
 
 def fingerprint(folder: str | os.PathLike[str]) -> str:
-    """Return what tells the weights of a folder from others, wherever the folder is and into how many files it is cut.
+    """Return what tells the weights of a folder from others, wherever the folder is and into how
+    many files it is cut.
 
-    It is the SHA-256, in hexadecimal digits, of each tensor's name, dtype and shape, and of 64 of its numbers at most,
-    from its middle. So it is cheap, and tells models apart whose tensors are not all equal; a change of a few numbers it may
-    miss.
+    It is the SHA-256, in hexadecimal digits, of each tensor's name, dtype and shape, and of 64 of
+    its numbers at most, from its middle. So it is cheap, and tells models apart whose tensors are
+    not all equal; a change of a few numbers it may miss.
 
     Raises:
-      CheckpointError: the folder has no weights, or files that its index names are not there or cannot be read.
+      CheckpointError: the folder has no weights, or files that its index names are not there or
+        cannot be read.
     """
     file, digest = open_weights(folder), hashlib.sha256()
     for name, tensor in sorted(file.tensors.items()):

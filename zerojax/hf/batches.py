@@ -1,13 +1,15 @@
-"""What a batch of a decoder has to be: keys, dtypes and shapes, known before anything runs, and ranges, known to the device.
+"""What a batch of a decoder has to be: keys, dtypes and shapes, known before anything runs, and
+ranges, known to the device.
 
     tokens        integers [B, T]            0 .. V - 1
     targets       signed integers [B, T]     below V; negative ones do not count
     segment_ids   integers [B, T]            any
     positions     integers [B, T]            0 .. 2^24, which float32 holds exactly
 
-A wrong key, dtype or shape raises ValueError. Arrays may be on the device, and each process of several may hold a part of them,
-so ranges are checked by the program: `faults` are metrics of the loss, each the share of elements that are out of range. Where
-one is not 0, the loss is NaN and the step is skipped in every process alike (`zerojax.models.loss`).
+A wrong key, dtype or shape raises ValueError. Arrays may be on the device, and each process of
+several may hold a part of them, so ranges are checked by the program: `faults` are metrics of the
+loss, each the share of elements that are out of range. Where one is not 0, the loss is NaN and the
+step is skipped in every process alike (`zerojax.models.loss`).
 """
 
 from collections.abc import Mapping
@@ -33,15 +35,17 @@ def check_batch(batch: Any) -> None:
       batch: of numpy, JAX or abstract arrays.
 
     Raises:
-      ValueError: it is no dict, `tokens` are missing, a key is one that no model reads, or an array is not of integers, has
-        other dims than [B, T] or no token. The key is named.
+      ValueError: it is no dict, `tokens` are missing, a key is one that no model reads, or an array
+        is not of integers, has other dims than [B, T] or no token. The key is named.
     """
     if not isinstance(batch, Mapping):
         kind = type(batch).__name__
         raise ValueError(f"a batch is a dict with 'tokens', and 'targets' for a loss, got {kind}")
     known = (*OF_TOKENS, LAST, CACHE)
     if TOKENS not in batch:
-        raise ValueError(f"a batch has {_listed(batch)}: 'tokens' are needed, and 'targets' for a loss; each is the next token")
+        raise ValueError(
+            f"a batch has {_listed(batch)}: 'tokens' are needed, and 'targets' for a loss; each is the next token"
+        )
     if unknown := [key for key in batch if key not in known]:
         raise ValueError(
             f"a batch has {_listed(unknown)}, which the model does not read: it reads "
@@ -60,13 +64,17 @@ def check_batch(batch: Any) -> None:
         # Rows are compared where all of them are known: of several processes each may hold a part.
         if name in batch and batch[name].shape[1:] != shape[1:]:
             other = list(batch[name].shape)
-            raise ValueError(f"batch['{name}'] is {other} and batch['tokens'] {list(shape)}: one shape is needed")
+            raise ValueError(
+                f"batch['{name}'] is {other} and batch['tokens'] {list(shape)}: one shape is needed"
+            )
 
 
 def check_targets(batch: Batch) -> None:
     """Raise ValueError for a batch without targets."""
     if TARGETS not in batch:
-        raise ValueError(f"a batch has {_listed(batch)}: a loss needs 'targets', integers [B, T], each the next token")
+        raise ValueError(
+            f"a batch has {_listed(batch)}: a loss needs 'targets', integers [B, T], each the next token"
+        )
 
 
 def _listed(keys: Any) -> str:
@@ -77,7 +85,9 @@ def _check_array(name: str, array: Any, dims: tuple[str, ...]) -> None:
     shape = f"[{', '.join(dims)}]"
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
         kind = "None" if array is None else f"of type {type(array).__name__}"
-        raise ValueError(f"batch['{name}'] is {kind}: an array of integers {shape} is needed, as by np.asarray(.., np.int32)")
+        raise ValueError(
+            f"batch['{name}'] is {kind}: an array of integers {shape} is needed, as by np.asarray(.., np.int32)"
+        )
     is_plain = isinstance(array.dtype, jnp.dtype)
     if not is_plain and callable(getattr(array, "numpy", None)):
         raise ValueError(
@@ -85,7 +95,9 @@ def _check_array(name: str, array: Any, dims: tuple[str, ...]) -> None:
             f"or JAX is needed, integers {shape}: give batch['{name}'].numpy()"
         )
     if not is_plain or not jnp.issubdtype(array.dtype, jnp.integer):
-        raise ValueError(f"batch['{name}'] is an array of {array.dtype}: integers {shape} are needed, such as int32")
+        raise ValueError(
+            f"batch['{name}'] is an array of {array.dtype}: integers {shape} are needed, such as int32"
+        )
     if name == TARGETS and jnp.issubdtype(array.dtype, jnp.unsignedinteger):
         raise ValueError(
             f"batch['targets'] is {array.dtype}, which cannot hold the -1 of targets that do not count: "
@@ -96,7 +108,9 @@ def _check_array(name: str, array: Any, dims: tuple[str, ...]) -> None:
 
 
 def wide(array: jax.Array) -> jax.Array:
-    """Return integers in at least 32 bits, so that the bounds of a vocabulary can be compared with them."""
+    """Return integers in at least 32 bits, so that the bounds of a vocabulary can be compared with
+    them.
+    """
     return array.astype(jnp.int32) if jnp.iinfo(array.dtype).bits < 32 else array
 
 

@@ -1,14 +1,16 @@
-"""The files that a model's folder holds beside its weights: found and checked before an export, and copied after it.
+"""The files that a model's folder holds beside its weights: found and checked before an export, and
+copied after it.
 
     file                                copied
     link to a file                      copied, if it leads to a file of the folder; in a snapshot of the hub's cache
-                                        (models--org--name/snapshots/REVISION), also to models--org--name/blobs
+                                        (models--org--name/snapshots/REVISION), also to
+                                        models--org--name/blobs
     folder                              copied whole, or left out if weights or checkpoints are in it
     hidden, weights, an adapter         left out
     anything else                       an error
 
-A downloaded folder may hold any link, such as one to a key in the home directory, which an export must not publish. An export
-takes long, so what would end it is found before it begins.
+A downloaded folder may hold any link, such as one to a key in the home directory, which an export
+must not publish. An export takes long, so what would end it is found before it begins.
 """
 
 import dataclasses
@@ -25,10 +27,27 @@ from zerojax.hf.config import CONFIG, read_config
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 GENERATION = "generation_config.json"
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+_WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".index.json",
+)
 _OF_CHECKPOINTS = ("manifest.0.json", "_METADATA", ".zarray", "zarr.json", "manifest.ocdbt")
-"""Files of zerojax's checkpoints, Orbax's and zarr's arrays, whose other files have no ending that tells."""
-_KINDS = ((stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"))
+"""Files of zerojax's checkpoints, Orbax's and zarr's arrays, whose other files have no ending that
+tells.
+"""
+_KINDS = (
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
 _MOST_JSON = 1 << 26
 
 
@@ -49,7 +68,8 @@ def files_beside(folder: str | os.PathLike[str]) -> list[FileBeside]:
     """Return the files that an export copies from a model's folder.
 
     Raises:
-      ValueError: a link leads out of the folder or nowhere, or something is neither a file nor a folder, or cannot be read.
+      ValueError: a link leads out of the folder or nowhere, or something is neither a file nor a
+        folder, or cannot be read.
     """
     given = os.fspath(folder)
     return _Finder(given).found
@@ -124,10 +144,14 @@ class _Finder:
 
 
 def _blobs_of(root: str) -> str | None:
-    """Return the folder of the hub's cache in which the files of a snapshot are, if a folder is a snapshot."""
+    """Return the folder of the hub's cache in which the files of a snapshot are, if a folder is a
+    snapshot.
+    """
     snapshots = os.path.dirname(root)
     model = os.path.dirname(snapshots)
-    is_cached = os.path.basename(snapshots) == "snapshots" and os.path.basename(model).startswith("models--")
+    is_cached = os.path.basename(snapshots) == "snapshots" and os.path.basename(model).startswith(
+        "models--"
+    )
     return os.path.join(model, "blobs") if is_cached else None
 
 
@@ -137,7 +161,9 @@ def _holds_weights(folder: str) -> bool:
     return any(name.endswith(_WEIGHTS) or name in _OF_CHECKPOINTS for name in names)
 
 
-def copy_beside(files: Sequence[FileBeside], folder: str | os.PathLike[str], *, dtype: str | None = None) -> None:
+def copy_beside(
+    files: Sequence[FileBeside], folder: str | os.PathLike[str], *, dtype: str | None = None
+) -> None:
     """Copy files into a folder.
 
     Args:
@@ -152,7 +178,10 @@ def copy_beside(files: Sequence[FileBeside], folder: str | os.PathLike[str], *, 
         target = os.path.join(folder, file.name)
         os.makedirs(os.path.dirname(target), exist_ok=True)
         # What was checked may have been replaced by a link meanwhile.
-        with os.fdopen(open_regular(file.source, os.O_RDONLY), "rb") as source, open(target, "xb") as out:
+        with (
+            os.fdopen(open_regular(file.source, os.O_RDONLY), "rb") as source,
+            open(target, "xb") as out,
+        ):
             shutil.copyfileobj(source, out)
     if dtype is not None:
         config = read_config(folder)
@@ -164,12 +193,14 @@ def copy_beside(files: Sequence[FileBeside], folder: str | os.PathLike[str], *, 
 
 
 def end_tokens(folder: str | os.PathLike[str]) -> tuple[int, ...]:
-    """Return the tokens that end an answer, which a folder's `generation_config.json` names; none without the file.
+    """Return the tokens that end an answer, which a folder's `generation_config.json` names; none
+    without the file.
 
     A negative number, such as the -1 of some folders, is no token.
 
     Raises:
-      ValueError: the file is no JSON object, or its `eos_token_id` is no number of a token, list of such, or null.
+      ValueError: the file is no JSON object, or its `eos_token_id` is no number of a token, list of
+        such, or null.
     """
     path = os.path.join(os.path.expanduser(os.fspath(folder)), GENERATION)
     if not os.path.lexists(path):
@@ -187,5 +218,7 @@ def end_tokens(folder: str | os.PathLike[str]) -> tuple[int, ...]:
     given = config.get("eos_token_id")
     tokens = given if isinstance(given, list) else [] if given is None else [given]
     if any(isinstance(token, bool) or not isinstance(token, int) for token in tokens):
-        raise ValueError(f"{path}: eos_token_id is {given!r}: a token's number, a list of some, or null is needed")
+        raise ValueError(
+            f"{path}: eos_token_id is {given!r}: a token's number, a list of some, or null is needed"
+        )
     return tuple(token for token in tokens if token >= 0)

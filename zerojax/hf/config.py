@@ -24,11 +24,25 @@ _MOST_BYTES = 64 * 2**20
 """Largest `config.json` that is read."""
 SAME_ACTIVATIONS: Mapping[str, str] = MappingProxyType({"gelu_new": "gelu_pytorch_tanh"})
 """Other names of activations."""
-_READ = frozenset({
-    "head_dim", "hidden_act", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
-    "num_hidden_layers", "num_key_value_heads", "pad_token_id", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
-    "tie_word_embeddings", "vocab_size",
-})  # fmt: skip
+_READ = frozenset(
+    {
+        "head_dim",
+        "hidden_act",
+        "hidden_size",
+        "intermediate_size",
+        "max_position_embeddings",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "pad_token_id",
+        "rms_norm_eps",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "tie_word_embeddings",
+        "vocab_size",
+    }
+)
 """Of every family."""
 
 
@@ -38,7 +52,8 @@ class DecoderConfig:
 
     Attributes:
       vocab, hidden, intermediate, layers: V, H, the width of the MLP, and L.
-      heads, kv_heads, head_dim: query heads, the heads of keys and values that they share, and the width of each.
+      heads, kv_heads, head_dim: query heads, the heads of keys and values that they share, and the
+        width of each.
       norm_eps: of root mean square norms.
       activation: of the gate of the MLP.
       tied: the head is the embedding.
@@ -51,7 +66,8 @@ class DecoderConfig:
       unit_norm: norms multiply by 1 + weight, in float32 (Gemma), and not by the weight.
       post_norms: what attention and MLP add to the stream has norms, too (Gemma 2 and 3).
       scales_embedding: embeddings are multiplied by the square root of H.
-      pad_token: of which an embedding is looked up and not trained, as torch's `padding_idx`; or None.
+      pad_token: of which an embedding is looked up and not trained, as torch's `padding_idx`; or
+        None.
     """
 
     vocab: int
@@ -81,28 +97,53 @@ class DecoderConfig:
     @property
     def num_params(self) -> int:
         """Parameters, adapters not counted."""
-        h, q, kv, f = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.intermediate
-        block = h * (2 * q + 2 * kv + 3 * f) + h * (4 if self.post_norms else 2) + (2 * self.head_dim if self.qk_norm else 0)
-        block += (q + 2 * kv if self.qkv_bias else 0) + (h if self.output_bias else 0) + (2 * f + h if self.mlp_bias else 0)
+        h, q, kv, f = (
+            self.hidden,
+            self.heads * self.head_dim,
+            self.kv_heads * self.head_dim,
+            self.intermediate,
+        )
+        block = (
+            h * (2 * q + 2 * kv + 3 * f)
+            + h * (4 if self.post_norms else 2)
+            + (2 * self.head_dim if self.qk_norm else 0)
+        )
+        block += (
+            (q + 2 * kv if self.qkv_bias else 0)
+            + (h if self.output_bias else 0)
+            + (2 * f + h if self.mlp_bias else 0)
+        )
         return self.layers * block + self.vocab * h * (1 if self.tied else 2) + h
 
     def computes(self) -> dict[str, Any]:
         """Return, as JSON has it, what shapes of weights do not tell of what is computed of them.
 
-        Not `pad_token`, which says what is trained. Numbers that are computed of others are rounded to 6 digits, lest another
-        version of numpy make them another model. Of layers that rotate alike one is told: [layers, factor, frequencies].
+        Not `pad_token`, which says what is trained. Numbers that are computed of others are rounded
+        to 6 digits, lest another version of numpy make them another model. Of layers that rotate
+        alike one is told: [layers, factor, frequencies].
         """
         alike: dict[Rope, list[int]] = {}
         for layer, rope in enumerate(self.ropes):
             alike.setdefault(rope, []).append(layer)
         told = (
-            "heads", "kv_heads", "head_dim", "norm_eps", "tied", "attention_cap", "logits_cap", "unit_norm", "scales_embedding",
-        )  # fmt: skip
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "norm_eps",
+            "tied",
+            "attention_cap",
+            "logits_cap",
+            "unit_norm",
+            "scales_embedding",
+        )
         return {name: getattr(self, name) for name in told} | {
             "activation": SAME_ACTIVATIONS.get(self.activation, self.activation),
             "attention_scale": _rounded(self.attention_scale),
             "windows": list(self.windows),
-            "ropes": [[layers, _rounded(r.factor), [_rounded(f) for f in r.frequencies]] for r, layers in alike.items()],
+            "ropes": [
+                [layers, _rounded(r.factor), [_rounded(f) for f in r.frequencies]]
+                for r, layers in alike.items()
+            ],
         }
 
 
@@ -115,16 +156,18 @@ class Family:
     """A kind of model: what its `config.json` does not say, and where its tensors belong.
 
     Attributes:
-      names: by a tensor's name in the file, `{layer}` in the place of a number: the parameter's name here, or a pair of it and
-        the order of its dims in the file, as `numpy.transpose` takes it. None: the tensor is not read.
+      names: by a tensor's name in the file, `{layer}` in the place of a number: the parameter's
+        name here, or a pair of it and the order of its dims in the file, as `numpy.transpose` takes
+        it. None: the tensor is not read.
       defaults: values of the keys that `config.json` leaves out.
-      reads: keys that this family reads beside those that all do: of "attention_bias", "attn_logit_softcapping",
-        "final_logit_softcapping", "hidden_activation", "layer_types", "max_window_layers", "mlp_bias", "query_pre_attn_scalar",
-        "rope_local_base_freq", "sliding_window", "sliding_window_pattern" and "use_sliding_window".
+      reads: keys that this family reads beside those that all do: of "attention_bias",
+        "attn_logit_softcapping", "final_logit_softcapping", "hidden_activation", "layer_types",
+        "max_window_layers", "mlp_bias", "query_pre_attn_scalar", "rope_local_base_freq",
+        "sliding_window", "sliding_window_pattern" and "use_sliding_window".
       qkv_bias, output_bias: None: as `attention_bias` of `config.json` says.
       qk_norm, unit_norm, post_norms, scales_embedding: as of a `DecoderConfig`.
-      windows: "none", "all" layers, "pattern": each but every n-th (Gemma), or "last": the layers from `max_window_layers` on,
-        where `use_sliding_window` says so (Qwen).
+      windows: "none", "all" layers, "pattern": each but every n-th (Gemma), or "last": the layers
+        from `max_window_layers` on, where `use_sliding_window` says so (Qwen).
     """
 
     names: Mapping[str, Any]
@@ -149,7 +192,9 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         found = os.stat(path)
         if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
-            raise ValueError(f"{path} cannot be read: it is no file of at most {_MOST_BYTES // 2**20} MiB")
+            raise ValueError(
+                f"{path} cannot be read: it is no file of at most {_MOST_BYTES // 2**20} MiB"
+            )
         with open(path, "rb") as file:
             text = file.read()
     except OSError as error:
@@ -173,15 +218,25 @@ def family_of(raw: Mapping[str, Any], families: Mapping[str, Family], where: str
     """
     kind = raw.get("model_type")
     if not isinstance(kind, str):
-        raise ValueError(f"{where}: model_type={reprlib.repr(kind)}: the name of a family is needed, such as 'llama'")
+        raise ValueError(
+            f"{where}: model_type={reprlib.repr(kind)}: the name of a family is needed, such as 'llama'"
+        )
     if others := [key for key in ("vision_config", "audio_config", "text_config") if raw.get(key)]:
-        raise ValueError(f"{where}: {_about_others(kind, others, raw.get('text_config'), families)}")
+        raise ValueError(
+            f"{where}: {_about_others(kind, others, raw.get('text_config'), families)}"
+        )
     if experts := [key for key in EXPERTS if raw.get(key)]:
         value = reprlib.repr(raw[experts[0]])
-        raise ValueError(f"{where}: model_type {kind!r} has {experts[0]}={value}: mixtures of experts are not built")
+        raise ValueError(
+            f"{where}: model_type {kind!r} has {experts[0]}={value}: mixtures of experts are not built"
+        )
     for key in ("quantization_config", "quantization"):
         if quantized := raw.get(key):
-            method = quantized.get("quant_method", "unknown") if isinstance(quantized, Mapping) else quantized
+            method = (
+                quantized.get("quant_method", "unknown")
+                if isinstance(quantized, Mapping)
+                else quantized
+            )
             raise ValueError(
                 f"{where}: its weights are quantised ({reprlib.repr(method)} in {key}): give the checkpoint in 16 or 32 bits "
                 "that it was made from, and ZeroConfig(frozen_dtype='nf4' or 'int8') for a small frozen base"
@@ -190,11 +245,17 @@ def family_of(raw: Mapping[str, Any], families: Mapping[str, Family], where: str
         return families[kind]
     if kind in NOT_BUILT:
         raise ValueError(f"{where}: model_type {kind!r} is not built: it has {NOT_BUILT[kind]}")
-    raise ValueError(f"{where}: model_type {kind[:80]!r} is not built: {', '.join(sorted(families))} are; add it to `families`")
+    raise ValueError(
+        f"{where}: model_type {kind[:80]!r} is not built: {', '.join(sorted(families))} are; add it to `families`"
+    )
 
 
-def _about_others(kind: str, others: list[str], text: object, families: Mapping[str, Family]) -> str:
-    """Return why a model of images or sound is refused, and the way round if its language model is built."""
+def _about_others(
+    kind: str, others: list[str], text: object, families: Mapping[str, Family]
+) -> str:
+    """Return why a model of images or sound is refused, and the way round if its language model is
+    built.
+    """
     has = f"model_type {kind!r} has {', '.join(others)}: models of images or sound are not built"
     inner = text.get("model_type") if isinstance(text, Mapping) else None
     if isinstance(inner, str) and inner in families:
@@ -218,7 +279,8 @@ def decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> Decode
       where: the file, for errors.
 
     Raises:
-      ValueError: a key is missing or unknown, or has a value that is not built or makes no sense: it is named.
+      ValueError: a key is missing or unknown, or has a value that is not built or makes no sense:
+        it is named.
     """
     try:
         return _decoder_config(raw, family, where)
@@ -231,10 +293,16 @@ def _decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> Decod
     compared = {"layer_types"} | (_UNUSED_WINDOW if _has_no_window(raw, family) else set())
     check_keys(raw, reads | compared, family.defaults, where)
     value = values(raw, family.defaults, reads)
-    hidden, heads, layers = value["hidden_size"], value["num_attention_heads"], value["num_hidden_layers"]
+    hidden, heads, layers = (
+        value["hidden_size"],
+        value["num_attention_heads"],
+        value["num_hidden_layers"],
+    )
     kv_heads = value["num_key_value_heads"] or heads
     if heads % kv_heads:
-        raise ValueError(f"num_attention_heads={heads} do not divide by num_key_value_heads={kv_heads}")
+        raise ValueError(
+            f"num_attention_heads={heads} do not divide by num_key_value_heads={kv_heads}"
+        )
     head_dim = value["head_dim"] or hidden // heads
     if head_dim % 2 or not head_dim:
         raise ValueError(
@@ -290,7 +358,9 @@ def _pad_token(pad: int | None, vocab: int) -> int | None:
     if pad is None:
         return None
     if not -vocab <= pad < vocab:
-        raise ValueError(f"pad_token_id={pad}: null, or a token of the {vocab} of vocab_size is needed")
+        raise ValueError(
+            f"pad_token_id={pad}: null, or a token of the {vocab} of vocab_size is needed"
+        )
     return pad % vocab
 
 
@@ -311,10 +381,14 @@ def _layer_kinds(value: Mapping[str, Any], family: Family, layers: int) -> tuple
         }[family.windows]
         kinds = [SLIDING if of(i) else FULL for i in range(layers)]
     if len(kinds) != layers:
-        raise ValueError(f"layer_types has {len(kinds)} kinds, and num_hidden_layers={layers}: one for each layer is needed")
+        raise ValueError(
+            f"layer_types has {len(kinds)} kinds, and num_hidden_layers={layers}: one for each layer is needed"
+        )
     if SLIDING in kinds and window is None:
         why = "use_sliding_window is not true" if is_unused else "sliding_window is null"
-        raise ValueError(f"{why}, and layer_types has {SLIDING!r}, which needs sliding_window, a positive integer")
+        raise ValueError(
+            f"{why}, and layer_types has {SLIDING!r}, which needs sliding_window, a positive integer"
+        )
     return kinds, window or 0
 
 
@@ -323,11 +397,19 @@ def _check_kinds(given: object, kinds: list[str]) -> None:
     told = read_kinds(Field(given, "layer_types"))
     if told == kinds:
         return
-    alike = f"{kinds[0]!r} in each of {len(kinds)} layers" if len(set(kinds)) == 1 else f"{reprlib.repr(kinds)}"
-    raise ValueError(f"layer_types={reprlib.repr(told)}: this model_type has {alike}: write that, or take it out")
+    alike = (
+        f"{kinds[0]!r} in each of {len(kinds)} layers"
+        if len(set(kinds)) == 1
+        else f"{reprlib.repr(kinds)}"
+    )
+    raise ValueError(
+        f"layer_types={reprlib.repr(told)}: this model_type has {alike}: write that, or take it out"
+    )
 
 
-def _ropes(value: Mapping[str, Any], kinds: list[str], head_dim: int, *, has_kinds: bool) -> tuple[Rope, ...]:
+def _ropes(
+    value: Mapping[str, Any], kinds: list[str], head_dim: int, *, has_kinds: bool
+) -> tuple[Rope, ...]:
     """Return the rotations of each layer.
 
     Newer files have `rope_parameters`, older ones `rope_scaling` and `rope_theta`.
@@ -336,10 +418,13 @@ def _ropes(value: Mapping[str, Any], kinds: list[str], head_dim: int, *, has_kin
       value: by key.
       kinds: of the layers.
       head_dim: the width of a head.
-      has_kinds: the family may rotate sliding layers in another way (Gemma 3). Then `rope_parameters` holds an object for each
-        kind, and `rope_scaling`, which is flat, is that of full layers alone.
+      has_kinds: the family may rotate sliding layers in another way (Gemma 3). Then
+        `rope_parameters` holds an object for each kind, and `rope_scaling`, which is flat, is that
+        of full layers alone.
     """
-    fields = [Field(value[name], name) for name in ("rope_parameters", "rope_scaling") if value[name]]
+    fields = [
+        Field(value[name], name) for name in ("rope_parameters", "rope_scaling") if value[name]
+    ]
     if len(fields) == 2 and fields[0].value != fields[1].value:
         raise ValueError("rope_parameters and rope_scaling differ: take one of them out")
     field = fields[0] if fields else Field({}, "rope_parameters")
@@ -347,10 +432,15 @@ def _ropes(value: Mapping[str, Any], kinds: list[str], head_dim: int, *, has_kin
     by_kind: dict[str, Field] = dict.fromkeys(kinds_of_layers, field)
     nested = sorted({SLIDING, FULL} & set(field.value))
     if not has_kinds and nested:
-        raise ValueError(f"{field.name} has {', '.join(nested)}: this model_type rotates all layers in one way")
+        raise ValueError(
+            f"{field.name} has {', '.join(nested)}: this model_type rotates all layers in one way"
+        )
     if has_kinds:
         by_kind = _ropes_by_kind(field)
-    thetas = {FULL: value["rope_theta"], SLIDING: value["rope_local_base_freq"] or value["rope_theta"]}
+    thetas = {
+        FULL: value["rope_theta"],
+        SLIDING: value["rope_local_base_freq"] or value["rope_theta"],
+    }
     common = {"head_dim": head_dim, "max_positions": value["max_position_embeddings"]}
     ropes = {kind: rope_of(by_kind[kind], theta=thetas[kind], **common) for kind in by_kind}
     return tuple(ropes[kind] for kind in kinds)
@@ -366,8 +456,14 @@ def _ropes_by_kind(field: Field) -> dict[str, Field]:
             raise ValueError(
                 f"rope_parameters has {unknown}: this model_type takes an object for each of {FULL!r} and {SLIDING!r}"
             )
-        given = {kind: Field(part, f"rope_parameters.{kind}") for kind, part in field.value.items() if part is not None}
+        given = {
+            kind: Field(part, f"rope_parameters.{kind}")
+            for kind, part in field.value.items()
+            if part is not None
+        }
         return nothing | given
     if "type" in field.value and "rope_type" not in field.value:
-        raise ValueError("rope_scaling.type: versions of transformers read it differently here; write rope_type")
+        raise ValueError(
+            "rope_scaling.type: versions of transformers read it differently here; write rope_type"
+        )
     return nothing | {FULL: field}

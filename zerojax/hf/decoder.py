@@ -1,13 +1,16 @@
-"""A decoder in Flax NNX: embedding, block and head of Llama 2 and 3, Qwen 2, 2.5 and 3, Mistral, and Gemma 2 and 3.
+"""A decoder in Flax NNX: embedding, block and head of Llama 2 and 3, Qwen 2, 2.5 and 3, Mistral,
+and Gemma 2 and 3.
 
     x[0]   = E[tokens]                                      times sqrt(H) in Gemma
     x      = x + norm(attention(norm(x)))                   the outer norm in Gemma alone
     x[l+1] = x + norm(W_down (f(W_gate z) * (W_up z)))      z = norm(x)
     logits = norm(x[L]) E'^T                                E' = E where tied; capped in Gemma 2
 
-One block serves all layers: what differs from layer to layer, windows and rotations, is an array over them (`per_layer`), so
-that layers are one loop. Modules have the names that transformers gives them. The head's matrix is stored [V, H], as an
-embedding is. Norms and rotations are computed in float32, products in the dtype in which the parameters arrive.
+One block serves all layers: what differs from layer to layer, windows and rotations, is an array
+  over them (`per_layer`), so
+that layers are one loop. Modules have the names that transformers gives them. The head's matrix is
+stored [V, H], as an embedding is. Norms and rotations are computed in float32, products in the
+dtype in which the parameters arrive.
 """
 
 import dataclasses
@@ -78,11 +81,14 @@ class Norm(nnx.Module):
 class Projection(nnx.Linear):
     """A dense layer, with an adapter beside it where `lora` targets its name."""
 
-    def __init__(self, name: str, d_in: int, d_out: int, bias: bool, lora: Lora | None, *, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, name: str, d_in: int, d_out: int, bias: bool, lora: Lora | None, *, rngs: nnx.Rngs
+    ) -> None:
         super().__init__(d_in, d_out, use_bias=bias, kernel_init=_INIT, rngs=rngs)
         self.lora: Any = nnx.data(None)
         if lora is not None and name in lora.targets:
-            # PEFT's: torch's kaiming_uniform with a = sqrt(5), which is uniform in +-1 / sqrt(d_in).
+            # PEFT's: torch's kaiming_uniform with a = sqrt(5), which is uniform in +-1 /
+            # sqrt(d_in).
             init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
             self.lora = nnx.LoRA(d_in, lora.rank, d_out, a_initializer=init, rngs=rngs)
             self.lora_scale = lora.scale
@@ -111,25 +117,37 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, context: Any, layer: Any) -> jax.Array:
         a = attend(
-            *self._projected(x, context, layer), **self._scores(layer), segment_ids=context.get("segment_ids"),
+            *self._projected(x, context, layer),
+            **self._scores(layer),
+            segment_ids=context.get("segment_ids"),
             implementation=self.implementation,
-        )  # fmt: skip
+        )
         return self._output(a)
 
-    def cached(self, x: jax.Array, cache: Cached, context: Any, layer: Any) -> tuple[jax.Array, Cached]:
+    def cached(
+        self, x: jax.Array, cache: Cached, context: Any, layer: Any
+    ) -> tuple[jax.Array, Cached]:
         """Do the same for the next tokens of each row; a token's slot in the cache is its position."""
         (q, k, v), positions = self._projected(x, context, layer), context["positions"]
         rows = jnp.arange(x.shape[0])[:, None]
-        cache = {"k": cache["k"].at[rows, positions].set(k), "v": cache["v"].at[rows, positions].set(v)}
-        return self._output(attend_to_cache(q, cache["k"], cache["v"], positions, **self._scores(layer))), cache
+        cache = {
+            "k": cache["k"].at[rows, positions].set(k),
+            "v": cache["v"].at[rows, positions].set(v),
+        }
+        return self._output(
+            attend_to_cache(q, cache["k"], cache["v"], positions, **self._scores(layer))
+        ), cache
 
-    def _projected(self, x: jax.Array, context: Any, layer: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _projected(
+        self, x: jax.Array, context: Any, layer: Any
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return q[B, T, heads, D], and k and v[B, T, kv_heads, D]."""
         c = self.c
         _check_heads(c, jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1))
         heads = (*x.shape[:2], -1, c.head_dim)
         q, k, v = (
-            checkpoint_name(project(x), "qkv").reshape(heads) for project in (self.q_proj, self.k_proj, self.v_proj)
+            checkpoint_name(project(x), "qkv").reshape(heads)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
         )  # [B, T, heads or kv_heads, D]
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -138,14 +156,22 @@ class Attention(nnx.Module):
 
     def _scores(self, layer: Any) -> dict[str, Any]:
         c = self.c
-        return {"scale": c.attention_scale, "cap": c.attention_cap, "window": layer.get("window", c.windows[0] or None)}
+        return {
+            "scale": c.attention_scale,
+            "cap": c.attention_cap,
+            "window": layer.get("window", c.windows[0] or None),
+        }
 
     def _output(self, a: jax.Array) -> jax.Array:
-        return checkpoint_name(self.o_proj(checkpoint_name(a.reshape(*a.shape[:2], -1), "attention")), "projection")
+        return checkpoint_name(
+            self.o_proj(checkpoint_name(a.reshape(*a.shape[:2], -1), "attention")), "projection"
+        )
 
 
 def _check_heads(c: DecoderConfig, tensor: int) -> None:
-    """Raise ValueError unless each of so many devices of a tensor group has whole heads: else XLA would move scores."""
+    """Raise ValueError unless each of so many devices of a tensor group has whole heads: else XLA
+    would move scores.
+    """
     if c.kv_heads % tensor:
         raise ValueError(
             f"num_key_value_heads={c.kv_heads} do not divide by tensor={tensor}, and a device has whole heads: choose a tensor "
@@ -158,9 +184,15 @@ class MLP(nnx.Module):
 
     def __init__(self, c: DecoderConfig, o: Options, *, rngs: nnx.Rngs) -> None:
         self.activation = ACTIVATIONS[c.activation]
-        self.gate_proj = Projection("gate_proj", c.hidden, c.intermediate, c.mlp_bias, o.lora, rngs=rngs)
-        self.up_proj = Projection("up_proj", c.hidden, c.intermediate, c.mlp_bias, o.lora, rngs=rngs)
-        self.down_proj = Projection("down_proj", c.intermediate, c.hidden, c.mlp_bias, o.lora, rngs=rngs)
+        self.gate_proj = Projection(
+            "gate_proj", c.hidden, c.intermediate, c.mlp_bias, o.lora, rngs=rngs
+        )
+        self.up_proj = Projection(
+            "up_proj", c.hidden, c.intermediate, c.mlp_bias, o.lora, rngs=rngs
+        )
+        self.down_proj = Projection(
+            "down_proj", c.intermediate, c.hidden, c.mlp_bias, o.lora, rngs=rngs
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate = checkpoint_name(self.gate_proj(x), "mlp_hidden")
@@ -176,20 +208,33 @@ class Block(nnx.Module):
         self.self_attn = Attention(c, o, rngs=rngs)
         # Of four norms, this name is that of attention's output; of two, that of the MLP's input.
         self.post_attention_layernorm = Norm(c.hidden, c, rngs=rngs)
-        self.pre_feedforward_layernorm: Any = nnx.data(Norm(c.hidden, c, rngs=rngs) if c.post_norms else None)
-        self.post_feedforward_layernorm: Any = nnx.data(Norm(c.hidden, c, rngs=rngs) if c.post_norms else None)
+        self.pre_feedforward_layernorm: Any = nnx.data(
+            Norm(c.hidden, c, rngs=rngs) if c.post_norms else None
+        )
+        self.post_feedforward_layernorm: Any = nnx.data(
+            Norm(c.hidden, c, rngs=rngs) if c.post_norms else None
+        )
         if o.mlp_tiles:
             self.mlp = TiledMLP(
-                c.hidden, c.intermediate, num_tiles=o.mlp_tiles, activation=ACTIVATIONS[c.activation], gated=True,
-                use_bias=c.mlp_bias, up_init=_INIT, down_init=_INIT, rngs=rngs,
-            )  # fmt: skip
+                c.hidden,
+                c.intermediate,
+                num_tiles=o.mlp_tiles,
+                activation=ACTIVATIONS[c.activation],
+                gated=True,
+                use_bias=c.mlp_bias,
+                up_init=_INIT,
+                down_init=_INIT,
+                rngs=rngs,
+            )
         else:
             self.mlp = MLP(c, o, rngs=rngs)
 
     def __call__(self, x: jax.Array, context: Any, layer: Any) -> jax.Array:
         return self._added(x, self.self_attn(self.input_layernorm(x), context, layer))
 
-    def cached(self, x: jax.Array, cache: Cached, context: Any, layer: Any) -> tuple[jax.Array, Cached]:
+    def cached(
+        self, x: jax.Array, cache: Cached, context: Any, layer: Any
+    ) -> tuple[jax.Array, Cached]:
         """Do the same for the next tokens of each row, which see those in the cache."""
         a, cache = self.self_attn.cached(self.input_layernorm(x), cache, context, layer)
         return self._added(x, a), cache
@@ -216,7 +261,8 @@ class Embed(nnx.Module):
         tokens = wide(batch["tokens"])
         # Out of range are NaN, and not the row that a negative index counts from the end.
         tokens = jnp.where(tokens < 0, self.embed_tokens.num_embeddings, tokens)
-        # In the dtype in which the parameters arrive; `nnx.Embed` casts to that in which it was made.
+        # In the dtype in which the parameters arrive; `nnx.Embed` casts to that in which it was
+        # made.
         x = jnp.take(self.embed_tokens.embedding[...], tokens, axis=0)
         if self.pad_token is not None:
             x = jnp.where((tokens == self.pad_token)[..., None], jax.lax.stop_gradient(x), x)
@@ -230,7 +276,9 @@ class Head(nnx.Module):
     def __init__(self, c: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         self.cap, self.vocab = c.logits_cap, c.vocab
         self.norm = Norm(c.hidden, c, rngs=rngs)
-        self.lm_head = nnx.data(None if c.tied else nnx.Embed(c.vocab, c.hidden, embedding_init=_INIT, rngs=rngs))
+        self.lm_head = nnx.data(
+            None if c.tied else nnx.Embed(c.vocab, c.hidden, embedding_init=_INIT, rngs=rngs)
+        )
 
     def matrix(self, embed: Embed) -> jax.Array:
         """Return [V, H]."""
@@ -238,14 +286,20 @@ class Head(nnx.Module):
 
     def logits(self, embed: Embed, x: jax.Array) -> jax.Array:
         """Return f32[B, T, V] of x[B, T, H]; of x[B, H], f32[B, V]."""
-        z = jnp.einsum("...h,vh->...v", self.norm(x), self.matrix(embed), preferred_element_type=jnp.float32)
+        z = jnp.einsum(
+            "...h,vh->...v", self.norm(x), self.matrix(embed), preferred_element_type=jnp.float32
+        )
         return z if self.cap is None else self.cap * jnp.tanh(z / self.cap)
 
     def loss(self, embed: Embed, x: jax.Array, batch: Batch, tiles: int | None) -> Loss:
-        """Return the cross entropy of the targets that count, summed, how many they are, and faults of the batch."""
+        """Return the cross entropy of the targets that count, summed, how many they are, and faults
+        of the batch.
+        """
         check_targets(batch)
         z, targets = self.norm(x), wide(batch["targets"])
         w = self.matrix(embed).astype(z.dtype).T
-        total = linear_cross_entropy(z, w, targets, reduction="sum", softcap=self.cap, num_tiles=tiles)
+        total = linear_cross_entropy(
+            z, w, targets, reduction="sum", softcap=self.cap, num_tiles=tiles
+        )
         count = jnp.sum(targets >= 0).astype(jnp.float32)
         return Loss(total, count, faults(batch, self.vocab))

@@ -1,15 +1,18 @@
-"""A checkpoint's weights as a Hugging Face folder: in the names, layouts and dtypes of the folder that they came from.
+"""A checkpoint's weights as a Hugging Face folder: in the names, layouts and dtypes of the folder
+that they came from.
 
     tensor of `like` [out, in]   <-   record [in, out] of one layer, transposed                        all of it, or some rows
     merge_lora:                  <-   W^T + (alpha / rank) (A B)^T                                     in float32
 
-Of each tensor of `like` the table of names tells which parameter it is, as in an import. It is written piece by piece from the
-checkpoint's records, without a program, model or device. Frozen weights were never written: where the checkpoint's number is
-that of the folder, rounded to the checkpoint's dtype, the folder's own is written; and where they rest in 8 or 4 bits it is,
-too, since an adapter belongs beside the base that it was trained for. So they are compared with those of the folder
-(`zerojax.hf.base`): a sample of each tensor before anything is written, and all of it with the tensor. Another base is an error
-in 16 and 32 bits, too. There the checkpoint has numbers of its own to write; but names, dtypes, config and tokenizer would be
-another model's, and what was not trained would no longer be the folder's bits.
+Of each tensor of `like` the table of names tells which parameter it is, as in an import. It is
+written piece by piece from the checkpoint's records, without a program, model or device. Frozen
+weights were never written: where the checkpoint's number is that of the folder, rounded to the
+checkpoint's dtype, the folder's own is written; and where they rest in 8 or 4 bits it is, too,
+since an adapter belongs beside the base that it was trained for. So they are compared with those of
+the folder (`zerojax.hf.base`): a sample of each tensor before anything is written, and all of it
+with the tensor. Another base is an error in 16 and 32 bits, too. There the checkpoint has numbers
+of its own to write; but names, dtypes, config and tokenizer would be another model's, and what was
+not trained would no longer be the folder's bits.
 """
 
 import json
@@ -43,7 +46,9 @@ from zerojax.weights import (
 )
 
 PIECE_BYTES = 256 * 2**20
-"""Most float32 bytes of a piece of a tensor: that a transposed one is cut where it must be, and no sooner."""
+"""Most float32 bytes of a piece of a tensor: that a transposed one is cut where it must be, and no
+sooner.
+"""
 
 
 @without_mesh
@@ -57,39 +62,44 @@ def export_hf(
     merge_lora: bool = False,
     families: Mapping[str, Family] = FAMILIES,
 ) -> None:
-    """Write the weights of a checkpoint as a folder that `AutoModelForCausalLM.from_pretrained` loads.
+    """Write the weights of a checkpoint as a folder that `AutoModelForCausalLM.from_pretrained`
+    loads.
 
         zj.export_hf("runs/llama/checkpoints", "llama-tuned", like="Llama-3.1-8B")
 
-    To be called by one process; it holds at most some hundred MB of a weight. It uses no device but the CPU, which encodes the
-    folder's numbers anew where the base rests in 8 or 4 bits, to compare them.
+    To be called by one process; it holds at most some hundred MB of a weight. It uses no device but
+    the CPU, which encodes the folder's numbers anew where the base rests in 8 or 4 bits, to compare
+    them.
 
     Args:
-      checkpoint: folder of one step of a `Checkpointer`, or its directory: then its newest whole step.
+      checkpoint: folder of one step of a `Checkpointer`, or its directory: then its newest whole
+        step.
       out: folder to write; nothing may be there.
-      like: the folder that the weights were imported from: its names, its dtypes, and its files beside the weights, such as
-        `config.json` and those of the tokenizer, are those of `out`. Links are followed within the folder, and from a
-        snapshot of the hub's cache to its blobs. Its weights are compared with those that were frozen.
+      like: the folder that the weights were imported from: its names, its dtypes, and its files
+        beside the weights, such as `config.json` and those of the tokenizer, are those of `out`.
+        Links are followed within the folder, and from a snapshot of the hub's cache to its blobs.
+        Its weights are compared with those that were frozen.
       dtype: float32, float16, bfloat16 or float64; None: of each tensor that of `like`.
       shard_bytes: most bytes of one file, unless a tensor is larger.
-      merge_lora: add adapters to the weights beside which they stand. A checkpoint with adapters needs it; or use
-        `export_peft`.
+      merge_lora: add adapters to the weights beside which they stand. A checkpoint with adapters
+        needs it; or use `export_peft`.
       families: as of `zerojax.hf.model_of`.
 
     Raises:
-      ValueError: `out` exists, an option does not fit, the model of `like` is not built, or the checkpoint has adapters and
-        `merge_lora` is False. Or a file of `like` cannot be copied, or its `generation_config.json` is broken, which is found
-        before anything is written.
-      CheckpointError: there is no checkpoint, it is of another model than `like` or was trained over another base, the
-        `config.json` of `like` has other sizes than the weights (the key is named), or the folder
-        cannot be written. The first tensors that differ are named.
+      ValueError: `out` exists, an option does not fit, the model of `like` is not built, or the
+        checkpoint has adapters and `merge_lora` is False. Or a file of `like` cannot be copied, or
+        its `generation_config.json` is broken, which is found before anything is written.
+      CheckpointError: there is no checkpoint, it is of another model than `like` or was trained
+        over another base, the `config.json` of `like` has other sizes than the weights (the key is
+        named), or the folder cannot be written. The first tensors that differ are named.
       DamagedError: the checkpoint is not whole.
     """
     shard_bytes = positive_number("shard_bytes", shard_bytes)
     kind = None if dtype is None else export_dtype(dtype).name
     like = os.path.expanduser(os.fspath(like))
     base = open_weights(like)
-    # What would end the export after all weights were written, or be of no use to transformers then.
+    # What would end the export after all weights were written, or be of no use to transformers
+    # then.
     others = files_beside(like)
     end_tokens(like)
     with write_atomically(out) as output, open_checkpoint(checkpoint) as saved:
@@ -105,7 +115,9 @@ def export_hf(
         lora = lora_of(saved) if adapters else None
         sources = _sources(saved, base, leaves, like, families)
         tensors = {n: Tensor(base.tensors[n].shape, kind or base.tensors[n].dtype) for n in sources}
-        writer = _Writer(saved, base, like, leaves, sources, tensors, None if lora is None else lora.scale)
+        writer = _Writer(
+            saved, base, like, leaves, sources, tensors, None if lora is None else lora.scale
+        )
         with explaining(f"writing {output}"):
             os.mkdir(output)
             _write_shards(output, tensors, writer.pieces, shard_bytes)
@@ -135,7 +147,8 @@ def _sources(
     like: str | os.PathLike[str],
     families: Mapping[str, Family],
 ) -> dict[str, Source]:
-    """Return the parameter of each tensor of a folder, whose config and frozen weights, in a sample, are the checkpoint's.
+    """Return the parameter of each tensor of a folder, whose config and frozen weights, in a
+    sample, are the checkpoint's.
 
     Raises:
       CheckpointError: it is another model's or another base: what differs is named.
@@ -164,7 +177,13 @@ class _Writer:
         tensors: Mapping[str, Tensor],
         scale: float | None,
     ) -> None:
-        self._saved, self._base, self._like, self._leaves, self._sources = saved, base, like, leaves, sources
+        self._saved, self._base, self._like, self._leaves, self._sources = (
+            saved,
+            base,
+            like,
+            leaves,
+            sources,
+        )
         self._tensors, self._scale = tensors, scale
 
     def pieces(self, name: str) -> Iterator[np.ndarray]:
@@ -180,7 +199,9 @@ class _Writer:
                 with np.errstate(over="raise"):
                     yield np.ascontiguousarray(piece, kind)
             except FloatingPointError as error:
-                raise CheckpointError(f"{name} holds numbers that {kind.name} does not reach: use bfloat16") from error
+                raise CheckpointError(
+                    f"{name} holds numbers that {kind.name} does not reach: use bfloat16"
+                ) from error
 
     def _piece(self, name: str, box: Box) -> np.ndarray:
         """Return a box of a tensor: float32, or the folder's own numbers."""
@@ -194,7 +215,11 @@ class _Writer:
                 there = np.asarray(self._base.read(name, box))
                 if not is_rounded(weight, there):
                     raise other_base(self._like, self._saved, [name])
-                weight = np.where(there.astype(weight.dtype) == weight, there.astype(there.dtype), weight.astype(there.dtype))
+                weight = np.where(
+                    there.astype(weight.dtype) == weight,
+                    there.astype(there.dtype),
+                    weight.astype(there.dtype),
+                )
         return weight if delta is None else np.asarray(weight, np.float32) + delta
 
     def _delta(self, source: Source, box: Box) -> np.ndarray | None:
@@ -204,14 +229,19 @@ class _Writer:
         if ending != "kernel" or names[0] not in self._leaves:
             return None
         layer = source.place.layer
-        a, b = (read_adapter(self._saved, self._leaves[name][0], layer) for name in names)  # [in, r], [r, out]
+        a, b = (
+            read_adapter(self._saved, self._leaves[name][0], layer) for name in names
+        )  # [in, r], [r, out]
         (out_start, out_stop), (in_start, in_stop) = box
         assert self._scale is not None
         return (a[in_start:in_stop] @ b[:, out_start:out_stop]).T * np.float32(self._scale)
 
 
 def _write_shards(
-    folder: str, tensors: Mapping[str, Tensor], pieces: Callable[[str], Iterator[np.ndarray]], shard_bytes: float
+    folder: str,
+    tensors: Mapping[str, Tensor],
+    pieces: Callable[[str], Iterator[np.ndarray]],
+    shard_bytes: float,
 ) -> None:
     """Write tensors as one file, or as several and their index."""
     sizes = {n: math.prod(t.shape) * numpy_dtype(t.dtype).itemsize for n, t in tensors.items()}
@@ -224,13 +254,24 @@ def _write_shards(
         shards[-1].append(name)
         used += size
     count = len(shards)
-    files = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)] if count > 1 else ["model.safetensors"]
+    files = (
+        [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
+        if count > 1
+        else ["model.safetensors"]
+    )
     for file, names in zip(files, shards, strict=True):
         # transformers asks which framework wrote a file, and takes "pt" for its own.
-        write_safetensors(os.path.join(folder, file), {n: tensors[n] for n in names}, pieces, {"format": "pt"})
+        write_safetensors(
+            os.path.join(folder, file), {n: tensors[n] for n in names}, pieces, {"format": "pt"}
+        )
     if count > 1:
-        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
+        weight_map = {
+            name: file for file, names in zip(files, shards, strict=True) for name in names
+        }
+        index = {
+            "metadata": {"total_size": sum(sizes.values())},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
         with open(os.path.join(folder, INDEX_NAME), "w", encoding="utf-8") as out:
             json.dump(index, out, indent=2)
 
@@ -246,8 +287,9 @@ def export_peft(
 ) -> None:
     """Write the adapters of a checkpoint as a folder that `peft.PeftModel.from_pretrained` loads.
 
-    It holds `adapter_model.safetensors`, and `adapter_config.json`, which names `like` as the base by its absolute path.
-    The base is not written. A sample of each tensor of `like` is compared with the base in the checkpoint, not all of it.
+    It holds `adapter_model.safetensors`, and `adapter_config.json`, which names `like` as the base
+    by its absolute path. The base is not written. A sample of each tensor of `like` is compared
+    with the base in the checkpoint, not all of it.
 
     Args:
       checkpoint: as of `export_hf`.
@@ -257,9 +299,11 @@ def export_peft(
       families: as of `zerojax.hf.model_of`.
 
     Raises:
-      ValueError: `out` exists, another dtype, the model of `like` is not built, or other weights than adapters were trained.
-      CheckpointError: there is no checkpoint, it has no adapters, they were trained over another base than `like`, or the
-        `config.json` of `like` has other sizes than its weights (the key is named).
+      ValueError: `out` exists, another dtype, the model of `like` is not built, or other weights
+        than adapters were trained.
+      CheckpointError: there is no checkpoint, it has no adapters, they were trained over another
+        base than `like`, or the `config.json` of `like` has other sizes than its weights (the key
+        is named).
       DamagedError: the checkpoint is not whole.
     """
     kind = export_dtype(dtype)
@@ -268,9 +312,15 @@ def export_peft(
     with write_atomically(out) as output, open_checkpoint(checkpoint) as saved:
         leaves = {name: leaf for name, (leaf, _) in leaves_of(saved).items() if ADAPTER in name}
         if not leaves:
-            raise CheckpointError(f"{saved.folder} holds no adapters: zerojax.export_hf writes its weights")
+            raise CheckpointError(
+                f"{saved.folder} holds no adapters: zerojax.export_hf writes its weights"
+            )
         frozen, whole = saved.frozen, leaves_of(saved)
-        trained = [n for n, (leaf, is_encoded) in whole.items() if n not in leaves and not is_encoded and leaf not in frozen]
+        trained = [
+            n
+            for n, (leaf, is_encoded) in whole.items()
+            if n not in leaves and not is_encoded and leaf not in frozen
+        ]
         if trained:
             raise ValueError(
                 f"{saved.folder} holds weights that were trained beside the adapters: {first_few(sorted(trained))}. PEFT's "
@@ -282,9 +332,16 @@ def export_peft(
             stem = "" if here is None or isinstance(here, str) else here[0].removesuffix(".kernel")
             for part, letter in (("a", "A"), ("b", "B")):
                 if (leaf := leaves.get(f"{stem}{ADAPTER}{part}")) is not None:
-                    module = f"base_model.model.{there.removesuffix('.weight')}.lora_{letter}.weight"
-                    found |= {module.replace("{layer}", str(n)): (leaf, n) for n in range(saved.leaves[leaf].shape[0])}
-        shapes = {name: saved.leaves[leaf].shape[:0:-1] for name, (leaf, _) in found.items()}  # transposed
+                    module = (
+                        f"base_model.model.{there.removesuffix('.weight')}.lora_{letter}.weight"
+                    )
+                    found |= {
+                        module.replace("{layer}", str(n)): (leaf, n)
+                        for n in range(saved.leaves[leaf].shape[0])
+                    }
+        shapes = {
+            name: saved.leaves[leaf].shape[:0:-1] for name, (leaf, _) in found.items()
+        }  # transposed
         base = open_weights(like)
         _check_beside(shapes, base, like, saved)
         check_config_sizes(like, base, families, is_whole=True)
@@ -297,29 +354,49 @@ def export_peft(
 
         with explaining(f"writing {output}"):
             os.mkdir(output)
-            write_safetensors(os.path.join(output, ADAPTER_FILES[1]), tensors, pieces, {"format": "pt"})
+            write_safetensors(
+                os.path.join(output, ADAPTER_FILES[1]), tensors, pieces, {"format": "pt"}
+            )
             with open(os.path.join(output, ADAPTER_FILES[0]), "w", encoding="utf-8") as file:
                 json.dump(_peft_config(lora, os.path.abspath(like)), file, indent=2)
 
 
 def _check_beside(
-    shapes: Mapping[str, tuple[int, ...]], file: WeightFile, like: str | os.PathLike[str], saved: SavedState
+    shapes: Mapping[str, tuple[int, ...]],
+    file: WeightFile,
+    like: str | os.PathLike[str],
+    saved: SavedState,
 ) -> None:
-    """Raise CheckpointError where adapters, A[r, in] and B[out, r], do not stand beside matrices [out, in] of a folder."""
+    """Raise CheckpointError where adapters, A[r, in] and B[out, r], do not stand beside matrices
+    [out, in] of a folder.
+    """
     base, wrong = file.tensors, []
     for name, shape in shapes.items():
-        module, _, part = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")
+        module, _, part = (
+            name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")
+        )
         there = base[f"{module}.weight"].shape if f"{module}.weight" in base else ()
         if len(there) != 2 or shape[part == "A"] != there[part == "A"]:
-            wrong.append(f"lora_{part} {list(shape)} beside {module}.weight {list(there) or 'which is not there'}")
+            wrong.append(
+                f"lora_{part} {list(shape)} beside {module}.weight {list(there) or 'which is not there'}"
+            )
     if wrong:
-        raise CheckpointError(f"{saved.folder} is of another model than {os.fspath(like)}: {first_few(wrong)}")
+        raise CheckpointError(
+            f"{saved.folder} is of another model than {os.fspath(like)}: {first_few(wrong)}"
+        )
 
 
 def _peft_config(lora: Lora, base: str) -> dict[str, Any]:
     """Return what PEFT reads of adapters."""
     return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank,
-        "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": list(lora.targets), "bias": "none",
-        "fan_in_fan_out": False, "inference_mode": True,
-    }  # fmt: skip
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": list(lora.targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }

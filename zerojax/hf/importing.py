@@ -1,11 +1,13 @@
 """The weights of a Hugging Face folder in a fresh state, in any tier, mesh, tiles and frozen dtype.
 
-Before an import or an export, the tensors of a folder are compared with the sizes in its `config.json`:
+Before an import or an export, the tensors of a folder are compared with the sizes in its
+`config.json`:
 
     vocab_size=300, and model.embed_tokens.weight [288, 48] has 288
 
-transformers makes a model by `config.json` and loads no tensor of another shape, so an export must not write such a folder.
-An import compares tensors with a program's model as well, but that model may come from another `config.json`.
+transformers makes a model by `config.json` and loads no tensor of another shape, so an export must
+not write such a folder. An import compares tensors with a program's model as well, but that model
+may come from another `config.json`.
 """
 
 import math
@@ -35,18 +37,25 @@ _TILED = {"mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up", "mlp.down_proj":
 
 @without_mesh
 def import_hf(
-    program: Program, folder: str | os.PathLike[str], *, key: jax.Array, families: Mapping[str, Family] = FAMILIES
+    program: Program,
+    folder: str | os.PathLike[str],
+    *,
+    key: jax.Array,
+    families: Mapping[str, Family] = FAMILIES,
 ) -> TrainState:
-    """Return a fresh state of a program whose weights are those of a folder; in a run of several processes all call this.
+    """Return a fresh state of a program whose weights are those of a folder; in a run of several
+    processes all call this.
 
         state = zj.import_hf(program, folder, key=jax.random.key(0))
 
-    Its tensors are read one record at a time, layer by layer, wherever they rest; no process holds more of them than that,
-    beside its own shards.
+    Its tensors are read one record at a time, layer by layer, wherever they rest; no process holds
+    more of them than that, beside its own shards.
 
     Args:
-      program: of a model that `zerojax.hf.model_of` made of this folder, or of another whose config computes the same.
-      folder: with `config.json`, and `model.safetensors` or `model.safetensors.index.json` and the files that it names.
+      program: of a model that `zerojax.hf.model_of` made of this folder, or of another whose config
+        computes the same.
+      folder: with `config.json`, and `model.safetensors` or `model.safetensors.index.json` and the
+        files that it names.
       key: from `jax.random.key`, as for `program.init`, which makes the adapters.
       families: as of `zerojax.hf.model_of`.
 
@@ -54,26 +63,34 @@ def import_hf(
       The state at step 0, as of `zerojax.import_params`.
 
     Raises:
-      ValueError: the folder's model is not built, its head is tied and another than the embedding, or `key` is no random key.
-      CheckpointError: the folder has no such files, its config computes something else than the program's model or has other
-        sizes than the tensors (the key is named), or tensors are missing, unknown or misshapen, or hold NaN, infinities, or
-        numbers beyond the compute dtype: the first are named.
+      ValueError: the folder's model is not built, its head is tied and another than the embedding,
+        or `key` is no random key.
+      CheckpointError: the folder has no such files, its config computes something else than the
+        program's model or has other sizes than the tensors (the key is named), or tensors are
+        missing, unknown or misshapen, or hold NaN, infinities, or numbers beyond the compute dtype:
+        the first are named.
       DamagedError: a file cannot be read.
       SwapError: the program's disk is too small, or failed.
     """
     if not isinstance(program.model, LayeredModel):
-        raise ValueError("import_hf takes a program of a model that zerojax.hf.model_of made; zerojax.import_params takes any")
+        raise ValueError(
+            "import_hf takes a program of a model that zerojax.hf.model_of made; zerojax.import_params takes any"
+        )
     folder = os.path.expanduser(os.fspath(folder))
     names = names_of(folder, families, is_tiled=any(jax.tree.leaves(program.model.tiles)))
     _check_config(program.model, folder, families)
     check_config_sizes(folder, open_weights(folder), families, is_whole=False)
     _check_tied(folder, names)
     # The rest of the model must be there.
-    return import_params(program, folder, key=key, rename=names, missing=lambda name: ADAPTER in name)
+    return import_params(
+        program, folder, key=key, rename=names, missing=lambda name: ADAPTER in name
+    )
 
 
 def _check_config(model: LayeredModel, folder: str, families: Mapping[str, Family]) -> None:
-    """Raise CheckpointError where a folder's config computes something else than a model, which no shape may show."""
+    """Raise CheckpointError where a folder's config computes something else than a model, which no
+    shape may show.
+    """
     made = {DECODER: config_of(folder, families).computes()}
     if told := about_difference(model.about or {}, made):
         raise CheckpointError(
@@ -83,7 +100,11 @@ def _check_config(model: LayeredModel, folder: str, families: Mapping[str, Famil
 
 
 def check_config_sizes(
-    folder: str | os.PathLike[str], file: WeightFile, families: Mapping[str, Family], *, is_whole: bool
+    folder: str | os.PathLike[str],
+    file: WeightFile,
+    families: Mapping[str, Family],
+    *,
+    is_whole: bool,
 ) -> None:
     """Raise CheckpointError where a folder's config.json has other sizes than its tensors.
 
@@ -99,7 +120,9 @@ def check_config_sizes(
 
 
 def _check_tied(folder: str | os.PathLike[str], names: Mapping[str, Any]) -> None:
-    """Raise ValueError where config.json ties the head to the embedding, and the files hold another head: which is meant?"""
+    """Raise ValueError where config.json ties the head to the embedding, and the files hold another
+    head: which is meant?
+    """
     heads = [name for name in names if name.startswith("lm_head.") and names[name] is None]
     tables = [name for name, here in names.items() if _name(here) == "embed.embed_tokens.embedding"]
     if not heads or not tables:
@@ -121,7 +144,9 @@ def _check_tied(folder: str | os.PathLike[str], names: Mapping[str, Any]) -> Non
         )
 
 
-def names_of(folder: str | os.PathLike[str], families: Mapping[str, Family], *, is_tiled: bool) -> dict[str, Any]:
+def names_of(
+    folder: str | os.PathLike[str], families: Mapping[str, Family], *, is_tiled: bool
+) -> dict[str, Any]:
     """Return the table of names of a folder's tensors, for its own options.
 
     Args:
@@ -137,7 +162,10 @@ def names_of(folder: str | os.PathLike[str], families: Mapping[str, Family], *, 
     names = dict(family.names)
     if decoder_config(raw, family, where).tied:
         # Some files hold the embedding twice; `import_hf` has seen that it is the same.
-        names = {there: None if _name(here).startswith("head.lm_head.") else here for there, here in names.items()}
+        names = {
+            there: None if _name(here).startswith("head.lm_head.") else here
+            for there, here in names.items()
+        }
     return {there: _in_tiles(here) for there, here in names.items()} if is_tiled else names
 
 
@@ -146,7 +174,9 @@ def _name(here: Any) -> str:
 
 
 def _in_tiles(here: Any) -> Any:
-    """Return the place of a tensor in a model whose MLPs are tiled: "mlp.up_proj.kernel" is "mlp.up"."""
+    """Return the place of a tensor in a model whose MLPs are tiled: "mlp.up_proj.kernel" is
+    "mlp.up".
+    """
     name = _name(here)
     for whole, tiled in _TILED.items():
         for ending, new in ((f"{whole}.kernel", tiled), (f"{whole}.bias", f"{tiled}_bias")):
@@ -156,7 +186,7 @@ def _in_tiles(here: Any) -> Any:
     return here
 
 
-# --- sizes ---------------------------------------------------------------------------------------------------------------
+# --- sizes ----------------------------------------------------------------------------------------
 
 
 class Size(NamedTuple):
@@ -177,8 +207,13 @@ STACK = "blocks."
 
 
 def params_of(c: DecoderConfig) -> dict[str, Dims]:
-    """Return the parameters of a decoder, adapters left out, by name: the dims of each, for one layer."""
-    vocab, hidden = Size(c.vocab, f"vocab_size={c.vocab}"), Size(c.hidden, f"hidden_size={c.hidden}")
+    """Return the parameters of a decoder, adapters left out, by name: the dims of each, for one
+    layer.
+    """
+    vocab, hidden = (
+        Size(c.vocab, f"vocab_size={c.vocab}"),
+        Size(c.hidden, f"hidden_size={c.hidden}"),
+    )
     width = Size(c.intermediate, f"intermediate_size={c.intermediate}")
     head = Size(c.head_dim, f"head_dim={c.head_dim}")
     q = Size(c.heads * c.head_dim, f"num_attention_heads={c.heads} times {head.keys}")
@@ -197,7 +232,10 @@ def params_of(c: DecoderConfig) -> dict[str, Dims]:
         norms |= {"pre_feedforward_layernorm": hidden, "post_feedforward_layernorm": hidden}
     if c.qk_norm:
         norms |= {"self_attn.q_norm": head, "self_attn.k_norm": head}
-    params: dict[str, Dims] = {"embed.embed_tokens.embedding": (vocab, hidden), "head.norm.scale": (hidden,)}
+    params: dict[str, Dims] = {
+        "embed.embed_tokens.embedding": (vocab, hidden),
+        "head.norm.scale": (hidden,),
+    }
     if not c.tied:
         params["head.lm_head.embedding"] = vocab, hidden
     for name, (d_in, d_out, has_bias) in matrices.items():
@@ -207,7 +245,9 @@ def params_of(c: DecoderConfig) -> dict[str, Dims]:
     return params | {f"{STACK}{name}.scale": (size,) for name, size in norms.items()}
 
 
-def check_sizes(config: DecoderConfig, names: Mapping[str, Any], file: WeightFile, where: str, *, is_whole: bool) -> None:
+def check_sizes(
+    config: DecoderConfig, names: Mapping[str, Any], file: WeightFile, where: str, *, is_whole: bool
+) -> None:
     """Compare the tensors of a folder with what its `config.json` says.
 
     Args:
@@ -215,18 +255,23 @@ def check_sizes(config: DecoderConfig, names: Mapping[str, Any], file: WeightFil
       names: the table of the folder's tensors, for a model that is not tiled.
       file: the folder's weights.
       where: the path of `config.json`.
-      is_whole: compare which tensors there are, too. Without it only their shapes and the number of layers are compared.
+      is_whole: compare which tensors there are, too. Without it only their shapes and the number of
+        layers are compared.
 
     Raises:
-      CheckpointError: a size, or the number of layers, differs: the key is named. Or a tensor is missing, or there is one too
-        many: it is named.
+      CheckpointError: a size, or the number of layers, differs: the key is named. Or a tensor is
+        missing, or there is one too many: it is named.
     """
     place_of, params = renaming(names), params_of(config)
     places = {name: place for name in file.tensors if (place := place_of(name)) is not None}
     differences = _sizes_that_differ(places, params, file)
-    layers = 1 + max((place.layer for place in places.values() if place.layer is not None), default=-1)
+    layers = 1 + max(
+        (place.layer for place in places.values() if place.layer is not None), default=-1
+    )
     if layers not in (0, config.layers):
-        differences.append(f"num_hidden_layers={config.layers}, and the tensors are of {layers} layers")
+        differences.append(
+            f"num_hidden_layers={config.layers}, and the tensors are of {layers} layers"
+        )
     elif is_whole:
         differences += _presence(places, params, names, config.layers)
     if differences:
@@ -235,11 +280,17 @@ def check_sizes(config: DecoderConfig, names: Mapping[str, Any], file: WeightFil
         )
 
 
-def _sizes_that_differ(places: Mapping[str, Place], params: Mapping[str, Dims], file: WeightFile) -> list[str]:
+def _sizes_that_differ(
+    places: Mapping[str, Place], params: Mapping[str, Dims], file: WeightFile
+) -> list[str]:
     """Return each size that differs, with the first tensor that has another."""
     found: dict[str, str] = {}
     order = list(params)
-    named = [(order.index(place.name), place.layer or 0, name) for name, place in places.items() if place.name in params]
+    named = [
+        (order.index(place.name), place.layer or 0, name)
+        for name, place in places.items()
+        if place.name in params
+    ]
     for _, _, name in sorted(named):
         place = places[name]
         shape, dims = file.tensors[name].shape, params[place.name]
@@ -250,19 +301,31 @@ def _sizes_that_differ(places: Mapping[str, Place], params: Mapping[str, Dims], 
         axes = place.axes or range(len(shape))
         for size, axis in zip(dims, axes, strict=True):
             if shape[axis] != size.number:
-                found.setdefault(size.keys, f"{size.keys}, and {name} {list(shape)} has {shape[axis]}")
+                found.setdefault(
+                    size.keys, f"{size.keys}, and {name} {list(shape)} has {shape[axis]}"
+                )
     return list(found.values())
 
 
-def _presence(places: Mapping[str, Place], params: Mapping[str, Dims], names: Mapping[str, Any], layers: int) -> list[str]:
+def _presence(
+    places: Mapping[str, Place], params: Mapping[str, Dims], names: Mapping[str, Any], layers: int
+) -> list[str]:
     """Return the tensors that are missing, and those too many."""
     have = {(place.name, place.layer) for place in places.values()}
-    own = {place.name: pattern for pattern in names if (place := renaming(names)(pattern.replace("{layer}", "0")))}
+    own = {
+        place.name: pattern
+        for pattern in names
+        if (place := renaming(names)(pattern.replace("{layer}", "0")))
+    }
     missing = []
     for name in params:
         numbers = range(layers) if name.startswith(STACK) else [None]
         absent = [layer for layer in numbers if (name, layer) not in have]
         pattern = own.get(name, name)
         missing += [f"no {pattern.replace('{layer}', str(layer))}" for layer in absent]
-    extra = [f"{name}, of which the model has none" for name, place in places.items() if place.name not in params]
+    extra = [
+        f"{name}, of which the model has none"
+        for name, place in places.items()
+        if place.name not in params
+    ]
     return missing + extra

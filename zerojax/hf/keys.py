@@ -1,4 +1,5 @@
-"""Which keys of a `config.json` change nothing here, which must keep a feature off, and what becomes of unknown ones.
+"""Which keys of a `config.json` change nothing here, which must keep a feature off, and what
+becomes of unknown ones.
 
     read            by the family (`zerojax.hf.schema`)
     NO_CHANGE       of files, tokens, generation, tools and how transformers runs a model: any value
@@ -7,8 +8,8 @@
 
 NOT_BUILT lists families that are refused by their `model_type`, each with its reason.
 
-A model whose mathematics is not built must not train as if it were. An unknown 0 or false may mean something, too
-(`"is_causal": false` did), so these are said.
+A model whose mathematics is not built must not train as if it were. An unknown 0 or false may mean
+something, too (`"is_causal": false` did), so these are said.
 """
 
 import functools
@@ -19,40 +20,139 @@ from types import MappingProxyType
 from typing import Any
 
 logger = logging.getLogger("zerojax")
-_GENERATION = frozenset({
-    # transformers 4 wrote these into config.json, and transformers 5 into generation_config.json
-    "assistant_confidence_threshold", "assistant_early_exit", "assistant_ensemble_weight", "assistant_lookbehind",
-    "bad_words_ids", "begin_suppress_tokens", "cache_config", "cache_implementation", "compile_config", "constraints",
-    "continuous_batching_config", "disable_compile", "diversity_penalty", "do_sample", "dola_layers", "early_stopping",
-    "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff",
-    "exponential_decay_length_penalty", "force_words_ids", "forced_bos_token_id", "forced_eos_token_id", "guidance_scale",
-    "is_assistant", "length_penalty", "low_memory", "max_cache_len", "max_length", "max_matching_ngram_size",
-    "max_new_tokens", "max_time", "min_length", "min_new_tokens", "min_p", "no_repeat_ngram_size", "num_assistant_tokens",
-    "num_assistant_tokens_schedule", "num_beam_groups", "num_beams", "num_return_sequences", "output_logits",
-    "output_scores", "penalty_alpha", "prefill_chunk_size", "prompt_lookup_num_tokens", "remove_invalid_values",
-    "renormalize_logits", "repetition_penalty", "return_dict_in_generate", "sequence_bias", "speculation_type",
-    "stop_strings", "suppress_tokens", "target_lookbehind", "temperature", "token_healing", "top_h", "top_k", "top_p",
-    "typical_p", "use_mtp", "watermarking_config",
-})  # fmt: skip
+_GENERATION = frozenset(
+    {
+        # transformers 4 wrote these into config.json, and transformers 5 into
+        # generation_config.json
+        "assistant_confidence_threshold",
+        "assistant_early_exit",
+        "assistant_ensemble_weight",
+        "assistant_lookbehind",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "cache_config",
+        "cache_implementation",
+        "compile_config",
+        "constraints",
+        "continuous_batching_config",
+        "disable_compile",
+        "diversity_penalty",
+        "do_sample",
+        "dola_layers",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "encoder_repetition_penalty",
+        "epsilon_cutoff",
+        "eta_cutoff",
+        "exponential_decay_length_penalty",
+        "force_words_ids",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "guidance_scale",
+        "is_assistant",
+        "length_penalty",
+        "low_memory",
+        "max_cache_len",
+        "max_length",
+        "max_matching_ngram_size",
+        "max_new_tokens",
+        "max_time",
+        "min_length",
+        "min_new_tokens",
+        "min_p",
+        "no_repeat_ngram_size",
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_logits",
+        "output_scores",
+        "penalty_alpha",
+        "prefill_chunk_size",
+        "prompt_lookup_num_tokens",
+        "remove_invalid_values",
+        "renormalize_logits",
+        "repetition_penalty",
+        "return_dict_in_generate",
+        "sequence_bias",
+        "speculation_type",
+        "stop_strings",
+        "suppress_tokens",
+        "target_lookbehind",
+        "temperature",
+        "token_healing",
+        "top_h",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "use_mtp",
+        "watermarking_config",
+    }
+)
 NO_CHANGE = _GENERATION | {
     # files, tokens and tasks
-    "_commit_hash", "_from_model_config", "_name_or_path", "architectures", "auto_map", "bos_token_id", "classifier_dropout",
-    "custom_pipelines", "decoder_start_token_id", "dtype", "eos_token_id", "eos_token_ids", "finetuning_task", "id2label",
-    "label2id", "max_sequence_length", "model_max_length", "model_type", "name_or_path", "num_labels", "prefix",
-    "problem_type", "sep_token_id", "task_specific_params", "tokenizer_class", "tokenizer_model_max_length",
-    "tokenizer_padding_side", "torch_dtype", "transformers_version",
+    "_commit_hash",
+    "_from_model_config",
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "bos_token_id",
+    "classifier_dropout",
+    "custom_pipelines",
+    "decoder_start_token_id",
+    "dtype",
+    "eos_token_id",
+    "eos_token_ids",
+    "finetuning_task",
+    "id2label",
+    "label2id",
+    "max_sequence_length",
+    "model_max_length",
+    "model_type",
+    "name_or_path",
+    "num_labels",
+    "prefix",
+    "problem_type",
+    "sep_token_id",
+    "task_specific_params",
+    "tokenizer_class",
+    "tokenizer_model_max_length",
+    "tokenizer_padding_side",
+    "torch_dtype",
+    "transformers_version",
     # tools that converted or trained it; "neftune_noise_alpha" is noise of a trainer
-    "is_llama_config", "neftune_noise_alpha", "transformers.js_config",
+    "is_llama_config",
+    "neftune_noise_alpha",
+    "transformers.js_config",
     # which transformers writes beside layer_types, and does not read
     "_sliding_window_pattern",
     # how transformers runs a model
-    "_attn_implementation", "_attn_implementation_autoset", "_experts_implementation", "_flash_attn_2_enabled",
-    "attn_implementation", "chunk_size_feed_forward", "experts_implementation", "gradient_checkpointing", "is_decoder",
-    "output_attentions", "output_hidden_states", "output_past", "return_dict", "tf_legacy_loss", "tie_encoder_decoder",
-    "tie_last_hidden_states", "torchscript", "use_bfloat16", "use_cache", "use_return_dict", "xla_device",
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_experts_implementation",
+    "_flash_attn_2_enabled",
+    "attn_implementation",
+    "chunk_size_feed_forward",
+    "experts_implementation",
+    "gradient_checkpointing",
+    "is_decoder",
+    "output_attentions",
+    "output_hidden_states",
+    "output_past",
+    "return_dict",
+    "tf_legacy_loss",
+    "tie_encoder_decoder",
+    "tie_last_hidden_states",
+    "torchscript",
+    "use_bfloat16",
+    "use_cache",
+    "use_return_dict",
+    "xla_device",
     # how it was initialised; "pretraining_tp" cuts products into parts whose sum is the same
-    "initializer_range", "pretraining_tp",
-}  # fmt: skip
+    "initializer_range",
+    "pretraining_tp",
+}
 """Keys that are taken whatever they hold."""
 _NO_CHANGE_PREFIXES = ("unsloth_",)
 
@@ -60,47 +160,82 @@ _NO_DROPOUT = "dropout is not built; set it to 0"
 _OFF, _ZERO, _ONE = (None, False), (None, False, 0), (None, 1)
 _EMPTY = (None, False, [], {})
 _DROPOUTS = (
-    "attention_dropout", "attention_probs_dropout_prob", "attn_dropout", "attn_pdrop", "dropout", "embd_pdrop",
-    "embedding_dropout", "hidden_dropout", "hidden_dropout_prob", "resid_dropout", "resid_pdrop",
-)  # fmt: skip
+    "attention_dropout",
+    "attention_probs_dropout_prob",
+    "attn_dropout",
+    "attn_pdrop",
+    "dropout",
+    "embd_pdrop",
+    "embedding_dropout",
+    "hidden_dropout",
+    "hidden_dropout_prob",
+    "resid_dropout",
+    "resid_pdrop",
+)
 _NO_EXPERTS = "mixtures of experts are not built"
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "num_experts_per_tok")
+EXPERTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_intermediate_size",
+    "num_experts_per_tok",
+)
 _NOT_OF_THIS = "this model_type does not have it"
-NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType({
-    **dict.fromkeys(_DROPOUTS, (_ZERO, _NO_DROPOUT)),
-    **dict.fromkeys(EXPERTS, (_ZERO, _NO_EXPERTS)),
-    "is_causal": ((True,), "a decoder sees no later tokens"),
-    "use_bidirectional_attention": (_OFF, "a decoder sees no later tokens"),
-    "is_encoder_decoder": (_OFF, "encoders are not built"),
-    "add_cross_attention": (_OFF, "cross attention is not built"),
-    "cross_attention_hidden_size": (_OFF, "cross attention is not built"),
-    "loss_type": ((None, "ForCausalLM"), "the loss is that of a causal language model"),
-    "partial_rotary_factor": (_ONE, "rotations of a part of each head are not built"),
-    "rotary_pct": (_ONE, "rotations of a part of each head are not built"),
-    "rope_interleaved": (_OFF, "the halves of a head are rotated, not neighbours"),
-    "use_mrope": (_OFF, "rotations over three axes are not built"),
-    "pruned_heads": (_EMPTY, "pruned heads are not built"),
-    "per_layer_config": (_EMPTY, "sizes that differ from layer to layer are not built"),
-    "quantization": (_EMPTY, "quantised weights are not read"),
-    "quantization_config": (_EMPTY, "quantised weights are not read"),
-    **dict.fromkeys(("audio_config", "text_config", "vision_config"), (_EMPTY, "models of images or sound are not built")),
-    **dict.fromkeys(("embedding_multiplier", "logit_scale", "logits_scaling", "residual_multiplier"),
-                    (_ONE, "this factor is not built")),
-    "attention_multiplier": (_OFF, "another scale of the scores is not built"),
-    # what some families read
-    **dict.fromkeys(
-        ("attention_bias", "attn_logit_softcapping", "final_logit_softcapping", "max_window_layers", "mlp_bias",
-         "query_pre_attn_scalar", "rope_local_base_freq", "sliding_window", "sliding_window_pattern", "use_sliding_window"),
-        (_OFF, _NOT_OF_THIS),
-    ),
-})  # fmt: skip
+NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
+    {
+        **dict.fromkeys(_DROPOUTS, (_ZERO, _NO_DROPOUT)),
+        **dict.fromkeys(EXPERTS, (_ZERO, _NO_EXPERTS)),
+        "is_causal": ((True,), "a decoder sees no later tokens"),
+        "use_bidirectional_attention": (_OFF, "a decoder sees no later tokens"),
+        "is_encoder_decoder": (_OFF, "encoders are not built"),
+        "add_cross_attention": (_OFF, "cross attention is not built"),
+        "cross_attention_hidden_size": (_OFF, "cross attention is not built"),
+        "loss_type": ((None, "ForCausalLM"), "the loss is that of a causal language model"),
+        "partial_rotary_factor": (_ONE, "rotations of a part of each head are not built"),
+        "rotary_pct": (_ONE, "rotations of a part of each head are not built"),
+        "rope_interleaved": (_OFF, "the halves of a head are rotated, not neighbours"),
+        "use_mrope": (_OFF, "rotations over three axes are not built"),
+        "pruned_heads": (_EMPTY, "pruned heads are not built"),
+        "per_layer_config": (_EMPTY, "sizes that differ from layer to layer are not built"),
+        "quantization": (_EMPTY, "quantised weights are not read"),
+        "quantization_config": (_EMPTY, "quantised weights are not read"),
+        **dict.fromkeys(
+            ("audio_config", "text_config", "vision_config"),
+            (_EMPTY, "models of images or sound are not built"),
+        ),
+        **dict.fromkeys(
+            ("embedding_multiplier", "logit_scale", "logits_scaling", "residual_multiplier"),
+            (_ONE, "this factor is not built"),
+        ),
+        "attention_multiplier": (_OFF, "another scale of the scores is not built"),
+        # what some families read
+        **dict.fromkeys(
+            (
+                "attention_bias",
+                "attn_logit_softcapping",
+                "final_logit_softcapping",
+                "max_window_layers",
+                "mlp_bias",
+                "query_pre_attn_scalar",
+                "rope_local_base_freq",
+                "sliding_window",
+                "sliding_window_pattern",
+                "use_sliding_window",
+            ),
+            (_OFF, _NOT_OF_THIS),
+        ),
+    }
+)
 """By key, the values that leave its feature off, and what is not built."""
 _FACTORS = ("_factor", "_multiplier", "_scale", "_scaling")
 """Endings of keys for which 1 is neutral."""
 
 
-def check_keys(given: Mapping[str, Any], reads: Set[str], defaults: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError for keys that may change what is computed and are not read; warn of unknown ones that seem to be off.
+def check_keys(
+    given: Mapping[str, Any], reads: Set[str], defaults: Mapping[str, Any], where: str
+) -> None:
+    """Raise ValueError for keys that may change what is computed and are not read; warn of unknown
+    ones that seem to be off.
 
     Args:
       given: the object of a `config.json`.
@@ -117,14 +252,18 @@ def check_keys(given: Mapping[str, Any], reads: Set[str], defaults: Mapping[str,
         if key in NEUTRAL:
             allowed, why = NEUTRAL[key]
             if not any(is_same(value, off) for off in allowed):
-                raise ValueError(f"{key}={reprlib.repr(value)}: {why}; allowed: {_shown(allowed, defaults.get(key))}")
+                raise ValueError(
+                    f"{key}={reprlib.repr(value)}: {why}; allowed: {_shown(allowed, defaults.get(key))}"
+                )
         elif _is_neutral(key, value):
             neutral.append(key)
         else:
             unknown.append(key)
     if unknown:
         shown = ", ".join(f"{key}={reprlib.repr(given[key])}" for key in sorted(unknown))
-        raise ValueError(f"{shown}: unknown, and may change what the model computes; if it does not, take it out")
+        raise ValueError(
+            f"{shown}: unknown, and may change what the model computes; if it does not, take it out"
+        )
     if neutral:
         _warn(where, ", ".join(f"{key}={given[key]!r}" for key in sorted(neutral)))
 
@@ -148,48 +287,56 @@ def _shown(allowed: tuple[Any, ...], default: Any) -> str:
 
 @functools.cache  # once
 def _warn(where: str, keys: str) -> None:
-    logger.warning("%s: %s: unknown, and taken for features that are off; if they are not, this is another model", where, keys)
+    logger.warning(
+        "%s: %s: unknown, and taken for features that are off; if they are not, this is another model",
+        where,
+        keys,
+    )
 
 
-# --- families that are refused by their model_type ---------------------------------------------------------------------------
+# --- families that are refused by their model_type ------------------------------------------------
 
 _GEMMA3N = "embeddings for each layer, several streams (AltUp, LAuReL), and layers that share keys and values"
 _GEMMA4 = "norms of values, scales of layers, embeddings for each layer, and layers that share keys and values"
-_QWEN3_5 = "layers of linear attention, gates of attention's output, and rotations of a part of each head"
+_QWEN3_5 = (
+    "layers of linear attention, gates of attention's output, and rotations of a part of each head"
+)
 _MLLAMA = "layers of cross attention to images"
 _LLAMA4 = "mixtures of experts, attention in chunks, and layers without rotations"
 _MROPE = "rotations over three axes (mrope)"
 _DEEPSEEK = "latent attention and mixtures of experts"
 _COHERE = "layer norms, attention and MLP side by side, and rotations of neighbouring pairs"
 
-NOT_BUILT: Mapping[str, str] = MappingProxyType({
-    "cohere": _COHERE,
-    "cohere2": _COHERE,
-    "deepseek_v2": _DEEPSEEK,
-    "deepseek_v3": _DEEPSEEK,
-    "gemma3n": _GEMMA3N,
-    "gemma3n_text": _GEMMA3N,
-    "gemma4": _GEMMA4,
-    "gemma4_text": _GEMMA4,
-    "glm4": "rotations of a part of each head, and one matrix for gate and up",
-    "gpt_oss": "mixtures of experts, and sinks of attention",
-    "granite": "multipliers of embeddings, scores, residuals and logits",
-    "llama4": _LLAMA4,
-    "llama4_text": _LLAMA4,
-    "ministral3": "scores that are scaled by position",
-    "mllama": _MLLAMA,
-    "mllama_text_model": _MLLAMA,
-    "olmo2": "norms over all heads at once, and of outputs alone",
-    "phi3": "one matrix for queries, keys and values, and one for gate and up",
-    "qwen2_5_vl": _MROPE,
-    "qwen2_5_vl_text": _MROPE,
-    "qwen2_vl": _MROPE,
-    "qwen2_vl_text": _MROPE,
-    "qwen3_5": _QWEN3_5,
-    "qwen3_5_text": _QWEN3_5,
-    "qwen3_next": f"mixtures of experts, {_QWEN3_5}",
-    "qwen3_vl": _MROPE,
-    "qwen3_vl_text": _MROPE,
-    "smollm3": "layers without rotations",
-})  # fmt: skip
+NOT_BUILT: Mapping[str, str] = MappingProxyType(
+    {
+        "cohere": _COHERE,
+        "cohere2": _COHERE,
+        "deepseek_v2": _DEEPSEEK,
+        "deepseek_v3": _DEEPSEEK,
+        "gemma3n": _GEMMA3N,
+        "gemma3n_text": _GEMMA3N,
+        "gemma4": _GEMMA4,
+        "gemma4_text": _GEMMA4,
+        "glm4": "rotations of a part of each head, and one matrix for gate and up",
+        "gpt_oss": "mixtures of experts, and sinks of attention",
+        "granite": "multipliers of embeddings, scores, residuals and logits",
+        "llama4": _LLAMA4,
+        "llama4_text": _LLAMA4,
+        "ministral3": "scores that are scaled by position",
+        "mllama": _MLLAMA,
+        "mllama_text_model": _MLLAMA,
+        "olmo2": "norms over all heads at once, and of outputs alone",
+        "phi3": "one matrix for queries, keys and values, and one for gate and up",
+        "qwen2_5_vl": _MROPE,
+        "qwen2_5_vl_text": _MROPE,
+        "qwen2_vl": _MROPE,
+        "qwen2_vl_text": _MROPE,
+        "qwen3_5": _QWEN3_5,
+        "qwen3_5_text": _QWEN3_5,
+        "qwen3_next": f"mixtures of experts, {_QWEN3_5}",
+        "qwen3_vl": _MROPE,
+        "qwen3_vl_text": _MROPE,
+        "smollm3": "layers without rotations",
+    }
+)
 """By `model_type`: what the family has that is not built."""

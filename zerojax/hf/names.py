@@ -1,13 +1,15 @@
-"""The families of models that are built, as data: what each is, and which tensor of its files is which parameter here.
+"""The families of models that are built, as data: what each is, and which tensor of its files is
+which parameter here.
 
     "model.layers.{layer}.self_attn.q_proj.weight": ("blocks.self_attn.q_proj.kernel", (1, 0))
 
-says: layer l of the stack `blocks.self_attn.q_proj.kernel` [L, in, out] is that tensor [out, in], its dims in the order (1, 0).
-An import reads the table from the file's names to ours, and an export writes each tensor of a folder like it from the same
-entry. A family of your own is a `Family` with such a table:
+says: layer l of the stack `blocks.self_attn.q_proj.kernel` [L, in, out] is that tensor [out, in],
+  its dims in the order (1, 0).
+An import reads the table from the file's names to ours, and an export writes each tensor of a
+folder like it from the same entry. A family of your own is a `Family` with such a table:
 
-    families = {**zerojax.hf.FAMILIES, "gemma": dataclasses.replace(zerojax.hf.FAMILIES["gemma2"], post_norms=False, ...)}
-    model = zerojax.hf.model_of(folder, families=families)
+    families = {**zerojax.hf.FAMILIES, "gemma": dataclasses.replace(zerojax.hf.FAMILIES["gemma2"],
+    post_norms=False, ...)} model = zerojax.hf.model_of(folder, families=families)
 """
 
 import dataclasses
@@ -18,9 +20,14 @@ from zerojax.given import as_int_or_float, as_integer, as_number
 from zerojax.hf.config import Family
 
 PROJECTIONS = {
-    "q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn",
-    "gate_proj": "mlp", "up_proj": "mlp", "down_proj": "mlp",
-}  # fmt: skip
+    "q_proj": "self_attn",
+    "k_proj": "self_attn",
+    "v_proj": "self_attn",
+    "o_proj": "self_attn",
+    "gate_proj": "mlp",
+    "up_proj": "mlp",
+    "down_proj": "mlp",
+}
 """The matrices of a layer, and the module that each is in, here and in the files."""
 _ATTENTION_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
@@ -41,64 +48,121 @@ def table(*norms: str) -> dict[str, Any]:
     for name, part in PROJECTIONS.items():
         there, here = f"model.layers.{{layer}}.{part}.{name}", f"blocks.{part}.{name}"
         names |= {f"{there}.weight": (f"{here}.kernel", (1, 0)), f"{there}.bias": f"{here}.bias"}
-    return names | {f"model.layers.{{layer}}.{norm}.weight": f"blocks.{norm}.scale" for norm in norms}
+    return names | {
+        f"model.layers.{{layer}}.{norm}.weight": f"blocks.{norm}.scale" for norm in norms
+    }
 
 
 _TWO = ("input_layernorm", "post_attention_layernorm")
 _FOUR = (*_TWO, "pre_feedforward_layernorm", "post_feedforward_layernorm")
-_COMMON = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
+_COMMON = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+}
 _LLAMA = {**_COMMON, "max_position_embeddings": 2048}
-_MISTRAL = {**_COMMON, "max_position_embeddings": 131_072, "sliding_window": 4096, "num_key_value_heads": 8}
+_MISTRAL = {
+    **_COMMON,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 4096,
+    "num_key_value_heads": 8,
+}
 _QWEN = {
-    **_COMMON, "max_position_embeddings": 32_768, "max_window_layers": 28, "sliding_window": 4096, "num_key_value_heads": 32,
-}  # fmt: skip
+    **_COMMON,
+    "max_position_embeddings": 32_768,
+    "max_window_layers": 28,
+    "sliding_window": 4096,
+    "num_key_value_heads": 32,
+}
 _GEMMA = {
-    **_COMMON, "hidden_act": None, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256, "head_dim": 256, "sliding_window": 4096, "pad_token_id": 0, "num_key_value_heads": 4,
-}  # fmt: skip
+    **_COMMON,
+    "hidden_act": None,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "head_dim": 256,
+    "sliding_window": 4096,
+    "pad_token_id": 0,
+    "num_key_value_heads": 4,
+}
 _GEMMA2 = {
-    **_GEMMA, "max_position_embeddings": 8192, "sliding_window_pattern": 2, "final_logit_softcapping": 30.0,
+    **_GEMMA,
+    "max_position_embeddings": 8192,
+    "sliding_window_pattern": 2,
+    "final_logit_softcapping": 30.0,
     "attn_logit_softcapping": 50.0,
-}  # fmt: skip
+}
 _GEMMA3 = {
-    **_GEMMA, "max_position_embeddings": 131_072, "sliding_window_pattern": 6, "rope_theta": 1_000_000.0,
+    **_GEMMA,
+    "max_position_embeddings": 131_072,
+    "sliding_window_pattern": 6,
+    "rope_theta": 1_000_000.0,
     "rope_local_base_freq": 10_000.0,
-}  # fmt: skip
+}
 
-_OF_GEMMA: dict[str, Any] = {"unit_norm": True, "post_norms": True, "scales_embedding": True, "windows": "pattern"}
+_OF_GEMMA: dict[str, Any] = {
+    "unit_norm": True,
+    "post_norms": True,
+    "scales_embedding": True,
+    "windows": "pattern",
+}
 _READS_WINDOWS = ("sliding_window", "layer_types")
 _QWEN_READS = (*_READS_WINDOWS, "use_sliding_window", "max_window_layers")
 _GEMMA_READS = (
-    *_READS_WINDOWS, "attention_bias", "hidden_activation", "query_pre_attn_scalar",
+    *_READS_WINDOWS,
+    "attention_bias",
+    "hidden_activation",
+    "query_pre_attn_scalar",
     "final_logit_softcapping",
-)  # fmt: skip
+)
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(names=table(*_TWO), defaults=_LLAMA, reads=("attention_bias", "mlp_bias")),
     "mistral": Family(
-        names=table(*_TWO), defaults=_MISTRAL, reads=("sliding_window",), qkv_bias=False, output_bias=False, windows="all"
+        names=table(*_TWO),
+        defaults=_MISTRAL,
+        reads=("sliding_window",),
+        qkv_bias=False,
+        output_bias=False,
+        windows="all",
     ),
     "qwen2": Family(
-        names=table(*_TWO), defaults=_QWEN, reads=_QWEN_READS, qkv_bias=True, output_bias=False, windows="last"
+        names=table(*_TWO),
+        defaults=_QWEN,
+        reads=_QWEN_READS,
+        qkv_bias=True,
+        output_bias=False,
+        windows="last",
     ),
     "qwen3": Family(
-        names=table(*_TWO, *_ATTENTION_NORMS), defaults={**_QWEN, "head_dim": 128}, reads=(*_QWEN_READS, "attention_bias"),
-        qk_norm=True, windows="last",
+        names=table(*_TWO, *_ATTENTION_NORMS),
+        defaults={**_QWEN, "head_dim": 128},
+        reads=(*_QWEN_READS, "attention_bias"),
+        qk_norm=True,
+        windows="last",
     ),
     "gemma2": Family(
-        names=table(*_FOUR), defaults=_GEMMA2, reads=(*_GEMMA_READS, "attn_logit_softcapping"), **_OF_GEMMA
+        names=table(*_FOUR),
+        defaults=_GEMMA2,
+        reads=(*_GEMMA_READS, "attn_logit_softcapping"),
+        **_OF_GEMMA,
     ),
     "gemma3_text": Family(
-        names=table(*_FOUR, *_ATTENTION_NORMS), defaults=_GEMMA3, qk_norm=True,
-        reads=(*_GEMMA_READS, "sliding_window_pattern", "rope_local_base_freq"), **_OF_GEMMA,
+        names=table(*_FOUR, *_ATTENTION_NORMS),
+        defaults=_GEMMA3,
+        qk_norm=True,
+        reads=(*_GEMMA_READS, "sliding_window_pattern", "rope_local_base_freq"),
+        **_OF_GEMMA,
     ),
-}  # fmt: skip
+}
 """By `model_type`: Llama 2 and 3, Mistral, Qwen 2, 2.5 and 3, Gemma 2 and 3 (text)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """Low-rank adapters beside projections (arXiv:2106.09685), with the scale and the first values of PEFT.
+    """Low-rank adapters beside projections (arXiv:2106.09685), with the scale and the first values
+    of PEFT.
 
         y = x W + (alpha / rank) dropout(x) A B        A[in, rank], uniform; B[rank, out], 0
 
@@ -122,16 +186,26 @@ class Lora:
         if rank is None or rank < 1:
             raise ValueError(f"rank={self.rank!r} of a Lora: an integer of at least 1 is needed")
         if alpha is None or alpha <= 0:
-            raise ValueError(f"alpha={self.alpha!r} of a Lora: a positive number is needed; alpha / rank scales the adapters")
+            raise ValueError(
+                f"alpha={self.alpha!r} of a Lora: a positive number is needed; alpha / rank scales the adapters"
+            )
         if dropout is None or not 0 <= dropout < 1:
-            raise ValueError(f"dropout={self.dropout!r} of a Lora: a number from 0 to below 1 is needed")
+            raise ValueError(
+                f"dropout={self.dropout!r} of a Lora: a number from 0 to below 1 is needed"
+            )
         # A whole alpha stays an int: adapters keep it in their files as it was given.
         object.__setattr__(self, "rank", rank)
         object.__setattr__(self, "alpha", as_int_or_float(self.alpha))
         object.__setattr__(self, "dropout", dropout)
         targets = tuple(PROJECTIONS) if self.targets == "all" else self.targets
-        if isinstance(targets, str) or not targets or not all(isinstance(name, str) for name in targets):
-            raise ValueError(f"targets={self.targets!r} of a Lora: a tuple of names is needed, such as ('q_proj',), or 'all'")
+        if (
+            isinstance(targets, str)
+            or not targets
+            or not all(isinstance(name, str) for name in targets)
+        ):
+            raise ValueError(
+                f"targets={self.targets!r} of a Lora: a tuple of names is needed, such as ('q_proj',), or 'all'"
+            )
         if unknown := sorted(set(targets) - set(PROJECTIONS)):
             raise ValueError(
                 f"targets={self.targets!r} of a Lora: {', '.join(unknown)} unknown: choose from {', '.join(PROJECTIONS)}"

@@ -1,4 +1,5 @@
-"""Rotary position embeddings (arXiv:2104.09864), as `config.json` describes them: plain, and scaled for longer contexts.
+"""Rotary position embeddings (arXiv:2104.09864), as `config.json` describes them: plain, and scaled
+for longer contexts.
 
     f[i]  = theta^(-2 i / D)                          i = 0 .. D/2 - 1, radians a position
     x'    = x cos(p f) + rotate_half(x) sin(p f)      p: a token's position
@@ -7,8 +8,8 @@
     "llama3"    f / factor for long waves, f for short ones, and what lies between is interpolated
     "yarn"      f / factor below a ramp over i, f above it; cos and sin times a factor (arXiv:2309.00071)
 
-Frequencies are numbers of the model, computed once in float64. Kinds whose frequencies depend on a sequence's length
-("dynamic", "longrope") are refused.
+Frequencies are numbers of the model, computed once in float64. Kinds whose frequencies depend on a
+sequence's length ("dynamic", "longrope") are refused.
 """
 
 import dataclasses
@@ -74,19 +75,24 @@ def rope_of(field: Field, *, theta: float, head_dim: int, max_positions: int) ->
     """Return the rotations that an object of `config.json` describes.
 
     Args:
-      field: `rope_scaling` or `rope_parameters`, or a part of it for one kind of layer; empty for plain rotations.
+      field: `rope_scaling` or `rope_parameters`, or a part of it for one kind of layer; empty for
+        plain rotations.
       theta: the base, if the object has none.
       head_dim: D.
       max_positions: positions that the model was trained for, if the object does not say it.
 
     Raises:
-      ValueError: an unknown type; or a key that is unknown to it, missing, of another type, or out of range.
+      ValueError: an unknown type; or a key that is unknown to it, missing, of another type, or out
+        of range.
     """
     given = read_object(field)
     kind = _type_of(field)
     if given.get("rope_theta") is not None:
         theta = THETA.read(Field(given["rope_theta"], f"{field.name}.rope_theta"))
-    if not is_same(given.get("partial_rotary_factor", 1), 1) and given["partial_rotary_factor"] is not None:
+    if (
+        not is_same(given.get("partial_rotary_factor", 1), 1)
+        and given["partial_rotary_factor"] is not None
+    ):
         raise ValueError(
             f"{field.name}.partial_rotary_factor={reprlib.repr(given['partial_rotary_factor'])}: only 1 is allowed, since "
             "rotations of a part of each head are not built"
@@ -94,7 +100,9 @@ def rope_of(field: Field, *, theta: float, head_dim: int, max_positions: int) ->
     ignored = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     # The plain type does not read a factor that stands beside it.
     ignored |= {"factor"} if kind == "default" else set()
-    unknown = sorted(key for key in given if key not in ignored | set(_KEYS[kind]) and given[key] is not None)
+    unknown = sorted(
+        key for key in given if key not in ignored | set(_KEYS[kind]) and given[key] is not None
+    )
     if unknown:
         raise ValueError(
             f"{field.name}: rope of type {kind!r} has the keys {unknown}, which are unknown: it takes {sorted(_KEYS[kind])}"
@@ -105,7 +113,9 @@ def rope_of(field: Field, *, theta: float, head_dim: int, max_positions: int) ->
         return Rope(tuple(plain.tolist()))
     if kind == "linear":
         return Rope(tuple((plain / read["factor"]).tolist()))
-    read["original_max_position_embeddings"] = read["original_max_position_embeddings"] or max_positions
+    read["original_max_position_embeddings"] = (
+        read["original_max_position_embeddings"] or max_positions
+    )
     if kind == "llama3":
         return Rope(tuple(_llama3(plain, read, field.name).tolist()))
     return _yarn(plain, theta, head_dim, read, field.name)
@@ -113,13 +123,19 @@ def rope_of(field: Field, *, theta: float, head_dim: int, max_positions: int) ->
 
 def _type_of(field: Field) -> str:
     """Return the type of rotations: `rope_type`, which older files call `type`."""
-    named = {key: field.value[key] for key in ("rope_type", "type") if field.value.get(key) is not None}
+    named = {
+        key: field.value[key] for key in ("rope_type", "type") if field.value.get(key) is not None
+    }
     for key, kind in named.items():
         if not isinstance(kind, str) or kind not in _KEYS:
-            raise ValueError(f"{field.name}.{key}: rope of type {reprlib.repr(kind)} is not built: {', '.join(_KEYS)} are")
+            raise ValueError(
+                f"{field.name}.{key}: rope of type {reprlib.repr(kind)} is not built: {', '.join(_KEYS)} are"
+            )
     kinds = list(named.values())
     if len(set(kinds)) > 1:
-        raise ValueError(f"{field.name} has rope_type={kinds[0]!r} and type={kinds[1]!r}: take one of them out")
+        raise ValueError(
+            f"{field.name} has rope_type={kinds[0]!r} and type={kinds[1]!r}: take one of them out"
+        )
     return kinds[0] if kinds else "default"
 
 
@@ -134,7 +150,9 @@ def _llama3(plain: np.ndarray, read: Mapping[str, Any], where: str) -> np.ndarra
     return (1 - kept) * plain / read["factor"] + kept * plain
 
 
-def _yarn(plain: np.ndarray, theta: float, head_dim: int, read: Mapping[str, Any], where: str) -> Rope:
+def _yarn(
+    plain: np.ndarray, theta: float, head_dim: int, read: Mapping[str, Any], where: str
+) -> Rope:
     """Return the rotations of YaRN: "NTK by parts", with its temperature in cos and sin."""
     factor, length = read["factor"], read["original_max_position_embeddings"]
     fast, slow = read["beta_fast"] or 32, read["beta_slow"] or 1
@@ -149,7 +167,9 @@ def _yarn(plain: np.ndarray, theta: float, head_dim: int, read: Mapping[str, Any
     if read["truncate"] is not False:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = np.clip((np.arange(head_dim // 2) - low) / (high - low if high != low else 0.001), 0.0, 1.0)
+    ramp = np.clip(
+        (np.arange(head_dim // 2) - low) / (high - low if high != low else 0.001), 0.0, 1.0
+    )
     frequencies = plain / factor * ramp + plain * (1 - ramp)
 
     def scale(mscale: float) -> float:
@@ -162,7 +182,9 @@ def _yarn(plain: np.ndarray, theta: float, head_dim: int, read: Mapping[str, Any
     return Rope(tuple(frequencies.tolist()), float(temperature))
 
 
-def rotate(x: jax.Array, positions: jax.Array, frequencies: jax.Array, factor: jax.Array) -> jax.Array:
+def rotate(
+    x: jax.Array, positions: jax.Array, frequencies: jax.Array, factor: jax.Array
+) -> jax.Array:
     """Return x[B, T, heads, D] rotated; the halves of D are the pairs, as in transformers.
 
     Args:

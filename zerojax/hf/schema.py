@@ -1,9 +1,11 @@
-"""What each key of a `config.json` may hold: one table of types and ranges, which every key that is read goes through.
+"""What each key of a `config.json` may hold: one table of types and ranges, which every key that is
+read goes through.
 
     values({"hidden_size": 3.0, ...}, ...)     FieldError: hidden_size is 3.0, and an integer, from 1 to 1048576, is needed
 
-Python takes `true` for 1, `NaN` and `Infinity` for numbers, and 10^30 for a size; none of these is meant. Bounds lie far above
-published models: they are there so that a slip is an error and not an allocation, and so that no number overflows in float32.
+Python takes `true` for 1, `NaN` and `Infinity` for numbers, and 10^30 for a size; none of these is
+meant. Bounds lie far above published models: they are there so that a slip is an error and not an
+allocation, and so that no number overflows in float32.
 """
 
 import dataclasses
@@ -55,7 +57,11 @@ def read_number(
 
 
 def number(
-    *, least: float = -math.inf, above: float = -math.inf, most: float = math.inf, below: float = math.inf
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    most: float = math.inf,
+    below: float = math.inf,
 ) -> Callable[[Field], float]:
     """Return the reader of a number in a range, see `read_number`."""
     return lambda field: read_number(field, least=least, above=above, most=most, below=below)
@@ -95,7 +101,8 @@ class Key:
 
     Attributes:
       read: returns the value, or raises FieldError.
-      null: what null means: "error"; "off", as false does; "none", the value None; or "default", as if the key were absent.
+      null: what null means: "error"; "off", as false does; "none", the value None; or "default", as
+        if the key were absent.
       is_needed: there must be a value, in the file or among a family's defaults.
     """
 
@@ -145,7 +152,9 @@ KEYS: Mapping[str, Key] = {
 """By key. A family reads some of them."""
 
 
-def values(given: Mapping[str, Any], defaults: Mapping[str, Any], reads: Set[str]) -> dict[str, Any]:
+def values(
+    given: Mapping[str, Any], defaults: Mapping[str, Any], reads: Set[str]
+) -> dict[str, Any]:
     """Return the value of every key of the table, checked; None where there is none.
 
     Args:
@@ -156,10 +165,15 @@ def values(given: Mapping[str, Any], defaults: Mapping[str, Any], reads: Set[str
     Raises:
       FieldError: a value is missing, of another type or out of range.
     """
-    return {name: value_of(name, key, given if name in reads else {}, defaults) for name, key in KEYS.items()}
+    return {
+        name: value_of(name, key, given if name in reads else {}, defaults)
+        for name, key in KEYS.items()
+    }
 
 
-def value_of(name: str, key: Key, given: Mapping[str, Any], defaults: Mapping[str, Any], where: str = "") -> Any:
+def value_of(
+    name: str, key: Key, given: Mapping[str, Any], defaults: Mapping[str, Any], where: str = ""
+) -> Any:
     """Return the value of one key, checked; None where there is none.
 
     Args:

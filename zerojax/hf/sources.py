@@ -2,8 +2,9 @@
 
     tensor of `like` [out, in]   <-   record [in, out] of one layer, transposed                        all of it, or some rows
 
-The table of names tells the parameter, as in an import. A weight in 8 or 4 bits has several arrays in a checkpoint, and its
-shape is in none of them: it is that of the tensor, if arrays of these shapes come of it.
+The table of names tells the parameter, as in an import. A weight in 8 or 4 bits has several arrays
+in a checkpoint, and its shape is in none of them: it is that of the tensor, if arrays of these
+shapes come of it.
 """
 
 import dataclasses
@@ -36,7 +37,8 @@ class Source:
       place: of the tensor.
       shape: of the parameter, all layers', not in tiles.
       is_frozen: it was not trained.
-      arrays: names in the checkpoint of the arrays of a weight in 8 or 4 bits, by their own; else empty.
+      arrays: names in the checkpoint of the arrays of a weight in 8 or 4 bits, by their own; else
+        empty.
       layout: how such a weight, or a layer of it, lies in them.
     """
 
@@ -49,7 +51,9 @@ class Source:
 
 
 def leaves_of(saved: SavedState) -> dict[str, tuple[str, bool]]:
-    """Return the weights of a checkpoint by the names that files have, each with its name there and whether it is encoded."""
+    """Return the weights of a checkpoint by the names that files have, each with its name there and
+    whether it is encoded.
+    """
     found: dict[str, tuple[str, bool]] = {}
     for name in saved.leaves:
         if name.startswith("weights"):
@@ -75,20 +79,30 @@ def sources_of(
       families: as of `zerojax.hf.model_of`.
 
     Raises:
-      CheckpointError: one has none, or its shape differs, or a weight is no tensor of `like`: the first are named.
+      CheckpointError: one has none, or its shape differs, or a weight is no tensor of `like`: the
+        first are named.
     """
-    is_tiled = any(saved.leaves[leaf].is_tiled for leaf, is_encoded in leaves.values() if not is_encoded)
+    is_tiled = any(
+        saved.leaves[leaf].is_tiled for leaf, is_encoded in leaves.values() if not is_encoded
+    )
     place_of = renaming(names_of(like, families, is_tiled=is_tiled))
     places = {name: found for name in base.tensors if (found := place_of(name)) is not None}
     sources: dict[str, Source] = {}
     differences: list[str] = []
-    frozen, layers = saved.frozen, 1 + max((p.layer for p in places.values() if p.layer is not None), default=-1)
+    frozen, layers = (
+        saved.frozen,
+        1 + max((p.layer for p in places.values() if p.layer is not None), default=-1),
+    )
     for name, place in places.items():
         tensor = base.tensors[name]
         if tensor.dtype not in DTYPES:
-            differences.append(f"{name} of {tensor.dtype} in {like}, which is no floating dtype that is written")
+            differences.append(
+                f"{name} of {tensor.dtype} in {like}, which is no floating dtype that is written"
+            )
             continue
-        shape = tensor.shape if place.axes is None else tuple(tensor.shape[axis] for axis in place.axes)
+        shape = (
+            tensor.shape if place.axes is None else tuple(tensor.shape[axis] for axis in place.axes)
+        )
         shape = shape if place.layer is None else (layers, *shape)
         if place.name not in leaves:
             differences.append(f"no {place.name}, which is {name} {list(tensor.shape)} there")
@@ -108,12 +122,15 @@ def sources_of(
     extra = sorted(name for name in leaves if name not in used and ADAPTER not in name)
     differences += [f"{name}, which is no tensor there" for name in extra]
     if differences:
-        raise CheckpointError(f"{saved.folder} is of another model than {os.fspath(like)}. It holds: {first_few(differences)}")
+        raise CheckpointError(
+            f"{saved.folder} is of another model than {os.fspath(like)}. It holds: {first_few(differences)}"
+        )
     return sources
 
 
 def _encoded(saved: SavedState, source: Source) -> Source:
-    """Return a weight in 8 or 4 bits with its arrays and its layout, which their names and shapes tell.
+    """Return a weight in 8 or 4 bits with its arrays and its layout, which their names and shapes
+    tell.
 
     Raises:
       ValueError: a weight of its shape has other arrays.
@@ -133,14 +150,20 @@ def _encoded(saved: SavedState, source: Source) -> Source:
     inner = shape[len(shape) - merged :] if merged else ()
     group = (1, 1)
     if match[1] == "nf4":
-        (*_, rows, blocks), (*_, r, c) = ((1, *saved.leaves[found[name][0]].shape) for name in ("scales", "steps"))
+        (*_, rows, blocks), (*_, r, c) = (
+            (1, *saved.leaves[found[name][0]].shape) for name in ("scales", "steps")
+        )
         group = (rows // max(1, r), blocks // max(1, c))
     layout = storage.Layout(format=match[1], inner=inner, moved=moved, group=group)  # pyright: ignore[reportArgumentType]
-    expected = jax.tree_util.tree_flatten_with_path(storage.abstract_encoded(layout, source.shape).q)[0]
+    expected = jax.tree_util.tree_flatten_with_path(
+        storage.abstract_encoded(layout, source.shape).q
+    )[0]
     here = {jax.tree_util.keystr(path, simple=True): tuple(array.shape) for path, array in expected}
     if here != {name: saved.leaves[leaf].shape for name, (leaf, _) in found.items()}:
         raise ValueError("")
-    return dataclasses.replace(source, arrays={name: leaf for name, (leaf, _) in found.items()}, layout=layout)
+    return dataclasses.replace(
+        source, arrays={name: leaf for name, (leaf, _) in found.items()}, layout=layout
+    )
 
 
 def _retiled(saved: SavedState, source: Source) -> Any:
@@ -152,13 +175,18 @@ def _retiled(saved: SavedState, source: Source) -> Any:
     leaf = saved.leaves[source.leaf]
     shapes = {name: other.shape for name, other in saved.leaves.items()}
     return retiled(
-        leaf.shape, source.shape, stacked=source.place.layer is not None, tiled=(leaf.is_tiled, False),
+        leaf.shape,
+        source.shape,
+        stacked=source.place.layer is not None,
+        tiled=(leaf.is_tiled, False),
         is_mlp=of_mlp(source.leaf, shapes),
-    )  # fmt: skip
+    )
 
 
 def read_weight(saved: SavedState, source: Source, box: Box) -> np.ndarray:
-    """Return a box of a tensor from a checkpoint's weight that is not encoded, in the dtype in which it was saved."""
+    """Return a box of a tensor from a checkpoint's weight that is not encoded, in the dtype in
+    which it was saved.
+    """
     axes = source.place.axes or tuple(range(len(box)))
     front = front_of(source)
     here = front + tuple(box[axis] for axis in axes)
@@ -172,7 +200,9 @@ def read_weight(saved: SavedState, source: Source, box: Box) -> np.ndarray:
 
 
 def front_of(source: Source) -> Box:
-    """Return the first entry of a box of a tensor's parameter: its layer, or nothing where there are no layers."""
+    """Return the first entry of a box of a tensor's parameter: its layer, or nothing where there
+    are no layers.
+    """
     layer = source.place.layer
     return () if layer is None else ((layer, layer + 1),)
 
@@ -188,7 +218,9 @@ def read_adapter(saved: SavedState, leaf: str, layer: int | None) -> np.ndarray:
 
 
 def pieces_of(shape: tuple[int, ...], most: int, unit: int = 1) -> list[tuple[int, int]]:
-    """Return ranges of the first dim that cover it: multiples of `unit` rows, of `most` elements or one unit."""
+    """Return ranges of the first dim that cover it: multiples of `unit` rows, of `most` elements or
+    one unit.
+    """
     row = max(1, math.prod(shape[1:]))
     step = max(1, most // row // unit) * unit
     return [(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]

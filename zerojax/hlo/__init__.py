@@ -1,4 +1,6 @@
-"""Facts of compiled programs, read from their HLO: collectives, copies between host and device, overlap; and predictions."""
+"""Facts of compiled programs, read from their HLO: collectives, copies between host and device,
+overlap; and predictions.
+"""
 
 from zerojax.hlo.callbacks import CALLBACKS as CALLBACKS
 from zerojax.hlo.communication import Collective as Collective

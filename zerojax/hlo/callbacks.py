@@ -1,6 +1,7 @@
 """What this package's callbacks to the host do today, as work on a timeline.
 
-XLA calls them on the thread that enqueues the program's operations, so nothing is enqueued until one returns. By mode:
+XLA calls them on the thread that enqueues the program's operations, so nothing is enqueued until
+one returns. By mode:
 
     "update"       gradients down, the host's update in a worker, new parameters up (`update_on="host"`)
     "delayed"      the worker updates with the last step's gradients from the first callback on; gradients down, and of each
@@ -10,20 +11,23 @@ XLA calls them on the thread that enqueues the program's operations, so nothing 
     "nvme_update"  parameters as in "nvme"; gradients as in "update", with the optimizer's state from and to the disk
     "plain"        Python's time alone
 
-The callbacks of an update do not wait for the device. In a loop they copy a layer's gradients to a slot, from where they go
-down beside the program; the worker's kernels follow; the new parameters go up to a slot, from where a callback `LAG` layers
-later copies them, which waits for that layer's kernels. Outside of loops gradients and parameters are copied in the program's
-stream, array by array. A delayed update's gradients go down likewise. Its parameters go up to one slot when their callback has
-waited for the layer's kernels and the slot is empty, and from there behind the products of their tick. Those that rest in host
-memory do not go up, and the last callback waits for them. The callbacks of the nvme tier wait for the disk and for buffers, and
-not for the device. Of other callbacks it is assumed that they wait until the device has done all that was enqueued, as one that
-reads an index from device memory.
+The callbacks of an update do not wait for the device. In a loop they copy a layer's gradients to a
+slot, from where they go down beside the program; the worker's kernels follow; the new parameters go
+up to a slot, from where a callback `LAG` layers later copies them, which waits for that layer's
+kernels. Outside of loops gradients and parameters are copied in the program's stream, array by
+array. A delayed update's gradients go down likewise. Its parameters go up to one slot when their
+callback has waited for the layer's kernels and the slot is empty, and from there behind the
+products of their tick. Those that rest in host memory do not go up, and the last callback waits for
+them. The callbacks of the nvme tier wait for the disk and for buffers, and not for the device. Of
+other callbacks it is assumed that they wait until the device has done all that was enqueued, as one
+that reads an index from device memory.
 
-The disk reads a record one use ahead, into two buffers in turn. The callback waits until it is read. It goes up to its kind's
-slot as soon as it is read and the program has taken the one before from there, and its buffer is then free; the program waits
-until it is there. A record down leaves its slot beside what comes next, and two buffers are written from. Records whose arrays
-have the same bytes count as one kind. The host's update moves 28 bytes a parameter: master and two moments in float32 read and
-written, a gradient and a parameter in 16 bits.
+The disk reads a record one use ahead, into two buffers in turn. The callback waits until it is
+read. It goes up to its kind's slot as soon as it is read and the program has taken the one before
+from there, and its buffer is then free; the program waits until it is there. A record down leaves
+its slot beside what comes next, and two buffers are written from. Records whose arrays have the
+same bytes count as one kind. The host's update moves 28 bytes a parameter: master and two moments
+in float32 read and written, a gradient and a parameter in 16 bits.
 """
 
 import collections
@@ -59,15 +63,28 @@ class Callbacks:
         self._lag = LAG
         self.mode, self.rates, self.timeline = mode, rates, timeline
         self.count = self.bytes_up = self.bytes_down = 0
-        self._read_after: dict[tuple[int, ...], int] = {}  # by the record's arrays: the call after which it is read ahead
-        self._up_slot: dict[tuple[int, ...], int] = {}  # by the same: the program's last copy out of the slot
-        self._ups: dict[tuple[int, ...], collections.deque[int]] = {}  # by the same: the last copies up, which free buffers
-        self._down_slot: dict[int, int] = {}  # by the record's bytes: the last copy down from the slot
+        self._read_after: dict[
+            tuple[int, ...], int
+        ] = {}  # by the record's arrays: the call after which it is read ahead
+        self._up_slot: dict[
+            tuple[int, ...], int
+        ] = {}  # by the same: the program's last copy out of the slot
+        self._ups: dict[
+            tuple[int, ...], collections.deque[int]
+        ] = {}  # by the same: the last copies up, which free buffers
+        self._down_slot: dict[
+            int, int
+        ] = {}  # by the record's bytes: the last copy down from the slot
         self._writes: list[int] = []
-        self._handed: int | None = None  # the last call that handed over gradients, or began an update
+        self._handed: int | None = (
+            None  # the last call that handed over gradients, or began an update
+        )
         self._made = 0  # bytes of parameters that a delayed update has made
-        self._down: dict[tuple[int, ...], int] = {}  # by the arrays of a layer: the last copy of its gradients to the host
-        # By the new parameters of a layer, or of one array: the kernel, and the copy up to a slot where it has one.
+        self._down: dict[
+            tuple[int, ...], int
+        ] = {}  # by the arrays of a layer: the last copy of its gradients to the host
+        # By the new parameters of a layer, or of one array: the kernel, and the copy up to a slot
+        # where it has one.
         self._updates: dict[tuple[int, ...], collections.deque[tuple[int, int | None]]] = {}
 
     def call(self, given: list[int], made: list[int], in_loop: bool = True) -> None:
@@ -81,7 +98,9 @@ class Callbacks:
         given, made = [n for n in given if n >= LEAST_BYTES], [n for n in made if n >= LEAST_BYTES]
         down, up, t = sum(given), sum(made), self.timeline
         self.count += 1
-        updates = self.mode in ("update", "delayed") or (self.mode == "nvme_update" and (bool(down) or not up))
+        updates = self.mode in ("update", "delayed") or (
+            self.mode == "nvme_update" and (bool(down) or not up)
+        )
         if self.mode == "plain":
             t.add(HOST, self.rates.sync_seconds, after=[t.last.get(MAIN)], label=WAIT)
         python = self.rates.callback_seconds + self.rates.leaf_seconds * (len(given) + len(made))
@@ -112,19 +131,31 @@ class Callbacks:
             self.bytes_up += num_bytes
         else:
             self.bytes_down += num_bytes
-        return self.timeline.add(lane, num_bytes / self.rates.link, (way,), after, f"{way}: callbacks' copies")
+        return self.timeline.add(
+            lane, num_bytes / self.rates.link, (way,), after, f"{way}: callbacks' copies"
+        )
 
     def _kernel(self, num_bytes: int, arrived: int) -> int:
-        """Add the kernels of an update whose gradients have so many bytes, which the worker runs in turn."""
+        """Add the kernels of an update whose gradients have so many bytes, which the worker runs in
+        turn.
+        """
         t, read, state_bytes = self.timeline, None, num_bytes / _ITEM * _STATES
-        if self.mode == "nvme_update":  # read since the gradients of the layer before were handed over
+        if (
+            self.mode == "nvme_update"
+        ):  # read since the gradients of the layer before were handed over
             begun, self._handed = self._handed, t.last[HOST]
             after = [t.last[HOST] if begun is None else begun]
-            read = t.add("", state_bytes / self.rates.disk_read, (DISK,), after, "disk: optimizer state")
+            read = t.add(
+                "", state_bytes / self.rates.disk_read, (DISK,), after, "disk: optimizer state"
+            )
         seconds = num_bytes / _ITEM * _UPDATED / self.rates.host_kernel
-        kernel = t.add(WORKER, seconds, (HOST_KERNEL,), [arrived, t.last[HOST], read], "host kernel: update")
+        kernel = t.add(
+            WORKER, seconds, (HOST_KERNEL,), [arrived, t.last[HOST], read], "host kernel: update"
+        )
         if read is not None:
-            t.add("", state_bytes / self.rates.disk_write, (DISK,), [kernel], "disk: optimizer state")
+            t.add(
+                "", state_bytes / self.rates.disk_write, (DISK,), [kernel], "disk: optimizer state"
+            )
         return kernel
 
     def _update_layer(self, given: list[int], made: list[int]) -> None:
@@ -135,7 +166,8 @@ class Callbacks:
         if len(before) == self._lag:
             self._take(made)
         kernel = self._kernel(down, arrived)
-        # The slot is empty when the program has taken what the layer before has made; its stream does so in order.
+        # The slot is empty when the program has taken what the layer before has made; its stream
+        # does so in order.
         taken = self.timeline.last[MAIN] if record else None
         before.append((kernel, self._copy(UP, sum(made), [kernel, taken]) if record else None))
 
@@ -152,7 +184,9 @@ class Callbacks:
             self._pending_kernel(up)
         if up and in_loop:
             record = tuple(made)
-            self._up_slot[record] = self._slot(up, self._copy(UP, up, [t.last[HOST], self._up_slot.get(record)]))
+            self._up_slot[record] = self._slot(
+                up, self._copy(UP, up, [t.last[HOST], self._up_slot.get(record)])
+            )
         elif up:
             self._main_copy(UP, up)
         elif not down:  # the first call, or the last one: as many gradients have come as have gone down in this step
@@ -163,12 +197,18 @@ class Callbacks:
         if num_bytes:
             seconds = num_bytes / _ITEM * _UPDATED / self.rates.host_kernel
             self._made += num_bytes
-            self._wait(self.timeline.add(WORKER, seconds, (HOST_KERNEL,), [self._handed], "host kernel: update"))
+            self._wait(
+                self.timeline.add(
+                    WORKER, seconds, (HOST_KERNEL,), [self._handed], "host kernel: update"
+                )
+            )
 
     def _update_arrays(self, given: list[int]) -> None:
         for num_bytes in given:
             arrived = self._main_copy(DOWN, num_bytes)
-            self._updates.setdefault((), collections.deque()).append((self._kernel(num_bytes, arrived), None))
+            self._updates.setdefault((), collections.deque()).append(
+                (self._kernel(num_bytes, arrived), None)
+            )
 
     def _take(self, made: list[int]) -> None:
         """Take what an update made: of a layer the oldest, of other arrays each."""
@@ -196,12 +236,15 @@ class Callbacks:
 
     def _fetch(self, record: tuple[int, ...]) -> None:
         t, num_bytes = self.timeline, sum(record)
-        # The disk has read it since the last fetch of such a record began; the first one is read now.
+        # The disk has read it since the last fetch of such a record began; the first one is read
+        # now.
         begun = self._read_after.get(record, t.last[HOST])
         self._read_after[record] = t.last[HOST]
         ups = self._ups.setdefault(record, collections.deque(maxlen=_READ_INTO))
         freed = ups[0] if len(ups) == _READ_INTO else None
-        read = t.add("", num_bytes / self.rates.disk_read, (DISK,), [begun, freed], "disk: records read")
+        read = t.add(
+            "", num_bytes / self.rates.disk_read, (DISK,), [begun, freed], "disk: records read"
+        )
         self._wait(read)
         ups.append(self._copy(UP, num_bytes, [read, self._up_slot.get(record)]))
         self._up_slot[record] = self._slot(num_bytes, ups[-1])
@@ -211,6 +254,8 @@ class Callbacks:
         # The slot must have been emptied.
         slot = self._slot(num_bytes, self._down_slot.get(num_bytes))
         self._down_slot[num_bytes] = copied = self._copy(DOWN, num_bytes, [slot])
-        self._writes.append(t.add("", num_bytes / self.rates.disk_write, (DISK,), [copied], "disk: records written"))
+        self._writes.append(
+            t.add("", num_bytes / self.rates.disk_write, (DISK,), [copied], "disk: records written")
+        )
         if len(self._writes) > _WRITTEN_FROM:
             self._wait(self._writes[-1 - _WRITTEN_FROM])

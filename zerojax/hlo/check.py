@@ -1,4 +1,5 @@
-"""Whether a parsed text is a program that XLA can have written, so that those who read it can rely on it.
+"""Whether a parsed text is a program that XLA can have written, so that those who read it can rely
+on it.
 
     names         every operand is defined above, and every computation that is called is in the text
     calls         computations call each other in no circle, and no deeper than `MOST_DEPTH`
@@ -16,7 +17,17 @@ import math
 import re
 from collections.abc import Mapping
 
-from zerojax.hlo.parse import Array, Computation, Instruction, Module, fault, is_shape, parse_arrays, parse_module, tuple_shapes
+from zerojax.hlo.parse import (
+    Array,
+    Computation,
+    Instruction,
+    Module,
+    fault,
+    is_shape,
+    parse_arrays,
+    parse_module,
+    tuple_shapes,
+)
 
 MOST_TRIPS = 10**6
 """Of one loop. A training step's loops run over layers, tiles and microbatches."""
@@ -28,11 +39,36 @@ _INDEX = re.compile(r"\bindex=(-?\d+)")
 _NUMBER = re.compile(r"(\d+)\)")
 _GIVES_OPERANDS = ("fusion", "fusion-start", "call", "call-start", "async-start")
 _SLICES = ("dynamic-slice", "dynamic-update-slice")
-_NO_OPERANDS = frozenset({
-    "parameter", "constant", "iota", "tuple", "custom-call", "custom-call-start", "fusion", "fusion-start", "after-all", "call",
-    "call-start", "async-start", "partition-id", "replica-id", "rng-get-and-update-state", "infeed", "recv", "rng", "sort",
-    "conditional", "opt-barrier", "send", "outfeed", "get-dimension-size", "all-reduce", "all-to-all",
-})  # fmt: skip
+_NO_OPERANDS = frozenset(
+    {
+        "parameter",
+        "constant",
+        "iota",
+        "tuple",
+        "custom-call",
+        "custom-call-start",
+        "fusion",
+        "fusion-start",
+        "after-all",
+        "call",
+        "call-start",
+        "async-start",
+        "partition-id",
+        "replica-id",
+        "rng-get-and-update-state",
+        "infeed",
+        "recv",
+        "rng",
+        "sort",
+        "conditional",
+        "opt-barrier",
+        "send",
+        "outfeed",
+        "get-dimension-size",
+        "all-reduce",
+        "all-to-all",
+    }
+)
 """Operations that may have no operand, or whose number of operands is of no account here."""
 
 
@@ -66,10 +102,15 @@ def checked_module(text: str) -> Module:
 def _check_names(i: Instruction, seen: Mapping[str, Instruction], module: Module) -> None:
     for name in i.operands:
         if name not in seen:
-            raise fault(i.line, f"{i.result} reads %{name}, which is not defined above it in its computation")
+            raise fault(
+                i.line,
+                f"{i.result} reads %{name}, which is not defined above it in its computation",
+            )
     for name in i.called:
         if name not in module.computations:
-            raise fault(i.line, f"{i.result} calls computation {name}, which the text does not hold")
+            raise fault(
+                i.line, f"{i.result} calls computation {name}, which the text does not hold"
+            )
     if not i.operands and i.op not in _NO_OPERANDS and not i.op.endswith(("-done", "-start")):
         raise fault(i.line, f"{i.result}, a {i.op}, has no operand")
     if i.op.endswith("-done") and not i.operands:
@@ -78,12 +119,19 @@ def _check_names(i: Instruction, seen: Mapping[str, Instruction], module: Module
 
 def _check_shape(i: Instruction) -> None:
     if not is_shape(i.shape):
-        raise fault(i.line, f"the shape of {i.result} is no array and no tuple of arrays: {i.shape}")
+        raise fault(
+            i.line, f"the shape of {i.result} is no array and no tuple of arrays: {i.shape}"
+        )
     for array in parse_arrays(i.shape):
         if _DTYPE.fullmatch(array.dtype) is None:
-            raise fault(i.line, f"{i.result} has elements of type {array.dtype!r}, which is not known")
+            raise fault(
+                i.line, f"{i.result} has elements of type {array.dtype!r}, which is not known"
+            )
         if sorted(array.minor_to_major) != list(range(len(array.dims))):
-            raise fault(i.line, f"the layout {array.minor_to_major} of {i.result} does not order its dims {array.dims}")
+            raise fault(
+                i.line,
+                f"the layout {array.minor_to_major} of {i.result} does not order its dims {array.dims}",
+            )
         if math.prod(array.dims) * 16 > _MOST_BYTES:
             raise fault(i.line, f"{i.result} has dims {array.dims}, which no device can hold")
 
@@ -101,9 +149,15 @@ def _check_form(i: Instruction, seen: Mapping[str, Instruction]) -> None:
     elif i.op in _SLICES:
         _check_slice(i, seen)
     elif i.op == "tuple" and len(tuple_shapes(i.shape)) != len(i.operands) and i.operands:
-        raise fault(i.line, f"{i.result} is a tuple of {len(tuple_shapes(i.shape))} made of {len(i.operands)}")
+        raise fault(
+            i.line,
+            f"{i.result} is a tuple of {len(tuple_shapes(i.shape))} made of {len(i.operands)}",
+        )
     elif i.op == "conditional" and len(i.operands) != len(i.called) + 1:
-        raise fault(i.line, f"{i.result} has {len(i.called)} branches and {len(i.operands) - 1} operands for them")
+        raise fault(
+            i.line,
+            f"{i.result} has {len(i.called)} branches and {len(i.operands) - 1} operands for them",
+        )
 
 
 def _check_loop(i: Instruction) -> None:
@@ -111,7 +165,10 @@ def _check_loop(i: Instruction) -> None:
     if sorted(found) != ["body", "condition"] or len(i.operands) != 1:
         raise fault(i.line, f"the loop {i.result} has no condition, no body, or not one operand")
     if i.trips is not None and not 0 <= i.trips <= MOST_TRIPS:
-        raise fault(i.line, f"the loop {i.result} runs {i.trips:.4g} times, and 0 to {MOST_TRIPS:,} are followed")
+        raise fault(
+            i.line,
+            f"the loop {i.result} runs {i.trips:.4g} times, and 0 to {MOST_TRIPS:,} are followed",
+        )
 
 
 def _check_slice(i: Instruction, seen: Mapping[str, Instruction]) -> None:
@@ -119,7 +176,11 @@ def _check_slice(i: Instruction, seen: Mapping[str, Instruction]) -> None:
     operands = [parse_arrays(seen[name].shape) for name in i.operands[:first]]
     arrays = [a[0] for a in [*operands, parse_arrays(i.shape)] if a]
     ranks = {len(a.dims) for a in arrays}
-    if len(arrays) != first + 1 or len(ranks) != 1 or len(i.operands) != first + len(arrays[0].dims):
+    if (
+        len(arrays) != first + 1
+        or len(ranks) != 1
+        or len(i.operands) != first + len(arrays[0].dims)
+    ):
         raise fault(i.line, f"{i.result}, a {i.op}, has not one index for each dim of its operand")
     whole, part = arrays[:2]  # of an update the part that is written, else the result
     if not _is_part(part, whole):
@@ -131,7 +192,9 @@ def _is_part(part: Array, whole: Array) -> bool:
 
 
 def _check_calls(module: Module) -> None:
-    """Raise for computations that call each other in a circle, or too deep for those who follow the calls."""
+    """Raise for computations that call each other in a circle, or too deep for those who follow the
+    calls.
+    """
     depth, open_calls = dict[str, int](), set[str]()
     stack: list[tuple[str, bool]] = [(name, False) for name in module.computations]
     while stack:
@@ -141,7 +204,9 @@ def _check_calls(module: Module) -> None:
             open_calls.discard(name)
             depth[name] = 1 + max((depth[c] for c in called), default=0)
             if depth[name] > MOST_DEPTH:
-                raise ValueError(f"computation {name} calls others {depth[name]} deep, and {MOST_DEPTH} are followed")
+                raise ValueError(
+                    f"computation {name} calls others {depth[name]} deep, and {MOST_DEPTH} are followed"
+                )
             continue
         if name in depth:
             continue
@@ -149,7 +214,10 @@ def _check_calls(module: Module) -> None:
         stack.append((name, True))
         for other, i in called.items():
             if other in open_calls:
-                raise fault(i.line, f"{i.result} calls {other}, which calls it: computations are in a circle")
+                raise fault(
+                    i.line,
+                    f"{i.result} calls {other}, which calls it: computations are in a circle",
+                )
             if other not in depth:
                 stack.append((other, False))
 
@@ -160,14 +228,21 @@ def _check_given(computation: Computation, module: Module) -> None:
         if i.op in _GIVES_OPERANDS:
             needed = max((_parameters(module.computations[c]) for c in i.called[:1]), default=0)
             if not i.called or needed > len(i.operands):
-                raise fault(i.line, f"{i.result} gives {len(i.operands)} operands to a computation that reads {needed}")
+                raise fault(
+                    i.line,
+                    f"{i.result} gives {len(i.operands)} operands to a computation that reads {needed}",
+                )
         elif i.op in ("while", "conditional"):
             for name in i.called:
                 if (needed := _parameters(module.computations[name])) > 1:
-                    raise fault(i.line, f"{i.result} gives 1 operand to {name}, which reads {needed}")
+                    raise fault(
+                        i.line, f"{i.result} gives 1 operand to {name}, which reads {needed}"
+                    )
 
 
 def _parameters(computation: Computation) -> int:
     """Return how many operands a computation reads."""
-    numbers = [int(i.rest.split(")")[0]) for i in computation.instructions.values() if i.op == "parameter"]
+    numbers = [
+        int(i.rest.split(")")[0]) for i in computation.instructions.values() if i.op == "parameter"
+    ]
     return max(numbers, default=-1) + 1

@@ -1,12 +1,17 @@
-"""The collectives of a compiled program: how often each runs in a step, and how many bytes it moves.
+"""The collectives of a compiled program: how often each runs in a step, and how many bytes it
+moves.
 
-A computation is counted as often as it runs: loop bodies by their known trip count. Bytes are those of the whole (unsharded)
-operand, so a model of P parameters gathered once in bfloat16 counts 2P; what a ring sends is that times (N-1)/N.
+A computation is counted as often as it runs: loop bodies by their known trip count. Bytes are those
+  of the whole (unsharded)
+operand, so a model of P parameters gathered once in bfloat16 counts 2P; what a ring sends is that
+times (N-1)/N.
 
-With a mesh, each is told with the axes over which it runs (`zerojax.hlo.groups`): "tensor", or "data+fsdp" of several.
+With a mesh, each is told with the axes over which it runs (`zerojax.hlo.groups`): "tensor", or
+"data+fsdp" of several.
 
-`peak_gathered_bytes` follows gathered parameters through the schedule: from the gather to the last use of the value, or of a
-copy, cast or transpose of it. A program may hold sharded parameters and still gather all of them at once. This number shows it.
+`peak_gathered_bytes` follows gathered parameters through the schedule: from the gather to the last
+use of the value, or of a copy, cast or transpose of it. A program may hold sharded parameters and
+still gather all of them at once. This number shows it.
 """
 
 import dataclasses
@@ -16,9 +21,23 @@ from zerojax.hlo.check import checked_module
 from zerojax.hlo.groups import Devices, devices_of
 from zerojax.hlo.parse import Array, Instruction, bits_of, parse_arrays, reads_program
 
-COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all")
+COLLECTIVES = (
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "all-to-all",
+    "collective-permute",
+    "ragged-all-to-all",
+)
 _CALLS = ("call", "conditional", "async-start", "custom-call", "fusion-start")
-_VIEWS = ("bitcast", "get-tuple-element", "tuple", "opt-barrier", "optimization-barrier", "all-gather-done")
+_VIEWS = (
+    "bitcast",
+    "get-tuple-element",
+    "tuple",
+    "opt-barrier",
+    "optimization-barrier",
+    "all-gather-done",
+)
 _COPIES = ("fusion", "copy", "transpose", "convert", "reshape", "copy-start")
 
 
@@ -28,13 +47,15 @@ class Collective:
 
     Attributes:
       op: its kind, such as "all-gather".
-      dtype: HLO's name of the element type, such as "bf16"; the widest where several arrays are combined.
+      dtype: HLO's name of the element type, such as "bf16"; the widest where several arrays are
+        combined.
       num_bytes: bytes of the whole operand: results of a gather, operands of a reduction.
       times: how often it runs in a step.
       computation: the HLO computation that holds it.
-      axes: of the mesh over which it runs, in its order: "tensor", or "data+fsdp". "other" where its groups are no product of
-        axes, such as halves of one; "none" where each is one device. A permute runs over all axes in which a source and its
-        target differ. None where no mesh was given.
+      axes: of the mesh over which it runs, in its order: "tensor", or "data+fsdp". "other" where
+        its groups are no product of axes, such as halves of one; "none" where each is one device. A
+        permute runs over all axes in which a source and its target differ. None where no mesh was
+        given.
     """
 
     op: str
@@ -46,16 +67,20 @@ class Collective:
 
 
 @reads_program
-def collectives(text: str, unknown_trips: int | None = None, *, mesh: Any = None) -> list[Collective]:
+def collectives(
+    text: str, unknown_trips: int | None = None, *, mesh: Any = None
+) -> list[Collective]:
     """List the collectives of a program.
 
     Args:
       text: `compiled.as_text()`.
-      unknown_trips: how often a loop runs whose trip count XLA does not know; in a streamed step that is 1.
+      unknown_trips: how often a loop runs whose trip count XLA does not know; in a streamed step
+        that is 1.
       mesh: that the program was compiled for, to tell axes.
 
     Raises:
-      ValueError: a loop that holds a collective has no known trip count, or the mesh has other devices than the program.
+      ValueError: a loop that holds a collective has no known trip count, or the mesh has other
+        devices than the program.
     """
     devices = None if mesh is None else devices_of(text, mesh)
     module = checked_module(text)
@@ -72,10 +97,14 @@ def collectives(text: str, unknown_trips: int | None = None, *, mesh: Any = None
             if i.op == "while":
                 before = len(operations)
                 for computation in i.called:
-                    visit(computation, times * ((unknown_trips or 1) if i.trips is None else i.trips))
+                    visit(
+                        computation, times * ((unknown_trips or 1) if i.trips is None else i.trips)
+                    )
                 # Only a loop that holds collectives makes the count wrong.
                 if i.trips is None and unknown_trips is None and len(operations) > before:
-                    raise ValueError(f"loop {i.result} holds collectives, and its trip count is not known")
+                    raise ValueError(
+                        f"loop {i.result} holds collectives, and its trip count is not known"
+                    )
             elif i.op in _CALLS:
                 for computation in i.called:
                     visit(computation, times)
@@ -85,7 +114,12 @@ def collectives(text: str, unknown_trips: int | None = None, *, mesh: Any = None
 
 
 def _collective(
-    kind: str, i: Instruction, shapes: dict[str, str], times: int, computation: str, devices: Devices | None
+    kind: str,
+    i: Instruction,
+    shapes: dict[str, str],
+    times: int,
+    computation: str,
+    devices: Devices | None,
 ) -> Collective:
     operands = [a for name in i.operands for a in parse_arrays(shapes.get(name, ""))]
     # A reduce-scatter's result is the shard: its whole is the operand.
@@ -93,13 +127,19 @@ def _collective(
     widest = max(arrays, key=lambda a: bits_of(a.dtype), default=None)
     num_bytes = sum(a.num_bytes for a in arrays)
     axes = None if devices is None else devices.axes(kind, i)
-    return Collective(kind, "token" if widest is None else widest.dtype, num_bytes, times, computation, axes)
+    return Collective(
+        kind, "token" if widest is None else widest.dtype, num_bytes, times, computation, axes
+    )
 
 
 def _results(i: Instruction, num_operands: int) -> list[Array]:
-    """Return what a collective makes: the result of an asynchronous start is the pair (operands, results)."""
+    """Return what a collective makes: the result of an asynchronous start is the pair (operands,
+    results).
+    """
     arrays = parse_arrays(i.shape)
-    return arrays[num_operands:] if i.op.endswith("-start") and len(arrays) > num_operands else arrays
+    return (
+        arrays[num_operands:] if i.op.endswith("-start") and len(arrays) > num_operands else arrays
+    )
 
 
 @overload
@@ -111,8 +151,11 @@ def collective_bytes(
     text: str, least_bytes: int = 0, unknown_trips: int | None = None, *, mesh: Any
 ) -> dict[str, dict[str, int]]: ...
 @reads_program
-def collective_bytes(text: str, least_bytes: int = 0, unknown_trips: int | None = None, *, mesh: Any = None) -> Any:
-    """Return the bytes of whole operands by collective, over a step; with a mesh by its axes, then by collective.
+def collective_bytes(
+    text: str, least_bytes: int = 0, unknown_trips: int | None = None, *, mesh: Any = None
+) -> Any:
+    """Return the bytes of whole operands by collective, over a step; with a mesh by its axes, then
+    by collective.
 
         hlo.collective_bytes(text)               {"all-gather": 96, "all-reduce": 64}
         hlo.collective_bytes(text, mesh=mesh)    {"fsdp": {"all-gather": 96}, "tensor": {"all-reduce": 64}}
@@ -121,8 +164,8 @@ def collective_bytes(text: str, least_bytes: int = 0, unknown_trips: int | None 
       text: `compiled.as_text()`.
       least_bytes: smaller collectives (the norm's scalar) are left out.
       unknown_trips: as for `collectives`.
-      mesh: that the program was compiled for. A collective over several axes counts under their names in the mesh's order,
-        "data+fsdp"; "other" and "none" are as for `Collective.axes`.
+      mesh: that the program was compiled for. A collective over several axes counts under their
+        names in the mesh's order, "data+fsdp"; "other" and "none" are as for `Collective.axes`.
 
     Raises:
       ValueError: as for `collectives`.
@@ -139,8 +182,9 @@ def collective_bytes(text: str, least_bytes: int = 0, unknown_trips: int | None 
 def peak_gathered_bytes(text: str) -> int:
     """Return the most bytes of gathered values that are live at once.
 
-    A value is gathered if an all_gather made it, or if it is computed from gathered values alone. It is live from its
-    definition to the last instruction that reads it; views (bitcasts, tuples) share its bytes. A loop adds its body's peak.
+    A value is gathered if an all_gather made it, or if it is computed from gathered values alone.
+    It is live from its definition to the last instruction that reads it; views (bitcasts, tuples)
+    share its bytes. A loop adds its body's peak.
 
     Args:
       text: `compiled.as_text()`, in which instructions stand in scheduled order.
@@ -149,10 +193,12 @@ def peak_gathered_bytes(text: str) -> int:
 
     def peak(name: str) -> int:
         instructions = module.instructions(name)
-        # Of a loop, a call or a branch: what its computation holds while it runs, on top of what is live here.
+        # Of a loop, a call or a branch: what its computation holds while it runs, on top of what is
+        # live here.
         inner = [
-            max((peak(c) for c in i.called), default=0) if i.op == "while" or i.op in _CALLS else 0 for i in instructions
-        ]  # fmt: skip
+            max((peak(c) for c in i.called), default=0) if i.op == "while" or i.op in _CALLS else 0
+            for i in instructions
+        ]
         buffers = _gathered_buffers(instructions)
         live = most = 0
         for index in range(len(instructions)):
@@ -167,7 +213,9 @@ def peak_gathered_bytes(text: str) -> int:
 
 @dataclasses.dataclass(slots=True)
 class _Buffer:
-    """A gathered value: its bytes, and the indices of the instructions that make it and that read it last."""
+    """A gathered value: its bytes, and the indices of the instructions that make it and that read
+    it last.
+    """
 
     num_bytes: int
     first: int
@@ -186,12 +234,20 @@ def _gathered_buffers(instructions: list[Instruction]) -> list[_Buffer]:
         for buffer in reads:
             buffer.last = index
         # A fusion that reads data too makes an activation, which is no gathered parameter.
-        copies = reads and i.op in _COPIES and all(operand in constants or viewed.get(operand) for operand in i.operands)
+        copies = (
+            reads
+            and i.op in _COPIES
+            and all(operand in constants or viewed.get(operand) for operand in i.operands)
+        )
         # A view keeps alive what it is a view of, so both have the same buffers.
         if i.op in _VIEWS:
             viewed[i.result] = reads
         elif i.op in ("all-gather", "all-gather-start") or copies:
-            arrays = _results(i, len(i.operands)) if i.op == "all-gather-start" else parse_arrays(i.shape)
+            arrays = (
+                _results(i, len(i.operands))
+                if i.op == "all-gather-start"
+                else parse_arrays(i.shape)
+            )
             if i.op == "copy-start":
                 arrays = arrays[:1]  # of (copy, source, context)
             buffers.append(_Buffer(sum(a.num_bytes for a in arrays), index, index))

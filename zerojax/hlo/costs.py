@@ -1,13 +1,16 @@
-"""What an operation of a compiled program costs on a device: its FLOPs, and the bytes that it reads and writes.
+"""What an operation of a compiled program costs on a device: its FLOPs, and the bytes that it reads
+and writes.
 
-It takes the longest of its FLOPs over the rate of its unit, its bytes over the memory's, and a kernel's least duration:
+It takes the longest of its FLOPs over the rate of its unit, its bytes over the memory's, and a
+kernel's least duration:
 
     seconds = max(FLOPs / rate, bytes / memory, launch)
 
-FLOPs are those of matrix products, counted from their shapes, and of cuDNN's attention, 4 B H T S D forward and 2.5 times that
-backward, half of it under a causal mask (FlashAttention-2, Dao 2023, section 4.1). A fusion counts as the bytes of its
-parameters and its result; of a parameter that it only slices, those of the slice; of one that it updates in place, those of the
-part. A library call of another kind has no FLOPs here: it counts as its bytes, and is listed as not priced.
+FLOPs are those of matrix products, counted from their shapes, and of cuDNN's attention, 4 B H T S D
+forward and 2.5 times that backward, half of it under a causal mask (FlashAttention-2, Dao 2023,
+section 4.1). A fusion counts as the bytes of its parameters and its result; of a parameter that it
+only slices, those of the slice; of one that it updates in place, those of the part. A library call
+of another kind has no FLOPs here: it counts as its bytes, and is listed as not priced.
 """
 
 import dataclasses
@@ -25,7 +28,13 @@ _VIEWS = ("bitcast", "get-tuple-element", "reshape", "convert")
 _BACKWARD = 2.5
 """Of attention: its backward runs 5 products of the forward's size, its forward 2."""
 
-PRODUCT, ATTENTION, ELEMENTWISE, DEVICE_COPY, CUSTOM = "products", "attention", "fusions", "copies on the device", "other calls"
+PRODUCT, ATTENTION, ELEMENTWISE, DEVICE_COPY, CUSTOM = (
+    "products",
+    "attention",
+    "fusions",
+    "copies on the device",
+    "other calls",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,17 +64,29 @@ class Costs:
         self._fusions: dict[str, tuple[int, float]] = {}
 
     def of(self, computation: str, i: Instruction) -> Cost:
-        """Return the cost of an instruction of a computation's schedule; of an asynchronous start, that of its work."""
+        """Return the cost of an instruction of a computation's schedule; of an asynchronous start,
+        that of its work.
+        """
         op = i.op.removesuffix("-start")
         if op == "custom-call":
             return self._call(computation, i)
         if op in ("dot", "convolution"):
-            return Cost(PRODUCT, self._product(computation, i), self._moved(computation, i), self._rate(computation, i))
+            return Cost(
+                PRODUCT,
+                self._product(computation, i),
+                self._moved(computation, i),
+                self._rate(computation, i),
+            )
         if op == "fusion":
             num_bytes, flops = self._fusion(i.called[0])
             return Cost(PRODUCT if flops else ELEMENTWISE, flops, num_bytes)
         if op == "async":
-            inner = [self.of(c, x) for c in i.called for x in self.module.instructions(c) if x.op not in ("parameter", *_VIEWS)]
+            inner = [
+                self.of(c, x)
+                for c in i.called
+                for x in self.module.instructions(c)
+                if x.op not in ("parameter", *_VIEWS)
+            ]
             return max(inner, key=lambda c: (c.flops, c.num_bytes), default=Cost(ELEMENTWISE, 0, 0))
         result = sum(a.num_bytes for a in parse_arrays(i.shape))
         return Cost(DEVICE_COPY if op == "copy" else ELEMENTWISE, 0, 2 * result)
@@ -82,7 +103,9 @@ class Costs:
         return sum(a.num_bytes for a in self._arrays(computation, name))
 
     def _moved(self, computation: str, i: Instruction) -> int:
-        return sum(self._bytes(computation, o) for o in i.operands) + sum(a.num_bytes for a in parse_arrays(i.shape))
+        return sum(self._bytes(computation, o) for o in i.operands) + sum(
+            a.num_bytes for a in parse_arrays(i.shape)
+        )
 
     def _rate(self, computation: str, i: Instruction) -> str:
         left = self._arrays(computation, i.operands[0])
@@ -99,7 +122,9 @@ class Costs:
             # The first of the results is the product; others are workspace.
             result = parse_arrays(i.shape)[0].num_bytes
             num_bytes = sum(self._bytes(computation, o) for o in i.operands) + result
-            return Cost(PRODUCT, self._product(computation, i), num_bytes, self._rate(computation, i))
+            return Cost(
+                PRODUCT, self._product(computation, i), num_bytes, self._rate(computation, i)
+            )
         return Cost(CUSTOM, 0, self._moved(computation, i), target=target)
 
     def _product(self, computation: str, i: Instruction) -> float:
@@ -107,13 +132,17 @@ class Costs:
         left = self._dims(computation, i.operands[0])
         found = _CONTRACTED.search(i.rest)
         contracted = parse_ints(found[1]) if found is not None else (len(left) - 1,)
-        return 2.0 * math.prod(parse_arrays(i.shape)[0].dims) * math.prod(left[d] for d in contracted)
+        return (
+            2.0 * math.prod(parse_arrays(i.shape)[0].dims) * math.prod(left[d] for d in contracted)
+        )
 
     def _attention(self, computation: str, i: Instruction, is_backward: bool) -> float:
         scores = _SCORES.search(i.rest)
         width = self._dims(computation, i.operands[0])[-1]
         if scores is None:
-            raise ValueError(f"{i.result}: this attention does not tell the shape of its scores, so its FLOPs are not known")
+            raise ValueError(
+                f"{i.result}: this attention does not tell the shape of its scores, so its FLOPs are not known"
+            )
         half = 0.5 if "CAUSAL" in i.rest else 1.0
         flops = 4.0 * math.prod(parse_ints(scores[1])) * width * half
         return flops * _BACKWARD if is_backward else flops
@@ -129,12 +158,18 @@ class Costs:
                 elif i.op in ("dot", "convolution") or i.op == "custom-call":
                     flops += self.of(name, i).flops
             read = sum(self._read(name, i) for i in instructions if i.op == "parameter")
-            self._fusions[name] = (read + self._written(name, self.module.computations[name].root), flops)
+            self._fusions[name] = (
+                read + self._written(name, self.module.computations[name].root),
+                flops,
+            )
         return self._fusions[name]
 
     def _read(self, computation: str, parameter: Instruction) -> int:
         """Return the bytes that a fusion reads of a parameter."""
-        instructions, root = self.module.instructions(computation), self.module.computations[computation].root
+        instructions, root = (
+            self.module.instructions(computation),
+            self.module.computations[computation].root,
+        )
         whole = sum(a.num_bytes for a in parse_arrays(parameter.shape))
 
         def of(name: str) -> int:
@@ -156,7 +191,9 @@ class Costs:
         return of(parameter.result)
 
     def _written(self, computation: str, name: str) -> int:
-        """Return the bytes that a fusion writes of a result: of one that it updates in place, those of the part."""
+        """Return the bytes that a fusion writes of a result: of one that it updates in place, those
+        of the part.
+        """
         of = self.module.computations[computation].instructions
         if name not in of:
             return 0

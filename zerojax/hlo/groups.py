@@ -6,11 +6,12 @@
     replica_groups=mesh['a'=8], device_ids=([4,2]T(1,0)) {'a'}     whose devices are permuted
     source_target_pairs={{0,1},{1,0}}                              of a permute
 
-What the numbers count depends on the collective (XLA's CollectiveOpGroupMode): replicas, partitions, or all devices, numbered
-replica by replica. A program of `jax.jit` has one replica, and its partition p is the p-th device of `mesh.devices.flat`.
+What the numbers count depends on the collective (XLA's CollectiveOpGroupMode): replicas,
+partitions, or all devices, numbered replica by replica. A program of `jax.jit` has one replica, and
+its partition p is the p-th device of `mesh.devices.flat`.
 
-Groups run over a set of axes if each holds all devices that differ in these axes alone. XLA may also group in other ways, such
-as over a half of an axis.
+Groups run over a set of axes if each holds all devices that differ in these axes alone. XLA may
+also group in other ways, such as over a half of an axis.
 """
 
 import dataclasses
@@ -25,17 +26,24 @@ import numpy as np
 from zerojax.hlo.parse import Instruction, parse_ints
 
 OTHER, NONE = "other", "none"
-"""In the place of axes: of groups that are no product of mesh axes, and of groups of one device each."""
+"""In the place of axes: of groups that are no product of mesh axes, and of groups of one device
+each.
+"""
 
 _INTS = r"\[([\d,]*)\]"
 _LISTS = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
 _IOTA = re.compile(rf"replica_groups={_INTS}<={_INTS}(?:T\(([\d,]*)\))?")
-_MESH = re.compile(r"replica_groups=@?mesh[\[<]([^\]>]*)[\]>](?:, )?(?:device_ids=)?(?:\((.*?\)?)\))? \{([^}]*)\}")
+_MESH = re.compile(
+    r"replica_groups=@?mesh[\[<]([^\]>]*)[\]>](?:, )?(?:device_ids=)?(?:\((.*?\)?)\))? \{([^}]*)\}"
+)
 _PERMUTED = re.compile(rf"^(?:devices={_INTS}<=)?{_INTS}(?:T\(([\d,]*)\))?$")
 _AXIS = re.compile(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?(?:=(\d+))?")
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _BY_PARTITION = ("collective-permute", "all-to-all", "ragged-all-to-all")
-"""Collectives that count partitions where they have a channel. The others then count replicas, each with all its partitions."""
+"""Collectives that count partitions where they have a channel.
+
+The others then count replicas, each with all its partitions.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +60,8 @@ class Devices:
     partitions: int
 
     def axes(self, kind: str, i: Instruction) -> str:
-        """Return the axes over which a collective runs, such as "tensor" or "data+fsdp", or OTHER or NONE.
+        """Return the axes over which a collective runs, such as "tensor" or "data+fsdp", or OTHER
+        or NONE.
 
         Raises:
           ValueError: its groups are in a notation that is not known.
@@ -65,7 +74,11 @@ class Devices:
     def _groups(self, kind: str, i: Instruction) -> Any:
         """Return the groups as they are written, [groups, devices]."""
         if (lists := _LISTS.search(i.rest)) or "replica_groups=" not in i.rest:
-            groups = [parse_ints(group) for group in re.findall(r"\{([\d,]*)\}", lists[1])] if lists else []
+            groups = (
+                [parse_ints(group) for group in re.findall(r"\{([\d,]*)\}", lists[1])]
+                if lists
+                else []
+            )
             if len({len(group) for group in groups}) > 1:
                 raise ValueError(f"{i.result}: groups of different sizes, {lists and lists[0]}")
             return np.asarray(groups, int) if groups else np.arange(self._count(kind, i))[None]
@@ -78,7 +91,9 @@ class Devices:
         """Return how many there are of what a collective counts."""
         if "use_global_device_ids=true" in i.rest:
             return self.replicas * self.partitions
-        return self.partitions if "channel_id=" in i.rest and kind in _BY_PARTITION else self.replicas
+        return (
+            self.partitions if "channel_id=" in i.rest and kind in _BY_PARTITION else self.replicas
+        )
 
     def _numbered(self, kind: str, i: Instruction, groups: Any) -> Any:
         """Return groups of what a collective counts as groups of devices."""
@@ -86,9 +101,13 @@ class Devices:
             return groups
         every_replica, every_partition = np.arange(self.replicas), np.arange(self.partitions)
         if "channel_id=" not in i.rest:  # each partition for itself
-            return (groups[None] * self.partitions + every_partition[:, None, None]).reshape(-1, groups.shape[1])
+            return (groups[None] * self.partitions + every_partition[:, None, None]).reshape(
+                -1, groups.shape[1]
+            )
         if kind in _BY_PARTITION:  # each replica for itself
-            return (every_replica[:, None, None] * self.partitions + groups[None]).reshape(-1, groups.shape[1])
+            return (every_replica[:, None, None] * self.partitions + groups[None]).reshape(
+                -1, groups.shape[1]
+            )
         return (groups[:, :, None] * self.partitions + every_partition).reshape(len(groups), -1)
 
     def _named(self, groups: Any, is_group: bool) -> str:
@@ -126,7 +145,9 @@ def devices_of(text: str, mesh: Any) -> Devices:
 def _match(pattern: re.Pattern[str], i: Instruction) -> re.Match[str]:
     if (match := pattern.search(i.rest)) is None:
         at = max(i.rest.find("replica_groups="), i.rest.find("source_target_pairs="), 0)
-        raise ValueError(f"{i.result}: its device groups are in a notation that is not known: {i.rest[at : at + 120]}")
+        raise ValueError(
+            f"{i.result}: its device groups are in a notation that is not known: {i.rest[at : at + 120]}"
+        )
     return match
 
 
@@ -147,7 +168,10 @@ def _mesh_groups(mesh: str, device_ids: str | None, axes: str) -> Any:
     else:  # a list, after its dims in an older notation
         devices = np.asarray(parse_ints(device_ids.rpartition("]")[2]))
     # A dim for each axis, and three for one of which a part is named: before, part, after.
-    over = {name: (int(before or 1), int(part or sizes[name])) for name, before, part, _ in _AXIS.findall(axes)}
+    over = {
+        name: (int(before or 1), int(part or sizes[name]))
+        for name, before, part, _ in _AXIS.findall(axes)
+    }
     dims, grouped = [], []
     for name, size in sizes.items():
         before, part = over.get(name, (size, 1))

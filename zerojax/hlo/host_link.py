@@ -1,15 +1,18 @@
-"""What a compiled program moves between host and device memory, and whether its slices of host memory have the right addresses.
+"""What a compiled program moves between host and device memory, and whether its slices of host
+memory have the right addresses.
 
-In HLO an array in pinned host memory has the memory space S(5). A streamed step moves such arrays a record at a time, with
-dynamic-slices (host to device) and dynamic-update-slices (device to host) in loops; a copy of a whole stack is what it must not
-do. Both are counted here, as often as they run.
+In HLO an array in pinned host memory has the memory space S(5). A streamed step moves such arrays a
+record at a time, with dynamic-slices (host to device) and dynamic-update-slices (device to host) in
+loops; a copy of a whole stack is what it must not do. Both are counted here, as often as they run.
 
-XLA may give a slice a descriptor, `dynamic_slice_config` in its backend_config: the slice then starts `offset + stride * i`
-bytes into its array, with i the iterations done of a loop around it, and the index is read no more. In jax 0.10 and 0.11 the
-descriptor is derived as if the index were i, whatever function of i it is (openxla/xla 46231). So each index is computed here
-for every iteration, from the constants and the counters of the loops around (`index_values`), and a descriptor is proven if it
-gives the same addresses. One that is not proven is unsafe. An index that is read from an argument of the program is unknown to
-the compiler too: it has no descriptor, and is read when it is used.
+XLA may give a slice a descriptor, `dynamic_slice_config` in its backend_config: the slice then
+starts `offset + stride * i` bytes into its array, with i the iterations done of a loop around it,
+and the index is read no more. In jax 0.10 and 0.11 the descriptor is derived as if the index were
+i, whatever function of i it is (openxla/xla 46231). So each index is computed here for every
+iteration, from the constants and the counters of the loops around (`index_values`), and a
+descriptor is proven if it gives the same addresses. One that is not proven is unsafe. An index that
+is read from an argument of the program is unknown to the compiler too: it has no descriptor, and is
+read when it is used.
 
     text = compiled.as_text()
     assert not hlo.unsafe_host_slices(text)
@@ -28,13 +31,27 @@ from zerojax.hlo.parse import Instruction, parse_arrays, reads_program
 
 _SLICES = ("dynamic-slice", "dynamic-update-slice")
 _VIEWS = (
-    *DONE, *CALLS, "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "custom-call",
-    "opt-barrier", "optimization-barrier", "after-all", "add-dependency",
-)  # fmt: skip
+    *DONE,
+    *CALLS,
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "while",
+    "conditional",
+    "custom-call",
+    "opt-barrier",
+    "optimization-barrier",
+    "after-all",
+    "add-dependency",
+)
 
 
 class Descriptor(NamedTuple):
-    """The address of a slice: `byte_offset + byte_stride * i`, with i the iterations done of the loop `loop_index` outwards."""
+    """The address of a slice: `byte_offset + byte_stride * i`, with i the iterations done of the
+    loop `loop_index` outwards.
+    """
 
     byte_offset: int
     byte_stride: int
@@ -51,8 +68,8 @@ class HostSlice:
       direction: "to_device", "to_host" or "host_to_host".
       num_bytes: bytes that it moves each time.
       times: how often it runs in a step.
-      index: what picks the record: "raw" (the counter of a loop around it, which starts at 0 and steps by 1), "constant",
-        "array" (read from an argument of the program) or "other".
+      index: what picks the record: "raw" (the counter of a loop around it, which starts at 0 and
+        steps by 1), "constant", "array" (read from an argument of the program) or "other".
       has_descriptor: whether XLA fixed its address.
       descriptor: that address; None without one, or where its form is not understood.
       proven: the descriptor gives the address of the record asked for in every iteration.
@@ -73,11 +90,13 @@ class HostSlice:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostCopy:
-    """A whole array that is copied from, to or within host memory, or that a kernel reads or writes there.
+    """A whole array that is copied from, to or within host memory, or that a kernel reads or writes
+    there.
 
     Attributes:
       computation: the HLO computation that holds it.
-      op: "copy", "copy-start", or the kernel's instruction that touches host memory, such as "slice" or "add".
+      op: "copy", "copy-start", or the kernel's instruction that touches host memory, such as
+        "slice" or "add".
       direction: "to_device", "to_host" or "host_to_host".
       num_bytes: bytes that it moves each time.
       times: how often it runs in a step.
@@ -116,14 +135,16 @@ def unsafe_host_slices(text: str, unknown_trips: int | None = None) -> list[Host
 
     Args:
       text: as for `host_slices`.
-      unknown_trips: as for `host_slices`. An index that depends on the counter of such a loop is never proven.
+      unknown_trips: as for `host_slices`. An index that depends on the counter of such a loop is
+        never proven.
     """
     return [s for s in host_slices(text, unknown_trips) if s.has_descriptor and not s.proven]
 
 
 @reads_program
 def host_copies(text: str, unknown_trips: int | None = None) -> list[HostCopy]:
-    """List what else moves arrays from, to or within host memory: copies of whole arrays, and kernels that work on them there.
+    """List what else moves arrays from, to or within host memory: copies of whole arrays, and
+    kernels that work on them there.
 
     Args:
       text: as for `host_slices`.
@@ -139,7 +160,8 @@ def host_copies(text: str, unknown_trips: int | None = None) -> list[HostCopy]:
 
 @reads_program
 def host_link_bytes(text: str, unknown_trips: int | None = None) -> dict[str, int]:
-    """Return the bytes that one device moves over its link to the host in a step, by direction: "to_device", "to_host".
+    """Return the bytes that one device moves over its link to the host in a step, by direction:
+    "to_device", "to_host".
 
     Args:
       text: as for `host_slices`.
@@ -162,7 +184,13 @@ def _known(times: int | None, frame: Frame, i: Instruction) -> int:
 
 
 def _direction(source_on_host: bool, target_on_host: bool) -> str:
-    return "host_to_host" if source_on_host and target_on_host else "to_device" if source_on_host else "to_host"
+    return (
+        "host_to_host"
+        if source_on_host and target_on_host
+        else "to_device"
+        if source_on_host
+        else "to_host"
+    )
 
 
 def _host_slice(frame: Frame, i: Instruction, times: int | None) -> HostSlice:
@@ -172,11 +200,17 @@ def _host_slice(frame: Frame, i: Instruction, times: int | None) -> HostSlice:
     # Operands: the stack, of an update the part, then one start a dim.
     starts = [frame.value(o) for o in i.operands[2 if is_write else 1 :]]
     # Where the part is as long as the stack, the start can only be 0.
-    sliced = [d for d, (size, whole) in enumerate(zip(part.dims, stack.dims, strict=True)) if size < whole]
+    sliced = [
+        d for d, (size, whole) in enumerate(zip(part.dims, stack.dims, strict=True)) if size < whole
+    ]
     address: Any = np.asarray(0)  # bytes, an array over the iterations of the loops around
     for d in sliced:  # a start is clamped so that the slice lies inside
         start = starts[d]
-        inside = np.clip(start, 0, stack.dims[d] - part.dims[d]) if isinstance(start, np.ndarray) else None
+        inside = (
+            np.clip(start, 0, stack.dims[d] - part.dims[d])
+            if isinstance(start, np.ndarray)
+            else None
+        )
         address = None if address is None or inside is None else address + inside * stack.stride(d)
     has, descriptor = _descriptor(i.rest)
     return HostSlice(
@@ -188,7 +222,9 @@ def _host_slice(frame: Frame, i: Instruction, times: int | None) -> HostSlice:
         index=_kind(frame, starts[sliced[0]] if sliced else np.asarray(0)),
         has_descriptor=has,
         descriptor=descriptor,
-        proven=descriptor is not None and address is not None and _gives(descriptor, address, frame),
+        proven=descriptor is not None
+        and address is not None
+        and _gives(descriptor, address, frame),
         instruction=i.result,
     )
 
@@ -213,7 +249,10 @@ def _gives(descriptor: Descriptor, address: np.ndarray, frame: Frame) -> bool:
 
 
 def _descriptor(rest: str) -> tuple[bool, Descriptor | None]:
-    """Parse `"dynamic_slice_config":{..}`. The numbers are strings; jax 0.12 puts those of a linear address one level down."""
+    """Parse `"dynamic_slice_config":{..}`.
+
+    The numbers are strings; jax 0.12 puts those of a linear address one level down.
+    """
     _, key, tail = rest.partition('"dynamic_slice_config":')
     if not key:
         return False, None
@@ -228,13 +267,19 @@ def _descriptor(rest: str) -> tuple[bool, Descriptor | None]:
 
 def _host_copy(frame: Frame, i: Instruction, times: int | None) -> HostCopy | None:
     sources = [frame.arrays(o)[0] for o in i.operands if frame.arrays(o)]
-    results = parse_arrays(i.shape)[: 1 if i.op == "copy-start" else None]  # (result, operand, context)
+    results = parse_arrays(i.shape)[
+        : 1 if i.op == "copy-start" else None
+    ]  # (result, operand, context)
     if i.op in _SLICES and sources and sources[0].on_host:
         return None  # a slice
-    host_sources, host_results = [a for a in sources if a.on_host], [a for a in results if a.on_host]
+    host_sources, host_results = (
+        [a for a in sources if a.on_host],
+        [a for a in results if a.on_host],
+    )
     if not host_sources and not host_results:
         return None
-    # A kernel that works on host memory reads its operands over the link. A copy or a slice moves its result alone.
+    # A kernel that works on host memory reads its operands over the link. A copy or a slice moves
+    # its result alone.
     whole = i.op not in ("copy", "copy-start", "slice") and host_sources
     return HostCopy(
         computation=frame.computation.name,

@@ -1,12 +1,14 @@
 """Follow integers through a compiled program, to find the value of an index in every iteration.
 
-A value is known if it can be computed from constants and the counters of the enclosing loops. It is then an array over the
-iterations of those loops, one axis each, the innermost first, so that values of outer loops broadcast: in a loop of 3 trips
-inside one of 5, the inner counter is int[3, 1] and the outer one int[5]. A loop's counter is guessed from its first two values,
-as start + step * k. The guess is kept only if the body maps each value to the next. An element that the body returns unchanged
-keeps its initial value.
+A value is known if it can be computed from constants and the counters of the enclosing loops. It is
+then an array over the iterations of those loops, one axis each, the innermost first, so that values
+of outer loops broadcast: in a loop of 3 trips inside one of 5, the inner counter is int[3, 1] and
+the outer one int[5]. A loop's counter is guessed from its first two values, as start + step * k.
+The guess is kept only if the body maps each value to the next. An element that the body returns
+unchanged keeps its initial value.
 
-A value that is not known has a reason. ARGUMENT: it was read from an argument of the program, or computed from such values,
+A value that is not known has a reason. ARGUMENT: it was read from an argument of the program, or
+  computed from such values,
 constants and counters alone. OTHER: anything else. Only integers are followed.
 """
 
@@ -28,18 +30,46 @@ DONE = ("fusion-done", "async-done", "async-update", "copy-done", "call-done")
 CALLS = ("fusion", "fusion-start", "call", "call-start", "async-start")
 _BODY = re.compile(r"body=%?([\w.\-]+)")
 _SAME = ("copy", "copy-start", "bitcast", "reshape", *DONE)
-_MOVES = ("convert", "broadcast", "slice", "concatenate", "transpose", "reverse", "pad", "gather", "dynamic-slice")
+_MOVES = (
+    "convert",
+    "broadcast",
+    "slice",
+    "concatenate",
+    "transpose",
+    "reverse",
+    "pad",
+    "gather",
+    "dynamic-slice",
+)
 _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
-    "EQ": operator.eq, "NE": operator.ne, "LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge,
-}  # fmt: skip
+    "EQ": operator.eq,
+    "NE": operator.ne,
+    "LT": operator.lt,
+    "LE": operator.le,
+    "GT": operator.gt,
+    "GE": operator.ge,
+}
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
-    "add": np.add, "subtract": np.subtract, "multiply": np.multiply, "negate": np.negative, "minimum": np.minimum,
-    "maximum": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "convert": np.asarray,
-    "broadcast": np.asarray, "select": lambda p, a, b: np.where(p != 0, a, b), "remainder": np.fmod,
+    "add": np.add,
+    "subtract": np.subtract,
+    "multiply": np.multiply,
+    "negate": np.negative,
+    "minimum": np.minimum,
+    "maximum": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "convert": np.asarray,
+    "broadcast": np.asarray,
+    "select": lambda p, a, b: np.where(p != 0, a, b),
+    "remainder": np.fmod,
     "clamp": lambda low, x, high: np.clip(x, low, high),
-}  # fmt: skip
+}
 _Element = Callable[[int], Any]
-"""What is known of an HLO tuple: a function of the element's number. Of a vector of constants it is a tuple of ints."""
+"""What is known of an HLO tuple: a function of the element's number.
+
+Of a vector of constants it is a tuple of ints.
+"""
 
 
 def entry_frame(text: str) -> "Frame":
@@ -59,14 +89,17 @@ def walk(
 
     Args:
       frame: the run to start from.
-      unknown_trips: how often a loop runs whose trip count XLA does not know; None if that is not known.
+      unknown_trips: how often a loop runs whose trip count XLA does not know; None if that is not
+        known.
       times: how often `frame` runs.
     """
     for i in frame.computation.instructions.values():
         yield frame, i, times
         for inner, count in frame.inner(i):
             trips = unknown_trips if count is None else count
-            yield from walk(inner, unknown_trips, None if times is None or trips is None else times * trips)
+            yield from walk(
+                inner, unknown_trips, None if times is None or trips is None else times * trips
+            )
 
 
 class Frame:
@@ -80,18 +113,33 @@ class Frame:
     """
 
     def __init__(
-        self, program: Mapping[str, Computation], name: str, argument: _Element, trips: tuple[int | None, ...]
+        self,
+        program: Mapping[str, Computation],
+        name: str,
+        argument: _Element,
+        trips: tuple[int | None, ...],
     ) -> None:
-        self.program, self.computation, self.argument, self.trips = program, program[name], argument, trips
+        self.program, self.computation, self.argument, self.trips = (
+            program,
+            program[name],
+            argument,
+            trips,
+        )
         self._values: dict[str, Any] = {}
         self._loops: dict[str, tuple[int | None, _Element, _Element]] = {}
 
     def arrays(self, name: str) -> list[Array]:
         """List the arrays of a result."""
-        return parse_arrays(self.computation.instructions[name].shape) if name in self.computation.instructions else []
+        return (
+            parse_arrays(self.computation.instructions[name].shape)
+            if name in self.computation.instructions
+            else []
+        )
 
     def iterations(self, loop: int) -> np.ndarray | None:
-        """Return 0, 1, .. of the loop that is `loop` loops outwards, on its axis; None where its trips are not known."""
+        """Return 0, 1, .. of the loop that is `loop` loops outwards, on its axis; None where its
+        trips are not known.
+        """
         trips = self.trips[loop] if loop < len(self.trips) else None
         return None if trips is None else _column(trips, len(self.trips) - loop)
 
@@ -100,7 +148,9 @@ class Frame:
         if name not in self._values:
             i = self.computation.instructions.get(name)
             value = OTHER if i is None else self._evaluate(i)
-            if isinstance(value, np.ndarray):  # an element for each iteration, if it fits the shape and the type
+            if isinstance(
+                value, np.ndarray
+            ):  # an element for each iteration, if it fits the shape and the type
                 array = self.arrays(name)[0]
                 ends = (int(value.min(initial=0)), int(value.max(initial=0)))
                 fits = array.integers is not None and all(end in array.integers for end in ends)
@@ -112,12 +162,21 @@ class Frame:
         """Return the computations that an instruction runs, and how often."""
         if i.op == "while":
             trips, element, _ = self._loop(i)
-            return [(Frame(self.program, c, lambda _: element, (trips, *self.trips)), trips) for c in i.called]
+            return [
+                (Frame(self.program, c, lambda _: element, (trips, *self.trips)), trips)
+                for c in i.called
+            ]
         if i.op == "conditional":  # the branch, then an argument for each computation
             branches = [lambda _, o=o: self.value(o) for o in i.operands[1:]]
-            return [(Frame(self.program, c, b, self.trips), 1) for c, b in zip(i.called, branches, strict=True)]
+            return [
+                (Frame(self.program, c, b, self.trips), 1)
+                for c, b in zip(i.called, branches, strict=True)
+            ]
         if i.op in CALLS:
-            return [(Frame(self.program, c, lambda n: self.value(i.operands[n]), self.trips), 1) for c in i.called[:1]]
+            return [
+                (Frame(self.program, c, lambda n: self.value(i.operands[n]), self.trips), 1)
+                for c in i.called[:1]
+            ]
         return []
 
     def _evaluate(self, i: Instruction) -> Any:
@@ -128,7 +187,9 @@ class Frame:
             return lambda n: self.value(i.operands[n])
         if i.op == "get-tuple-element":
             index = re.search(r"index=(\d+)", i.rest)
-            return OTHER if index is None else _element(self.value(i.operands[0]), int(index.group(1)))
+            return (
+                OTHER if index is None else _element(self.value(i.operands[0]), int(index.group(1)))
+            )
         if i.op == "while":
             return self._loop(i)[2]
         if i.op in _SAME:
@@ -149,7 +210,9 @@ class Frame:
         return OTHER
 
     def _loop(self, i: Instruction) -> tuple[int | None, _Element, _Element]:
-        """Return a loop's trips, and what is known of each element that it carries: inside it, and after it."""
+        """Return a loop's trips, and what is known of each element that it carries: inside it, and
+        after it.
+        """
         if i.result not in self._loops:
             self._loops[i.result] = self._follow(i)
         return self._loops[i.result]
@@ -184,14 +247,19 @@ class Frame:
             if math.prod(n or 1 for n in (trips, *self.trips)) > _MOST_ITERATIONS:
                 return OTHER
             guess = first + (second - first) * _column(trips, 1 + len(self.trips))
-            # Two values suggest a line. It holds only if the body leads from each of its points to the next.
+            # Two values suggest a line. It holds only if the body leads from each of its points to
+            # the next.
             after = following(n, guess)
             if not isinstance(after, np.ndarray):
                 return OTHER
             after, guess = np.broadcast_arrays(after, guess)
             return guess if equal(after[:-1], guess[1:]) else OTHER
 
-        return trips, element, lambda n: _element(initial, n) if following(n, unchanged) is unchanged else OTHER
+        return (
+            trips,
+            element,
+            lambda n: _element(initial, n) if following(n, unchanged) is unchanged else OTHER,
+        )
 
 
 def equal(a: np.ndarray, b: np.ndarray) -> bool:
@@ -222,8 +290,14 @@ def _compute(i: Instruction, values: list[Any]) -> Any:
             direction = re.search(r"direction=(\w+)", i.rest)
             return np.asarray(_COMPARE[direction.group(1)](*values), int) if direction else OTHER
         return np.asarray(_ARITHMETIC[i.op](*values)) if i.op in _ARITHMETIC else OTHER
-    if i.op == "dynamic-slice" and isinstance(values[0], tuple) and isinstance(values[-1], np.ndarray):
-        table = np.asarray(values[0])  # int[n], and its one index; a slice of several elements is dropped by its shape
+    if (
+        i.op == "dynamic-slice"
+        and isinstance(values[0], tuple)
+        and isinstance(values[-1], np.ndarray)
+    ):
+        table = np.asarray(
+            values[0]
+        )  # int[n], and its one index; a slice of several elements is dropped by its shape
         return table[np.clip(values[1], 0, len(table) - 1)] if len(values) == 2 else OTHER
     if i.op in ("dynamic-slice", "gather") and values[0] is ARGUMENT:
         return ARGUMENT  # wherever it is read

@@ -1,8 +1,9 @@
 """Which computation overlaps the collectives and host copies of a compiled program.
 
-XLA's scheduled HLO is a sequence. An operation that is split into a start and a done overlaps what stands between the two. One
-that is not split, or that XLA marks `is_sync`, overlaps nothing. The matrix products in between are counted, since they take
-the time that hides a transfer. Those inside a loop count as often as they run.
+XLA's scheduled HLO is a sequence. An operation that is split into a start and a done overlaps what
+stands between the two. One that is not split, or that XLA marks `is_sync`, overlaps nothing. The
+matrix products in between are counted, since they take the time that hides a transfer. Those inside
+a loop count as often as they run.
 
     all-gather-start  dot  dot  all-gather-done  dot       spans 2 products
     dot  dot  dot  all-gather                              spans none
@@ -16,7 +17,9 @@ from zerojax.hlo.communication import COLLECTIVES
 from zerojax.hlo.parse import Array, Instruction, Module, parse_arrays, reads_program
 
 # Targets of library calls: products of matrices, attention and convolutions.
-_PRODUCT = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|cublas|fmha|cudnn|conv)[^"]*"', re.IGNORECASE)
+_PRODUCT = re.compile(
+    r'custom_call_target="[^"]*(?:gemm|matmul|cublas|fmha|cudnn|conv)[^"]*"', re.IGNORECASE
+)
 _WAITED = re.compile(r'"is_sync":\s*true')
 _HOST = "S(5)"
 _MOVES = ("copy", "fusion", "dynamic-slice", "dynamic-update-slice")
@@ -27,7 +30,8 @@ class Span:
     """A transfer of a compiled program, and what runs beside it.
 
     Attributes:
-      kind: a collective, such as "all-gather"; or "to_device" or "to_host", over the link to the host.
+      kind: a collective, such as "all-gather"; or "to_device" or "to_host", over the link to the
+        host.
       computation: the HLO computation that holds it.
       num_bytes: bytes of the whole operand of a collective; bytes moved over the link.
       times: how often it runs in a step.
@@ -49,7 +53,8 @@ def spans(text: str, unknown_trips: int = 1) -> list[Span]:
 
     Args:
       text: `compiled.as_text()`.
-      unknown_trips: how often a loop runs whose trip count XLA does not know; in a streamed step that is 1.
+      unknown_trips: how often a loop runs whose trip count XLA does not know; in a streamed step
+        that is 1.
     """
     module = checked_module(text)
     products = _Products(module, unknown_trips)
@@ -62,12 +67,18 @@ def spans(text: str, unknown_trips: int = 1) -> list[Span]:
             kind = _kind(i, shapes, module)
             if kind is not None:
                 end = _end(instructions, index)
-                beside = instructions[index + 1 : end] if end is not None and not _WAITED.search(i.rest) else None
+                beside = (
+                    instructions[index + 1 : end]
+                    if end is not None and not _WAITED.search(i.rest)
+                    else None
+                )
                 transfers.append(
                     Span(
                         kind=kind,
                         computation=name,
-                        num_bytes=_num_bytes(i, kind, shapes, instructions[end] if end is not None else i),
+                        num_bytes=_num_bytes(
+                            i, kind, shapes, instructions[end] if end is not None else i
+                        ),
                         times=times,
                         is_async=beside is not None,
                         products=products.of(beside or []),
@@ -98,9 +109,13 @@ def num_products(text: str, unknown_trips: int = 1) -> int:
 
 @reads_program
 def carried_arrays(text: str) -> list[list[Array]]:
-    """Return the arrays that each loop of a program carries, those of inner loops included, largest first."""
+    """Return the arrays that each loop of a program carries, those of inner loops included, largest
+    first.
+    """
     module = checked_module(text)
-    loops = [i for name in module.computations for i in module.instructions(name) if i.op == "while"]
+    loops = [
+        i for name in module.computations for i in module.instructions(name) if i.op == "while"
+    ]
     return [sorted(parse_arrays(i.shape), key=lambda a: -a.num_bytes) for i in loops]
 
 
@@ -126,7 +141,9 @@ class _Products:
         if i.op == "while":
             return inner * self.trips(i)
         # A fusion is one kernel, however many products it holds.
-        return min(inner, 1) if i.op == "fusion" else inner if i.op in ("call", "conditional") else 0
+        return (
+            min(inner, 1) if i.op == "fusion" else inner if i.op in ("call", "conditional") else 0
+        )
 
     def _in(self, computation: str) -> int:
         if computation not in self._counts:
@@ -140,17 +157,29 @@ def _end(instructions: list[Instruction], start: int) -> int | None:
     if not i.op.endswith("-start"):
         return None
     # The first reader of a start is its done.
-    return next(n for n in range(start + 1, len(instructions)) if i.result in instructions[n].operands)
+    return next(
+        n for n in range(start + 1, len(instructions)) if i.result in instructions[n].operands
+    )
 
 
 def _kind(i: Instruction, shapes: dict[str, str], module: Module) -> str | None:
     op = i.op.removesuffix("-start")
     # A generic async-start holds its collective in a computation of its own.
     if op == "async":
-        op = next((inner.op for c in i.called for inner in module.instructions(c) if inner.op in COLLECTIVES), op)
+        op = next(
+            (
+                inner.op
+                for c in i.called
+                for inner in module.instructions(c)
+                if inner.op in COLLECTIVES
+            ),
+            op,
+        )
     if op in COLLECTIVES:
         return op
-    if op not in _MOVES or (not any(_HOST in shapes.get(o, "") for o in i.operands) and _HOST not in i.shape):
+    if op not in _MOVES or (
+        not any(_HOST in shapes.get(o, "") for o in i.operands) and _HOST not in i.shape
+    ):
         return None
     return "to_host" if _HOST in _result(i) else "to_device"
 
@@ -160,12 +189,17 @@ def _result(i: Instruction) -> str:
     if i.op == "copy-start":  # (result, operand, context)
         return i.shape.split("}, ")[0]
     if i.op == "fusion-start":  # ((operands), result, context)
-        return i.shape[i.shape.index(")}), ") + 4 :] if ")}), " in i.shape else i.shape.partition("), ")[2]
+        return (
+            i.shape[i.shape.index(")}), ") + 4 :]
+            if ")}), " in i.shape
+            else i.shape.partition("), ")[2]
+        )
     return i.shape
 
 
 def _num_bytes(i: Instruction, kind: str, shapes: dict[str, str], end: Instruction) -> int:
-    # A reduce-scatter's whole is its operand, any other's its result: of a split one, what its end returns.
+    # A reduce-scatter's whole is its operand, any other's its result: of a split one, what its end
+    # returns.
     if kind in COLLECTIVES:
         counted = [i.shape] if kind != "reduce-scatter" else [shapes.get(o, "") for o in i.operands]
         counted = [end.shape] if kind != "reduce-scatter" and end is not i else counted

@@ -1,15 +1,19 @@
-"""The text of a compiled program, parsed: computations, their instructions in scheduled order, and the shapes of results.
+"""The text of a compiled program, parsed: computations, their instructions in scheduled order, and
+the shapes of results.
 
-`compiled.as_text()` is the program that one device runs, after partitioning, fusion and scheduling. It is read line by line:
+`compiled.as_text()` is the program that one device runs, after partitioning, fusion and scheduling.
+It is read line by line:
 
     %gathered = bf16[64,64]{1,0:S(5)} all-gather(%shard), channel_id=1, dimensions={0}
      result     shape                 op         rest
 
-The text is parsed and not the proto, because the text is what every version and backend of XLA gives without its compiler's
-classes. Attributes stay text in `rest`; only those that every reader needs are properties.
+The text is parsed and not the proto, because the text is what every version and backend of XLA
+gives without its compiler's classes. Attributes stay text in `rest`; only those that every reader
+needs are properties.
 
-Texts that XLA does not write are refused with the line and the reason. What is known to go wrong is checked before a program is
-read (`zerojax.hlo.check`). `reads_program` turns whatever else a reader stumbles over into the same error, with its cause.
+Texts that XLA does not write are refused with the line and the reason. What is known to go wrong is
+checked before a program is read (`zerojax.hlo.check`). `reads_program` turns whatever else a reader
+stumbles over into the same error, with its cause.
 """
 
 import dataclasses
@@ -23,7 +27,9 @@ _ITEM_BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "token": 0}
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\](?:\{([\d,]*)([^}]*)\})?")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
-_CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_CALLED = re.compile(
+    r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
+)
 _BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
 _ELEMENT = re.compile(r"%([\w.\-]+)#(\d+)")
 _TRIPS = re.compile(r"known_trip_count[^\d-]*(-?\d+)")
@@ -57,7 +63,9 @@ class Array:
         bits = bits_of(self.dtype)
         if self.dtype == "pred":
             return range(2)
-        return {"u": range(1 << bits), "s": range(-(1 << bits - 1), 1 << bits - 1)}.get(self.dtype[0])
+        return {"u": range(1 << bits), "s": range(-(1 << bits - 1), 1 << bits - 1)}.get(
+            self.dtype[0]
+        )
 
     def stride(self, dim: int) -> int:
         """Return the bytes from one index of `dim` to the next."""
@@ -90,13 +98,20 @@ class Instruction:
     @property
     def operands(self) -> list[str]:
         """Names of the results that it reads."""
-        # Attributes such as control-predecessors name results too, so only the text up to the operands' end is read.
+        # Attributes such as control-predecessors name results too, so only the text up to the
+        # operands' end is read.
         return re.findall(r"%([\w.\-#]+)", self.rest.split("), ")[0])
 
     @property
     def called(self) -> list[str]:
-        """Names of the computations that it runs: a fusion's, a loop's condition and body, a conditional's branches."""
-        branches = [c.strip().lstrip("%") for group in _BRANCHES.findall(self.rest) for c in group.split(",")]
+        """Names of the computations that it runs: a fusion's, a loop's condition and body, a
+        conditional's branches.
+        """
+        branches = [
+            c.strip().lstrip("%")
+            for group in _BRANCHES.findall(self.rest)
+            for c in group.split(",")
+        ]
         return _CALLED.findall(self.rest) + [c for c in branches if c]
 
     @property
@@ -108,7 +123,9 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Computation:
-    """A function of HLO: the result that it returns, and its instructions by their result, in scheduled order."""
+    """A function of HLO: the result that it returns, and its instructions by their result, in
+    scheduled order.
+    """
 
     name: str
     root: str
@@ -123,8 +140,14 @@ class Module:
     computations: Mapping[str, Computation]
 
     def instructions(self, computation: str) -> list[Instruction]:
-        """Return a computation's instructions in scheduled order; none of one that the text does not hold."""
-        return list(self.computations[computation].instructions.values()) if computation in self.computations else []
+        """Return a computation's instructions in scheduled order; none of one that the text does
+        not hold.
+        """
+        return (
+            list(self.computations[computation].instructions.values())
+            if computation in self.computations
+            else []
+        )
 
 
 class _Lines(NamedTuple):
@@ -145,7 +168,9 @@ def parse_module(text: str) -> Module:
       ValueError: a line is not what XLA writes, the text was cut, or it has no ENTRY.
     """
     if not isinstance(text, str):
-        raise ValueError(f"text is of type {type(text).__name__}: give the text of a compiled program, compiled.as_text()")
+        raise ValueError(
+            f"text is of type {type(text).__name__}: give the text of a compiled program, compiled.as_text()"
+        )
     entry, computations = "", {}
     for name, is_entry, lines in _computations(text):
         if name in computations:
@@ -167,12 +192,15 @@ def parse_module(text: str) -> Module:
         computations[name] = Computation(name, root, instructions)
         entry = name if is_entry else entry
     if not entry:
-        raise ValueError("the text has no ENTRY, or was cut before it: give the whole text of a compiled program")
+        raise ValueError(
+            "the text has no ENTRY, or was cut before it: give the whole text of a compiled program"
+        )
     return Module(entry, computations)
 
 
 def _elements(i: Instruction, before: Mapping[str, Instruction]) -> dict[str, Instruction]:
-    """Return the elements of tuples that an instruction reads by number, as `%loop#2`, which dumps of jax 0.12 hold.
+    """Return the elements of tuples that an instruction reads by number, as `%loop#2`, which dumps
+    of jax 0.12 hold.
 
     Each is the get-tuple-element that the number stands for, named "loop#2".
     """
@@ -181,9 +209,13 @@ def _elements(i: Instruction, before: Mapping[str, Instruction]) -> dict[str, In
         if name in before and f"{name}#{number}" not in before:
             result, parts = f"{name}#{number}", tuple_shapes(before[name].shape)
             if int(number) >= len(parts):
-                raise fault(i.line, f"{i.result} reads element {number} of {name}, which has {len(parts)}")
+                raise fault(
+                    i.line, f"{i.result} reads element {number} of {name}, which has {len(parts)}"
+                )
             rest = f"%{name}), index={number}"
-            found[result] = Instruction(result, parts[int(number)], "get-tuple-element", rest, line=i.line)
+            found[result] = Instruction(
+                result, parts[int(number)], "get-tuple-element", rest, line=i.line
+            )
     return found
 
 
@@ -220,10 +252,15 @@ def _computations(text: str) -> Iterator[_Lines]:
         header = None if line.startswith("HloModule") else _HEADER.match(line)
         if found is None and header is None:
             if _INSTRUCTION.match(line):
-                raise fault(number, f"an instruction stands outside of a computation: {line.strip()}")
+                raise fault(
+                    number, f"an instruction stands outside of a computation: {line.strip()}"
+                )
         elif header is not None:
             if found is not None:
-                raise fault(number, f"{header.group(2)} begins, and computation {found.name} before it has not ended")
+                raise fault(
+                    number,
+                    f"{header.group(2)} begins, and computation {found.name} before it has not ended",
+                )
             found = _Lines(header.group(2), bool(header.group(1)), [])
         elif found is not None and line.startswith("}"):  # computations' lines are indented
             yield found
@@ -251,7 +288,11 @@ def parse_arrays(shape: str) -> list[Array]:
     for dtype, sizes, order, rest in _ARRAY.findall(shape):
         dims = parse_ints(sizes)
         # Without a layout, as in a signature, the last dim is the fastest.
-        arrays.append(Array(dtype, dims, parse_ints(order) or tuple(reversed(range(len(dims)))), "S(5)" in rest))
+        arrays.append(
+            Array(
+                dtype, dims, parse_ints(order) or tuple(reversed(range(len(dims)))), "S(5)" in rest
+            )
+        )
     return arrays
 
 
@@ -271,8 +312,15 @@ def bits_of(dtype: str) -> int:
 P = ParamSpec("P")
 R = TypeVar("R")
 _STUMBLES = (
-    LookupError, AttributeError, TypeError, AssertionError, ArithmeticError, RecursionError, StopIteration, MemoryError,
-)  # fmt: skip
+    LookupError,
+    AttributeError,
+    TypeError,
+    AssertionError,
+    ArithmeticError,
+    RecursionError,
+    StopIteration,
+    MemoryError,
+)
 
 
 class ProgramTextError(ValueError):
@@ -281,7 +329,9 @@ class ProgramTextError(ValueError):
 
 def fault(line: int, reason: str) -> ProgramTextError:
     """Return the error of a line of a program's text, counted from 1; 0: of no single line."""
-    return ProgramTextError(f"line {line} of the program's text: {_short(reason)}" if line else _short(reason))
+    return ProgramTextError(
+        f"line {line} of the program's text: {_short(reason)}" if line else _short(reason)
+    )
 
 
 def _short(text: str) -> str:
@@ -289,7 +339,9 @@ def _short(text: str) -> str:
 
 
 def reads_program(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function that reads the text of a program raise ValueError, with a line, for all that it stumbles over."""
+    """Let a function that reads the text of a program raise ValueError, with a line, for all that
+    it stumbles over.
+    """
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -306,7 +358,9 @@ def reads_program(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _place(error: BaseException) -> tuple[int, str]:
-    """Return line and name of the instruction that was being read: of the innermost call that has one as `i`."""
+    """Return line and name of the instruction that was being read: of the innermost call that has
+    one as `i`.
+    """
     found, trace = (0, ""), error.__traceback__
     while trace is not None:
         i = trace.tb_frame.f_locals.get("i")

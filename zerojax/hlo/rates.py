@@ -1,8 +1,10 @@
-"""Rates that a simulation assumes of a machine: of the device, of its link to the host, of the host and of its disk.
+"""Rates that a simulation assumes of a machine: of the device, of its link to the host, of the host
+and of its disk.
 
-The figures of `RATES` are assumed. Each is a vendor's figure times a share that such work commonly reaches, or a guess; the
-attribute says which, and what one H200 with PCIe 5 measured where it was measured. Seconds that follow from them are predicted.
-`dataclasses.replace` puts measured rates in their place:
+The figures of `RATES` are assumed. Each is a vendor's figure times a share that such work commonly
+reaches, or a guess; the attribute says which, and what one H200 with PCIe 5 measured where it was
+measured. Seconds that follow from them are predicted. `dataclasses.replace` puts measured rates in
+their place:
 
     rates = dataclasses.replace(hlo.RATES["h200"], link=48e9)
 """
@@ -18,29 +20,36 @@ _MOST = 1e30
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What a machine does in a second; the defaults are for one H200 on PCIe 5 and are assumed, not measured.
+    """What a machine does in a second; the defaults are for one H200 on PCIe 5 and are assumed, not
+    measured.
 
     The vendor's figures are in `zerojax.chips`.
 
     Attributes:
-      products: FLOPs a second of products in 16 bits; about 0.7 of the vendor's figure, assumed. Measured: 725e12.
-      products_float32: FLOPs a second of products whose left side is float32; about 0.9 of the vendor's, assumed.
+      products: FLOPs a second of products in 16 bits; about 0.7 of the vendor's figure, assumed.
+        Measured: 725e12.
+      products_float32: FLOPs a second of products whose left side is float32; about 0.9 of the
+        vendor's, assumed.
       attention: FLOPs a second of cuDNN's attention forward; assumed.
       attention_backward: the same backward; assumed.
-      memory: bytes a second from and to device memory; about 0.83 of the vendor's, assumed. Measured: 4.08e12.
-      link: bytes a second each way by a copy engine; about 0.87 of what PCIe's lanes can carry, assumed. Measured: 52.6e9 to
-        the device, 53.0e9 to the host.
-      graph_link: the same by a copy that is a node of a CUDA graph; assumed to be as on a stream. Measured: 54e9.
+      memory: bytes a second from and to device memory; about 0.83 of the vendor's, assumed.
+        Measured: 4.08e12.
+      link: bytes a second each way by a copy engine; about 0.87 of what PCIe's lanes can carry,
+        assumed. Measured: 52.6e9 to the device, 53.0e9 to the host.
+      graph_link: the same by a copy that is a node of a CUDA graph; assumed to be as on a stream.
+        Measured: 54e9.
       kernel_link: bytes a second each way of a kernel that reads or writes host memory; assumed.
       launch_seconds: the least that a kernel or a copy takes; assumed.
       issue_seconds: what the host's thread takes to enqueue one operation; assumed.
-      sync_seconds: from the end of the device's work until the host's thread that waits for it goes on; assumed.
+      sync_seconds: from the end of the device's work until the host's thread that waits for it goes
+        on; assumed.
       callback_seconds: Python's time in one callback; assumed.
       leaf_seconds: more of it for each array of 64 KiB or more; assumed.
       disk_read: bytes a second read from the disk; a vendor's figure for PCIe 4 x4.
       disk_write: bytes a second written to it; the same.
-      host_kernel: bytes a second from and to host memory that the kernel of the host's update moves; assumed. Measured on 16
-        cores: 139e9 in float32, 122e9 with gradients and parameters in bfloat16.
+      host_kernel: bytes a second from and to host memory that the kernel of the host's update
+        moves; assumed. Measured on 16 cores: 139e9 in float32, 122e9 with gradients and parameters
+        in bfloat16.
       host_copy: bytes a second that one thread copies within host memory; assumed. Measured: 9.6e9.
 
     Raises:
@@ -69,17 +78,25 @@ class Rates:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             is_duration = field.name.endswith("_seconds")
-            is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST
+            is_number = (
+                isinstance(value, int | float)
+                and not isinstance(value, bool)
+                and abs(value) <= _MOST
+            )
             if not is_number or not (value >= 0 if is_duration else value > 0):
-                kind = "a duration, at least 0 seconds" if is_duration else "a rate, above 0 a second"
+                kind = (
+                    "a duration, at least 0 seconds" if is_duration else "a rate, above 0 a second"
+                )
                 raise ValueError(f"{field.name} = {value!r}: it is {kind}, and finite")
 
 
-def rates_with(*, products: float, products_float32: float, memory: float, link: float, **others: float) -> Rates:
+def rates_with(
+    *, products: float, products_float32: float, memory: float, link: float, **others: float
+) -> Rates:
     """Return the rates of a machine of which a few figures are known.
 
-    Attention is in proportion to products, and the link of kernels and of graphs to the link, as for an H200. The rest is the
-    H200's, unless `others` replaces it.
+    Attention is in proportion to products, and the link of kernels and of graphs to the link, as
+    for an H200. The rest is the H200's, unless `others` replaces it.
 
     Args:
       products: as in `Rates`.
@@ -104,7 +121,8 @@ def rates_with(*, products: float, products_float32: float, memory: float, link:
 
 
 def rates_of_chip(chip: Chip) -> Rates:
-    """Return what is assumed of one chip: of each of its vendor's figures the share that `Rates` assumes of an H200's.
+    """Return what is assumed of one chip: of each of its vendor's figures the share that `Rates`
+    assumes of an H200's.
 
     What a data sheet does not have (launches, callbacks, the host and its disk) is as for an H200.
     """
@@ -117,7 +135,9 @@ def rates_of_chip(chip: Chip) -> Rates:
     )
 
 
-RATES: Mapping[str, Rates] = MappingProxyType({name: rates_of_chip(chip) for name, chip in CHIPS.items()})
+RATES: Mapping[str, Rates] = MappingProxyType(
+    {name: rates_of_chip(chip) for name, chip in CHIPS.items()}
+)
 """Rates by name of the chip in `zerojax.chips`; assumed, see `Rates`."""
 
 

@@ -1,7 +1,9 @@
-"""Predict a step from its compiled program: seconds, idle compute, what the link to the host carries, what waits for what.
+"""Predict a step from its compiled program: seconds, idle compute, what the link to the host
+carries, what waits for what.
 
-XLA's scheduled HLO is the order in which a host thread enqueues operations on a device. It is walked in that order, loops as
-often as they run, and each operation becomes a task on a timeline (`zerojax.hlo.timeline`):
+XLA's scheduled HLO is the order in which a host thread enqueues operations on a device. It is
+walked in that order, loops as often as they run, and each operation becomes a task on a timeline
+(`zerojax.hlo.timeline`):
 
     host thread   enqueues one operation after another; waits for the device at a loop whose trip count XLA does not know, at a
                   conditional, and in a callback (`zerojax.hlo.callbacks`)
@@ -10,21 +12,26 @@ often as they run, and each operation becomes a task on a timeline (`zerojax.hlo
                   their stream; a `done` lets the main stream wait for its start
     link up, link down    a copy engine each; cores, disk and the host's kernel are one resource each, too
 
-A slice of host memory is a copy, which occupies its direction of the link alone, or a kernel, which occupies the cores, too
-(`zerojax.hlo.traffic`). With `kernels="beside"` a kernel costs products nothing. The truth lies between; only a GPU can tell.
+A slice of host memory is a copy, which occupies its direction of the link alone, or a kernel, which
+occupies the cores, too (`zerojax.hlo.traffic`). With `kernels="beside"` a kernel costs products
+nothing. The truth lies between; only a GPU can tell.
 
-CUDA graphs: the nodes of a graph run one after another, and copy engines make its copies. A profile of an H200 with jax 0.11.2
-shows both, and `graphs="in_turn"`, the default, assumes them. `graphs="copies"` gives each asynchronous copy a lane of its own
-beside products, at `Rates.graph_link`; `graphs="kernels"` lets the cores make the copies, at `Rates.kernel_link`. The table
-says which was assumed, and how many bytes it concerns.
+CUDA graphs: the nodes of a graph run one after another, and copy engines make its copies. A profile
+  of an H200 with jax 0.11.2
+shows both, and `graphs="in_turn"`, the default, assumes them. `graphs="copies"` gives each
+asynchronous copy a lane of its own beside products, at `Rates.graph_link`; `graphs="kernels"` lets
+the cores make the copies, at `Rates.kernel_link`. The table says which was assumed, and how many
+bytes it concerns.
 
-Streams: XLA before 0.12 deals asynchronous operations out to four streams in turn, so that a download blocks the upload behind
-it. From 0.12 on those that move host memory have one stream for each direction. Dumped thunks name the streams; without them
-the installed jaxlib is assumed to have compiled the text.
+Streams: XLA before 0.12 deals asynchronous operations out to four streams in turn, so that a
+  download blocks the upload behind
+it. From 0.12 on those that move host memory have one stream for each direction. Dumped thunks name
+the streams; without them the installed jaxlib is assumed to have compiled the text.
 
-Everything here is predicted, and moves with the rates (`zerojax.hlo.rates`). It is meant for choosing between programs. What
-it leaves out: copies slow no product by taking device memory's bandwidth, both directions of the link do not slow each other,
-and each kernel is launched by itself, also where it is a node of a graph. Programs of several devices are refused, since
+Everything here is predicted, and moves with the rates (`zerojax.hlo.rates`). It is meant for
+choosing between programs. What it leaves out: copies slow no product by taking device memory's
+bandwidth, both directions of the link do not slow each other, and each kernel is launched by
+itself, also where it is a node of a graph. Programs of several devices are refused, since
 collectives have no rates.
 """
 
@@ -36,7 +43,18 @@ from types import MappingProxyType
 from typing import Literal
 
 from zerojax.compat import streams_of
-from zerojax.hlo.callbacks import CALLBACKS, CORES, DISK, DOWN, HOST, HOST_KERNEL, MAIN, UP, WAIT, Callbacks
+from zerojax.hlo.callbacks import (
+    CALLBACKS,
+    CORES,
+    DISK,
+    DOWN,
+    HOST,
+    HOST_KERNEL,
+    MAIN,
+    UP,
+    WAIT,
+    Callbacks,
+)
 from zerojax.hlo.check import MOST_TRIPS, checked_module
 from zerojax.hlo.communication import COLLECTIVES
 from zerojax.hlo.costs import Cost, Costs
@@ -65,13 +83,25 @@ GRAPHS: Mapping[str, str] = MappingProxyType(
 _NUM_STREAMS = 4
 _TO_DEVICE, _TO_HOST = "to_device", "to_host"
 _FREE = {
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier", "optimization-barrier", "after-all",
-    "add-dependency", "partition-id", "replica-id", "iota",
-}  # fmt: skip
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "opt-barrier",
+    "optimization-barrier",
+    "after-all",
+    "add-dependency",
+    "partition-id",
+    "replica-id",
+    "iota",
+}
 _WAITED = re.compile(r'"is_sync":\s*true')
 MOST_OPERATIONS = 10**6
 """That a walk enqueues. Each is an object on the timeline, of some hundred bytes."""
-_OF_CPUS = re.compile(r'custom_call_target="[^"]*(?:onednn|python_cpu)|"outer_dimension_partitions"')
+_OF_CPUS = re.compile(
+    r'custom_call_target="[^"]*(?:onednn|python_cpu)|"outer_dimension_partitions"'
+)
 _OF_GPUS = "operation_queue_id"
 FOR_CPUS = "the program was compiled for a CPU: a GPU runs other fusions in another schedule, so compile it for a GPU"
 _TARGET = re.compile(r'custom_call_target="[^"]*callback[^"]*"')
@@ -97,25 +127,31 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """A step, predicted from its compiled program at stated rates. It prints as a table. Nothing in it was measured.
+    """A step, predicted from its compiled program at stated rates. It prints as a table. Nothing in
+    it was measured.
 
     Attributes:
       seconds: of a step.
-      compute_seconds: in which the cores run products or other kernels of the program, those that move host memory left out.
-      busy: seconds in which each resource is occupied: "compute", "link up", "link down", "disk", "host kernel", "host thread".
+      compute_seconds: in which the cores run products or other kernels of the program, those that
+        move host memory left out.
+      busy: seconds in which each resource is occupied: "compute", "link up", "link down", "disk",
+        "host kernel", "host thread".
       work: (times, seconds) by kind of work, of the most seconds first.
       flops: of products and attention.
       traffic: what the program moves over the link, by copies and by kernels.
       callback_bytes: what callbacks move over it, by direction: "to_device", "to_host".
       num_callbacks: callbacks.
-      num_host_waits: how often the host's thread waits until the device has done all that was enqueued, callbacks included.
-      host_wait_seconds: for which it enqueues nothing because it waits: for the device, and in callbacks for their copies, the
-        host's kernel and the disk.
+      num_host_waits: how often the host's thread waits until the device has done all that was
+        enqueued, callbacks included.
+      host_wait_seconds: for which it enqueues nothing because it waits: for the device, and in
+        callbacks for their copies, the host's kernel and the disk.
       transfer_wait_seconds: for which the main stream waits for asynchronous operations.
       loops: of the entry, in order.
-      not_priced: targets of library calls that count as their bytes alone, since their FLOPs are not in the text.
+      not_priced: targets of library calls that count as their bytes alone, since their FLOPs are
+        not in the text.
       streams: how asynchronous operations were dealt out, in words.
-      graphs: how copies in CUDA graphs were assumed to be made, in words; empty where there are none.
+      graphs: how copies in CUDA graphs were assumed to be made, in words; empty where there are
+        none.
       rates: assumed.
       notes: what makes the prediction doubtful, such as a program compiled for a CPU.
     """
@@ -140,26 +176,38 @@ class Simulation:
 
     @property
     def idle(self) -> float:
-        """The predicted share of the step in which the cores do nothing but, at most, move host memory."""
+        """The predicted share of the step in which the cores do nothing but, at most, move host
+        memory.
+        """
         return 1 - self.compute_seconds / self.seconds if self.seconds else 0.0
 
     @property
     def floor_seconds(self) -> float:
-        """The predicted least that a step with these bytes and FLOPs can take: its busiest resource alone, all bytes by copies.
+        """The predicted least that a step with these bytes and FLOPs can take: its busiest resource
+        alone, all bytes by copies.
 
-        That is the most of compute, the link's busier direction at `rates.link`, disk, and host kernel.
+        That is the most of compute, the link's busier direction at `rates.link`, disk, and host
+        kernel.
         """
         by = (self.traffic.by_copies, self.traffic.by_kernels, self.callback_bytes)
         moved = max(sum(b[way] for b in by) for way in (_TO_DEVICE, _TO_HOST))
-        return max(self.compute_seconds, moved / self.rates.link, self.busy[DISK], self.busy[HOST_KERNEL])
+        return max(
+            self.compute_seconds, moved / self.rates.link, self.busy[DISK], self.busy[HOST_KERNEL]
+        )
 
     def __str__(self) -> str:
         """Return a table, which says that it is predicted."""
         graphs = []
         if self.graphs:
             in_graphs = sum(self.traffic.in_graphs.values()) / 1e9
-            graphs = [f"of the copies {in_graphs:.2f} GB are nodes of CUDA graphs, assumed to be made {self.graphs}"]
-        copies, kernels, callbacks = self.traffic.by_copies, self.traffic.by_kernels, self.callback_bytes
+            graphs = [
+                f"of the copies {in_graphs:.2f} GB are nodes of CUDA graphs, assumed to be made {self.graphs}"
+            ]
+        copies, kernels, callbacks = (
+            self.traffic.by_copies,
+            self.traffic.by_kernels,
+            self.callback_bytes,
+        )
         rows = [
             "predicted from the compiled program at assumed rates; nothing here was measured",
             f"streams: {self.streams}; copies told from kernels by the program's {self.traffic.source}",
@@ -172,12 +220,18 @@ class Simulation:
             f"{'predicted GB over the link':<28} {'by copies':>10} {'by kernels':>10} {'callbacks':>10}",
         ]
         for name, way in (("up, to the device", _TO_DEVICE), ("down, to the host", _TO_HOST)):
-            rows.append(f"  {name:<26} {copies[way] / 1e9:>10.2f} {kernels[way] / 1e9:>10.2f} {callbacks[way] / 1e9:>10.2f}")
-        rows.append("predicted busy:  " + ", ".join(f"{name} {_ms(s)}" for name, s in self.busy.items()))
+            rows.append(
+                f"  {name:<26} {copies[way] / 1e9:>10.2f} {kernels[way] / 1e9:>10.2f} {callbacks[way] / 1e9:>10.2f}"
+            )
+        rows.append(
+            "predicted busy:  " + ", ".join(f"{name} {_ms(s)}" for name, s in self.busy.items())
+        )
         rows += [f"  {kind:<40} {n:>7} x {_ms(s):>12}" for kind, (n, s) in self.work.items()]
         for loop in self.loops:
             known = "" if loop.is_known else ", not known to XLA: the host waits in each"
-            rows.append(f"  loop {loop.name:<12} {loop.trips:>5} trips {_ms(loop.seconds):>12}{known}")
+            rows.append(
+                f"  loop {loop.name:<12} {loop.trips:>5} trips {_ms(loop.seconds):>12}{known}"
+            )
         rows += [f"note: {note}" for note in self.notes]
         if self.not_priced:
             rows.append(f"not priced but for their bytes: {', '.join(self.not_priced)}")
@@ -198,7 +252,8 @@ def simulate(
     callbacks: str = "plain",
     unknown_trips: int = 1,
 ) -> Simulation:
-    """Walk a compiled program, and predict a step of it. Every figure of the result is predicted, none measured.
+    """Walk a compiled program, and predict a step of it. Every figure of the result is predicted,
+    none measured.
 
         simulation = hlo.simulate(compiled.as_text(), rates="h200", thunks=hlo.read_thunks(folder))
         print(simulation)
@@ -207,21 +262,30 @@ def simulate(
       text: scheduled HLO of one device, as `compiled.as_text()`.
       rates: of the machine, or the name of some in `RATES`.
       thunks: of the same compilation; they tell copies from kernels, and the streams.
-      streams: "turns", "direction" or "each" (`STREAMS`). None: as the thunks say, else as the jaxlib that is installed does.
-      kernels: whether a kernel that moves host memory has the cores to itself, or runs beside products at no cost to them.
-      graphs: how copies are made that are nodes of CUDA graphs: "in_turn", by copy engines while nothing else runs; "copies",
-        by copy engines beside products; or "kernels", by the cores (`GRAPHS`).
-      callbacks: what callbacks to the host do: "plain", "update", "delayed", "nvme" or "nvme_update", told in
-        `zerojax.hlo.callbacks`. The text does not say.
-      unknown_trips: how often a loop runs whose trip count XLA does not know; in a streamed step that is 1.
+      streams: "turns", "direction" or "each" (`STREAMS`). None: as the thunks say, else as the
+        jaxlib that is installed does.
+      kernels: whether a kernel that moves host memory has the cores to itself, or runs beside
+        products at no cost to them.
+      graphs: how copies are made that are nodes of CUDA graphs: "in_turn", by copy engines while
+        nothing else runs; "copies", by copy engines beside products; or "kernels", by the cores
+        (`GRAPHS`).
+      callbacks: what callbacks to the host do: "plain", "update", "delayed", "nvme" or
+        "nvme_update", told in `zerojax.hlo.callbacks`. The text does not say.
+      unknown_trips: how often a loop runs whose trip count XLA does not know; in a streamed step
+        that is 1.
 
     Raises:
-      ValueError: the program is one of several devices or not scheduled, or an argument is none of those.
+      ValueError: the program is one of several devices or not scheduled, or an argument is none of
+        those.
     """
     if not isinstance(text, str):
-        raise ValueError(f"text is of type {type(text).__name__}: give the text of a compiled program, compiled.as_text()")
+        raise ValueError(
+            f"text is of type {type(text).__name__}: give the text of a compiled program, compiled.as_text()"
+        )
     if thunks is not None and not isinstance(thunks, Thunks):
-        raise ValueError(f"thunks are of type {type(thunks).__name__}: give what hlo.read_thunks(folder) returns")
+        raise ValueError(
+            f"thunks are of type {type(thunks).__name__}: give what hlo.read_thunks(folder) returns"
+        )
     if kernels not in ("exclusive", "beside"):
         raise ValueError(f"kernels={kernels!r}: 'exclusive' or 'beside'")
     if graphs not in GRAPHS:
@@ -230,11 +294,28 @@ def simulate(
         raise ValueError(f"callbacks={callbacks!r}: choose from {', '.join(CALLBACKS)}")
     if streams is not None and streams not in STREAMS:
         raise ValueError(f"streams={streams!r}: choose from {', '.join(STREAMS)}")
-    if isinstance(unknown_trips, bool) or not isinstance(unknown_trips, int) or not 0 <= unknown_trips <= MOST_TRIPS:
-        raise ValueError(f"unknown_trips={unknown_trips!r}: a whole number from 0 to {MOST_TRIPS:,} is needed")
+    if (
+        isinstance(unknown_trips, bool)
+        or not isinstance(unknown_trips, int)
+        or not 0 <= unknown_trips <= MOST_TRIPS
+    ):
+        raise ValueError(
+            f"unknown_trips={unknown_trips!r}: a whole number from 0 to {MOST_TRIPS:,} is needed"
+        )
     if "is_scheduled=true" not in text.partition("\n")[0]:
-        raise ValueError("the program is not scheduled: give the text of a compiled one, compiled.as_text()")
-    walk = _Walk(text, rates_of(rates), thunks, streams, kernels == "exclusive", graphs, callbacks, unknown_trips)
+        raise ValueError(
+            "the program is not scheduled: give the text of a compiled one, compiled.as_text()"
+        )
+    walk = _Walk(
+        text,
+        rates_of(rates),
+        thunks,
+        streams,
+        kernels == "exclusive",
+        graphs,
+        callbacks,
+        unknown_trips,
+    )
     walk.check_length()
     walk.run(walk.module.entry)
     return walk.result()
@@ -254,7 +335,12 @@ class _Walk:
         callbacks: str,
         unknown_trips: int,
     ) -> None:
-        self.module, self.rates, self.exclusive, self.unknown_trips = checked_module(text), rates, exclusive, unknown_trips
+        self.module, self.rates, self.exclusive, self.unknown_trips = (
+            checked_module(text),
+            rates,
+            exclusive,
+            unknown_trips,
+        )
         self.graphs = graphs
         self.traffic = host_traffic(text, thunks, unknown_trips)
         self.timeline = Timeline()
@@ -282,7 +368,12 @@ class _Walk:
             return lanes, "as the program's thunks name them"
         installed = importlib.metadata.version("jaxlib")
         rule = streams or streams_of(installed)
-        starts = [(c, i) for c in self._scheduled() for i in self.module.instructions(c) if i.op.endswith(_START)]
+        starts = [
+            (c, i)
+            for c in self._scheduled()
+            for i in self.module.instructions(c)
+            if i.op.endswith(_START)
+        ]
         lanes = dict[str, str]()
         for number, (computation, i) in enumerate(starts):
             way = self._way(computation, i)
@@ -302,7 +393,9 @@ class _Walk:
         return moves[0].direction if moves else ""
 
     def _scheduled(self) -> list[str]:
-        """Return the computations whose instructions are enqueued one by one: the entry, and those of control flow."""
+        """Return the computations whose instructions are enqueued one by one: the entry, and those
+        of control flow.
+        """
         found = [self.module.entry]
         for computation in found:
             for i in self.module.instructions(computation):
@@ -311,23 +404,31 @@ class _Walk:
         return found
 
     def check_length(self) -> None:
-        """Raise ValueError for a program whose loops run too many operations to be walked one by one."""
+        """Raise ValueError for a program whose loops run too many operations to be walked one by
+        one.
+        """
         if (count := self._operations(self.module.entry)) > MOST_OPERATIONS:
-            raise ValueError(f"the program runs {count:,} operations in a step, and {MOST_OPERATIONS:,} are walked at most")
+            raise ValueError(
+                f"the program runs {count:,} operations in a step, and {MOST_OPERATIONS:,} are walked at most"
+            )
 
     def _operations(self, computation: str) -> int:
         """Return how many operations a computation enqueues, with its loops."""
         if computation not in self._lengths:
             total = 0
             for i in self.module.instructions(computation):
-                inner = sum(map(self._operations, i.called)) if i.op in ("while", "conditional", "call") else 0
+                inner = (
+                    sum(map(self._operations, i.called))
+                    if i.op in ("while", "conditional", "call")
+                    else 0
+                )
                 trips = self.unknown_trips if i.trips is None else i.trips
                 # A loop without operations is walked, too.
                 total += 1 + (trips * (1 + inner) if i.op == "while" else inner)
             self._lengths[computation] = total
         return self._lengths[computation]
 
-    # --- the walk ----------------------------------------------------------------------------------------------------------
+    # --- the walk ---------------------------------------------------------------------------------
 
     def run(self, computation: str) -> None:
         for i in self.module.instructions(computation):
@@ -347,13 +448,23 @@ class _Walk:
                 self.run(i.called[0])
             elif i.op == "custom-call" and _TARGET.search(i.rest):
                 of = self.module.computations[computation].instructions
-                given = [sum(a.num_bytes for a in parse_arrays(of[o].shape)) for o in i.operands if o in of]
-                self.callbacks.call(given, [a.num_bytes for a in parse_arrays(i.shape)], in_loop=self._depth > 0)
+                given = [
+                    sum(a.num_bytes for a in parse_arrays(of[o].shape))
+                    for o in i.operands
+                    if o in of
+                ]
+                self.callbacks.call(
+                    given, [a.num_bytes for a in parse_arrays(i.shape)], in_loop=self._depth > 0
+                )
             elif i.op.endswith(_DONE):
                 if (start := self._started.pop(i.operands[0], None)) is not None:
-                    self._dones.append(self.timeline.add(MAIN, after=[start, self.timeline.last.get(HOST)]))
+                    self._dones.append(
+                        self.timeline.add(MAIN, after=[start, self.timeline.last.get(HOST)])
+                    )
             elif i.op.endswith(_START) and not _WAITED.search(i.rest):
-                self._started[i.result] = self._operation(computation, i, self._streams.get(i.result, MAIN))
+                self._started[i.result] = self._operation(
+                    computation, i, self._streams.get(i.result, MAIN)
+                )
             else:
                 self._operation(computation, i, MAIN)
 
@@ -363,7 +474,9 @@ class _Walk:
         before = self.timeline.last.get(MAIN)
         self._depth += 1
         for trip in range(trips + (i.trips is None)):
-            if i.trips is None:  # computed on the device, and read back, before each iteration and after the last
+            if (
+                i.trips is None
+            ):  # computed on the device, and read back, before each iteration and after the last
                 self.run(condition)
                 self._wait_for_device()
             if trip < trips:
@@ -373,7 +486,9 @@ class _Walk:
             self._loops.append((i, trips, before, self.timeline.last.get(MAIN)))
 
     def _wait_for_device(self) -> None:
-        self.timeline.add(HOST, self.rates.sync_seconds, after=[self.timeline.last.get(MAIN)], label=WAIT)
+        self.timeline.add(
+            HOST, self.rates.sync_seconds, after=[self.timeline.last.get(MAIN)], label=WAIT
+        )
 
     def _operation(self, computation: str, i: Instruction, lane: str) -> int:
         """Add an operation to a lane, after the host's thread has enqueued it, and return its task."""
@@ -389,7 +504,11 @@ class _Walk:
         if cost.target:
             self._unpriced[cost.target] = None
         rates = self.rates
-        seconds = max(cost.flops / getattr(rates, cost.rate), cost.num_bytes / rates.memory, rates.launch_seconds)
+        seconds = max(
+            cost.flops / getattr(rates, cost.rate),
+            cost.num_bytes / rates.memory,
+            rates.launch_seconds,
+        )
         return self.timeline.add(lane, seconds, (CORES,), after, cost.kind)
 
     def _move(self, moves: list[HostMove], lane: str, after: list[int | None]) -> int:
@@ -400,13 +519,17 @@ class _Walk:
         if by_cores:
             by, rate = KERNEL, self.rates.kernel_link
         ways = {UP: (_TO_DEVICE, "host_to_host"), DOWN: (_TO_HOST, "host_to_host")}
-        num_bytes = {way: sum(m.num_bytes for m in moves if m.direction in of) for way, of in ways.items()}
+        num_bytes = {
+            way: sum(m.num_bytes for m in moves if m.direction in of) for way, of in ways.items()
+        }
         used = tuple(way for way, n in num_bytes.items() if n)
         seconds = max(num_bytes.values()) / rate + self.rates.launch_seconds
         cores = (CORES,) if by == KERNEL and self.exclusive else ()
-        return self.timeline.add(lane, seconds, (*used, *cores), after, f"{' and '.join(used)}: {_BY[by]}")
+        return self.timeline.add(
+            lane, seconds, (*used, *cores), after, f"{' and '.join(used)}: {_BY[by]}"
+        )
 
-    # --- what came of it ---------------------------------------------------------------------------------------------------
+    # --- what came of it --------------------------------------------------------------------------
 
     def result(self) -> Simulation:
         spans, tasks = self.timeline.play(), self.timeline.tasks
@@ -426,7 +549,11 @@ class _Walk:
             if task.label and task.label != WAIT:
                 times, seconds = work.get(task.label, (0, 0.0))
                 work[task.label] = (times + 1, seconds + task.seconds)
-            compute += task.seconds if CORES in task.resources and not {UP, DOWN} & set(task.resources) else 0.0
+            compute += (
+                task.seconds
+                if CORES in task.resources and not {UP, DOWN} & set(task.resources)
+                else 0.0
+            )
         traffic_waits = self._transfer_waits(spans)
         loops = tuple(
             Loop(i.result, trips, i.trips is not None, _end(spans, after) - _end(spans, before))
@@ -439,7 +566,10 @@ class _Walk:
             work=dict(sorted(work.items(), key=lambda item: -item[1][1])),
             flops=self._flops,
             traffic=self.traffic,
-            callback_bytes={_TO_DEVICE: self.callbacks.bytes_up, _TO_HOST: self.callbacks.bytes_down},
+            callback_bytes={
+                _TO_DEVICE: self.callbacks.bytes_up,
+                _TO_HOST: self.callbacks.bytes_down,
+            },
             num_callbacks=self.callbacks.count,
             num_host_waits=num_waits,
             host_wait_seconds=waits,
@@ -453,13 +583,17 @@ class _Walk:
         )
 
     def _transfer_waits(self, spans: list[tuple[float, float]]) -> float:
-        """Return for how long the main stream waits in dones, when all before them on it is over and they are enqueued."""
+        """Return for how long the main stream waits in dones, when all before them on it is over
+        and they are enqueued.
+        """
         tasks, dones = self.timeline.tasks, set(self._dones)
         total, main_end = 0.0, 0.0
         for number, task in enumerate(tasks):
             if task.lane == MAIN:
                 if number in dones:
-                    enqueued = max((spans[n][1] for n in task.after if tasks[n].lane == HOST), default=0.0)
+                    enqueued = max(
+                        (spans[n][1] for n in task.after if tasks[n].lane == HOST), default=0.0
+                    )
                     total += max(0.0, spans[number][1] - max(main_end, enqueued))
                 main_end = spans[number][1]
         return total
@@ -470,7 +604,11 @@ _BY = {COPY: "copies", KERNEL: "kernels"}
 
 def _loop_parts(i: Instruction) -> tuple[str, str]:
     """Return a loop's condition and body."""
-    parts = {key: match[1] for key in ("condition", "body") if (match := re.search(rf"{key}=%?([\w.\-]+)", i.rest))}
+    parts = {
+        key: match[1]
+        for key in ("condition", "body")
+        if (match := re.search(rf"{key}=%?([\w.\-]+)", i.rest))
+    }
     return parts["condition"], parts["body"]
 
 

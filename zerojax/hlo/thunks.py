@@ -1,9 +1,12 @@
-"""The thunks of a compiled program: what XLA's runtime does for each of its instructions, read from a dump.
+"""The thunks of a compiled program: what XLA's runtime does for each of its instructions, read from
+a dump.
 
-The HLO of a slice does not say who moves its bytes. The thunk does: a `kCopy`, alone or in a `kDynamicSliceFusion`, is a memory
-copy of the driver; a `kCustomKernel` is a kernel, whose threads read or write host memory over the link. Thunks also name the
-stream of each asynchronous operation, and a `kCommandBuffer` holds those that XLA puts into a CUDA graph. Whether the driver
-gives a copy in a graph to a copy engine, as it does one on a stream, is not documented.
+The HLO of a slice does not say who moves its bytes. The thunk does: a `kCopy`, alone or in a
+  `kDynamicSliceFusion`, is a memory
+copy of the driver; a `kCustomKernel` is a kernel, whose threads read or write host memory over the
+link. Thunks also name the stream of each asynchronous operation, and a `kCommandBuffer` holds those
+that XLA puts into a CUDA graph. Whether the driver gives a copy in a graph to a copy engine, as it
+does one on a stream, is not documented.
 
 XLA writes thunks where it is told to dump, with or without a GPU:
 
@@ -16,8 +19,9 @@ XLA writes thunks where it is told to dump, with or without a GPU:
                 081: kCopy
     thunk_metadata { thunk_info { profile_annotation: "copy-start.3" thunk_id: 83 } .. }      ..thunk_metadata.txt
 
-The first file holds the tree of thunks, numbered; the second the instruction of each number. The tree as it is before XLA's
-passes form graphs is in a file that ends in ".thunk_sequence.txt". Where the passes change nothing XLA writes that one alone.
+The first file holds the tree of thunks, numbered; the second the instruction of each number. The
+tree as it is before XLA's passes form graphs is in a file that ends in ".thunk_sequence.txt". Where
+the passes change nothing XLA writes that one alone.
 """
 
 import dataclasses
@@ -31,7 +35,9 @@ _ANNOTATION = re.compile(r'profile_annotation: "([^"]*)"')
 _NUMBER = re.compile(r"thunk_id: (\d+)")
 _SEQUENCE, _BEFORE_PASSES = ".thunk_sequence_after_thunk_passes.txt", ".thunk_sequence.txt"
 _GRAPH = "kCommandBuffer"
-_COPIES = frozenset({"kCopy", "kDeviceToHostCopy", "kHostToDeviceCopy", "kDeviceToDeviceCopy", "kMemcpy"})
+_COPIES = frozenset(
+    {"kCopy", "kDeviceToHostCopy", "kHostToDeviceCopy", "kDeviceToDeviceCopy", "kMemcpy"}
+)
 _WRAPPERS = frozenset({"kAsyncStart", "kDynamicSliceFusion", "kSequential"})
 
 
@@ -42,8 +48,10 @@ class Thunks:
     Attributes:
       kinds: by instruction, the kinds of its thunk and of the first one inside of it and so on, as
         "kAsyncStart/kDynamicSliceFusion/kCopy".
-      streams: the stream of each asynchronous start, such as "computation_stream[0]" or "memcpy_h2d_stream".
-      in_graphs: the instructions that run as nodes of a CUDA graph. Their order is that of the graph's edges, not of streams.
+      streams: the stream of each asynchronous start, such as "computation_stream[0]" or
+        "memcpy_h2d_stream".
+      in_graphs: the instructions that run as nodes of a CUDA graph. Their order is that of the
+        graph's edges, not of streams.
     """
 
     kinds: Mapping[str, str]
@@ -80,8 +88,10 @@ def read_thunks(path: str | pathlib.Path, module: str | None = None) -> Thunks:
     """Read the thunks of a program.
 
     Args:
-      path: a folder that XLA dumped to, or the file in it that ends in ".thunk_sequence.txt", beside which are the others.
-      module: name of the program where the folder holds several: what follows "HloModule" in its text, such as "jit_step".
+      path: a folder that XLA dumped to, or the file in it that ends in ".thunk_sequence.txt",
+        beside which are the others.
+      module: name of the program where the folder holds several: what follows "HloModule" in its
+        text, such as "jit_step".
 
     Raises:
       ValueError: the folder holds no thunks of such a program, or those of several.
@@ -89,15 +99,22 @@ def read_thunks(path: str | pathlib.Path, module: str | None = None) -> Thunks:
     path = pathlib.Path(path)
     given = _one(path, _BEFORE_PASSES, module) if path.is_dir() else path
     stem = given.name.removesuffix(_SEQUENCE).removesuffix(_BEFORE_PASSES)
-    metadata, after_passes = given.with_name(f"{stem}.thunk_metadata.txt"), given.with_name(f"{stem}{_SEQUENCE}")
+    metadata, after_passes = (
+        given.with_name(f"{stem}.thunk_metadata.txt"),
+        given.with_name(f"{stem}{_SEQUENCE}"),
+    )
     if stem == given.name or not metadata.is_file():
-        raise ValueError(f"{path}: thunks are read from a file ...{_BEFORE_PASSES} with its ...thunk_metadata.txt beside it")
+        raise ValueError(
+            f"{path}: thunks are read from a file ...{_BEFORE_PASSES} with its ...thunk_metadata.txt beside it"
+        )
     sequence = after_passes if after_passes.is_file() else given
     names = _names(metadata.read_text())
     kinds: dict[str, str] = {}
     streams: dict[str, str] = {}
     in_graphs = set[str]()
-    around: list[tuple[int, str]] = []  # (indent, instruction) of the thunks that wrap the one being read
+    around: list[
+        tuple[int, str]
+    ] = []  # (indent, instruction) of the thunks that wrap the one being read
     graphs: list[int] = []  # indents of the graphs that hold it
     for match in _THUNK.finditer(sequence.read_text()):
         indent, number, kind, rest = len(match[1]), int(match[2]), match[3], match[4]
@@ -113,7 +130,9 @@ def read_thunks(path: str | pathlib.Path, module: str | None = None) -> Thunks:
         name = around[-1][1] if around else names.get(number, "")
         if not around:
             kinds[name] = kind
-        elif kinds[name].rsplit("/", 1)[-1] in _WRAPPERS:  # the first thunk inside says what is done
+        elif (
+            kinds[name].rsplit("/", 1)[-1] in _WRAPPERS
+        ):  # the first thunk inside says what is done
             kinds[name] += f"/{kind}"
         if kind in _WRAPPERS:
             around.append((indent, name))
@@ -135,12 +154,22 @@ def _names(metadata: str) -> dict[int, str]:
 
 
 def _one(folder: pathlib.Path, ending: str, module: str | None) -> pathlib.Path:
-    """Return the one file of a folder with an ending, of a module; names are as module_0001.jit_step.thunk_sequence.txt."""
+    """Return the one file of a folder with an ending, of a module; names are as
+    module_0001.jit_step.thunk_sequence.txt.
+    """
     part = "." if module is None else f".{module}."
-    found = sorted(path for path in folder.glob("*") if path.name.endswith(ending) and part in path.name)
+    found = sorted(
+        path for path in folder.glob("*") if path.name.endswith(ending) and part in path.name
+    )
     if len(found) != 1:
         names = ", ".join(path.name for path in found)
         of = "" if module is None else f" named {module}"
-        what = f"several programs{of}: {names}" if found else f"no program{of} that XLA dumped for a GPU"
-        raise ValueError(f"{folder} holds {what}; a dump of one program is read: give XLA an empty folder, and one compilation")
+        what = (
+            f"several programs{of}: {names}"
+            if found
+            else f"no program{of} that XLA dumped for a GPU"
+        )
+        raise ValueError(
+            f"{folder} holds {what}; a dump of one program is read: give XLA an empty folder, and one compilation"
+        )
     return found[0]

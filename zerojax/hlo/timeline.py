@@ -1,9 +1,9 @@
 """Work on lanes and resources, played in time: when each task starts and ends.
 
-A lane runs its tasks in the order in which they were added, as a stream of a GPU or a thread does. A task also waits for the
-tasks that it comes after, and then for its resources, each of which serves one task at a time. Whoever has been ready longest
-is served first; of two that became ready at once, the one that was added first. A task whose resources are not all free takes
-none.
+A lane runs its tasks in the order in which they were added, as a stream of a GPU or a thread does.
+A task also waits for the tasks that it comes after, and then for its resources, each of which
+serves one task at a time. Whoever has been ready longest is served first; of two that became ready
+at once, the one that was added first. A task whose resources are not all free takes none.
 """
 
 import bisect
@@ -80,7 +80,9 @@ class Timeline:
         running: list[tuple[float, int]] = []  # a heap of (end, number)
 
         def release(number: int, now: float) -> None:
-            """Let go on what waits for a task; what takes no time and occupies nothing is over at once."""
+            """Let go on what waits for a task; what takes no time and occupies nothing is over at
+            once.
+            """
             over = [number]
             while over:
                 for follower in followers[over.pop()]:

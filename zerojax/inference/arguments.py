@@ -28,10 +28,14 @@ def checked_prompts(prompts: Any) -> list[np.ndarray]:
     for i, prompt in enumerate(prompts):
         row = _array(prompt)
         if row is None or row.ndim != 1 or not row.size or not np.issubdtype(row.dtype, np.integer):
-            raise ValueError(f"prompt {i} is {prompt!r}: a list of at least one token is needed, each an integer")
+            raise ValueError(
+                f"prompt {i} is {prompt!r}: a list of at least one token is needed, each an integer"
+            )
         for token in (row.min(), row.max()):
             if not 0 <= token <= MOST:
-                raise ValueError(f"prompt {i} has token {token}: tokens are integers from 0 to {MOST}")
+                raise ValueError(
+                    f"prompt {i} has token {token}: tokens are integers from 0 to {MOST}"
+                )
         rows.append(row.astype(np.int32))
     if not rows:
         raise ValueError("no prompts: a list of lists of tokens is needed")
@@ -55,12 +59,15 @@ def checked_count(max_new_tokens: Any, longest: int) -> int:
     most = MOST - longest
     count = as_integer(max_new_tokens)
     if count is None or not 1 <= count <= most:
-        raise ValueError(f"max_new_tokens={max_new_tokens!r}: an integer of at least 1 is needed, and at most {MOST} positions")
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens!r}: an integer of at least 1 is needed, and at most {MOST} positions"
+        )
     return count
 
 
 def checked_ends(eos: Any) -> np.ndarray:
-    """Return the tokens that end a row, i32[E]; none for None, as a tokenizer without such a token has it.
+    """Return the tokens that end a row, i32[E]; none for None, as a tokenizer without such a token
+    has it.
 
     Raises:
       ValueError: they are neither tokens nor None.
@@ -68,7 +75,9 @@ def checked_ends(eos: Any) -> np.ndarray:
     if eos is None:
         return np.zeros(0, np.int32)
     refused = ValueError(f"eos={eos!r}: a token, a collection of tokens, or None is needed")
-    is_several = isinstance(eos, Iterable) and not (isinstance(eos, jax.Array | np.ndarray) and eos.ndim == 0)
+    is_several = isinstance(eos, Iterable) and not (
+        isinstance(eos, jax.Array | np.ndarray) and eos.ndim == 0
+    )
     if isinstance(eos, str | bytes):
         raise refused
     tokens: list[int] = []
@@ -117,7 +126,9 @@ def checked_key(key: Any, temperature: float) -> jax.Array | None:
     if temperature == 0:
         return None
     if key is None:
-        raise ValueError(f"temperature={temperature} draws at random: give key=jax.random.key(..), or temperature=0")
+        raise ValueError(
+            f"temperature={temperature} draws at random: give key=jax.random.key(..), or temperature=0"
+        )
     return key
 
 

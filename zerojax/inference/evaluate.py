@@ -52,7 +52,8 @@ def perplexity(
     Args:
       program: whose loss is the mean over the targets that count, in nats.
       state: that is read, wherever it rests.
-      batches: as `program.eval` takes them; in a run of several processes each gives its own parts, and as many batches.
+      batches: as `program.eval` takes them; in a run of several processes each gives its own parts,
+        and as many batches.
       weight: how many targets of a batch, or of a process's part of it, its loss is the mean of.
 
     Raises:
@@ -63,8 +64,12 @@ def perplexity(
         out = program.eval(state, batch)
         losses.append(float(out["loss"] if isinstance(out, Mapping) else out))
         # What is not on this process alone is the whole batch, and is counted once.
-        whole = any(isinstance(a, jax.Array) and not a.is_fully_addressable for a in jax.tree.leaves(batch))
-        with no_mesh():  # the batch may be on the program's mesh, and the caller have another one in scope
+        whole = any(
+            isinstance(a, jax.Array) and not a.is_fully_addressable for a in jax.tree.leaves(batch)
+        )
+        with (
+            no_mesh()
+        ):  # the batch may be on the program's mesh, and the caller have another one in scope
             count = float(weight(batch))
         total_weights.append(count if whole else 0.0)
         weights.append(0.0 if whole else count)
@@ -76,6 +81,8 @@ def perplexity(
     counts = parts.astype(np.float64) + np.asarray(total_weights)
     tokens = counts.sum()
     if not tokens:
-        raise ValueError(f"no target counts in {len(losses)} batches: perplexity is a mean over those that do")
+        raise ValueError(
+            f"no target counts in {len(losses)} batches: perplexity is a mean over those that do"
+        )
     loss = float(np.dot(losses, counts) / tokens)
     return Evaluation(loss, math.exp(loss) if loss < 709 else math.inf, round(tokens))

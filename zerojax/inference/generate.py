@@ -1,7 +1,8 @@
 """Tokens that go on from prompts, in batches of prompts of different length.
 
-Prompts are padded on their right. Attention is causal, so what lies behind a row's last token is not read, and a new token
-takes the place of the first padding. Two ways give the logits of each row's last token:
+Prompts are padded on their right. Attention is causal, so what lies behind a row's last token is
+not read, and a new token takes the place of the first padding. Two ways give the logits of each
+row's last token:
 
     with a cache      parameters are on the device: the prompts are read once, then one token of each row a pass
     without           all tokens of all rows a pass, by `program.apply`. Where parameters come from host memory or disk, a pass
@@ -53,17 +54,19 @@ def generate(
 ) -> list[np.ndarray]:
     """Continue prompts, token by token.
 
-    The model's `predict` gives logits [B, T, V] of a batch of `tokens` and `positions`, i32[B, T], in which tokens see those
-    before them; or [B, V], those of the position `batch["last"]` of each row. In a run of several processes all give the same
-    arguments, and all get all tokens.
+    The model's `predict` gives logits [B, T, V] of a batch of `tokens` and `positions`, i32[B, T],
+    in which tokens see those before them; or [B, V], those of the position `batch["last"]` of each
+    row. In a run of several processes all give the same arguments, and all get all tokens.
 
     Args:
-      program: of a model with `predict`; with a `cache`, too, of a model whose parameters are on the device.
+      program: of a model with `predict`; with a `cache`, too, of a model whose parameters are on
+        the device.
       state: that is read, wherever it rests.
       prompts: of at least one token each.
       max_new_tokens: to generate for each, at least 1.
       temperature: of the softmax, at least 0; 0 takes the likeliest token.
-      top_p: draw from the likeliest tokens that together have this probability, above 0 and at most 1.
+      top_p: draw from the likeliest tokens that together have this probability, above 0 and at most
+        1.
       key: random, with a temperature above 0.
       eos: token, or tokens, that end a row, each one of the model's V; None for none.
       use_cache: None: with a cache where there is one.
@@ -72,7 +75,8 @@ def generate(
       The new tokens of each prompt, i32, with the one that ended it.
 
     Raises:
-      ValueError: an argument is of another type or out of range, or the model cannot be used so; it is named.
+      ValueError: an argument is of another type or out of range, or the model cannot be used so; it
+        is named.
     """
     rows = checked_prompts(prompts)
     lengths = np.asarray([len(row) for row in rows])
@@ -83,7 +87,8 @@ def generate(
         key = uncommitted(key)
     ends = checked_ends(eos)
     use_cache = checked_use_cache(use_cache)
-    # Rows beyond those of the prompts make the batch divide. The last token is not read, so it needs no room.
+    # Rows beyond those of the prompts make the batch divide. The last token is not read, so it
+    # needs no room.
     size = -(-len(rows) // (shards := num_batch_shards(program.mesh))) * shards
     tokens = np.zeros((size, lengths.max() + max_new_tokens - 1), np.int32)
     for row, prompt in zip(tokens, rows, strict=False):
@@ -97,7 +102,14 @@ def generate(
         if step == 0:
             _check_vocabulary(rows, ends, logits.shape[-1])
         with jax.set_mesh(program.mesh):
-            drawn = np.asarray(_drawn(logits, None if key is None else jax.random.fold_in(key, step), temperature, top_p))
+            drawn = np.asarray(
+                _drawn(
+                    logits,
+                    None if key is None else jax.random.fold_in(key, step),
+                    temperature,
+                    top_p,
+                )
+            )
         for i in np.flatnonzero(is_open):
             found[i].append(int(drawn[i]))
             is_open[i] = drawn[i] not in ends
@@ -110,7 +122,9 @@ def generate(
 
 
 def _check_vocabulary(prompts: Sequence[np.ndarray], ends: np.ndarray, vocab: int) -> None:
-    """Raise ValueError where a prompt, or what ends a row, has a token that a model of `vocab` tokens does not have."""
+    """Raise ValueError where a prompt, or what ends a row, has a token that a model of `vocab`
+    tokens does not have.
+    """
     largest = max(int(row.max()) for row in prompts)
     if largest >= vocab:
         raise ValueError(f"a prompt has token {largest}, and the model has {vocab}, counted from 0")
@@ -121,19 +135,30 @@ def _check_vocabulary(prompts: Sequence[np.ndarray], ends: np.ndarray, vocab: in
         )
 
 
-def _logits(program: Program, state: TrainState, width: int, use_cache: bool | None) -> Callable[..., jax.Array]:
-    """Return `logits(tokens[B, width], lengths[B])`, those of each row's last token, [B, V]; called in order."""
+def _logits(
+    program: Program, state: TrainState, width: int, use_cache: bool | None
+) -> Callable[..., jax.Array]:
+    """Return `logits(tokens[B, width], lengths[B])`, those of each row's last token, [B, V]; called
+    in order.
+    """
     model = program.model
     if model.predict is None:
-        raise ValueError("generate needs logits: give the model predict=, which returns them of a batch")
+        raise ValueError(
+            "generate needs logits: give the model predict=, which returns them of a batch"
+        )
     has_cache = isinstance(model, LayeredModel) and model.cache is not None
     on_device = not (isinstance(model, LayeredModel) and streams(program.config))
     if use_cache and not (has_cache and on_device):
         why = "layers come to the device one by one" if has_cache else "the model has no cache="
-        raise ValueError(f"use_cache=True: {why}; leave it None, and all tokens are read in each pass")
+        raise ValueError(
+            f"use_cache=True: {why}; leave it None, and all tokens are read in each pass"
+        )
     if has_cache and on_device and use_cache is not False:
         return _Cached(program, state, width)
-    logger.info("generate reads all tokens in each pass: %s", "no cache" if on_device else "parameters are not on the device")
+    logger.info(
+        "generate reads all tokens in each pass: %s",
+        "no cache" if on_device else "parameters are not on the device",
+    )
     return _Uncached(program, state)
 
 
@@ -142,7 +167,9 @@ def _placed(program: Program, batch: dict[str, np.ndarray]) -> dict[str, jax.Arr
 
     def place(a: np.ndarray) -> jax.Array:
         a = a.astype(np.int32)
-        return jax.make_array_from_callback(a.shape, ActivationSpec(program.mesh).batch(a.ndim), lambda index: a[index])
+        return jax.make_array_from_callback(
+            a.shape, ActivationSpec(program.mesh).batch(a.ndim), lambda index: a[index]
+        )
 
     return {name: place(a) for name, a in batch.items()}
 
@@ -156,7 +183,9 @@ def _at(logits: jax.Array, last: jax.Array) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _drawn(logits: jax.Array, key: jax.Array | None, temperature: float, top_p: float) -> jax.Array:
     """Return the next tokens, on every device."""
-    return jax.lax.with_sharding_constraint(next_tokens(logits, key, temperature, top_p), PartitionSpec())
+    return jax.lax.with_sharding_constraint(
+        next_tokens(logits, key, temperature, top_p), PartitionSpec()
+    )
 
 
 class _Uncached:
@@ -167,7 +196,9 @@ class _Uncached:
 
     def __call__(self, tokens: np.ndarray, lengths: np.ndarray) -> jax.Array:
         positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
-        batch = _placed(self._program, {"tokens": tokens, "positions": positions, LAST: lengths - 1})
+        batch = _placed(
+            self._program, {"tokens": tokens, "positions": positions, LAST: lengths - 1}
+        )
         return _at(self._program.apply(self._state, batch), batch[LAST])
 
 
@@ -181,12 +212,17 @@ class _Cached:
     def __call__(self, tokens: np.ndarray, lengths: np.ndarray) -> jax.Array:
         if self._cache is None:
             longest = lengths.max()
-            positions, last = np.broadcast_to(np.arange(longest), (len(tokens), longest)), lengths - 1
+            positions, last = (
+                np.broadcast_to(np.arange(longest), (len(tokens), longest)),
+                lengths - 1,
+            )
             tokens = tokens[:, :longest]
         else:
             # A row that has ended reads its last token again, and keeps the same of it.
             positions, last = lengths[:, None] - 1, np.zeros_like(lengths)
             tokens = np.take_along_axis(tokens, positions, 1)
         batch = _placed(self._program, {"tokens": tokens, "positions": positions, LAST: last})
-        logits, self._cache = self._program.apply_cached(self._state, batch, self._cache, self._width)
+        logits, self._cache = self._program.apply_cached(
+            self._state, batch, self._cache, self._width
+        )
         return _at(logits, batch[LAST])

@@ -1,8 +1,10 @@
-"""A traced function as a flat list of equations, for code that interprets it or analyses what it computes.
+"""A traced function as a flat list of equations, for code that interprets it or analyses what it
+computes.
 
-`flatten` inlines nested `jit` calls. So equations that run one after the other are neighbours, wherever the author put function
-boundaries. Variables become integer slots, because two calls of one jitted function share their variables. A slot is written
-once, before it is read. So one pass over the instructions answers either question of data flow:
+`flatten` inlines nested `jit` calls. So equations that run one after the other are neighbours,
+wherever the author put function boundaries. Variables become integer slots, because two calls of
+one jitted function share their variables. A slot is written once, before it is read. So one pass
+over the instructions answers either question of data flow:
 
     program.live(outputs)     backwards: which instructions do these outputs need?
     program.reached(starts)   forwards: which slots depend on these?
@@ -19,7 +21,9 @@ import jax.extend.core as jex
 from zerojax.jaxprs.parameters import called, opened
 from zerojax.jaxprs.primitives import INLINED
 
-BY_POSITION = frozenset({"optimization_barrier", "psum", "psum_invariant", "reduce_scatter", "pvary"})
+BY_POSITION = frozenset(
+    {"optimization_barrier", "psum", "psum_invariant", "reduce_scatter", "pvary"}
+)
 """Equations whose result k is made of operand k alone."""
 
 
@@ -64,7 +68,8 @@ class FlatJaxpr:
       inputs: slots of the arguments.
       instructions: in the order of the trace, so each slot is written before it is read.
       outputs: the results.
-      last_read: index of the last instruction that reads a slot; of an output the number of instructions.
+      last_read: index of the last instruction that reads a slot; of an output the number of
+        instructions.
     """
 
     inputs: tuple[int, ...]
@@ -82,7 +87,8 @@ class FlatJaxpr:
 
         Args:
           outputs: slots that are wanted; constants need nothing.
-          is_root: whether an instruction is needed even if nothing reads its results, such as one with an effect.
+          is_root: whether an instruction is needed even if nothing reads its results, such as one
+            with an effect.
           is_followed: whether the instruction that computes an operand is needed too.
         """
         needed = {ref for ref in outputs if isinstance(ref, int)}
@@ -139,7 +145,9 @@ class FlatJaxpr:
 
 
 def flatten(
-    jaxpr: jex.Jaxpr, consts: Sequence[Any], is_opaque: Callable[[jex.JaxprEqn], bool] = lambda eqn: False
+    jaxpr: jex.Jaxpr,
+    consts: Sequence[Any],
+    is_opaque: Callable[[jex.JaxprEqn], bool] = lambda eqn: False,
 ) -> FlatJaxpr:
     """Inline every nested `jit`.
 
@@ -152,8 +160,11 @@ def flatten(
     instructions: list[Instruction] = []
 
     def emit(jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Ref]) -> list[Ref]:
-        # Each call has an environment of its own: two calls of one jitted function share the jaxpr's variables.
-        env: dict[jex.Var, Ref] = {v: Constant(c) for v, c in zip(jaxpr.constvars, consts, strict=True)}
+        # Each call has an environment of its own: two calls of one jitted function share the
+        # jaxpr's variables.
+        env: dict[jex.Var, Ref] = {
+            v: Constant(c) for v, c in zip(jaxpr.constvars, consts, strict=True)
+        }
         env.update(zip(jaxpr.invars, args, strict=True))
 
         def ref_of(atom: Any) -> Ref:
@@ -192,7 +203,9 @@ def trace(
 
 @contextlib.contextmanager
 def _context_of(eqn: jex.JaxprEqn) -> Iterator[None]:
-    """Restore what the equation was traced under: its mesh and compute_on context, and its name in profiles."""
+    """Restore what the equation was traced under: its mesh and compute_on context, and its name in
+    profiles.
+    """
     with eqn.ctx.manager, jax.named_scope(str(eqn.source_info.name_stack) or "param"):
         yield
 
@@ -210,7 +223,8 @@ def read(ref: Ref, slots: Mapping[int, Any]) -> Any:
 def bind(eqn: jex.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     """Apply one equation. Derivative rules of custom_jvp and custom_vjp stay attached."""
     with _context_of(eqn):
-        # A custom derivative's parameters hold jaxprs, and `bind` takes functions: get_bind_params makes these of them.
+        # A custom derivative's parameters hold jaxprs, and `bind` takes functions: get_bind_params
+        # makes these of them.
         out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
@@ -223,7 +237,9 @@ def evaluate(instructions: Sequence[Instruction], slots: dict[int, Any]) -> None
 
 
 def only_live(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` without the equations on which its results do not depend; inside of loops they stay."""
+    """Return `function` without the equations on which its results do not depend; inside of loops
+    they stay.
+    """
 
     def run(*args: Any) -> Any:
         program, out = trace(function, *args)

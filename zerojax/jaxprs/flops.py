@@ -8,37 +8,59 @@ import jax.extend.core as jex
 from zerojax.jaxprs.flat import flatten
 from zerojax.jaxprs.primitives import CUSTOM_DERIVATIVES
 
-_FUSED_ATTENTION = {"dot_product_attention_fwd_wrapper": 1.0, "dot_product_attention_bwd_wrapper": 2.5}
-"""cuDNN's attention: how many times the two products of a forward pass. Backward computes the scores again."""
+_FUSED_ATTENTION = {
+    "dot_product_attention_fwd_wrapper": 1.0,
+    "dot_product_attention_bwd_wrapper": 2.5,
+}
+"""cuDNN's attention: how many times the two products of a forward pass.
+
+Backward computes the scores again.
+"""
 
 
 def product_of(eqn: jex.JaxprEqn) -> jex.JaxprEqn | None:
-    """Return the dot_general that an equation is, or that a custom derivative holds alone; else None."""
+    """Return the dot_general that an equation is, or that a custom derivative holds alone; else
+    None.
+    """
     if eqn.primitive.name == "dot_general":
         return eqn
     if eqn.primitive.name not in CUSTOM_DERIVATIVES or len(eqn.invars) != 2:
         return None
     inner: Any = eqn.params["call_jaxpr"].jaxpr
     program = flatten(inner, eqn.params["call_jaxpr"].consts)
-    made = [i for i in program.instructions if i.eqn.primitive.name not in ("name", "convert_element_type")]
-    is_alone = len(made) == 1 and made[0].eqn.primitive.name == "dot_general" and made[0].ins == program.inputs
+    made = [
+        i
+        for i in program.instructions
+        if i.eqn.primitive.name not in ("name", "convert_element_type")
+    ]
+    is_alone = (
+        len(made) == 1
+        and made[0].eqn.primitive.name == "dot_general"
+        and made[0].ins == program.inputs
+    )
     return made[0].eqn if is_alone else None
 
 
 def flops_of(eqn: jex.JaxprEqn) -> float:
-    """Return the FLOPs of the products in an equation: of matrices, convolutions and attention, on all devices.
+    """Return the FLOPs of the products in an equation: of matrices, convolutions and attention, on
+    all devices.
 
-    Jaxprs that it holds count: of branches the largest one, of a loop of unknown length one turn. Of a Pallas kernel its cost
+    Jaxprs that it holds count: of branches the largest one, of a loop of unknown length one turn.
+      Of a Pallas kernel its cost
     estimate counts.
     """
     name, params = eqn.primitive.name, eqn.params
-    shapes: list[tuple[int, ...]] = [getattr(v.aval, "shape", ()) for v in (*eqn.invars, *eqn.outvars)]
+    shapes: list[tuple[int, ...]] = [
+        getattr(v.aval, "shape", ()) for v in (*eqn.invars, *eqn.outvars)
+    ]
     if name in ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"):
         lhs, rhs = shapes[:2]
         if name == "dot_general":
             summed = math.prod(lhs[d] for d in params["dimension_numbers"][0][0])
         elif name == "conv_general_dilated":
-            summed = math.prod(rhs) // rhs[params["dimension_numbers"].rhs_spec[0]]  # all but the output's features
+            summed = (
+                math.prod(rhs) // rhs[params["dimension_numbers"].rhs_spec[0]]
+            )  # all but the output's features
         else:
             summed = lhs[-1]
         return 2.0 * math.prod(shapes[-1]) * summed
@@ -46,7 +68,9 @@ def flops_of(eqn: jex.JaxprEqn) -> float:
         query, key = shapes[:2]
         length = key[2 if params["layout"] else 1]  # BNTH, else BTNH
         scores = 4.0 * math.prod(query) * length
-        return scores * _FUSED_ATTENTION[name] * (0.5 if "CAUSAL" in str(params["mask_type"]) else 1.0)
+        return (
+            scores * _FUSED_ATTENTION[name] * (0.5 if "CAUSAL" in str(params["mask_type"]) else 1.0)
+        )
     if name == "pallas_call":
         return float(getattr(params.get("cost_estimate"), "flops", 0.0))
     inner = [sum(map(flops_of, jaxpr.eqns)) for jaxpr in jex.jaxprs_in_params(params)]
@@ -57,8 +81,12 @@ def flops_of(eqn: jex.JaxprEqn) -> float:
 
 
 def dtype_of_products(eqn: jex.JaxprEqn) -> Any:
-    """Return the dtype of the operands of an equation's products: in jaxprs that it holds, of those with the most FLOPs."""
-    while eqn.primitive.name != "pallas_call" and (inner := [e for j in jex.jaxprs_in_params(eqn.params) for e in j.eqns]):
+    """Return the dtype of the operands of an equation's products: in jaxprs that it holds, of those
+    with the most FLOPs.
+    """
+    while eqn.primitive.name != "pallas_call" and (
+        inner := [e for j in jex.jaxprs_in_params(eqn.params) for e in j.eqns]
+    ):
         largest = max(inner, key=flops_of)
         if not flops_of(largest):
             break

@@ -3,34 +3,148 @@
 A primitive that is in no set is assumed to have none of these properties.
 """
 
-PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "gather", "dynamic_slice"})
-"""Equations that cost too much to repeat in backward, or whose result is data of its own (lookups)."""
+PRODUCTS = frozenset(
+    {
+        "dot_general",
+        "ragged_dot",
+        "ragged_dot_general",
+        "conv_general_dilated",
+        "gather",
+        "dynamic_slice",
+    }
+)
+"""Equations that cost too much to repeat in backward, or whose result is data of its own (lookups).
+"""
 LINEAR = frozenset(
-    {"add", "sub", "neg", "convert_element_type", "transpose", "reshape", "broadcast_in_dim", "squeeze", "expand_dims",
-     "copy", "reduce_precision", "name", "slice", "concatenate", "split", "reduce_sum", "add_any"}
-)  # fmt: skip
+    {
+        "add",
+        "sub",
+        "neg",
+        "convert_element_type",
+        "transpose",
+        "reshape",
+        "broadcast_in_dim",
+        "squeeze",
+        "expand_dims",
+        "copy",
+        "reduce_precision",
+        "name",
+        "slice",
+        "concatenate",
+        "split",
+        "reduce_sum",
+        "add_any",
+    }
+)
 """Equations whose derivative does not need their operands."""
 ELEMENTWISE = frozenset(
-    {"convert_element_type", "copy", "name", "reduce_precision", "stop_gradient", "add", "sub", "neg", "mul", "div",
-     "max", "min", "exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "rsqrt", "sqrt", "cbrt", "square", "integer_pow",
-     "pow", "abs", "sign", "erf", "erf_inv", "erfc", "sin", "cos", "tan", "floor", "ceil", "round", "clamp"}
-)  # fmt: skip
+    {
+        "convert_element_type",
+        "copy",
+        "name",
+        "reduce_precision",
+        "stop_gradient",
+        "add",
+        "sub",
+        "neg",
+        "mul",
+        "div",
+        "max",
+        "min",
+        "exp",
+        "exp2",
+        "log",
+        "log1p",
+        "expm1",
+        "tanh",
+        "logistic",
+        "rsqrt",
+        "sqrt",
+        "cbrt",
+        "square",
+        "integer_pow",
+        "pow",
+        "abs",
+        "sign",
+        "erf",
+        "erf_inv",
+        "erfc",
+        "sin",
+        "cos",
+        "tan",
+        "floor",
+        "ceil",
+        "round",
+        "clamp",
+    }
+)
 """Equations that act on each element: on a shard as on the whole."""
-CHEAP = LINEAR | ELEMENTWISE | frozenset(
-    {"select_n", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "rev", "pad", "iota", "reduce_max",
-     "reduce_min", "reduce_and", "reduce_or", "is_finite", "rem", "nextafter"}
-)  # fmt: skip
+CHEAP = (
+    LINEAR
+    | ELEMENTWISE
+    | frozenset(
+        {
+            "select_n",
+            "eq",
+            "ne",
+            "lt",
+            "le",
+            "gt",
+            "ge",
+            "and",
+            "or",
+            "not",
+            "xor",
+            "rev",
+            "pad",
+            "iota",
+            "reduce_max",
+            "reduce_min",
+            "reduce_and",
+            "reduce_or",
+            "is_finite",
+            "rem",
+            "nextafter",
+        }
+    )
+)
 """Elementwise, layout and reduction equations: cheap to repeat."""
-REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
+REDUCTIONS = frozenset(
+    {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
+)
 POINTWISE = ELEMENTWISE | {
-    "select_n", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "is_finite", "rem", "nextafter", "add_any",
-    "bitcast_convert_type", "shift_left", "shift_right_logical", "shift_right_arithmetic",
-}  # fmt: skip
-"""Equations whose result at one index reads its operands at that index alone (of a bitcast: where it keeps the shape)."""
+    "select_n",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "and",
+    "or",
+    "not",
+    "xor",
+    "is_finite",
+    "rem",
+    "nextafter",
+    "add_any",
+    "bitcast_convert_type",
+    "shift_left",
+    "shift_right_logical",
+    "shift_right_arithmetic",
+}
+"""Equations whose result at one index reads its operands at that index alone (of a bitcast: where
+it keeps the shape).
+"""
 FILLS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
-"""Equations that turn an array of equal elements into an array of the same elements in another shape."""
+"""Equations that turn an array of equal elements into an array of the same elements in another
+shape.
+"""
 INLINED = frozenset({"jit", "closed_call", "eval_jaxpr"})
-"""Equations that call a jaxpr once, as it is. From jax 0.11 on "eval_jaxpr" stands for "closed_call"."""
+"""Equations that call a jaxpr once, as it is.
+
+From jax 0.11 on "eval_jaxpr" stands for "closed_call".
+"""
 REMAT = "remat2"
 """The equation that `jax.checkpoint` makes."""
 CUSTOM_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call"})

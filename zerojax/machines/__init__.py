@@ -1,4 +1,6 @@
-"""What a machine has and how fast it is: figures by name, from files, measured; and what a folder's disk can train."""
+"""What a machine has and how fast it is: figures by name, from files, measured; and what a folder's
+disk can train.
+"""
 
 from zerojax.machines.disk import report as report
 from zerojax.machines.machines import COUNTS as COUNTS

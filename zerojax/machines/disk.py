@@ -1,17 +1,17 @@
 """What a folder's disk can train: its bandwidth, and the models and step times that follow from it.
 
-With everything on nvme a step reads parameters for forward and again for backward, and optimizer state (master weights
-included) for the update; it writes optimizer state and parameters. Gradients are written and read where they rest until the
-global norm is known, and parameters that are their own masters are then read a third time. So, of `zerojax.memory`'s bytes of
-one parameter,
+With everything on nvme a step reads parameters for forward and again for backward, and optimizer
+state (master weights included) for the update; it writes optimizer state and parameters. Gradients
+are written and read where they rest until the global norm is known, and parameters that are their
+own masters are then read a third time. So, of `zerojax.memory`'s bytes of one parameter,
 
     update           read                                              written
     in_backward      2 params + master + moments                       params + master + moments
     after_backward   the same + grads (+ params if there is no master)   the same + grads
 
-and a step of P parameters takes P (read / read bandwidth + written / write bandwidth) seconds of the disk, where reads and
-writes take turns; computation hides behind that or hides it. Activations on nvme come on top. P counts the parameters of all
-devices that share the disk.
+and a step of P parameters takes P (read / read bandwidth + written / write bandwidth) seconds of
+the disk, where reads and writes take turns; computation hides behind that or hides it. Activations
+on nvme come on top. P counts the parameters of all devices that share the disk.
 """
 
 import errno
@@ -21,7 +21,11 @@ import statistics
 from host_offload.disk import DIRECT, PLAIN, Bench, IoSettings, Rates, SwapError, SwapFolder, tune
 from zerojax.formulas import StateBytes, state_bytes
 
-_ROWS = tuple((precision, update) for precision in ("bf16", "fp32") for update in ("after_backward", "in_backward"))
+_ROWS = tuple(
+    (precision, update)
+    for precision in ("bf16", "fp32")
+    for update in ("after_backward", "in_backward")
+)
 
 
 def disk_bytes(per_param: StateBytes, update: str) -> int:
@@ -48,7 +52,8 @@ def report(folder: str, *, num_bytes: int = 1 << 30, num_rounds: int = 3) -> str
     """Measure a folder and return what it supports, as text.
 
     Args:
-      folder: an existing folder. What is written there is removed, but for the settings found, which later runs use.
+      folder: an existing folder. What is written there is removed, but for the settings found,
+        which later runs use.
       num_bytes: to write and to read, by each reader in each round.
       num_rounds: the median of so many.
 
@@ -64,7 +69,8 @@ def report(folder: str, *, num_bytes: int = 1 << 30, num_rounds: int = 3) -> str
             rounds = [bench.round() for _ in range(num_rounds)]
     rates = {
         name: Rates(
-            read=statistics.median(r[name].read for r in rounds), write=statistics.median(r[name].write for r in rounds)
+            read=statistics.median(r[name].read for r in rounds),
+            write=statistics.median(r[name].write for r in rounds),
         )
         for name in rounds[0]
     }
@@ -109,7 +115,9 @@ def bandwidth_table(rates: dict[str, Rates]) -> list[str]:
 
 
 def model_table(rates: Rates, free_bytes: int) -> list[str]:
-    """Return one line for each precision and update: the largest model, and seconds of the disk a step."""
+    """Return one line for each precision and update: the largest model, and seconds of the disk a
+    step.
+    """
     lines = [
         f"With params, grads and opt_state on nvme, Adam, and {DIRECT}, parameters of all devices that share this disk:",
         f"{'precision':<10}{'update':<16}{'bytes each':>11}{'read':>6}{'written':>9}{'at most, 1e9':>14}"

@@ -1,8 +1,9 @@
 """Machines by name: a vendor's figures and what is assumed of them; and machines from files.
 
-`zerojax.chips` has the figures that vendors print, and `zerojax.hlo.RATES` what programs are assumed to attain of them. A
-machine's `source` names the share. Only NVLink's share is assumed here. No run stands behind these; `zerojax probe` measures.
-The authors of ZeRO-Infinity measured the figures of the DGX-2.
+`zerojax.chips` has the figures that vendors print, and `zerojax.hlo.RATES` what programs are
+assumed to attain of them. A machine's `source` names the share. Only NVLink's share is assumed
+here. No run stands behind these; `zerojax probe` measures. The authors of ZeRO-Infinity measured
+the figures of the DGX-2.
 """
 
 import dataclasses
@@ -23,17 +24,26 @@ _NVLINK_SHARE = 0.8
 def _gpu(chip: Chip) -> Machine:
     """Return nodes of one kind of GPU."""
     rates, sheet = RATES[chip.name], chip.sheet
-    flops = {dtype: rates.products_float32 if dtype == "fp32" else rates.products for dtype in chip.peak}
+    flops = {
+        dtype: rates.products_float32 if dtype == "fp32" else rates.products for dtype in chip.peak
+    }
 
     nvlink = None if chip.nvlink is None else _NVLINK_SHARE * chip.nvlink / 2
 
     def assumed(rate: float, printed: float, where: str) -> str:
         return f"assumed: share {rate / printed:.2g} of {printed:.4g}, {where}"
 
-    details = {dtype: f"{sheet}, {chip.detail}" if chip.detail and dtype != "fp32" else sheet for dtype in chip.peak}
-    source = {"device_bytes": f"nvidia-smi's total of {chip.memory_bytes // MIB} MiB, less {RESERVED_BYTES // MIB} MiB assumed"}
+    details = {
+        dtype: f"{sheet}, {chip.detail}" if chip.detail and dtype != "fp32" else sheet
+        for dtype in chip.peak
+    }
+    source = {
+        "device_bytes": f"nvidia-smi's total of {chip.memory_bytes // MIB} MiB, less {RESERVED_BYTES // MIB} MiB assumed"
+    }
     source |= {f"peak_flops.{dtype}": text for dtype, text in details.items()}
-    source |= {f"flops.{dtype}": assumed(flops[dtype], chip.peak[dtype], sheet) for dtype in chip.peak}
+    source |= {
+        f"flops.{dtype}": assumed(flops[dtype], chip.peak[dtype], sheet) for dtype in chip.peak
+    }
     link = assumed(rates.link, chip.link_rate, f"PCIe {chip.pcie} x{LANES}, {sheet}")
     source |= {
         "memory_rate": assumed(rates.memory, chip.memory_rate, sheet),
@@ -102,29 +112,37 @@ _DGX2 = dataclasses.replace(
 )
 
 NAMED: Mapping[str, Machine] = MappingProxyType(
-    {name: _gpu(chip) for name, chip in CHIPS.items()} | {machine.name: machine for machine in (_V100, _DGX2)}
+    {name: _gpu(chip) for name, chip in CHIPS.items()}
+    | {machine.name: machine for machine in (_V100, _DGX2)}
 )
-"""Machines by name: nodes of one kind of GPU, of which host and disk are not known, and the DGX-2 of ZeRO-Infinity."""
+"""Machines by name: nodes of one kind of GPU, of which host and disk are not known, and the DGX-2
+of ZeRO-Infinity.
+"""
 
 
 def machine_of(device_kind: str) -> str | None:
-    """Return the name of the machine whose devices JAX calls so, such as "NVIDIA H200"; None where none is known."""
+    """Return the name of the machine whose devices JAX calls so, such as "NVIDIA H200"; None where
+    none is known.
+    """
     chip = chip_of(device_kind)
     return None if chip is None else chip.name
 
 
-def machine(name: str | os.PathLike[str], *, nodes: int | None = None, devices_per_node: int | None = None) -> Machine:
+def machine(
+    name: str | os.PathLike[str], *, nodes: int | None = None, devices_per_node: int | None = None
+) -> Machine:
     """Return a machine by its name, or from a file.
 
     Args:
-      name: one of `zerojax machines`, or the path of a TOML file. Its keys are the attributes of `Machine`: `link_up = 5e10`,
-        `flops.bf16 = 6e14`, `source.link_up = "..."`. `base = "h200"` starts from a named machine.
+      name: one of `zerojax machines`, or the path of a TOML file. Its keys are the attributes of
+        `Machine`: `link_up = 5e10`, `flops.bf16 = 6e14`, `source.link_up = "..."`. `base = "h200"`
+        starts from a named machine.
       nodes: instead of the machine's own.
       devices_per_node: likewise.
 
     Raises:
-      ValueError: no machine has that name, or the file has a key or value that a machine does not take; with its line and the
-        nearest that is known.
+      ValueError: no machine has that name, or the file has a key or value that a machine does not
+        take; with its line and the nearest that is known.
       OSError: the file cannot be read.
     """
     text = os.fspath(name)
@@ -151,15 +169,29 @@ def _read(path: str) -> Machine:
         if wrong := what_is_wrong(key, value):
             raise ValueError(f"{places[key]}: {wrong}")
     stem = os.path.splitext(os.path.basename(path))[0]
-    base = _named(values["base"], f"{places['base']}: base") if "base" in values else Machine(name=stem)
+    base = (
+        _named(values["base"], f"{places['base']}: base")
+        if "base" in values
+        else Machine(name=stem)
+    )
     given = {key: values[key] for key in values if key in FIGURES}
-    said = {key.removeprefix("source."): text for key, text in values.items() if key.startswith("source.")}
+    said = {
+        key.removeprefix("source."): text
+        for key, text in values.items()
+        if key.startswith("source.")
+    }
     if absent := [name for name in said if name not in given and name not in base.figures]:
-        raise ValueError(f"{places[f'source.{absent[0]}']}: source of {absent[0]}, a figure that the file does not give")
+        raise ValueError(
+            f"{places[f'source.{absent[0]}']}: source of {absent[0]}, a figure that the file does not give"
+        )
     source = {**base.source, **dict.fromkeys(given, f"given in {os.path.basename(path)}"), **said}
     fields: dict[str, Any] = {key: value for key, value in given.items() if "." not in key}
     for name in BY_DTYPE:
-        own = {key.partition(".")[2]: value for key, value in given.items() if key.startswith(f"{name}.")}
+        own = {
+            key.partition(".")[2]: value
+            for key, value in given.items()
+            if key.startswith(f"{name}.")
+        }
         fields[name] = {**getattr(base, name), **own}
     fields |= {key: values[key] for key in COUNTS if key in values}
     return dataclasses.replace(base, name=values.get("name", stem), **fields, source=source)

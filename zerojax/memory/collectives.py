@@ -1,13 +1,15 @@
 """Bytes that each device sends in a step of one program, by collective.
 
-A leaf that `fsdp` splits sends what the closed form of its stage says; one that stays replicated is reduced by an all_reduce
-over all replicas. With reduce_dtype="float32" an element counts 4 bytes where it is reduced, and 2 where it is gathered; with
-reduce_every="step" it is reduced once a step. An embedding may send fewer, by rows (`zerojax.gather.look_up`), which the batch
-decides. What tensor parallelism sends is inside of the model: `zerojax.memory.tensor` counts it.
+A leaf that `fsdp` splits sends what the closed form of its stage says; one that stays replicated is
+reduced by an all_reduce over all replicas. With reduce_dtype="float32" an element counts 4 bytes
+where it is reduced, and 2 where it is gathered; with reduce_every="step" it is reduced once a step.
+An embedding may send fewer, by rows (`zerojax.gather.look_up`), which the batch decides. What
+tensor parallelism sends is inside of the model: `zerojax.memory.tensor` counts it.
 
-An optimizer that needs whole leaves of a layer (`zerojax.optim.leaf_rule`) moves them besides, in float32: of stacks that are
-updated together by an all_to_all there and one back, of a record on its own by an all_gather. Sums over a leaf, such as a norm,
-are not counted, nor what XLA sends to partition the products of leaves that are no stack.
+An optimizer that needs whole leaves of a layer (`zerojax.optim.leaf_rule`) moves them besides, in
+float32: of stacks that are updated together by an all_to_all there and one back, of a record on its
+own by an all_gather. Sums over a leaf, such as a norm, are not counted, nor what XLA sends to
+partition the products of leaves that are no stack.
 """
 
 import math
@@ -20,9 +22,11 @@ from zerojax.streamed import StreamedStep
 
 
 def collectives_of_step(layout: Layout, streamed: StreamedStep | None) -> dict[str, int]:
-    """Return bytes sent by each device: the closed form over the leaves that `fsdp` splits, all_reduce for the rest.
+    """Return bytes sent by each device: the closed form over the leaves that `fsdp` splits,
+    all_reduce for the rest.
 
-    A streamed step gathers a layer once for all microbatches, and tiles once more where backward runs their loop again.
+    A streamed step gathers a layer once for all microbatches, and tiles once more where backward
+    runs their loop again.
     """
     gathers_of_tiles = _gathers_again(streamed)
     mesh, config = layout.mesh, layout.config
@@ -36,17 +40,25 @@ def collectives_of_step(layout: Layout, streamed: StreamedStep | None) -> dict[s
         stage, copies = (config.stage, shards) if split else (0, shards * replicas)
         elements_sent = collective_elements(elements, stage, copies, count, reductions)
         if streamed and leaf.is_stacked:
-            elements_sent["all_gather"] = collective_elements(elements, config.stage, shards)["all_gather"] if split else 0.0
-            # Once in forward and once in backward; and again where backward runs a loop over tiles once more.
+            elements_sent["all_gather"] = (
+                collective_elements(elements, config.stage, shards)["all_gather"] if split else 0.0
+            )
+            # Once in forward and once in backward; and again where backward runs a loop over tiles
+            # once more.
             elements_sent["all_gather"] *= 1 + gathers_of_tiles.get(leaf.group, 0) / 2
         if leaf.frozen:  # it is gathered where it is split, and has no gradient
-            elements_sent = {"all_gather": elements_sent["all_gather"] if STAGES[config.stage].params else 0.0}
+            elements_sent = {
+                "all_gather": elements_sent["all_gather"] if STAGES[config.stage].params else 0.0
+            }
         reduced = reduced_itemsize(layout, leaf)
         for name, n in elements_sent.items():
             sent[name] += n * (leaf.dtype.itemsize if name == "all_gather" else reduced)
-        # Hybrid sharding: after the reduce_scatter, shards of gradients are summed over the replicas.
+        # Hybrid sharding: after the reduce_scatter, shards of gradients are summed over the
+        # replicas.
         if split and replicas > 1 and not leaf.frozen:
-            sent["all_reduce"] += 2 * elements / shards * (replicas - 1) / replicas * reduced * reductions
+            sent["all_reduce"] += (
+                2 * elements / shards * (replicas - 1) / replicas * reduced * reductions
+            )
     if isinstance(layout.tx, OwnedTransformation) and STAGES[config.stage].opt_state:
         for name, n in _of_whole_leaves(layout, layout.tx).items():
             sent[name] = sent.get(name, 0.0) + n
@@ -63,14 +75,19 @@ def _of_whole_leaves(layout: Layout, tx: OwnedTransformation) -> dict[str, float
         if layout.updates_by_record:
             sent["all_gather"] += 4 * there * layers * (devices - 1) / devices
         elif leaf.is_stacked:
-            # One axis after the other: each all_to_all keeps a part of what the device has, and sends the others.
+            # One axis after the other: each all_to_all keeps a part of what the device has, and
+            # sends the others.
             rows = -(-layers // devices) * devices
-            sent["all_to_all"] += 4 * (there + back) * rows / devices * sum((n - 1) / n for n in axes)
+            sent["all_to_all"] += (
+                4 * (there + back) * rows / devices * sum((n - 1) / n for n in axes)
+            )
     return {name: n for name, n in sent.items() if n}
 
 
 def _gathers_again(streamed: StreamedStep | None) -> dict[str, float]:
-    """Return how often backward runs a group's forward loop, by the group's name: a mean over the layers of its stack."""
+    """Return how often backward runs a group's forward loop, by the group's name: a mean over the
+    layers of its stack.
+    """
     if streamed is None:
         return {}
     again: dict[str, float] = {}
@@ -78,5 +95,7 @@ def _gathers_again(streamed: StreamedStep | None) -> dict[str, float]:
         inside, run = loops.tracer.tile_loops()["backward"], loops.stack.run
         for group, tiles in loops.stack.loops:
             times = sum(g is tiles and phase == "forward" for g, phase in inside)
-            again[group.name] = again.get(group.name, 0.0) + times * run.num_layers / run.stack.num_layers
+            again[group.name] = (
+                again.get(group.name, 0.0) + times * run.num_layers / run.stack.num_layers
+            )
     return again

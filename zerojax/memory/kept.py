@@ -1,8 +1,9 @@
 """What one program keeps from forward to backward, value by value: `program.kept(batch)`.
 
-Of a streamed step it is what its plan says. Of a resident one it is found by tracing the loss and its derivative, without
-running either: residuals are the results of the traced forward that the derivative reads. A residual that is an argument takes
-no bytes of its own. In a loop over layers each is a stack, one entry a layer.
+Of a streamed step it is what its plan says. Of a resident one it is found by tracing the loss and
+its derivative, without running either: residuals are the results of the traced forward that the
+derivative reads. A residual that is an argument takes no bytes of its own. In a loop over layers
+each is a stack, one entry a layer.
 """
 
 import dataclasses
@@ -28,15 +29,17 @@ class Kept:
     """One value that forward keeps for backward.
 
     Attributes:
-      name: the name that the model gave it (`jax.ad_checkpoint.checkpoint_name`), "x" and a path for the input of a layer, or
-        the equation that made it.
+      name: the name that the model gave it (`jax.ad_checkpoint.checkpoint_name`), "x" and a path
+        for the input of a layer, or the equation that made it.
       shape: of one layer and microbatch, on all devices.
       dtype: of it.
-      spec: how it is split, one entry a dim; None in the place of a dim that is whole, or that XLA may split as it likes.
+      spec: how it is split, one entry a dim; None in the place of a dim that is whole, or that XLA
+        may split as it likes.
       tier: where it rests.
       count: how many there are at once: layers, times microbatches in a streamed step.
       num_bytes: of all of these on one device.
-      stack: of which layers it is, in a model of several stacks or where there are segments; else "".
+      stack: of which layers it is, in a model of several stacks or where there are segments; else
+        "".
       replicated: why `partition_activations` leaves it whole, or "".
     """
 
@@ -67,7 +70,9 @@ class KeptValues(tuple[Kept, ...]):
 
     def __str__(self) -> str:
         head = f"{'bytes':>16} {'count':>5} x {'shape':<32} (spec) tier stack name"
-        return "\n".join([f"{self.num_bytes:>16,} bytes kept on each device", head, *map(str, self)])
+        return "\n".join(
+            [f"{self.num_bytes:>16,} bytes kept on each device", head, *map(str, self)]
+        )
 
 
 def kept_values(values: list[Kept]) -> KeptValues:
@@ -83,7 +88,8 @@ def streamed_kept(streamed: StreamedStep, abstract_batch: Any) -> list[Kept]:
 
 
 def bytes_gathered(streamed: StreamedStep, abstract_batch: Any) -> int:
-    """Return the bytes that each device sends over `tensor` for backward to have whole what rests split over it.
+    """Return the bytes that each device sends over `tensor` for backward to have whole what rests
+    split over it.
 
     In a ring each device passes on every piece but one: t - 1 times what rests on it.
     """
@@ -91,24 +97,45 @@ def bytes_gathered(streamed: StreamedStep, abstract_batch: Any) -> int:
     held = 0
     for loops, residuals in zip(streamed.loops, streamed.abstract_residuals(shapes), strict=True):
         of_each = zip(residuals.records, residuals.shapes, residuals.whole, strict=True)
-        one = sum(local_record_bytes(record, a.shape, a.dtype) for record, a, whole in of_each if whole is not None)
+        one = sum(
+            local_record_bytes(record, a.shape, a.dtype)
+            for record, a, whole in of_each
+            if whole is not None
+        )
         held += loops.stack.num_layers * one
     return held * (streamed.mesh.shape[TENSOR] - 1)
 
 
 def _of_run(run: LayerRun, residuals: ResidualPlan) -> list[Kept]:
     values, lead, num_layers = list[Kept](), residuals.lead, run.num_layers
-    of_each = zip(residuals.names, residuals.records, residuals.shapes, residuals.replicated, strict=True)
+    of_each = zip(
+        residuals.names, residuals.records, residuals.shapes, residuals.replicated, strict=True
+    )
     for name, record, a, why in of_each:
-        spec = tuple(None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in record.spec)[lead:]
+        spec = tuple(
+            None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in record.spec
+        )[lead:]
         count = num_layers * math.prod(a.shape[:lead])
         num_bytes = num_layers * local_record_bytes(record, a.shape, a.dtype)
-        values.append(Kept(name, a.shape[lead:], a.dtype, spec, record.tier, count, num_bytes, run.name, why or ""))
+        values.append(
+            Kept(
+                name,
+                a.shape[lead:],
+                a.dtype,
+                spec,
+                record.tier,
+                count,
+                num_bytes,
+                run.name,
+                why or "",
+            )
+        )
     return values
 
 
 def resident_kept(layout: Layout, loss: Any, abstract_batch: Any) -> list[Kept]:
-    """Return what a microbatch of a resident step keeps; those of one are gone when the next one runs.
+    """Return what a microbatch of a resident step keeps; those of one are gone when the next one
+    runs.
 
     Args:
       layout: of the program.
@@ -117,27 +144,36 @@ def resident_kept(layout: Layout, loss: Any, abstract_batch: Any) -> list[Kept]:
     """
     count = layout.config.num_microbatches
     micro = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct((a.shape[0] // count, *a.shape[1:]) if len(a.shape) else a.shape, a.dtype),
+        lambda a: jax.ShapeDtypeStruct(
+            (a.shape[0] // count, *a.shape[1:]) if len(a.shape) else a.shape, a.dtype
+        ),
         abstract_batch,
     )
     state = layout.abstract_arrays
     shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # noqa: E731
-    params, frozen, model_state = jax.tree.map(shape, (state.params, state.frozen, state.model_state))
-    frozen = jax.eval_shape(layout.decode, frozen)  # backward decodes again, so that what is decoded is no residual
+    params, frozen, model_state = jax.tree.map(
+        shape, (state.params, state.frozen, state.model_state)
+    )
+    frozen = jax.eval_shape(
+        layout.decode, frozen
+    )  # backward decodes again, so that what is decoded is no residual
 
     def residuals(params: Any, frozen: Any, batch: Any, model_state: Any) -> list[Any]:
         value = lambda p: loss(join_frozen(p, frozen), batch, None, model_state)[0].value()  # noqa: E731
         return jax.tree.leaves(jax.vjp(value, params)[1])
 
     jaxpr = jax.make_jaxpr(residuals)(params, frozen, micro, model_state).jaxpr
-    # A residual that is an argument (a parameter, the batch) takes no bytes of its own, and each other counts once.
+    # A residual that is an argument (a parameter, the batch) takes no bytes of its own, and each
+    # other counts once.
     values = {v: None for v in jaxpr.outvars if isinstance(v, jex.Var)}
     for v in jaxpr.invars:
         values.pop(v, None)
     sizes = [a.shape[0] for a in jax.tree.leaves(micro) if a.shape]
     kept = [_resident_value(v, jaxpr, layout, sizes[0] if sizes else 0) for v in values]
     labels = numbered_labels([value.name for value in kept])
-    return [dataclasses.replace(value, name=label) for value, label in zip(kept, labels, strict=True)]
+    return [
+        dataclasses.replace(value, name=label) for value, label in zip(kept, labels, strict=True)
+    ]
 
 
 def _resident_value(v: jex.Var, jaxpr: jex.Jaxpr, layout: Layout, batch_size: int) -> Kept:
@@ -157,8 +193,12 @@ _PASSED_ON = ("reduce_precision", "optimization_barrier")
 
 
 def _source(v: Any, jaxpr: jex.Jaxpr, loops: int) -> tuple[str, Spec | None, int]:
-    """Return what made a variable, how it is split if that was said, and in how many loops, each of which stacks it."""
-    makers: Mapping[Any, Any] = {out: (eqn, n) for eqn in jaxpr.eqns for n, out in enumerate(eqn.outvars)}
+    """Return what made a variable, how it is split if that was said, and in how many loops, each of
+    which stacks it.
+    """
+    makers: Mapping[Any, Any] = {
+        out: (eqn, n) for eqn in jaxpr.eqns for n, out in enumerate(eqn.outvars)
+    }
     spec: Spec | None = None
     while not isinstance(v, jex.Literal) and v in makers:  # a constant is hashed by nobody
         eqn, position = makers[v]
@@ -180,10 +220,17 @@ def _source(v: Any, jaxpr: jex.Jaxpr, loops: int) -> tuple[str, Spec | None, int
 def _constrained(makers: Mapping[Any, Any], v: Any) -> Spec | None:
     """Return the spec of a variable that a constraint made."""
     eqn = makers[v][0] if not isinstance(v, jex.Literal) and v in makers else None
-    return _spec_of(eqn) if eqn is not None and eqn.primitive.name == "sharding_constraint" else None
+    return (
+        _spec_of(eqn) if eqn is not None and eqn.primitive.name == "sharding_constraint" else None
+    )
 
 
 def _spec_of(eqn: jex.JaxprEqn) -> Spec:
-    """Return the spec to which an equation constrains; None in the place of dims that are left to the partitioner."""
-    entries = (None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in eqn.params["sharding"].spec)
+    """Return the spec to which an equation constrains; None in the place of dims that are left to
+    the partitioner.
+    """
+    entries = (
+        None if entry is PartitionSpec.UNCONSTRAINED else entry
+        for entry in eqn.params["sharding"].spec
+    )
     return pad_spec(tuple(entries), len(eqn.outvars[0].aval.shape))  # pyright: ignore[reportAttributeAccessIssue]

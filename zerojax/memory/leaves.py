@@ -1,7 +1,8 @@
-"""Bytes of single leaves and records on one device: at rest by tier, as gradients, and held whole beside their shards.
+"""Bytes of single leaves and records on one device: at rest by tier, as gradients, and held whole
+beside their shards.
 
-Whoever counts a program adds these up. Specs and tiers are those that `Layout` chose, so a leaf that does not divide, or that
-`tensor` splits too, counts what a device really holds of it.
+Whoever counts a program adds these up. Specs and tiers are those that `Layout` chose, so a leaf
+that does not divide, or that `tensor` splits too, counts what a device really holds of it.
 """
 
 import math
@@ -33,7 +34,9 @@ def reduced_itemsize(layout: Layout, leaf: Leaf) -> int:
 
 
 def grad_elements(layout: Layout, blocks: bool | None = None) -> int:
-    """Return the elements of the gradients on one device: of all leaves, of the stacked layers, or of the other leaves."""
+    """Return the elements of the gradients on one device: of all leaves, of the stacked layers, or
+    of the other leaves.
+    """
     sharded = STAGES[layout.config.stage].opt_state
     return sum(
         local_elements(leaf.shape, stored_spec(leaf.spec, sharded), layout.mesh)
@@ -43,22 +46,30 @@ def grad_elements(layout: Layout, blocks: bool | None = None) -> int:
 
 
 def unreduced_bytes(layout: Layout, blocks: bool | None = None) -> int:
-    """Return what a float32 gradient of some leaves, as in `grad_elements`, takes beside its shards while it is not reduced."""
+    """Return what a float32 gradient of some leaves, as in `grad_elements`, takes beside its shards
+    while it is not reduced.
+    """
     if not layout.reduces_once:
         return 0
     leaves = [leaf for leaf in layout.leaves if blocks is None or leaf.is_stacked == blocks]
-    return 4 * (sum(local_elements(leaf.shape, leaf.spec.base, layout.mesh) for leaf in leaves) - grad_elements(layout, blocks))
+    return 4 * (
+        sum(local_elements(leaf.shape, leaf.spec.base, layout.mesh) for leaf in leaves)
+        - grad_elements(layout, blocks)
+    )
 
 
 def gathered_bytes(layout: Layout, layers: int = 1, fetched: bool = False) -> int:
     """Return the bytes of the largest unit held whole beside its shards.
 
     Args:
-      layout: of the program. The units of a Model are its leaves; else they are embedding, head, and layers of each stack.
+      layout: of the program. The units of a Model are its leaves; else they are embedding, head,
+        and layers of each stack.
       layers: layers of a stack held at once.
-      fetched: parameters come from another tier, so that a layer takes its bytes even where nothing is split.
+      fetched: parameters come from another tier, so that a layer takes its bytes even where nothing
+        is split.
     """
-    # Else parameters rest whole on the device: nothing is gathered, and what rests encoded is decoded all the same.
+    # Else parameters rest whole on the device: nothing is gathered, and what rests encoded is
+    # decoded all the same.
     is_gathered = STAGES[layout.config.stage].params and (layout.mesh.shape[FSDP] > 1 or fetched)
     if not is_gathered and not layout.encodings:
         return 0
@@ -66,10 +77,14 @@ def gathered_bytes(layout: Layout, layers: int = 1, fetched: bool = False) -> in
     of_units: dict[Any, int] = {}
     of_tiles: dict[str, int] = {}
     for leaf in layout.all_leaves:
-        whole = local_elements(leaf.shape, without_axis(leaf.spec.sharded, FSDP), layout.mesh) * leaf.dtype.itemsize
+        whole = (
+            local_elements(leaf.shape, without_axis(leaf.spec.sharded, FSDP), layout.mesh)
+            * leaf.dtype.itemsize
+        )
         size = (whole if is_gathered else 0) + decoded_bytes(leaf, layout)
         if leaf.is_stacked:
-            # A stacked leaf counts all layers, but only some are whole at a time: one, or two with gather_ahead.
+            # A stacked leaf counts all layers, but only some are whole at a time: one, or two with
+            # gather_ahead.
             size = size // leaf.shape[0] * layers
         if leaf.role == "tile":
             of_tiles[leaf.group] = of_tiles.get(leaf.group, 0) + size // num_tiles[leaf.group]
@@ -84,18 +99,27 @@ def gathered_bytes(layout: Layout, layers: int = 1, fetched: bool = False) -> in
 
 
 def _unit(leaf: Leaf) -> tuple[Any, str]:
-    """Return what is gathered at once of which a leaf of a LayeredModel is: embedding, head, or a layer of a stack."""
+    """Return what is gathered at once of which a leaf of a LayeredModel is: embedding, head, or a
+    layer of a stack.
+    """
     return leaf.path[0], leaf.stack
 
 
 def decoded_bytes(leaf: Leaf, layout: Layout) -> int:
-    """Return the bytes of all layers of the weight that an encoded array, and those beside it, are decoded to."""
+    """Return the bytes of all layers of the weight that an encoded array, and those beside it, are
+    decoded to.
+    """
     of = leaf.decodes
-    return 0 if of is None else local_elements(of.shape, of.spec.base, layout.mesh) * of.dtype.itemsize
+    return (
+        0 if of is None else local_elements(of.shape, of.spec.base, layout.mesh) * of.dtype.itemsize
+    )
 
 
 def local_record_bytes(record: RecordSpec, shape: Sequence[int], dtype: Any) -> int:
-    """Return the bytes of one device's part of a record. What XLA may split as it likes counts as whole."""
+    """Return the bytes of one device's part of a record.
+
+    What XLA may split as it likes counts as whole.
+    """
     spec = tuple(None if axes is PartitionSpec.UNCONSTRAINED else axes for axes in record.spec)
     return local_elements(shape, spec, record.mesh) * jnp.dtype(dtype).itemsize
 

@@ -1,15 +1,18 @@
-"""Bytes of one program: what a step holds in each tier, sends over the mesh and moves over the host link.
+"""Bytes of one program: what a step holds in each tier, sends over the mesh and moves over the host
+link.
 
-`program_memory` counts, leaf by leaf and with the specs and tiers that were chosen, what `zerojax.formulas` has in closed form:
-leaves that do not divide, tensor parallelism and any optimizer's state are exact. Its `argument_bytes` are what a compiled step
-takes as arguments on the device, its `host_argument_bytes` those in pinned host memory. What moves is read off the list of the
-step's operations (`host_offload.schedule.StepPlan`):
+`program_memory` counts, leaf by leaf and with the specs and tiers that were chosen, what
+`zerojax.formulas` has in closed form: leaves that do not divide, tensor parallelism and any
+optimizer's state are exact. Its `argument_bytes` are what a compiled step takes as arguments on the
+device, its `host_argument_bytes` those in pinned host memory. What moves is read off the list of
+the step's operations (`host_offload.schedule.StepPlan`):
 
     in flight    the most that a tick holds, over all phases
     host link    every load and store, once
 
-With `update_on="host"` gradients go down, and compute-dtype parameters up where they rest on the device: 2P + 2P bytes in 16
-bits. Callbacks of the program move them, so the compiled program's own copies are the rest of `host_link`.
+With `update_on="host"` gradients go down, and compute-dtype parameters up where they rest on the
+device: 2P + 2P bytes in 16 bits. Callbacks of the program move them, so the compiled program's own
+copies are the rest of `host_link`.
 """
 
 import dataclasses
@@ -17,7 +20,13 @@ from typing import Any
 
 from host_offload.schedule import StepPlan
 from zerojax.memory.collectives import collectives_of_step
-from zerojax.memory.kept import KeptValues, bytes_gathered, kept_values, resident_kept, streamed_kept
+from zerojax.memory.kept import (
+    KeptValues,
+    bytes_gathered,
+    kept_values,
+    resident_kept,
+    streamed_kept,
+)
 from zerojax.memory.leaves import bytes_by_tier
 from zerojax.memory.report import MemoryReport
 from zerojax.memory.resident import resident_bytes
@@ -33,18 +42,28 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Any) -> 
 
     Args:
       records: how the states of the program rest.
-      step: of the program. What a resident one keeps from forward to backward is counted by tracing its loss.
+      step: of the program. What a resident one keeps from forward to backward is counted by tracing
+        its loss.
       abstract_batch: tree of ShapeDtypeStruct with shardings.
 
     Raises:
       NotImplementedError: the step is of another kind.
     """
     if not isinstance(step, StreamedStep | ResidentStep):
-        raise NotImplementedError(f"the bytes of a {type(step).__name__} are not counted in this version")
+        raise NotImplementedError(
+            f"the bytes of a {type(step).__name__} are not counted in this version"
+        )
     layout, state = records.layout, records.layout.abstract_state
     pending = bytes_by_tier(state.pending)
-    scalars = bytes_by_tier((state.step, state.skipped, state.key, state.loss_scale))["device"] + pending["device"]
-    model_state = {} if state.model_state is None else {"model_state": bytes_by_tier(state.model_state)["device"]}
+    scalars = (
+        bytes_by_tier((state.step, state.skipped, state.key, state.loss_scale))["device"]
+        + pending["device"]
+    )
+    model_state = (
+        {}
+        if state.model_state is None
+        else {"model_state": bytes_by_tier(state.model_state)["device"]}
+    )
     streamed = step if isinstance(step, StreamedStep) else None
     if streamed is not None:
         running = streamed_bytes(layout, streamed, abstract_batch)
@@ -66,7 +85,9 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Any) -> 
         }
         | model_state
     )
-    host = {kind: tiers["pinned_host"] for kind, tiers in kinds.items()} | {"pending": pending["pinned_host"]}
+    host = {kind: tiers["pinned_host"] for kind, tiers in kinds.items()} | {
+        "pending": pending["pinned_host"]
+    }
     on_disk, buffers, slots = ({}, {}, {}) if layout.disk is None else _disk_bytes(layout.disk)
     if parts := [] if step.host is None else step.host.parts():
         slots["slots"] = slots.get("slots", 0) + sum(part.slot_bytes for part in parts)
@@ -75,7 +96,11 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Any) -> 
     if streamed is not None and (gathered := bytes_gathered(streamed, abstract_batch)):
         over_tensor["tensor_all_gather"] = over_tensor.get("tensor_all_gather", 0) + gathered
     return MemoryReport(
-        tiers={"device": device | running.device | slots, "pinned_host": host | running.host | buffers, "nvme": on_disk},
+        tiers={
+            "device": device | running.device | slots,
+            "pinned_host": host | running.host | buffers,
+            "nvme": on_disk,
+        },
         collectives=collectives_of_step(layout, streamed) | over_tensor,
         host_link={way: n + running.called[way] for way, n in running.link.items()},
         callback_link=running.called,
@@ -98,8 +123,12 @@ def steps_of_program(records: StateRecords, step: object, abstract_batch: Any) -
         return streamed_steps(step, abstract_batch)
     if isinstance(step, ResidentStep):
         steps = steps_of_leaves(records, {} if step.update is None else step.update.num_pieces())
-        return dataclasses.replace(steps, stacks=step.stacks)  # forward and backward: the update is leaf by leaf
-    raise NotImplementedError(f"the operations of a {type(step).__name__} are not listed in this version")
+        return dataclasses.replace(
+            steps, stacks=step.stacks
+        )  # forward and backward: the update is leaf by leaf
+    raise NotImplementedError(
+        f"the operations of a {type(step).__name__} are not listed in this version"
+    )
 
 
 def kept_by_program(records: StateRecords, step: object, abstract_batch: Any) -> KeptValues:
@@ -121,7 +150,9 @@ def kept_by_program(records: StateRecords, step: object, abstract_batch: Any) ->
 
 
 def _disk_bytes(disk: DiskLayout) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """Return the bytes of a device's records by kind of state, of the buffers in host memory, and of a GPU's slots."""
+    """Return the bytes of a device's records by kind of state, of the buffers in host memory, and
+    of a GPU's slots.
+    """
     on_disk: dict[str, int] = {}
     slots = 0
     for kind, records in disk.kinds.items():

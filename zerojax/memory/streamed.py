@@ -1,7 +1,9 @@
-"""Bytes that a streamed step takes beside its arguments, and moves over the link: read off its list of operations.
+"""Bytes that a streamed step takes beside its arguments, and moves over the link: read off its list
+of operations.
 
-A tick holds the records that are on their way in it, so the most that any tick holds is what the step needs beside its
-arguments (`host_offload.schedule.StepPlan`). Each load and store crosses the link once.
+A tick holds the records that are on their way in it, so the most that any tick holds is what the
+step needs beside its arguments (`host_offload.schedule.StepPlan`). Each load and store crosses the
+link once.
 """
 
 from collections.abc import Mapping
@@ -28,7 +30,9 @@ def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) 
     """Return what a streamed step takes beside its arguments, and what it moves over the link."""
     plan, saved = streamed.plan, _saved(streamed, abstract_batch)
     steps = streamed.steps(_kept(saved))
-    gathered = gathered_bytes(layout, 1 + layout.config.gather_ahead, any(r.is_away for r in plan.params))
+    gathered = gathered_bytes(
+        layout, 1 + layout.config.gather_ahead, any(r.is_away for r in plan.params)
+    )
     grads, host_grads = _resting_grads(layout, streamed)
 
     def kept(tier: str) -> int:
@@ -45,7 +49,10 @@ def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) 
     }
     host = {"grads": 0, "activations": kept("pinned_host")} | host_grads
     link, called = (
-        {"to_device": steps.moved("up", called=by_callbacks), "to_host": steps.moved("down", called=by_callbacks)}
+        {
+            "to_device": steps.moved("up", called=by_callbacks),
+            "to_host": steps.moved("down", called=by_callbacks),
+        }
         for by_callbacks in (False, True)
     )
     return RunningBytes(device, host, link, called)
@@ -61,14 +68,18 @@ def _shapes(abstract_batch: Any) -> Any:
 
 
 def _saved(streamed: StreamedStep, abstract_batch: Any) -> dict[str, dict[str, int]]:
-    """Return the bytes that one layer of each run keeps from forward to backward, by its name and by tier."""
+    """Return the bytes that one layer of each run keeps from forward to backward, by its name and
+    by tier.
+    """
     plans = streamed.abstract_residuals(_shapes(abstract_batch))
     pairs = zip(streamed.plan.of_stacks, plans, strict=True)
     return {stack.run.name: _saved_bytes(residuals) for stack, residuals in pairs}
 
 
 def _saved_bytes(residuals: ResidualPlan) -> dict[str, int]:
-    """Return the bytes that one layer keeps from forward to backward, by tier, and those of its record on the disk."""
+    """Return the bytes that one layer keeps from forward to backward, by tier, and those of its
+    record on the disk.
+    """
     tiers = {"device": 0, "pinned_host": 0, "nvme": 0, "on_disk": 0}
     for record, a in zip(residuals.records, residuals.shapes, strict=True):
         tiers[record.tier] += local_record_bytes(record, a.shape, a.dtype)
@@ -90,25 +101,50 @@ def _kept(saved: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
 
 
 def _entered_bytes(streamed: StreamedStep, abstract_batch: Any) -> int:
-    """Return the bytes of what the `enter` of stacks is given, and of the contexts that it makes, kept for backward."""
-    spec, lead = ActivationSpec(streamed.mesh, streamed.microbatches.count), int(streamed.microbatches.count > 1)
+    """Return the bytes of what the `enter` of stacks is given, and of the contexts that it makes,
+    kept for backward.
+    """
+    spec, lead = (
+        ActivationSpec(streamed.mesh, streamed.microbatches.count),
+        int(streamed.microbatches.count > 1),
+    )
     total = 0
     for a in jax.tree.leaves(streamed.abstract_entered(abstract_batch)):
         of_one = a.shape[lead:]
-        record = RecordSpec(streamed.mesh, spec.saved(of_one, of_one[0] if of_one else 0, "device"), "device")
+        record = RecordSpec(
+            streamed.mesh, spec.saved(of_one, of_one[0] if of_one else 0, "device"), "device"
+        )
         total += local_record_bytes(record, a.shape, a.dtype)
     return total
 
 
 def _resting_grads(layout: Layout, streamed: StreamedStep) -> tuple[int, dict[str, int]]:
-    """Return the bytes of gradients between backward and update: on the device, and by kind in host memory."""
+    """Return the bytes of gradients between backward and update: on the device, and by kind in host
+    memory.
+    """
     config = layout.config
     ends = grad_elements(layout, blocks=False) * grad_itemsize(layout)
-    layers = 0 if config.update == "in_backward" else grad_elements(layout, blocks=True) * grad_itemsize(layout)
+    layers = (
+        0
+        if config.update == "in_backward"
+        else grad_elements(layout, blocks=True) * grad_itemsize(layout)
+    )
     tier = config.grads
     if streamed.host is not None:  # callbacks keep what waits off the device
-        tier = "device" if not streamed.host.stashes else "nvme" if streamed.host.on_disk else "stashed"
-    host: dict[str, int] = {"grads": layers} if tier == "pinned_host" else {"stashed": layers} if tier == "stashed" else {}
+        tier = (
+            "device"
+            if not streamed.host.stashes
+            else "nvme"
+            if streamed.host.on_disk
+            else "stashed"
+        )
+    host: dict[str, int] = (
+        {"grads": layers}
+        if tier == "pinned_host"
+        else {"stashed": layers}
+        if tier == "stashed"
+        else {}
+    )
     if config.delayed_update:  # of every leaf, and the new parameters beside the old ones
         host |= {"stashed": layers + ends, "made": grad_elements(layout) * compute_itemsize(layout)}
     return ends + (layers if tier == "device" else 0), host

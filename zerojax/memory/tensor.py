@@ -1,7 +1,8 @@
 """Bytes that each device sends over `tensor` in a step of one program, by collective.
 
-The loss and its derivative are traced, as a resident step evaluates them, with what the config keeps of a layer; and read by
-`zerojax.activations.sent_over_tensor`. Nothing runs. A streamed step computes the same of a layer, in loops of its own.
+The loss and its derivative are traced, as a resident step evaluates them, with what the config
+keeps of a layer; and read by `zerojax.activations.sent_over_tensor`. Nothing runs. A streamed step
+computes the same of a layer, in loops of its own.
 
 Per layer of Megatron's that is, in units of s b h (t-1)/t bytes times the itemsize,
 
@@ -9,7 +10,8 @@ Per layer of Megatron's that is, in units of s b h (t-1)/t bytes times the items
     sequence parallelism     all_gather 2 + 4, reduce_scatter 2 + 2; with remat one more scatter
     rings                    permute, as much as these together
 
-The layers of a stack send equally much, so that of segments each mode is traced for all of them, and counts for its part.
+The layers of a stack send equally much, so that of segments each mode is traced for all of them,
+and counts for its part.
 
 What `partition_activations` gathers of what is kept is counted by `zerojax.memory.kept`.
 """
@@ -27,7 +29,8 @@ from zerojax.state import Layout, runs_of
 
 
 def tensor_collectives(layout: Layout, model: Any, abstract_batch: Any) -> dict[str, int]:
-    """Return bytes sent by each device over `tensor`: "tensor_all_gather", and so on; nothing where it has one device.
+    """Return bytes sent by each device over `tensor`: "tensor_all_gather", and so on; nothing where
+    it has one device.
 
     Args:
       layout: of the program.
@@ -50,18 +53,28 @@ def tensor_collectives(layout: Layout, model: Any, abstract_batch: Any) -> dict[
 
 
 def _layers_by_mode(layout: Layout) -> dict[str, dict[str, int]]:
-    """Return, by stack, how many layers keep "everything", the results of products, "save", or their input alone, "remat"."""
+    """Return, by stack, how many layers keep "everything", the results of products, "save", or
+    their input alone, "remat".
+    """
     layers: dict[str, dict[str, int]] = {}
     for run in runs_of(layout):
         # Where a tier is named, a layer's input is kept there.
         chosen = run.segment.activations
-        mode = chosen if chosen == "everything" else "save" if chosen in ("save", "selective") else "remat"
+        mode = (
+            chosen
+            if chosen == "everything"
+            else "save"
+            if chosen in ("save", "selective")
+            else "remat"
+        )
         counts = layers.setdefault(run.stack.name, {})
         counts[mode] = counts.get(mode, 0) + run.num_layers
     return layers
 
 
-def _sent(layout: Layout, model: Any, abstract_batch: Any, modes: Mapping[str, str]) -> dict[str, int]:
+def _sent(
+    layout: Layout, model: Any, abstract_batch: Any, modes: Mapping[str, str]
+) -> dict[str, int]:
     """Return the bytes by collective where all layers of a stack keep what `modes` says."""
     mesh = layout.mesh
     objective = plain_objective(model, layout, modes)
@@ -75,13 +88,20 @@ def _sent(layout: Layout, model: Any, abstract_batch: Any, modes: Mapping[str, s
     def derivative(leaves: list[Any], batch: Any, model_state: Any) -> Any:
         def loss(trained: list[Any]) -> Any:
             rest = iter(trained)
-            whole = [a if leaf.frozen else next(rest) for a, leaf in zip(leaves, specs, strict=True)]
+            whole = [
+                a if leaf.frozen else next(rest) for a, leaf in zip(leaves, specs, strict=True)
+            ]
             return objective(jax.tree.unflatten(tree, whole), batch, None, model_state)[0].value()
 
-        return jax.value_and_grad(loss)([a for a, leaf in zip(leaves, specs, strict=True) if not leaf.frozen])
+        return jax.value_and_grad(loss)(
+            [a for a, leaf in zip(leaves, specs, strict=True) if not leaf.frozen]
+        )
 
     micro = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct((a.shape[0] // count, *a.shape[1:]) if a.shape else a.shape, a.dtype), abstract_batch
+        lambda a: jax.ShapeDtypeStruct(
+            (a.shape[0] // count, *a.shape[1:]) if a.shape else a.shape, a.dtype
+        ),
+        abstract_batch,
     )
     jaxpr = jax.make_jaxpr(derivative)(leaves, micro, model_state)
     given = [leaf.spec.base for leaf in specs]

@@ -1,8 +1,9 @@
 """Axes as a model names them, and the mesh axes that they become.
 
-Modules of Flax name the dims of a parameter: `with_partitioning(init, ("embed", "mlp"))`. Rules, as of Flax, are pairs of a
-name and a mesh axis, several axes, or None. For each parameter they are read in order, and the first rule wins whose axes no
-other dim of the parameter has:
+Modules of Flax name the dims of a parameter: `with_partitioning(init, ("embed", "mlp"))`. Rules, as
+  of Flax, are pairs of a
+name and a mesh axis, several axes, or None. For each parameter they are read in order, and the
+first rule wins whose axes no other dim of the parameter has:
 
     rules   (("vocab", "tensor"), ("embed", None), ("mlp", "tensor"))
     names   W["embed", "mlp"]            ->  W[D, F_tensor]
@@ -15,12 +16,14 @@ Two kinds of names are dropped, and from_flax logs them once:
 
 Without rules a name is a mesh axis, which is checked when the program is built.
 
-Activations: while a module runs, `flax.linen.with_logical_constraint` reads the same rules. There a dim that a rule gives to
+Activations: while a module runs, `flax.linen.with_logical_constraint` reads the same rules. There a
+  dim that a rule gives to
 `fsdp` or `data` is left to the partitioner, which splits it as the batch is.
 
-A model that constrains activations by axes of a mesh of its own, as `jax.lax.with_sharding_constraint(x, P("dp", None, "tp"))`,
-runs under the program's mesh with these names, as `mesh_axes` tells: {"dp": "fsdp", "tp": "tensor"}. One that looks for a mesh,
-and constrains nothing where there is none, runs without: {}.
+A model that constrains activations by axes of a mesh of its own, as
+`jax.lax.with_sharding_constraint(x, P("dp", None, "tp"))`, runs under the program's mesh with these
+names, as `mesh_axes` tells: {"dp": "fsdp", "tp": "tensor"}. One that looks for a mesh, and
+constrains nothing where there is none, runs without: {}.
 """
 
 import contextlib
@@ -49,10 +52,13 @@ class AxisNames:
 
     Attributes:
       rules: pairs (name, axis, several axes or None), or None where names are mesh axes.
-      mesh_axes: axes of the mesh that the modules see, and those of the program's mesh; None where they see this one.
+      mesh_axes: axes of the mesh that the modules see, and those of the program's mesh; None where
+        they see this one.
     """
 
-    def __init__(self, rules: Rules | None = None, mesh_axes: Mapping[str, str | None] | None = None) -> None:
+    def __init__(
+        self, rules: Rules | None = None, mesh_axes: Mapping[str, str | None] | None = None
+    ) -> None:
         """Take the rules given, else those of `flax.linen.logical_axis_rules` in scope.
 
         Raises:
@@ -61,7 +67,9 @@ class AxisNames:
         given = rules if rules is not None else (flax.core.spmd.get_logical_axis_rules() or None)
         for rule in given or ():
             if not (isinstance(rule, Sequence) and len(rule) == 2 and isinstance(rule[0], str)):
-                raise ValueError(f"axis_rules holds {rule!r}: pairs are needed, as (('vocab', 'tensor'), ('embed', None))")
+                raise ValueError(
+                    f"axis_rules holds {rule!r}: pairs are needed, as (('vocab', 'tensor'), ('embed', None))"
+                )
         if mesh_axes:
             given = (*(given or ()), *mesh_axes.items())
         self.rules = None if given is None else tuple((name, _entry(axes)) for name, axes in given)
@@ -85,7 +93,12 @@ class AxisNames:
         axes_of: dict[str, tuple[str, ...]] = {}
         present, taken = {name for entry in entries for name in entry}, set()
         for name, axes in rules:
-            if name in present and name not in axes_of and axes != REFUSE and not taken & set(_names(axes)):
+            if (
+                name in present
+                and name not in axes_of
+                and axes != REFUSE
+                and not taken & set(_names(axes))
+            ):
                 axes_of[name] = _names(axes)
                 taken |= set(_names(axes))
         refused = {name for name, axes in rules if axes == REFUSE}
@@ -112,18 +125,29 @@ class AxisNames:
                 self._dropped[axis, ZERO_ASSIGNS] += 1
             return axis not in BATCH_AXES
 
-        split = [[axis for name in entry for axis in translate(name) if keep(axis)] for entry in entries]
+        split = [
+            [axis for name in entry for axis in translate(name) if keep(axis)] for entry in entries
+        ]
         return PartitionSpec(*(_entry(axes) for axes in split))
 
     def log_dropped(self) -> None:
         """Log what was dropped."""
         if self._dropped:
-            names = ", ".join(f"{name!r} ({why}) of {count} parameters" for (name, why), count in self._dropped.items())
+            names = ", ".join(
+                f"{name!r} ({why}) of {count} parameters"
+                for (name, why), count in self._dropped.items()
+            )
             unknown = any(why != ZERO_ASSIGNS for _, why in self._dropped)
-            logger.log(logging.WARNING if unknown else logging.INFO, "names of axes that were dropped: %s", names)
+            logger.log(
+                logging.WARNING if unknown else logging.INFO,
+                "names of axes that were dropped: %s",
+                names,
+            )
 
     def while_made(self) -> Any:
-        """Return the context to make parameters in: the step chooses their shardings, so annotations constrain nothing."""
+        """Return the context to make parameters in: the step chooses their shardings, so
+        annotations constrain nothing.
+        """
         translates = self.rules is not None or self.mesh_axes is not None or bool(self._dropped)
         return _under(AbstractMesh((), ())) if translates else contextlib.nullcontext()
 
@@ -134,8 +158,16 @@ class AxisNames:
             yield
             return
         mesh = jax.sharding.get_abstract_mesh()
-        seen = {} if self.mesh_axes is None else {axis: name for name, axis in self.mesh_axes.items() if axis is not None}
-        rules = [(name, _seen(axes, mesh.axis_names, seen)) for name, axes in self.rules or () if axes != REFUSE]
+        seen = (
+            {}
+            if self.mesh_axes is None
+            else {axis: name for name, axis in self.mesh_axes.items() if axis is not None}
+        )
+        rules = [
+            (name, _seen(axes, mesh.axis_names, seen))
+            for name, axes in self.rules or ()
+            if axes != REFUSE
+        ]
         with nn.logical_axis_rules(rules), _under(_renamed(mesh, self.mesh_axes)):
             yield
 
@@ -145,14 +177,22 @@ def _under(mesh: AbstractMesh) -> Any:
 
 
 def _seen(axes: Any, mesh_axes: Sequence[str], seen: Mapping[str, str]) -> Any:
-    """Return to what a rule's axes constrain an activation; `seen` are names of the mesh's axes in the modules."""
-    kept = [seen.get(axis, axis) for axis in _names(axes) if axis in mesh_axes and axis not in BATCH_AXES]
+    """Return to what a rule's axes constrain an activation; `seen` are names of the mesh's axes in
+    the modules.
+    """
+    kept = [
+        seen.get(axis, axis)
+        for axis in _names(axes)
+        if axis in mesh_axes and axis not in BATCH_AXES
+    ]
     to_batch = not kept and any(axis in BATCH_AXES for axis in _names(axes))
     return PartitionSpec.UNCONSTRAINED if to_batch else _entry(kept)
 
 
 def _renamed(mesh: AbstractMesh, axes: Mapping[str, str | None] | None) -> AbstractMesh:
-    """Return the mesh that modules see: the same devices in the same order under other names, or none."""
+    """Return the mesh that modules see: the same devices in the same order under other names, or
+    none.
+    """
     if axes is None or mesh.empty:
         return mesh
     if not axes:
@@ -166,7 +206,9 @@ def _renamed(mesh: AbstractMesh, axes: Mapping[str, str | None] | None) -> Abstr
 
 def _names(entry: Any) -> tuple[str, ...]:
     """Return the names of one dim, as a tuple."""
-    return (entry,) if isinstance(entry, str) else tuple(entry) if isinstance(entry, Sequence) else ()
+    return (
+        (entry,) if isinstance(entry, str) else tuple(entry) if isinstance(entry, Sequence) else ()
+    )
 
 
 def _entry(axes: Any) -> Any:

@@ -1,4 +1,5 @@
-"""A model whose blocks keep what they made of earlier tokens, as another model of the same parameters.
+"""A model whose blocks keep what they made of earlier tokens, as another model of the same
+parameters.
 
 Its stream is {"x": x, "cache": all layers' caches}, which goes from block to block as x does:
 
@@ -6,7 +7,8 @@ Its stream is {"x": x, "cache": all layers' caches}, which goes from block to bl
     block l    x, cache[:, l] = cache_block(x, cache[:, l])
     predict    outputs, cache
 
-So it is run as every model is: parameters are gathered and decoded where a block uses them. Caches are [B, L, ..], batch first,
+So it is run as every model is: parameters are gathered and decoded where a block uses them. Caches
+  are [B, L, ..], batch first,
 so that they are split as activations are.
 """
 
@@ -21,11 +23,14 @@ import numpy as np
 from zerojax.models.model import LayeredModel
 
 CACHE, LAST = "cache", "last"
-"""Keys of a batch: the cache of the tokens before, and the position of each row whose outputs are wanted, i32[B]."""
+"""Keys of a batch: the cache of the tokens before, and the position of each row whose outputs are
+wanted, i32[B].
+"""
 
 
 def at_last(x: jax.Array, batch: Mapping[str, Any]) -> jax.Array:
-    """Return [B, H], of x[B, T, H] the position `batch["last"]` of each row; x as it is where the batch names none.
+    """Return [B, H], of x[B, T, H] the position `batch["last"]` of each row; x as it is where the
+    batch names none.
 
     A row whose position is not one of 0 .. T - 1 is NaN.
     """
@@ -37,7 +42,8 @@ def at_last(x: jax.Array, batch: Mapping[str, Any]) -> jax.Array:
 
 
 def with_cache(model: LayeredModel, length: int) -> LayeredModel:
-    """Return a model whose `predict` gives (outputs, cache) of a batch that holds the cache of the tokens before, if any.
+    """Return a model whose `predict` gives (outputs, cache) of a batch that holds the cache of the
+    tokens before, if any.
 
     Args:
       model: with a `cache` and a `predict`.
@@ -57,14 +63,20 @@ def with_cache(model: LayeredModel, length: int) -> LayeredModel:
     def empty(x: Any) -> Any:
         first = jax.tree.leaves(x)[0]
         layer = cache.init(first.shape[0], length, first.dtype)
-        return jax.tree.map(lambda a: jnp.repeat(a[:, None], model.num_layers, 1), layer)  # [B, ...] -> [B, L, ...]
+        return jax.tree.map(
+            lambda a: jnp.repeat(a[:, None], model.num_layers, 1), layer
+        )  # [B, ...] -> [B, L, ...]
 
     def block(p: Any, x: Any, key: Any, context: Any, layer: Any) -> Any:
         del key
         number = layer["number"]
-        own = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, number, 1, keepdims=False), x[CACHE])
+        own = jax.tree.map(
+            lambda a: jax.lax.dynamic_index_in_dim(a, number, 1, keepdims=False), x[CACHE]
+        )
         y, own = cache.block(p, x["x"], own, context, layer["given"])
-        stacks = jax.tree.map(lambda a, new: jax.lax.dynamic_update_index_in_dim(a, new, number, 1), x[CACHE], own)
+        stacks = jax.tree.map(
+            lambda a, new: jax.lax.dynamic_update_index_in_dim(a, new, number, 1), x[CACHE], own
+        )
         return {"x": y, CACHE: stacks}
 
     def run(p_head: Any, p_embed: Any, x: Any, batch: Any) -> Any:

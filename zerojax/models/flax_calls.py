@@ -1,13 +1,14 @@
 """How a user's losses and modules are called: what they take is read from their signatures.
 
-A step gives a key and `program.eval` none, so modules train where there is a key and evaluate where there is none. An NNX
-module knows both modes by itself. A Linen module is told by its arguments and attributes, by the names that Flax and its users
-gave them:
+A step gives a key and `program.eval` none, so modules train where there is a key and evaluate where
+there is none. An NNX module knows both modes by itself. A Linen module is told by its arguments and
+attributes, by the names that Flax and its users gave them:
 
     evaluate    deterministic = use_running_average = True, train = training = is_training = False
     train       the opposite, for arguments that are left open; what is written stays as it is
 
-Arguments that are written are overruled in evaluation alone: there are no random streams then. A Linen model without random
+Arguments that are written are overruled in evaluation alone: there are no random streams then. A
+  Linen model without random
 streams and state has one mode, and nothing is set.
 """
 
@@ -25,15 +26,24 @@ from flax import nnx
 
 from zerojax.models.axes import AxisNames
 
-EVALUATES = {"deterministic": True, "use_running_average": True, "train": False, "training": False, "is_training": False}
+EVALUATES = {
+    "deterministic": True,
+    "use_running_average": True,
+    "train": False,
+    "training": False,
+    "is_training": False,
+}
 """By name of an argument or attribute, its value in evaluation."""
 
-# Folded into a key for draws that are not those of a module's own streams, which are numbered from 0.
+# Folded into a key for draws that are not those of a module's own streams, which are numbered from
+# 0.
 EMBED_IN_HEAD, LOSS_STREAM, CALL_STREAM = 0x7FFFFFFF, 0x7FFFFFFE, 0x7FFFFFFD
 
 
 def takes_key(loss: Callable[..., Any], *before: str) -> bool:
-    """Return whether a loss takes a key after the arguments named in `before`: one named `key`, or one more without default."""
+    """Return whether a loss takes a key after the arguments named in `before`: one named `key`, or
+    one more without default.
+    """
     try:
         parameters = list(inspect.signature(loss).parameters.values())
     except (TypeError, ValueError):  # a callable without a signature
@@ -67,7 +77,8 @@ class Calls:
       rngs: Linen's random streams in training.
       mutable: Linen's collections that calls update.
       sown: Linen's collections that each call makes anew.
-      trainable: a filter of NNX, or a function (path, value) -> bool, of the parameters that are trained; None for all.
+      trainable: a filter of NNX, or a function (path, value) -> bool, of the parameters that are
+        trained; None for all.
     """
 
     names: AxisNames
@@ -101,9 +112,15 @@ class Calls:
         if bound is None:
             return call(*args, **kwargs)
         for name, default in _modes_of(context.orig_method.func).items():
-            is_open = bound.arguments.get(name) is None and not isinstance(getattr(context.module, name, None), bool)
-            # A default that is written stays, where the model draws and updates nothing that the other mode would need.
-            needs = {"deterministic": "dropout" in self.rngs, "use_running_average": "batch_stats" in self.mutable}
+            is_open = bound.arguments.get(name) is None and not isinstance(
+                getattr(context.module, name, None), bool
+            )
+            # A default that is written stays, where the model draws and updates nothing that the
+            # other mode would need.
+            needs = {
+                "deterministic": "dropout" in self.rngs,
+                "use_running_average": "batch_stats" in self.mutable,
+            }
             if is_open and (not isinstance(default, bool) or needs.get(name, True)):
                 bound.arguments[name] = not EVALUATES[name]
         return call(*bound.args, **bound.kwargs)
@@ -142,7 +159,11 @@ def _bound(context: Any, args: Any, kwargs: Any) -> inspect.BoundArguments | Non
 def _modes_of(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the arguments of a method that say whether it trains, and their defaults."""
     parameters = inspect.signature(function).parameters
-    return {name: p.default for name, p in parameters.items() if name in EVALUATES and p.kind is not p.VAR_KEYWORD}
+    return {
+        name: p.default
+        for name, p in parameters.items()
+        if name in EVALUATES and p.kind is not p.VAR_KEYWORD
+    }
 
 
 @functools.cache
@@ -156,12 +177,20 @@ def without_key(key: jax.Array | None) -> jax.Array:
 
 
 def without_variables(out: Any) -> Any:
-    """Return what a loss or a module returned, with plain dicts instead of NNX's states and arrays instead of Variables."""
+    """Return what a loss or a module returned, with plain dicts instead of NNX's states and arrays
+    instead of Variables.
+    """
 
     def is_nnx(node: Any) -> bool:
         return isinstance(node, nnx.State | nnx.Variable)
 
     def plain(node: Any) -> Any:
-        return nnx.to_pure_dict(node) if isinstance(node, nnx.State) else node[...] if isinstance(node, nnx.Variable) else node
+        return (
+            nnx.to_pure_dict(node)
+            if isinstance(node, nnx.State)
+            else node[...]
+            if isinstance(node, nnx.Variable)
+            else node
+        )
 
     return jax.tree.map(plain, out, is_leaf=is_nnx)

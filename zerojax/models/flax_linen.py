@@ -4,7 +4,8 @@
     state        every other collection that `init` makes; calls update those listed in `mutable`, the rest rides along
     sown         collections listed in `sown`: each call makes them anew, the loss may read them, and then they are gone
 
-Linen shapes parameters by a call, so an example batch is needed. It may be abstract: zeros of its shapes are traced.
+Linen shapes parameters by a call, so an example batch is needed. It may be abstract: zeros of its
+  shapes are traced.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +28,14 @@ from zerojax.tiling import find_stacks
 class LinenPart:
     """A Linen module and the function that uses it."""
 
-    def __init__(self, name: str, module: nn.Module, use: Callable[..., Any], args: Sequence[Any], calls: Calls) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        use: Callable[..., Any],
+        args: Sequence[Any],
+        calls: Calls,
+    ) -> None:
         self.name, self.module, self.use, self.args, self.calls = name, module, use, args, calls
         self.stochastic = calls.has_modes
         with calls.names.while_made():
@@ -46,11 +54,14 @@ class LinenPart:
         if calls.trainable is not None:
             self.frozen = jax.tree_util.tree_map_with_path(self._is_frozen, nn.unbox(boxed))
         self.tiles: Any = False
-        # Linen parameters carry no mark like that of NNX's tiled layers, so the stacks are found by tracing.
+        # Linen parameters carry no mark like that of NNX's tiled layers, so the stacks are found by
+        # tracing.
         if name in ("block", "module"):
             # Of numpy int64 int32: jax 0.12 warns of abstract arrays that it would narrow.
             canonical = partial(jax.dtypes.canonicalize_dtype, allow_extended_dtype=True)
-            args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, canonical(a.dtype)), tuple(self.args))
+            args = jax.tree.map(
+                lambda a: jax.ShapeDtypeStruct(a.shape, canonical(a.dtype)), tuple(self.args)
+            )
             key = jax.random.key(0) if calls.rngs else None
             state = nn.unbox({c: variables[c] for c in self.collections})
 
@@ -75,11 +86,18 @@ class LinenPart:
         if not _is_box(boxed) or not hasattr(boxed, "get_partition_spec"):
             return PartitionSpec()
         path = f"{self.name}{jax.tree_util.keystr(path)}"
-        return self.calls.names.spec(path, boxed.get_partition_spec(), getattr(boxed, "rules", None))
+        return self.calls.names.spec(
+            path, boxed.get_partition_spec(), getattr(boxed, "rules", None)
+        )
 
     def _made_with(self, key: jax.Array) -> Any:
-        args = jax.tree.map(lambda a: jnp.zeros(a.shape, jax.dtypes.canonicalize_dtype(a.dtype)), tuple(self.args))
-        keys = {stream: jax.random.fold_in(key, i) for i, stream in enumerate(("params", *self.calls.rngs))}
+        args = jax.tree.map(
+            lambda a: jnp.zeros(a.shape, jax.dtypes.canonicalize_dtype(a.dtype)), tuple(self.args)
+        )
+        keys = {
+            stream: jax.random.fold_in(key, i)
+            for i, stream in enumerate(("params", *self.calls.rngs))
+        }
         with self.calls.run(is_training=True):
             return nn.init(self.use, self.module)(keys, *args)
 
@@ -94,9 +112,15 @@ class LinenPart:
 
     def bind(self, params: Any, key: jax.Array | None, state: Any = None) -> nn.Module:
         calls = self.calls
-        keys = None if key is None else {stream: jax.random.fold_in(key, i) for i, stream in enumerate(calls.rngs)}
+        keys = (
+            None
+            if key is None
+            else {stream: jax.random.fold_in(key, i) for i, stream in enumerate(calls.rngs)}
+        )
         mutable = [*calls.mutable, *calls.sown] or False
-        return self.module.bind({"params": params, **(state or {})}, rngs=keys or {}, mutable=mutable)
+        return self.module.bind(
+            {"params": params, **(state or {})}, rngs=keys or {}, mutable=mutable
+        )
 
     def state_of(self, module: nn.Module) -> Any:
         """Return the state of a module after its calls."""

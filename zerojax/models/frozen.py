@@ -1,10 +1,12 @@
-"""Which leaves of a model are trained, and which are frozen: weights that a step reads and never writes.
+"""Which leaves of a model are trained, and which are frozen: weights that a step reads and never
+writes.
 
-    frozen = what `model.frozen` names, and every leaf of integers or booleans, for which there is no derivative
+    frozen = what `model.frozen` names, and every leaf of integers or booleans, for which there is
+    no derivative
 
-A tree of the leaves of one kind has the structure of the parameters, with None in the place of those of the other. So a path
-stays what it was, and a mask, or a function that labels paths, means the same to the optimizer, which sees the trained leaves
-alone.
+A tree of the leaves of one kind has the structure of the parameters, with None in the place of
+those of the other. So a path stays what it was, and a mask, or a function that labels paths, means
+the same to the optimizer, which sees the trained leaves alone.
 """
 
 from collections.abc import Mapping
@@ -24,16 +26,24 @@ def frozen_flags(model: Model | LayeredModel, abstract_params: Params) -> Any:
     """Return a tree of bool over the parameters: which are frozen.
 
     Raises:
-      ValueError: there are no parameters, or none to train; a leaf is neither floating, integer nor boolean; or `model.frozen`
-        has another structure than the parameters, or holds something else than bool.
+      ValueError: there are no parameters, or none to train; a leaf is neither floating, integer nor
+        boolean; or `model.frozen` has another structure than the parameters, or holds something
+        else than bool.
     """
     leaves = jax.tree_util.tree_flatten_with_path(abstract_params)[0]
     if not leaves:
         raise ValueError("the model has no parameters: init returned a tree without arrays")
     names = [jax.tree_util.keystr(path) for path, _ in leaves]
     numbers = (jnp.floating, jnp.integer, jnp.bool_)
-    kinds = [next((kind for kind in numbers if jnp.issubdtype(leaf.dtype, kind)), None) for _, leaf in leaves]
-    if wrong := [f"{name} ({leaf.dtype})" for name, (_, leaf), kind in zip(names, leaves, kinds, strict=True) if kind is None]:
+    kinds = [
+        next((kind for kind in numbers if jnp.issubdtype(leaf.dtype, kind)), None)
+        for _, leaf in leaves
+    ]
+    if wrong := [
+        f"{name} ({leaf.dtype})"
+        for name, (_, leaf), kind in zip(names, leaves, kinds, strict=True)
+        if kind is None
+    ]:
         raise ValueError(
             f"parameters must be floating, or integers or booleans, which are frozen; but {', '.join(wrong)} are not: keep "
             "such arrays out of the tree"
@@ -42,7 +52,9 @@ def frozen_flags(model: Model | LayeredModel, abstract_params: Params) -> Any:
     for name, flag in zip(names, flags, strict=True):
         if not isinstance(flag, bool | np.bool_):
             raise ValueError(f"frozen holds {flag!r} for {name}: True or False is needed")
-    flags = [bool(flag) or kind is not jnp.floating for flag, kind in zip(flags, kinds, strict=True)]
+    flags = [
+        bool(flag) or kind is not jnp.floating for flag, kind in zip(flags, kinds, strict=True)
+    ]
     if all(flags):
         raise ValueError(
             f"all {len(flags)} parameter leaves are frozen, so that nothing is left to train: `frozen` of the model is True, "
@@ -60,7 +72,9 @@ def _named(model: Model | LayeredModel, params: Params) -> list[Any]:
         frozen = {key: frozen.get(part, False) for part, key in _PARTS.items()}
         frozen[BLOCKS] = of_every_stack(model, frozen[BLOCKS], False)
     elif isinstance(model, LayeredModel) and not isinstance(frozen, bool):
-        raise ValueError(f"frozen={frozen!r}: a dict with some of the keys 'embed', 'block' and 'head' is needed, or one bool")
+        raise ValueError(
+            f"frozen={frozen!r}: a dict with some of the keys 'embed', 'block' and 'head' is needed, or one bool"
+        )
     try:
         # A flag of the prefix stands for every leaf below it.
         flags = jax.tree.map(lambda flag, sub: jax.tree.map(lambda _: flag, sub), frozen, params)

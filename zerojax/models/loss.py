@@ -1,13 +1,16 @@
-"""What a loss returns, in one form: a total, the weight that it is divided by, and metrics beside it.
+"""What a loss returns, in one form: a total, the weight that it is divided by, and metrics beside
+it.
 
     loss of a step = sum(total) / sum(weight)        over microbatches, layers and devices; divided once
 
-So a token counts alike however a batch is split, also where masks leave more of them in one microbatch than in another. A
-scalar is a mean already, and microbatches count alike: their losses are averaged. Metrics are averaged in the same way, or
-are a `Loss` each, and are divided by a weight of their own.
+So a token counts alike however a batch is split, also where masks leave more of them in one
+microbatch than in another. A scalar is a mean already, and microbatches count alike: their losses
+are averaged. Metrics are averaged in the same way, or are a `Loss` each, and are divided by a
+weight of their own.
 
-A metric whose name begins with "fault/" says what is wrong with the batch, such as the share of its tokens that are out of
-range. Where one is not 0 the loss becomes NaN, with all of its gradient, so that the step is skipped wherever its state is:
+A metric whose name begins with "fault/" says what is wrong with the batch, such as the share of its
+tokens that are out of range. Where one is not 0 the loss becomes NaN, with all of its gradient, so
+that the step is skipped wherever its state is:
 
     total -> total * NaN        a factor, and no choice: the derivative of a value that is not chosen would be 0
 """
@@ -28,16 +31,20 @@ Array = jax.Array
 class Loss:
     """A loss as a sum and its weight; what a model's loss, head or block may return.
 
-        zj.Loss(jnp.sum(mask * cross_entropy), jnp.sum(mask), {"accuracy": zj.Loss(num_correct, jnp.sum(mask))})
+        zj.Loss(jnp.sum(mask * cross_entropy), jnp.sum(mask), {"accuracy": zj.Loss(num_correct,
+        jnp.sum(mask))})
 
     Attributes:
-      total: f[], summed over whatever the weight counts. Of a block: what it adds to the loss, a mean.
-      weight: f[], not negative, such as the number of tokens that count; a constant to the derivative. None: `total` is a mean,
-        and microbatches count alike. Where all weights are 0 the loss is 0, and so is its gradient: the optimizer still makes
-        a step, with what it decays.
-      metrics: by name, a tree of arrays, averaged over microbatches (and layers, of a block), each a `Loss` of its own where
-        another weight applies. One whose name begins with "fault/" is a check of the batch: where it is not 0 the step is
-        skipped, and `program.step` logs a warning with the name and the number.
+      total: f[], summed over whatever the weight counts. Of a block: what it adds to the loss, a
+        mean.
+      weight: f[], not negative, such as the number of tokens that count; a constant to the
+        derivative. None: `total` is a mean, and microbatches count alike. Where all weights are 0
+        the loss is 0, and so is its gradient: the optimizer still makes a step, with what it
+        decays.
+      metrics: by name, a tree of arrays, averaged over microbatches (and layers, of a block), each
+        a `Loss` of its own where another weight applies. One whose name begins with "fault/" is a
+        check of the batch: where it is not 0 the step is skipped, and `program.step` logs a warning
+        with the name and the number.
     """
 
     total: Any
@@ -75,7 +82,9 @@ class Terms(NamedTuple):
         """
         total = self.total.astype(jnp.float32)
         if self.weight is not None:
-            total = quotient(total, self.weight) if whole is None else quotient(total * count, whole)
+            total = (
+                quotient(total, self.weight) if whole is None else quotient(total * count, whole)
+            )
         return total if self.added is None else total + self.added.astype(jnp.float32)
 
 
@@ -91,7 +100,9 @@ def as_loss(out: Any, what: str = "the loss") -> Loss:
     """
     if isinstance(out, tuple) and len(out) == 2 and not isinstance(out[0], tuple | list | Mapping):
         if isinstance(out[0], Loss):
-            raise ValueError(f"{what} returned (zj.Loss, aux): metrics of a zj.Loss are its third field")
+            raise ValueError(
+                f"{what} returned (zj.Loss, aux): metrics of a zj.Loss are its third field"
+            )
         aux = {} if out[1] is None else out[1]
         is_named = isinstance(aux, Mapping) and all(isinstance(name, str) for name in aux)
         out = Loss(out[0], None, aux if is_named else {"aux": aux})
@@ -106,13 +117,23 @@ def as_loss(out: Any, what: str = "the loss") -> Loss:
     _check_scalar(out.total, what)
     if out.weight is not None:
         _check_scalar(jnp.asarray(out.weight, jnp.float32), f"the weight of {what}")
-    if not isinstance(out.metrics, Mapping) or not all(isinstance(name, str) for name in out.metrics):
-        raise ValueError(f"the metrics of {what} must be a dict by name, got {type(out.metrics).__name__}")
+    if not isinstance(out.metrics, Mapping) or not all(
+        isinstance(name, str) for name in out.metrics
+    ):
+        raise ValueError(
+            f"the metrics of {what} must be a dict by name, got {type(out.metrics).__name__}"
+        )
     metrics = {
-        name: jax.tree.map(lambda a, name=name: _weighed(a, name), value, is_leaf=lambda node: isinstance(node, Loss))
+        name: jax.tree.map(
+            lambda a, name=name: _weighed(a, name),
+            value,
+            is_leaf=lambda node: isinstance(node, Loss),
+        )
         for name, value in out.metrics.items()
     }
-    weight = None if out.weight is None else jax.lax.stop_gradient(jnp.asarray(out.weight, jnp.float32))
+    weight = (
+        None if out.weight is None else jax.lax.stop_gradient(jnp.asarray(out.weight, jnp.float32))
+    )
     return _without_faults(Loss(out.total, weight, metrics))
 
 
@@ -125,13 +146,19 @@ def _without_faults(loss: Loss) -> Loss:
     if loss.weight is None:
         return dataclasses.replace(loss, total=total)
     # A weight of 0 would make the loss 0 again.
-    return dataclasses.replace(loss, total=total, weight=jnp.where(has_fault, jnp.maximum(loss.weight, 1), loss.weight))
+    return dataclasses.replace(
+        loss, total=total, weight=jnp.where(has_fault, jnp.maximum(loss.weight, 1), loss.weight)
+    )
 
 
 def any_fault(metrics: Mapping[str, Any]) -> Array | None:
-    """Return whether a batch has a fault, bool[], by metrics that are not divided yet; None where none of them is a fault."""
+    """Return whether a batch has a fault, bool[], by metrics that are not divided yet; None where
+    none of them is a fault.
+    """
     faults, _ = split_faults(metrics)
-    totals = [loss.total for loss in jax.tree.leaves(faults, is_leaf=lambda node: isinstance(node, Loss))]
+    totals = [
+        loss.total for loss in jax.tree.leaves(faults, is_leaf=lambda node: isinstance(node, Loss))
+    ]
     return jnp.stack([jnp.any(total != 0) for total in totals]).any() if totals else None
 
 
@@ -143,21 +170,33 @@ def split_faults(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
 
 def _check_scalar(out: Any, what: str) -> None:
     if not hasattr(out, "shape") or not hasattr(out, "dtype"):
-        raise ValueError(f"{what} must be an array computed from the parameters, got {type(out).__name__} {out!r}")
+        raise ValueError(
+            f"{what} must be an array computed from the parameters, got {type(out).__name__} {out!r}"
+        )
     if out.shape != () or not jnp.issubdtype(out.dtype, jnp.floating):
-        raise ValueError(f"{what} must be a floating scalar, got shape {out.shape} {out.dtype}; take its mean")
+        raise ValueError(
+            f"{what} must be a floating scalar, got shape {out.shape} {out.dtype}; take its mean"
+        )
 
 
 def _weighed(a: Any, name: str) -> Loss:
     """Return a metric as a Loss with a weight."""
     if isinstance(a, Loss) and jax.tree.leaves(a.metrics):
-        raise ValueError(f"metric {name!r} is a zj.Loss with metrics of its own: name these beside it")
+        raise ValueError(
+            f"metric {name!r} is a zj.Loss with metrics of its own: name these beside it"
+        )
     total, weight = (a.total, a.weight) if isinstance(a, Loss) else (a, None)
 
     def number(value: Any) -> Array:
         dtype = getattr(value, "dtype", None) or np.asarray(value).dtype
-        if not (jnp.issubdtype(dtype, jnp.bool_) or jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)):
-            raise ValueError(f"metric {name!r} must be of real numbers, which are averaged, got {dtype}")
+        if not (
+            jnp.issubdtype(dtype, jnp.bool_)
+            or jnp.issubdtype(dtype, jnp.integer)
+            or jnp.issubdtype(dtype, jnp.floating)
+        ):
+            raise ValueError(
+                f"metric {name!r} must be of real numbers, which are averaged, got {dtype}"
+            )
         # Metrics are read and not trained on: nothing of them is kept for backward.
         return jax.lax.stop_gradient(jnp.asarray(value, jnp.float32))
 
@@ -165,7 +204,9 @@ def _weighed(a: Any, name: str) -> Loss:
 
 
 def quotient(total: Array, weight: Array) -> Array:
-    """Return total / weight; 0 where the weight is 0, and so is the derivative: what has no weight counts for nothing."""
+    """Return total / weight; 0 where the weight is 0, and so is the derivative: what has no weight
+    counts for nothing.
+    """
     return jnp.where(weight == 0, 0, total) / jnp.where(weight == 0, 1, weight)
 
 
@@ -181,12 +222,15 @@ def joined(first: Metrics, second: Metrics) -> Metrics:
       ValueError: both name one.
     """
     if both := sorted(set(first) & set(second)):
-        raise ValueError(f"the loss and the blocks both give metrics {both}: choose other names for one of them")
+        raise ValueError(
+            f"the loss and the blocks both give metrics {both}: choose other names for one of them"
+        )
     return {**first, **second}
 
 
 def together(added: Sequence["Loss | None"]) -> "Loss | None":
-    """Return what several stacks of blocks add to a loss: a metric that more than one has is averaged over the layers of all.
+    """Return what several stacks of blocks add to a loss: a metric that more than one has is
+    averaged over the layers of all.
 
     Raises:
       ValueError: such a metric is another tree, or has other shapes, in each.
@@ -202,10 +246,14 @@ def together(added: Sequence["Loss | None"]) -> "Loss | None":
                 raise ValueError(
                     f"stacks give metric {name!r} in different shapes, {shapes}: choose other names for one of them"
                 )
-            metrics[name] = jax.tree.map(jnp.add, metrics[name], value) if name in metrics else value
+            metrics[name] = (
+                jax.tree.map(jnp.add, metrics[name], value) if name in metrics else value
+            )
     return Loss(sum(loss.total.astype(jnp.float32) for loss in given), None, metrics)
 
 
 def divided(metrics: Metrics) -> dict[str, Any]:
     """Return metrics as users read them: each divided by its weight."""
-    return jax.tree.map(lambda m: quotient(m.total, m.weight), metrics, is_leaf=lambda node: isinstance(node, Loss))
+    return jax.tree.map(
+        lambda m: quotient(m.total, m.weight), metrics, is_leaf=lambda node: isinstance(node, Loss)
+    )

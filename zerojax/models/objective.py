@@ -2,8 +2,9 @@
 
     objective(params, batch, key, state) -> (terms of the loss, new state)
 
-Users' functions return a scalar, (scalar, aux) or a `Loss`, and take a state only where the model has one. The functions
-`call_...` here hide that from the steps. A block's `Given` is what it reads besides parameters, activations and key:
+Users' functions return a scalar, (scalar, aux) or a `Loss`, and take a state only where the model
+has one. The functions `call_...` here hide that from the steps. A block's `Given` is what it reads
+besides parameters, activations and key:
 
     context    of the batch, the same for every layer
     layer      this layer's slice of `per_layer`
@@ -37,9 +38,13 @@ State = Any
 """State that is not trained, of a model or of one of its parts; None where there is none."""
 Objective = Callable[[Params, Batch, Key, State], tuple[Terms, State]]
 Region = Callable[[Callable[..., Any], str], Callable[..., Any]]
-"""`region(function, stack)`: a function with the same values, which keeps other things for its derivative."""
+"""`region(function, stack)`: a function with the same values, which keeps other things for its
+derivative.
+"""
 OVERWRITTEN = "_overwrite_with_gradient"
-"""The key, in a model's state, of what is replaced by its gradient: scales of 8-bit floats, as Flax names them."""
+"""The key, in a model's state, of what is replaced by its gradient: scales of 8-bit floats, as Flax
+names them.
+"""
 
 
 class Given(NamedTuple):
@@ -86,11 +91,17 @@ def call_block(model: LayeredModel, p: Params, x: Any, key: Key, given: Given) -
         )
     total = out[1].total
     # A block that has metrics alone adds a plain 0.
-    added = dataclasses.replace(out[1], total=jnp.float32(total)) if isinstance(total, int | float) else out[1]
+    added = (
+        dataclasses.replace(out[1], total=jnp.float32(total))
+        if isinstance(total, int | float)
+        else out[1]
+    )
     return BlockOutput(out[0], as_loss(added, "what a block adds to the loss"), state)
 
 
-def call_embed(model: LayeredModel, p: Params, batch: Batch, key: Key, state: State) -> tuple[Any, State]:
+def call_embed(
+    model: LayeredModel, p: Params, batch: Batch, key: Key, state: State
+) -> tuple[Any, State]:
     """Run the embedding; `state` is that of the ends, by name, and so is the one returned."""
     if "embed" not in (model.init_state or {}):
         return model.embed(p, batch, key), state
@@ -98,14 +109,22 @@ def call_embed(model: LayeredModel, p: Params, batch: Batch, key: Key, state: St
     return x, {**state, "embed": after}
 
 
-def call_enter(model: LayeredModel, p_embed: Params, x: Any, batch: Batch, key: Key) -> tuple[Any, Any]:
-    """Return the input of a stack's first block, and the context of its blocks; of a stack that has an `enter`."""
+def call_enter(
+    model: LayeredModel, p_embed: Params, x: Any, batch: Batch, key: Key
+) -> tuple[Any, Any]:
+    """Return the input of a stack's first block, and the context of its blocks; of a stack that has
+    an `enter`.
+    """
     assert model.enter is not None
     out = model.enter(p_embed, x, batch, key)
     if not isinstance(out, tuple) or len(out) != 2:
         got = f"a tuple of {len(out)}" if isinstance(out, tuple) else "one value"
-        raise ValueError(f"the enter of a stack must return (x, context), where context may be None; got {got}")
-    return _arrays(out[0], "the x that the enter of a stack returns"), _arrays(out[1], "the context of a stack")
+        raise ValueError(
+            f"the enter of a stack must return (x, context), where context may be None; got {got}"
+        )
+    return _arrays(out[0], "the x that the enter of a stack returns"), _arrays(
+        out[1], "the context of a stack"
+    )
 
 
 @contextlib.contextmanager
@@ -121,7 +140,9 @@ def in_stack(name: str) -> Iterator[None]:
 
 def call_context(model: LayeredModel, batch: Batch) -> Any:
     """Return what all blocks read of a batch, or None."""
-    return None if model.context is None else _arrays(model.context(batch), "the context of a model")
+    return (
+        None if model.context is None else _arrays(model.context(batch), "the context of a model")
+    )
 
 
 def _arrays(tree: Any, what: str) -> Any:
@@ -136,7 +157,9 @@ def _arrays(tree: Any, what: str) -> Any:
             return leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
         except TypeError as error:
             name = jax.tree_util.keystr(path) or "it"
-            raise ValueError(f"{what} must be a tree of arrays, but {name} is {type(leaf).__name__} {leaf!r}") from error
+            raise ValueError(
+                f"{what} must be a tree of arrays, but {name} is {type(leaf).__name__} {leaf!r}"
+            ) from error
 
     return jax.tree_util.tree_map_with_path(array, tree)
 
@@ -151,10 +174,14 @@ def call_head(
     return as_loss(loss), {**state, "head": after}
 
 
-def call_predict(model: LayeredModel, p: Params, p_embed: Params, x: Any, batch: Batch, state: State) -> Any:
+def call_predict(
+    model: LayeredModel, p: Params, p_embed: Params, x: Any, batch: Batch, state: State
+) -> Any:
     """Return what the head gives without a loss; `state` is that of the ends, by name."""
     assert model.predict is not None
-    return model.predict(p, p_embed, x, batch, *((state,) if "head" in (model.init_state or {}) else ()))
+    return model.predict(
+        p, p_embed, x, batch, *((state,) if "head" in (model.init_state or {}) else ())
+    )
 
 
 def _with_state(out: Any, before: State, what: str) -> tuple[Any, State]:
@@ -162,7 +189,9 @@ def _with_state(out: Any, before: State, what: str) -> tuple[Any, State]:
     if not isinstance(out, tuple) or len(out) != 2:
         form = "((loss, aux), new state)" if what == "the loss" else "(result, new state)"
         got = f"a tuple of {len(out)}" if isinstance(out, tuple) else "something else"
-        raise ValueError(f"{what} must return (result, new state), such as {form}, since the model has init_state; got {got}")
+        raise ValueError(
+            f"{what} must return (result, new state), such as {form}, since the model has init_state; got {got}"
+        )
     check_state(before, out[1], what)
     return out
 
@@ -179,23 +208,31 @@ def check_state(before: State, after: State, what: str) -> None:
     if old != new:
         names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
         changes = "; ".join(
-            f"{name}: {old.get(name, 'not there')} before, {new.get(name, 'not there')} after" for name in names
+            f"{name}: {old.get(name, 'not there')} before, {new.get(name, 'not there')} after"
+            for name in names
         )
-        raise ValueError(f"{what} must return its state in the structure, shapes and dtypes in which it came, but {changes}")
+        raise ValueError(
+            f"{what} must return its state in the structure, shapes and dtypes in which it came, but {changes}"
+        )
 
 
 def build_objective(
-    model: Model | LayeredModel, *, region: Region = lambda f, stack: f, constrain: Callable[[Any], Any] = lambda x: x
+    model: Model | LayeredModel,
+    *,
+    region: Region = lambda f, stack: f,
+    constrain: Callable[[Any], Any] = lambda x: x,
 ) -> Objective:
     """Return the objective over whole parameters.
 
     Args:
       model: the model.
-      region: applied to a layer of a LayeredModel, a function of (parameters, x, data ...), and the name of its stack: what it
-        keeps for backward.
+      region: applied to a layer of a LayeredModel, a function of (parameters, x, data ...), and the
+        name of its stack: what it keeps for backward.
       constrain: applied to the activations at layer boundaries.
     """
-    return _layered(model, region, constrain) if isinstance(model, LayeredModel) else _unlayered(model)
+    return (
+        _layered(model, region, constrain) if isinstance(model, LayeredModel) else _unlayered(model)
+    )
 
 
 def _unlayered(model: Model) -> Objective:
@@ -216,14 +253,21 @@ def _layered(model: LayeredModel, region: Region, constrain: Callable[[Any], Any
         x, added, ends, of_blocks = layers(params, batch, key, state)
         of_head = _key_of(key, head_number(model))
         loss, ends = call_head(model, params["head"], params["embed"], x, batch, of_head, ends)
-        after = None if state is None else {**ends, **({} if of_blocks is None else {BLOCKS: of_blocks})}
+        after = (
+            None
+            if state is None
+            else {**ends, **({} if of_blocks is None else {BLOCKS: of_blocks})}
+        )
         return with_blocks(loss, added), after
 
     return objective
 
 
 def embed_number(model: LayeredModel) -> int:
-    """Return the number of which the embedding's key is made. Layers have 0 .. L-1, so that no two share a key."""
+    """Return the number of which the embedding's key is made.
+
+    Layers have 0 .. L-1, so that no two share a key.
+    """
     return model.num_layers
 
 
@@ -247,7 +291,8 @@ def _layers(
 ) -> Callable[..., tuple[Any, Any, State, State]]:
     """Return `layers(params, batch, key, state)`: embed and scans over the blocks.
 
-    It returns the last layer's output, what the layers add to the loss, and the new states of the ends and of the blocks.
+    It returns the last layer's output, what the layers add to the loss, and the new states of the
+    ends and of the blocks.
     """
     stacks = stacks_of(model)
 
@@ -256,24 +301,36 @@ def _layers(
     ) -> tuple[Any, Loss | None, State]:
         """Run the blocks of one stack."""
 
-        def block(p: Params, x: Any, index: Array, key: Key, given: Given) -> tuple[Any, tuple[Loss | None, State]]:
+        def block(
+            p: Params, x: Any, index: Array, key: Key, given: Given
+        ) -> tuple[Any, tuple[Loss | None, State]]:
             out = call_block(stack.model, p, x, _key_of(key, index), given)
             return constrain(out.x), (out.loss, out.state)
 
-        def body(x: Any, layer: tuple[Params, Array, Any, State]) -> tuple[Any, tuple[Loss | None, State]]:
+        def body(
+            x: Any, layer: tuple[Params, Array, Any, State]
+        ) -> tuple[Any, tuple[Loss | None, State]]:
             p, index, per_layer, of_block = layer
             return region(block, stack.name)(p, x, index, key, Given(context, per_layer, of_block))
 
-        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), (params, of_blocks))
+        one = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), (params, of_blocks)
+        )
         check_block(stack.model, one[0], x, key, abstract_given(stack.model, context, one[1]))
         numbers = jnp.arange(stack.first, stack.first + stack.model.num_layers)
         each = (params, numbers, per_layer_arrays(stack.model), of_blocks)
         x, (losses, of_blocks) = jax.lax.scan(body, x, each)
         return x, None if losses is None else summed(losses), of_blocks
 
-    def layers(params: Params, batch: Batch, key: Key, state: State) -> tuple[Any, Any, State, State]:
+    def layers(
+        params: Params, batch: Batch, key: Key, state: State
+    ) -> tuple[Any, Any, State, State]:
         context = constrain(call_context(model, batch))
-        ends = None if state is None else {name: tree for name, tree in state.items() if name != BLOCKS}
+        ends = (
+            None
+            if state is None
+            else {name: tree for name, tree in state.items() if name != BLOCKS}
+        )
         x, ends = call_embed(model, params["embed"], batch, _key_of(key, embed_number(model)), ends)
         x, added, after = constrain(x), [], {}
         of_blocks = None if state is None else state.get(BLOCKS)
@@ -282,10 +339,14 @@ def _layers(
             if stack.model.enter is not None:
                 of_enter = _key_of(key, enter_number(model, stack))
                 with in_stack(stack.name):
-                    x, of_stack = constrain(call_enter(stack.model, params["embed"], x, batch, of_enter))
+                    x, of_stack = constrain(
+                        call_enter(stack.model, params["embed"], x, batch, of_enter)
+                    )
             of_its_blocks = stack.of(of_blocks)
             with in_stack(stack.name):
-                x, loss, after[stack.name] = run(stack, stack.of(params[BLOCKS]), x, of_stack, key, of_its_blocks)
+                x, loss, after[stack.name] = run(
+                    stack, stack.of(params[BLOCKS]), x, of_stack, key, of_its_blocks
+                )
             added.append(loss)
         of_blocks = None if of_blocks is None else after if model.stacks else after[""]
         return x, together(added), ends, of_blocks
@@ -296,7 +357,8 @@ def _layers(
 def build_predict(
     model: Model | LayeredModel, constrain: Callable[[Any], Any] = lambda x: x
 ) -> Callable[[Params, Batch, State], Any]:
-    """Return `predict(params, batch, state) -> outputs` over whole parameters, without keys; the model's state is only read.
+    """Return `predict(params, batch, state) -> outputs` over whole parameters, without keys; the
+    model's state is only read.
 
     Args:
       model: with a `predict`.
@@ -305,7 +367,9 @@ def build_predict(
     if isinstance(model, Model):
         function = model.predict
         assert function is not None
-        return lambda params, batch, state: function(params, batch, *(() if model.init_state is None else (state,)))
+        return lambda params, batch, state: function(
+            params, batch, *(() if model.init_state is None else (state,))
+        )
     layers = _layers(model, lambda f, stack: f, constrain)
 
     def predict(params: Params, batch: Batch, state: State) -> Any:
@@ -316,10 +380,14 @@ def build_predict(
 
 
 def with_blocks(loss: Loss, blocks: Loss | None) -> Terms:
-    """Return the terms of a loss, of what a head returned and of what the blocks add, summed over layers."""
+    """Return the terms of a loss, of what a head returned and of what the blocks add, summed over
+    layers.
+    """
     if blocks is None:
         return Terms(loss.total, loss.weight, None, dict(loss.metrics))
-    return Terms(loss.total, loss.weight, blocks.total, joined(dict(loss.metrics), dict(blocks.metrics)))
+    return Terms(
+        loss.total, loss.weight, blocks.total, joined(dict(loss.metrics), dict(blocks.metrics))
+    )
 
 
 def per_layer_arrays(model: LayeredModel) -> Any:
@@ -339,7 +407,9 @@ def abstract_given(model: LayeredModel, context: Any, state: Any) -> Given:
     def shape(a: Any, lead: int = 0) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(jnp.shape(a)[lead:], jnp.result_type(a))
 
-    return Given(jax.tree.map(shape, context), jax.tree.map(lambda a: shape(a, 1), model.per_layer), state)
+    return Given(
+        jax.tree.map(shape, context), jax.tree.map(lambda a: shape(a, 1), model.per_layer), state
+    )
 
 
 def check_block(model: LayeredModel, params: Params, x: Any, key: Any, given: Given) -> BlockOutput:
@@ -355,11 +425,16 @@ def check_block(model: LayeredModel, params: Params, x: Any, key: Any, given: Gi
     Raises:
       ValueError: a block does not return what it takes.
     """
-    # Checked before the scan, whose own error would speak of its carry. The usual cause is a promotion to float32.
+    # Checked before the scan, whose own error would speak of its carry. The usual cause is a
+    # promotion to float32.
     out = jax.eval_shape(lambda *args: call_block(model, *args), params, x, key, given)
     before, after = (jax.tree.map(lambda a: (a.shape, a.dtype.name), t) for t in (x, out.x))
     if before != after:
-        if isinstance(out.x, tuple) and len(out.x) == 2 and jax.tree.structure(out.x[0]) == jax.tree.structure(x):
+        if (
+            isinstance(out.x, tuple)
+            and len(out.x) == 2
+            and jax.tree.structure(out.x[0]) == jax.tree.structure(x)
+        ):
             raise ValueError(
                 "a block that returns more than it takes returns (x, zerojax.Loss(total, metrics={...})): what it adds to the "
                 f"loss, and its metrics; it returned {after} for {before}"
@@ -371,11 +446,14 @@ def check_block(model: LayeredModel, params: Params, x: Any, key: Any, given: Gi
     return out
 
 
-def whole_weight(weight_of: Callable[[Any, Any], Array | None], pieces: Any, model_state: Any) -> Array | None:
+def whole_weight(
+    weight_of: Callable[[Any, Any], Array | None], pieces: Any, model_state: Any
+) -> Array | None:
     """Return the weight of all microbatches together, f32[]; None where the loss is a mean.
 
-    It is known before the first derivative, so that cotangents have the size of a mean's: sums over a batch would overflow in
-    float16. Equations that the weights do not read are not run; a weight that counts tokens reads the batch alone.
+    It is known before the first derivative, so that cotangents have the size of a mean's: sums over
+    a batch would overflow in float16. Equations that the weights do not read are not run; a weight
+    that counts tokens reads the batch alone.
 
     Args:
       weight_of: (microbatch, state of the model) -> weight.
@@ -392,5 +470,7 @@ def whole_weight(weight_of: Callable[[Any, Any], Array | None], pieces: Any, mod
     program = flatten(closed.jaxpr, closed.consts)
     used = {slot for i in program.live(program.outputs) for slot in i.reads} | set(program.outputs)
     if used & set(program.inputs[len(jax.tree.leaves(first)) :]):
-        raise ValueError("the weight of the loss depends on the model's state: with num_microbatches > 1 it must not")
+        raise ValueError(
+            "the weight of the loss depends on the model's state: with num_microbatches > 1 it must not"
+        )
     return jnp.sum(jax.lax.map(only_live(lambda piece: weight_of(piece, model_state)), pieces))

@@ -4,11 +4,13 @@
     paths   block/qkv/kernel  W[D, F]  ->  W[D, F_tensor]
             block/out/kernel  W[F, D]  ->  W[F_tensor, D]
 
-A path is the keys of a leaf, joined by "/", in the tree that `specs` describes. So of a LayeredModel it begins with embed/,
-block/ or head/; of several stacks with block/ and the name of the stack. A rule matches as `re.search` does: anywhere in the
-path, unless it is anchored. Shapes come from tracing the init functions, so no array is made.
+A path is the keys of a leaf, joined by "/", in the tree that `specs` describes. So of a
+LayeredModel it begins with embed/, block/ or head/; of several stacks with block/ and the name of
+the stack. A rule matches as `re.search` does: anywhere in the path, unless it is anchored. Shapes
+come from tracing the init functions, so no array is made.
 
-A spec describes one weight of one layer: the dims that number layers and tiles are none of its own, and stay unsplit.
+A spec describes one weight of one layer: the dims that number layers and tiles are none of its own,
+  and stay unsplit.
 """
 
 import dataclasses
@@ -31,41 +33,58 @@ def with_specs(model: Model, rules: Mapping[Any, PartitionSpec | None]) -> Model
 @overload
 def with_specs(model: LayeredModel, rules: Mapping[Any, PartitionSpec | None]) -> LayeredModel: ...
 def with_specs(model: Any, rules: Mapping[Any, PartitionSpec | None]) -> Any:
-    """Return a model whose leaves are split as rules over their paths say; it is what annotations in its modules would give.
+    """Return a model whose leaves are split as rules over their paths say; it is what annotations
+    in its modules would give.
 
-        model = zj.with_specs(model, {r"(qkv|fc)/(kernel|bias)": P(None, "tensor"), r"(proj|out)/kernel": P("tensor", None)})
+        model = zj.with_specs(model, {r"(qkv|fc)/(kernel|bias)": P(None, "tensor"),
+        r"(proj|out)/kernel": P("tensor", None)})
 
-    A leaf that no rule names keeps the spec that it has. One that a rule names gets the rule's, whatever it had: P() makes it
-    whole.
+    A leaf that no rule names keeps the spec that it has. One that a rule names gets the rule's,
+    whatever it had: P() makes it whole.
 
     Args:
       model: any; nothing of it is computed.
-      rules: by regular expression, searched for in paths such as "block/qkv/kernel" ("block/encoder/qkv/kernel" of several
-        stacks, "blocks/0/qkv/kernel" of a Model that holds a list): the spec of one weight. Of stacked layers it has no entry
-        for the dim of layers; of a stack of tiles W[T, ...] none for T. It may have fewer entries than the weight has dims.
+      rules: by regular expression, searched for in paths such as "block/qkv/kernel"
+        ("block/encoder/qkv/kernel" of several stacks, "blocks/0/qkv/kernel" of a Model that holds a
+        list): the spec of one weight. Of stacked layers it has no entry for the dim of layers; of a
+        stack of tiles W[T, ...] none for T. It may have fewer entries than the weight has dims.
 
     Returns:
-      A copy with other `specs`. What needs a mesh is checked when the program is built: unknown axes, dims that do not divide.
+      A copy with other `specs`. What needs a mesh is checked when the program is built: unknown
+      axes, dims that do not divide.
 
     Raises:
-      ValueError: a rule that is no regular expression, or matches no leaf; two rules for one leaf; a spec with more entries
-        than the leaf has dims, that names an axis twice, or that names `fsdp`, whose dims ZeRO chooses.
+      ValueError: a rule that is no regular expression, or matches no leaf; two rules for one leaf;
+        a spec with more entries than the leaf has dims, that names an axis twice, or that names
+        `fsdp`, whose dims ZeRO chooses.
     """
     if not isinstance(model, Model | LayeredModel):
-        raise ValueError(f"with_specs takes a zerojax.Model or LayeredModel, got {type(model).__name__}; see zerojax.from_flax")
+        raise ValueError(
+            f"with_specs takes a zerojax.Model or LayeredModel, got {type(model).__name__}; see zerojax.from_flax"
+        )
     abstract, given, tiles = _trees(model)
     leaves, tree = jax.tree_util.tree_flatten_with_path(abstract)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    specs, of_tiles = broadcast_specs(given, abstract), jax.tree.leaves(jax.tree.broadcast(tiles, abstract))
+    specs, of_tiles = (
+        broadcast_specs(given, abstract),
+        jax.tree.leaves(jax.tree.broadcast(tiles, abstract)),
+    )
     for i, (rule, spec) in _matched(rules, paths).items():
         lead = int(of_tiles[i] is not False)
-        _check(f"with_specs: rule {rule!r} gives {paths[i]} the spec {spec}", leaves[i][1].shape, spec, lead)
+        _check(
+            f"with_specs: rule {rule!r} gives {paths[i]} the spec {spec}",
+            leaves[i][1].shape,
+            spec,
+            lead,
+        )
         specs[i] = PartitionSpec(*(None,) * lead, *spec) if len(spec) else PartitionSpec()
     return dataclasses.replace(model, specs=jax.tree.unflatten(tree, specs))
 
 
 def _trees(model: Model | LayeredModel) -> tuple[Any, Any, Any]:
-    """Return the parameters' shapes in the structure of `specs`, those of one layer for blocks; and its specs and tiles."""
+    """Return the parameters' shapes in the structure of `specs`, those of one layer for blocks; and
+    its specs and tiles.
+    """
     key = jax.eval_shape(lambda: jax.random.key(0))
     if isinstance(model, Model):
         return jax.eval_shape(model.init, key), model.specs, model.tiles
@@ -76,30 +95,50 @@ def _trees(model: Model | LayeredModel) -> tuple[Any, Any, Any]:
     }
     given = {part: (model.specs or {}).get(part) for part in abstract}
     given["block"] = of_every_stack(model, given["block"], None)
-    return abstract, given, {"embed": False, "block": of_every_stack(model, model.tiles, False), "head": False}
+    return (
+        abstract,
+        given,
+        {"embed": False, "block": of_every_stack(model, model.tiles, False), "head": False},
+    )
 
 
 def _matched(rules: Mapping[Any, Any], paths: list[str]) -> dict[int, tuple[str, PartitionSpec]]:
     """Return, by the place of each path that a rule matches, the rule and its spec."""
     if not isinstance(rules, Mapping):
-        raise ValueError(f"with_specs takes a dict of regular expressions and specs, got {type(rules).__name__}")
+        raise ValueError(
+            f"with_specs takes a dict of regular expressions and specs, got {type(rules).__name__}"
+        )
     matches: dict[int, list[tuple[str, PartitionSpec]]] = {}
     unused: list[str] = []
     for rule, spec in rules.items():
         if not (spec is None or isinstance(spec, PartitionSpec)):
-            raise ValueError(f"with_specs: rule {rule!r} gives {spec!r}: a jax.sharding.PartitionSpec or None is needed")
+            raise ValueError(
+                f"with_specs: rule {rule!r} gives {spec!r}: a jax.sharding.PartitionSpec or None is needed"
+            )
         try:
             pattern = re.compile(rule)
         except (re.error, TypeError) as error:
-            raise ValueError(f"with_specs: rule {rule!r} is no regular expression: {error}") from error
+            raise ValueError(
+                f"with_specs: rule {rule!r} is no regular expression: {error}"
+            ) from error
         found = [i for i, path in enumerate(paths) if pattern.search(path)]
         for i in found:
-            matches.setdefault(i, []).append((pattern.pattern, PartitionSpec() if spec is None else spec))
+            matches.setdefault(i, []).append(
+                (pattern.pattern, PartitionSpec() if spec is None else spec)
+            )
         unused += [] if found else [repr(pattern.pattern)]
     if unused:
-        raise ValueError(f"with_specs: no leaf is matched by {', '.join(unused)}; the paths are {_listed(paths)}")
-    if twice := [f"{paths[i]} by {' and '.join(repr(r) for r, _ in found)}" for i, found in matches.items() if len(found) > 1]:
-        raise ValueError(f"with_specs: one rule at most may match a leaf, and several do: {_listed(twice)}")
+        raise ValueError(
+            f"with_specs: no leaf is matched by {', '.join(unused)}; the paths are {_listed(paths)}"
+        )
+    if twice := [
+        f"{paths[i]} by {' and '.join(repr(r) for r, _ in found)}"
+        for i, found in matches.items()
+        if len(found) > 1
+    ]:
+        raise ValueError(
+            f"with_specs: one rule at most may match a leaf, and several do: {_listed(twice)}"
+        )
     return {i: found[0] for i, found in matches.items()}
 
 
@@ -111,7 +150,9 @@ def _listed(items: list[str]) -> str:
 def _check(told: str, shape: tuple[int, ...], spec: PartitionSpec, lead: int) -> None:
     """Raise ValueError for what is wrong with a spec on any mesh; `lead` is 1 for a stack of tiles."""
     if wrong := [entry for entry in spec if not (entry is None or isinstance(entry, str | tuple))]:
-        raise ValueError(f"{told}, which holds {wrong[0]!r}: an entry is None, an axis, or a tuple of axes")
+        raise ValueError(
+            f"{told}, which holds {wrong[0]!r}: an entry is None, an axis, or a tuple of axes"
+        )
     if len(spec) > len(shape) - lead:
         of_tiles = ", of which the first numbers tiles, and is never split" if lead else ""
         raise ValueError(f"{told}, which has {len(spec)} entries for shape {shape}{of_tiles}")
@@ -119,4 +160,6 @@ def _check(told: str, shape: tuple[int, ...], spec: PartitionSpec, lead: int) ->
     if len(set(named)) < len(named):
         raise ValueError(f"{told}, which names an axis twice")
     if FSDP in named:
-        raise ValueError(f"{told}: ZeRO chooses the dim that {FSDP!r} splits, so give other axes alone, such as 'tensor'")
+        raise ValueError(
+            f"{told}: ZeRO chooses the dim that {FSDP!r} splits, so give other axes alone, such as 'tensor'"
+        )

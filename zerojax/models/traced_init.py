@@ -1,4 +1,6 @@
-"""A function of a random key that makes a module's variables, traced once for its shapes and for its numbers."""
+"""A function of a random key that makes a module's variables, traced once for its shapes and for
+its numbers.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +9,9 @@ import jax
 import jax.extend.core as jex
 
 MOST_CONSTANT_BYTES = 1 << 20
-"""Arrays that a trace may hold on to; a module made from larger ones is traced again when its parameters are made."""
+"""Arrays that a trace may hold on to; a module made from larger ones is traced again when its
+parameters are made.
+"""
 
 
 class TracedInit:

@@ -1,4 +1,6 @@
-"""The update: of the whole tree, by record, and on the host; bfloat16 moments; averages of the weights, learning rates."""
+"""The update: of the whole tree, by record, and on the host; bfloat16 moments; averages of the
+weights, learning rates.
+"""
 
 from zerojax.optim.by_record import RecordUpdate as RecordUpdate
 from zerojax.optim.by_record import update_by_record as update_by_record

@@ -1,12 +1,15 @@
-"""What an optimizer decides from shapes: whether it treats a stack of layers as it treats one layer.
+"""What an optimizer decides from shapes: whether it treats a stack of layers as it treats one
+layer.
 
-A mask `a.ndim >= 2` is true for a layer's matrix `[D, F]` and false for its bias `[F]`. For stacks, `[L, D, F]` and `[L, F]`,
-it is true for both. The user's function makes such a decision out of sight. But the optimizer is traced, over the stacks and
-over one layer, and the traced equations show it. Both traces are written in a form without shapes, and compared leaf by leaf:
+A mask `a.ndim >= 2` is true for a layer's matrix `[D, F]` and false for its bias `[F]`. For stacks,
+`[L, D, F]` and `[L, F]`, it is true for both. The user's function makes such a decision out of
+sight. But the optimizer is traced, over the stacks and over one layer, and the traced equations
+show it. Both traces are written in a form without shapes, and compared leaf by leaf:
 
     form(value) = (primitive, parameters that change numbers, forms of the operands)
 
-Equal forms have equal numbers, so two traces share one table. Fills and reshapes are left out: they move no number.
+Equal forms have equal numbers, so two traces share one table. Fills and reshapes are left out: they
+  move no number.
 """
 
 import dataclasses
@@ -21,7 +24,15 @@ import numpy as np
 
 from zerojax.jaxprs import FILLS, POINTWISE, Constant, FlatJaxpr, Instruction, Ref, flatten
 
-_ATTRIBUTES = ("y", "new_dtype", "direction", "mode", "exponent_bits", "mantissa_bits", "rounding_method")
+_ATTRIBUTES = (
+    "y",
+    "new_dtype",
+    "direction",
+    "mode",
+    "exponent_bits",
+    "mantissa_bits",
+    "rounding_method",
+)
 """Parameters of equations that change the numbers, and do not follow from shapes."""
 
 
@@ -30,9 +41,12 @@ class Differences:
     """What an optimizer treats as a stack in another way than as one layer.
 
     Attributes:
-      rules: indices of parameter leaves whose equations differ, or whose first state holds another number.
-      constants: indices of parameter leaves whose equations have other constants, such as a leaf's size.
-      shared_rules: paths of state leaves that belong to no single parameter leaf and whose equations differ.
+      rules: indices of parameter leaves whose equations differ, or whose first state holds another
+        number.
+      constants: indices of parameter leaves whose equations have other constants, such as a leaf's
+        size.
+      shared_rules: paths of state leaves that belong to no single parameter leaf and whose
+        equations differ.
       shared_constants: paths of such state leaves whose equations have other constants.
     """
 
@@ -58,7 +72,8 @@ class Traced:
       init: its traced init, of the parameters.
       update: its traced update, of (grads, state, params, loss).
       state: its abstract state.
-      owners: for each leaf of the state the parameter leaf whose path it has, whatever its shape; None: it has no such path.
+      owners: for each leaf of the state the parameter leaf whose path it has, whatever its shape;
+        None: it has no such path.
     """
 
     init: jex.ClosedJaxpr
@@ -69,11 +84,16 @@ class Traced:
     @functools.cached_property
     def paths(self) -> list[str]:
         """The path of each leaf of the state."""
-        return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(self.state)[0]]
+        return [
+            jax.tree_util.keystr(path)
+            for path, _ in jax.tree_util.tree_flatten_with_path(self.state)[0]
+        ]
 
 
 _Output = tuple[str, int | str]
-"""What a result is: ("update", parameter leaf), ("after", path in the state), or ("first", path in the state)."""
+"""What a result is: ("update", parameter leaf), ("after", path in the state), or ("first", path in
+the state).
+"""
 
 
 def differences(stacks: Traced, layer: Traced, stacked: Sequence[bool]) -> Differences:
@@ -109,7 +129,11 @@ def _unequal(one: Traced, other: Traced, num_params: int, reads_constants: bool)
     """Return the results that differ, or that one of the two alone has."""
     forms = _Forms(reads_constants)
     found = [_results(traced, num_params, forms) for traced in (one, other)]
-    return {output for output in found[0].keys() | found[1].keys() if found[0].get(output) != found[1].get(output)}
+    return {
+        output
+        for output in found[0].keys() | found[1].keys()
+        if found[0].get(output) != found[1].get(output)
+    }
 
 
 def _results(traced: Traced, num_params: int, forms: "_Forms") -> dict[_Output, int]:
@@ -117,7 +141,9 @@ def _results(traced: Traced, num_params: int, forms: "_Forms") -> dict[_Output, 
     params = [("param", n) for n in range(num_params)]
     states = [("state", path) for path in traced.paths]
     grads = [("grad", n) for n in range(num_params)]
-    update = forms.of(flatten(traced.update.jaxpr, traced.update.consts), [*grads, *states, *params, "loss"])
+    update = forms.of(
+        flatten(traced.update.jaxpr, traced.update.consts), [*grads, *states, *params, "loss"]
+    )
     first = forms.of(flatten(traced.init.jaxpr, traced.init.consts), params)
     names: list[_Output] = [("update", n) for n in range(num_params)]
     names += [("after", path) for path in traced.paths]
@@ -139,7 +165,9 @@ def _by_owner(outputs: set[_Output], owners: Mapping[str, int | None]) -> tuple[
 
 
 def _owners(traced: Traced, num_params: int) -> dict[str, int | None]:
-    """Return for the path of each state leaf the parameter leaf that has its path, or else alone reads it; None: no leaf."""
+    """Return for the path of each state leaf the parameter leaf that has its path, or else alone
+    reads it; None: no leaf.
+    """
     program = flatten(traced.update.jaxpr, traced.update.consts)
     slots = program.inputs[num_params : num_params + len(traced.paths)]
     owners: dict[str, int | None] = {}
@@ -150,12 +178,16 @@ def _owners(traced: Traced, num_params: int) -> dict[str, int | None]:
 
 
 def _readers(program: FlatJaxpr, slot: int, states: Sequence[int]) -> set[int]:
-    """Return the parameter leaves whose updates a state reaches, in this step or, by way of other states, in a later one."""
+    """Return the parameter leaves whose updates a state reaches, in this step or, by way of other
+    states, in a later one.
+    """
     num_params = len(program.outputs) - len(states)
     starts: set[int] = {slot}
     while True:
         reached = program.reached(starts)
-        hits = [n for n, ref in enumerate(program.outputs) if isinstance(ref, int) and ref in reached]
+        hits = [
+            n for n, ref in enumerate(program.outputs) if isinstance(ref, int) and ref in reached
+        ]
         later = {states[n - num_params] for n in hits if n >= num_params}
         if later <= starts:
             return {n for n in hits if n < num_params}
@@ -171,7 +203,9 @@ class _Forms:
 
     def of(self, program: FlatJaxpr, inputs: Sequence[Hashable]) -> list[int]:
         """Return the numbers of a program's outputs, given names of its inputs."""
-        slots = {slot: self._number(name) for slot, name in zip(program.inputs, inputs, strict=True)}
+        slots = {
+            slot: self._number(name) for slot, name in zip(program.inputs, inputs, strict=True)
+        }
         for i in program.instructions:
             operands = tuple(self._operand(ref, slots) for ref in i.ins)
             if i.eqn.primitive.name in FILLS:
@@ -199,7 +233,9 @@ class _Forms:
         inside = []
         for jaxpr, consts in _jaxprs(i.eqn.params):
             program = flatten(jaxpr, consts)
-            inside.append(tuple(self.of(program, [("argument", n) for n in range(len(program.inputs))])))
+            inside.append(
+                tuple(self.of(program, [("argument", n) for n in range(len(program.inputs))]))
+            )
         return tuple(inside)
 
 

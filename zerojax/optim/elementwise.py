@@ -1,14 +1,16 @@
 """An optimizer applied to part of the parameters: one layer, or one leaf.
 
-An optimizer is elementwise where the update of each parameter element, and each element of the state that mirrors it, is a
-function of that element's own gradient, weight and state, and of scalars that no gradient reaches (a step count, a learning
-rate, the loss). Adam, AdamW, Lion and momentum are; a global norm, a trust ratio (LAMB) or a factored moment (Adafactor) is
-not. Only then does updating layer by layer, on any device, give what one update of the whole tree gives. It is not guessed:
-the traced update is read equation by equation, and for each value the set of leaves it depends on.
+An optimizer is elementwise where the update of each parameter element, and each element of the
+state that mirrors it, is a function of that element's own gradient, weight and state, and of
+scalars that no gradient reaches (a step count, a learning rate, the loss). Adam, AdamW, Lion and
+momentum are; a global norm, a trust ratio (LAMB) or a factored moment (Adafactor) is not. Only then
+does updating layer by layer, on any device, give what one update of the whole tree gives. It is not
+guessed: the traced update is read equation by equation, and for each value the set of leaves it
+depends on.
 
-The optimizer is traced over the tree of one layer, whose leaves have no layer dim. So masks and labels see the paths, dims and
-sizes that the model's author wrote. The traced equations are then the rule, for a stack, a layer, a tile or some rows alike
-(`zerojax.elements`).
+The optimizer is traced over the tree of one layer, whose leaves have no layer dim. So masks and
+labels see the paths, dims and sizes that the model's author wrote. The traced equations are then
+the rule, for a stack, a layer, a tile or some rows alike (`zerojax.elements`).
 """
 
 import dataclasses
@@ -78,20 +80,32 @@ class ElementwiseUpdate:
         shared: Sequence[jax.Array],
         loss: jax.Array,
     ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
-        """Return the updates of some leaves, their new states and the shared scalars; arguments as `__call__`."""
+        """Return the updates of some leaves, their new states and the shared scalars; arguments as
+        `__call__`.
+        """
         program, num_params = self.update.program, len(self._leaves)
         mirrors, everyone = self.opt_map.states_of(part), self.opt_map.shared
         at_states = num_params
         at_params = num_params + len(self.opt_map.owners)
         inputs = {program.inputs[-1]: loss}
         inputs |= {program.inputs[i]: value for i, value in zip(part, grads, strict=True)}
-        inputs |= {program.inputs[at_params + i]: value for i, value in zip(part, params, strict=True)}
-        inputs |= {program.inputs[at_states + j]: value for j, value in zip(mirrors, states, strict=True)}
-        inputs |= {program.inputs[at_states + j]: value for j, value in zip(everyone, shared, strict=True)}
+        inputs |= {
+            program.inputs[at_params + i]: value for i, value in zip(part, params, strict=True)
+        }
+        inputs |= {
+            program.inputs[at_states + j]: value for j, value in zip(mirrors, states, strict=True)
+        }
+        inputs |= {
+            program.inputs[at_states + j]: value for j, value in zip(everyone, shared, strict=True)
+        }
         shapes = {i: jnp.shape(value) for i, value in zip(part, params, strict=True)}
-        wanted = [program.outputs[n] for n in (*part, *(at_states + j for j in (*mirrors, *everyone)))]
+        wanted = [
+            program.outputs[n] for n in (*part, *(at_states + j for j in (*mirrors, *everyone)))
+        ]
         of_mirrors = [shapes[self.opt_map.owner(j)] for j in mirrors]
-        results = self.update(inputs, wanted, [*(shapes[i] for i in part), *of_mirrors, *(None for _ in everyone)])
+        results = self.update(
+            inputs, wanted, [*(shapes[i] for i in part), *of_mirrors, *(None for _ in everyone)]
+        )
         results = [jnp.asarray(value) for value in results]
         first, last = len(part), len(part) + len(mirrors)
         return results[:first], results[first:last], results[last:]
@@ -107,7 +121,9 @@ class ElementwiseUpdate:
     def first_shared(self) -> list[jax.Array]:
         """Return the scalars that all leaves share, before the first step."""
         everyone = self.opt_map.shared
-        values = self.init({}, [self.init.program.outputs[j] for j in everyone], [None for _ in everyone])
+        values = self.init(
+            {}, [self.init.program.outputs[j] for j in everyone], [None for _ in everyone]
+        )
         return [jnp.asarray(value) for value in values]
 
     @property
@@ -116,7 +132,8 @@ class ElementwiseUpdate:
 
 
 class ElementwiseTransformation(OwnedTransformation):
-    """An elementwise optimizer over stacks of layers that decides from shapes what it would decide for one layer.
+    """An elementwise optimizer over stacks of layers that decides from shapes what it would decide
+    for one layer.
 
     Attributes:
       rule: the rule for each element.
@@ -127,7 +144,9 @@ class ElementwiseTransformation(OwnedTransformation):
     inner: optax.GradientTransformation
 
 
-def elementwise_transformation(tx: optax.GradientTransformation, rule: ElementwiseUpdate) -> ElementwiseTransformation:
+def elementwise_transformation(
+    tx: optax.GradientTransformation, rule: ElementwiseUpdate
+) -> ElementwiseTransformation:
     """Return the rule of `tx` as an optimizer of the whole tree."""
     opt_map, tree = rule.opt_map, jax.tree.structure(rule.opt_map.abstract)
     every = range(len(jax.tree.leaves(rule.params)))
@@ -140,12 +159,16 @@ def elementwise_transformation(tx: optax.GradientTransformation, rule: Elementwi
     def init(params: Any) -> Any:
         return ordered(rule.first_states(every, jax.tree.leaves(params)), rule.first_shared())
 
-    def update(updates: Any, state: Any, params: Any = None, *, value: Any = None, **_: Any) -> tuple[Any, Any]:
+    def update(
+        updates: Any, state: Any, params: Any = None, *, value: Any = None, **_: Any
+    ) -> tuple[Any, Any]:
         before = jax.tree.leaves(state)
         loss = jnp.float32(0) if value is None else value
         states, shared = ([before[j] for j in indices] for indices in (owned, everyone))
         weights, structure = jax.tree.flatten(params)
-        new, states, shared = rule.updates(every, jax.tree.leaves(updates), weights, states, shared, loss)
+        new, states, shared = rule.updates(
+            every, jax.tree.leaves(updates), weights, states, shared, loss
+        )
         return jax.tree.unflatten(structure, new), ordered(states, shared)
 
     applied = ElementwiseTransformation(init, update)
@@ -161,7 +184,8 @@ def elementwise_update(
     stacked: Sequence[bool],
     beyond: Callable[[], str | None] = lambda: None,
 ) -> ElementwiseUpdate:
-    """Return the optimizer as one that may be applied to parts: one layer of stacked leaves, or one other leaf.
+    """Return the optimizer as one that may be applied to parts: one layer of stacked leaves, or one
+    other leaf.
 
     Args:
       tx: the optimizer.
@@ -181,7 +205,8 @@ def elementwise_update(
     except ValueError as error:
         rule = f"on one layer it fails: {error}"
     if isinstance(rule, str):
-        # Of an optimizer that combines leaves, that is the fault: elements of one leaf might be combined.
+        # Of an optimizer that combines leaves, that is the fault: elements of one leaf might be
+        # combined.
         fault = beyond() or rule
         raise ValueError(
             f"{why} updates layer by layer, which needs an optimizer whose every element, or every leaf of a layer, is updated "
@@ -193,7 +218,11 @@ def elementwise_update(
 
 
 def elementwise_rule(
-    tx: optax.GradientTransformation, params: Any, stacked: Sequence[bool], state: Any, closed: jex.ClosedJaxpr
+    tx: optax.GradientTransformation,
+    params: Any,
+    stacked: Sequence[bool],
+    state: Any,
+    closed: jex.ClosedJaxpr,
 ) -> ElementwiseUpdate | str:
     """Return an optimizer as a rule for each element, or why it is none.
 
@@ -216,16 +245,22 @@ def elementwise_rule(
         return f"in its first state {fault}"
     leaves = jax.tree.leaves(params)
     shapes = [
-        a.shape if owner is None else leaves[owner].shape for a, owner in zip(of_layer.leaves, of_layer.owners, strict=True)
+        a.shape if owner is None else leaves[owner].shape
+        for a, owner in zip(of_layer.leaves, of_layer.owners, strict=True)
     ]
-    whole = [jax.ShapeDtypeStruct(shape, a.dtype) for shape, a in zip(shapes, of_layer.leaves, strict=True)]
+    whole = [
+        jax.ShapeDtypeStruct(shape, a.dtype)
+        for shape, a in zip(shapes, of_layer.leaves, strict=True)
+    ]
     opt_map = OptStateMap(jax.tree.unflatten(jax.tree.structure(state), whole), of_layer.owners)
     programs = (ElementProgram(one.program, one.leaf) for one in (begins, reader))
     return ElementwiseUpdate(params, opt_map, *programs)
 
 
 def _names(params: Any) -> list[str]:
-    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+    return [
+        jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]
+    ]
 
 
 def fault_of_update(closed: jex.ClosedJaxpr, opt_map: OptStateMap, params: Any) -> str | None:
@@ -240,13 +275,16 @@ def fault_of_update(closed: jex.ClosedJaxpr, opt_map: OptStateMap, params: Any) 
     return reader if isinstance(reader, str) else None
 
 
-def _reader_of_update(closed: jex.ClosedJaxpr, opt_map: OptStateMap, names: Sequence[str]) -> "_Reader | str":
+def _reader_of_update(
+    closed: jex.ClosedJaxpr, opt_map: OptStateMap, names: Sequence[str]
+) -> "_Reader | str":
     """Return which leaf each value of an update depends on, or what in it is not elementwise."""
     for name, leaf, owner in zip(opt_map.names, opt_map.leaves, opt_map.owners, strict=True):
         if owner is None and leaf.shape:
             return f"its state {name} of shape {leaf.shape} mirrors no parameter"
     program = flatten(closed.jaxpr, closed.consts)
-    # The leaf that each input is of, and the only one that each output may depend on; None is no leaf.
+    # The leaf that each input is of, and the only one that each output may depend on; None is no
+    # leaf.
     every = range(len(names))
     reader = _Reader(program, [*every, *opt_map.owners, *every, None], names)
     return reader.fault([*every, *opt_map.owners]) or reader
@@ -255,7 +293,9 @@ def _reader_of_update(closed: jex.ClosedJaxpr, opt_map: OptStateMap, names: Sequ
 class _Reader:
     """Follows which parameter leaf each value of a traced update depends on."""
 
-    def __init__(self, program: FlatJaxpr, reads: Sequence[int | None], names: Sequence[str]) -> None:
+    def __init__(
+        self, program: FlatJaxpr, reads: Sequence[int | None], names: Sequence[str]
+    ) -> None:
         self.program, self.names = program, names
         self.leaf: dict[int, int | None] = dict(zip(program.inputs, reads, strict=True))
         self.uneven: set[int] = set()  # arrays of no leaf whose elements may differ
@@ -282,7 +322,8 @@ class _Reader:
         avals: list[Any] = [v.aval for v in i.eqn.outvars]
         shapes = [a.shape for a in avals]
         if leaf is None:
-            # Scalars and constants. The elements of an array among them must be equal: the update of a part sees only some.
+            # Scalars and constants. The elements of an array among them must be equal: the update
+            # of a part sees only some.
             even = name in POINTWISE | FILLS and not any(self.is_uneven(ref) for ref in i.ins)
             for out, shape in zip(i.outs, shapes, strict=True):
                 self.leaf[out] = None
@@ -293,9 +334,13 @@ class _Reader:
         read_avals: list[Any] = [v.aval for v in i.eqn.invars]
         operands = [a.shape for a in read_avals]
         read_shapes = [
-            s for ref, s in zip(i.ins, operands, strict=True) if isinstance(ref, int) and self.leaf.get(ref) is not None
+            s
+            for ref, s in zip(i.ins, operands, strict=True)
+            if isinstance(ref, int) and self.leaf.get(ref) is not None
         ]
-        fits = all(s == shapes[0] for s in read_shapes) and all(s in ((), shapes[0]) for s in operands)
+        fits = all(s == shapes[0] for s in read_shapes) and all(
+            s in ((), shapes[0]) for s in operands
+        )
         if name not in POINTWISE | FILLS or not fits or i.has_jaxpr:
             return f"{name} combines elements of {self.names[leaf]}"
         if any(self.is_uneven(ref) for ref in i.ins):

@@ -1,8 +1,10 @@
-"""The optimizer's rule for one leaf, divided for the host: scalars that the program computes, and a kernel over elements.
+"""The optimizer's rule for one leaf, divided for the host: scalars that the program computes, and a
+kernel over elements.
 
-The rule is traced. Equations that no array reaches (a schedule, bias corrections, the clipping factor) stay in the program,
-on the device. The others become the kernel. Scalars that the kernel reads are sent to it as float32. Random bits would not
-survive that, so their equations go to the kernel, too.
+The rule is traced. Equations that no array reaches (a schedule, bias corrections, the clipping
+factor) stay in the program, on the device. The others become the kernel. Scalars that the kernel
+reads are sent to it as float32. Random bits would not survive that, so their equations go to the
+kernel, too.
 """
 
 from collections.abc import Sequence
@@ -21,7 +23,9 @@ Array = jax.Array
 class HostRule:
     """The update of one leaf, divided into scalars of the program and a kernel over elements."""
 
-    def __init__(self, update: RecordUpdate, index: int, grad_dtype: Any, summed: int, casts: bool) -> None:
+    def __init__(
+        self, update: RecordUpdate, index: int, grad_dtype: Any, summed: int, casts: bool
+    ) -> None:
         """Divide the update of leaf `index`.
 
         Args:
@@ -43,7 +47,8 @@ class HostRule:
         def rule(arrays: list[Array], scalars: list[Array]) -> list[Array]:
             grad, old, *before = arrays
             *shared, loss, factor, scale = scalars
-            # The order of the update on the device (mean, loss scale, clipping), and so its numbers.
+            # The order of the update on the device (mean, loss scale, clipping), and so its
+            # numbers.
             grad = grad.astype(jnp.float32)
             grad = grad / summed if summed > 1 else grad
             grad = grad / scale if layout.abstract_state.loss_scale is not None else grad
@@ -55,19 +60,37 @@ class HostRule:
         self.program = flatten(closed.jaxpr, closed.consts)
         self.num_arrays = len(arrays)
         live = self.program.live(self.program.outputs)
-        # Scalars cross as float32, which holds a count of steps, but not 32 random bits: those are made over there.
-        wide = [out for i in live if any(v.aval.dtype == jnp.uint32 for v in i.eqn.outvars) for out in i.outs]  # pyright: ignore[reportAttributeAccessIssue]
+        # Scalars cross as float32, which holds a count of steps, but not 32 random bits: those are
+        # made over there.
+        wide = [
+            out
+            for i in live
+            if any(v.aval.dtype == jnp.uint32 for v in i.eqn.outvars)  # pyright: ignore
+            for out in i.outs
+        ]
         varies = self.program.reached([*self.program.inputs[: self.num_arrays], *wide])
-        # An equation that no element reaches is computed once, by the program, and not for every element of every layer.
+        # An equation that no element reaches is computed once, by the program, and not for every
+        # element of every layer.
         self.elements = [i for i in live if not varies.isdisjoint(i.outs)]
         self.before = [i for i in live if varies.isdisjoint(i.outs)]
         # What the kernel reads of the program's scalars: each crosses once.
         reads = [ref for i in self.elements for ref in i.ins] + list(self.program.outputs)
-        self.crossing = tuple(dict.fromkeys(ref for ref in reads if isinstance(ref, int) and ref not in varies))
-        dtypes = {slot: a.dtype for slot, a in zip(self.program.inputs[self.num_arrays :], scalars, strict=True)}
-        shapes: dict[int, Any] = {out: v.aval for i in self.before for out, v in zip(i.outs, i.eqn.outvars, strict=True)}
+        self.crossing = tuple(
+            dict.fromkeys(ref for ref in reads if isinstance(ref, int) and ref not in varies)
+        )
+        dtypes = {
+            slot: a.dtype
+            for slot, a in zip(self.program.inputs[self.num_arrays :], scalars, strict=True)
+        }
+        shapes: dict[int, Any] = {
+            out: v.aval for i in self.before for out, v in zip(i.outs, i.eqn.outvars, strict=True)
+        }
         # Arrays whose elements are all equal cross as one number, and the kernel spreads it.
-        self.fills = {slot: shapes[slot].shape for slot in self.crossing if slot in shapes and shapes[slot].shape}
+        self.fills = {
+            slot: shapes[slot].shape
+            for slot in self.crossing
+            if slot in shapes and shapes[slot].shape
+        }
         abstract_values = [jax.ShapeDtypeStruct((), jnp.float32) for _ in self.crossing]
         # All cross as float32, and the kernel casts each back to what the rule had.
         kinds = [shapes[slot].dtype if slot in shapes else dtypes[slot] for slot in self.crossing]
@@ -76,17 +99,26 @@ class HostRule:
             slots: dict[int, Any] = dict(zip(self.program.inputs, arrays, strict=False))
             for slot, value, kind in zip(self.crossing, values, kinds, strict=True):
                 value = value.astype(kind)
-                slots[slot] = jnp.broadcast_to(value, self.fills[slot]) if slot in self.fills else value
+                slots[slot] = (
+                    jnp.broadcast_to(value, self.fills[slot]) if slot in self.fills else value
+                )
             evaluate(self.elements, slots)
             return [read(ref, slots) for ref in self.program.outputs]
 
         self.kernel: jex.ClosedJaxpr = jax.make_jaxpr(kernel)(arrays, abstract_values)
 
     def scalars(self, values: Sequence[Array]) -> list[Array]:
-        """Return what crosses from the program to the kernel, f32[] each; `values` are the rule's scalars."""
-        slots: dict[int, Any] = dict(zip(self.program.inputs[self.num_arrays :], values, strict=True))
+        """Return what crosses from the program to the kernel, f32[] each; `values` are the rule's
+        scalars.
+        """
+        slots: dict[int, Any] = dict(
+            zip(self.program.inputs[self.num_arrays :], values, strict=True)
+        )
         evaluate(self.before, slots)
         # An array that depends on no array is a scalar broadcast: its elements are equal.
         return [
-            jnp.ravel(slots[slot])[0].astype(jnp.float32) if jnp.size(slots[slot]) else jnp.float32(0) for slot in self.crossing
+            jnp.ravel(slots[slot])[0].astype(jnp.float32)
+            if jnp.size(slots[slot])
+            else jnp.float32(0)
+            for slot in self.crossing
         ]

@@ -1,17 +1,20 @@
-"""Records in host memory that are updated in one tick and stored in a later one, beside the load of the next.
+"""Records in host memory that are updated in one tick and stored in a later one, beside the load of
+the next.
 
-A link carries both directions at once. So a tick loads the record that it updates while it stores one that an earlier tick
-updated. No array may be read and written at once: XLA would copy it. The arrays of a record, such as its master and its
-moments, are dealt out to groups of equal bytes, and in each turn one group is loaded while another one is stored:
+A link carries both directions at once. So a tick loads the record that it updates while it stores
+one that an earlier tick updated. No array may be read and written at once: XLA would copy it. The
+arrays of a record, such as its master and its moments, are dealt out to groups of equal bytes, and
+in each turn one group is loaded while another one is stored:
 
     turn   0             1           2
     load   master[k]     mu[k]       nu[k]
     store  mu[k-1]       nu[k-1]     master[k-1]
 
-A record is a layer of a stack, or a **piece** of an unstacked leaf that is larger than a layer, such as an embedding. If such a
-leaf were loaded as a whole, updated and then stored, one direction would be idle while the other one works, and the device
-would hold all of its state. An elementwise optimizer may update some rows by themselves. So the leaf is seen as a stack of K
-pieces, W[V, D] -> W[K, V/K, D]. If dim 0 is split over n shards, each device cuts its own rows, W[V_fsdp, D] ->
+A record is a layer of a stack, or a **piece** of an unstacked leaf that is larger than a layer,
+such as an embedding. If such a leaf were loaded as a whole, updated and then stored, one direction
+would be idle while the other one works, and the device would hold all of its state. An elementwise
+optimizer may update some rows by themselves. So the leaf is seen as a stack of K pieces, W[V, D] ->
+W[K, V/K, D]. If dim 0 is split over n shards, each device cuts its own rows, W[V_fsdp, D] ->
 W[n_fsdp, K, V/(n K), D]: no row leaves its device.
 """
 
@@ -30,12 +33,20 @@ from zerojax.state import FlatState, RecordSpec, StateRecords, read_layer, write
 
 Array = jax.Array
 Move = Callable[[Array, list[Array]], tuple[Array, list[Array]]]
-"""(gradient, [weight, *optimizer state]) of some rows -> the weight, float32, and the optimizer state after the update."""
+"""(gradient, [weight, *optimizer state]) of some rows -> the weight, float32, and the optimizer
+state after the update.
+"""
 
 MOST_PIECES = 32
-"""The most pieces of a leaf. Nothing is stored beside the first piece, and nothing is loaded beside the last store."""
+"""The most pieces of a leaf.
+
+Nothing is stored beside the first piece, and nothing is loaded beside the last store.
+"""
 LEAST_BYTES = 1 << 20
-"""The fewest bytes of a piece of an array on one device. PCIe 5 moves them in 20 microseconds; a copy takes 3 to start."""
+"""The fewest bytes of a piece of an array on one device.
+
+PCIe 5 moves them in 20 microseconds; a copy takes 3 to start.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +63,10 @@ class Pieces:
 
     @property
     def _lead(self) -> tuple[int, ...]:
-        """The dims in front of the rows of a piece. A piece's number is the index of the last of them."""
+        """The dims in front of the rows of a piece.
+
+        A piece's number is the index of the last of them.
+        """
         return (self.count,) if self.shards == 1 else (self.shards, self.count)
 
     def split(self, array: Array) -> Array:
@@ -71,7 +85,9 @@ class Pieces:
         return (math.prod(lead) * rest[0], *rest[1:])
 
     def read(self, record: RecordSpec, array: Array, piece: Array) -> Array:
-        """Return a piece of what `split` returned, on the device: [V/K, ...], sharded as the leaf is."""
+        """Return a piece of what `split` returned, on the device: [V/K, ...], sharded as the leaf
+        is.
+        """
         value = jax.lax.dynamic_index_in_dim(array, piece, len(self._lead) - 1, keepdims=False)
         if record.is_away:
             value = jax.device_put(value, self._sharding(record, "device"))
@@ -94,14 +110,17 @@ class Pieces:
 
 
 def pieces_of(records: StateRecords, index: int, most: int = MOST_PIECES) -> Pieces | None:
-    """Return how a leaf that is no stack of layers is cut, into `most` pieces at most; None: it crosses the link as a whole.
+    """Return how a leaf that is no stack of layers is cut, into `most` pieces at most; None: it
+    crosses the link as a whole.
 
     It does where no link loads and stores at once; where there is but one array to load; and where
     rows do not divide into pieces that are worth a copy each.
     """
     leaf, layout = records.leaves[index], records.layout
     specs, param = records.opt_records((index,)), records.params[index]
-    itemsizes = [layout.opt_map.leaves[j].dtype.itemsize for j in layout.opt_map.states_of((index,))]
+    itemsizes = [
+        layout.opt_map.leaves[j].dtype.itemsize for j in layout.opt_map.states_of((index,))
+    ]
     if layout.has_master:
         itemsizes = [4, *itemsizes]
     else:  # the parameter is the weight, and loaded
@@ -121,7 +140,9 @@ def pieces_of(records: StateRecords, index: int, most: int = MOST_PIECES) -> Pie
 
 
 def dealt(sizes: Sequence[int], num_groups: int) -> list[list[int]]:
-    """Deal arrays out to groups of bytes as equal as the largest ones allow; returns the places of each group's arrays."""
+    """Deal arrays out to groups of bytes as equal as the largest ones allow; returns the places of
+    each group's arrays.
+    """
     groups: list[list[int]] = [[] for _ in range(min(num_groups, len(sizes)))]
     filled = [0] * len(groups)
     for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
@@ -132,7 +153,9 @@ def dealt(sizes: Sequence[int], num_groups: int) -> list[list[int]]:
 
 
 def _turns(sizes: Sequence[int]) -> list[list[int]]:
-    """Return the groups with which the turns take least: each takes as long as the larger of what it loads and stores."""
+    """Return the groups with which the turns take least: each takes as long as the larger of what
+    it loads and stores.
+    """
 
     def bytes_of(groups: list[list[int]]) -> int:
         filled = [sum(sizes[n] for n in group) for group in groups]
@@ -142,7 +165,9 @@ def _turns(sizes: Sequence[int]) -> list[list[int]]:
 
 
 class LateTick(Protocol):
-    """What a tick says of the records that cross the link in it; see `zerojax.streamed.phases.Tick`."""
+    """What a tick says of the records that cross the link in it; see
+    `zerojax.streamed.phases.Tick`.
+    """
 
     @property
     def layer(self) -> Any:
@@ -189,7 +214,8 @@ class Crossed:
     Attributes:
       states: all leaves, of which the stacks in host memory are written in turns.
       loaded: what was loaded so far, by its place in the record.
-      ends: records of unstacked leaves, by leaf, which the tick stores; `states` lacks them meanwhile.
+      ends: records of unstacked leaves, by leaf, which the tick stores; `states` lacks them
+        meanwhile.
     """
 
     states: FlatState
@@ -198,11 +224,14 @@ class Crossed:
 
 
 Pending = list[list[Array]]
-"""The arrays of the records that earlier ticks updated and later ticks store, on the device; the oldest record first."""
+"""The arrays of the records that earlier ticks updated and later ticks store, on the device; the
+oldest record first.
+"""
 
 
 class Crossing:
-    """Loads of what a tick updates, and stores of what an earlier tick updated, beside its products.
+    """Loads of what a tick updates, and stores of what an earlier tick updated, beside its
+    products.
 
     If parameters are in host memory, the tick loads the ones that a later tick takes.
     """
@@ -226,7 +255,13 @@ class Crossing:
           states: all leaves.
           ends: updated records of unstacked leaves, by leaf, on the device: this tick stores them.
         """
-        self.record, self.now, self.pending, self.states, self.ends = record, now, pending[0], states, ends or {}
+        self.record, self.now, self.pending, self.states, self.ends = (
+            record,
+            now,
+            pending[0],
+            states,
+            ends or {},
+        )
         self.groups = dealt([a.size * a.dtype.itemsize for a in self.pending], num_groups)
 
     @property
@@ -257,7 +292,10 @@ class Crossing:
         return Crossed(states, crossed.loaded | loaded, self._ends_of(number, crossed.ends))
 
     def _ends_of(self, number: int, stored: dict[int, list[Any]]) -> dict[int, list[Any]]:
-        """Start the stores of a turn's share of other leaves. XLA starts a store as late as its turn allows."""
+        """Start the stores of a turn's share of other leaves.
+
+        XLA starts a store as late as its turn allows.
+        """
         each = [
             (i, spec, a)
             for i, some in self.ends.items()
@@ -274,26 +312,33 @@ class Crossing:
         return with_ends(self.record.records, crossed.states, crossed.ends)
 
     def loaded(self, crossed: Crossed) -> tuple[list[Array], list[Array]]:
-        """Return what was loaded: of the record that is updated, and parameters of the one that is taken later."""
+        """Return what was loaded: of the record that is updated, and parameters of the one that is
+        taken later.
+        """
         record = self.record
         arrays = [crossed.loaded[n] for n in sorted(crossed.loaded) if n < record.num_own]
         return arrays[: record.num_opt], arrays[record.num_opt :]
 
     def loaded_piece(self, crossed: Crossed, leaf: int) -> list[Array]:
-        """Return what was loaded of a piece of a leaf: its master, if there is one, its optimizer state, its parameter."""
+        """Return what was loaded of a piece of a leaf: its master, if there is one, its optimizer
+        state, its parameter.
+        """
         return [crossed.loaded[n] for n in self.record.places[leaf] if n in crossed.loaded]
 
 
 class LateRecord:
-    """What is loaded, updated, and stored some ticks later: a layer's record, and a piece of each of some unstacked leaves.
+    """What is loaded, updated, and stored some ticks later: a layer's record, and a piece of each
+    of some unstacked leaves.
 
-    Its arrays are the layer's masters, if any, and optimizer state, its parameters if they are in host memory, and then the
-    same arrays of each piece. Piece k belongs to the tick of layer `lowest` + k.
+    Its arrays are the layer's masters, if any, and optimizer state, its parameters if they are in
+    host memory, and then the same arrays of each piece. Piece k belongs to the tick of layer
+    `lowest` + k.
 
     Attributes:
       records: where the state is stored.
       part: indices of the leaves of the layer.
-      pieces: how each of the other leaves is cut; the state holds them as `Pieces.split` returns them.
+      pieces: how each of the other leaves is cut; the state holds them as `Pieces.split` returns
+        them.
       lowest: the layer whose tick updates piece 0.
       num_opt: arrays of masters and optimizer state of the layer, which come first.
       num_own: arrays of the layer.
@@ -301,7 +346,11 @@ class LateRecord:
     """
 
     def __init__(
-        self, records: StateRecords, part: Sequence[int], pieces: Mapping[int, Pieces] | None = None, lowest: int = 0
+        self,
+        records: StateRecords,
+        part: Sequence[int],
+        pieces: Mapping[int, Pieces] | None = None,
+        lowest: int = 0,
     ) -> None:
         self.records, self.part, self.pieces, self.lowest = records, part, pieces or {}, lowest
         self._specs, self.num_opt = record_specs(records, part), len(records.opt_records(part))
@@ -320,9 +369,13 @@ class LateRecord:
             if n >= self.num_own:
                 i = self._leaf_of[n]
                 # A parameter whose master is updated is stored alone.
-                is_weight = states.master is None or n - self.places[i].start < len(self.records.opt_records((i,)))
+                is_weight = states.master is None or n - self.places[i].start < len(
+                    self.records.opt_records((i,))
+                )
                 if now.loads_pieces and is_weight:
-                    loaded[n] = self.pieces[i].read(self._specs[n], stacks[n], self.piece(now.layer))
+                    loaded[n] = self.pieces[i].read(
+                        self._specs[n], stacks[n], self.piece(now.layer)
+                    )
                 continue
             index = now.layer if n < self.num_opt else now.fetch
             if index is not None:
@@ -334,17 +387,29 @@ class LateRecord:
         stacks = self._stacks(states)
         for n, value in values.items():
             if n >= self.num_own:
-                stacks[n] = self.pieces[self._leaf_of[n]].write(self._specs[n], stacks[n], self.piece(layer), value)
+                stacks[n] = self.pieces[self._leaf_of[n]].write(
+                    self._specs[n], stacks[n], self.piece(layer), value
+                )
             else:
                 (stacks[n],) = write_layer([self._specs[n]], [stacks[n]], layer, [value])
         params = list(states.params)
-        for i, stack in zip(_away(self.records, self.part), stacks[self.num_opt : self.num_own], strict=True):
+        for i, stack in zip(
+            _away(self.records, self.part), stacks[self.num_opt : self.num_own], strict=True
+        ):
             params[i] = stack
-        states = self.records.replace(dataclasses.replace(states, params=params), self.part, stacks[: self.num_opt])
-        return with_ends(self.records, states, {i: [stacks[n] for n in places] for i, places in self.places.items()})
+        states = self.records.replace(
+            dataclasses.replace(states, params=params), self.part, stacks[: self.num_opt]
+        )
+        return with_ends(
+            self.records,
+            states,
+            {i: [stacks[n] for n in places] for i, places in self.places.items()},
+        )
 
     def num_loaded(self, states: FlatState) -> int:
-        """Return how many arrays a tick loads if it updates pieces alone: not a parameter whose master is updated."""
+        """Return how many arrays a tick loads if it updates pieces alone: not a parameter whose
+        master is updated.
+        """
         ends = [len(self.records.opt_records((i,))) for i in self.pieces]
         return sum(ends) if states.master is not None else len(self._specs)
 
@@ -356,12 +421,19 @@ class LateRecord:
         """Return room for what was updated in the last `lag` ticks and is not stored yet."""
         stacks, found = self._stacks(states), list[Array]()
         for n, (spec, stack) in enumerate(zip(self._specs, stacks, strict=True)):
-            shape = stack.shape[1:] if n < self.num_own else self.pieces[self._leaf_of[n]].shape(stack)
-            found.append(jax.lax.with_sharding_constraint(jnp.zeros(shape, stack.dtype), spec.sharding))
+            shape = (
+                stack.shape[1:] if n < self.num_own else self.pieces[self._leaf_of[n]].shape(stack)
+            )
+            found.append(
+                jax.lax.with_sharding_constraint(jnp.zeros(shape, stack.dtype), spec.sharding)
+            )
         return [found] * lag
 
-    def drain(self, states: FlatState, number: int, layer: Array, pending: Pending) -> tuple[FlatState, Pending]:
-        """Store the oldest record after the last tick; returns the states, and the records with the next one first.
+    def drain(
+        self, states: FlatState, number: int, layer: Array, pending: Pending
+    ) -> tuple[FlatState, Pending]:
+        """Store the oldest record after the last tick; returns the states, and the records with the
+        next one first.
 
         Args:
           states: all leaves.
@@ -375,12 +447,16 @@ class LateRecord:
         return self.store(states, layer, dict(enumerate(values))), [*others, oldest]
 
     def _stacks(self, states: FlatState) -> list[Any]:
-        of_pieces = [stack for i in self.pieces for stack in record_stacks(self.records, states, (i,))]
+        of_pieces = [
+            stack for i in self.pieces for stack in record_stacks(self.records, states, (i,))
+        ]
         return [*record_stacks(self.records, states, self.part), *of_pieces]
 
 
 def record_specs(records: StateRecords, part: Sequence[int]) -> list[RecordSpec]:
-    """Return the specs of a record's arrays, in its order: masters and optimizer state, then parameters off the device."""
+    """Return the specs of a record's arrays, in its order: masters and optimizer state, then
+    parameters off the device.
+    """
     return [*records.opt_records(part), *(records.params[i] for i in _away(records, part))]
 
 
@@ -389,8 +465,12 @@ def record_stacks(records: StateRecords, states: FlatState, part: Sequence[int])
     return [*records.opt_states(states, part), *(states.params[i] for i in _away(records, part))]
 
 
-def with_ends(records: StateRecords, states: FlatState, ends: Mapping[int, Sequence[Any]]) -> FlatState:
-    """Return the state with other records of unstacked leaves, in their tiers and in the order of `record_specs`."""
+def with_ends(
+    records: StateRecords, states: FlatState, ends: Mapping[int, Sequence[Any]]
+) -> FlatState:
+    """Return the state with other records of unstacked leaves, in their tiers and in the order of
+    `record_specs`.
+    """
     for i, arrays in ends.items():
         num_opt, params = len(records.opt_records((i,))), list(states.params)
         params[i : i + 1] = arrays[num_opt:] or params[i : i + 1]
@@ -399,7 +479,9 @@ def with_ends(records: StateRecords, states: FlatState, ends: Mapping[int, Seque
 
 
 def without_ends(records: StateRecords, states: FlatState, ends: Sequence[int]) -> FlatState:
-    """Return the state without the records of these leaves, so that their old arrays are freed before new ones are made."""
+    """Return the state without the records of these leaves, so that their old arrays are freed
+    before new ones are made.
+    """
     return with_ends(records, states, {i: [None] * len(record_specs(records, (i,))) for i in ends})
 
 
@@ -408,9 +490,16 @@ def _away(records: StateRecords, part: Sequence[int]) -> list[int]:
 
 
 def kept_for_later(
-    records: StateRecords, states: FlatState, part: Sequence[int], layer: Array, weights: list[Array], opt: list[Array]
+    records: StateRecords,
+    states: FlatState,
+    part: Sequence[int],
+    layer: Array,
+    weights: list[Array],
+    opt: list[Array],
 ) -> tuple[FlatState, list[Array]]:
-    """Return the state with a layer's new parameters, if they are on the device, and the record that is stored later."""
+    """Return the state with a layer's new parameters, if they are on the device, and the record
+    that is stored later.
+    """
     params = [records.cast(i, w) for i, w in zip(part, weights, strict=True)]
     if not any(records.params[i].is_away for i in part):  # on the device they are written in place
         states, params = records.write_params(states, part, layer, params), []
@@ -418,7 +507,13 @@ def kept_for_later(
 
 
 def update_piece(
-    record: "LateRecord", crossing: "Crossing", crossed: "Crossed", index: int, grad: Array, move: Move, states: FlatState
+    record: "LateRecord",
+    crossing: "Crossing",
+    crossed: "Crossed",
+    index: int,
+    grad: Array,
+    move: Move,
+    states: FlatState,
 ) -> tuple[FlatState, list[Array]]:
     """Update a tick's piece of an unstacked leaf.
 
@@ -450,7 +545,13 @@ def update_piece(
 
 
 def update_in_pieces(
-    records: StateRecords, states: FlatState, index: int, grad: Array, move: Move, pieces: Pieces, begin: Array
+    records: StateRecords,
+    states: FlatState,
+    index: int,
+    grad: Array,
+    move: Move,
+    pieces: Pieces,
+    begin: Array,
 ) -> tuple[FlatState, Array]:
     """Update an unstacked leaf, piece by piece.
 
@@ -476,7 +577,9 @@ def update_in_pieces(
         now = _PieceTick(piece, piece - 1 if stored else None)
         crossing = Crossing(record, num_groups, now, pending, states)
         crossed = crossing.cross()
-        states, updated = update_piece(record, crossing, crossed, index, grads, move, crossing.states_of(crossed))
+        states, updated = update_piece(
+            record, crossing, crossed, index, grads, move, crossing.states_of(crossed)
+        )
         return states, [*pending[1:], updated], begin
 
     def drain(piece: Array, carry: Any) -> Any:
@@ -499,13 +602,20 @@ def _alone(records: StateRecords, states: FlatState, index: int) -> FlatState:
         return [leaf if i in kept else None for i, leaf in enumerate(leaves)]
 
     master = None if states.master is None else only(states.master, [index])
-    return FlatState(only(states.params, [index]), master, only(states.opt, records.opt_map.states_of((index,))))
+    return FlatState(
+        only(states.params, [index]), master, only(states.opt, records.opt_map.states_of((index,)))
+    )
 
 
 def with_pieces(
-    records: StateRecords, states: FlatState, cut: Mapping[int, Pieces], change: Callable[[Pieces, Array], Array]
+    records: StateRecords,
+    states: FlatState,
+    cut: Mapping[int, Pieces],
+    change: Callable[[Pieces, Array], Array],
 ) -> FlatState:
-    """Return the state with leaves cut into pieces, or joined again, by `Pieces.split` or `Pieces.join`."""
+    """Return the state with leaves cut into pieces, or joined again, by `Pieces.split` or
+    `Pieces.join`.
+    """
     for i, pieces in cut.items():
         params = list(states.params)
         params[i] = change(pieces, params[i])

@@ -1,17 +1,19 @@
 """A rule for each leaf of a layer, applied to stacks of layers, and to one record.
 
-Of a LayeredModel such a rule sees what optax would see on separate layers, [D, F] and not [L, D, F], in every stage and tier.
-Where all layers are on the device they are updated together, and at stages 1 to 3 the part that needs whole leaves is shared
-out over the devices that hold the shards, layer by layer:
+Of a LayeredModel such a rule sees what optax would see on separate layers, [D, F] and not [L, D,
+F], in every stage and tier. Where all layers are on the device they are updated together, and at
+stages 1 to 3 the part that needs whole leaves is shared out over the devices that hold the shards,
+layer by layer:
 
     x[L, D_fsdp, F] -> x[L_fsdp, D, F]      an all_to_all
     y[L_fsdp, D, F] = vmap(middle)(x)       each device the whole leaves of L / N layers
     y[L_fsdp, D, F] -> y[L, D_fsdp, F]      an all_to_all
 
-An L that N does not divide is filled up with copies of layers, whose results are dropped: a device then works on ceil(L / N).
-Of one layer on its own, as a streamed step has it, the value is gathered, and each device makes the result and keeps its shard:
-what is streamed is one layer, so there is nothing to share out by layers. Leaves that are no stack are left to XLA, which
-partitions products by itself.
+An L that N does not divide is filled up with copies of layers, whose results are dropped: a device
+  then works on ceil(L / N).
+Of one layer on its own, as a streamed step has it, the value is gathered, and each device makes the
+result and keeps its shard: what is streamed is one layer, so there is nothing to share out by
+layers. Leaves that are no stack are left to XLA, which partitions products by itself.
 """
 
 import logging
@@ -27,8 +29,21 @@ from jax.sharding import Mesh
 
 from zerojax.config import reason
 from zerojax.optim.decisions import Differences, Traced, differences
-from zerojax.optim.elementwise import ElementwiseUpdate, elementwise_rule, elementwise_transformation, fault_of_update
-from zerojax.optim.leaf_rule import LeafRule, Move, Stay, leaf_rule, one_layer, owner_by_path, without_branches
+from zerojax.optim.elementwise import (
+    ElementwiseUpdate,
+    elementwise_rule,
+    elementwise_transformation,
+    fault_of_update,
+)
+from zerojax.optim.leaf_rule import (
+    LeafRule,
+    Move,
+    Stay,
+    leaf_rule,
+    one_layer,
+    owner_by_path,
+    without_branches,
+)
 from zerojax.sharding import STAGES, Spec, axes_of, named
 from zerojax.state import Layout, OwnedTransformation, init_opt_state_shape, map_opt_state
 
@@ -57,8 +72,12 @@ def layer_transformation(rule: LeafRule, move: Move | None = None) -> LayerTrans
     """Return a rule for each leaf as an optimizer of the whole tree."""
     there = Stay() if move is None else move
 
-    def update(updates: Any, state: Any, params: Any = None, *, value: Any = None, **_: Any) -> tuple[Any, Any]:
-        return rule.update_tree(updates, state, params, jnp.float32(0) if value is None else value, there)
+    def update(
+        updates: Any, state: Any, params: Any = None, *, value: Any = None, **_: Any
+    ) -> tuple[Any, Any]:
+        return rule.update_tree(
+            updates, state, params, jnp.float32(0) if value is None else value, there
+        )
 
     tx = LayerTransformation(rule.init_tree, update)
     tx.owners, tx.rule = rule.owners, rule
@@ -72,23 +91,28 @@ def by_layer(
     on_stacks: tuple[Any, jex.ClosedJaxpr] | ValueError,
     stacked: Sequence[bool],
 ) -> optax.GradientTransformation:
-    """Return an optimizer that treats a stack of layers as it would treat each layer, or `tx` where it does so itself.
+    """Return an optimizer that treats a stack of layers as it would treat each layer, or `tx` where
+    it does so itself.
 
-    An elementwise optimizer that decides something from shapes becomes an `ElementwiseTransformation`, and one whose rule needs
-    whole leaves of a layer a `LayerTransformation`. One that combines layers or leaves stays as it is.
+    An elementwise optimizer that decides something from shapes becomes an
+    `ElementwiseTransformation`, and one whose rule needs whole leaves of a layer a
+    `LayerTransformation`. One that combines layers or leaves stays as it is.
 
     Args:
       tx: the optimizer.
       params: abstract float32 parameters.
-      on_stacks: its abstract state over them and its traced update, of (grads, state, params, loss); or why it cannot be
-        traced over them.
+      on_stacks: its abstract state over them and its traced update, of (grads, state, params,
+        loss); or why it cannot be traced over them.
       stacked: for each parameter leaf whether it is a stack of layers.
 
     Raises:
-      ValueError: it combines layers or leaves, and decides from shapes: it would treat stacks in another way than layers. Or it
-        reads the shapes of several leaves at once. Or it works on one layer alone, and combines leaves.
+      ValueError: it combines layers or leaves, and decides from shapes: it would treat stacks in
+        another way than layers. Or it reads the shapes of several leaves at once. Or it works on
+        one layer alone, and combines leaves.
     """
-    is_elementwise = not isinstance(on_stacks, ValueError) and _is_elementwise(on_stacks[1], on_stacks[0], params)
+    is_elementwise = not isinstance(on_stacks, ValueError) and _is_elementwise(
+        on_stacks[1], on_stacks[0], params
+    )
     if is_elementwise and not any(stacked):
         return tx
     layer = one_layer(params, stacked)
@@ -99,7 +123,9 @@ def by_layer(
     of_layer = without_branches(traced)
     found = Differences()
     if any(stacked) and not isinstance(on_stacks, ValueError):
-        found = differences(_traced(tx, params, *on_stacks), _traced(tx, layer, layer_state, traced), stacked)
+        found = differences(
+            _traced(tx, params, *on_stacks), _traced(tx, layer, layer_state, traced), stacked
+        )
     rule = elementwise_rule(tx, params, stacked, layer_state, of_layer)
     if isinstance(rule, ElementwiseUpdate):
         _check_reads_one_leaf(found, params, stacked)
@@ -117,21 +143,31 @@ def by_layer(
     return tx
 
 
-def _traced(tx: optax.GradientTransformation, params: Any, state: Any, update: jex.ClosedJaxpr) -> Traced:
+def _traced(
+    tx: optax.GradientTransformation, params: Any, state: Any, update: jex.ClosedJaxpr
+) -> Traced:
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-    owners = tuple(owner_by_path(path, paths) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0])
+    owners = tuple(
+        owner_by_path(path, paths) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]
+    )
     # A conditional over the whole tree would make every leaf differ where one does.
     return Traced(jax.make_jaxpr(tx.init)(params), without_branches(update), state, owners)
 
 
 def _check_reads_one_leaf(found: Differences, params: Any, stacked: Sequence[bool]) -> None:
-    """Raise ValueError for an optimizer that acts on each leaf by itself, and reads the shapes of others.
+    """Raise ValueError for an optimizer that acts on each leaf by itself, and reads the shapes of
+    others.
 
-    A layer's tree shows it the sizes of one layer, and stacks show it those of all layers. A leaf that is no stack has one
-    shape in both: what it is updated with differs only where other leaves' shapes enter.
+    A layer's tree shows it the sizes of one layer, and stacks show it those of all layers. A leaf
+    that is no stack has one shape in both: what it is updated with differs only where other leaves'
+    shapes enter.
     """
     paths = jax.tree_util.tree_flatten_with_path(params)[0]
-    crossed = [jax.tree_util.keystr(paths[i][0]) for i in (*found.rules, *found.constants) if not stacked[i]]
+    crossed = [
+        jax.tree_util.keystr(paths[i][0])
+        for i in (*found.rules, *found.constants)
+        if not stacked[i]
+    ]
     if not crossed and not found.shared:
         return
     shared = [f"the optimizer's state {path}" for path in found.shared]
@@ -142,8 +178,12 @@ def _check_reads_one_leaf(found: Differences, params: Any, stacked: Sequence[boo
     )
 
 
-def _report_differences(found: Differences, params: Any, stacked: Sequence[bool], fault: str) -> None:
-    """Raise ValueError for an optimizer that would treat stacks in another way than layers; log other constants alone."""
+def _report_differences(
+    found: Differences, params: Any, stacked: Sequence[bool], fault: str
+) -> None:
+    """Raise ValueError for an optimizer that would treat stacks in another way than layers; log
+    other constants alone.
+    """
     paths = jax.tree_util.tree_flatten_with_path(params)[0]
     has_rules = bool(found.rules or found.shared_rules)
     named = [
@@ -164,8 +204,10 @@ def _report_differences(found: Differences, params: Any, stacked: Sequence[bool]
     logger.warning(
         "the optimizer reads sizes, and it combines layers or leaves (%s), so it reads those of stacks of layers [L, ...]: %s. "
         "To let it read a layer's, %s",
-        fault, shown, _REPAIR,
-    )  # fmt: skip
+        fault,
+        shown,
+        _REPAIR,
+    )
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -182,14 +224,20 @@ def _is_elementwise(update: jex.ClosedJaxpr, opt_state: Any, params: Any) -> boo
 
 
 def shared_out(tx: optax.GradientTransformation, layout: Layout) -> optax.GradientTransformation:
-    """Return an optimizer with its work on whole leaves shared out over the devices that hold their shards."""
+    """Return an optimizer with its work on whole leaves shared out over the devices that hold their
+    shards.
+    """
     if not isinstance(tx, LayerTransformation) or not STAGES[layout.config.stage].opt_state:
         return tx
     return layer_transformation(tx.rule, _ByLayers(layout))
 
 
-def why_not_by_leaf(tx: optax.GradientTransformation, params: Any, stacked: Sequence[bool]) -> str | None:
-    """Return why an optimizer cannot be applied to each leaf of a layer on its own, or None; arguments as `by_layer`."""
+def why_not_by_leaf(
+    tx: optax.GradientTransformation, params: Any, stacked: Sequence[bool]
+) -> str | None:
+    """Return why an optimizer cannot be applied to each leaf of a layer on its own, or None;
+    arguments as `by_layer`.
+    """
     layer = one_layer(params, stacked)
     try:
         layer_state, of_layer = init_opt_state_shape(tx, layer)
@@ -200,7 +248,9 @@ def why_not_by_leaf(tx: optax.GradientTransformation, params: Any, stacked: Sequ
 
 
 def check_whole_leaves(layout: Layout) -> None:
-    """Raise ValueError where a program that updates record by record never has a whole leaf of a layer on the device."""
+    """Raise ValueError where a program that updates record by record never has a whole leaf of a
+    layer on the device.
+    """
     what = f"{reason(layout.config)} with an optimizer that combines elements of a leaf (Muon, Adafactor, LAMB, ..)"
     if layout.config.update_on == "host":
         raise ValueError(
@@ -233,7 +283,9 @@ class _ByLayers:
         copies = [value] * (rows // layers) + ([value[: rows % layers]] if rows % layers else [])
         value = jnp.concatenate(copies) if rows > layers else value
         at = _spec_like(spec[1:], leaf.record_shape, value.shape[1:])
-        return _turned(value, self.mesh, _path((None, *at), axes) if at else [_front(axes, value.ndim)])
+        return _turned(
+            value, self.mesh, _path((None, *at), axes) if at else [_front(axes, value.ndim)]
+        )
 
     def shard(self, index: int, value: Array, like: Any) -> Array:
         """y[L_fsdp, D, F] -> y[L, D_fsdp, F], without what it was filled up with."""
@@ -241,7 +293,9 @@ class _ByLayers:
         if not leaf.is_stacked or not any(spec):
             return value
         axes, at = _axes(spec), _spec_like(spec[1:], leaf.record_shape, value.shape[1:])
-        value = _turned(value, self.mesh, _path((None, *at), axes)[::-1] if at else [(None,) * value.ndim])
+        value = _turned(
+            value, self.mesh, _path((None, *at), axes)[::-1] if at else [(None,) * value.ndim]
+        )
         return value[: like.shape[0]]
 
     def _spec(self, index: int) -> Spec:
@@ -282,7 +336,8 @@ def _axes(spec: Spec) -> list[str]:
 
 
 def _spec_like(spec: Spec, shape: Sequence[int], value: Sequence[int]) -> Spec | None:
-    """Return the spec of a value that has a leaf's elements in the leaf's order, but for dims of 1; None of any other.
+    """Return the spec of a value that has a leaf's elements in the leaf's order, but for dims of 1;
+    None of any other.
 
     Args:
       spec: of the leaf.
@@ -304,9 +359,11 @@ def _front(axes: Sequence[str], ndim: int) -> Spec:
 
 
 def _path(spec: Spec, axes: Sequence[str]) -> list[Spec]:
-    """Return specs from a stack's shards to its first dim split by all of `axes`, one mesh axis moved at a time.
+    """Return specs from a stack's shards to its first dim split by all of `axes`, one mesh axis
+    moved at a time.
 
-    XLA turns the move of one axis into an all_to_all. Several at once it may not, and gather the stack.
+    XLA turns the move of one axis into an all_to_all. Several at once it may not, and gather the
+    stack.
     """
     path, here = [spec], list(spec)
     moved: list[str] = []

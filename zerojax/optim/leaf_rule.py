@@ -1,22 +1,27 @@
-"""An optimizer that combines elements of one leaf of one layer, and no more: Muon, Adafactor, LAMB, LARS, Novograd.
+"""An optimizer that combines elements of one leaf of one layer, and no more: Muon, Adafactor, LAMB,
+LARS, Novograd.
 
     for each layer l, for each leaf i:      u, s = rule_i(g[l, i], s[l, i], w[l, i], scalars)
 
-What a layer's leaf is updated with depends on that leaf of that layer alone, and on what no gradient reaches: a count, a
-learning rate, the loss, constants. Then layers may be updated one after the other, on any device, and a leaf of the state
-belongs to one parameter leaf whatever its shape is: a factored moment, a scalar for each matrix. It is proven by tracing, as
-for elementwise optimizers (`zerojax.optim.elementwise`): the update is traced on the tree of one layer, whose leaves have no
-layer dim, and for each value the leaf is followed that it depends on.
+What a layer's leaf is updated with depends on that leaf of that layer alone, and on what no
+gradient reaches: a count, a learning rate, the loss, constants. Then layers may be updated one
+after the other, on any device, and a leaf of the state belongs to one parameter leaf whatever its
+shape is: a factored moment, a scalar for each matrix. It is proven by tracing, as for elementwise
+optimizers (`zerojax.optim.elementwise`): the update is traced on the tree of one layer, whose
+leaves have no layer dim, and for each value the leaf is followed that it depends on.
 
-The traced equations themselves are then the rule: those that the results of a leaf need are evaluated on that leaf. Masks and
-labels have seen the paths, dims and sizes of a layer's tree, as optax on separate layers shows them. The equations are divided
-once more, because only some of them need a whole leaf on one device:
+The traced equations themselves are then the rule: those that the results of a leaf need are
+  evaluated on that leaf. Masks and
+labels have seen the paths, dims and sizes of a layer's tree, as optax on separate layers shows
+them. The equations are divided once more, because only some of them need a whole leaf on one
+device:
 
     before    m = b m + g;  x = m / |m|        elementwise, and sums that partial sums make: on shards
     middle    y = p(x x^T) x                   products, decompositions, whatever else: on the whole leaf
     after     u = -lr (scale y + decay w)      on shards again
 
-So Muon moves one matrix there and one back, and LAMB, Adafactor and clipping by leaf move sums alone.
+So Muon moves one matrix there and one back, and LAMB, Adafactor and clipping by leaf move sums
+alone.
 """
 
 import dataclasses
@@ -47,7 +52,9 @@ Slots = dict[int, Any]
 _MOVES = frozenset({"reshape", "squeeze", "expand_dims", "transpose"})
 """Equations that put elements elsewhere."""
 _LOCAL = POINTWISE | REDUCTIONS | _MOVES | {"broadcast_in_dim"}
-"""Equations that run on shards: XLA adds partial sums up, and moves no element. (A reshape, where it merges no dims.)"""
+"""Equations that run on shards: XLA adds partial sums up, and moves no element. (A reshape, where
+it merges no dims.)
+"""
 _RANDOM = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"})
 
 
@@ -55,7 +62,9 @@ class Move(Protocol):
     """How values get to where a whole leaf is worked on, and back."""
 
     def whole(self, index: int, value: Array) -> Array:
-        """Return a value of parameter leaf `index` with its dims on one device; layers may be added at the end."""
+        """Return a value of parameter leaf `index` with its dims on one device; layers may be added
+        at the end.
+        """
         ...
 
     def shard(self, index: int, value: Array, like: Any) -> Array:
@@ -127,13 +136,19 @@ class LeafRule:
 
     @functools.cached_property
     def whole(self) -> frozenset[int]:
-        """Indices of the parameter leaves whose update needs a whole leaf in one place; the others' runs on shards."""
+        """Indices of the parameter leaves whose update needs a whole leaf in one place; the others'
+        runs on shards.
+        """
         return frozenset(i for i in range(len(self.stacked)) if self._phases[i].middle)
 
     def moved(self, index: int) -> tuple[int, int]:
-        """Return how many elements of one layer move to where a leaf is whole, and how many come back."""
+        """Return how many elements of one layer move to where a leaf is whole, and how many come
+        back.
+        """
         phases, shapes = self._phases[index], self._shapes
-        there, back = (sum(math.prod(shapes[slot]) for slot in slots) for slots in (phases.there, phases.back))
+        there, back = (
+            sum(math.prod(shapes[slot]) for slot in slots) for slots in (phases.there, phases.back)
+        )
         return there, back
 
     @functools.cached_property
@@ -151,7 +166,7 @@ class LeafRule:
         """Return the indices of the state leaves that belong to a parameter leaf."""
         return tuple(j for j, owner in enumerate(self.owners) if owner == index)
 
-    # --- one leaf ----------------------------------------------------------------------------------------------------------
+    # --- one leaf ---------------------------------------------------------------------------------
 
     def first_states(self, index: int, weight: Array, layers: int | None) -> list[Array]:
         """Return the first state of a parameter leaf: of one layer, or of a stack of `layers`."""
@@ -173,14 +188,19 @@ class LeafRule:
           loss: f32[].
         """
         state = self._inputs(1)
-        slots = {state[j]: value for j, value in zip(self.shared, shared, strict=True)} | {self.update.inputs[-1]: loss}
+        slots = {state[j]: value for j, value in zip(self.shared, shared, strict=True)} | {
+            self.update.inputs[-1]: loss
+        }
         evaluate(self._of_no_leaf, slots)
         return slots
 
     def shared_after(self, shared: Sequence[Array], loss: Array) -> list[Array]:
         """Return the state that all leaves share, after a step; arguments as `scalars`."""
         slots = self.scalars(shared, loss)
-        return [jnp.asarray(read(self.update.outputs[len(self.stacked) + j], slots)) for j in self.shared]
+        return [
+            jnp.asarray(read(self.update.outputs[len(self.stacked) + j], slots))
+            for j in self.shared
+        ]
 
     def update_leaf(
         self,
@@ -206,14 +226,20 @@ class LeafRule:
         phases = self._phases[index]
         at_grads, at_states, at_params = (self._inputs(k) for k in range(3))
         values = {at_grads[index]: grad, at_params[index]: weight}
-        values |= {at_states[j]: value for j, value in zip(self.states_of(index), states, strict=True)}
+        values |= {
+            at_states[j]: value for j, value in zip(self.states_of(index), states, strict=True)
+        }
         values = _advance(phases.before, values, scalars, layers)
         if phases.middle:
             there = {slot: move.whole(index, values[slot]) for slot in phases.there}
-            # As many layers as come back from where the leaf is whole: these may be more than came from the stack.
+            # As many layers as come back from where the leaf is whole: these may be more than came
+            # from the stack.
             rows = layers if layers is None else next(iter(there.values())).shape[0]
             made = _run(phases.middle, there, scalars, phases.back, rows)
-            values |= {slot: move.shard(index, value, weight) for slot, value in zip(phases.back, made, strict=True)}
+            values |= {
+                slot: move.shard(index, value, weight)
+                for slot, value in zip(phases.back, made, strict=True)
+            }
             values = _advance(phases.after, values, scalars, layers)
         update, *after = _run((), values, scalars, phases.outputs, layers)
         return update, after
@@ -235,15 +261,22 @@ class LeafRule:
         for i in self.update.live(self.update.outputs):
             if (leaf := self.leaf_of.get(i.outs[0])) is not None:
                 own[leaf].append(i)
-        outputs = [(self.update.outputs[i], *(self.update.outputs[num + j] for j in self.states_of(i))) for i in range(num)]
+        outputs = [
+            (self.update.outputs[i], *(self.update.outputs[num + j] for j in self.states_of(i)))
+            for i in range(num)
+        ]
         return tuple(_divided(own[i], out, self.leaf_of) for i, out in enumerate(outputs))
 
-    # --- the whole tree ----------------------------------------------------------------------------------------------------
+    # --- the whole tree ---------------------------------------------------------------------------
 
     def init_tree(self, params: Any) -> Any:
-        """Return the first state over the whole tree: what belongs to a stack of layers has a layer dim."""
+        """Return the first state over the whole tree: what belongs to a stack of layers has a layer
+        dim.
+        """
         leaves: list[Any] = [None] * len(self.owners)
-        for i, (weight, stacked) in enumerate(zip(jax.tree.leaves(params), self.stacked, strict=True)):
+        for i, (weight, stacked) in enumerate(
+            zip(jax.tree.leaves(params), self.stacked, strict=True)
+        ):
             own = self.first_states(i, weight, weight.shape[0] if stacked else None)
             for j, value in zip(self.states_of(i), own, strict=True):
                 leaves[j] = value
@@ -251,20 +284,28 @@ class LeafRule:
             leaves[j] = value
         return jax.tree.unflatten(jax.tree.structure(self.layer_state), leaves)
 
-    def update_tree(self, grads: Any, state: Any, params: Any, loss: Array, move: Move) -> tuple[Any, Any]:
+    def update_tree(
+        self, grads: Any, state: Any, params: Any, loss: Array, move: Move
+    ) -> tuple[Any, Any]:
         """Return the updates of the whole tree, and the state after them."""
         before, (weights, tree) = jax.tree.leaves(state), jax.tree.flatten(params)
         shared = [before[j] for j in self.shared]
         scalars, updates, after = self.scalars(shared, loss), [], list(before)
-        for i, (grad, weight, stacked) in enumerate(zip(jax.tree.leaves(grads), weights, self.stacked, strict=True)):
+        for i, (grad, weight, stacked) in enumerate(
+            zip(jax.tree.leaves(grads), weights, self.stacked, strict=True)
+        ):
             own, layers = self.states_of(i), weight.shape[0] if stacked else None
-            update, states = self.update_leaf(i, grad, weight, [before[j] for j in own], scalars, layers, move)
+            update, states = self.update_leaf(
+                i, grad, weight, [before[j] for j in own], scalars, layers, move
+            )
             updates.append(update)
             for j, value in zip(own, states, strict=True):
                 after[j] = value
         for j, value in zip(self.shared, self.shared_after(shared, loss), strict=True):
             after[j] = value
-        return jax.tree.unflatten(tree, updates), jax.tree.unflatten(jax.tree.structure(state), after)
+        return jax.tree.unflatten(tree, updates), jax.tree.unflatten(
+            jax.tree.structure(state), after
+        )
 
     def update_part(
         self,
@@ -295,7 +336,9 @@ class LeafRule:
         scalars = self.scalars(shared, loss)
         for i, grad, weight in zip(part, grads, params, strict=True):
             own = self.states_of(i)
-            update, new = self.update_leaf(i, grad, weight, [before[j] for j in own], scalars, None, move)
+            update, new = self.update_leaf(
+                i, grad, weight, [before[j] for j in own], scalars, None, move
+            )
             weights.append(optax.apply_updates(weight, update))
             after.update(zip(own, new, strict=True))
         return weights, [after[j] for j in owned]
@@ -308,16 +351,26 @@ class LeafRule:
         return [after[j] for j in sorted(after)]
 
 
-def _advance(instructions: Sequence[Instruction], values: Slots, scalars: Slots, layers: int | None) -> Slots:
+def _advance(
+    instructions: Sequence[Instruction], values: Slots, scalars: Slots, layers: int | None
+) -> Slots:
     """Return `values` and all that equations make of them."""
     wanted = [slot for i in instructions for slot in i.outs]
-    return values | dict(zip(wanted, _run(instructions, values, scalars, wanted, layers), strict=True))
+    return values | dict(
+        zip(wanted, _run(instructions, values, scalars, wanted, layers), strict=True)
+    )
 
 
 def _run(
-    instructions: Sequence[Instruction], values: Mapping[int, Array], scalars: Slots, wanted: Sequence[Ref], layers: int | None
+    instructions: Sequence[Instruction],
+    values: Mapping[int, Array],
+    scalars: Slots,
+    wanted: Sequence[Ref],
+    layers: int | None,
 ) -> list[Array]:
-    """Evaluate equations, for each of `layers` by a vmap; what does not depend on the layer has a layer dim, too."""
+    """Evaluate equations, for each of `layers` by a vmap; what does not depend on the layer has a
+    layer dim, too.
+    """
 
     def one(given: Sequence[Array]) -> list[Array]:
         slots = scalars | dict(zip(values, given, strict=True))
@@ -328,16 +381,24 @@ def _run(
     return one(arrays) if layers is None else jax.vmap(one, axis_size=layers)(arrays)
 
 
-def _divided(own: Sequence[Instruction], outputs: Sequence[Ref], leaf_of: Mapping[int, int | None]) -> _Phases:
-    """Divide the equations of a leaf, which make these results, into those before, in and after the middle."""
+def _divided(
+    own: Sequence[Instruction], outputs: Sequence[Ref], leaf_of: Mapping[int, int | None]
+) -> _Phases:
+    """Divide the equations of a leaf, which make these results, into those before, in and after the
+    middle.
+    """
     made_by = {slot: n for n, i in enumerate(own) for slot in i.outs}
     inputs = [[made_by[slot] for slot in i.reads if slot in made_by] for i in own]
     behind, ahead = _around({n for n, i in enumerate(own) if not _runs_on_shards(i)}, inputs)
-    # What crosses has the leaf's dims in the leaf's order: a transpose on the way to a product is of the middle, too.
-    needs_whole = {n for n in behind | ahead if own[n].eqn.primitive.name == "transpose"} | (behind & ahead)
+    # What crosses has the leaf's dims in the leaf's order: a transpose on the way to a product is
+    # of the middle, too.
+    needs_whole = {n for n in behind | ahead if own[n].eqn.primitive.name == "transpose"} | (
+        behind & ahead
+    )
     behind, ahead = _around(needs_whole, inputs)
     middle = behind & ahead
-    # What only moves elements joins the middle on either side: what crosses then has the shape of the leaf, where it can.
+    # What only moves elements joins the middle on either side: what crosses then has the shape of
+    # the leaf, where it can.
     for n, i in enumerate(own):
         if i.eqn.primitive.name in _MOVES and not middle.isdisjoint(inputs[n]):
             middle.add(n)
@@ -355,7 +416,10 @@ def _divided(own: Sequence[Instruction], outputs: Sequence[Ref], leaf_of: Mappin
     after = tuple(i for n, i in enumerate(own) if n not in middle and n in behind)
     of_middle = {slot for i in inside for slot in i.outs}
     there = dict.fromkeys(
-        slot for i in inside for slot in i.reads if slot not in of_middle and leaf_of.get(slot) is not None
+        slot
+        for i in inside
+        for slot in i.reads
+        if slot not in of_middle and leaf_of.get(slot) is not None
     )  # in order, each once
     later = {slot for i in after for slot in i.reads} | results
     back = [slot for i in inside for slot in i.outs if slot in later]
@@ -363,7 +427,8 @@ def _divided(own: Sequence[Instruction], outputs: Sequence[Ref], leaf_of: Mappin
 
 
 def _around(equations: set[int], inputs: Sequence[Sequence[int]]) -> tuple[set[int], set[int]]:
-    """Return the equations that read what some make, and those that make what they read; both with these themselves.
+    """Return the equations that read what some make, and those that make what they read; both with
+    these themselves.
 
     Args:
       equations: numbers of them.
@@ -393,8 +458,9 @@ def _runs_on_shards(i: Instruction) -> bool:
 def without_branches(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     """Return a traced function whose conditionals compute all their branches and select.
 
-    A conditional over the whole tree, such as Novograd's first step, hides which result depends on which leaf. One whose
-    branches need a whole leaf, or hold loops, stays: it would do in vain what it is there to leave out.
+    A conditional over the whole tree, such as Novograd's first step, hides which result depends on
+    which leaf. One whose branches need a whole leaf, or hold loops, stays: it would do in vain what
+    it is there to leave out.
     """
     program = flatten(closed.jaxpr, closed.consts)
     if not any(i.eqn.primitive.name == "cond" for i in program.instructions):
@@ -405,32 +471,45 @@ def without_branches(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
         for i in program.instructions:
             regions = regions_of(i.eqn) if i.eqn.primitive.name == "cond" else []
             branches = [region.flatten() for region in regions]
-            if not branches or not all(_runs_on_shards(one) for branch in branches for one in branch.instructions):
+            if not branches or not all(
+                _runs_on_shards(one) for branch in branches for one in branch.instructions
+            ):
                 evaluate([i], slots)
                 continue
             index, *operands = (read(ref, slots) for ref in i.ins)
             results = [branch.run(operands) for branch in branches]
             chosen = results[0]
             for number, values in enumerate(results[1:], 1):
-                chosen = [jnp.where(index >= number, a, b) for a, b in zip(values, chosen, strict=True)]
+                chosen = [
+                    jnp.where(index >= number, a, b) for a, b in zip(values, chosen, strict=True)
+                ]
             slots.update(zip(i.outs, chosen, strict=True))
         return program.results(slots)
 
-    return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars))
+    return jax.make_jaxpr(run)(
+        *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars)
+    )
 
 
-# --- the proof -------------------------------------------------------------------------------------------------------------
+# --- the proof ------------------------------------------------------------------------------------
 
 
 def one_layer(params: Any, stacked: Sequence[bool]) -> Any:
     """Return the abstract tree of one layer: stacks without their layer dim."""
     leaves, tree = jax.tree.flatten(params)
-    ones = [jax.ShapeDtypeStruct(a.shape[1:] if s else a.shape, a.dtype) for a, s in zip(leaves, stacked, strict=True)]
+    ones = [
+        jax.ShapeDtypeStruct(a.shape[1:] if s else a.shape, a.dtype)
+        for a, s in zip(leaves, stacked, strict=True)
+    ]
     return jax.tree.unflatten(tree, ones)
 
 
 def leaf_rule(
-    tx: optax.GradientTransformation, params: Any, stacked: Sequence[bool], state: Any, closed: jex.ClosedJaxpr
+    tx: optax.GradientTransformation,
+    params: Any,
+    stacked: Sequence[bool],
+    state: Any,
+    closed: jex.ClosedJaxpr,
 ) -> LeafRule | str:
     """Return an optimizer as a rule for each leaf of a layer, or what stands against it.
 
@@ -439,7 +518,8 @@ def leaf_rule(
       params: abstract float32 parameters.
       stacked: for each leaf whether it is a stack of layers.
       state: the optimizer's abstract state over the tree of one layer.
-      closed: its update of that tree, traced and `without_branches`: of (grads, state, params, loss).
+      closed: its update of that tree, traced and `without_branches`: of (grads, state, params,
+        loss).
     """
     layer = one_layer(params, stacked)
     update = flatten(closed.jaxpr, closed.consts)
@@ -455,7 +535,11 @@ def leaf_rule(
         if fault is not None:
             return fault
         ends = [leaf_of.get(ref) if isinstance(ref, int) else None for ref in update.outputs]
-        found = {j: leaf for j, leaf in enumerate(ends[len(paths) :]) if leaf is not None and owners[j] is None}
+        found = {
+            j: leaf
+            for j, leaf in enumerate(ends[len(paths) :])
+            if leaf is not None and owners[j] is None
+        }
         if not found:
             break
         # What is made of one leaf belongs to it. The next round then follows what reads it.
@@ -469,16 +553,22 @@ def leaf_rule(
         if leaf is not None and leaf != expected:
             to = "a state that all leaves share" if expected is None else names[expected]
             return f"{names[leaf]} enters the update of {to}"
-    results = [(ref, owner, random) for ref, owner in zip(update.outputs, [*every, *owners], strict=True)]
+    results = [
+        (ref, owner, random) for ref, owner in zip(update.outputs, [*every, *owners], strict=True)
+    ]
     results += [(ref, owner, begins[1]) for ref, owner in zip(first.outputs, owners, strict=True)]
     for ref, owner, drawn in results:
         if owner is not None and stacked[owner] and isinstance(ref, int) and ref in drawn:
-            return f"it draws random numbers for {names[owner]}, which would be the same in all layers"
+            return (
+                f"it draws random numbers for {names[owner]}, which would be the same in all layers"
+            )
     return LeafRule(params, tuple(stacked), state, tuple(owners), first, update, leaf_of)
 
 
 def owner_by_path(path: tuple[Any, ...], params: Sequence[tuple[Any, ...]]) -> int | None:
-    """Return the parameter whose path ends that of a state leaf, as optax builds states; the longest of them."""
+    """Return the parameter whose path ends that of a state leaf, as optax builds states; the
+    longest of them.
+    """
     index = {p: i for i, p in enumerate(params)}
     return next((index[path[start:]] for start in range(len(path)) if path[start:] in index), None)
 
@@ -486,7 +576,9 @@ def owner_by_path(path: tuple[Any, ...], params: Sequence[tuple[Any, ...]]) -> i
 def _follow(
     program: FlatJaxpr, reads: Sequence[int | None], names: Sequence[str]
 ) -> tuple[dict[int, int | None], set[int], str | None]:
-    """Return the leaf on which each slot depends, the slots that random numbers reach, and an equation that combines leaves."""
+    """Return the leaf on which each slot depends, the slots that random numbers reach, and an
+    equation that combines leaves.
+    """
     leaf_of: dict[int, int | None] = dict(zip(program.inputs, reads, strict=True))
     random: set[int] = set()
     for i in program.instructions:

@@ -1,28 +1,33 @@
-"""Moments in bfloat16 with stochastic rounding: half the bytes of the optimizer's state, at rest and on their way.
+"""Moments in bfloat16 with stochastic rounding: half the bytes of the optimizer's state, at rest
+and on their way.
 
-An optimizer is wrapped so that each float32 array of its state that mirrors a parameter rests in bfloat16:
+An optimizer is wrapped so that each float32 array of its state that mirrors a parameter rests in
+bfloat16:
 
     s = widen(state)                                  exact
     updates, s = tx.update(grads, s, params)          float32, as ever
     state[k] = high16(bits(s[k]) + r[k])              r[k] uniform in 0 .. 2^16 - 1
 
-The sum carries into the kept half with the probability (dropped half) / 2^16, so the expected value of what is stored is s.
-Rounding to nearest instead would stop a moment: Adam's v moves by a part 1 - b2 = 0.001 of itself and less in a step, and
-bfloat16 has steps of 2^-8 to 2^-7 of a value, so every small step would be rounded away (Gupta et al., arXiv:1502.02551).
+The sum carries into the kept half with the probability (dropped half) / 2^16, so the expected value
+of what is stored is s. Rounding to nearest instead would stop a moment: Adam's v moves by a part 1
+- b2 = 0.001 of itself and less in a step, and bfloat16 has steps of 2^-8 to 2^-7 of a value, so
+every small step would be rounded away (Gupta et al., arXiv:1502.02551).
 
 The random bits are a hash of what each element has at hand, and no stream of random numbers:
 
     r = hash(step count, leading bits of the element's gradient, its moments as stored)
 
-Hence an element is rounded alike whatever the mesh, the tier, the layer's place in a stack, and the moment and place of its
-update; a stream by shape or position would not be. A gradient's last bits and its sign are left out: programs that fuse
-differently differ there, and elsewhere the hash would turn a last bit into other random numbers for every element. They do
-so for a few, whose leading bits change as well: those moments may then differ by one step of bfloat16.
+Hence an element is rounded alike whatever the mesh, the tier, the layer's place in a stack, and the
+moment and place of its update; a stream by shape or position would not be. A gradient's last bits
+and its sign are left out: programs that fuse differently differ there, and elsewhere the hash would
+turn a last bit into other random numbers for every element. They do so for a few, whose leading
+bits change as well: those moments may then differ by one step of bfloat16.
 
-What 8 bits do to Adam: the exponent range is float32's, and rounding neither crosses zero nor makes zero of a normal number,
-so v is never negative, and no v vanishes under an m that does not, which would blow up m / (sqrt(v) + eps). Errors of v do add
-up over its memory of 1 / (1 - b2) steps, to about 0.2 % / sqrt(2 (1 - b2)) of v (one standard deviation): 5 % at b2 = 0.999,
-half of it in the size of the update.
+What 8 bits do to Adam: the exponent range is float32's, and rounding neither crosses zero nor makes
+  zero of a normal number,
+so v is never negative, and no v vanishes under an m that does not, which would blow up m / (sqrt(v)
++ eps). Errors of v do add up over its memory of 1 / (1 - b2) steps, to about 0.2 % / sqrt(2 (1 -
+b2)) of v (one standard deviation): 5 % at b2 = 0.999, half of it in the size of the update.
 """
 
 from collections.abc import Sequence
@@ -51,19 +56,24 @@ class RoundedState(NamedTuple):
     inner: Any
 
 
-def keep_in_bfloat16(tx: optax.GradientTransformation, *, nearest: bool = False) -> optax.GradientTransformationExtraArgs:
+def keep_in_bfloat16(
+    tx: optax.GradientTransformation, *, nearest: bool = False
+) -> optax.GradientTransformationExtraArgs:
     """Wrap an optimizer so that its moments rest in bfloat16.
 
-    What is narrowed are float32 arrays of the state that mirror a parameter (same path, same shape): m and v of Adam, the
-    momentum of SGD or Lion. Scalars, factored moments, what the optimizer keeps in another dtype, and what its init makes from
-    the parameters' values (weights of their own, as schedule-free optimizers have) stay as they are.
+    What is narrowed are float32 arrays of the state that mirror a parameter (same path, same
+      shape): m and v of Adam, the
+    momentum of SGD or Lion. Scalars, factored moments, what the optimizer keeps in another dtype,
+    and what its init makes from the parameters' values (weights of their own, as schedule-free
+    optimizers have) stay as they are.
 
     Args:
       tx: the optimizer. Its update is given the moments in float32.
       nearest: round to nearest even instead; for comparison, since slow moments then stand still.
 
     Returns:
-      A transformation whose state is a `RoundedState`. Its init raises ValueError if the optimizer has no such array.
+      A transformation whose state is a `RoundedState`. Its init raises ValueError if the optimizer
+      has no such array.
     """
 
     def init(params: Any) -> RoundedState:
@@ -78,46 +88,68 @@ def keep_in_bfloat16(tx: optax.GradientTransformation, *, nearest: bool = False)
             leaves[j] = leaves[j].astype(jnp.bfloat16)  # zeros, or a constant: to nearest, once
         return RoundedState(jnp.int32(0), jax.tree.unflatten(tree, leaves))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, RoundedState]:
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra: Any
+    ) -> tuple[Any, RoundedState]:
         owners = _narrowed(tx, updates if params is None else params)
         grads, (before, tree) = jax.tree.leaves(updates), jax.tree.flatten(state.inner)
         widened = [a.astype(jnp.float32) if j in owners else a for j, a in enumerate(before)]
-        updates, inner = optax.with_extra_args_support(tx).update(updates, jax.tree.unflatten(tree, widened), params, **extra)
+        updates, inner = optax.with_extra_args_support(tx).update(
+            updates, jax.tree.unflatten(tree, widened), params, **extra
+        )
         after = jax.tree.leaves(inner)
-        # A leaf's moments are rounded together: one hash of an element gives the numbers for all of them.
+        # A leaf's moments are rounded together: one hash of an element gives the numbers for all of
+        # them.
         of_owner: dict[int, list[int]] = {}
         for j, owner in owners.items():
             of_owner.setdefault(owner, []).append(j)
         for owner, mirrors in of_owner.items():
-            bits = [None] * len(mirrors) if nearest else random_bits(state.step, grads[owner], [widened[j] for j in mirrors])
+            bits = (
+                [None] * len(mirrors)
+                if nearest
+                else random_bits(state.step, grads[owner], [widened[j] for j in mirrors])
+            )
             for j, r in zip(mirrors, bits, strict=True):
-                after[j] = after[j].astype(jnp.bfloat16) if r is None else round_stochastically(after[j], r)
+                after[j] = (
+                    after[j].astype(jnp.bfloat16)
+                    if r is None
+                    else round_stochastically(after[j], r)
+                )
         return updates, RoundedState(state.step + 1, jax.tree.unflatten(tree, after))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _narrowed(tx: optax.GradientTransformation, params: Any) -> dict[int, int]:
-    """Return {index of a state leaf that rests in bfloat16: index of the parameter leaf that it mirrors}."""
+    """Return {index of a state leaf that rests in bfloat16: index of the parameter leaf that it
+    mirrors}.
+    """
     abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), params)
     program, state = trace(tx.init, abstract)
     of_params = set(program.inputs)
     for i in program.instructions:
-        of_params.update(i.outs if of_params.intersection(ref for ref in i.ins if isinstance(ref, int)) else ())
-    # A leaf that depends on the values of parameters holds weights of the optimizer's own: it stays float32.
+        of_params.update(
+            i.outs if of_params.intersection(ref for ref in i.ins if isinstance(ref, int)) else ()
+        )
+    # A leaf that depends on the values of parameters holds weights of the optimizer's own: it stays
+    # float32.
     of_moments = [not (isinstance(out, int) and out in of_params) for out in program.outputs]
     opt_map = map_opt_state(state, abstract)
     return {
         j: owner
-        for j, (leaf, owner, is_moment) in enumerate(zip(opt_map.leaves, opt_map.owners, of_moments, strict=True))
+        for j, (leaf, owner, is_moment) in enumerate(
+            zip(opt_map.leaves, opt_map.owners, of_moments, strict=True)
+        )
         if owner is not None and is_moment and leaf.dtype == jnp.float32
     }
 
 
 def round_stochastically(x: jax.Array, r: jax.Array) -> jax.Array:
-    """Round to one of the two bfloat16 values around each element, to the upper one in magnitude where r carries.
+    """Round to one of the two bfloat16 values around each element, to the upper one in magnitude
+    where r carries.
 
-    Values of bfloat16 stay, as do infinities and NaN. What would round to infinity is rounded to the largest finite value.
+    Values of bfloat16 stay, as do infinities and NaN. What would round to infinity is rounded to
+    the largest finite value.
 
     Args:
       x: float32.
@@ -127,8 +159,11 @@ def round_stochastically(x: jax.Array, r: jax.Array) -> jax.Array:
       bfloat16.
     """
     bits = _bits(x)
-    # Cutting off the low half makes a value of bfloat16, so that the cast at the end rounds nothing.
-    up, down = (jax.lax.bitcast_convert_type(b & jnp.uint32(HIGH), jnp.float32) for b in (bits + r, bits))
+    # Cutting off the low half makes a value of bfloat16, so that the cast at the end rounds
+    # nothing.
+    up, down = (
+        jax.lax.bitcast_convert_type(b & jnp.uint32(HIGH), jnp.float32) for b in (bits + r, bits)
+    )
     return jnp.where(jnp.isfinite(x), jnp.where(jnp.isfinite(up), up, down), x).astype(jnp.bfloat16)
 
 
@@ -143,8 +178,8 @@ def random_bits(step: jax.Array, grad: jax.Array, moments: Sequence[jax.Array]) 
     Returns:
       uint32 below 2^16 of that shape, for each moment.
     """
-    # Pieces of 16 bits: the gradient's exponent and leading bits (the shift drops its sign), and each moment. Two are absorbed
-    # at a time.
+    # Pieces of 16 bits: the gradient's exponent and leading bits (the shift drops its sign), and
+    # each moment. Two are absorbed at a time.
     pieces = [_bits(grad.astype(jnp.float32)) << 1, *map(_bits, moments)]
     # Plus 1, since 0 is a fixed point of the hash.
     state = _mix((step.astype(jnp.uint32) + jnp.uint32(1)) * jnp.uint32(GOLDEN))
@@ -165,7 +200,10 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """Return a permutation of 32 bits of which each input bit changes half: murmur3's fmix32 (A. Appleby, public domain)."""
+    """Return a permutation of 32 bits of which each input bit changes half: murmur3's fmix32 (A.
+
+    Appleby, public domain).
+    """
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

@@ -1,17 +1,18 @@
 """The optimizer on the host: its equations become kernels, and the step calls them.
 
-The update of one leaf is traced and divided (`zerojax.optim.host_kernel`). What depends on scalars alone (a schedule, bias
-corrections, the clipping factor) is computed by the program, on the device. The rest, which is done for each element of
-gradient, weight and state, becomes a fused loop over host memory (`host_offload.host_update`). So any elementwise optimizer
-runs there, with the numbers it has on the device.
+The update of one leaf is traced and divided (`zerojax.optim.host_kernel`). What depends on scalars
+alone (a schedule, bias corrections, the clipping factor) is computed by the program, on the device.
+The rest, which is done for each element of gradient, weight and state, becomes a fused loop over
+host memory (`host_offload.host_update`). So any elementwise optimizer runs there, with the numbers
+it has on the device.
 
     device                                host
     g[l] = reduce_scatter(dp)    --g-->   g, w, s = ...;  w, s = update(g, w, s);  in place
     params[l] = cast(w)          <--p--   cast(w)                       4 bytes a parameter in 16 bits
 
-Where parameters rest in host memory the kernel writes them there, and nothing is sent up until the next step fetches it. Where
-the state is on disk the host reads a layer's records, updates them in their buffers and writes them
-(`host_offload.host_update.step`):
+Where parameters rest in host memory the kernel writes them there, and nothing is sent up until the
+next step fetches it. Where the state is on disk the host reads a layer's records, updates them in
+their buffers and writes them (`host_offload.host_update.step`):
 
     disk:  w[l], s[l]  -->  buffer, in place  -->  disk        while the device computes, and the disk reads ahead, other layers
 """
@@ -30,7 +31,16 @@ from jax.sharding import PartitionSpec
 
 from host_offload.calls import Calls, Site
 from host_offload.device import driver, link_of
-from host_offload.host_update import LAG, DelayedStep, HostLeaves, HostStep, LeafKernel, PartSpec, QueuedStep, build_kernel
+from host_offload.host_update import (
+    LAG,
+    DelayedStep,
+    HostLeaves,
+    HostStep,
+    LeafKernel,
+    PartSpec,
+    QueuedStep,
+    build_kernel,
+)
 from zerojax.optim.by_record import RecordUpdate
 from zerojax.optim.host_kernel import HostRule
 from zerojax.optim.host_state import HostBinding, HostState, rest_of
@@ -43,7 +53,8 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Handed:
-    """Layers of a stack whose gradients were handed over, and whose parameters were not taken yet, oldest first.
+    """Layers of a stack whose gradients were handed over, and whose parameters were not taken yet,
+    oldest first.
 
     Attributes:
       layers: i32[lag].
@@ -70,11 +81,17 @@ class HostUpdate:
       on_disk: how those that wait on disk rest, by the leaf's index.
       params_away: parameters rest off the device.
       needs_weights: float32 weights rest on the device, and are handed over.
-      lag: calls between the one that hands over a layer's gradients and the one that takes its parameters; 0: it is the same.
+      lag: calls between the one that hands over a layer's gradients and the one that takes its
+        parameters; 0: it is the same.
     """
 
     def __init__(
-        self, update: RecordUpdate, *, stashes: bool, summed: int, on_disk: Mapping[int, RecordSpec] = MappingProxyType({})
+        self,
+        update: RecordUpdate,
+        *,
+        stashes: bool,
+        summed: int,
+        on_disk: Mapping[int, RecordSpec] = MappingProxyType({}),
     ) -> None:
         """Build the kernels.
 
@@ -90,7 +107,9 @@ class HostUpdate:
         self.state = HostState(self.records, stashes=stashes, on_disk=on_disk)
         self.params_away, self.needs_weights = self.state.params_away, self.state.needs_weights
         has_master, order = self.layout.has_master, self.state.order
-        self.rules = [HostRule(update, i, self.state.grad_dtype(i), summed, has_master) for i in order]
+        self.rules = [
+            HostRule(update, i, self.state.grad_dtype(i), summed, has_master) for i in order
+        ]
         # One vector holds the scalars of all kernels: each reads its own slice.
         start, leaves = 0, []
         for rule, index in zip(self.rules, order, strict=True):
@@ -98,22 +117,27 @@ class HostUpdate:
             start = scalars.stop
             leaves.append(self._leaf(rule, index, scalars))
         disk = self.layout.disk
-        self.host = HostLeaves(leaves, link_of(self.mesh.devices.flat[0].platform), None if disk is None else disk.swap)
+        self.host = HostLeaves(
+            leaves, link_of(self.mesh.devices.flat[0].platform), None if disk is None else disk.swap
+        )
         self.calls = Calls(list(self.mesh.devices.flat)) if disk is None else disk.swap.calls
         self.binding = HostBinding(self.state, self.host, self.calls if disk is None else None)
         self._step, self._delayed = HostStep(self.host), DelayedStep(self.host, self._ranges())
         # On a CPU callbacks are handed everything in host memory, and update at once.
         self.lag = 0 if self.state.hands_over or self.config.delayed_update else LAG
         if not self.state.hands_over:
-            self.binding.queued = QueuedStep(self.host, self.parts(), list(self.mesh.devices.flat), driver)
+            self.binding.queued = QueuedStep(
+                self.host, self.parts(), list(self.mesh.devices.flat), driver
+            )
 
     def _leaf(self, rule: HostRule, index: int, scalars: slice) -> LeafKernel:
         weight_on_device, delayed = self.needs_weights, self.config.delayed_update
         states = len(rule.states)
         in_place = self.layout.has_master or not (weight_on_device or delayed)
-        # An aliased result is written over its operand. A weight has a result of its own if it rests on the device, or if the
-        # device still reads it while a delayed update runs.
-        # Inputs are gradient, weight and states, then scalars; outputs are weight and states, then the cast weight.
+        # An aliased result is written over its operand. A weight has a result of its own if it
+        # rests on the device, or if the device still reads it while a delayed update runs. Inputs
+        # are gradient, weight and states, then scalars; outputs are weight and states, then the
+        # cast weight.
         aliases = [(1 + k, 2 + k) for k in range(states)] + ([(0, 1)] if in_place else [])
         arrays = [True] * (2 + states) + [False] * len(rule.crossing)
         stash = self.on_disk.get(index)
@@ -142,9 +166,15 @@ class HostUpdate:
                 continue
             stacked = part[0] in self.layout.blocks
             shapes = [self.state.shard_shape(i)[int(stacked) :] for i in part]
-            kinds = [(self.state.grad_dtype(i), jnp.float32, self.layout.leaves[i].dtype) for i in part]
+            kinds = [
+                (self.state.grad_dtype(i), jnp.float32, self.layout.leaves[i].dtype) for i in part
+            ]
             grads, weights, params = (
-                tuple((shape, np.dtype(dtypes[n])) for shape, dtypes in zip(shapes, kinds, strict=True)) for n in range(3)
+                tuple(
+                    (shape, np.dtype(dtypes[n]))
+                    for shape, dtypes in zip(shapes, kinds, strict=True)
+                )
+                for n in range(3)
             )
             first = self._first(part)
             stashes = delayed or (stacked and self.stashes)
@@ -159,7 +189,11 @@ class HostUpdate:
             specs += [] if delayed else [spec]
             if stashes:
                 up = spec.params if delayed and stacked else ()
-                specs.append(dataclasses.replace(spec, grads=grads, weights=(), params=up, num_scalars=0, stashes=True))
+                specs.append(
+                    dataclasses.replace(
+                        spec, grads=grads, weights=(), params=up, num_scalars=0, stashes=True
+                    )
+                )
         return specs
 
     def _ranges(self) -> list[range]:
@@ -168,13 +202,17 @@ class HostUpdate:
         return [range(self._first(part), self._first(part) + len(part)) for part in parts if part]
 
     def close(self) -> None:
-        """End the workers, and drop all references to memory; what a later step needs is made again."""
+        """End the workers, and drop all references to memory; what a later step needs is made
+        again.
+        """
         if self.binding.queued is not None:
             self.binding.queued.close()
         self.binding.release()
 
     def nothing_handed(self) -> dict[int, Handed]:
-        """Return what is carried through loops in which results lag, by the first leaf of each stack."""
+        """Return what is carried through loops in which results lag, by the first leaf of each
+        stack.
+        """
         if not self.lag:
             return {}
         none = Handed(jnp.zeros(self.lag, jnp.int32), jnp.zeros(self.lag, bool))
@@ -185,12 +223,18 @@ class HostUpdate:
         values = [v for rule in self.rules for v in rule.scalars([*shared, loss, factor, scale])]
         return jnp.stack(values) if values else jnp.zeros(1, jnp.float32)
 
-    def stash(self, part: Sequence[int], layer: Array, grads: Sequence[Array], token: Array) -> Array:
-        """Keep the gradients of some leaves, of one layer where they are stacked, in host memory; returns a token."""
+    def stash(
+        self, part: Sequence[int], layer: Array, grads: Sequence[Array], token: Array
+    ) -> Array:
+        """Keep the gradients of some leaves, of one layer where they are stacked, in host memory;
+        returns a token.
+        """
         records = [self.records.grads[i] for i in part]
         if self.binding.queued is not None:
             site = Site(self.calls, "stash")
-            callback = functools.partial(self.binding.queued.stash, first=self._first(part), site=site)
+            callback = functools.partial(
+                self.binding.queued.stash, first=self._first(part), site=site
+            )
         else:
             callback = functools.partial(self._step.stash, first=self._first(part))
         return self._call(callback, (), [layer], None, None, grads, records, token)[1]
@@ -211,7 +255,8 @@ class HostUpdate:
         token: Array,
         handed: Mapping[int, Handed],
     ) -> tuple[FlatState, Array, dict[int, Handed]]:
-        """Update one layer. Its parameters on the device are written in the call `lag` layers later, or by `update_ends`.
+        """Update one layer. Its parameters on the device are written in the call `lag` layers
+        later, or by `update_ends`.
 
         Args:
           states: all leaves.
@@ -234,7 +279,9 @@ class HostUpdate:
             layer, go = before.layers[0], before.goes[0]
         return self._write_layer(states, part, layer, new, go), token, handed
 
-    def _write_layer(self, states: FlatState, part: Sequence[int], layer: Array, new: Sequence[Array], go: Array) -> FlatState:
+    def _write_layer(
+        self, states: FlatState, part: Sequence[int], layer: Array, new: Sequence[Array], go: Array
+    ) -> FlatState:
         """Write the parameters of one layer that callbacks made, if any."""
         params = list(states.params)
         for i, value in zip(part, new, strict=False):
@@ -249,18 +296,30 @@ class HostUpdate:
         ready = pending.ready.astype(jnp.int32)
         if self.binding.queued is not None:
             where = [ready, jnp.int32(0)]
-            return self._call(self.binding.queued.start, (), where, None, scalars, (), (), token, small=True)[1]
+            return self._call(
+                self.binding.queued.start, (), where, None, scalars, (), (), token, small=True
+            )[1]
         memory = self.state.operands(states, self.state.order, pending)
-        return self._call(self._delayed.start, (), [ready], memory, scalars, (), (), token, small=True)[1]
+        return self._call(
+            self._delayed.start, (), [ready], memory, scalars, (), (), token, small=True
+        )[1]
 
     def stash_ends(self, grads: Sequence[Array], token: Array) -> Array:
-        """Keep the gradients of the leaves that are no stack of layers in host memory; returns a token."""
+        """Keep the gradients of the leaves that are no stack of layers in host memory; returns a
+        token.
+        """
         return self.stash(self.layout.ends, jnp.int32(0), grads, token)
 
     def install(
-        self, params: Mapping[int, Array], part: Sequence[int], layer: Array, pending: Pending, token: Array
+        self,
+        params: Mapping[int, Array],
+        part: Sequence[int],
+        layer: Array,
+        pending: Pending,
+        token: Array,
     ) -> tuple[dict[int, Array], Array]:
-        """Take over the new parameters of one layer, or of the leaves that are no stack of layers; they rest on the device.
+        """Take over the new parameters of one layer, or of the leaves that are no stack of layers;
+        they rest on the device.
 
         Args:
           params: by index, those of `part` among them.
@@ -278,10 +337,16 @@ class HostUpdate:
         stacked = self.layout.leaves[part[0]].is_stacked
         if self.binding.queued is not None:
             site = Site(self.calls, "install")
-            callback = functools.partial(self.binding.queued.install, first=self._first(part), count=len(part), site=site)
+            callback = functools.partial(
+                self.binding.queued.install, first=self._first(part), count=len(part), site=site
+            )
         else:
-            callback = functools.partial(self._delayed.install, first=self._first(part), count=len(part))
-        new, token = self._call(callback, tuple(part), [layer], None, None, (), (), token, small=False)
+            callback = functools.partial(
+                self._delayed.install, first=self._first(part), count=len(part)
+            )
+        new, token = self._call(
+            callback, tuple(part), [layer], None, None, (), (), token, small=False
+        )
         for i, value in zip(part, new, strict=True):
             record = self.records.params[i]
             before = record.read(params[i], layer) if stacked else params[i]
@@ -306,21 +371,27 @@ class HostUpdate:
         token: Array,
         handed: Mapping[int, Handed],
     ) -> tuple[FlatState, Array]:
-        """Update every leaf that is no stack of layers, and take what was handed over of the stacks and not taken yet.
+        """Update every leaf that is no stack of layers, and take what was handed over of the stacks
+        and not taken yet.
 
         The weights on the device, if any, are read from `states`.
         """
         ends = self.layout.ends
         old = [states.params[i] for i in ends] if self.needs_weights else []
         # Each device hands over the shard that it updates: below stage 3 it has the whole weight.
-        old = [jax.lax.with_sharding_constraint(v, self.records.grads[i].sharding) for v, i in zip(old, ends, strict=False)]
+        old = [
+            jax.lax.with_sharding_constraint(v, self.records.grads[i].sharding)
+            for v, i in zip(old, ends, strict=False)
+        ]
         new, token = self._update(states, ends, jnp.int32(0), grads, old, go, scalars, token)
         for stack in self.layout.stacks:
             if handed and stack.blocks:
                 last = handed[stack.blocks[0]]
                 for n in range(self.lag):
                     of_layer, token = self._take(stack.blocks, token)
-                    states = self._write_layer(states, stack.blocks, last.layers[n], of_layer, last.goes[n])
+                    states = self._write_layer(
+                        states, stack.blocks, last.layers[n], of_layer, last.goes[n]
+                    )
         if self.lag and ends:
             new, token = self._take(ends, token)
         params = list(states.params)
@@ -357,10 +428,23 @@ class HostUpdate:
             # Of leaves that are no stack the results are taken by a call of their own.
             results = results if part[0] in self.layout.blocks else ()
             of_operands = records * (bool(grads) + bool(old))
-            return self._call(queued, results, where, None, scalars, operands, of_operands, token, small=False)
-        callback = functools.partial(self._step.update, first=self._first(part), count=len(part), stashed=not grads)
+            return self._call(
+                queued, results, where, None, scalars, operands, of_operands, token, small=False
+            )
+        callback = functools.partial(
+            self._step.update, first=self._first(part), count=len(part), stashed=not grads
+        )
         memory = self.state.operands(states, part, None)
-        return self._call(callback, results, where, memory, scalars, operands, records * (bool(grads) + bool(old)), token)
+        return self._call(
+            callback,
+            results,
+            where,
+            memory,
+            scalars,
+            operands,
+            records * (bool(grads) + bool(old)),
+            token,
+        )
 
     def _call(
         self,
@@ -379,7 +463,8 @@ class HostUpdate:
 
         Args:
           callback: takes (context, out, where, token, memory if any, scalars if any, *operands).
-          results: parameter leaves of which it makes one layer's, or a whole leaf's, shards in the compute dtype.
+          results: parameter leaves of which it makes one layer's, or a whole leaf's, shards in the
+            compute dtype.
           where: i32[] each, sent after the device's position in the mesh, and before the token.
           memory: arrays in host memory, and their specs, or None.
           scalars: f32[n], or None.
@@ -394,37 +479,65 @@ class HostUpdate:
         every = PartitionSpec(self.mesh.axis_names)
         # Of a stack of layers the callback makes one.
         abstract_results = [
-            jax.ShapeDtypeStruct(self.state.shard_shape(i)[int(i in self.layout.blocks) :], self.layout.leaves[i].dtype)
+            jax.ShapeDtypeStruct(
+                self.state.shard_shape(i)[int(i in self.layout.blocks) :],
+                self.layout.leaves[i].dtype,
+            )
             for i in results
         ]
         after = jax.ShapeDtypeStruct((1,), jnp.int32)
         only_token = scalars is None if small is None else small
         arrays, specs = memory or ([], [])
 
-        def local(position: Array, token: Array, where: Array, arrays: Any, scalars: Any, operands: list[Array]) -> Any:
-            where = jnp.concatenate([position, where, token])  # i32[n + 2]; the token holds the state's number
+        def local(
+            position: Array,
+            token: Array,
+            where: Array,
+            arrays: Any,
+            scalars: Any,
+            operands: list[Array],
+        ) -> Any:
+            where = jnp.concatenate(
+                [position, where, token]
+            )  # i32[n + 2]; the token holds the state's number
             out = after if only_token else (abstract_results, after)
             extra = ([] if memory is None else [arrays]) + ([] if scalars is None else [scalars])
-            # Not io_callback, which hangs with several CPU devices if an operand has 128 KB or more. The side effect is the
-            # update of host memory: no result shows it, and XLA must not drop or merge the calls.
-            outs = buffer_callback(callback, out, has_side_effect=True)(where, token, *extra, *operands)
+            # Not io_callback, which hangs with several CPU devices if an operand has 128 KB or
+            # more. The side effect is the update of host memory: no result shows it, and XLA must
+            # not drop or merge the calls.
+            outs = buffer_callback(callback, out, has_side_effect=True)(
+                where, token, *extra, *operands
+            )
             return ([], outs) if only_token else outs
 
         # Inside shard_map, so that each device calls back once, with its own shards.
         island = jax.shard_map(
             local,
             mesh=jax.sharding.get_abstract_mesh(),
-            in_specs=(every, every, PartitionSpec(), specs, PartitionSpec(), [PartitionSpec(*r.spec) for r in records]),
+            in_specs=(
+                every,
+                every,
+                PartitionSpec(),
+                specs,
+                PartitionSpec(),
+                [PartitionSpec(*r.spec) for r in records],
+            ),
             out_specs=([PartitionSpec(*self.records.grads[i].spec) for i in results], every),
             check_vma=False,
         )
         positions = jnp.arange(self.mesh.size, dtype=jnp.int32)
         # Not stacked: from concatenations `zerojax.program.call_order` knows the layers.
-        told = jnp.concatenate([value[None].astype(jnp.int32) for value in where]) if where else jnp.zeros(0, jnp.int32)
+        told = (
+            jnp.concatenate([value[None].astype(jnp.int32) for value in where])
+            if where
+            else jnp.zeros(0, jnp.int32)
+        )
         return island(positions, token, told, arrays, scalars, list(operands))
 
     def first_token(self, state: TrainState) -> Array:
-        """Return the token before a step's first callback, i32[devices]: the number of the state that is on disk, or 0."""
+        """Return the token before a step's first callback, i32[devices]: the number of the state
+        that is on disk, or 0.
+        """
         leaves = jax.tree.leaves((state.params, state.master, state.opt_state), is_leaf=is_stored)
         tokens = [leaf.token for leaf in leaves if isinstance(leaf, OnDisk)]
         return tokens[0] if tokens else jnp.zeros(self.mesh.size, jnp.int32)
@@ -442,7 +555,9 @@ def update_on_host(host: HostUpdate) -> Update:
         factor = clip_factor(norm, config.clip_norm)
         states = records.flat(state)
         scalars = host.scalars(records.shared_of(states), value, factor, scale)
-        grads = [g.astype(host.state.grad_dtype(i)) for i, g in enumerate(jax.tree.leaves(grads))]  # exact: cast up before
+        grads = [
+            g.astype(host.state.grad_dtype(i)) for i, g in enumerate(jax.tree.leaves(grads))
+        ]  # exact: cast up before
         states, _ = host.update_ends(states, grads, ok, scalars, host.first_token(state), {})
         states = records.with_shared(states, host.record_update.shared(states, value, ok))
         return finish(state, *records.trees(state, states), value, norm, ok, config.loss_scaling)

@@ -1,12 +1,15 @@
-"""The learning rate of a step, for its metrics: read from the optimizer's state, or from its traced update.
+"""The learning rate of a step, for its metrics: read from the optimizer's state, or from its traced
+update.
 
     optax.inject_hyperparams(optax.adamw)(..)    the state holds it: hyperparams["learning_rate"], as of the last update
     optax.adamw(schedule)                        the state holds a count, and the update multiplies by -schedule(count)
 
-Of a schedule the state tells no more than the count, and the function is hidden in a closure. But the update is traced: the
-scalar that follows from this count alone, and by whose negative every gradient that meets it is multiplied, is the schedule's
-value. It is computed from the count before the step, so it is the rate of this step. Where the trace does not show one such
-scalar (a sign that is not flipped, a `cond` around the update) nothing is reported.
+Of a schedule the state tells no more than the count, and the function is hidden in a closure. But
+  the update is traced: the
+scalar that follows from this count alone, and by whose negative every gradient that meets it is
+multiplied, is the schedule's value. It is computed from the count before the step, so it is the
+rate of this step. Where the trace does not show one such scalar (a sign that is not flipped, a
+`cond` around the update) nothing is reported.
 
 In `optax.partition` (multi_transform) each group has a rate of its own, "learning_rate/<label>".
 """
@@ -25,7 +28,9 @@ from zerojax.jaxprs import Constant, FlatJaxpr, Instruction, Ref, evaluate, flat
 from zerojax.state import Layout, is_stored
 
 LEARNING_RATE = "learning_rate"
-_SAME = frozenset({"convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy"})
+_SAME = frozenset(
+    {"convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy"}
+)
 """Equations that change a scalar's dtype or shape alone."""
 
 
@@ -68,12 +73,16 @@ class LearningRates:
 
 
 def learning_rates(layout: Layout) -> LearningRates:
-    """Find the learning rates of a program's optimizer: those of `optax.inject_hyperparams`, and those of schedules."""
+    """Find the learning rates of a program's optimizer: those of `optax.inject_hyperparams`, and
+    those of schedules.
+    """
     tree = jax.tree.structure(layout.opt_map.abstract)
     indices = jax.tree.unflatten(tree, range(tree.num_leaves))
     found: dict[str, list[int | _Scheduled | None]] = {}
     program: FlatJaxpr | None = None
-    nodes: list[tuple[Any, Any]] = jax.tree_util.tree_flatten_with_path(indices, is_leaf=_has_rate)[0]
+    nodes: list[tuple[Any, Any]] = jax.tree_util.tree_flatten_with_path(indices, is_leaf=_has_rate)[
+        0
+    ]
     for path, node in nodes:
         if not _has_rate(node):
             continue
@@ -84,7 +93,8 @@ def learning_rates(layout: Layout) -> LearningRates:
             index = node.hyperparams[LEARNING_RATE]
             rate = index if layout.opt_map.leaves[index].shape == () else None
         found.setdefault("/".join([LEARNING_RATE, *_labels(path)]), []).append(rate)
-    # A schedule that is no learning rate, such as one of a decay, has None. Of two rates neither is the one.
+    # A schedule that is no learning rate, such as one of a decay, has None. Of two rates neither is
+    # the one.
     rates = {name: [r for r in of_name if r is not None] for name, of_name in found.items()}
     one = {name: of_name[0] for name, of_name in rates.items() if len(of_name) == 1}
     return LearningRates(
@@ -96,13 +106,19 @@ def learning_rates(layout: Layout) -> LearningRates:
 def _has_rate(node: Any) -> bool:
     """Tell whether a node of an optimizer's state is one that tells a learning rate."""
     hyperparams = getattr(node, "hyperparams", None)
-    return isinstance(node, optax.ScaleByScheduleState) or (isinstance(hyperparams, dict) and LEARNING_RATE in hyperparams)
+    return isinstance(node, optax.ScaleByScheduleState) or (
+        isinstance(hyperparams, dict) and LEARNING_RATE in hyperparams
+    )
 
 
 def _labels(path: tuple[Any, ...]) -> list[str]:
     """Return the labels of `optax.partition` on the way to a node of its state."""
     pairs = itertools.pairwise(path)
-    return [str(label.key) for key, label in pairs if getattr(key, "name", None) == "inner_states" and hasattr(label, "key")]
+    return [
+        str(label.key)
+        for key, label in pairs
+        if getattr(key, "name", None) == "inner_states" and hasattr(label, "key")
+    ]
 
 
 def _scheduled(layout: Layout, program: FlatJaxpr, count: Any) -> _Scheduled | None:
@@ -124,14 +140,24 @@ def _scheduled(layout: Layout, program: FlatJaxpr, count: Any) -> _Scheduled | N
             ref = maker[ref].ins[0]
         return ref
 
-    kept = {ref for ref in program.outputs[num_params : num_params + num_states] if isinstance(ref, int)}
+    kept = {
+        ref for ref in program.outputs[num_params : num_params + num_states] if isinstance(ref, int)
+    }
     values: set[Ref | None] = set()
     for i in program.instructions:
         for ref in i.reads:
             # Where the scalar meets what is not of this count: the gradients.
             if ref in scalars and not others.isdisjoint(i.outs):
-                values.add(_negated(origin(ref), maker) if i.eqn.primitive.name == "mul" and ref not in kept else None)
-    if len(values) != 1 or not isinstance(value := origin(values.pop()), int) or value not in scalars:
+                values.add(
+                    _negated(origin(ref), maker)
+                    if i.eqn.primitive.name == "mul" and ref not in kept
+                    else None
+                )
+    if (
+        len(values) != 1
+        or not isinstance(value := origin(values.pop()), int)
+        or value not in scalars
+    ):
         return None
     return _Scheduled(count, start, program.live([value]), value)
 

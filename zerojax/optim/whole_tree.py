@@ -5,9 +5,10 @@
     master = master + updates(g, opt_state, master)          float32, each device its own shard
     params = all_gather(cast(master))                        stages 1 and 2; stage 3 gathers on use
 
-Every leaf of the optimizer state that mirrors a parameter (same path, same shape) gets that parameter's spec; a factored or
-extra leaf is split by its own shape. Any optax transformation works, since each sees whole arrays and XLA moves what crosses
-shards. One that combines elements of a leaf sees a stack of layers layer by layer, its work shared out (`layer_wise`).
+Every leaf of the optimizer state that mirrors a parameter (same path, same shape) gets that
+parameter's spec; a factored or extra leaf is split by its own shape. Any optax transformation
+works, since each sees whole arrays and XLA moves what crosses shards. One that combines elements of
+a leaf sees a stack of layers layer by layer, its work shared out (`layer_wise`).
 """
 
 import dataclasses
@@ -34,23 +35,32 @@ Values = TypeVar("Values")
 
 def global_norm(grads: Any) -> jax.Array:
     """Return the Euclidean norm over all leaves and shards: f32[]."""
-    # In float32, whatever the dtype of the gradients: squares would overflow in float16, and sums lose terms in bfloat16.
+    # In float32, whatever the dtype of the gradients: squares would overflow in float16, and sums
+    # lose terms in bfloat16.
     squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
     return jnp.sqrt(sum(squares, jnp.float32(0)))
 
 
 def clip_factor(norm: jax.Array, clip_norm: float | None) -> jax.Array:
-    """Return what gradients of global norm `norm` are multiplied by, so that it is at most `clip_norm`: f32[]."""
+    """Return what gradients of global norm `norm` are multiplied by, so that it is at most
+    `clip_norm`: f32[].
+    """
     # The factor is 1 for a norm of 0: the quotient beside it, which is infinite, is not chosen.
-    return jnp.float32(1) if clip_norm is None else jnp.where(norm < clip_norm, 1.0, clip_norm / norm)
+    return (
+        jnp.float32(1) if clip_norm is None else jnp.where(norm < clip_norm, 1.0, clip_norm / norm)
+    )
 
 
-def update_if(finite: jax.Array, update: Callable[[Values], Values], before: Values, platform: str) -> Values:
-    """Return `update(before)` if `finite`, else `before`, bit for bit; without a copy of `before` where it is donated.
+def update_if(
+    finite: jax.Array, update: Callable[[Values], Values], before: Values, platform: str
+) -> Values:
+    """Return `update(before)` if `finite`, else `before`, bit for bit; without a copy of `before`
+    where it is donated.
 
-    XLA for GPUs fuses a select into the update of each leaf, which then reads and writes in place. XLA for CPUs computes the
-    moments a second time beside the weights instead, from a copy of the old moments: the update takes 4 times as long. A branch
-    is compiled by itself, so there is nothing to merge.
+    XLA for GPUs fuses a select into the update of each leaf, which then reads and writes in place.
+    XLA for CPUs computes the moments a second time beside the weights instead, from a copy of the
+    old moments: the update takes 4 times as long. A branch is compiled by itself, so there is
+    nothing to merge.
 
     Args:
       finite: bool[].
@@ -67,14 +77,22 @@ Update = Callable[[TrainState, jax.Array, Any], tuple[TrainState, dict[str, jax.
 
 
 def build_update(tx: optax.GradientTransformation, layout: Layout) -> Update:
-    """Return `update(state, loss, grads) -> (state, metrics)`: unscale, norm, clip, optimizer, cast; on whole trees."""
+    """Return `update(state, loss, grads) -> (state, metrics)`: unscale, norm, clip, optimizer,
+    cast; on whole trees.
+    """
     config, stage, apply = layout.config, STAGES[layout.config.stage], _update_of(tx, layout)
-    grads_at, unused = layout.param_shardings(stage.opt_state), unused_grads(layout.update_jaxpr, len(layout.leaves))
+    grads_at, unused = (
+        layout.param_shardings(stage.opt_state),
+        unused_grads(layout.update_jaxpr, len(layout.leaves)),
+    )
 
-    def update(state: TrainState, value: jax.Array, grads: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+    def update(
+        state: TrainState, value: jax.Array, grads: Any
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         measured = measure_grads(config, state, grads, unused)
         old = state.params if state.master is None else state.master
-        # Parameters without masters are whole below stage 3: each device updates its own shard of them.
+        # Parameters without masters are whole below stage 3: each device updates its own shard of
+        # them.
         old = jax.lax.with_sharding_constraint(old, grads_at)
 
         def move(before: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -83,12 +101,25 @@ def build_update(tx: optax.GradientTransformation, layout: Layout) -> Update:
             updates, opt_state = apply(scaled, opt_state, weights, value)
             return optax.apply_updates(weights, updates), opt_state
 
-        master, opt_state = update_if(measured.finite, move, (old, state.opt_state), layout.platform)
+        master, opt_state = update_if(
+            measured.finite, move, (old, state.opt_state), layout.platform
+        )
         params = jax.tree.map(lambda m, p: m.astype(p.dtype), master, state.params)
-        params = jax.lax.with_sharding_constraint(params, grads_at)  # the cast comes before the gather of stages 1 and 2
+        params = jax.lax.with_sharding_constraint(
+            params, grads_at
+        )  # the cast comes before the gather of stages 1 and 2
         if state.master is None:
             master = None
-        return finish(state, params, master, opt_state, value, measured.norm, measured.finite, config.loss_scaling)
+        return finish(
+            state,
+            params,
+            master,
+            opt_state,
+            value,
+            measured.norm,
+            measured.finite,
+            config.loss_scaling,
+        )
 
     return update
 
@@ -96,8 +127,8 @@ def build_update(tx: optax.GradientTransformation, layout: Layout) -> Update:
 def _update_of(tx: optax.GradientTransformation, layout: Layout) -> Callable[..., tuple[Any, Any]]:
     """Return `apply(grads, opt_state, weights, loss) -> (updates, opt_state)`.
 
-    The optimizer was traced when the layout was built, over the same shapes. That trace serves here, too, unless the work on
-    whole leaves is shared out over devices.
+    The optimizer was traced when the layout was built, over the same shapes. That trace serves
+    here, too, unless the work on whole leaves is shared out over devices.
     """
     tx = shared_out(tx, layout)
     if tx is not layout.tx:
@@ -131,7 +162,8 @@ class MeasuredGrads:
     def scaled(self, grad: jax.Array) -> jax.Array:
         """Return a gradient, or elements of one, without the loss scale and clipped.
 
-        To be called where the gradient is used: an array of all scaled gradients would be written and read again.
+        To be called where the gradient is used: an array of all scaled gradients would be written
+          and read again.
         """
         if self.scale is not None:
             grad = grad / self.scale
@@ -140,7 +172,9 @@ class MeasuredGrads:
         return grad
 
 
-def measure_grads(config: ZeroConfig, state: TrainState, grads: Any, unused: frozenset[int]) -> MeasuredGrads:
+def measure_grads(
+    config: ZeroConfig, state: TrainState, grads: Any, unused: frozenset[int]
+) -> MeasuredGrads:
     """Return the norm of the gradients, and what the update multiplies them by.
 
     Args:
@@ -149,7 +183,8 @@ def measure_grads(config: ZeroConfig, state: TrainState, grads: Any, unused: fro
       grads: float32.
       unused: indices of the gradients that the optimizer never uses, which are no part of the norm.
     """
-    # Unscale, take the norm, clip, in this order: `clip_norm` bounds the true gradient, and the metric shows it unclipped.
+    # Unscale, take the norm, clip, in this order: `clip_norm` bounds the true gradient, and the
+    # metric shows it unclipped.
     leaves = used(jax.tree.leaves(grads), range(len(jax.tree.leaves(grads))), unused)
     scale = None if state.loss_scale is None else state.loss_scale.scale
     if scale is not None:
@@ -179,7 +214,9 @@ def finish(
         params=params,
         master=master,
         opt_state=opt_state,
-        loss_scale=None if state.loss_scale is None else update_loss_scale(scaling, state.loss_scale, finite),
+        loss_scale=None
+        if state.loss_scale is None
+        else update_loss_scale(scaling, state.loss_scale, finite),
         pending=pending,
         frozen=state.frozen,
         model_state=state.model_state,

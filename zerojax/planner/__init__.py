@@ -1,9 +1,10 @@
-"""What fits, what is fastest, and how long a step takes, before anything is built: the choice of a config for a machine.
+"""What fits, what is fastest, and how long a step takes, before anything is built: the choice of a
+config for a machine.
 
-`plan` searches the configs of a model, or of numbers alone (`Sizes`), for the fastest that fits. It takes the figures of a
-machine (`zerojax.machines`), what a step costs (`zerojax.costs`) and an exact choice among keeping, offloading and recomputing
-(`zerojax.choice`). What users need of those is offered here, too, and the parts of drawings of which `zerojax.reporting` makes
-its own.
+`plan` searches the configs of a model, or of numbers alone (`Sizes`), for the fastest that fits. It
+takes the figures of a machine (`zerojax.machines`), what a step costs (`zerojax.costs`) and an
+exact choice among keeping, offloading and recomputing (`zerojax.choice`). What users need of those
+is offered here, too, and the parts of drawings of which `zerojax.reporting` makes its own.
 """
 
 from zerojax.costs import OFFLOADED as OFFLOADED

@@ -1,10 +1,12 @@
-"""The configs that a plan chooses among, best first: each with bounds of its seconds and bytes that take microseconds.
+"""The configs that a plan chooses among, best first: each with bounds of its seconds and bytes that
+take microseconds.
 
     field                       choices
     stage                       0, 1, 2, 3 where `fsdp` has several devices; else the default
     params, grads, opt_state    every tier that the machine has; parameters off the device at stage 3 alone
     activations                 save, everything, selective, remat, and a tier for the layer's input; and with saved_names and
-                                offloaded_names each option of a layer (`Space.options`), the same for all layers
+                                offloaded_names each option of a layer (`Space.options`), the same
+                                for all layers
     update                      after backward or in it, where nothing clips
     update_on                   the device, or the host where the optimizer's state is off the device
     opt_state_device_fraction   0, or the largest number of sixteenths that fits, where the state is off the device
@@ -14,8 +16,10 @@
     moments                     float32; bfloat16, which rounds them, only where the user lets it
     tiles                       of the MLPs, where the model's sizes are numbers alone
 
-A bound of seconds is what no lane can do faster: compute with what it has to wait for, or the bytes of a wire over its rate. A
-bound of bytes leaves out gradients and what is in flight. Neither asks for a schedule, so that most configs never get one.
+A bound of seconds is what no lane can do faster: compute with what it has to wait for, or the bytes
+  of a wire over its rate. A
+bound of bytes leaves out gradients and what is in flight. Neither asks for a schedule, so that most
+configs never get one.
 """
 
 import dataclasses
@@ -34,9 +38,19 @@ from zerojax.precision import PRECISIONS
 from zerojax.sharding import STAGES
 
 SEARCHED = (
-    "stage", "params", "grads", "opt_state", "activations", "update", "update_on", "opt_state_device_fraction",
-    "prefetch_distance", "gather_ahead", "num_microbatches", "moments",
-)  # fmt: skip
+    "stage",
+    "params",
+    "grads",
+    "opt_state",
+    "activations",
+    "update",
+    "update_on",
+    "opt_state_device_fraction",
+    "prefetch_distance",
+    "gather_ahead",
+    "num_microbatches",
+    "moments",
+)
 """Fields of `ZeroConfig` that a plan chooses, unless they are fixed."""
 WORTH = 0.03
 """The part of a step's seconds that a less plain config has to save."""
@@ -44,10 +58,14 @@ FRACTION = "opt_state_device_fraction"
 PARTS = 16
 """In which the fraction is chosen."""
 MOST_FRACTION = 1 - 1 / PARTS
-"""Of a candidate it stands for the largest fraction that fits, which takes the bytes of an estimate to know."""
+"""Of a candidate it stands for the largest fraction that fits, which takes the bytes of an estimate
+to know.
+"""
 _MOST_MICROBATCHES = 64
 _DEFAULT_FIELDS = {field.name: field.default for field in dataclasses.fields(ZeroConfig)}
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(ZeroConfig) if field.name in SEARCHED}
+_DEFAULTS = {
+    field.name: field.default for field in dataclasses.fields(ZeroConfig) if field.name in SEARCHED
+}
 _STEPS = {"device": 0, "pinned_host": 1, "nvme": 2}
 
 
@@ -78,10 +96,12 @@ class Space:
       fixed: fields that stay as they are.
       tiers: that may be used, besides those that are fixed.
       tiles: numbers of tiles that may be used.
-      allowed: by field, the choices that the model and its optimizer can take; all where a field is missing.
+      allowed: by field, the choices that the model and its optimizer can take; all where a field is
+        missing.
       shares_cores: the devices are threads of a CPU.
       rounds_moments: whether bfloat16 moments may be chosen.
-      options: of a layer, those that keep or offload some of its values by name, as they are estimated; of one stack.
+      options: of a layer, those that keep or offload some of its values by name, as they are
+        estimated; of one stack.
     """
 
     workload: Workload
@@ -127,26 +147,46 @@ class Space:
 
     def _microbatches(self) -> list[int]:
         rows = self.workload.rows
-        return [n for n in (2**k for k in range(20)) if n <= min(rows, _MOST_MICROBATCHES) and rows % n == 0]
+        return [
+            n
+            for n in (2**k for k in range(20))
+            if n <= min(rows, _MOST_MICROBATCHES) and rows % n == 0
+        ]
 
     def __iter__(self) -> Iterator[Candidate]:
         """Yield every candidate whose fields do not contradict each other, with its bound."""
         bound = Bound(self)
-        for stage, params, grads, opt_state in itertools.product(*map(self.choices, ("stage", "params", "grads", "opt_state"))):
+        for stage, params, grads, opt_state in itertools.product(
+            *map(self.choices, ("stage", "params", "grads", "opt_state"))
+        ):
             if params != "device" and stage != 3:
                 continue
-            for update, activations in itertools.product(self.choices("update"), self.choices("activations")):
+            for update, activations in itertools.product(
+                self.choices("update"), self.choices("activations")
+            ):
                 # A gradient is never stored where layers are updated at once.
                 if update == "in_backward" and grads != "device" and "grads" not in self.fixed:
                     continue
                 first = {
-                    "stage": stage, "params": params, "grads": grads, "opt_state": opt_state, "update": update, "activations":
-                    activations,
-                }  # fmt: skip
-                named = [first | named_fields(option) for option in self.options if activations == CHECKPOINTED]
+                    "stage": stage,
+                    "params": params,
+                    "grads": grads,
+                    "opt_state": opt_state,
+                    "update": update,
+                    "activations": activations,
+                }
+                named = [
+                    first | named_fields(option)
+                    for option in self.options
+                    if activations == CHECKPOINTED
+                ]
                 for fields in itertools.chain.from_iterable(map(self._details, [first, *named])):
-                    for tiles in self.tiles if whole_layers(self.view(fields)) is None else self.tiles[:1]:
-                        yield Candidate(bound.seconds(fields), complexity(fields, tiles), fields, tiles)
+                    for tiles in (
+                        self.tiles if whole_layers(self.view(fields)) is None else self.tiles[:1]
+                    ):
+                        yield Candidate(
+                            bound.seconds(fields), complexity(fields, tiles), fields, tiles
+                        )
 
     def _details(self, first: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield fields with all choices of what is left."""
@@ -165,7 +205,10 @@ class Space:
                 yield {**first, "update_on": on} | dict(zip(names, chosen, strict=True))
 
     def _choices_if(self, matters: bool, name: str) -> list[Any]:
-        """Return the choices of a field, or the plainest where the others leave it no meaning. What is fixed is that."""
+        """Return the choices of a field, or the plainest where the others leave it no meaning.
+
+        What is fixed is that.
+        """
         return self.choices(name) if matters else self.choices(name)[:1]
 
     @functools.cached_property
@@ -181,7 +224,9 @@ class Space:
         return self.workload.is_layered and streams(self.view(fields))
 
     def leaves_fraction(self, fields: Mapping[str, Any]) -> bool:
-        """Tell whether a candidate's fraction of the optimizer's state on the device is still to be found."""
+        """Tell whether a candidate's fraction of the optimizer's state on the device is still to be
+        found.
+        """
         return FRACTION not in self.fixed and fields[FRACTION] == MOST_FRACTION
 
     def built(self, fields: Mapping[str, Any]) -> ZeroConfig:
@@ -247,11 +292,20 @@ class Bound:
         return self.options[fields["activations"], fields["saved_names"], fields["offloaded_names"]]
 
     def resting(self, fields: Mapping[str, Any]) -> dict[str, float]:
-        """Return the bytes of parameters, optimizer state and what layers keep, by tier: below them no config is."""
-        work, row, n, kept = self.space.workload, STAGES[fields["stage"]], self.space.grid.fsdp, fields["activations"]
+        """Return the bytes of parameters, optimizer state and what layers keep, by tier: below them
+        no config is.
+        """
+        work, row, n, kept = (
+            self.space.workload,
+            STAGES[fields["stage"]],
+            self.space.grid.fsdp,
+            fields["activations"],
+        )
         least: dict[str, float] = dict.fromkeys(TIERS, 0.0)
         least[fields["params"]] += work.elements * self.itemsize / (n if row.params else 1)
-        moved = work.elements * (1 - fields["opt_state_device_fraction"]) / (n if row.opt_state else 1)
+        moved = (
+            work.elements * (1 - fields["opt_state_device_fraction"]) / (n if row.opt_state else 1)
+        )
         least[fields["opt_state"]] += moved * self._state(fields)
         if option := self._option(fields):
             least["device"] += work.num_layers * option.device_bytes
@@ -264,17 +318,22 @@ class Bound:
         return least
 
     def part_bytes(self, fields: Mapping[str, Any]) -> tuple[float, float]:
-        """Return the bytes of the optimizer's state of one of the `PARTS` of all layers, and of one layer of each stack.
+        """Return the bytes of the optimizer's state of one of the `PARTS` of all layers, and of one
+        layer of each stack.
 
         A fraction is of whole layers, rounded down: so many bytes less than its parts it may be.
         """
         share = 1 / self.space.grid.fsdp if STAGES[fields["stage"]].opt_state else 1.0
         of_one = share * self._state(fields)
-        return self.blocks * of_one / PARTS, sum(stack.elements for stack in self.space.workload.stacks) * of_one
+        return self.blocks * of_one / PARTS, sum(
+            stack.elements for stack in self.space.workload.stacks
+        ) * of_one
 
     def _state(self, fields: Mapping[str, Any]) -> float:
         """Return the bytes of masters and moments of one parameter."""
-        return self.master + self.space.workload.moment_bytes * (0.5 if fields["moments"] == "bfloat16" else 1.0)
+        return self.master + self.space.workload.moment_bytes * (
+            0.5 if fields["moments"] == "bfloat16" else 1.0
+        )
 
     def seconds(self, fields: Mapping[str, Any]) -> float:
         """Return the seconds that no schedule can be below."""
@@ -308,19 +367,29 @@ class Bound:
             if fields["opt_state"] == "nvme":
                 read, write = read + moved, write + moved
         if option is not None:
-            up, down = up + work.num_layers * option.host_bytes, down + work.num_layers * option.host_bytes
+            up, down = (
+                up + work.num_layers * option.host_bytes,
+                down + work.num_layers * option.host_bytes,
+            )
         elif isinstance(kept, str) and kept not in MODES:
             up, down = up + self.x, down + self.x
             if kept == "nvme":
                 read, write = read + self.x, write + self.x
         link_up, link_down = self._rate("link_up"), self._rate("link_down")
         share_of_disk = space.machine.devices_per_node
-        disk = max(
-            read / self._rate("disk_read"), write / self._rate("disk_write"), (read + write) / self._rate("disk_both")
-        ) * share_of_disk  # fmt: skip
+        disk = (
+            max(
+                read / self._rate("disk_read"),
+                write / self._rate("disk_write"),
+                (read + write) / self._rate("disk_both"),
+            )
+            * share_of_disk
+        )
         if space.shares_cores:
             return max(compute + up / link_up + down / link_down, disk)
-        return max(compute, up / link_up, down / link_down, (up + down) / self._rate("link_both"), disk)
+        return max(
+            compute, up / link_up, down / link_down, (up + down) / self._rate("link_both"), disk
+        )
 
     def _rate(self, name: str) -> float:
         return self.figures.get(name, float("inf"))
@@ -336,7 +405,9 @@ def _has_names(fields: Mapping[str, Any]) -> bool:
 
 
 class _Fields:
-    """Fields of a `ZeroConfig` that was not built, for rules that ask one: a search asks them of very many."""
+    """Fields of a `ZeroConfig` that was not built, for rules that ask one: a search asks them of
+    very many.
+    """
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self.__dict__.update(fields)

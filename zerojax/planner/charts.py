@@ -1,8 +1,10 @@
-"""Parts of a drawing in SVG: elements, texts that fit their place, ticks at round numbers, colours of what a plan has.
+"""Parts of a drawing in SVG: elements, texts that fit their place, ticks at round numbers, colours
+of what a plan has.
 
-A drawing is `WIDTH` pixels wide: names stand left of `LEFT`, numbers right of `RIGHT`, what is drawn to scale between them.
-Nobody knows the font of whoever looks at it, so a text is taken to be as wide as in DejaVu Sans, the widest that is common:
-`CHAR` pixels a character, in the mean. A text that does not fit is left out, or goes on in the next row.
+A drawing is `WIDTH` pixels wide: names stand left of `LEFT`, numbers right of `RIGHT`, what is
+drawn to scale between them. Nobody knows the font of whoever looks at it, so a text is taken to be
+as wide as in DejaVu Sans, the widest that is common: `CHAR` pixels a character, in the mean. A text
+that does not fit is left out, or goes on in the next row.
 """
 
 import html
@@ -51,7 +53,8 @@ class Part(NamedTuple):
 
 
 def element(name: str, *inside: str, **attributes: object) -> str:
-    """Return an element: `class_` is "class", other underscores are dashes, and numbers have six digits.
+    """Return an element: `class_` is "class", other underscores are dashes, and numbers have six
+    digits.
 
     Args:
       name: of the element.
@@ -59,7 +62,10 @@ def element(name: str, *inside: str, **attributes: object) -> str:
       **attributes: escaped here.
     """
     pairs = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items()}
-    shown = {key: f"{value:.6g}" if isinstance(value, float) else html.escape(str(value)) for key, value in pairs.items()}
+    shown = {
+        key: f"{value:.6g}" if isinstance(value, float) else html.escape(str(value))
+        for key, value in pairs.items()
+    }
     head = name + "".join(f' {key}="{value}"' for key, value in shown.items())
     return f"<{head}>{''.join(inside)}</{name}>" if inside else f"<{head}/>"
 
@@ -69,15 +75,27 @@ def text(x: float, y: float, words: str, **attributes: object) -> str:
     return element("text", html.escape(words), x=float(x), y=float(y), **attributes)
 
 
-def box(x: float, y: float, width: float, height: float, tooltip: str = "", **attributes: object) -> str:
+def box(
+    x: float, y: float, width: float, height: float, tooltip: str = "", **attributes: object
+) -> str:
     """Return a rectangle, with a tooltip."""
     about = [element("title", html.escape(tooltip))] if tooltip else []
-    return element("rect", *about, x=float(x), y=float(y), width=float(width), height=float(height), **attributes)
+    return element(
+        "rect",
+        *about,
+        x=float(x),
+        y=float(y),
+        width=float(width),
+        height=float(height),
+        **attributes,
+    )
 
 
 def line(x1: float, y1: float, x2: float, y2: float, **attributes: object) -> str:
     """Return a straight line."""
-    return element("path", d=f"M{x1:.6g} {y1:.6g}L{x2:.6g} {y2:.6g}", **{"stroke": LIGHT, **attributes})
+    return element(
+        "path", d=f"M{x1:.6g} {y1:.6g}L{x2:.6g} {y2:.6g}", **{"stroke": LIGHT, **attributes}
+    )
 
 
 def number(seconds: float) -> str:
@@ -126,7 +144,9 @@ def legend(kinds: Iterable[str]) -> tuple[list[str], float]:
 
 
 def round_ticks(stop: float, most: int = 10) -> list[float]:
-    """Return at most `most` + 1 numbers from 0 to `stop`, in steps of 1, 2 or 5 times a power of ten."""
+    """Return at most `most` + 1 numbers from 0 to `stop`, in steps of 1, 2 or 5 times a power of
+    ten.
+    """
     if stop <= 0:
         return [0.0]
     power = 10.0 ** math.floor(math.log10(stop / most))

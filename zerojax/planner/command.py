@@ -1,8 +1,9 @@
 """`zerojax plan`: a plan from numbers alone, printed, and written as JSON and as a page.
 
 zerojax plan --params 1T --layers 128 --hidden 25600 --heads 256 --seq 1024 --batch 7 --machine dgx2
-zerojax plan --layers 32 --hidden 4096 --heads 32 --vocab 32000 --seq 2048 --batch 8 --machine h200 --nodes 2 --compare
-zerojax plan ... --fix stage=3 --fix opt_state=pinned_host --set host_bytes=2e12 --validate --json plan.json --html plan.html
+zerojax plan --layers 32 --hidden 4096 --heads 32 --vocab 32000 --seq 2048 --batch 8 --machine h200
+--nodes 2 --compare zerojax plan ... --fix stage=3 --fix opt_state=pinned_host --set host_bytes=2e12
+--validate --json plan.json --html plan.html
 """
 
 import argparse
@@ -52,28 +53,49 @@ def _plan(options: argparse.Namespace, **fixed: Any) -> Plan:
     machine = _machine(options)
     given = _once("--fix", [_field(text) for text in options.fix]) | fixed
     if options.precision and "precision" in given:
-        raise ValueError(f"--precision {options.precision} and --fix precision={given['precision']}: give one of them")
+        raise ValueError(
+            f"--precision {options.precision} and --fix precision={given['precision']}: give one of them"
+        )
     precision = options.precision or ("bf16" if "flops.bf16" in machine.figures else "fp16")
     groups, left = divmod(machine.devices, options.tensor)
     if left or not groups:
-        raise ValueError(f"--tensor {options.tensor} does not divide the {machine.devices} devices of {machine.name}")
+        raise ValueError(
+            f"--tensor {options.tensor} does not divide the {machine.devices} devices of {machine.name}"
+        )
     sizes = Sizes(
-        layers=options.layers, hidden=options.hidden, heads=options.heads, seq=options.seq, batch=options.batch * groups,
-        params=options.params, vocab=options.vocab or 0, mlp=options.mlp, kv_heads=options.kv_heads, gated=options.gated,
-    )  # fmt: skip
+        layers=options.layers,
+        hidden=options.hidden,
+        heads=options.heads,
+        seq=options.seq,
+        batch=options.batch * groups,
+        params=options.params,
+        vocab=options.vocab or 0,
+        mlp=options.mlp,
+        kv_heads=options.kv_heads,
+        gated=options.gated,
+    )
     mesh = {"data": options.data, "tensor": options.tensor}
     return plan(
-        sizes, mesh=mesh, machine=machine, fixed={"precision": precision, **given}, min_disk_days=options.min_disk_days,
-        rounds_moments=options.round_moments, validate=options.validate and not fixed,
-    )  # fmt: skip
+        sizes,
+        mesh=mesh,
+        machine=machine,
+        fixed={"precision": precision, **given},
+        min_disk_days=options.min_disk_days,
+        rounds_moments=options.round_moments,
+        validate=options.validate and not fixed,
+    )
 
 
 def _machine(options: argparse.Namespace) -> Machine:
     """Return the machine, with the figures that were set."""
-    found = named_machine(options.machine, nodes=options.nodes, devices_per_node=options.devices_per_node)
+    found = named_machine(
+        options.machine, nodes=options.nodes, devices_per_node=options.devices_per_node
+    )
     for name, value in _once("--set", [_figure(text) for text in options.set]).items():
         top, _, dtype = name.partition(".")
-        found = dataclasses.replace(found, **{top: {**getattr(found, top), dtype: value} if dtype else value})
+        found = dataclasses.replace(
+            found, **{top: {**getattr(found, top), dtype: value} if dtype else value}
+        )
     return found
 
 
@@ -85,7 +107,9 @@ def _figure(text: str) -> tuple[str, float]:
     """
     name, _, value = text.partition("=")
     if name not in (*FIGURES, *COUNTS):
-        raise ValueError(f"--set {text}: {name!r} is no figure of a machine{nearest(name, (*FIGURES, *COUNTS))}")
+        raise ValueError(
+            f"--set {text}: {name!r} is no figure of a machine{nearest(name, (*FIGURES, *COUNTS))}"
+        )
     try:
         figure = float(value)
     except ValueError:
@@ -104,7 +128,9 @@ def _once(option: str, given: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in given]
     if twice := [name for name in names if names.count(name) > 1]:
         values = " and ".join(str(value) for name, value in given if name == twice[0])
-        raise ValueError(f"{option} {twice[0]} is given more than once, as {values}: one value is needed")
+        raise ValueError(
+            f"{option} {twice[0]} is given more than once, as {values}: one value is needed"
+        )
     return dict(given)
 
 
@@ -117,16 +143,24 @@ def _field(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if name not in _FIELDS:
         near = difflib.get_close_matches(name, _FIELDS, 1)
-        raise ValueError(f"--fix {text}: ZeroConfig has no field {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        raise ValueError(
+            f"--fix {text}: ZeroConfig has no field {name!r}"
+            + (f"; did you mean {near[0]!r}?" if near else "")
+        )
     if not equals:
         raise ValueError(f"--fix {text}: a value is needed, such as {name}=3")
     if len(value) > _MOST_CHARACTERS:
-        raise ValueError(f"--fix {name}: a value of {len(value):,} characters, and {_MOST_CHARACTERS:,} are taken at most")
+        raise ValueError(
+            f"--fix {name}: a value of {len(value):,} characters, and {_MOST_CHARACTERS:,} are taken at most"
+        )
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError, TypeError):
         return name, value  # a name, such as pinned_host
-    except (RecursionError, MemoryError) as error:  # what Python raises for nesting that is too deep
+    except (
+        RecursionError,
+        MemoryError,
+    ) as error:  # what Python raises for nesting that is too deep
         raise ValueError(f"--fix {name}: the value is nested too deeply: {value[:60]}..") from error
 
 
@@ -142,9 +176,13 @@ def _comparison(options: argparse.Namespace, made: Plan) -> str:
         except ValueError as error:
             rows.append(f"{name:<28} {'-':>10} {'-':>12}  {str(error).split('(')[0].strip()}")
             continue
-        shown = {k: v for k, v in other.fields.items() if k not in ("precision", "swap_dir", *fixed)}
+        shown = {
+            k: v for k, v in other.fields.items() if k not in ("precision", "swap_dir", *fixed)
+        }
         config = ", ".join(f"{k}={v!r}" for k, v in shown.items())
-        rows.append(f"{name:<28} {other.seconds:>10.4g} {other.seconds / made.seconds:>12.2f}  {config}")
+        rows.append(
+            f"{name:<28} {other.seconds:>10.4g} {other.seconds / made.seconds:>12.2f}  {config}"
+        )
     return "\n".join(rows)
 
 
@@ -152,7 +190,9 @@ def _check_file(path: str | None) -> None:
     """Raise OSError for a file that cannot be written, before anything is planned."""
     if path is not None and not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
         raise OSError(f"{path}: its folder is not there, or cannot be written to")
-    if path is not None and os.path.exists(path) and not os.path.isfile(path):  # a pipe would wait for a reader
+    if (
+        path is not None and os.path.exists(path) and not os.path.isfile(path)
+    ):  # a pipe would wait for a reader
         raise OSError(f"{path}: it is there, and no regular file")
 
 

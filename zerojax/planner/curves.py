@@ -2,9 +2,10 @@
 
     efficiency(m) = seconds of compute / seconds of the step with m times the bandwidth
 
-ZeRO-Infinity's figure 3 (arXiv:2104.07857, section 4.2) draws this by its equation 6, ait * bw / (ait * bw + peak), for bytes
-that nothing hides. Here each point is the step's schedule walked again, so what overlaps counts: a curve is flat where a wire
-is hidden, and falls where the cores wait for it. A curve that ends below 100 % is bound by another lane.
+ZeRO-Infinity's figure 3 (arXiv:2104.07857, section 4.2) draws this by its equation 6, ait * bw /
+(ait * bw + peak), for bytes that nothing hides. Here each point is the step's schedule walked
+again, so what overlaps counts: a curve is flat where a wire is hidden, and falls where the cores
+wait for it. A curve that ends below 100 % is bound by another lane.
 """
 
 import math
@@ -60,15 +61,30 @@ def draw_efficiency(time: StepTime, wires: Wires, seconds_with: Callable[[Wires]
     heading = "Efficiency by bandwidth"
     curves, compute = curves_of(time, wires, seconds_with), time.busy["compute"]
     if not curves:
-        return Part(heading, "", [text(LEFT, 16, "Nothing moves over the link or the disk: no bandwidth matters.")], 24)
+        return Part(
+            heading,
+            "",
+            [text(LEFT, 16, "Nothing moves over the link or the disk: no bandwidth matters.")],
+            24,
+        )
     body = _axes(curves)
     for curve in curves:
-        points = [f"{_x(m):.6g},{_y(compute / s):.6g}" for m, s in zip(MULTIPLES, curve.seconds, strict=True)]
+        points = [
+            f"{_x(m):.6g},{_y(compute / s):.6g}"
+            for m, s in zip(MULTIPLES, curve.seconds, strict=True)
+        ]
         name = curve.name
         body.append(
-            element("polyline", points=" ".join(points), id=f"curve-{name}", fill="none", stroke=_COLOURS[name],
-                    stroke_width=2.5, **({"stroke_dasharray": "7 3"} if name == "disk" else {}))
-        )  # fmt: skip
+            element(
+                "polyline",
+                points=" ".join(points),
+                id=f"curve-{name}",
+                fill="none",
+                stroke=_COLOURS[name],
+                stroke_width=2.5,
+                **({"stroke_dasharray": "7 3"} if name == "disk" else {}),
+            )
+        )
     share = compute / time.seconds
     body.append(element("circle", id="machine", cx=_x(1.0), cy=_y(share), r=5, fill=DARK))
     note = "seconds of compute alone over seconds of the step; each curve changes one bandwidth"
@@ -87,35 +103,63 @@ def _y(share: float) -> float:
 
 
 def _axes(curves: list[Curve]) -> list[str]:
-    """Return the grid, with percent at the left, and at the foot the multiples and the bandwidths that they are."""
+    """Return the grid, with percent at the left, and at the foot the multiples and the bandwidths
+    that they are.
+    """
     body, foot = list[str](), _y(0.0)
     for percent in range(0, 101, 25):
         y = _y(percent / 100)
-        body += [line(LEFT, y, LEFT + WIDE, y), text(LEFT - 8, y + 4, f"{percent} %", fill=GREY, text_anchor="end")]
+        body += [
+            line(LEFT, y, LEFT + WIDE, y),
+            text(LEFT - 8, y + 4, f"{percent} %", fill=GREY, text_anchor="end"),
+        ]
     for multiple, words in _TICKS.items():
         x = _x(multiple)
-        body += [line(x, _y(1.0), x, foot + 4), text(x, foot + 18, words, class_="tick", fill=GREY, text_anchor="middle")]
+        body += [
+            line(x, _y(1.0), x, foot + 4),
+            text(x, foot + 18, words, class_="tick", fill=GREY, text_anchor="middle"),
+        ]
         for row, curve in enumerate(curves):
             at = f"{curve.rates[0] * multiple / 1e9:.3g}"
-            body.append(text(x, foot + 36 + 18 * row, at, fill=_COLOURS[curve.name], text_anchor="middle"))
+            body.append(
+                text(x, foot + 36 + 18 * row, at, fill=_COLOURS[curve.name], text_anchor="middle")
+            )
     for row, curve in enumerate(curves):
         words = f"{curve.name} GB/s"
-        body.append(text(LEFT - 30, foot + 36 + 18 * row, words, fill=_COLOURS[curve.name], text_anchor="end"))
+        body.append(
+            text(
+                LEFT - 30, foot + 36 + 18 * row, words, fill=_COLOURS[curve.name], text_anchor="end"
+            )
+        )
     return body
 
 
 def _key(curves: list[Curve], time: StepTime) -> list[str]:
-    """Return what stands right of the chart: the dot, and of each curve the machine's rates and twice them."""
+    """Return what stands right of the chart: the dot, and of each curve the machine's rates and
+    twice them.
+    """
     x, y, compute = LEFT + WIDE + 40, 26.0, time.busy["compute"]
     dot = element("circle", cx=x + 12, cy=y - 4, r=5, fill=DARK)
     words = f"this machine: {number(time.seconds)} s a step, {compute / time.seconds:.1%}; compute alone {number(compute)} s"
     body = [dot, text(x + 34, y, words)]
     for curve in curves:
         y += 40
-        rates = ", ".join(f"{rate / 1e9:.3g} GB/s {way}" for way, rate in zip(_WAYS[curve.name], curve.rates, strict=True))
+        rates = ", ".join(
+            f"{rate / 1e9:.3g} GB/s {way}"
+            for way, rate in zip(_WAYS[curve.name], curve.rates, strict=True)
+        )
         twice = curve.seconds[MULTIPLES.index(2.0)]
         dash = {"stroke_dasharray": "7 3"} if curve.name == "disk" else {}
-        body.append(line(x, y - 4, x + 24, y - 4, stroke=_COLOURS[curve.name], stroke_width=2.5, **dash))
+        body.append(
+            line(x, y - 4, x + 24, y - 4, stroke=_COLOURS[curve.name], stroke_width=2.5, **dash)
+        )
         body.append(text(x + 34, y, f"{curve.name}: {rates}, of one device"))
-        body.append(text(x + 34, y + 17, f"at twice that: {number(twice)} s a step, {compute / twice:.1%}", fill=GREY))
+        body.append(
+            text(
+                x + 34,
+                y + 17,
+                f"at twice that: {number(twice)} s a step, {compute / twice:.1%}",
+                fill=GREY,
+            )
+        )
     return body

@@ -1,14 +1,16 @@
 """Draw what every lane of a step does, in seconds: a box is as long as the work that it stands for.
 
-A step has thousands of pieces of work, and a drawing a thousand pixels. So pieces of one lane are drawn as one box where nobody
-could tell them apart. With a grain g of one pixel, a piece joins the box before it if
+A step has thousands of pieces of work, and a drawing a thousand pixels. So pieces of one lane are
+drawn as one box where nobody could tell them apart. With a grain g of one pixel, a piece joins the
+box before it if
 
     the pauses within the box stay below g, all of them together, and
     it has the box's label, or it and the box are both shorter than g
 
-A box begins when its first piece does, and is as long as its pieces are without their pauses. So the boxes of a lane sum to its
-busy seconds exactly, and none is further than g from where its work is. Wide boxes have a tooltip and, if it fits, a name. All
-narrow boxes of one lane and colour are one element, for a browser is slow with many.
+A box begins when its first piece does, and is as long as its pieces are without their pauses. So
+the boxes of a lane sum to its busy seconds exactly, and none is further than g from where its work
+is. Wide boxes have a tooltip and, if it fits, a name. All narrow boxes of one lane and colour are
+one element, for a browser is slow with many.
 """
 
 import collections
@@ -46,9 +48,14 @@ MOST = 1200
 TALL = ROW - 4
 _MOVES = ("load", "store", "read", "write")
 _WORK = {
-    "forward": "forward", "backward": "backward", "update": "update", "gather": "gathered", "reduce": "grads",
-    "gradients": "grads", "parameters": "params",
-}  # fmt: skip
+    "forward": "forward",
+    "backward": "backward",
+    "update": "update",
+    "gather": "gathered",
+    "reduce": "grads",
+    "gradients": "grads",
+    "parameters": "params",
+}
 _ENDS = "embedding, head"
 
 
@@ -97,7 +104,9 @@ class Box:
 
 
 def kinds_of(label: str) -> tuple[str, ...]:
-    """Return what the work of a label moves or computes: keys of `KINDS`, and kinds that are not there."""
+    """Return what the work of a label moves or computes: keys of `KINDS`, and kinds that are not
+    there.
+    """
     first, _, rest = label.partition(" ")
     if first in _MOVES:
         return tuple(_ENDS if kind == "ends" else kind for kind in rest.split(", "))
@@ -113,7 +122,14 @@ def boxes_of(spans: Iterable[Span], grain: float) -> list[Box]:
         else:
             seconds, layers = span.stop - span.start, (span.layer, span.layer)
             boxes.append(
-                Box(lane=span.lane, labels=(span.label,), start=span.start, stop=span.stop, seconds=seconds, layers=layers)
+                Box(
+                    lane=span.lane,
+                    labels=(span.label,),
+                    start=span.start,
+                    stop=span.stop,
+                    seconds=seconds,
+                    layers=layers,
+                )
             )
     return boxes
 
@@ -125,7 +141,9 @@ def _joins(last: Box, span: Span, grain: float) -> bool:
 
 
 def draw_step(time: StepTime) -> Part:
-    """Return a lane for each of `LANES` that does something, under the parts of the step, over an axis of seconds."""
+    """Return a lane for each of `LANES` that does something, under the parts of the step, over an
+    axis of seconds.
+    """
     stop = max([time.seconds, *(span.stop for span in time.spans)])
     scale = (RIGHT - LEFT) / stop
     lanes = {lane: boxes_of([s for s in time.spans if s.lane == lane], 1 / scale) for lane in LANES}
@@ -147,7 +165,9 @@ def draw_step(time: StepTime) -> Part:
 
 
 def _narrow(boxes: Sequence[Box], scale: float) -> float:
-    """Return below how many pixels boxes are narrow, so that the others have at most `MOST` elements."""
+    """Return below how many pixels boxes are narrow, so that the others have at most `MOST`
+    elements.
+    """
     narrow = NARROW
     while sum(3 + len(box.kinds) for box in boxes if box.seconds * scale >= narrow) > MOST:
         narrow *= 2
@@ -155,9 +175,11 @@ def _narrow(boxes: Sequence[Box], scale: float) -> float:
 
 
 def _headings(phases: Sequence[PhaseTime], scale: float, top: float) -> tuple[list[str], float]:
-    """Return the headings of a step's parts, each with a line down to its begin, and where the lanes begin.
+    """Return the headings of a step's parts, each with a line down to its begin, and where the
+    lanes begin.
 
-    A heading that begins below another one goes a row down, so that its line does not cross that one.
+    A heading that begins below another one goes a row down, so that its line does not cross that
+    one.
     """
     placed, lines, words = list[tuple[int, float]](), list[tuple[float, float]](), list[str]()
     for phase in phases:
@@ -168,7 +190,17 @@ def _headings(phases: Sequence[PhaseTime], scale: float, top: float) -> tuple[li
         placed.append((row, x + width + 8))
         lines.append((begin, top + 16 * row + 2))
         # A white rim, where it is left of its begin for lack of room.
-        words.append(text(x, top + 16 * row + 12, heading, class_="phase", stroke="#fff", stroke_width=4, paint_order="stroke"))
+        words.append(
+            text(
+                x,
+                top + 16 * row + 12,
+                heading,
+                class_="phase",
+                stroke="#fff",
+                stroke_width=4,
+                paint_order="stroke",
+            )
+        )
     bottom = top + 16 * (1 + max((row for row, _ in placed), default=0)) + 6
     return [*(line(x, y, x, bottom, stroke=GREY) for x, y in lines), *words], bottom
 
@@ -179,11 +211,15 @@ def _axis(stop: float, scale: float, top: float, bottom: float) -> list[str]:
     for tick in round_ticks(stop):
         x = LEFT + tick * scale
         body.append(line(x, top, x, bottom + 4))
-        body.append(text(x, bottom + 17, f"{tick:.6g}", class_="tick", fill=GREY, text_anchor="middle"))
+        body.append(
+            text(x, bottom + 17, f"{tick:.6g}", class_="tick", fill=GREY, text_anchor="middle")
+        )
     return [*body, line(LEFT, bottom, RIGHT, bottom, stroke=GREY)]
 
 
-def _lane(lane: str, boxes: Sequence[Box], time: StepTime, scale: float, narrow: float, top: float) -> list[str]:
+def _lane(
+    lane: str, boxes: Sequence[Box], time: StepTime, scale: float, narrow: float, top: float
+) -> list[str]:
     """Return one lane with its busy seconds."""
     busy = sum(box.seconds for box in boxes)
     wide = [box for box in boxes if box.seconds * scale >= narrow]
@@ -192,24 +228,40 @@ def _lane(lane: str, boxes: Sequence[Box], time: StepTime, scale: float, narrow:
     return [
         text(EDGE, top + 17, lane),
         element("g", *drawn, id=f"step-{lane}", transform=f"translate(0 {top + 2:g})"),
-        text(RIGHT + 12, top + 17, f"{number(busy)} s busy, {busy / time.seconds:.0%}", class_="busy"),
+        text(
+            RIGHT + 12, top + 17, f"{number(busy)} s busy, {busy / time.seconds:.0%}", class_="busy"
+        ),
     ]
 
 
 def _narrow_boxes(boxes: Sequence[Box], scale: float) -> list[str]:
     """Return an element for each colour of some boxes."""
-    outlines, labels = collections.defaultdict[str, list[str]](list), collections.defaultdict[str, dict[str, None]](dict)
+    outlines, labels = (
+        collections.defaultdict[str, list[str]](list),
+        collections.defaultdict[str, dict[str, None]](dict),
+    )
     for one in boxes:
         x, width, stripe = LEFT + one.start * scale, one.seconds * scale, TALL / len(one.kinds)
         for i, kind in enumerate(one.kinds):
-            outlines[kind].append(f"M{x:.6g} {i * stripe:.4g}h{width:.4g}v{stripe:.4g}h-{width:.4g}z")
+            outlines[kind].append(
+                f"M{x:.6g} {i * stripe:.4g}h{width:.4g}v{stripe:.4g}h-{width:.4g}z"
+            )
             labels[kind].update(dict.fromkeys(one.labels))
-    about = {kind: html.escape(f"{boxes[0].lane}: {'; '.join(names)}") for kind, names in labels.items()}
+    about = {
+        kind: html.escape(f"{boxes[0].lane}: {'; '.join(names)}") for kind, names in labels.items()
+    }
     return [
-        element("path", element("title", about[kind]), d="".join(outline), class_="boxes", fill=colour(kind),
-                stroke=darker(kind), stroke_width=0.25)
+        element(
+            "path",
+            element("title", about[kind]),
+            d="".join(outline),
+            class_="boxes",
+            fill=colour(kind),
+            stroke=darker(kind),
+            stroke_width=0.25,
+        )
         for kind, outline in outlines.items()
-    ]  # fmt: skip
+    ]
 
 
 def _wide_box(one: Box, scale: float) -> list[str]:
@@ -223,5 +275,7 @@ def _wide_box(one: Box, scale: float) -> list[str]:
     ]
     words = next((words for words in (one.name, "; ".join(one.labels)) if fits(words, width)), "")
     if words:
-        body.append(text(x + width / 2, 15, words, fill=DARK, text_anchor="middle", pointer_events="none"))
+        body.append(
+            text(x + width / 2, 15, words, fill=DARK, text_anchor="middle", pointer_events="none")
+        )
     return [element("g", *body, class_="box")]

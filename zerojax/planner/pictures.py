@@ -1,9 +1,12 @@
-"""A plan as a picture: bytes by tier against capacity, the step in seconds, and its efficiency at other bandwidths.
+"""A plan as a picture: bytes by tier against capacity, the step in seconds, and its efficiency at
+other bandwidths.
 
-The SVG needs no script and no file beside it; boxes and stripes have tooltips. The page holds it, and the plan as text below.
+The SVG needs no script and no file beside it; boxes and stripes have tooltips. The page holds it,
+and the plan as text below.
 
-A tier's bar is as long as its capacity, whatever that is: tiers differ by orders of magnitude, and what matters of each is how
-full it is. Where more is needed than there is, the bar is as long as that, and the line at the capacity stands inside of it.
+A tier's bar is as long as its capacity, whatever that is: tiers differ by orders of magnitude, and
+what matters of each is how full it is. Where more is needed than there is, the bar is as long as
+that, and the line at the capacity stands inside of it.
 """
 
 import html
@@ -65,7 +68,10 @@ def draw_plan(plan: Drawable) -> str:
 def draw_parts(title: str, parts: Sequence[Part]) -> str:
     """Return parts below each other, each under its heading, as a standalone SVG document."""
     titles = rows_of(title, WIDTH - 2 * EDGE, size=16) if title else []
-    body = [text(EDGE, 30 + 20 * n, row, font_size=16, font_weight="bold") for n, row in enumerate(titles)]
+    body = [
+        text(EDGE, 30 + 20 * n, row, font_size=16, font_weight="bold")
+        for n, row in enumerate(titles)
+    ]
     y = 20.0 * len(titles) + 40
     for part in parts:
         note = element("tspan", html.escape(part.note), fill=GREY, dx=10)
@@ -76,8 +82,20 @@ def draw_parts(title: str, parts: Sequence[Part]) -> str:
     size = {"width": WIDTH, "height": f"{y:g}", "viewBox": f"0 0 {WIDTH} {y:g}"}
     ground = element("rect", width=WIDTH, height=y, fill="#fff")
     inside = [element("title", html.escape(title)), ground, *body]
-    font = {"font_family": "sans-serif", "font_size": 12, "fill": DARK, "style": "max-width: 100%; height: auto"}
-    return element("svg", "\n", *(f"{one}\n" for one in inside), xmlns="http://www.w3.org/2000/svg", **size, **font)
+    font = {
+        "font_family": "sans-serif",
+        "font_size": 12,
+        "fill": DARK,
+        "style": "max-width: 100%; height: auto",
+    }
+    return element(
+        "svg",
+        "\n",
+        *(f"{one}\n" for one in inside),
+        xmlns="http://www.w3.org/2000/svg",
+        **size,
+        **font,
+    )
 
 
 def page_of(plan: Drawable) -> str:
@@ -89,23 +107,36 @@ def page_of(plan: Drawable) -> str:
     )
 
 
-# --- bytes of each tier ----------------------------------------------------------------------------------------------------
+# --- bytes of each tier ---------------------------------------------------------------------------
 
 BAR = 22
 
 
-def draw_tiers(bytes_by_tier: Mapping[str, Mapping[str, int]], capacity: Mapping[str, float | None]) -> Part:
+def draw_tiers(
+    bytes_by_tier: Mapping[str, Mapping[str, int]], capacity: Mapping[str, float | None]
+) -> Part:
     """Return a bar for each tier that is used, or whose capacity is known.
 
     Args:
       bytes_by_tier: {tier: {kind: bytes}} of one device.
       capacity: bytes of each tier that one device may use; None where nobody told.
     """
-    drawn = [tier for tier in TIERS if sum(bytes_by_tier.get(tier, {}).values()) or capacity.get(tier)]
-    body, top = legend(kind for tier in drawn for kind, n in bytes_by_tier.get(tier, {}).items() if n)
+    drawn = [
+        tier for tier in TIERS if sum(bytes_by_tier.get(tier, {}).values()) or capacity.get(tier)
+    ]
+    body, top = legend(
+        kind for tier in drawn for kind, n in bytes_by_tier.get(tier, {}).items() if n
+    )
     for row, tier in enumerate(drawn):
         bar = _bar(tier, bytes_by_tier.get(tier, {}), capacity.get(tier))
-        body.append(element("g", *bar, id=f"bytes-{tier}", transform=f"translate(0 {top + 6 + row * (ROW + 6):g})"))
+        body.append(
+            element(
+                "g",
+                *bar,
+                id=f"bytes-{tier}",
+                transform=f"translate(0 {top + 6 + row * (ROW + 6):g})",
+            )
+        )
     note = "of one device; each bar is as long as what a device may use of the tier"
     return Part("Bytes", note, body, top + 6 + len(drawn) * (ROW + 6))
 
@@ -120,7 +151,17 @@ def _bar(tier: str, kinds: Mapping[str, int], had: float | None) -> list[str]:
         width = kinds[kind] * scale
         words = f"{kind} {size_of(kinds[kind])}"
         body.append(
-            box(x, 0, width, BAR, f"{tier}: {words}", class_="stripe", fill=colour(kind), stroke="#555", stroke_width=0.5)
+            box(
+                x,
+                0,
+                width,
+                BAR,
+                f"{tier}: {words}",
+                class_="stripe",
+                fill=colour(kind),
+                stroke="#555",
+                stroke_width=0.5,
+            )
         )
         if fits(words, width):
             body.append(text(x + width / 2, 15, words, text_anchor="middle", pointer_events="none"))

@@ -1,19 +1,25 @@
-"""The planner: which config of a step fits a machine and is fastest there, what it needs, and how long it takes.
+"""The planner: which config of a step fits a machine and is fastest there, what it needs, and how
+long it takes.
 
     plan = zj.plan(model, tx, mesh, batch)                                  # a model, on the machine that runs this
     plan = zj.plan(model, tx, mesh, batch, zj.machine("h200"))              # on another one; the mesh may be compile-only
-    plan = zj.plan(zj.Sizes(layers=96, hidden=12288, heads=96, seq=2048, batch=64), machine=zj.machine("h200", nodes=8))
-    print(plan); program = zj.build_train_step(model, tx, plan.config, mesh)
+    plan = zj.plan(zj.Sizes(layers=96, hidden=12288, heads=96, seq=2048, batch=64),
+    machine=zj.machine("h200", nodes=8)) print(plan); program = zj.build_train_step(model, tx,
+    plan.config, mesh)
 
-Choosing among recomputation, offload and keeping by a model of costs is what the papers leave to users: ZeRO-Infinity
-(arXiv:2104.07857) has them, and an engine for each, without a choice. Here it is a search: a workload
-(`zerojax.costs.workload`) is estimated for each candidate (`zerojax.planner.candidates`, `zerojax.costs.estimate`), best first,
-and layers may differ where that pays (`zerojax.planner.segments`).
+Choosing among recomputation, offload and keeping by a model of costs is what the papers leave to
+  users: ZeRO-Infinity
+(arXiv:2104.07857) has them, and an engine for each, without a choice. Here it is a search: a
+workload (`zerojax.costs.workload`) is estimated for each candidate (`zerojax.planner.candidates`,
+`zerojax.costs.estimate`), best first, and layers may differ where that pays
+(`zerojax.planner.segments`).
 
-Numbers a user has chosen stay: `fixed` holds fields that the planner may not touch, such as the precision. It never changes
-what is trained: the batch, the optimizer and the dtype of moments stay as they are. Moments in bfloat16 are a choice where the
-user makes them one (`rounds_moments`). As a last resort alone they would make a machine with more memory slower: what fits
-there in float32 may take longer.
+Numbers a user has chosen stay: `fixed` holds fields that the planner may not touch, such as the
+  precision. It never changes
+what is trained: the batch, the optimizer and the dtype of moments stay as they are. Moments in
+  bfloat16 are a choice where the
+user makes them one (`rounds_moments`). As a last resort alone they would make a machine with more
+memory slower: what fits there in float32 may take longer.
 """
 
 import contextlib
@@ -86,35 +92,45 @@ def plan(
 ) -> Plan:
     """Choose the fastest config that fits, and say what it needs and how long its step takes.
 
-    Nothing is allocated for the model. On devices that are there its block and its ends are timed, each alone, for some
-    seconds; on others their seconds follow from the machine's rates.
+    Nothing is allocated for the model. On devices that are there its block and its ends are timed,
+    each alone, for some seconds; on others their seconds follow from the machine's rates.
 
     Args:
       model: a model; or `Sizes`, by which a transformer is planned in closed form, with Adam.
       tx: of a model, its optimizer.
-      mesh: of a model, its mesh; of sizes, the axes by name (`{"fsdp": 64, "tensor": 8}`), all devices on fsdp by default.
+      mesh: of a model, its mesh; of sizes, the axes by name (`{"fsdp": 64, "tensor": 8}`), all
+        devices on fsdp by default.
       batch: of a model, arrays or ShapeDtypeStructs of one step.
-      machine: its figures, or its name or file as `zj.machine` takes them; by default those of the mesh's devices by name, or
-        of this machine, which `zj.probe` measures.
-      fixed: fields of `ZeroConfig` that stay: "precision", "clip_norm", "swap_dir", and any that is not to be chosen. The disk
-        is used only where "swap_dir" is given.
+      machine: its figures, or its name or file as `zj.machine` takes them; by default those of the
+        mesh's devices by name, or of this machine, which `zj.probe` measures.
+      fixed: fields of `ZeroConfig` that stay: "precision", "clip_norm", "swap_dir", and any that is
+        not to be chosen. The disk is used only where "swap_dir" is given.
       min_disk_days: days that the disk has to last, by its TBW.
-      rounds_moments: moments in bfloat16 may be chosen, which round what is trained; else they rest as `fixed` says.
-      tiles: of sizes, the numbers of tiles in which the layers' MLPs may run; powers of two to 32 by default.
-      validate: compile the plan's step for the mesh's devices, or the machine's GPUs, and tell what it takes beside the plan. A
-        step that takes more than the device has is left out, and the next one is compiled.
+      rounds_moments: moments in bfloat16 may be chosen, which round what is trained; else they rest
+        as `fixed` says.
+      tiles: of sizes, the numbers of tiles in which the layers' MLPs may run; powers of two to 32
+        by default.
+      validate: compile the plan's step for the mesh's devices, or the machine's GPUs, and tell what
+        it takes beside the plan. A step that takes more than the device has is left out, and the
+        next one is compiled.
       axes: for a model on a mesh of your own, its axes by name, as for `build_train_step`.
 
     Raises:
-      PlanError: nothing fits, or not what is fixed; with what is needed and had, and the nearest change that fits.
-      ValueError: unknown or contradicting fields, a batch that does not divide, or a figure that the machine lacks.
+      PlanError: nothing fits, or not what is fixed; with what is needed and had, and the nearest
+        change that fits.
+      ValueError: unknown or contradicting fields, a batch that does not divide, or a figure that
+        the machine lacks.
     """
     with _told_once():
         if axes is not None and not isinstance(mesh, Mesh):
-            raise ValueError(f"axes={axes!r} names the axes of a jax.sharding.Mesh, and mesh is {mesh!r}")
+            raise ValueError(
+                f"axes={axes!r} names the axes of a jax.sharding.Mesh, and mesh is {mesh!r}"
+            )
         if isinstance(mesh, Mesh) and not isinstance(model, Sizes):
             mesh = own_mesh(mesh, axes)
-        return Planner(model, tx, mesh, batch, machine, fixed, min_disk_days, tiles, rounds_moments).plan(validate)
+        return Planner(
+            model, tx, mesh, batch, machine, fixed, min_disk_days, tiles, rounds_moments
+        ).plan(validate)
 
 
 @contextlib.contextmanager
@@ -136,9 +152,15 @@ def _told_once() -> Iterator[None]:
 
 
 def auto(
-    model: Model | LayeredModel, tx: optax.GradientTransformation, mesh: Mesh, batch: Any,
-    machine: Machine | str | None = None, *, axes: Axes | None = None, **fixed: Any,
-) -> ZeroConfig:  # fmt: skip
+    model: Model | LayeredModel,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    batch: Any,
+    machine: Machine | str | None = None,
+    *,
+    axes: Axes | None = None,
+    **fixed: Any,
+) -> ZeroConfig:
     """Return the config of `plan`: the fastest that fits. `ZeroConfig.auto` is this function.
 
     Args:
@@ -160,13 +182,25 @@ class Planner:
     """One plan in the making."""
 
     def __init__(
-        self, model: Any, tx: Any, mesh: Any, batch: Any, machine: Machine | str | None, fixed: Mapping[str, Any] | None,
-        min_disk_days: float | None, tiles: Sequence[int] | None = None, rounds_moments: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        model: Any,
+        tx: Any,
+        mesh: Any,
+        batch: Any,
+        machine: Machine | str | None,
+        fixed: Mapping[str, Any] | None,
+        min_disk_days: float | None,
+        tiles: Sequence[int] | None = None,
+        rounds_moments: bool = False,
+    ) -> None:
         _check_arguments(fixed, min_disk_days, tiles)
         self.model, self.tx, self.batch, self.fixed = model, tx, batch, dict(fixed or {})
         self.tiles = tuple(int(n) for n in tiles or _TILES)
-        self.is_sizes, self.notes, self.rounds_moments = isinstance(model, Sizes), list[str](), rounds_moments
+        self.is_sizes, self.notes, self.rounds_moments = (
+            isinstance(model, Sizes),
+            list[str](),
+            rounds_moments,
+        )
         self._check(mesh)
         self.mesh: Mesh | None = None if self.is_sizes else mesh
         self.shares_cores = self.mesh is not None and self.mesh.devices.flat[0].platform == "cpu"
@@ -177,7 +211,9 @@ class Planner:
         self.machine = _with_both(self._on_mesh(self._machine(machine)))
         self.grid = self._grid(mesh)
         self.min_disk_days = as_number(min_disk_days)
-        self.less = 1.0  # the part of its usable memory that a plan fills, where a compiled one took more than it counted
+        # the part of its usable memory that a plan fills, where a compiled one took more than it
+        # counted
+        self.less = 1.0
         _ = self.limits  # which says what figures are missing
         self.workload = self._workload()
         self._check_fixed()
@@ -185,15 +221,29 @@ class Planner:
     def _check(self, mesh: Any) -> None:
         if self.is_sizes:
             if self.tx is not None or self.batch is not None or isinstance(mesh, Mesh):
-                raise ValueError("a plan from Sizes takes no optimizer, batch or Mesh: sizes say the batch, Adam is assumed")
+                raise ValueError(
+                    "a plan from Sizes takes no optimizer, batch or Mesh: sizes say the batch, Adam is assumed"
+                )
             return
         if not isinstance(self.model, Model | LayeredModel):
-            raise ValueError(f"model must be a zerojax.Model, LayeredModel or Sizes, got {type(self.model).__name__}")
+            raise ValueError(
+                f"model must be a zerojax.Model, LayeredModel or Sizes, got {type(self.model).__name__}"
+            )
         if isinstance(self.model, LayeredModel) and self.model.num_layers > MOST_LAYERS:
-            raise ValueError(f"the model has {self.model.num_layers:,} layers: at most {MOST_LAYERS:,} are planned")
-        wrong = [name for name, value in (("tx", self.tx), ("mesh", mesh), ("batch", self.batch)) if value is None]
+            raise ValueError(
+                f"the model has {self.model.num_layers:,} layers: at most {MOST_LAYERS:,} are planned"
+            )
+        wrong = [
+            name
+            for name, value in (("tx", self.tx), ("mesh", mesh), ("batch", self.batch))
+            if value is None
+        ]
         if wrong or not isinstance(mesh, Mesh):
-            shown = f"lacks {', '.join(wrong)}" if wrong else f"mesh is {mesh!r}, and no jax.sharding.Mesh"
+            shown = (
+                f"lacks {', '.join(wrong)}"
+                if wrong
+                else f"mesh is {mesh!r}, and no jax.sharding.Mesh"
+            )
             raise ValueError(f"a plan of a model takes (model, tx, mesh, batch): {shown}")
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.batch):
             if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
@@ -201,14 +251,18 @@ class Planner:
                     f"batch{jax.tree_util.keystr(path)} is {leaf!r}: a plan takes arrays or jax.ShapeDtypeStructs of one step"
                 )
         if not any(leaf.shape for leaf in jax.tree.leaves(self.batch)):
-            raise ValueError("batch has no array with rows: a plan takes arrays or jax.ShapeDtypeStructs of one step")
+            raise ValueError(
+                "batch has no array with rows: a plan takes arrays or jax.ShapeDtypeStructs of one step"
+            )
 
     def _machine(self, machine: Machine | str | None) -> Machine:
         if isinstance(machine, str | os.PathLike):
             return named_machine(machine)
         if machine is not None:
             if not isinstance(machine, Machine):
-                raise ValueError(f"machine must be a zerojax.Machine or its name, such as 'h200', got {type(machine).__name__}")
+                raise ValueError(
+                    f"machine must be a zerojax.Machine or its name, such as 'h200', got {type(machine).__name__}"
+                )
             return machine
         if self.mesh is None:
             raise ValueError("a plan from Sizes needs a machine, such as zj.machine('h200')")
@@ -216,7 +270,9 @@ class Planner:
         if name := machine_of(kind):
             return named_machine(name)
         if not is_there(self.mesh):
-            raise ValueError(f"nothing is known of {kind!r}, and it is not here to be measured: give machine=")
+            raise ValueError(
+                f"nothing is known of {kind!r}, and it is not here to be measured: give machine="
+            )
         if jax.process_count() > 1:
             raise ValueError(
                 f"nothing is known of {kind!r}, and each of {jax.process_count()} processes would measure another machine: "
@@ -225,7 +281,9 @@ class Planner:
         return probe(self.base.swap_dir)
 
     def _on_mesh(self, machine: Machine) -> Machine:
-        """Return a machine with the devices of the mesh: a part of one node, or as many nodes as it takes."""
+        """Return a machine with the devices of the mesh: a part of one node, or as many nodes as it
+        takes.
+        """
         if self.mesh is None or self.mesh.size == machine.devices:
             return machine
         each = min(machine.devices_per_node, self.mesh.size)
@@ -240,14 +298,20 @@ class Planner:
         if unknown := sorted(set(axes) - set(Grid._fields)):
             raise ValueError(f"mesh has the axes {unknown}: they may be {', '.join(Grid._fields)}")
         if wrong := [n for n in axes.values() if (as_integer(n) or 0) < 1]:
-            raise ValueError(f"mesh {axes}: {wrong[0]!r} is no number of devices, a whole one of at least 1")
+            raise ValueError(
+                f"mesh {axes}: {wrong[0]!r} is no number of devices, a whole one of at least 1"
+            )
         axes = {axis: int(n) for axis, n in axes.items()}
         others = math.prod(n for axis, n in axes.items() if axis != "fsdp")
         if devices % others:
-            raise ValueError(f"mesh {axes} does not divide the {devices} devices of {self.machine.name}")
+            raise ValueError(
+                f"mesh {axes} does not divide the {devices} devices of {self.machine.name}"
+            )
         grid = Grid(**{"fsdp": devices // others, **axes})
         if grid.devices != devices:
-            raise ValueError(f"mesh {axes} has {grid.devices} devices, and {self.machine.name} has {devices}")
+            raise ValueError(
+                f"mesh {axes} has {grid.devices} devices, and {self.machine.name} has {devices}"
+            )
         return grid
 
     def _workload(self) -> Workload:
@@ -260,10 +324,14 @@ class Planner:
                 f"batch {rows} does not divide by data x fsdp = {self.grid.data} x {self.grid.fsdp}: each device has whole "
                 f"rows; use {-(-rows // self.grid.batch_shards) * self.grid.batch_shards}"
             )
-        return workload_of_model(self.model, self.tx, self.mesh, self.batch, self.machine, self.base)
+        return workload_of_model(
+            self.model, self.tx, self.mesh, self.batch, self.machine, self.base
+        )
 
     def _check_fixed(self) -> None:
-        """Raise ValueError for fixed fields that do not go with the model: nothing may be built that would tell."""
+        """Raise ValueError for fixed fields that do not go with the model: nothing may be built
+        that would tell.
+        """
         work, config = self.workload, self.base
         if work.rows % config.num_microbatches:
             raise ValueError(
@@ -271,13 +339,20 @@ class Planner:
                 f"{[n for n in range(1, work.rows + 1) if work.rows % n == 0][:16]}"
             )
         segments = config.activations if isinstance(config.activations, tuple) else ()
-        if segments and (count := sum(segment.num_layers for segment in segments)) != work.num_layers:
-            raise ValueError(f"the segments of activations have {count} layers, and the model has {work.num_layers}")
+        if (
+            segments
+            and (count := sum(segment.num_layers for segment in segments)) != work.num_layers
+        ):
+            raise ValueError(
+                f"the segments of activations have {count} layers, and the model has {work.num_layers}"
+            )
         known = {value.name for stack in work.stacks for value in stack.values}
         named = [config, *segments]
         names = {name for each in named for name in (*each.saved_names, *each.offloaded_names)}
         if self.is_sizes and (missing := sorted(names - known)):
-            raise ValueError(f"saved_names and offloaded_names name {missing}: a transformer of sizes has {sorted(known)}")
+            raise ValueError(
+                f"saved_names and offloaded_names name {missing}: a transformer of sizes has {sorted(known)}"
+            )
 
     @property
     def limits(self) -> Limits:
@@ -285,10 +360,12 @@ class Planner:
         limits = limits_of(self.machine, self.shares_cores, self.min_disk_days)
         return dataclasses.replace(limits, device=self.less * limits.device)
 
-    # --- the search --------------------------------------------------------------------------------------------------------
+    # --- the search -------------------------------------------------------------------------------
 
     def plan(self, validate: bool) -> Plan:
-        """Search, and return the plan; of those that are compiled, one whose program fits as compiled."""
+        """Search, and return the plan; of those that are compiled, one whose program fits as
+        compiled.
+        """
         made = self._plan()
         if not validate:
             return made
@@ -305,8 +382,10 @@ class Planner:
         assert compiled is not None
         raise PlanError(
             f"nothing that was compiled fits {self.machine.name}: {compiled}, of {size_of(most)}",
-            "device", compiled.device_bytes, most,
-        )  # fmt: skip
+            "device",
+            compiled.device_bytes,
+            most,
+        )
 
     def _plan(self) -> Plan:
         search = self.search(self.space())
@@ -317,10 +396,15 @@ class Planner:
         return self.made(search, best)
 
     def _tell_of_moments(self, best: Found) -> None:
-        """Note where moments in bfloat16 would be faster: they round what is trained, and so are no choice unless asked for."""
+        """Note where moments in bfloat16 would be faster: they round what is trained, and so are no
+        choice unless asked for.
+        """
         if self.rounds_moments or "moments" in self.fixed or best.config.opt_state == "device":
             return
-        rounded = Search(dataclasses.replace(self.space(), fixed=self.fixed | {"moments": "bfloat16"}), self.limits)
+        rounded = Search(
+            dataclasses.replace(self.space(), fixed=self.fixed | {"moments": "bfloat16"}),
+            self.limits,
+        )
         rounded.run(below=best.seconds * (1 - WORTH))
         if rounded.found and rounded.found[0].seconds < best.seconds * (1 - WORTH):
             self._note(
@@ -360,7 +444,9 @@ class Planner:
         return with_options(space)
 
     def _tiers(self, fixed: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the tiers that the machine has; those that a fixed field needs must have their figures."""
+        """Return the tiers that the machine has; those that a fixed field needs must have their
+        figures.
+        """
         figures, tiers, asked = self.machine.figures, ["device"], _asked_tiers(fixed)
         link = ("link_up", "link_down", "link_both")
         host = ("host_bytes", *link)
@@ -378,11 +464,15 @@ class Planner:
             else:
                 tiers.append(tier)
                 if tier == "nvme" and self.machine.source["disk_both"] == BOTH_ASSUMED:
-                    self._note(f"disk_both, {size_of(self.machine.need('disk_both'))}/s, is {BOTH_ASSUMED}")
+                    self._note(
+                        f"disk_both, {size_of(self.machine.need('disk_both'))}/s, is {BOTH_ASSUMED}"
+                    )
         return tuple(tiers)
 
     def _need(self, tier: str, missing: Sequence[str], fixed: Mapping[str, Any]) -> None:
-        """Raise ValueError for figures that the machine lacks and fixed fields need, which are named."""
+        """Raise ValueError for figures that the machine lacks and fixed fields need, which are
+        named.
+        """
         try:
             self.machine.needs(*missing)
         except ValueError as error:
@@ -394,8 +484,12 @@ class Planner:
         if text not in self.notes:
             self.notes.append(text)
 
-    def _capable(self, tiers: tuple[str, ...], allowed: Mapping[str, Any], fixed: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Return by field the choices that this model and optimizer can take, found by building one of each."""
+    def _capable(
+        self, tiers: tuple[str, ...], allowed: Mapping[str, Any], fixed: Mapping[str, Any]
+    ) -> dict[str, list[Any]]:
+        """Return by field the choices that this model and optimizer can take, found by building one
+        of each.
+        """
         tries = {
             "opt_state": [{"opt_state": tier} for tier in tiers],
             "update": [{"update": None}, {"update": "in_backward"}],
@@ -409,7 +503,9 @@ class Planner:
             if name in fixed or name in allowed:
                 continue
             default = {"update_on": "device"}
-            found[name] = [o.get(name, default.get(name)) for o in options if self._builds(o, fixed)]
+            found[name] = [
+                o.get(name, default.get(name)) for o in options if self._builds(o, fixed)
+            ]
         if self.workload.is_layered and "activations" not in fixed:
             # A layer whose tiles are stored off the device cannot keep everything.
             away = {"params": found["params"][-1]} if "params" in found else {}
@@ -464,10 +560,12 @@ class Planner:
             except (ValueError, NotImplementedError, RuntimeError) as error:
                 why = str(error)
         if why is not None:
-            self._note(f"bytes are estimated in closed form, because no program can be built of these sizes: {why}")
+            self._note(
+                f"bytes are estimated in closed form, because no program can be built of these sizes: {why}"
+            )
         return why is None
 
-    # --- results -----------------------------------------------------------------------------------------------------------
+    # --- results ----------------------------------------------------------------------------------
 
     def made(self, search: Search, best: Found) -> Plan:
         """Return what a search found as a plan."""
@@ -495,8 +593,14 @@ class Planner:
             machine=self.machine,
             tiles=of_best.tiles,
             peak_bytes=best.peak_bytes,
-            bytes={tier: {kind: n for kind, n in bytes_by_tier[tier].items() if n} for tier in TIERS},
-            capacity={"device": self.limits.device, "pinned_host": self.limits.pinned_host, "nvme": self.limits.nvme},
+            bytes={
+                tier: {kind: n for kind, n in bytes_by_tier[tier].items() if n} for tier in TIERS
+            },
+            capacity={
+                "device": self.limits.device,
+                "pinned_host": self.limits.pinned_host,
+                "nvme": self.limits.nvme,
+            },
             time=of_best.time,
             estimate=of_best,
             tokens=work.tokens,
@@ -512,63 +616,97 @@ class Planner:
         )
 
     def _hardware_flops(self, found: Found) -> float:
-        """Return the FLOPs of a step with what backward computes again, in proportion to its seconds."""
+        """Return the FLOPs of a step with what backward computes again, in proportion to its
+        seconds.
+        """
         work = self.workload
         forward = sum(s.num_layers * s.forward for s in work.stacks)
         again = max(0.0, found.estimate.again)
         return work.flops + work.forward_flops * (again / forward if forward else 0.0)
 
     def error(self, search: Search) -> PlanError:
-        """Return the error that nothing fits: what is lacking, and the nearest change with which something does."""
+        """Return the error that nothing fits: what is lacking, and the nearest change with which
+        something does.
+        """
         nearest = search.tally.nearest
         if nearest is None:
             fixed = {name: value for name, value in self.fixed.items() if value != _SWAP_DIR}
-            return PlanError(f"no config can be built with {_named(fixed)}: {self._contradiction(search)}")
+            return PlanError(
+                f"no config can be built with {_named(fixed)}: {self._contradiction(search)}"
+            )
         worst = nearest.lacks[0]
         if worst.what == DAYS:
             text = f"the disk lasts {worst.had:.4g} days of steps, and min_disk_days={worst.needed:.4g} are asked for"
         else:
             text = f"nothing fits {self.machine.name}: {what_lacks(worst)}"
         notes = [note for note in self.notes if note.startswith(("pinned_host", "nvme"))]
-        repairs = Repairs(tries=self._tried, machine=self.machine, fixed=self.fixed, filled=USABLE * self.less)
+        repairs = Repairs(
+            tries=self._tried, machine=self.machine, fixed=self.fixed, filled=USABLE * self.less
+        )
         return PlanError(
             f"{text}, with the config that comes nearest ({_named(_chosen(nearest.config))}). {repairs.nearest(search)}"
             + (f" Not tried: {'; '.join(notes)}." if notes else ""),
-            worst.what, worst.needed, worst.had,
-        )  # fmt: skip
+            worst.what,
+            worst.needed,
+            worst.had,
+        )
 
     def _contradiction(self, search: Search) -> str:
-        """Return why no config can be built: what refused the first one, and what was not considered."""
+        """Return why no config can be built: what refused the first one, and what was not
+        considered.
+        """
         none = [name for name in SEARCHED if not search.space.choices(name)]
-        why = [*search.tally.refused[:1], *(f"no {name} can be taken" for name in none), *self.notes]
+        why = [
+            *search.tally.refused[:1],
+            *(f"no {name} can be taken" for name in none),
+            *self.notes,
+        ]
         return "; ".join(why) or "the fixed fields contradict each other"
 
     def _tried(self, change: Change) -> tuple[Search, Found | None]:
         """Return the search with a change of what was asked for, and what it has settled on."""
         other = copy.copy(self)
         other.notes, other.machine = [], dataclasses.replace(self.machine, **change.figures)
-        other.fixed = {name: value for name, value in self.fixed.items() if name != change.without} | dict(change.fixed)
+        other.fixed = {
+            name: value for name, value in self.fixed.items() if name != change.without
+        } | dict(change.fixed)
         if change.min_disk_days is not None:
             other.min_disk_days = change.min_disk_days
-        search = Search(other.space(), other.limits, other.exact if other.has_programs else None, _MOST_TRIED)
+        search = Search(
+            other.space(), other.limits, other.exact if other.has_programs else None, _MOST_TRIED
+        )
         search.run()
         return search, search.settle()
 
 
 def _check_arguments(fixed: Any, min_disk_days: Any, tiles: Any) -> None:
     """Raise ValueError for arguments of `plan` that are of another kind."""
-    if fixed is not None and not (isinstance(fixed, Mapping) and all(isinstance(name, str) for name in fixed)):
-        raise ValueError(f"fixed={fixed!r}: fields of ZeroConfig by name are needed, such as fixed={{'stage': 3}}")
+    if fixed is not None and not (
+        isinstance(fixed, Mapping) and all(isinstance(name, str) for name in fixed)
+    ):
+        raise ValueError(
+            f"fixed={fixed!r}: fields of ZeroConfig by name are needed, such as fixed={{'stage': 3}}"
+        )
     if min_disk_days is not None and (as_number(min_disk_days) or 0) <= 0:
-        raise ValueError(f"min_disk_days={min_disk_days!r}: a number of days above 0 is needed, or None for any")
-    if tiles is not None and not (isinstance(tiles, Sequence) and tiles and all((as_integer(n) or 0) >= 1 for n in tiles)):
+        raise ValueError(
+            f"min_disk_days={min_disk_days!r}: a number of days above 0 is needed, or None for any"
+        )
+    if tiles is not None and not (
+        isinstance(tiles, Sequence) and tiles and all((as_integer(n) or 0) >= 1 for n in tiles)
+    ):
         raise ValueError(f"tiles={tiles!r}: numbers of at least 1 are needed, such as (1, 2, 4)")
 
 
 def _with_both(machine: Machine) -> Machine:
-    """Return a machine with a rate of reads and writes at once, which no data sheet has: the lower of those alone."""
+    """Return a machine with a rate of reads and writes at once, which no data sheet has: the lower
+    of those alone.
+    """
     read, write = machine.disk_read, machine.disk_write
-    if read is None or write is None or machine.source.get("disk_both", BOTH_ASSUMED) != BOTH_ASSUMED:
+    if (
+        read is None
+        or write is None
+        or machine.source.get("disk_both", BOTH_ASSUMED) != BOTH_ASSUMED
+    ):
         return machine
     source = dict(machine.source) | {"disk_both": BOTH_ASSUMED}
     return dataclasses.replace(machine, disk_both=min(read, write), source=source)
@@ -579,8 +717,13 @@ def _asked_tiers(fixed: Mapping[str, Any]) -> set[str]:
     named = {fixed.get(name) for name in ("params", "grads", "opt_state", "frozen")}
     chosen = fixed.get("activations")
     segments = chosen if isinstance(chosen, tuple) else ()
-    named |= {chosen if isinstance(chosen, str) else None, *(segment.activations for segment in segments)}
-    offloads = bool(fixed.get("offloaded_names")) or any(segment.offloaded_names for segment in segments)
+    named |= {
+        chosen if isinstance(chosen, str) else None,
+        *(segment.activations for segment in segments),
+    }
+    offloads = bool(fixed.get("offloaded_names")) or any(
+        segment.offloaded_names for segment in segments
+    )
     return {tier for tier in TIERS[1:] if tier in named} | ({"pinned_host"} if offloads else set())
 
 
@@ -601,6 +744,12 @@ def _named(fields: Mapping[str, Any]) -> str:
 
 
 def _reason(fields: str, text: str) -> str:
-    """Return why some fields are not considered, given what refuses them: without the fields again, and without the repair."""
+    """Return why some fields are not considered, given what refuses them: without the fields again,
+    and without the repair.
+    """
     first = text.split("; ")[0]
-    return f" {first.removeprefix(fields).lstrip()}" if first.startswith(f"{fields} with") else f": {first}"
+    return (
+        f" {first.removeprefix(fields).lstrip()}"
+        if first.startswith(f"{fields} with")
+        else f": {first}"
+    )

@@ -1,7 +1,8 @@
-"""A plan: the config that was chosen, what it needs of each tier, how long its step takes, and what it does to the disk.
+"""A plan: the config that was chosen, what it needs of each tier, how long its step takes, and what
+it does to the disk.
 
-Every second of a plan is predicted, and every byte counted before anything runs. It says at what rates, and where these are
-from.
+Every second of a plan is predicted, and every byte counted before anything runs. It says at what
+rates, and where these are from.
 """
 
 import dataclasses
@@ -21,11 +22,12 @@ TRACED = ("compute", "up", "down", "read", "write")
 
 
 class PlanError(ValueError):
-    """Nothing fits. The message has the tier, the bytes that are needed and had, and the nearest change that fits.
+    """Nothing fits. The message has the tier, the bytes that are needed and had, and the nearest
+    change that fits.
 
     Attributes:
-      tier: that lacks the most, of the config that comes nearest: "device", "pinned_host", "nvme", on a CPU "device and
-        pinned_host"; or "days of the disk"; "" where no config can be built.
+      tier: that lacks the most, of the config that comes nearest: "device", "pinned_host", "nvme",
+        on a CPU "device and pinned_host"; or "days of the disk"; "" where no config can be built.
       needed: bytes of it on one device; or days.
       had: bytes that a device may use; or days.
     """
@@ -37,7 +39,9 @@ class PlanError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Beaten:
-    """A config that is slower, or that saves less than `WORTH` and is less plain: its seconds, and its fields."""
+    """A config that is slower, or that saves less than `WORTH` and is less plain: its seconds, and
+    its fields.
+    """
 
     seconds: float
     fields: Mapping[str, Any]
@@ -51,7 +55,8 @@ class Validated:
     """What the compiled program takes of one device, beside the plan.
 
     Attributes:
-      device_bytes: arguments, results that are not donated, and temporaries; and what records take beside the program.
+      device_bytes: arguments, results that are not donated, and temporaries; and what records take
+        beside the program.
       planned_bytes: of the plan.
       host_bytes: of arguments in pinned host memory.
       planned_host_bytes: of the plan.
@@ -81,10 +86,12 @@ class Plan:
       grid: sizes of the mesh's axes.
       machine: its figures.
       tiles: in which the layers' MLPs run; 1: whole. Of a model's own tiles it says nothing.
-      bytes: of one device, {tier: {kind: bytes}}: what `program.memory` counts of the config's program. If no program can be
-        built of sizes, which a note says, they are estimates, and "working" is what one layer's backward or the head needs.
-      peak_bytes: the most that the device holds at once, estimated: its states, and the phase that holds the most with the
-        working memory of a layer or the head. `bytes` has the most of each kind, whichever phase has it, and no working memory.
+      bytes: of one device, {tier: {kind: bytes}}: what `program.memory` counts of the config's
+        program. If no program can be built of sizes, which a note says, they are estimates, and
+        "working" is what one layer's backward or the head needs.
+      peak_bytes: the most that the device holds at once, estimated: its states, and the phase that
+        holds the most with the working memory of a layer or the head. `bytes` has the most of each
+        kind, whichever phase has it, and no working memory.
       capacity: bytes of each tier that one device may use; None where nobody told.
       time: seconds of the step, predicted, with every lane's share.
       estimate: from which it was predicted: schedules, work of each lane, rates.
@@ -94,8 +101,8 @@ class Plan:
       link_bytes: bytes of one device over its link in a step: "up" and "down".
       disk_bytes: bytes that one node's disks read and write in a step: "read" and "write".
       collectives: bytes that a device sends in a step, by collective.
-      beaten: other configs that fit, the fastest first. Those that are faster than the plan are less plain, and save less than
-        `WORTH`.
+      beaten: other configs that fit, the fastest first. Those that are faster than the plan are
+        less plain, and save less than `WORTH`.
       notes: what the plan could not consider, and what it assumes.
       source: where the seconds of compute are from.
       search: configs that were looked at, and how.
@@ -131,7 +138,9 @@ class Plan:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes that a device must have for the plan to fit: the sum of `bytes`, or `peak_bytes` if that is more."""
+        """Bytes that a device must have for the plan to fit: the sum of `bytes`, or `peak_bytes` if
+        that is more.
+        """
         return max(sum(self.bytes["device"].values()), self.peak_bytes)
 
     @property
@@ -141,7 +150,9 @@ class Plan:
 
     @property
     def mfu(self) -> float | None:
-        """The model's FLOPs over the vendor's peak of all devices; None where the machine has no peak."""
+        """The model's FLOPs over the vendor's peak of all devices; None where the machine has no
+        peak.
+        """
         return self._of_peak(self.flops)
 
     @property
@@ -160,7 +171,9 @@ class Plan:
 
     @property
     def disk_days(self) -> float | None:
-        """Days until a node's disks have written what they are rated for (TBW); None where nothing is written, or unknown."""
+        """Days until a node's disks have written what they are rated for (TBW); None where nothing
+        is written, or unknown.
+        """
         rated = self.machine.disk_tbw_bytes
         return rated / self.disk_bytes_a_day if rated and self.disk_bytes_a_day else None
 
@@ -172,19 +185,36 @@ class Plan:
     @property
     def title(self) -> str:
         """The model, the machine, the mesh, and the seconds of a step."""
-        shape = ", ".join(f"{axis}={n}" for axis, n in self.grid._asdict().items() if n > 1) or "one device"
-        return f"{self.name} on {self.machine.name} ({shape}): {self.seconds:.4g} s a step, predicted"
+        shape = (
+            ", ".join(f"{axis}={n}" for axis, n in self.grid._asdict().items() if n > 1)
+            or "one device"
+        )
+        return (
+            f"{self.name} on {self.machine.name} ({shape}): {self.seconds:.4g} s a step, predicted"
+        )
 
     @property
     def spans(self) -> tuple[tuple[str, str, float, float], ...]:
-        """What the lanes of `TRACED` do: (lane, label with the layer, start, stop), in seconds from the step's begin."""
+        """What the lanes of `TRACED` do: (lane, label with the layer, start, stop), in seconds from
+        the step's begin.
+        """
         spans = [span for span in self.time.spans if span.lane in TRACED]
-        return tuple((s.lane, f"{s.label} {s.layer}" if s.layer >= 0 else s.label, s.start, s.stop) for s in spans)
+        return tuple(
+            (s.lane, f"{s.label} {s.layer}" if s.layer >= 0 else s.label, s.start, s.stop)
+            for s in spans
+        )
 
     def to_json(self) -> str:
         """Return the plan as JSON: bytes, seconds, ratios; without what single lanes do."""
         time = self.time
-        lanes = {lane: {"busy": time.busy[lane], "hidden": time.hidden[lane], "exposed": time.exposed[lane]} for lane in LANES}
+        lanes = {
+            lane: {
+                "busy": time.busy[lane],
+                "hidden": time.hidden[lane],
+                "exposed": time.exposed[lane],
+            }
+            for lane in LANES
+        }
         found = {
             "config": {name: _plain(value) for name, value in self.fields.items()},
             "model": self.name,
@@ -196,7 +226,9 @@ class Plan:
             "capacity": dict(self.capacity),
             "peak_bytes": self.peak_bytes,
             "seconds": self.seconds,
-            "phases": [{"name": p.name, "seconds": p.seconds, "bound_by": p.bound_by} for p in time.phases],
+            "phases": [
+                {"name": p.name, "seconds": p.seconds, "bound_by": p.bound_by} for p in time.phases
+            ],
             "lanes": lanes,
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
@@ -206,7 +238,10 @@ class Plan:
             "disk_bytes_a_day": self.disk_bytes_a_day,
             "disk_days": self.disk_days,
             "collectives": dict(self.collectives),
-            "beaten": [{"seconds": b.seconds, "fields": {k: _plain(v) for k, v in b.fields.items()}} for b in self.beaten],
+            "beaten": [
+                {"seconds": b.seconds, "fields": {k: _plain(v) for k, v in b.fields.items()}}
+                for b in self.beaten
+            ],
             "notes": list(self.notes),
             "source": self.source,
             "search": self.search,
@@ -221,23 +256,40 @@ class Plan:
             + (f"; MLPs in {self.tiles} tiles" if self.tiles > 1 else ""),
         ]
         rates = [f"{self.tokens_per_second:,.0f} tokens/s"]
-        rates += [f"{name} {100 * value:.1f} %" for name, value in (("MFU", self.mfu), ("HFU", self.hfu)) if value is not None]
+        rates += [
+            f"{name} {100 * value:.1f} %"
+            for name, value in (("MFU", self.mfu), ("HFU", self.hfu))
+            if value is not None
+        ]
         rows.append(f"  speed       {', '.join(rates)}")
         for tier in TIERS:
             kinds = {kind: n for kind, n in self.bytes[tier].items() if n}
             if kinds:
                 had = self.capacity[tier]
                 of = "" if had is None else f" of {size_of(had)}"
-                parts = ", ".join(f"{kind} {size_of(n)}" for kind, n in sorted(kinds.items(), key=lambda item: -item[1]))
+                parts = ", ".join(
+                    f"{kind} {size_of(n)}"
+                    for kind, n in sorted(kinds.items(), key=lambda item: -item[1])
+                )
                 rows.append(f"  {tier:<11} {size_of(sum(kinds.values()))}{of} a device: {parts}")
-        rows.append(f"  peak        {size_of(self.peak_bytes)} of the device at once, with what is computed; estimated")
-        for name, moved in (("link", self.link_bytes), ("disk", self.disk_bytes), ("network", self.collectives)):
+        rows.append(
+            f"  peak        {size_of(self.peak_bytes)} of the device at once, with what is computed; estimated"
+        )
+        for name, moved in (
+            ("link", self.link_bytes),
+            ("disk", self.disk_bytes),
+            ("network", self.collectives),
+        ):
             if any(moved.values()):
                 of = "a node" if name == "disk" else "a device"
-                rows.append(f"  {name:<11} {', '.join(f'{way} {size_of(n)}' for way, n in moved.items() if n)} a step, {of}")
+                rows.append(
+                    f"  {name:<11} {', '.join(f'{way} {size_of(n)}' for way, n in moved.items() if n)} a step, {of}"
+                )
         if self.disk_bytes_a_day:
             days = "" if self.disk_days is None else f", {self.disk_days:,.0f} days to its TBW"
-            rows.append(f"  wear        {size_of(self.disk_bytes_a_day)} written a day and node{days}")
+            rows.append(
+                f"  wear        {size_of(self.disk_bytes_a_day)} written a day and node{days}"
+            )
         rows += ["  " + line for line in str(self.time).splitlines()]
         rows += [f"  {self._against(other)}" for other in self.beaten]
         rows += [f"  note        {note}" for note in self.notes]
@@ -245,13 +297,17 @@ class Plan:
         return "\n".join([*rows, f"  seconds of compute: {self.source}; {self.search}"])
 
     def _against(self, other: Beaten) -> str:
-        """Return a line that says what became of another config; one that is faster is not worth that it is less plain."""
+        """Return a line that says what became of another config; one that is faster is not worth
+        that it is less plain.
+        """
         if other.seconds >= self.seconds:
             return f"beaten      {other}"
         return f"less plain  {other} ({1 - other.seconds / self.seconds:.1%} faster, and {WORTH:.0%} are asked for)"
 
     def svg(self) -> str:
-        """Return the plan as an SVG document: bytes by tier against capacity, the step's timeline, and its efficiency."""
+        """Return the plan as an SVG document: bytes by tier against capacity, the step's timeline,
+        and its efficiency.
+        """
         return draw_plan(self)
 
     def html(self) -> str:
@@ -263,7 +319,11 @@ def changed(config: ZeroConfig) -> dict[str, Any]:
     """Return the fields of a config that are not the default."""
     default = ZeroConfig()
     names = [field.name for field in dataclasses.fields(ZeroConfig)]
-    return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}
+    return {
+        name: getattr(config, name)
+        for name in names
+        if getattr(config, name) != getattr(default, name)
+    }
 
 
 def _named(fields: Mapping[str, Any]) -> str:

@@ -1,12 +1,13 @@
-"""What to change where nothing fits: the nearest change with which a plan is found, followed before it is told.
+"""What to change where nothing fits: the nearest change with which a plan is found, followed before
+it is told.
 
     without a fixed field                 "Without opt_state='device' a plan fits."
     moments in bfloat16                   which rounds them, so that only a user may choose it
     a machine with more of each tier      that the config which comes nearest lacks
 
-A change is told only if a search with it finds a plan. What a config needs is estimated, and then counted of its program, which
-may be more; and in a machine that has it another config may come nearest, which lacks something else. So what is lacking adds
-up until a plan is found.
+A change is told only if a search with it finds a plan. What a config needs is estimated, and then
+counted of its program, which may be more; and in a machine that has it another config may come
+nearest, which lacks something else. So what is lacking adds up until a plan is found.
 """
 
 import dataclasses
@@ -60,7 +61,9 @@ class Repairs:
         for name in (n for n in self.fixed if n in SEARCHED):
             if self._fits(Change(without=name)):
                 return f"Without {name}={self.fixed[name]!r} a plan fits."
-        if self.fixed.get("moments") != "bfloat16" and (found := self._fits(Change(without="moments", fixed=_MOMENTS))):
+        if self.fixed.get("moments") != "bfloat16" and (
+            found := self._fits(Change(without="moments", fixed=_MOMENTS))
+        ):
             return (
                 f"With moments='bfloat16' fixed, which rounds the optimizer's moments, a plan fits: {found.seconds:.4g} s a "
                 "step, predicted."
@@ -71,14 +74,18 @@ class Repairs:
         return self.tries(change)[1]
 
     def _more(self, search: Search) -> str:
-        """Return which figures the machine would have to have, or how many days are to be asked for."""
+        """Return which figures the machine would have to have, or how many days are to be asked
+        for.
+        """
         figures, days = dict[str, int](), None
         for _ in range(_MOST_ROUNDS):
             near = search.tally.nearest
             if near is None:
                 break
             lacks = lacks_of(search, near)
-            figures |= {name: max(n, figures.get(name, 0)) for name, n in self._lacking(lacks).items()}
+            figures |= {
+                name: max(n, figures.get(name, 0)) for name, n in self._lacking(lacks).items()
+            }
             lasts = [_rounded_down(lack.had) for lack in lacks if lack.what == DAYS]
             days = min([*lasts, *([] if days is None else [days])], default=None)
             search, found = self.tries(Change(figures=figures, min_disk_days=days))
@@ -96,13 +103,19 @@ class Repairs:
             whole = math.ceil(needed * (1 if what == "device" else per) / part) + 1
             fields = {"device": ["device_bytes"], "nvme": ["disk_bytes"]}.get(what, ["host_bytes"])
             if what == "pinned_host" and pinned is not None:
-                fields = [field for field in ("host_bytes", "pinned_bytes") if machine.figures.get(field, 0) < whole]
+                fields = [
+                    field
+                    for field in ("host_bytes", "pinned_bytes")
+                    if machine.figures.get(field, 0) < whole
+                ]
             least |= {field: max(whole, least.get(field, 0)) for field in fields}
         return least
 
 
 def lacks_of(search: Search, near: Nearest) -> list[Lack]:
-    """Return all that the nearest config lacks, the more of what is estimated and what its program takes."""
+    """Return all that the nearest config lacks, the more of what is estimated and what its program
+    takes.
+    """
     most = {lack.what: lack for lack in near.lacks}
     for lack in search.lacks_of_program(near.config, near.tiles):
         if lack.what not in most or lack.needed > most[lack.what].needed:
@@ -112,7 +125,11 @@ def lacks_of(search: Search, near: Nearest) -> list[Lack]:
 
 def what_lacks(lack: Lack) -> str:
     """Return a tier that lacks bytes, with what is needed and had of one device."""
-    what = f"{lack.what} needs" if lack.what != BOTH else "device and pinned_host, which are one memory on a CPU, need"
+    what = (
+        f"{lack.what} needs"
+        if lack.what != BOTH
+        else "device and pinned_host, which are one memory on a CPU, need"
+    )
     return f"{what} {size_of(lack.needed)} of a device's {size_of(lack.had)} ({lack.needed:,.0f} and {lack.had:,.0f})"
 
 

@@ -1,16 +1,20 @@
-"""The search for the fastest config that fits: best first by a bound of its seconds, until no bound is below what was found.
+"""The search for the fastest config that fits: best first by a bound of its seconds, until no bound
+is below what was found.
 
     candidates, by their bound  ->  estimate: does it fit?  ->  walk through its schedule  ->  the fastest so far
 
-A candidate whose bound is not below the fastest so far cannot beat it, nor can any after it. So the result is the fastest
-uniform config of all, although few are walked through. What does not fit is looked at once, also where the search runs again
-after a program was refused. Of configs that differ only in how far ahead they fetch and gather, none fits if the one with the
-least on its way does not. `exact`, where it is given, has the last word on bytes: it counts the bytes of the real program for
-the configs that were found, best first. A config is returned only if its program fits. After `MOST_EXACT` programs that do not,
-each further one lowers the memory that an estimate may fill, so the search ends.
+A candidate whose bound is not below the fastest so far cannot beat it, nor can any after it. So the
+result is the fastest uniform config of all, although few are walked through. What does not fit is
+looked at once, also where the search runs again after a program was refused. Of configs that differ
+only in how far ahead they fetch and gather, none fits if the one with the least on its way does
+not. `exact`, where it is given, has the last word on bytes: it counts the bytes of the real program
+for the configs that were found, best first. A config is returned only if its program fits. After
+`MOST_EXACT` programs that do not, each further one lowers the memory that an estimate may fill, so
+the search ends.
 
-Then layers may differ (`zerojax.planner.segments`). Of all that was found, the plainest config stays that is no more than 3 %
-slower than the fastest: a plan that is harder to read has to earn it.
+Then layers may differ (`zerojax.planner.segments`). Of all that was found, the plainest config
+stays that is no more than 3 % slower than the fastest: a plan that is harder to read has to earn
+it.
 """
 
 import dataclasses
@@ -23,19 +27,32 @@ from host_offload.tiers import TIERS
 from zerojax.config import ZeroConfig
 from zerojax.costs import Estimate, estimate
 from zerojax.machines import Machine
-from zerojax.planner.candidates import FRACTION, PARTS, SEARCHED, WORTH, Bound, Candidate, Space, complexity
+from zerojax.planner.candidates import (
+    FRACTION,
+    PARTS,
+    SEARCHED,
+    WORTH,
+    Bound,
+    Candidate,
+    Space,
+    complexity,
+)
 
 _AHEAD = ("prefetch_distance", "gather_ahead")
 """Fields of which more takes more bytes of each tier, and no others change with them."""
 
 MOST_EXACT = 40
-"""Programs that are built before estimates have to leave room for what programs take beyond them."""
+"""Programs that are built before estimates have to leave room for what programs take beyond them.
+"""
 _PHASE_KINDS = ("in_flight", "gathered", "activations", "working")
-"""Kinds of an estimate that it counts in the phase that holds the most, where a program's account has the most of each."""
+"""Kinds of an estimate that it counts in the phase that holds the most, where a program's account
+has the most of each.
+"""
 _LEAST_PART = 0.1
 """Of a device's memory: where estimates may fill no more of it, nothing is looked at again."""
 USABLE = 0.95
-"""The part of a device's memory that a plan fills: XLA's allocator and its libraries need the rest."""
+"""The part of a device's memory that a plan fills: XLA's allocator and its libraries need the rest.
+"""
 DAY = 86400.0
 
 
@@ -43,7 +60,9 @@ DAYS, BOTH = "days of the disk", "device and pinned_host"
 
 
 class Lack(NamedTuple):
-    """What a config lacks: of a tier, or of a CPU's memory `BOTH` tiers, bytes that one device needs and has; or `DAYS`."""
+    """What a config lacks: of a tier, or of a CPU's memory `BOTH` tiers, bytes that one device
+    needs and has; or `DAYS`.
+    """
 
     what: str
     needed: float
@@ -91,8 +110,14 @@ class Limits:
         return 0.0 if found is None else found
 
     def missing(self, bytes_by_tier: Mapping[str, float]) -> list[Lack]:
-        """Return what is lacking, the tier that lacks the most first, by share; nothing where all fits."""
-        wrong = [Lack(tier, bytes_by_tier[tier], self.of(tier)) for tier in TIERS if bytes_by_tier[tier] > self.of(tier)]
+        """Return what is lacking, the tier that lacks the most first, by share; nothing where all
+        fits.
+        """
+        wrong = [
+            Lack(tier, bytes_by_tier[tier], self.of(tier))
+            for tier in TIERS
+            if bytes_by_tier[tier] > self.of(tier)
+        ]
         together = bytes_by_tier["device"] + bytes_by_tier["pinned_host"]
         if self.both is not None and together > self.both:
             wrong.append(Lack(BOTH, together, self.both))
@@ -103,7 +128,8 @@ def limits_of(machine: Machine, shares_cores: bool, min_disk_days: float | None 
     """Return what one device of a machine may use.
 
     Raises:
-      ValueError: the device's memory, or the disk's endurance where days are asked for, is not given.
+      ValueError: the device's memory, or the disk's endurance where days are asked for, is not
+        given.
     """
     per, figures = machine.devices_per_node, machine.figures
     host = figures.get("host_bytes")
@@ -115,13 +141,17 @@ def limits_of(machine: Machine, shares_cores: bool, min_disk_days: float | None 
         nvme=None if disk is None else disk / per,
         both=USABLE * host / per if shares_cores and host is not None else None,
         devices_per_node=per,
-        disk_tbw=machine.need("disk_tbw_bytes") if min_disk_days is not None else figures.get("disk_tbw_bytes"),
+        disk_tbw=machine.need("disk_tbw_bytes")
+        if min_disk_days is not None
+        else figures.get("disk_tbw_bytes"),
         min_disk_days=min_disk_days,
     )
 
 
 def disk_days(limits: Limits, written: float, seconds: float) -> float | None:
-    """Return the days until a node's disks have written their TBW, given a device's bytes of a step; None where unknown."""
+    """Return the days until a node's disks have written their TBW, given a device's bytes of a
+    step; None where unknown.
+    """
     if limits.disk_tbw is None or not written:
         return None
     return limits.disk_tbw / (written * limits.devices_per_node / seconds * DAY)
@@ -139,12 +169,16 @@ class Exact(NamedTuple):
     swapped: tuple[int, int] | None
 
     def peak_bytes(self, of_config: Estimate) -> int:
-        """Return the most bytes that the device holds at once: its states, and an estimate of the phase that holds the most."""
+        """Return the most bytes that the device holds at once: its states, and an estimate of the
+        phase that holds the most.
+        """
         states = sum(n for kind, n in self.bytes["device"].items() if kind not in _PHASE_KINDS)
         return states + sum(of_config.bytes["device"].get(kind, 0) for kind in _PHASE_KINDS)
 
     def needed(self, of_config: Estimate) -> dict[str, float]:
-        """Return the bytes of each tier that a machine must have: the program's own account, and on the device the peak."""
+        """Return the bytes of each tier that a machine must have: the program's own account, and on
+        the device the peak.
+        """
         of_tiers = _sums(self.bytes)
         of_tiers["device"] = max(of_tiers["device"], float(self.peak_bytes(of_config)))
         return of_tiers
@@ -173,7 +207,9 @@ class Found:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that the device holds at once, with the working memory of a layer or the head; estimated."""
+        """The most bytes that the device holds at once, with the working memory of a layer or the
+        head; estimated.
+        """
         if self.exact is None:
             return self.estimate.needed("device")
         return self.exact.peak_bytes(self.estimate)
@@ -219,20 +255,33 @@ class Search:
         Args:
           space: what may be chosen.
           limits: that it has to keep.
-          exact: returns what the program of a config and a number of tiles takes, or raises that it cannot be built.
+          exact: returns what the program of a config and a number of tiles takes, or raises that it
+            cannot be built.
           most_exact: programs that may be built to settle on one, else on none; None: any number.
         """
-        self.space, self.limits, self.exact, self.tally, self.bound = space, limits, exact, Tally(), Bound(space)
+        self.space, self.limits, self.exact, self.tally, self.bound = (
+            space,
+            limits,
+            exact,
+            Tally(),
+            Bound(space),
+        )
         self.most_exact = most_exact
         self.found: list[Found] = []
-        self._known: dict[tuple[ZeroConfig, int], bool] = {}  # what was kept, and what `exact` has refused
+        self._known: dict[
+            tuple[ZeroConfig, int], bool
+        ] = {}  # what was kept, and what `exact` has refused
         self._estimates: dict[tuple[ZeroConfig, int], Estimate] = {}
         self._programs: dict[tuple[ZeroConfig, int], Exact | None] = {}
         self._part = 1.0  # of the device's memory that an estimate may fill
-        self._factors: dict[tuple[Any, ...], float] = {}  # by kind of config, how much more its programs took at least
+        self._factors: dict[
+            tuple[Any, ...], float
+        ] = {}  # by kind of config, how much more its programs took at least
         self._candidates: list[Candidate] | None = None
         self._unfit = set[int]()  # of the candidates, by number
-        self._groups: dict[tuple[Any, ...], bool] = {}  # of candidates alike but for `_AHEAD`: whether the least takes too much
+        self._groups: dict[
+            tuple[Any, ...], bool
+        ] = {}  # of candidates alike but for `_AHEAD`: whether the least takes too much
 
     def run(self, below: float = math.inf) -> None:
         """Look through all candidates, but for those that take `below` seconds or more."""
@@ -242,14 +291,21 @@ class Search:
         self.tally.candidates = len(self._candidates)
         fitted = set[tuple[Any, ...]]()
         for number, candidate in enumerate(self._candidates):
-            if candidate.seconds >= below or (self.found and candidate.seconds * (1 - WORTH) > self.found[0].seconds):
+            if candidate.seconds >= below or (
+                self.found and candidate.seconds * (1 - WORTH) > self.found[0].seconds
+            ):
                 break
-            if number in self._unfit or not self._may_matter(candidate.seconds, candidate.complexity):
+            if number in self._unfit or not self._may_matter(
+                candidate.seconds, candidate.complexity
+            ):
                 continue
-            # More microbatches or tiles take no less time: they are there for what does not fit with fewer. With a fraction
-            # that is to be found they may, as more of the state fits beside them.
+            # More microbatches or tiles take no less time: they are there for what does not fit
+            # with fewer. With a fraction that is to be found they may, as more of the state fits
+            # beside them.
             has_fraction = self.space.leaves_fraction(candidate.fields)
-            key = tuple(value for name, value in candidate.fields.items() if name != "num_microbatches")
+            key = tuple(
+                value for name, value in candidate.fields.items() if name != "num_microbatches"
+            )
             if not has_fraction and key in fitted:
                 continue
             fits = self.consider_candidate(candidate)
@@ -265,7 +321,9 @@ class Search:
         Returns:
           Whether it fits; None where that does not matter.
         """
-        lacks = self.limits.missing({tier: n * (1 - 1e-6) for tier, n in self.bound.resting(candidate.fields).items()})
+        lacks = self.limits.missing(
+            {tier: n * (1 - 1e-6) for tier, n in self.bound.resting(candidate.fields).items()}
+        )
         nearest = self.tally.nearest
         if lacks and nearest is not None and lacks[0].share >= nearest.lacks[0].share:
             return False
@@ -276,7 +334,10 @@ class Search:
             return False
         if self.space.leaves_fraction(candidate.fields):
             return self._consider_largest_fraction(candidate, config)
-        group = (candidate.tiles, *(value for name, value in candidate.fields.items() if name not in _AHEAD))
+        group = (
+            candidate.tiles,
+            *(value for name, value in candidate.fields.items() if name not in _AHEAD),
+        )
         if self._groups.get(group):
             return False
         fits = self.consider(config, candidate.tiles)
@@ -285,7 +346,9 @@ class Search:
         return fits
 
     def _takes_too_much(self, config: ZeroConfig, tiles: int) -> bool:
-        """Tell whether a config that fetches and gathers no further ahead than it has to takes too much, too."""
+        """Tell whether a config that fetches and gathers no further ahead than it has to takes too
+        much, too.
+        """
         least = {name: min(self.space.choices(name)) for name in _AHEAD}
         try:
             config = dataclasses.replace(config, **least)
@@ -295,7 +358,8 @@ class Search:
         return not self._fits_by_estimate(of_config)
 
     def _consider_largest_fraction(self, candidate: Candidate, config: ZeroConfig) -> bool | None:
-        """Consider a candidate with as much of the optimizer's state on the device as fits, and tell whether any does.
+        """Consider a candidate with as much of the optimizer's state on the device as fits, and
+        tell whether any does.
 
         The more is there, the less is moved. How much fits follows from the bytes of an estimate.
         """
@@ -322,11 +386,15 @@ class Search:
         if (of_config := self._estimates.get((config, tiles))) is None:
             space = self.space
             how = {"shares_cores": space.shares_cores, "tiles": tiles}
-            of_config = self._estimates[config, tiles] = estimate(space.workload, config, space.grid, space.machine, **how)
+            of_config = self._estimates[config, tiles] = estimate(
+                space.workload, config, space.grid, space.machine, **how
+            )
         return of_config
 
     def consider(self, config: ZeroConfig, tiles: int = 1) -> bool:
-        """Estimate a config, keep it if it may be the fastest or the plainest of fast ones, and tell whether it fits."""
+        """Estimate a config, keep it if it may be the fastest or the plainest of fast ones, and
+        tell whether it fits.
+        """
         if (is_kept := self._known.get((config, tiles))) is not None:
             return is_kept
         self.tally.estimated += 1
@@ -339,7 +407,11 @@ class Search:
         self.tally.walked += 1
         seconds = of_config.time.seconds
         days = disk_days(self.limits, of_config.moved["write"], seconds)
-        if self.limits.min_disk_days is not None and days is not None and days < self.limits.min_disk_days:
+        if (
+            self.limits.min_disk_days is not None
+            and days is not None
+            and days < self.limits.min_disk_days
+        ):
             self._note([Lack(DAYS, self.limits.min_disk_days, days)], of_config)
             return False
         found = Found(of_config, seconds, harder)
@@ -348,7 +420,9 @@ class Search:
         return True
 
     def _may_matter(self, seconds: float, harder: float) -> bool:
-        """Tell whether a config of at least so many seconds may be the fastest, or the plainest of about as fast ones."""
+        """Tell whether a config of at least so many seconds may be the fastest, or the plainest of
+        about as fast ones.
+        """
         if not self.found or seconds < self.found[0].seconds:
             return True
         plainest = self.plainest()
@@ -356,10 +430,11 @@ class Search:
         return is_near and (harder, seconds) < (plainest.complexity, plainest.seconds)
 
     def settle(self) -> Found | None:
-        """Return the plan: the plainest config of those within `WORTH` of the fastest, whose program fits; None if none does.
+        """Return the plan: the plainest config of those within `WORTH` of the fastest, whose
+        program fits; None if none does.
 
-        What was found is built best first. A program that cannot be built, or that does not fit after all, is left out, and
-        what had been passed over because of it is looked at again.
+        What was found is built best first. A program that cannot be built, or that does not fit
+        after all, is left out, and what had been passed over because of it is looked at again.
         """
         while self.found and (self.most_exact is None or self.tally.exact < self.most_exact):
             first = self._settled(self.found[0])
@@ -389,10 +464,11 @@ class Search:
         self._known[config, tiles] = False
 
     def _correct(self, of_config: Estimate) -> None:
-        """Learn from a program that takes more of the device than its estimate: others of its kind do, too.
+        """Learn from a program that takes more of the device than its estimate: others of its kind
+        do, too.
 
-        The least factor that was seen holds for all configs with the same tiers and activations, so that
-        few programs of a kind are built in vain.
+        The least factor that was seen holds for all configs with the same tiers and activations, so
+        that few programs of a kind are built in vain.
         """
         exact = self._programs[of_config.config, of_config.tiles]
         if exact is None:
@@ -410,7 +486,9 @@ class Search:
         return of_config.needed("device") * factor <= self._part * self.limits.device
 
     def _leave_more_room(self) -> None:
-        """Once many programs took more than their estimates, drop configs whose estimates leave less room than before."""
+        """Once many programs took more than their estimates, drop configs whose estimates leave
+        less room than before.
+        """
         if self.tally.exact < MOST_EXACT:
             return
         self._part = self._part * 0.9 if self._part > _LEAST_PART else 0.0
@@ -419,10 +497,15 @@ class Search:
     def program_that_fits(self, config: ZeroConfig, tiles: int) -> Exact | None:
         """Return what the program of a config takes if it fits, or None."""
         of_config, exact = self.estimate(config, tiles), self._of_program(config, tiles)
-        return exact if exact is not None and self._fits(exact.needed(of_config), of_config) else None
+        return (
+            exact if exact is not None and self._fits(exact.needed(of_config), of_config) else None
+        )
 
     def _of_program(self, config: ZeroConfig, tiles: int) -> Exact | None:
-        """Return what the real program takes, or None where it cannot be built. It is built once."""
+        """Return what the real program takes, or None where it cannot be built.
+
+        It is built once.
+        """
         assert self.exact is not None
         if (config, tiles) not in self._programs:
             self.tally.exact += 1
@@ -434,9 +517,13 @@ class Search:
         return self._programs[config, tiles]
 
     def lacks_of_program(self, config: ZeroConfig, tiles: int = 1) -> list[Lack]:
-        """Return what a config lacks by the bytes of its program; nothing where no program is built."""
+        """Return what a config lacks by the bytes of its program; nothing where no program is
+        built.
+        """
         exact = None if self.exact is None else self._of_program(config, tiles)
-        return [] if exact is None else self.limits.missing(exact.needed(self.estimate(config, tiles)))
+        return (
+            [] if exact is None else self.limits.missing(exact.needed(self.estimate(config, tiles)))
+        )
 
     def _fits(self, of_tiers: Mapping[str, float], of_config: Estimate) -> bool:
         lacks = self.limits.missing(of_tiers)
@@ -456,13 +543,18 @@ class Search:
         least = self.limits.min_disk_days
         if least is not None and lacks[0].what != DAYS:  # would the disk last, if there were room?
             days = disk_days(self.limits, of_config.moved["write"], of_config.time.seconds)
-            lacks = [*lacks, Lack(DAYS, least, days)] if days is not None and days < least else lacks
+            lacks = (
+                [*lacks, Lack(DAYS, least, days)] if days is not None and days < least else lacks
+            )
             lacks = sorted(lacks, key=lambda lack: -lack.share)
         if nearest is None or lacks[0].share < nearest.lacks[0].share:
             self.tally.nearest = Nearest(tuple(lacks), of_config.config, of_config.tiles)
 
     def _complexity(self, config: ZeroConfig, tiles: int) -> float:
-        return complexity({name: getattr(config, name) for name in (*SEARCHED, "saved_names", "offloaded_names")}, tiles)
+        return complexity(
+            {name: getattr(config, name) for name in (*SEARCHED, "saved_names", "offloaded_names")},
+            tiles,
+        )
 
     def plainest(self) -> Found:
         """Return the plainest config that is within `WORTH` of the fastest."""
@@ -473,9 +565,15 @@ class Search:
 def _kind(config: ZeroConfig) -> tuple[Any, ...]:
     """Return the fields on which it depends how far an estimate is from its program."""
     return (
-        config.stage, config.params, config.grads, config.opt_state, config.activations, config.update, config.update_on,
+        config.stage,
+        config.params,
+        config.grads,
+        config.opt_state,
+        config.activations,
+        config.update,
+        config.update_on,
         config.delayed_update,
-    )  # fmt: skip
+    )
 
 
 def _sums(tiers: Mapping[str, Mapping[str, int]]) -> dict[str, float]:

@@ -1,14 +1,17 @@
-"""Layers that differ: which of them keep, offload or recompute what, given the other choices of a config.
+"""Layers that differ: which of them keep, offload or recompute what, given the other choices of a
+config.
 
-For a context, a config without its activations, the memory that is left is the budget of a `Problem` whose options are those
-of one layer (`zerojax.choice.layer_choices`). Its link carries what the context moves besides. The choice among options is
-exact (`zerojax.choice.choice`), and becomes segments:
+For a context, a config without its activations, the memory that is left is the budget of a
+`Problem` whose options are those of one layer (`zerojax.choice.layer_choices`). Its link carries
+what the context moves besides. The choice among options is exact (`zerojax.choice.choice`), and
+becomes segments:
 
     keep all values        zj.Segment(n, activations="save")
     none                   zj.Segment(n, activations="remat"), or "pinned_host" where the layer's input is offloaded
     some                   the same, with saved_names and offloaded_names
 
-Contexts are met best first: first with the quick search of `by_greedy`, then the best one with the solver.
+Contexts are met best first: first with the quick search of `by_greedy`, then the best one with the
+  solver.
 """
 
 import dataclasses
@@ -47,7 +50,8 @@ class _Context:
 
 
 def mix(search: Search, *, seconds: float = 20.0) -> None:
-    """Add to what a search found the fastest config whose layers differ, if one fits and is faster than all.
+    """Add to what a search found the fastest config whose layers differ, if one fits and is faster
+    than all.
 
     Args:
       search: that was run.
@@ -62,11 +66,16 @@ def mix(search: Search, *, seconds: float = 20.0) -> None:
     best = contexts[0]
     for context in contexts:
         before = search.found[0].seconds if search.found else math.inf
-        if search.consider(_config(context, context.choice), context.tiles) and search.found[0].seconds < before:
+        if (
+            search.consider(_config(context, context.choice), context.tiles)
+            and search.found[0].seconds < before
+        ):
             best = context
     choice = by_milp(best.problem, seconds=seconds)
     search.tally.solver = f"{choice.solver.text}, {choice.solver.seconds:.1f} s" + (
-        f", at most {choice.solver.gap:.2%} above the least" if choice.solver.gap is not None else ""
+        f", at most {choice.solver.gap:.2%} above the least"
+        if choice.solver.gap is not None
+        else ""
     )
     if choice.fits and choice.assignment != best.choice.assignment:
         search.consider(_config(best, choice), best.tiles)
@@ -74,7 +83,9 @@ def mix(search: Search, *, seconds: float = 20.0) -> None:
 
 
 def _leave_room(search: Search, context: _Context, choice: Choice) -> None:
-    """Choose again in less memory while the program of a choice, which fills it by an estimate, takes more than there is."""
+    """Choose again in less memory while the program of a choice, which fills it by an estimate,
+    takes more than there is.
+    """
     if search.exact is None:
         return
     problem = context.problem
@@ -88,7 +99,9 @@ def _leave_room(search: Search, context: _Context, choice: Choice) -> None:
         over = max(lack.needed - lack.had for lack in lacks)
         if over > problem.device_budget_bytes:
             return
-        problem = dataclasses.replace(problem, device_budget_bytes=problem.device_budget_bytes - over)
+        problem = dataclasses.replace(
+            problem, device_budget_bytes=problem.device_budget_bytes - over
+        )
         choice = by_greedy(problem)
         if not choice.fits:
             return
@@ -96,17 +109,27 @@ def _leave_room(search: Search, context: _Context, choice: Choice) -> None:
 
 
 def with_options(space: Space) -> Space:
-    """Return a space in which all layers may do as one option says, besides what modes and tiers do."""
+    """Return a space in which all layers may do as one option says, besides what modes and tiers
+    do.
+    """
     options = options_of(space)
-    modes = (Segment(1, activations="save"), Segment(1, activations="remat"), Segment(1, activations="pinned_host"))
-    return dataclasses.replace(space, options=tuple(o for o in options if _segment(1, o, options) not in modes))
+    modes = (
+        Segment(1, activations="save"),
+        Segment(1, activations="remat"),
+        Segment(1, activations="pinned_host"),
+    )
+    return dataclasses.replace(
+        space, options=tuple(o for o in options if _segment(1, o, options) not in modes)
+    )
 
 
 def options_of(space: Space) -> tuple[LayerOption, ...]:
-    """Return the options of a layer, without host memory those that offload nothing; each with what its estimate will say.
+    """Return the options of a layer, without host memory those that offload nothing; each with what
+    its estimate will say.
 
-    A choice fills the memory to the byte, so what it counts has to be what is counted of its config. There are none where what
-    layers keep is fixed, or where their values are not known, or those of several stacks.
+    A choice fills the memory to the byte, so what it counts has to be what is counted of its
+    config. There are none where what layers keep is fixed, or where their values are not known, or
+    those of several stacks.
     """
     stacks = space.workload.stacks
     is_fixed = bool({"activations", "saved_names", "offloaded_names"} & space.fixed.keys())
@@ -115,26 +138,38 @@ def options_of(space: Space) -> tuple[LayerOption, ...]:
     (stack,) = stacks
     options = layer_options(stack.values, stack.x_bytes)
     offloads = "pinned_host" in space.tiers and not space.shares_cores
-    return tuple(_as_estimated(stack, option, options) for option in options if offloads or not option.host_bytes)
+    return tuple(
+        _as_estimated(stack, option, options)
+        for option in options
+        if offloads or not option.host_bytes
+    )
 
 
-def _as_estimated(stack: StackWork, option: LayerOption, options: Sequence[LayerOption]) -> LayerOption:
+def _as_estimated(
+    stack: StackWork, option: LayerOption, options: Sequence[LayerOption]
+) -> LayerOption:
     one = _segment(1, option, options)
     kept = kept_of(stack, 1, one.activations, one.saved_names, one.offloaded_names)
     seconds = kept.backward - stack.backward["save"]
-    return dataclasses.replace(option, device_bytes=kept.device, host_bytes=kept.away, seconds=seconds)
+    return dataclasses.replace(
+        option, device_bytes=kept.device, host_bytes=kept.away, seconds=seconds
+    )
 
 
 def _contexts(search: Search, options: Sequence[LayerOption]) -> list[_Context]:
-    """Return contexts that may be faster than what was found, each with a quick choice; the most promising first."""
+    """Return contexts that may be faster than what was found, each with a quick choice; the most
+    promising first.
+    """
     space, bound = search.space, Bound(search.space)
     best = search.found[0].seconds if search.found else math.inf
     seen, contexts = set[tuple[Any, ...]](), list[_Context]()
-    # Of segments, which stream: a layer is gathered once for all microbatches, and computes again what it has to.
+    # Of segments, which stream: a layer is gathered once for all microbatches, and computes again
+    # what it has to.
     of_segments = {"activations": ()}
     plain = dataclasses.replace(space, options=(), fixed={**space.fixed, "activations": "remat"})
     fields = sorted(
-        (bound.seconds({**c.fields, **of_segments}), c.complexity, n, c) for n, c in enumerate(_with_fractions(space, plain))
+        (bound.seconds({**c.fields, **of_segments}), c.complexity, n, c)
+        for n, c in enumerate(_with_fractions(space, plain))
     )
     for least, _, _, candidate in fields:
         if least >= best * (1 - WORTH) or len(contexts) == _MOST_CONTEXTS:
@@ -154,9 +189,13 @@ def _contexts(search: Search, options: Sequence[LayerOption]) -> list[_Context]:
 
 
 def _with_fractions(space: Space, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
-    """Yield candidates, one whose fraction is to be found with each of some: what the state leaves is the activations'."""
+    """Yield candidates, one whose fraction is to be found with each of some: what the state leaves
+    is the activations'.
+    """
     for candidate in candidates:
-        fractions = _FRACTIONS if space.leaves_fraction(candidate.fields) else (candidate.fields[FRACTION],)
+        fractions = (
+            _FRACTIONS if space.leaves_fraction(candidate.fields) else (candidate.fields[FRACTION],)
+        )
         for fraction in fractions:
             yield candidate._replace(fields={**candidate.fields, FRACTION: fraction})
 
@@ -167,23 +206,36 @@ def _rest(search: Search, context: _Context) -> float:
     return sum(p.seconds for p in time.phases if p.name in ("embed", "update"))
 
 
-def _problem(search: Search, config: ZeroConfig, tiles: int, options: Sequence[LayerOption]) -> Problem | None:
+def _problem(
+    search: Search, config: ZeroConfig, tiles: int, options: Sequence[LayerOption]
+) -> Problem | None:
     """Return the choice among options in a context; None where even its states do not fit."""
     (stack,), limits = search.space.workload.stacks, search.limits
-    streamed = (Segment(stack.num_layers, activations="remat"),)  # as layers that differ are, whatever else is chosen
-    of_config = search.estimate(dataclasses.replace(config, num_microbatches=1, activations=streamed), tiles)
+    streamed = (
+        Segment(stack.num_layers, activations="remat"),
+    )  # as layers that differ are, whatever else is chosen
+    of_config = search.estimate(
+        dataclasses.replace(config, num_microbatches=1, activations=streamed), tiles
+    )
     (schedule,), (work,) = of_config.steps.stacks.values(), of_config.layers
-    device = limits.device - (of_config.needed("device") - of_config.bytes["device"].get("activations", 0))
+    device = limits.device - (
+        of_config.needed("device") - of_config.bytes["device"].get("activations", 0)
+    )
     host = limits.of("pinned_host") - of_config.needed("pinned_host")
     if limits.both is not None:
-        device = min(device, limits.both - of_config.needed("device") - of_config.needed("pinned_host"))
+        device = min(
+            device, limits.both - of_config.needed("device") - of_config.needed("pinned_host")
+        )
     if device < 0 or host < 0:
         return None
 
     def moved(phase: str, lane: str) -> float:
         """Return the most bytes that a tick moves, but for activations, which the choice is about."""
         ticks = [loop.ops for each in schedule.phases if each.name == phase for loop in each.main]
-        counted = [[op.num_bytes for op in ops if op.lane == lane and op.record.kind != "activations"] for ops in ticks]
+        counted = [
+            [op.num_bytes for op in ops if op.lane == lane and op.record.kind != "activations"]
+            for ops in ticks
+        ]
         return float(max(map(sum, counted)))
 
     wires = of_config.wires
@@ -213,12 +265,20 @@ def _config(context: _Context, choice: Choice) -> ZeroConfig:
         return dataclasses.replace(context.config, activations=tuple(segments))
     one = segments[0]
     return dataclasses.replace(
-        context.config, activations=one.activations, saved_names=one.saved_names, offloaded_names=one.offloaded_names
+        context.config,
+        activations=one.activations,
+        saved_names=one.saved_names,
+        offloaded_names=one.offloaded_names,
     )
 
 
 def _segment(num_layers: int, option: LayerOption, options: Sequence[LayerOption]) -> Segment:
     most = max(len(o.keep) for o in options)
-    if len(option.keep) == most and not option.offload and not option.input_offloaded and not option.seconds:
+    if (
+        len(option.keep) == most
+        and not option.offload
+        and not option.input_offloaded
+        and not option.seconds
+    ):
         return Segment(num_layers=num_layers, activations="save")
     return Segment(num_layers=num_layers, **named_fields(option))

@@ -1,12 +1,15 @@
-"""Choose the schedule of a step by prediction: it is compiled with each of a few settings, and each program is simulated.
+"""Choose the schedule of a step by prediction: it is compiled with each of a few settings, and each
+program is simulated.
 
     tuned = zj.autotune(model, tx, config, mesh, batch)
     print(tuned)                                              # a table; every figure in it is predicted
     program = zj.build_train_step(model, tx, tuned.config, mesh)
 
-Two settings change when records cross the link to the host, and no number: `prefetch_distance`, and `link_groups` where the
-link works in both directions at once. What is fastest depends on how XLA schedules the program around them, which no formula
-tells. So each is compiled, for devices that may not be there, and its schedule is walked by `hlo.simulate`.
+Two settings change when records cross the link to the host, and no number: `prefetch_distance`, and
+  `link_groups` where the
+link works in both directions at once. What is fastest depends on how XLA schedules the program
+around them, which no formula tells. So each is compiled, for devices that may not be there, and its
+schedule is walked by `hlo.simulate`.
 """
 
 import dataclasses
@@ -29,7 +32,10 @@ from zerojax.sharding import own_mesh, without_mesh
 DISTANCES = (1, 2, 4)
 GROUPS = (2, 4, 5, 6, 8, 10)
 LEAST_GAIN = 0.005
-"""Of the seconds of a step. What gains less is not preferred to a setting that was tried before it."""
+"""Of the seconds of a step.
+
+What gains less is not preferred to a setting that was tried before it.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,9 +59,10 @@ class Tuned:
 
     Attributes:
       config: with the fastest ones that fit.
-      tried: all steps, in the order in which they were compiled; the first is that of the config as it was given. A setting
-        that makes the same program as one before it is not among them.
-      refused: settings with which the step cannot be built, such as by `device_budget_bytes`, and why.
+      tried: all steps, in the order in which they were compiled; the first is that of the config as
+        it was given. A setting that makes the same program as one before it is not among them.
+      refused: settings with which the step cannot be built, such as by `device_budget_bytes`, and
+        why.
       device_bytes: most bytes on a device, or None where that is not known.
       rates: assumed.
     """
@@ -106,10 +113,12 @@ def autotune(
     groups: Sequence[int] = GROUPS,
     device_bytes: int | None = None,
 ) -> Tuned:
-    """Compile a step with several settings of its schedule, and return those that are predicted to be fastest.
+    """Compile a step with several settings of its schedule, and return those that are predicted to
+    be fastest.
 
-    First `prefetch_distance` is chosen, then `link_groups`, each only where the step has a use for it. A step takes seconds to
-    compile, a large one tens of them. No figure is measured. No setting changes what a step computes, but for rounding.
+    First `prefetch_distance` is chosen, then `link_groups`, each only where the step has a use for
+    it. A step takes seconds to compile, a large one tens of them. No figure is measured. No setting
+    changes what a step computes, but for rounding.
 
     Args:
       model: as of `build_train_step`.
@@ -120,11 +129,14 @@ def autotune(
       rates: as of `hlo.simulate`; `zj.machine(...).rates()` are those of other machines.
       distances: values of `prefetch_distance` to try.
       groups: values of `link_groups` to try.
-      device_bytes: most bytes on the device. None: what a described chip has; of a GPU that is there, what JAX may take.
+      device_bytes: most bytes on the device. None: what a described chip has; of a GPU that is
+        there, what JAX may take.
 
     Raises:
-      NotImplementedError: the mesh is not one GPU: CPUs have no link, and collectives have no rates.
-      ValueError: no step fits, or an argument is none of those; and as `build_train_step`, of the config as it is given.
+      NotImplementedError: the mesh is not one GPU: CPUs have no link, and collectives have no
+        rates.
+      ValueError: no step fits, or an argument is none of those; and as `build_train_step`, of the
+        config as it is given.
     """
     mesh = own_mesh(mesh)
     device, rates = mesh.devices.flat[0], rates_of(rates)
@@ -137,7 +149,9 @@ def autotune(
     by_distance = _with_each(config, "prefetch_distance", distances)
     by_groups = _with_each(config, "link_groups", groups)
     if device_bytes is not None:
-        device_bytes = whole_number("device_bytes", device_bytes, 1, ", or None for what the device has")
+        device_bytes = whole_number(
+            "device_bytes", device_bytes, 1, ", or None for what the device has"
+        )
     limit = _device_bytes(device) if device_bytes is None else device_bytes
     tried, programs, refused = list[TunedStep](), set[str](), list[tuple[ZeroConfig, str]]()
 
@@ -160,7 +174,9 @@ def autotune(
         fitting = [step for step in tried if limit is None or step.num_bytes <= limit]
         if not fitting:
             least = min(step.num_bytes for step in tried)
-            raise ValueError(f"no setting fits: the least takes {least:,} bytes of the device, which has {limit:,}")
+            raise ValueError(
+                f"no setting fits: the least takes {least:,} bytes of the device, which has {limit:,}"
+            )
         chosen = fitting[0]
         for step in fitting[1:]:
             if step.simulation.seconds < (1 - LEAST_GAIN) * chosen.simulation.seconds:
@@ -173,8 +189,12 @@ def autotune(
         attempt_others(by_distance)
     if any(phase.stores_late for phase in phases):
         distance = best().prefetch_distance
-        attempt_others([dataclasses.replace(other, prefetch_distance=distance) for other in by_groups])
-    return Tuned(config=best(), tried=tuple(tried), refused=tuple(refused), device_bytes=limit, rates=rates)
+        attempt_others(
+            [dataclasses.replace(other, prefetch_distance=distance) for other in by_groups]
+        )
+    return Tuned(
+        config=best(), tried=tuple(tried), refused=tuple(refused), device_bytes=limit, rates=rates
+    )
 
 
 def _with_each(config: ZeroConfig, name: str, values: Any) -> list[ZeroConfig]:
@@ -198,7 +218,11 @@ def _predicted(config: ZeroConfig, lowered: LoweredStep, rates: Rates) -> TunedS
         assert stats is not None
         thunks = read_thunks(folder, module_name(text))
     found = simulate(text, rates=rates, thunks=thunks, callbacks=_callbacks(config))
-    return TunedStep(config=config, simulation=found, num_bytes=stats.argument_size_in_bytes + stats.temp_size_in_bytes)
+    return TunedStep(
+        config=config,
+        simulation=found,
+        num_bytes=stats.argument_size_in_bytes + stats.temp_size_in_bytes,
+    )
 
 
 def _callbacks(config: ZeroConfig) -> str:

@@ -1,6 +1,8 @@
-"""A plan beside its compiled program: the step is compiled for the plan's mesh, on devices that need not be there.
+"""A plan beside its compiled program: the step is compiled for the plan's mesh, on devices that
+need not be there.
 
-Compiling tells what no closed form does: how XLA packs what a layer has at once. It takes a minute for a large model, and
+Compiling tells what no closed form does: how XLA packs what a layer has at once. It takes a minute
+  for a large model, and
 allocates nothing.
 """
 
@@ -18,7 +20,9 @@ from zerojax.planner.plans import Plan, Validated
 from zerojax.program import Program, assemble
 
 
-def validated(plan: Plan, model: Model | LayeredModel | Sizes, tx: Any, mesh: Mesh | None, batch: Any) -> Validated:
+def validated(
+    plan: Plan, model: Model | LayeredModel | Sizes, tx: Any, mesh: Mesh | None, batch: Any
+) -> Validated:
     """Return the bytes of a plan's compiled step on one device, beside those of the plan.
 
     Args:
@@ -33,19 +37,35 @@ def validated(plan: Plan, model: Model | LayeredModel | Sizes, tx: Any, mesh: Me
     """
     if isinstance(model, Sizes):
         check_chip(plan.machine)
-        of_sizes = buildable_of_sizes(model, plan.machine, plan.grid, plan.config.precision, plan.tiles)
+        of_sizes = buildable_of_sizes(
+            model, plan.machine, plan.grid, plan.config.precision, plan.tiles
+        )
         model, tx, mesh, batch = of_sizes
     assert mesh is not None
     parts = assemble(model, tx, plan.config, mesh)
-    program = Program(model, parts.tx, parts.records, parts.step, parts.gathered_early, parts.sequence)
+    program = Program(
+        model, parts.tx, parts.records, parts.step, parts.gathered_early, parts.sequence
+    )
     compiled = program.lower(batch).compile()
     stats: Any = compiled.memory_analysis()
-    device = stats.argument_size_in_bytes + stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    # Beside the program, and so unknown to it: records of disk and host's update on their way, on a GPU.
+    device = (
+        stats.argument_size_in_bytes
+        + stats.temp_size_in_bytes
+        + stats.output_size_in_bytes
+        - stats.alias_size_in_bytes
+    )
+    # Beside the program, and so unknown to it: records of disk and host's update on their way, on a
+    # GPU.
     device += program.memory(batch).tiers["device"].get("slots", 0)
     # What the program does not take as arguments: callbacks and the disk's engine have it.
-    host = sum(n for kind, n in plan.bytes["pinned_host"].items() if kind not in ("buffers", "stashed", "made"))
-    if mesh.devices.flat[0].platform == "cpu":  # whose programs do not tell host memory from a device's
+    host = sum(
+        n
+        for kind, n in plan.bytes["pinned_host"].items()
+        if kind not in ("buffers", "stashed", "made")
+    )
+    if (
+        mesh.devices.flat[0].platform == "cpu"
+    ):  # whose programs do not tell host memory from a device's
         device -= host
     return Validated(
         device_bytes=device,
@@ -58,7 +78,8 @@ def validated(plan: Plan, model: Model | LayeredModel | Sizes, tx: Any, mesh: Me
 
 
 def sent_by(text: str, mesh: Mesh) -> dict[str, float]:
-    """Return the bytes that a device sends over `data` and `fsdp` in a step of a compiled program, by collective, as a ring.
+    """Return the bytes that a device sends over `data` and `fsdp` in a step of a compiled program,
+    by collective, as a ring.
 
     Args:
       text: `compiled.as_text()`.
@@ -78,4 +99,6 @@ def sent_by(text: str, mesh: Mesh) -> dict[str, float]:
 def check_chip(machine: Machine) -> None:
     """Raise ValueError for a machine whose GPUs no program can be compiled for."""
     if machine.name not in CHIPS:
-        raise ValueError(f"no program can be compiled for {machine.name!r} here: known chips are {', '.join(CHIPS)}")
+        raise ValueError(
+            f"no program can be compiled for {machine.name!r} here: known chips are {', '.join(CHIPS)}"
+        )

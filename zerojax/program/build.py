@@ -38,21 +38,25 @@ def build_train_step(
 
     Args:
       model: a Model or a LayeredModel; `zerojax.from_flax` makes both.
-      tx: any optax transformation. Clipping belongs in `config.clip_norm`, where a non-finite gradient is caught before it.
+      tx: any optax transformation. Clipping belongs in `config.clip_norm`, where a non-finite
+        gradient is caught before it.
       config: stage, tiers, precision.
-      mesh: from `zerojax.make_mesh`, or any other, whose axes `axes` names; devices of a compile-only topology will do.
-      batch: an example batch or its tree of ShapeDtypeStruct. With it the loss is traced and checked now; without it, at
-        the first step.
-      axes: for a mesh of your own, the axis of it that each axis of this package is, such as `{"fsdp": "x"}`, or several that
-        are neighbours, as a tuple. Explicit axes are taken as automatic ones. Axes that are not named must have size 1.
+      mesh: from `zerojax.make_mesh`, or any other, whose axes `axes` names; devices of a
+        compile-only topology will do.
+      batch: an example batch or its tree of ShapeDtypeStruct. With it the loss is traced and
+        checked now; without it, at the first step.
+      axes: for a mesh of your own, the axis of it that each axis of this package is, such as
+        `{"fsdp": "x"}`, or several that are neighbours, as a tuple. Explicit axes are taken as
+        automatic ones. Axes that are not named must have size 1.
 
     Returns:
-      The program. Nothing is allocated before `program.init`; the nvme tier's folder is taken, and probed for a second.
-      On a mesh of several processes each of them waits here for the others, and their arguments are compared.
+      The program. Nothing is allocated before `program.init`; the nvme tier's folder is taken, and
+      probed for a second. On a mesh of several processes each of them waits here for the others,
+      and their arguments are compared.
 
     Raises:
-      ValueError: what cannot work, with names, numbers and the repair; or another process has another model, optimizer,
-        config or mesh.
+      ValueError: what cannot work, with names, numbers and the repair; or another process has
+        another model, optimizer, config or mesh.
       RuntimeError: another process left, or the devices are GPUs and jaxlib is older than 0.11.1.
       NotImplementedError: a setting that this version does not build.
       SwapError: the nvme tier's folder cannot be written to, or another program uses it.
@@ -60,7 +64,9 @@ def build_train_step(
     mesh = own_mesh(mesh, axes)
     check_gpu_version(mesh.devices.flat[0].platform, runs=is_there(mesh))
     parts = assemble(model, tx, config, mesh)
-    program = Program(model, parts.tx, parts.records, parts.step, parts.gathered_early, parts.sequence)
+    program = Program(
+        model, parts.tx, parts.records, parts.step, parts.gathered_early, parts.sequence
+    )
     if batch is not None:
         program.check(batch)
     peers = peers_of(mesh) if is_there(mesh) else None
@@ -92,8 +98,11 @@ class Parts(NamedTuple):
     sequence: SequenceParallelism
 
 
-def assemble(model: Model | LayeredModel, tx: optax.GradientTransformation, config: ZeroConfig, mesh: Mesh) -> Parts:
-    """Check a model, an optimizer, a config and a mesh against each other, and return what a program of them is made of.
+def assemble(
+    model: Model | LayeredModel, tx: optax.GradientTransformation, config: ZeroConfig, mesh: Mesh
+) -> Parts:
+    """Check a model, an optimizer, a config and a mesh against each other, and return what a
+    program of them is made of.
 
     Nothing is allocated, compiled or taken: `zerojax.planner` asks this of many configs.
 
@@ -101,7 +110,9 @@ def assemble(model: Model | LayeredModel, tx: optax.GradientTransformation, conf
       ValueError, NotImplementedError: as `build_train_step`.
     """
     if not isinstance(model, Model | LayeredModel):
-        raise ValueError(f"model must be a zerojax.Model or LayeredModel, got {type(model).__name__}; see zerojax.from_flax")
+        raise ValueError(
+            f"model must be a zerojax.Model or LayeredModel, got {type(model).__name__}; see zerojax.from_flax"
+        )
     if not isinstance(config, ZeroConfig):
         raise ValueError(f"config must be a zerojax.ZeroConfig, got {type(config).__name__}")
     if isinstance(model, Model):
@@ -116,16 +127,21 @@ def assemble(model: Model | LayeredModel, tx: optax.GradientTransformation, conf
     if mesh.shape[TENSOR] == 1:  # then there is nothing to split, and no reason to stream
         config = dataclasses.replace(config, partition_activations=False)
     check_optimizer(tx)
-    # Wrapped before anything looks at the optimizer's state: layout, update and checkpoints see that of the wrapper.
+    # Wrapped before anything looks at the optimizer's state: layout, update and checkpoints see
+    # that of the wrapper.
     if config.moments == "bfloat16":
         tx = keep_in_bfloat16(tx)
     with jax.set_mesh(mesh):
-        records, gathered_early = StateRecords(build_layout(model, tx, config, mesh, by_layer)), GatheredEarly()
+        records, gathered_early = (
+            StateRecords(build_layout(model, tx, config, mesh, by_layer)),
+            GatheredEarly(),
+        )
         _check_reductions(records.layout)
         tx = records.layout.tx  # of a rule that combines elements of a leaf: applied to each layer
         check_ema(records.layout)
         sequence = SequenceParallelism()
-        # The state rests as that of the model that is given. What a step computes is split in another way.
+        # The state rests as that of the model that is given. What a step computes is split in
+        # another way.
         run = model
         if isinstance(model, LayeredModel) and config.sequence_parallel:
             is_recomputed = not {*activations_of(config)} <= {"everything", "save", "selective"}
@@ -135,15 +151,24 @@ def assemble(model: Model | LayeredModel, tx: optax.GradientTransformation, conf
 
 
 def _check_reductions(layout: Layout) -> None:
-    """Raise ValueError if gradients cannot be reduced once a step: `data` splits a leaf, and so is no axis of its sums."""
-    if layout.reduces_once and (names := [a.name for a in layout.all_leaves if any(DATA in axes_of(e) for e in a.spec.base)]):
+    """Raise ValueError if gradients cannot be reduced once a step: `data` splits a leaf, and so is
+    no axis of its sums.
+    """
+    if layout.reduces_once and (
+        names := [a.name for a in layout.all_leaves if any(DATA in axes_of(e) for e in a.spec.base)]
+    ):
         raise ValueError(
             f"reduce_every='step' sums gradients over 'data' and 'fsdp', and 'data' splits {', '.join(names)}: use "
             "reduce_every='microbatch', or split them over 'tensor'"
         )
 
 
-def build_step(model: Model | LayeredModel, tx: optax.GradientTransformation, records: StateRecords, gather: Gather) -> Step:
+def build_step(
+    model: Model | LayeredModel,
+    tx: optax.GradientTransformation,
+    records: StateRecords,
+    gather: Gather,
+) -> Step:
     """Return the step that a config asks for: the one place that knows which steps there are."""
     update = RecordUpdate(tx, records) if records.layout.updates_by_record else None
     if isinstance(model, LayeredModel) and streams(records.layout.config):

@@ -1,14 +1,16 @@
-"""In which order each callback of a traced program asks for records: the program's own computation of indices, carried out.
+"""In which order each callback of a traced program asks for records: the program's own computation
+of indices, carried out.
 
-A program computes the index of a record from the counters of its loops. No index depends on data. So its indices are computed
-here as the program will, with everything else left out:
+A program computes the index of a record from the counters of its loops. No index depends on data.
+So its indices are computed here as the program will, with everything else left out:
 
     while, scan     run as often as they will: bounds are known as indices are
     cond            the branch that will be taken, where that is known
     an equation     evaluated where all of its operands are known, and only if an index or a bound depends on it
 
-For each site (`host_offload.calls`) this gives its layers in order. A callback in a loop or a branch that depends on data has
-no order that could be known. It is named in a warning, and waits for its index.
+For each site (`host_offload.calls`) this gives its layers in order. A callback in a loop or a
+branch that depends on data has no order that could be known. It is named in a warning, and waits
+for its index.
 """
 
 import dataclasses
@@ -54,7 +56,10 @@ def order_calls(closed: jex.ClosedJaxpr) -> list[Site]:
         of_calls = [layers for site, layers in orders.items() if site.calls is calls]
         calls.reserve(sum(len(layers or ()) for layers in of_calls))
     if waiting := sorted({site.name for site, layers in orders.items() if layers is None}):
-        logger.warning("callbacks whose order depends on data wait for the device at each call: %s", ", ".join(waiting))
+        logger.warning(
+            "callbacks whose order depends on data wait for the device at each call: %s",
+            ", ".join(waiting),
+        )
     return list(orders)
 
 
@@ -84,7 +89,9 @@ class IndexEvaluator:
         self._has_sites: dict[int, bool] = {}
         self._kept: list[Any] = []  # what is named by its id above
 
-    def run(self, jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any], wanted: frozenset[int]) -> list[Any]:
+    def run(
+        self, jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any], wanted: frozenset[int]
+    ) -> list[Any]:
         """Evaluate a jaxpr; returns its results, None where they are not wanted or not known."""
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, map(_small, consts), strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
@@ -93,18 +100,24 @@ class IndexEvaluator:
             return _small(atom.val) if isinstance(atom, jex.Literal) else env.get(atom)
 
         for eqn, outs in self._slice(jaxpr, wanted).eqns:
-            for var, result in zip(eqn.outvars, self._eqn(eqn, [value(v) for v in eqn.invars], outs), strict=True):
+            for var, result in zip(
+                eqn.outvars, self._eqn(eqn, [value(v) for v in eqn.invars], outs), strict=True
+            ):
                 env[var] = result
         return [value(v) if i in wanted else None for i, v in enumerate(jaxpr.outvars)]
 
-    # --- what is needed ----------------------------------------------------------------------------------------------------
+    # --- what is needed ---------------------------------------------------------------------------
 
     def _slice(self, jaxpr: jex.Jaxpr, wanted: frozenset[int]) -> _Slice:
         """Return what of a jaxpr its sites, and the results at `wanted`, depend on."""
         key = (id(jaxpr), wanted)
         if key not in self._slices:
             self._kept.append(jaxpr)
-            needed = {v for i, v in enumerate(jaxpr.outvars) if i in wanted and not isinstance(v, jex.Literal)}
+            needed = {
+                v
+                for i, v in enumerate(jaxpr.outvars)
+                if i in wanted and not isinstance(v, jex.Literal)
+            }
             eqns = []
             for eqn in reversed(jaxpr.eqns):
                 outs = frozenset(i for i, v in enumerate(eqn.outvars) if v in needed)
@@ -129,7 +142,9 @@ class IndexEvaluator:
         return self._has_sites[id(jaxpr)]
 
     def _needs(self, eqn: jex.JaxprEqn, outs: frozenset[int]) -> frozenset[int]:
-        """Return the places of the operands that an equation needs for its sites, and for its results at `outs`."""
+        """Return the places of the operands that an equation needs for its sites, and for its
+        results at `outs`.
+        """
         name, params = eqn.primitive.name, eqn.params
         if name == "buffer_callback":
             return frozenset({0})
@@ -163,7 +178,9 @@ class IndexEvaluator:
     def _carried(
         self, body: jex.Jaxpr, wanted: frozenset[int], num_consts: int, num_carry: int | None = None
     ) -> tuple[frozenset[int], frozenset[int]]:
-        """Return the results of a loop's body that are needed, in the end, and its arguments that they need."""
+        """Return the results of a loop's body that are needed, in the end, and its arguments that
+        they need.
+        """
         last = len(body.invars) if num_carry is None else num_consts + num_carry
         while True:
             inputs = self._slice(body, wanted).inputs
@@ -172,7 +189,7 @@ class IndexEvaluator:
                 return wanted, inputs
             wanted = more
 
-    # --- evaluation --------------------------------------------------------------------------------------------------------
+    # --- evaluation -------------------------------------------------------------------------------
 
     def _eqn(self, eqn: jex.JaxprEqn, ins: list[Any], outs: frozenset[int]) -> list[Any]:
         """Return the results of an equation, None where they are not known."""
@@ -221,7 +238,9 @@ class IndexEvaluator:
         site = site_of(eqn.params["callback"])
         assert site is not None
         layers = self.layers.setdefault(site, [])
-        layer = where.values[1] if isinstance(where, _Parts) else None if where is None else where[1:2]
+        layer = (
+            where.values[1] if isinstance(where, _Parts) else None if where is None else where[1:2]
+        )
         if layer is None or isinstance(layer, _Parts):
             self.layers[site] = None
         elif layers is not None:
@@ -243,8 +262,14 @@ class IndexEvaluator:
         params = eqn.params
         num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
         cond, body = params["cond_jaxpr"], params["body_jaxpr"]
-        of_cond, of_body, carry = ins[:num_cond], ins[num_cond : num_cond + num_body], ins[num_cond + num_body :]
-        needed = frozenset(i - num_cond for i in self._slice(cond.jaxpr, frozenset({0})).inputs if i >= num_cond)
+        of_cond, of_body, carry = (
+            ins[:num_cond],
+            ins[num_cond : num_cond + num_body],
+            ins[num_cond + num_body :],
+        )
+        needed = frozenset(
+            i - num_cond for i in self._slice(cond.jaxpr, frozenset({0})).inputs if i >= num_cond
+        )
         wanted, _ = self._carried(body.jaxpr, outs | needed, num_body)
         for _ in range(_MOST_TRIPS):
             (go,) = self.run(cond.jaxpr, cond.consts, [*of_cond, *carry], frozenset({0}))
@@ -284,14 +309,20 @@ def _small(value: Any) -> np.ndarray | None:
     if dtype is None:
         value = np.asarray(value)
         dtype = value.dtype
-    if not isinstance(dtype, np.dtype) or dtype.kind not in "iub" or math.prod(np.shape(value)) > _MOST_ENTRIES:
+    if (
+        not isinstance(dtype, np.dtype)
+        or dtype.kind not in "iub"
+        or math.prod(np.shape(value)) > _MOST_ENTRIES
+    ):
         return None
     return np.asarray(value)
 
 
 def _dynamic_slice(params: Mapping[str, Any], array: np.ndarray, *starts: np.ndarray) -> np.ndarray:
     sizes = params["slice_sizes"]
-    at = [min(max(int(s), 0), n - size) for s, n, size in zip(starts, array.shape, sizes, strict=True)]
+    at = [
+        min(max(int(s), 0), n - size) for s, n, size in zip(starts, array.shape, sizes, strict=True)
+    ]
     return array[tuple(slice(s, s + size) for s, size in zip(at, sizes, strict=True))]
 
 
@@ -315,7 +346,9 @@ def _quotient(_: Mapping[str, Any], a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def _iota(params: Mapping[str, Any]) -> np.ndarray:
     lead = [1] * len(params["shape"])
     lead[params["dimension"]] = -1
-    return np.broadcast_to(np.arange(params["shape"][params["dimension"]]).reshape(lead), params["shape"])
+    return np.broadcast_to(
+        np.arange(params["shape"][params["dimension"]]).reshape(lead), params["shape"]
+    )
 
 
 def _binary(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -326,10 +359,22 @@ _SAME: Callable[..., Any] = lambda params, a, *_: a  # noqa: E731
 _RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("convert_element_type", "copy", "stop_gradient", "name"), _SAME),
     **dict.fromkeys(("sharding_constraint", "pvary", "pcast", "reshard", "mesh_cast"), _SAME),
-    "add": _binary(np.add), "sub": _binary(np.subtract), "mul": _binary(np.multiply), "max": _binary(np.maximum),
-    "min": _binary(np.minimum), "lt": _binary(np.less), "le": _binary(np.less_equal), "gt": _binary(np.greater),
-    "ge": _binary(np.greater_equal), "eq": _binary(np.equal), "ne": _binary(np.not_equal), "and": _binary(np.bitwise_and),
-    "or": _binary(np.bitwise_or), "xor": _binary(np.bitwise_xor), "rem": _binary(np.fmod), "add_any": _binary(np.add),
+    "add": _binary(np.add),
+    "sub": _binary(np.subtract),
+    "mul": _binary(np.multiply),
+    "max": _binary(np.maximum),
+    "min": _binary(np.minimum),
+    "lt": _binary(np.less),
+    "le": _binary(np.less_equal),
+    "gt": _binary(np.greater),
+    "ge": _binary(np.greater_equal),
+    "eq": _binary(np.equal),
+    "ne": _binary(np.not_equal),
+    "and": _binary(np.bitwise_and),
+    "or": _binary(np.bitwise_or),
+    "xor": _binary(np.bitwise_xor),
+    "rem": _binary(np.fmod),
+    "add_any": _binary(np.add),
     "div": _quotient,
     "neg": lambda params, a: -a,
     "sign": lambda params, a: np.sign(a),
@@ -344,5 +389,5 @@ _RULES: dict[str, Callable[..., Any]] = {
     "concatenate": lambda params, *parts: np.concatenate(parts, params["dimension"]),
     "iota": _iota,
     "device_put": lambda params, *values: list(values),
-}  # fmt: skip
+}
 """What equations make of known integers: (parameters, *operands) -> result, or results."""

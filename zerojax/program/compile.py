@@ -5,8 +5,9 @@
     apply    (params, model_state, batch) -> outputs of the model
     grads    (state, batch, scratch) -> ((loss, gradients), scratch)       scratch donated
 
-A step is jitted when the first batch of a shape comes. The shardings of all that it takes and returns are stated, memory kinds
-included: JAX then pairs a donated argument with a result in the same memory.
+A step is jitted when the first batch of a shape comes. The shardings of all that it takes and
+returns are stated, memory kinds included: JAX then pairs a donated argument with a result in the
+same memory.
 """
 
 import dataclasses
@@ -26,7 +27,14 @@ from zerojax.optim import LearningRates, learning_rates
 from zerojax.program.call_order import order_calls
 from zerojax.program.step import Scratch, Step
 from zerojax.sharding import FSDP, STAGES, ActivationSpec, Rows, batch_size, explicit, named
-from zerojax.state import Layout, TrainState, allocate_all, check_host_reads, numbered_next, unit_bytes
+from zerojax.state import (
+    Layout,
+    TrainState,
+    allocate_all,
+    check_host_reads,
+    numbered_next,
+    unit_bytes,
+)
 
 _WRONG_OPTION = re.compile(r"No such compile option: '[^']*'|While setting option [^\n]*[^\n.]")
 """What XLA says of options."""
@@ -46,16 +54,22 @@ class LoweredStep:
         """Return the StableHLO."""
         return self.lowered.as_text()
 
-    def compile(self, options: Mapping[str, str | bool | int | float] | None = None) -> jax.stages.Compiled | CompiledProgram:
-        """Compile; the result offers `as_text()` (scheduled HLO of one device) and `memory_analysis()`.
+    def compile(
+        self, options: Mapping[str, str | bool | int | float] | None = None
+    ) -> jax.stages.Compiled | CompiledProgram:
+        """Compile; the result offers `as_text()` (scheduled HLO of one device) and
+        `memory_analysis()`.
 
-            compiled = program.lower(batch).compile({"xla_gpu_enable_while_loop_double_buffering": False})
+            compiled = program.lower(batch).compile({"xla_gpu_enable_while_loop_double_buffering":
+            False})
 
-        Where the devices are there, the program's steps over batches of this shape run what was compiled last.
+        Where the devices are there, the program's steps over batches of this shape run what was
+        compiled last.
 
         Args:
-          options: of XLA, by name, as in XLA_FLAGS without the dashes; they come before those that the program sets itself.
-            None: the program's alone. Other programs, such as `eval`, do not get them.
+          options: of XLA, by name, as in XLA_FLAGS without the dashes; they come before those that
+            the program sets itself. None: the program's alone. Other programs, such as `eval`, do
+            not get them.
 
         Raises:
           ValueError: this version of XLA does not know an option, or not its value.
@@ -64,7 +78,9 @@ class LoweredStep:
         try:
             # Callbacks of devices that are not there are compiled by the topology's own client.
             if self.has_callbacks and not is_there(self.mesh):
-                return compile_with_callbacks(self.lowered, self.mesh, {**(self.options or {}), **(options or {})})
+                return compile_with_callbacks(
+                    self.lowered, self.mesh, {**(self.options or {}), **(options or {})}
+                )
             with jax.set_mesh(self.mesh):
                 given: dict[str, Any] | None = dict(options) if options else None
                 compiled = self.lowered.compile(given)
@@ -75,7 +91,8 @@ class LoweredStep:
                     "of XLA_FLAGS that this version has, by their names without dashes"
                 ) from error
             raise
-        # `jax.jit` keeps no executable that was compiled ahead of time, and would compile the same program again.
+        # `jax.jit` keeps no executable that was compiled ahead of time, and would compile the same
+        # program again.
         if self.step is not None and is_there(self.mesh):
             self.step.run = compiled
         return compiled
@@ -88,10 +105,18 @@ def check_options(options: Any) -> None:
     if not isinstance(options, Mapping):
         raise ValueError(f"compile takes XLA's options as a dict, by name, got {options!r}")
     plain = (str, bool, int, float)
-    if wrong := {name: value for name, value in options.items() if not (isinstance(name, str) and isinstance(value, plain))}:
-        raise ValueError(f"XLA's options are text, numbers or booleans by name, and these are not: {wrong}")
+    if wrong := {
+        name: value
+        for name, value in options.items()
+        if not (isinstance(name, str) and isinstance(value, plain))
+    }:
+        raise ValueError(
+            f"XLA's options are text, numbers or booleans by name, and these are not: {wrong}"
+        )
     if dashed := [name for name in options if name.startswith("-")]:
-        raise ValueError(f"XLA's options are named without dashes: {', '.join(name.lstrip('-') for name in dashed)}")
+        raise ValueError(
+            f"XLA's options are named without dashes: {', '.join(name.lstrip('-') for name in dashed)}"
+        )
 
 
 @dataclasses.dataclass(eq=False)
@@ -142,16 +167,21 @@ class StepCompiler:
         self._ordered: dict[int, Any] = {}  # traced programs by their ids
 
     def step(self, batch: Any) -> CompiledStep:
-        """Return the step for batches of this shape, abstract or not. To be called under the mesh."""
+        """Return the step for batches of this shape, abstract or not.
+
+        To be called under the mesh.
+        """
         key = _shape_of(batch)
         if key not in self._by_shape:
             self._by_shape[key] = self._jit(batch)
         return self._by_shape[key]
 
     def order(self, program: Any, args: Sequence[Any]) -> Any:
-        """Tell the callbacks of a jitted program in which order they are called; returns the program as it was traced.
+        """Tell the callbacks of a jitted program in which order they are called; returns the
+        program as it was traced.
 
-        To be called under the mesh, before the program runs: a call with the same arguments is not traced again.
+        To be called under the mesh, before the program runs: a call with the same arguments is not
+          traced again.
 
         Args:
           program: jitted.
@@ -171,13 +201,16 @@ class StepCompiler:
           rows: those of a padded batch that count; None: all.
         """
         if rows not in self._evals:
-            self._evals[rows] = jax.jit(self._of_rows(self._step.eval, rows), compiler_options=self.options)
+            self._evals[rows] = jax.jit(
+                self._of_rows(self._step.eval, rows), compiler_options=self.options
+            )
         return self._evals[rows]
 
     def apply(self, rows: Rows | None, *args: Any) -> Any:
         """Return `apply(params, model_state, batch)`, jitted for a batch of the shape in `args`.
 
-        Outputs whose dim 0 is the batch's are split as the batch is, where it divides; the others are on every device.
+        Outputs whose dim 0 is the batch's are split as the batch is, where it divides; the others
+        are on every device.
         """
         batch = args[2]
         key = (rows, _shape_of(batch))
@@ -186,7 +219,11 @@ class StepCompiler:
             size = batch_size(batch) if rows is None else None
 
             def sharding(a: Any) -> Any:
-                return ActivationSpec(mesh).batch(len(a.shape)) if a.shape[:1] == (size,) else named(mesh, ())
+                return (
+                    ActivationSpec(mesh).batch(len(a.shape))
+                    if a.shape[:1] == (size,)
+                    else named(mesh, ())
+                )
 
             at = jax.tree.map(sharding, jax.eval_shape(function, *args))
             self._applies[key] = jax.jit(function, out_shardings=at, compiler_options=self.options)
@@ -197,10 +234,15 @@ class StepCompiler:
         if rows is None:
             return function
         mesh = self._layout.mesh
-        return lambda params, model_state, batch: function(params, model_state, rows.cut(batch, mesh))
+        return lambda params, model_state, batch: function(
+            params, model_state, rows.cut(batch, mesh)
+        )
 
     def grads(self, batch: Any) -> Any:
-        """Return `grads(state, batch, scratch)`, jitted, for batches of this shape. To be called under the mesh."""
+        """Return `grads(state, batch, scratch)`, jitted, for batches of this shape.
+
+        To be called under the mesh.
+        """
         key = _shape_of(batch)
         if key not in self._grads_by_shape:
             layout, scalar = self._layout, named(self._layout.mesh, ())
@@ -234,14 +276,24 @@ class StepCompiler:
         )
         args = (
             layout.abstract_state,
-            jax.tree.map(lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), abstract, batches),
+            jax.tree.map(
+                lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
+                abstract,
+                batches,
+            ),
             scratch,
         )
         return CompiledStep(jitted, args, written)
 
     def clear(self) -> None:
         """Forget what was compiled."""
-        for compiled in (self._by_shape, self._grads_by_shape, self._evals, self._applies, self._ordered):
+        for compiled in (
+            self._by_shape,
+            self._grads_by_shape,
+            self._evals,
+            self._applies,
+            self._ordered,
+        ):
             compiled.clear()
 
 
@@ -252,17 +304,21 @@ def _shape_of(batch: Any) -> Any:
 
 
 class ScratchMemory:
-    """Host memory of a step between its calls: what a step of the same shapes returned is given to the next one.
+    """Host memory of a step between its calls: what a step of the same shapes returned is given to
+    the next one.
 
-    Stacks that do not depend on the batch, such as gradients, are shared by steps of all shapes; of those that do, such as
-    activations, only the last shape's are kept.
+    Stacks that do not depend on the batch, such as gradients, are shared by steps of all shapes; of
+    those that do, such as activations, only the last shape's are kept.
     """
 
     def __init__(self) -> None:
         self._stacks: dict[str, tuple[list[Any], list[jax.Array]]] = {}
 
     def take(self, abstract: Scratch, mesh: Mesh) -> Scratch:
-        """Return the scratch of a step, which is donated: a step that fails leaves none. Allocates what is not there."""
+        """Return the scratch of a step, which is donated: a step that fails leaves none.
+
+        Allocates what is not there.
+        """
         scratch: Scratch = {}
         for use, shapes in abstract.items():
             last_shapes, stacks = self._stacks.pop(use, (None, []))
@@ -306,48 +362,58 @@ def with_learning_rates(step: Callable[..., Any], rates: LearningRates) -> Calla
     def telling(state: TrainState, *args: Any) -> Any:
         (after, scratch), metrics = step(state, *args)
         if wrong := sorted(set(metrics) & set(rates.names)):
-            raise ValueError(f"the loss returns metrics {wrong}, which are this optimizer's learning rates: rename them")
+            raise ValueError(
+                f"the loss returns metrics {wrong}, which are this optimizer's learning rates: rename them"
+            )
         return (after, scratch), metrics | rates(state.opt_state, after.opt_state)
 
     return telling
 
 
 def compiler_options(model: Model | LayeredModel, layout: Layout) -> dict[str, Any] | None:
-    """Return XLA options for GPUs: collectives are combined up to one layer, and copies of host memory run on streams.
+    """Return XLA options for GPUs: collectives are combined up to one layer, and copies of host
+    memory run on streams.
 
-    XLA's default merges the gradients of several layers into one reduce_scatter and holds them all until it runs. It also puts
-    most copies of host memory into CUDA graphs, where the driver chooses who makes them.
+    XLA's default merges the gradients of several layers into one reduce_scatter and holds them all
+    until it runs. It also puts most copies of host memory into CUDA graphs, where the driver
+    chooses who makes them.
     """
     if layout.mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return None
     leaves, layer = unit_bytes(layout)
     widening = 2 if layout.reduces_in_float32 else 1  # of gradients beside parameters
-    # How the leaves of a Model make layers is not known, so its collectives are combined up to one leaf.
+    # How the leaves of a Model make layers is not known, so its collectives are combined up to one
+    # leaf.
     threshold = layer if isinstance(model, LayeredModel) else max(leaves)
     shards = layout.mesh.shape[FSDP]
-    # XLA compares the threshold of all_gather with the whole array, and that of reduce_scatter with the shard.
+    # XLA compares the threshold of all_gather with the whole array, and that of reduce_scatter with
+    # the shard.
     options: dict[str, Any] = {
         "xla_gpu_all_gather_combine_threshold_bytes": threshold,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": widening * threshold // shards,
     }
     if layout.mesh.size > 32 and jax.__version_info__ >= (0, 12):
-        # XLA's own kernel for all_reduce has a thread of one warp for each device. With more than 32 the compiler of jaxlib
-        # 0.12.0 ends the process: "size mismatch when packing elements for LLVM struct". No kernels: collectives are NCCL's.
+        # XLA's own kernel for all_reduce has a thread of one warp for each device. With more than
+        # 32 the compiler of jaxlib 0.12.0 ends the process: "size mismatch when packing elements
+        # for LLVM struct". No kernels: collectives are NCCL's.
         options["xla_gpu_experimental_use_collective_kernels"] = ""
     if moves_host_memory(layout.config) and not layout.config.cuda_graphs:
         options["xla_gpu_enable_command_buffer"] = ""
     if calls_host(layout.config):
-        # From 0.11 on XLA moves a callback into a fusion with the slices of stacks that are its operands. Before 0.12 it clones
-        # the callback and keeps the original, because that has side effects. With `update_on="host"` each layer was then
-        # updated twice in a step (an H100, jaxlib 0.11.2).
+        # From 0.11 on XLA moves a callback into a fusion with the slices of stacks that are its
+        # operands. Before 0.12 it clones the callback and keeps the original, because that has side
+        # effects. With `update_on="host"` each layer was then updated twice in a step (an H100,
+        # jaxlib 0.11.2).
         options["xla_gpu_enable_dynamic_slice_fusion"] = False
     if isinstance(model, LayeredModel) and streams(layout.config):
         # A layer's gradients are reduced leaf by leaf, beside the products that are left of it.
         options["xla_gpu_reduce_scatter_combine_threshold_bytes"] = widening * max(leaves) // shards
-        # By default XLA lets one collective and one copy run at a time, and so starts the next where the last one ended. Each
-        # limit is above what a tick has in flight. A tick of GPT blocks updated in backward has 4 reduce_scatters and 21 copies
-        # to the device. Compiled for 8 H200s, its copies of weights and moments run beside 17 products. With a limit of 4
-        # copies, or of 1, none runs beside any. With 1 collective the longest reduce_scatter spans 3 products instead of 7.
+        # By default XLA lets one collective and one copy run at a time, and so starts the next
+        # where the last one ended. Each limit is above what a tick has in flight. A tick of GPT
+        # blocks updated in backward has 4 reduce_scatters and 21 copies to the device. Compiled for
+        # 8 H200s, its copies of weights and moments run beside 17 products. With a limit of 4
+        # copies, or of 1, none runs beside any. With 1 collective the longest reduce_scatter spans
+        # 3 products instead of 7.
         options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 16
         options["xla_gpu_experimental_parallel_async_compute_limit"] = 64
     return options

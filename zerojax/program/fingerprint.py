@@ -1,12 +1,15 @@
 """What the processes of a run must have alike in a program, as lines of text that are compared.
 
-A function is compared as it was traced: hyperparameters are hidden in the closures of an optimizer or a loss, but each is a
-literal or a constant of the trace. The lines of a trace are its equations with their shapes, plain parameters and constants,
-counted and sorted. So equal layers are one line, and the order of the trace does not matter:
+A function is compared as it was traced: hyperparameters are hidden in the closures of an optimizer
+  or a loss, but each is a
+literal or a constant of the trace. The lines of a trace are its equations with their shapes, plain
+parameters and constants, counted and sorted. So equal layers are one line, and the order of the
+trace does not matter:
 
     2 x mul(float32[16,40], 0.001) -> float32[16,40]
 
-What could differ between equal programs is left out: names of variables, objects with addresses, and parameters of callbacks.
+What could differ between equal programs is left out: names of variables, objects with addresses,
+  and parameters of callbacks.
 """
 
 import dataclasses
@@ -36,10 +39,14 @@ def build_parts(layout: Layout) -> dict[str, list[str]]:
     fields = [field.name for field in dataclasses.fields(config) if field.name not in _LOCAL]
     return {
         "versions": [f"{name} {version(name)}" for name in ("jax", "jaxlib")],
-        "mesh": [f"axes {dict(mesh.shape)}", f"devices {[device.id for device in mesh.devices.flat]}"],
+        "mesh": [
+            f"axes {dict(mesh.shape)}",
+            f"devices {[device.id for device in mesh.devices.flat]}",
+        ],
         "config": [f"{name}={getattr(config, name)!r}" for name in fields],
         "model": [
-            f"{leaf.name} {leaf.dtype}{list(leaf.shape)}{' frozen' if leaf.frozen else ''}" for leaf in layout.all_leaves
+            f"{leaf.name} {leaf.dtype}{list(leaf.shape)}{' frozen' if leaf.frozen else ''}"
+            for leaf in layout.all_leaves
         ],
         "optimizer's state": trace_lines(jax.make_jaxpr(layout.tx.init)(layout.abstract_params)),
         "optimizer": trace_lines(layout.update_jaxpr),
@@ -59,7 +66,10 @@ def batch_key(batch: Any) -> Any:
 
 def batch_lines(batch: Any) -> list[str]:
     """Return a line for each leaf of a batch, in the shape in which this process gives it."""
-    return [f"{jax.tree_util.keystr(path) or 'batch'} {_leaf(a)}" for path, a in jax.tree_util.tree_leaves_with_path(batch)]
+    return [
+        f"{jax.tree_util.keystr(path) or 'batch'} {_leaf(a)}"
+        for path, a in jax.tree_util.tree_leaves_with_path(batch)
+    ]
 
 
 def trace_lines(closed: jex.ClosedJaxpr) -> list[str]:
@@ -82,7 +92,9 @@ def _equations(jaxpr: jex.Jaxpr, consts: Sequence[Any]) -> Iterator[str]:
         for key in sorted(params):
             for inner in _jaxprs(params[key]):
                 is_closed = isinstance(inner, jex.ClosedJaxpr)
-                yield from _equations(inner.jaxpr if is_closed else inner, inner.consts if is_closed else ())
+                yield from _equations(
+                    inner.jaxpr if is_closed else inner, inner.consts if is_closed else ()
+                )
 
 
 def _jaxprs(value: Any) -> Iterator[Any]:
@@ -122,7 +134,9 @@ def _constant(value: Any) -> str:
 
 
 def _plain(value: Any) -> str | None:
-    """Return the text of a parameter that is a plain value, or tuples and dicts of such; None: it is something else."""
+    """Return the text of a parameter that is a plain value, or tuples and dicts of such; None: it
+    is something else.
+    """
     if isinstance(value, bool | int | float | complex | np.dtype | np.generic):
         return str(value)
     if isinstance(value, str):

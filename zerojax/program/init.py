@@ -1,11 +1,14 @@
-"""The first state, made in its tiers: no device and no host ever holds more of it than its own shards.
+"""The first state, made in its tiers: no device and no host ever holds more of it than its own
+shards.
 
-Where all of it rests on the device, one program makes the whole tree, each device its own shards. Else it is made one layer or
-one leaf at a time, and moved to where it rests. A tick makes and writes a layer's parameters, masters and optimizer state:
+Where all of it rests on the device, one program makes the whole tree, each device its own shards.
+Else it is made one layer or one leaf at a time, and moved to where it rests. A tick makes and
+writes a layer's parameters, masters and optimizer state:
 
     for each layer l:   w = init_block(key[l]);  params[l], masters[l], opt_state[l] = cast(w), w, tx.init(w)
 
-Host stacks are allocated empty outside of that program and donated to it: what a program allocates, XLA makes on the device
+Host stacks are allocated empty outside of that program and donated to it: what a program allocates,
+  XLA makes on the device
 first. Both ways use the same keys in the same order, and give the same numbers.
 """
 
@@ -70,10 +73,15 @@ class StateInit:
         records: StateRecords,
         update: RecordUpdate | None,
     ) -> None:
-        """Prepare the program; `update` is that by record, or None where whole trees are updated on the device."""
+        """Prepare the program; `update` is that by record, or None where whole trees are updated on
+        the device.
+        """
         self._layout = layout = records.layout
-        # Frozen weights off the device are made record by record also where the whole tree is updated at once.
-        self._by_records = layout.updates_by_record or any(record.is_away for record in records.frozen)
+        # Frozen weights off the device are made record by record also where the whole tree is
+        # updated at once.
+        self._by_records = layout.updates_by_record or any(
+            record.is_away for record in records.frozen
+        )
         if not self._by_records:
             self.jitted = jax.jit(_whole_init(model, tx, layout), out_shardings=layout.shardings)
             return
@@ -97,7 +105,8 @@ class StateInit:
           number: of the state on disk, or 0.
 
         Raises:
-          RuntimeError: host memory finds no room, or this device and jaxlib read wrong records of it.
+          RuntimeError: host memory finds no room, or this device and jaxlib read wrong records of
+            it.
         """
         if not self._by_records:
             return (key,)
@@ -145,14 +154,18 @@ def _whole_init(
             params = layout.encode(model.init(key))
         trained, frozen = split_frozen(layout.flags, params)
         if frozen is not None:
-            frozen = jax.tree.map(lambda p, a: jnp.asarray(p, a.dtype), frozen, layout.abstract_arrays.frozen)
+            frozen = jax.tree.map(
+                lambda p, a: jnp.asarray(p, a.dtype), frozen, layout.abstract_arrays.frozen
+            )
             frozen = jax.lax.with_sharding_constraint(frozen, layout.shardings.frozen)
         return _first_state(model, layout, key, *_whole_trained(tx, layout, trained), frozen=frozen)
 
     return init
 
 
-def _whole_trained(tx: optax.GradientTransformation, layout: Layout, trained: Any) -> tuple[Any, Any, Any]:
+def _whole_trained(
+    tx: optax.GradientTransformation, layout: Layout, trained: Any
+) -> tuple[Any, Any, Any]:
     """Return params, master and opt_state of trained parameters, on the device."""
     precision, stage = PRECISIONS[layout.config.precision], STAGES[layout.config.stage]
     master = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), trained)
@@ -163,12 +176,15 @@ def _whole_trained(tx: optax.GradientTransformation, layout: Layout, trained: An
 
 
 def _init_by_records(
-    model: Model | LayeredModel, tx: optax.GradientTransformation, records: StateRecords, update: RecordUpdate | None
+    model: Model | LayeredModel,
+    tx: optax.GradientTransformation,
+    records: StateRecords,
+    update: RecordUpdate | None,
 ) -> Callable[[Array, list[Array], Array], TrainState]:
     """Return `init(key, empty, number) -> state`.
 
-    Its arguments are a key; an empty array, donated, for each leaf of the abstract state in host memory, in order; and i32[],
-    the number of the state, which leaves on disk carry.
+    Its arguments are a key; an empty array, donated, for each leaf of the abstract state in host
+    memory, in order; and i32[], the number of the state, which leaves on disk carry.
     """
     layout, abstract = records.layout, records.layout.abstract_state
 
@@ -189,7 +205,9 @@ def _init_by_records(
         keys = layer_keys(model, key) if isinstance(model, LayeredModel) else key
         if update is None:
             assert isinstance(model, LayeredModel)  # the weights of a Model rest on the device
-            trained = init_layered(model, key, lambda part, tree: split_frozen(_below(layout.flags, part), tree)[0])
+            trained = init_layered(
+                model, key, lambda part, tree: split_frozen(_below(layout.flags, part), tree)[0]
+            )
             params, master, opt_state = _whole_trained(tx, layout, trained)
         else:
             states = records.flat_of(*rooms((abstract.params, abstract.master, abstract.opt_state)))
@@ -216,11 +234,17 @@ def _below(tree: Any, path: Sequence[str]) -> Any:
 
 def _stacks(model: Model | LayeredModel, layout: Layout) -> list[tuple[StackModel, StackLeaves]]:
     """Return the stacks of layers and their leaves; none of a Model."""
-    return list(zip(stacks_of(model), layout.stacks, strict=True)) if isinstance(model, LayeredModel) else []
+    return (
+        list(zip(stacks_of(model), layout.stacks, strict=True))
+        if isinstance(model, LayeredModel)
+        else []
+    )
 
 
 def _unstacked(model: Model | LayeredModel, layout: Layout, key: Array) -> dict[int, Array]:
-    """Return the parameters that are no stack of layers by index: float32, or what frozen ones are kept in."""
+    """Return the parameters that are no stack of layers by index: float32, or what frozen ones are
+    kept in.
+    """
     if isinstance(model, Model):
         params = layout.encode(model.init(key))
     else:
@@ -234,8 +258,12 @@ def _unstacked(model: Model | LayeredModel, layout: Layout, key: Array) -> dict[
 
 def _by_index(layout: Layout, indices: Sequence[int], params: Any) -> dict[int, Array]:
     """Return the leaves of a part of the model by index: float32, or what frozen ones are kept in."""
-    dtypes = [layout.all_leaves[i].dtype if layout.all_leaves[i].frozen else jnp.float32 for i in indices]
-    leaves = [jnp.asarray(a, dtype) for a, dtype in zip(jax.tree.leaves(params), dtypes, strict=True)]
+    dtypes = [
+        layout.all_leaves[i].dtype if layout.all_leaves[i].frozen else jnp.float32 for i in indices
+    ]
+    leaves = [
+        jnp.asarray(a, dtype) for a, dtype in zip(jax.tree.leaves(params), dtypes, strict=True)
+    ]
     return dict(zip(indices, leaves, strict=True))
 
 
@@ -244,7 +272,9 @@ def _fill_ends(update: RecordUpdate, states: FlatState, weights: Mapping[int, Ar
     records, begin = update.records, jnp.int32(0)
     for index in records.layout.ends:
 
-        def new(_: Any, __: Any, index: int = index, value: Array = weights[index]) -> tuple[Array, list[Array]]:
+        def new(
+            _: Any, __: Any, index: int = index, value: Array = weights[index]
+        ) -> tuple[Array, list[Array]]:
             value = jax.lax.with_sharding_constraint(value, records.grads[index].sharding)
             return value, update.first_states((index,), (value,))
 
@@ -261,8 +291,10 @@ def _fill_blocks(
 ) -> FlatState:
     """Make the layers of a stack one by one, and their tiles one by one.
 
-    A tile is a slice of a whole layer that is made anew for it: XLA for GPUs, which makes random numbers element by element,
-    makes no more than the slice. XLA for CPUs would make all of it each time; there a layer is made once.
+    A tile is a slice of a whole layer that is made anew for it: XLA for GPUs, which makes random
+      numbers element by element,
+    makes no more than the slice. XLA for CPUs would make all of it each time; there a layer is made
+    once.
     """
     records = update.records
 
@@ -273,15 +305,23 @@ def _fill_blocks(
         def tick(layer: Array, states: FlatState) -> FlatState:
             key = keys[stack.first + layer]
             leaves = _block_leaves(stack, of_stack, records.layout, key)
-            values = [jax.lax.with_sharding_constraint(leaves[i], records.grads[i].sharding) for i in of_stack.blocks]
+            values = [
+                jax.lax.with_sharding_constraint(leaves[i], records.grads[i].sharding)
+                for i in of_stack.blocks
+            ]
             states = put(states, of_stack.blocks, OnDevice(layer) if on_device else layer, values)
             for group in of_stack.groups:
 
                 def tile(k: Array, states: FlatState, group: TileGroup = group) -> FlatState:
                     index = Tile(layer, k, group.num_tiles)
-                    values = _tile_values(stack, of_stack, records, leaves, key, index, group.leaves)
+                    values = _tile_values(
+                        stack, of_stack, records, leaves, key, index, group.leaves
+                    )
                     pairs = zip(group.leaves, values, strict=True)
-                    values = [jax.lax.with_sharding_constraint(v, records.grads[i].sharding) for i, v in pairs]
+                    values = [
+                        jax.lax.with_sharding_constraint(v, records.grads[i].sharding)
+                        for i, v in pairs
+                    ]
                     return put(states, group.leaves, index, values)
 
                 # A loop inside of the layers' loop, so that one tile at a time is made and written.
@@ -297,9 +337,15 @@ def _fill_blocks(
     return run_loop(on_device, of_stack.num_layers, body(False), states, records.mesh)
 
 
-def _block_leaves(stack: StackModel, of_stack: StackLeaves, layout: Layout, key: Array) -> dict[int, Array]:
+def _block_leaves(
+    stack: StackModel, of_stack: StackLeaves, layout: Layout, key: Array
+) -> dict[int, Array]:
     """Return the leaves of one layer of a stack by index."""
-    return _by_index(layout, of_stack.in_tree, layout.encode(stack.model.init_block(key), *block_path(stack.name)))
+    return _by_index(
+        layout,
+        of_stack.in_tree,
+        layout.encode(stack.model.init_block(key), *block_path(stack.name)),
+    )
 
 
 def _tile_values(
@@ -313,7 +359,8 @@ def _tile_values(
 ) -> list[Array]:
     """Return a tile of some leaves, given those of its whole layer, which is made of `key`."""
     on_cpu = records.mesh.devices.flat[0].platform == "cpu"
-    # Tied to the tile: else the layer does not depend on the loop, and XLA makes it whole before it.
+    # Tied to the tile: else the layer does not depend on the loop, and XLA makes it whole before
+    # it.
     key = key if on_cpu else jax.lax.optimization_barrier((key, index.tile))[0]
     whole = leaves if on_cpu else _block_leaves(stack, of_stack, records.layout, key)
     return [jax.lax.dynamic_index_in_dim(whole[i], index.tile, keepdims=False) for i in part]
@@ -343,13 +390,21 @@ def _fill_frozen(
             return records.weight(i).store(weights[i], room)
 
         # One leaf after the other, as `StateRecords.put_leaf` says.
-        rooms[i] = one_trip(0, store, rooms[i], records.mesh) if records.weight(i).is_away else store(0, rooms[i])
+        rooms[i] = (
+            one_trip(0, store, rooms[i], records.mesh)
+            if records.weight(i).is_away
+            else store(0, rooms[i])
+        )
 
-    def write(rooms: dict[int, Any], part: Sequence[int], index: Index, values: Sequence[Array]) -> dict[int, Any]:
+    def write(
+        rooms: dict[int, Any], part: Sequence[int], index: Index, values: Sequence[Array]
+    ) -> dict[int, Any]:
         stacks = write_layer([records.weight(i) for i in part], pick(rooms, part), index, values)
         return rooms | dict(zip(part, stacks, strict=True))
 
-    def tick(layer: Array, rooms: dict[int, Any], stack: StackModel, of_stack: StackLeaves) -> dict[int, Any]:
+    def tick(
+        layer: Array, rooms: dict[int, Any], stack: StackModel, of_stack: StackLeaves
+    ) -> dict[int, Any]:
         key = keys[stack.first + layer]
         leaves = _block_leaves(stack, of_stack, layout, key)
         rooms = write(rooms, of_stack.frozen_blocks, layer, pick(leaves, of_stack.frozen_blocks))
@@ -368,5 +423,7 @@ def _fill_frozen(
         frozen_leaves = [i for part in of_stack.frozen_parts for i in part]
         body = functools.partial(tick, stack=stack, of_stack=of_stack)
         if frozen_leaves:
-            rooms |= run_loop(0, of_stack.num_layers, body, {i: rooms[i] for i in frozen_leaves}, records.mesh)
+            rooms |= run_loop(
+                0, of_stack.num_layers, body, {i: rooms[i] for i in frozen_leaves}, records.mesh
+            )
     return list(rooms.values())

@@ -1,8 +1,10 @@
-"""The program that `build_train_step` returns: a train step over one model, optimizer, config and mesh.
+"""The program that `build_train_step` returns: a train step over one model, optimizer, config and
+mesh.
 
-It holds no arrays but host memory between steps. It knows the layout of its state (specs, shardings, bytes) before anything is
-allocated, so it can be lowered and accounted for on a mesh that is not there. A step defines what is computed
-(`zerojax.program.step`). The program compiles and runs it, and gives it its arguments, in the same way for every step:
+It holds no arrays but host memory between steps. It knows the layout of its state (specs,
+shardings, bytes) before anything is allocated, so it can be lowered and accounted for on a mesh
+that is not there. A step defines what is computed (`zerojax.program.step`). The program compiles
+and runs it, and gives it its arguments, in the same way for every step:
 
     check the state, place the batch  ->  compile, once a shape  ->  begin the disk  ->  run  ->  raise what went wrong
 """
@@ -24,7 +26,13 @@ from host_offload.schedule import Move, Schedule, StepPlan
 from zerojax.activations import BlockProduct, SequenceParallelism
 from zerojax.config import streams
 from zerojax.hlo import HostTraffic, host_traffic, module_name, read_thunks
-from zerojax.memory import KeptValues, MemoryReport, kept_by_program, program_memory, steps_of_program
+from zerojax.memory import (
+    KeptValues,
+    MemoryReport,
+    kept_by_program,
+    program_memory,
+    steps_of_program,
+)
 from zerojax.models import CACHE, LayeredModel, Model, split_faults, with_cache
 from zerojax.program.compile import CompiledStep, LoweredStep, ScratchMemory, StepCompiler
 from zerojax.program.fingerprint import batch_key, batch_lines, key_lines, trace_lines
@@ -32,7 +40,13 @@ from zerojax.program.gathering import GatheredEarly, build_gather
 from zerojax.program.init import StateInit
 from zerojax.program.read_params import ParamReader
 from zerojax.program.runner import Runner
-from zerojax.program.self_test import VERIFY_OFFSETS, HostAddresses, SelfTest, verifies_offsets, wrong_offset
+from zerojax.program.self_test import (
+    VERIFY_OFFSETS,
+    HostAddresses,
+    SelfTest,
+    verifies_offsets,
+    wrong_offset,
+)
 from zerojax.program.skipped import SkipWarnings
 from zerojax.program.step import Metrics, Step
 from zerojax.progress import working
@@ -49,7 +63,14 @@ from zerojax.sharding import (
     uncommitted,
     without_mesh,
 )
-from zerojax.state import StateCheck, StateRecords, TrainState, as_arguments, check_is_there, masters
+from zerojax.state import (
+    StateCheck,
+    StateRecords,
+    TrainState,
+    as_arguments,
+    check_is_there,
+    masters,
+)
 
 
 class Predicts(Protocol):
@@ -72,9 +93,11 @@ class Program:
       mesh: as given, or the one of this package's axes that was made of it.
       config: as given.
       swap: what rests on disk, while the program is open, or None.
-      check_state: returns a state that this program can take, numbers as arrays; raises ValueError for another.
+      check_state: returns a state that this program can take, numbers as arrays; raises ValueError
+        for another.
       warnings: logs why steps were skipped, once their metrics are known.
-      calls: compares the calls of this program with those of the other processes; None where a process is alone.
+      calls: compares the calls of this program with those of the other processes; None where a
+        process is alone.
     """
 
     def __init__(
@@ -86,7 +109,9 @@ class Program:
         gathered_early: GatheredEarly,
         sequence: SequenceParallelism,
     ) -> None:
-        """Run `step`, over `model`, `tx` and the layout of `records`; its traces tell `gathered_early` and `sequence`."""
+        """Run `step`, over `model`, `tx` and the layout of `records`; its traces tell
+        `gathered_early` and `sequence`.
+        """
         self.model, self.tx, self.records, self.layout = model, tx, records, records.layout
         layout = self.layout
         self.mesh, self.config = layout.mesh, layout.config
@@ -104,7 +129,12 @@ class Program:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     @without_mesh
@@ -124,7 +154,7 @@ class Program:
             self._scratch.clear()
             self._runner.close()
 
-    # --- what it is --------------------------------------------------------------------------------------------------------
+    # --- what it is -------------------------------------------------------------------------------
 
     @property
     def shardings(self) -> TrainState:
@@ -138,17 +168,26 @@ class Program:
 
     @property
     def gathered_early(self) -> tuple[str, ...]:
-        """Parameters of a Model that stage 3 could not gather on use, with the reason. Known once the step is traced."""
+        """Parameters of a Model that stage 3 could not gather on use, with the reason.
+
+        Known once the step is traced.
+        """
         return tuple(self._gathered_early.sentences)
 
     @property
     def sequence_parallel(self) -> tuple[BlockProduct, ...]:
-        """With `sequence_parallel`, the blocks' products: column, row, or left alone and why. Known once a step is traced."""
+        """With `sequence_parallel`, the blocks' products: column, row, or left alone and why.
+
+        Known once a step is traced.
+        """
         return self._sequence.products
 
     @property
     def schedule(self) -> Schedule:
-        """The order in which layers are gathered, computed and released. A Model counts as one layer."""
+        """The order in which layers are gathered, computed and released.
+
+        A Model counts as one layer.
+        """
         return self._step.schedule
 
     @cached_property
@@ -165,18 +204,22 @@ class Program:
 
     @without_mesh
     def memory(self, batch: Any) -> MemoryReport:
-        """Return the bytes of a step on each device, per tier, and those that its collectives and its host link move."""
+        """Return the bytes of a step on each device, per tier, and those that its collectives and
+        its host link move.
+        """
         self._check_shapes(batch)
         with jax.set_mesh(self.mesh):
             return program_memory(self.records, self._step, self.abstract_batch(batch))
 
     @without_mesh
     def operations(self, batch: Any) -> StepPlan:
-        """Return everything that a step does with records, in order: what it loads, gathers, computes, reduces and stores.
+        """Return everything that a step does with records, in order: what it loads, gathers,
+        computes, reduces and stores.
 
-        `program.schedule`, `program.memory` and the reads ahead of the disk follow from this list, and the planner predicts the
-        seconds of a step from one that is made in the same way. `print` shows it as a table: loops, their ticks, and for each
-        operation the numbers of its records, its lane and its bytes on one device.
+        `program.schedule`, `program.memory` and the reads ahead of the disk follow from this list,
+        and the planner predicts the seconds of a step from one that is made in the same way.
+        `print` shows it as a table: loops, their ticks, and for each operation the numbers of its
+        records, its lane and its bytes on one device.
         """
         self._check_shapes(batch)
         with jax.set_mesh(self.mesh):
@@ -184,10 +227,12 @@ class Program:
 
     @without_mesh
     def kept(self, batch: Any) -> KeptValues:
-        """Return what a step keeps of a batch from forward to backward: each value with name, shape, spec, tier and bytes.
+        """Return what a step keeps of a batch from forward to backward: each value with name,
+        shape, spec, tier and bytes.
 
-        It is a tuple of `zerojax.memory.Kept`, largest first, and prints as a table. Of a streamed step it holds what is kept
-        of its layers; of a resident one also what embedding and head keep.
+        It is a tuple of `zerojax.memory.Kept`, largest first, and prints as a table. Of a streamed
+        step it holds what is kept of its layers; of a resident one also what embedding and head
+        keep.
         """
         self._check_shapes(batch)
         with jax.set_mesh(self.mesh):
@@ -195,11 +240,13 @@ class Program:
 
     @without_mesh
     def host_copies(self, batch: Any) -> HostTraffic:
-        """Return what a step moves over each device's link to the host, by copies and by kernels; compiled facts, not times.
+        """Return what a step moves over each device's link to the host, by copies and by kernels;
+        compiled facts, not times.
 
-        The step is compiled, and XLA's own list of what it will do (its thunks) tells copies by the GPU's copy engines from
-        kernels, which read and write host memory from the cores. What callbacks move (`update_on="host"`, nvme) is not in the
-        program, and so not counted. Where the devices are there, steps over batches of this shape run what was compiled.
+        The step is compiled, and XLA's own list of what it will do (its thunks) tells copies by the
+        GPU's copy engines from kernels, which read and write host memory from the cores. What
+        callbacks move (`update_on="host"`, nvme) is not in the program, and so not counted. Where
+        the devices are there, steps over batches of this shape run what was compiled.
 
             print(program.host_copies(batch))  # bytes up and down, and the leaves that kernels move
             program.host_copies(batch).share_of_copies
@@ -208,7 +255,8 @@ class Program:
           batch: arrays, or a tree of ShapeDtypeStruct.
 
         Raises:
-          NotImplementedError: the mesh is of CPUs, whose programs do not tell host memory from a device's.
+          NotImplementedError: the mesh is of CPUs, whose programs do not tell host memory from a
+            device's.
         """
         platform = self.mesh.devices.flat[0].platform
         if platform not in ("gpu", "cuda"):
@@ -234,7 +282,10 @@ class Program:
 
     @without_mesh
     def check(self, batch: Any) -> None:
-        """Trace a step over a batch's shapes, and raise ValueError if it cannot be trained. Nothing runs."""
+        """Trace a step over a batch's shapes, and raise ValueError if it cannot be trained.
+
+        Nothing runs.
+        """
         self._check_shapes(batch)
         with jax.set_mesh(self.mesh):
             compiled = self._compiler.step(self.abstract_batch(batch))
@@ -245,7 +296,8 @@ class Program:
         """Lower the step for this mesh, which may be one of devices that are not there.
 
         Args:
-          abstract_batch: tree of ShapeDtypeStruct (or arrays, of which only shapes are read), global shapes.
+          abstract_batch: tree of ShapeDtypeStruct (or arrays, of which only shapes are read),
+            global shapes.
         """
         self._check_shapes(abstract_batch)
         with jax.set_mesh(self.mesh):
@@ -254,9 +306,11 @@ class Program:
                 lowered = self._compiler.order(compiled.step, compiled.abstract_args).lower()
             else:
                 lowered = compiled.step.lower(*compiled.abstract_args)
-        return LoweredStep(lowered, self.mesh, self._compiler.options, self._runner.calls_back, compiled)
+        return LoweredStep(
+            lowered, self.mesh, self._compiler.options, self._runner.calls_back, compiled
+        )
 
-    # --- what it does ------------------------------------------------------------------------------------------------------
+    # --- what it does -----------------------------------------------------------------------------
 
     @without_mesh
     def init(self, key: jax.Array) -> TrainState:
@@ -266,9 +320,10 @@ class Program:
           key: from `jax.random.key`; a legacy uint32 key will do. The same one in all processes.
 
         Raises:
-          ValueError: this is no random key, or another process has another one or makes other parameters of it.
-          RuntimeError: state in host memory finds no room there, or this device and jaxlib read wrong records of it; or
-            another process left.
+          ValueError: this is no random key, or another process has another one or makes other
+            parameters of it.
+          RuntimeError: state in host memory finds no room there, or this device and jaxlib read
+            wrong records of it; or another process left.
           SwapError: the disk is too small for what rests there, or cannot be written to.
         """
         if not isinstance(key, jax.Array):
@@ -283,30 +338,44 @@ class Program:
         with working("init"), self.calling(), jax.set_mesh(self.mesh):
             arguments = self._init.arguments(key, self._runner.open())
             if self.calls is not None:
-                self.calls.agree("init, traced", {"parameters": trace_lines(self._init.jitted.trace(*arguments).jaxpr)})
+                self.calls.agree(
+                    "init, traced",
+                    {"parameters": trace_lines(self._init.jitted.trace(*arguments).jaxpr)},
+                )
             return self._runner.run("init", self._init.jitted, *arguments)
 
     def _note(self, call: str, batch: Any) -> bool:
-        """Compare a call over a batch with the other processes'; returns whether it is the first one over these shapes.
+        """Compare a call over a batch with the other processes'; returns whether it is the first
+        one over these shapes.
 
-        Called before the batch is placed: processes must agree on its shapes before any program runs over it.
+        Called before the batch is placed: processes must agree on its shapes before any program
+          runs over it.
         """
         if self.calls is None:
             return False
         return self.calls.note(call, batch_key(batch), lambda: batch_lines(batch))
 
     def _tell_numbers(self, lines: Sequence[str]) -> None:
-        """State to the other processes which numbers this one put into a state: with others the weights would differ."""
+        """State to the other processes which numbers this one put into a state: with others the
+        weights would differ.
+        """
         if self.calls is not None:
             self.calls.tell("numbers put into the state", lines)
 
     def _compare_step(self, compiled: CompiledStep, args: Sequence[Any]) -> None:
-        """Compare the step as it was traced with the other processes': its loss, too, holds constants."""
+        """Compare the step as it was traced with the other processes': its loss, too, holds
+        constants.
+        """
         if self.calls is not None:
-            self.calls.agree("step, traced", {"program": trace_lines(compiled.step.trace(*as_arguments(args)).jaxpr)})
+            self.calls.agree(
+                "step, traced",
+                {"program": trace_lines(compiled.step.trace(*as_arguments(args)).jaxpr)},
+            )
 
     def calling(self) -> AbstractContextManager[None]:
-        """Return a context for programs over the state: of those that call back it lets one run at a time, and no signal in."""
+        """Return a context for programs over the state: of those that call back it lets one run at
+        a time, and no signal in.
+        """
         return self._runner.calling()
 
     @without_mesh
@@ -314,29 +383,39 @@ class Program:
         """Run one train step.
 
         Args:
-          state: from `init` or the previous step. Donated: its buffers are reused, and it must not be read again.
-          batch: tree of arrays, dim 0 the global batch; in a run of several processes numpy leaves hold this
-            process's part of it. Numpy arrays are copied before this returns, and may then be filled again.
+          state: from `init` or the previous step. Donated: its buffers are reused, and it must not
+            be read again.
+          batch: tree of arrays, dim 0 the global batch; in a run of several processes numpy leaves
+            hold this process's part of it. Numpy arrays are copied before this returns, and may
+            then be filled again.
 
         Returns:
-          The new state, and metrics as described in `zerojax.metrics.step_metrics`, with those of the model's loss beside them.
-          A step whose gradients are not finite leaves the state as it was; a later call logs a warning of a batch with a fault
-          (a metric `fault/...` of the model), and of many such steps in a row.
+          The new state, and metrics as described in `zerojax.metrics.step_metrics`, with those of
+          the model's loss beside them. A step whose gradients are not finite leaves the state as it
+          was; a later call logs a warning of a batch with a fault (a metric `fault/...` of the
+          model), and of many such steps in a row.
 
         Raises:
-          ValueError: the state was donated before, the batch does not divide or is one that the model refuses, the loss is not
-            a scalar, or another process has a batch of other shapes or another loss; before anything runs.
+          ValueError: the state was donated before, the batch does not divide or is one that the
+            model refuses, the loss is not a scalar, or another process has a batch of other shapes
+            or another loss; before anything runs.
           RuntimeError: another process left before this step.
         """
         return self._stepped(state, batch)
 
-    def _stepped(self, state: TrainState, batch: Any, addresses_of: HostAddresses | None = None) -> tuple[TrainState, Metrics]:
-        """Run one train step; read where its arrays in host memory are, before and after, if asked to."""
+    def _stepped(
+        self, state: TrainState, batch: Any, addresses_of: HostAddresses | None = None
+    ) -> tuple[TrainState, Metrics]:
+        """Run one train step; read where its arrays in host memory are, before and after, if asked
+        to.
+        """
         check_is_there(state)
         is_first = self._note("step", batch)
         batch = self.shard_batch(batch)
         with self.calling(), jax.set_mesh(self.mesh):
-            state = self.check_state(state, self._tell_numbers)  # once more: another thread may have donated it just now
+            state = self.check_state(
+                state, self._tell_numbers
+            )  # once more: another thread may have donated it just now
             # Before the moves: these follow from the block's loops over tiles, which a trace finds.
             compiled = self._compiler.step(batch)
             scratch = self._scratch.take(compiled.abstract_scratch, self.mesh)
@@ -364,11 +443,12 @@ class Program:
 
     @without_mesh
     def self_test(self, state: TrainState, batch: Any) -> tuple[TrainState, SelfTest]:
-        """Run one train step under checks of what it takes from XLA on trust; for a new device, driver or jaxlib.
+        """Run one train step under checks of what it takes from XLA on trust; for a new device,
+        driver or jaxlib.
 
-        The step is compiled once more, so that XLA compares the offset of each slice of host memory with the one that the
-        device computed, where it can; and what the step takes in host memory must come back there. The state that it makes is
-        that of an ordinary step.
+        The step is compiled once more, so that XLA compares the offset of each slice of host memory
+        with the one that the device computed, where it can; and what the step takes in host memory
+        must come back there. The state that it makes is that of an ordinary step.
 
             state, found = program.self_test(state, batch)
             print(found)
@@ -381,11 +461,17 @@ class Program:
           RuntimeError: a slice was read at a wrong offset, or XLA copied donated host memory.
           ValueError: as `step`.
         """
-        verifies, lowered, addresses = verifies_offsets(self.mesh), self.lower(batch), HostAddresses()
+        verifies, lowered, addresses = (
+            verifies_offsets(self.mesh),
+            self.lower(batch),
+            HostAddresses(),
+        )
         assert lowered.step is not None
         usual = lowered.step.run
         try:
-            lowered.compile({VERIFY_OFFSETS: True} if verifies else None)  # which the next step of this shape runs
+            lowered.compile(
+                {VERIFY_OFFSETS: True} if verifies else None
+            )  # which the next step of this shape runs
             state, metrics = jax.block_until_ready(self._stepped(state, batch, addresses))
         except jax.errors.JaxRuntimeError as error:
             if not verifies:
@@ -405,27 +491,33 @@ class Program:
     def eval(self, state: TrainState, batch: Any) -> Any:
         """Return the loss of a batch, f32[], with key=None: deterministic, and without an update.
 
-        Where the model's loss has metrics: a dict of them by name, and of "loss". The model's own state is only read.
+        Where the model's loss has metrics: a dict of them by name, and of "loss". The model's own
+        state is only read.
 
         Args:
           state: that is read.
-          batch: of any number of rows. One that does not divide by the devices of `data` x `fsdp` is padded on its way to them,
-            and its loss is that of its own rows. A program is compiled for each number.
+          batch: of any number of rows. One that does not divide by the devices of `data` x `fsdp`
+            is padded on its way to them, and its loss is that of its own rows. A program is
+            compiled for each number.
         """
         batch, rows = self._any_batch("eval", state, batch)
-        return self._evaluated(self._evaluate("eval", state, batch, lambda *args: self._compiler.eval(rows)))
+        return self._evaluated(
+            self._evaluate("eval", state, batch, lambda *args: self._compiler.eval(rows))
+        )
 
     @without_mesh
     def apply(self, state: TrainState, batch: Any) -> Any:
-        """Return the outputs of the model's `predict`, with the state where it rests; without keys, and without an update.
+        """Return the outputs of the model's `predict`, with the state where it rests; without keys,
+        and without an update.
 
         Args:
           state: that is read.
           batch: of any number of rows, as in `eval`.
 
         Returns:
-          The tree that `predict` returns. Leaves whose dim 0 counts the rows of the batch are split as it is: over `data` and
-          `fsdp`; the others are on every device, and so are all of them where the batch does not divide.
+          The tree that `predict` returns. Leaves whose dim 0 counts the rows of the batch are split
+          as it is: over `data` and `fsdp`; the others are on every device, and so are all of them
+          where the batch does not divide.
 
         Raises:
           ValueError: the model has no `predict`, or the state was donated.
@@ -437,11 +529,16 @@ class Program:
                 f"predict=, as {kind}(..., predict=...) or from_flax(..., predict=...)"
             )
         batch, rows = self._any_batch("apply", state, batch)
-        return self._evaluate("apply", state, batch, lambda *args: self._compiler.apply(rows, *args))
+        return self._evaluate(
+            "apply", state, batch, lambda *args: self._compiler.apply(rows, *args)
+        )
 
     @without_mesh
-    def apply_cached(self, state: TrainState, batch: Any, cache: Any, length: int) -> tuple[Any, Any]:
-        """Return the outputs of the model's `predict` for tokens that follow others, and the cache with what is kept of them.
+    def apply_cached(
+        self, state: TrainState, batch: Any, cache: Any, length: int
+    ) -> tuple[Any, Any]:
+        """Return the outputs of the model's `predict` for tokens that follow others, and the cache
+        with what is kept of them.
 
         Args:
           state: that is read.
@@ -453,26 +550,36 @@ class Program:
           (what `predict` returns, cache); the latter a tree of arrays [B, L, ...].
 
         Raises:
-          ValueError: the model has no `cache` or no `predict`, its layers come to the device one by one, the batch does not
-            divide, or the state was donated.
+          ValueError: the model has no `cache` or no `predict`, its layers come to the device one by
+            one, the batch does not divide, or the state was donated.
         """
         model = self.model
         if not isinstance(model, LayeredModel) or model.cache is None or model.predict is None:
             raise ValueError("apply_cached needs a LayeredModel with cache= and predict=")
         if streams(self.config):
-            raise ValueError("layers come to the device one by one, each as a whole for all tokens: use apply, without a cache")
+            raise ValueError(
+                "layers come to the device one by one, each as a whole for all tokens: use apply, without a cache"
+            )
         check_is_there(state)
         self._note(f"apply_cached of {length}", batch)
         batch = self.shard_batch(batch, 1)
         if length not in self._cached:
             step = ResidentStep(
-                with_cache(model, length), self.tx, self.records, None, build_gather(self.layout, self._gathered_early)
+                with_cache(model, length),
+                self.tx,
+                self.records,
+                None,
+                build_gather(self.layout, self._gathered_early),
             )
 
             def run(params: Any, model_state: Any, cache: Any, batch: Any) -> Any:
-                return step.apply(params, model_state, batch if cache is None else {**batch, CACHE: cache})
+                return step.apply(
+                    params, model_state, batch if cache is None else {**batch, CACHE: cache}
+                )
 
-            self._cached[length] = jax.jit(run, donate_argnums=2, compiler_options=self._compiler.options)
+            self._cached[length] = jax.jit(
+                run, donate_argnums=2, compiler_options=self._compiler.options
+            )
         with self.calling(), jax.set_mesh(self.mesh):
             state = self.check_state(state)
             params = self.layout.join(state)
@@ -484,31 +591,39 @@ class Program:
         self._note(call, batch)
         return place_any_batch(batch, self.mesh)
 
-    def _evaluate(self, name: str, state: TrainState, batch: Any, compiled: Callable[..., Any]) -> Any:
-        """Run `compiled(*args)`, a jitted function of args that reads a state's parameters and the model's own state."""
+    def _evaluate(
+        self, name: str, state: TrainState, batch: Any, compiled: Callable[..., Any]
+    ) -> Any:
+        """Run `compiled(*args)`, a jitted function of args that reads a state's parameters and the
+        model's own state.
+        """
         with self.calling(), jax.set_mesh(self.mesh):
             state = self.check_state(state)
             params = self.layout.join(state)
             args = (params, state.model_state, batch)
             program = compiled(*as_arguments(args))
-            if self.swap is not None:  # which loops over tiles it has, and so its moves, are known once it is traced
+            if (
+                self.swap is not None
+            ):  # which loops over tiles it has, and so its moves, are known once it is traced
                 self._compiler.order(program, as_arguments(args))
             return self._runner.run(name, program, *args, reads=params, moves=self._eval_moves)
 
     @without_mesh
     def grads(self, state: TrainState, batch: Any) -> tuple[Any, Any]:
-        """Return the loss of a step over a batch, and the gradients that it would have; nothing is updated or donated.
+        """Return the loss of a step over a batch, and the gradients that it would have; nothing is
+        updated or donated.
 
-        A step's loss: the mean over microbatches, with the random keys that the next step draws. Gradients are as the loss
-        gives them: the loss scale is divided out, nothing is clipped, and what is not finite stays so.
+        A step's loss: the mean over microbatches, with the random keys that the next step draws.
+        Gradients are as the loss gives them: the loss scale is divided out, nothing is clipped, and
+        what is not finite stays so.
 
         Args:
           state: that is read.
           batch: as of `step`.
 
         Returns:
-          (loss, as `eval` returns it; gradients), the latter float32, like `params(state)`, sharded as these are and on the
-          device; None in the place of frozen ones.
+          (loss, as `eval` returns it; gradients), the latter float32, like `params(state)`, sharded
+          as these are and on the device; None in the place of frozen ones.
 
         Raises:
           ValueError: the state was donated, or the batch does not divide.
@@ -535,7 +650,9 @@ class Program:
             return self._evaluated(loss), grads
 
     def _evaluated(self, result: Any) -> Any:
-        """Return a loss without the faults of its batch, of which a warning is logged when they are known."""
+        """Return a loss without the faults of its batch, of which a warning is logged when they are
+        known.
+        """
         if not isinstance(result, Mapping):
             return result
         faults, metrics = split_faults(result)
@@ -544,10 +661,12 @@ class Program:
 
     @without_mesh
     def shard_batch(self, batch: Any, num_microbatches: int | None = None) -> Any:
-        """Place a batch on the mesh: dim 0 over `data` and `fsdp`. Leaves already there stay; numpy arrays are copied.
+        """Place a batch on the mesh: dim 0 over `data` and `fsdp`. Leaves already there stay; numpy
+        arrays are copied.
 
         Raises:
-          ValueError: the batch does not divide, the model refuses it, or it holds what is no array of numbers.
+          ValueError: the batch does not divide, the model refuses it, or it holds what is no array
+            of numbers.
         """
         self._check_given(batch)
         count = self.config.num_microbatches if num_microbatches is None else num_microbatches
@@ -557,17 +676,23 @@ class Program:
         """Return the ShapeDtypeStruct of each leaf of a batch, with its sharding."""
         return abstract_batch(batch, self.mesh)
 
-    def trace_swaps(self, path: str | os.PathLike[str], *, plan: Predicts | None = None) -> AbstractContextManager[None]:
-        """Return a context whose steps are drawn into a file when it ends: swapping as planned, and as it was.
+    def trace_swaps(
+        self, path: str | os.PathLike[str], *, plan: Predicts | None = None
+    ) -> AbstractContextManager[None]:
+        """Return a context whose steps are drawn into a file when it ends: swapping as planned, and
+        as it was.
 
         Args:
-          path: of a file that Perfetto opens (https://ui.perfetto.dev); compressed if it ends in ".gz". It tells of this
-            process's devices, so processes need a file each. The layout is in `host_offload.trace.perfetto`.
+          path: of a file that Perfetto opens (https://ui.perfetto.dev); compressed if it ends in
+            ".gz". It tells of this process's devices, so processes need a file each. The layout is
+            in `host_offload.trace.perfetto`.
           plan: of `zj.plan`; what it predicts of the lanes is drawn from the begin of each step.
 
         Raises:
-          ValueError: nothing rests on nvme, or the file cannot be written; or, on entering, there is another trace.
-          OSError: the file could not be written when the context ended; after an error inside of it, that is logged instead.
+          ValueError: nothing rests on nvme, or the file cannot be written; or, on entering, there
+            is another trace.
+          OSError: the file could not be written when the context ended; after an error inside of
+            it, that is logged instead.
         """
         if self.swap is None:
             raise ValueError(
@@ -577,7 +702,8 @@ class Program:
 
     @without_mesh
     def params(self, state: TrainState) -> Any:
-        """Return the sharded parameter tree in the compute dtype; `{"embed", "blocks", "head"}` for a LayeredModel.
+        """Return the sharded parameter tree in the compute dtype; `{"embed", "blocks", "head"}` for
+        a LayeredModel.
 
         Leaves on nvme are `zerojax.state.OnDisk`.
 
@@ -589,10 +715,11 @@ class Program:
 
     @without_mesh
     def master_params(self, state: TrainState) -> Any:
-        """Return the float32 parameters that the optimizer updates, sharded as its state is, where they rest.
+        """Return the float32 parameters that the optimizer updates, sharded as its state is, where
+        they rest.
 
-        In the place of frozen ones, which have no master, there is None.
-        With a fraction of the optimizer state on the device, stacked leaves are `zerojax.state.Split`; on nvme, `OnDisk`.
+        In the place of frozen ones, which have no master, there is None. With a fraction of the
+        optimizer state on the device, stacked leaves are `zerojax.state.Split`; on nvme, `OnDisk`.
 
         Raises:
           ValueError: the state was donated.
@@ -602,15 +729,17 @@ class Program:
 
     @without_mesh
     def ema_params(self, state: TrainState) -> Any:
-        """Return the averages of the weights that `zerojax.Ema` keeps, in the dtype, shardings and tier of `params(state)`.
+        """Return the averages of the weights that `zerojax.Ema` keeps, in the dtype, shardings and
+        tier of `params(state)`.
 
-        They are a copy, which takes as much room again. To evaluate with them, hand them to `eval` in the parameters' place:
+        They are a copy, which takes as much room again. To evaluate with them, hand them to `eval`
+        in the parameters' place:
 
             program.eval(dataclasses.replace(state, params=program.ema_params(state)), batch)
 
         Raises:
-          ValueError: the optimizer has no `zerojax.Ema` last in its chain, the parameters rest on nvme (use `iter_params`), or
-            the state was donated.
+          ValueError: the optimizer has no `zerojax.Ema` last in its chain, the parameters rest on
+            nvme (use `iter_params`), or the state was donated.
           SwapError: a record cannot be read.
         """
         return self._reader.averages(state)
@@ -618,8 +747,8 @@ class Program:
     def iter_params(self, state: TrainState, *, ema: bool = False) -> Iterator[tuple[str, Any]]:
         """Yield the float32 parameters piece by piece, as (name, tree), on the device.
 
-        A LayeredModel yields "embed", "blocks/0" .. "blocks/L-1" and "head", of several stacks "blocks/<stack>/0" and so on; a
-        Model one leaf at a time.
+        A LayeredModel yields "embed", "blocks/0" .. "blocks/L-1" and "head", of several stacks
+        "blocks/<stack>/0" and so on; a Model one leaf at a time.
 
         Args:
           state: that is read.

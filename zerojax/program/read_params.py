@@ -1,6 +1,8 @@
-"""Float32 parameters, or averages of them, from any tier, one piece at a time: for export, where the whole tree would not fit.
+"""Float32 parameters, or averages of them, from any tier, one piece at a time: for export, where
+the whole tree would not fit.
 
-The averages of `zerojax.Ema` are also read as a step has the parameters, in their dtype, shardings and tier: to evaluate with.
+The averages of `zerojax.Ema` are also read as a step has the parameters, in their dtype, shardings
+and tier: to evaluate with.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -57,7 +59,8 @@ class ParamReader:
         self._ends: dict[tuple[int, bool], Any] = {}
 
     def pieces(self, state: TrainState, ema: bool = False) -> Iterator[tuple[str, Any]]:
-        """Yield (name, tree): "embed", "blocks/0" .. "blocks/L-1" and "head" of a LayeredModel, each leaf of a Model.
+        """Yield (name, tree): "embed", "blocks/0" .. "blocks/L-1" and "head" of a LayeredModel,
+        each leaf of a Model.
 
         Of several stacks "blocks/<stack>/0", .., stack by stack.
 
@@ -71,18 +74,29 @@ class ParamReader:
         if ema:
             _ = self._averages  # told before anything is read
         if not isinstance(self.model, LayeredModel):
-            for path, index in jax.tree_util.tree_flatten_with_path(self._indices, is_leaf=is_encoded)[0]:
+            for path, index in jax.tree_util.tree_flatten_with_path(
+                self._indices, is_leaf=is_encoded
+            )[0]:
                 yield jax.tree_util.keystr(path), self._leaf(state, index, ema)
             return
         ends = self._indices
-        yield "embed", jax.tree.map(lambda i: self._leaf(state, i, ema), ends["embed"], is_leaf=is_encoded)
+        yield (
+            "embed",
+            jax.tree.map(lambda i: self._leaf(state, i, ema), ends["embed"], is_leaf=is_encoded),
+        )
         for number, stack in enumerate(self.layout.stacks):
             for layer in range(stack.num_layers):
                 check_is_there(state)
                 # The layer is an argument: one compiled program reads all of a stack.
                 args = (jnp.int32(layer), layer < stack.device_layers, ema, number)
-                yield "/".join((*block_path(stack.name), str(layer))), self._read(self._layer, state, *args)
-        yield "head", jax.tree.map(lambda i: self._leaf(state, i, ema), ends["head"], is_leaf=is_encoded)
+                yield (
+                    "/".join((*block_path(stack.name), str(layer))),
+                    self._read(self._layer, state, *args),
+                )
+        yield (
+            "head",
+            jax.tree.map(lambda i: self._leaf(state, i, ema), ends["head"], is_leaf=is_encoded),
+        )
 
     def _read(self, read: Any, tree: Any, *args: Any) -> Any:
         """Call `read(tree, *args)`, which reads from any tier."""
@@ -91,14 +105,19 @@ class ParamReader:
 
     @cached_property
     def _averages(self) -> list[int]:
-        """For each parameter leaf the index of the leaf of the optimizer's state that is its average."""
+        """For each parameter leaf the index of the leaf of the optimizer's state that is its
+        average.
+        """
         return ema_of_each(self.layout)
 
-    def _read_record(self, states: FlatState, part: Sequence[int], index: Index, ema: bool) -> list[jax.Array]:
+    def _read_record(
+        self, states: FlatState, part: Sequence[int], index: Index, ema: bool
+    ) -> list[jax.Array]:
         """Return one record's float32 weights, or their averages, on the device."""
         if not ema or not part:
             return self.records.read_weights(states, part, index)
-        # Masters and optimizer state are one record: what is not used of it is read from disk alone.
+        # Masters and optimizer state are one record: what is not used of it is read from disk
+        # alone.
         read = self.records.read_opt(states, part, index)
         mirrors = self.layout.opt_map.states_of(part)
         by_state = dict(zip(mirrors, read[len(read) - len(mirrors) :], strict=True))
@@ -107,10 +126,14 @@ class ParamReader:
     @cached_property
     def _indices(self) -> Any:
         """The whole tree with the index of each leaf in its place."""
-        return jax.tree.unflatten(jax.tree.structure(self.layout.abstract_whole), self.layout.in_tree)
+        return jax.tree.unflatten(
+            jax.tree.structure(self.layout.abstract_whole), self.layout.in_tree
+        )
 
     def _leaf(self, state: TrainState, index: Any, ema: bool) -> jax.Array:
-        """Return a parameter that is no stack of layers, given its index, or those of the arrays that encode it."""
+        """Return a parameter that is no stack of layers, given its index, or those of the arrays
+        that encode it.
+        """
         if not is_encoded(index):
             return self._end(state, index, ema)
         arrays = [self._end(state, i, ema) for i in jax.tree.leaves(index)]
@@ -131,7 +154,10 @@ class ParamReader:
             return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
         states = self.records.flat(state)
         if ema:
-            specs, stacks = self.records.opt_records((index,)), self.records.opt_states(states, (index,))
+            specs, stacks = (
+                self.records.opt_records((index,)),
+                self.records.opt_states(states, (index,)),
+            )
             mirrors = self.layout.opt_map.states_of((index,))
             at = len(specs) - len(mirrors) + mirrors.index(place)
         else:
@@ -143,44 +169,65 @@ class ParamReader:
 
     def _frozen_end(self, state: TrainState, index: int, place: int) -> jax.Array:
         """Return a frozen parameter that is no stack of layers; its average is itself."""
-        leaf, record = jax.tree.leaves(state.frozen, is_leaf=is_stored)[place], self.records.weight(index)
+        leaf, record = (
+            jax.tree.leaves(state.frozen, is_leaf=is_stored)[place],
+            self.records.weight(index),
+        )
         if not isinstance(leaf, OnDisk):
             return _widened(jax.device_put(leaf, leaf.sharding.with_memory_kind("device")))
         if (index, False) not in self._ends:
-            self._ends[index, False] = jax.jit(lambda stacks: _widened(load_leaves([record], stacks)[0]))
+            self._ends[index, False] = jax.jit(
+                lambda stacks: _widened(load_leaves([record], stacks)[0])
+            )
         return self._read(self._ends[index, False], [leaf])
 
     @cached_property
     def _layer(self) -> Any:
-        """Return `read(state, layer, on_device, ema, number)`: one layer of a stack, in any tier, by its number."""
+        """Return `read(state, layer, on_device, ema, number)`: one layer of a stack, in any tier,
+        by its number.
+        """
         records, layout = self.records, self.layout
 
         def read_frozen(state: TrainState, part: Sequence[int], index: Index) -> list[jax.Array]:
             frozen = jax.tree.leaves(state.frozen, is_leaf=is_stored)
             stacks = [frozen[i - len(layout.leaves)] for i in part]
-            return [_widened(a) for a in read_layer([records.weight(i) for i in part], stacks, index)]
+            return [
+                _widened(a) for a in read_layer([records.weight(i) for i in part], stacks, index)
+            ]
 
-        def read(state: TrainState, layer: jax.Array, on_device: bool, ema: bool, number: int) -> Any:
+        def read(
+            state: TrainState, layer: jax.Array, on_device: bool, ema: bool, number: int
+        ) -> Any:
             states, stack = records.flat(state), layout.stacks[number]
             whole = OnDevice(layer) if on_device else layer
-            leaves = dict(zip(stack.blocks, self._read_record(states, stack.blocks, whole, ema), strict=True))
-            leaves |= zip(stack.frozen_blocks, read_frozen(state, stack.frozen_blocks, layer), strict=True)
+            leaves = dict(
+                zip(stack.blocks, self._read_record(states, stack.blocks, whole, ema), strict=True)
+            )
+            leaves |= zip(
+                stack.frozen_blocks, read_frozen(state, stack.frozen_blocks, layer), strict=True
+            )
             for group in stack.groups:
 
                 def tile(k: jax.Array, group: TileGroup = group) -> list[jax.Array]:
                     index = Tile(layer, k, group.num_tiles)
-                    trained = self._read_record(states, group.leaves, index, ema) if group.leaves else []
+                    trained = (
+                        self._read_record(states, group.leaves, index, ema) if group.leaves else []
+                    )
                     return trained + read_frozen(state, group.frozen, index)
 
                 # A layer is wanted whole here, so its tiles are stacked again.
-                leaves |= zip(group.weights, jax.lax.map(tile, jnp.arange(group.num_tiles)), strict=True)
+                leaves |= zip(
+                    group.weights, jax.lax.map(tile, jnp.arange(group.num_tiles)), strict=True
+                )
             decode = lambda leaf: _widened(self._decode(leaf)) if is_encoded(leaf) else leaf  # noqa: E731
-            tree = jax.tree.unflatten(layout.block_tree(stack.name), [leaves[i] for i in stack.in_tree])
+            tree = jax.tree.unflatten(
+                layout.block_tree(stack.name), [leaves[i] for i in stack.in_tree]
+            )
             return jax.tree.map(decode, tree, is_leaf=is_encoded)
 
         return jax.jit(read, static_argnums=(2, 3, 4))
 
-    # --- averages as a step has the parameters -----------------------------------------------------------------------------
+    # --- averages as a step has the parameters ----------------------------------------------------
 
     def averages(self, state: TrainState) -> Any:
         """Return the averages in the dtype, shardings and tier of the parameters.
@@ -201,8 +248,11 @@ class ParamReader:
 
         def cast(indices: Sequence[int]) -> Callable[[list[jax.Array]], list[jax.Array]]:
             dtypes = [layout.leaves[i].dtype for i in indices]
+
             # Copies, also where nothing is cast: these are donated to no step, and may be kept.
-            copies = lambda leaves: [jnp.array(a, dtype) for a, dtype in zip(leaves, dtypes, strict=True)]  # noqa: E731
+            def copies(leaves):
+                return [jnp.array(a, dtype) for a, dtype in zip(leaves, dtypes, strict=True)]
+
             return jax.jit(copies, out_shardings=[shardings[i] for i in indices])
 
         with jax.set_mesh(layout.mesh):
@@ -221,7 +271,11 @@ class ParamReader:
         layout = self.layout
         leaves = jax.tree.leaves(layout.abstract_state.params)
         stacks = _empty([leaves[i] for i in layout.stacked])
-        layers = [(n, stack, layer) for n, stack in enumerate(layout.stacks) for layer in range(stack.num_layers)]
+        layers = [
+            (n, stack, layer)
+            for n, stack in enumerate(layout.stacks)
+            for layer in range(stack.num_layers)
+        ]
         for number, stack, layer in layers:
             args = (state, stacks, jnp.int32(layer), layer < stack.device_layers, number)
             with self._runner.calling():
@@ -232,23 +286,33 @@ class ParamReader:
 
     @cached_property
     def _put_layer(self) -> Any:
-        """Return `put(state, stacks, layer, on_device, number)`: `stacks`, donated, with one layer's averages."""
+        """Return `put(state, stacks, layer, on_device, number)`: `stacks`, donated, with one
+        layer's averages.
+        """
         layout, records = self.layout, self.records
 
-        def put(state: TrainState, stacks: list[Any], layer: jax.Array, on_device: bool, number: int) -> list[Any]:
+        def put(
+            state: TrainState, stacks: list[Any], layer: jax.Array, on_device: bool, number: int
+        ) -> list[Any]:
             of_stack = layout.stacks[number]
             states, after = records.flat(state), dict(zip(layout.stacked, stacks, strict=True))
 
-            def write(after: dict[int, Any], part: Sequence[int], source: Index, target: Index) -> dict[int, Any]:
+            def write(
+                after: dict[int, Any], part: Sequence[int], source: Index, target: Index
+            ) -> dict[int, Any]:
                 values = self._read_record(states, part, source, ema=True)
                 values = [records.cast(i, value) for i, value in zip(part, values, strict=True)]
-                written = write_layer(pick(records.params, part), [after[i] for i in part], target, values)
+                written = write_layer(
+                    pick(records.params, part), [after[i] for i in part], target, values
+                )
                 return after | dict(zip(part, written, strict=True))
 
             after = write(after, of_stack.blocks, OnDevice(layer) if on_device else layer, layer)
             for group in of_stack.groups:
 
-                def tile(k: jax.Array, after: dict[int, Any], group: TileGroup = group) -> dict[int, Any]:
+                def tile(
+                    k: jax.Array, after: dict[int, Any], group: TileGroup = group
+                ) -> dict[int, Any]:
                     index = Tile(layer, k, group.num_tiles)
                     return write(after, group.leaves, index, index)
 
@@ -256,13 +320,21 @@ class ParamReader:
             return [after[i] for i in layout.stacked]
 
         shardings = jax.tree.leaves(layout.shardings.params)
-        return jax.jit(put, static_argnums=(3, 4), donate_argnums=1, out_shardings=[shardings[i] for i in layout.stacked])
+        return jax.jit(
+            put,
+            static_argnums=(3, 4),
+            donate_argnums=1,
+            out_shardings=[shardings[i] for i in layout.stacked],
+        )
 
 
 def _empty(abstract: Sequence[Any]) -> list[Any]:
     """Return zeros where the leaves rest: host memory or the device."""
     host = iter(allocate_all([a for a in abstract if is_away(a)]))
-    return [next(host) if is_away(a) else jnp.zeros(a.shape, a.dtype, device=a.sharding) for a in abstract]
+    return [
+        next(host) if is_away(a) else jnp.zeros(a.shape, a.dtype, device=a.sharding)
+        for a in abstract
+    ]
 
 
 def _widened(value: jax.Array) -> jax.Array:

@@ -1,15 +1,17 @@
-"""Runs compiled programs, with what they need around them: the disk, callbacks on the host, and signals that have to wait.
+"""Runs compiled programs, with what they need around them: the disk, callbacks on the host, and
+signals that have to wait.
 
     begin    the disk reads ahead what the program will ask for; memory of the state is bound for callbacks
     run      the program, to its end: callbacks come while it runs
     end      errors of callbacks are raised here, where the program can no longer hang
 
-An impatient user may leave the wait for a program. Its callbacks run on, and must not come in the next program or find the next
-state: so whatever calls the runner next waits for it first.
+An impatient user may leave the wait for a program. Its callbacks run on, and must not come in the
+next program or find the next state: so whatever calls the runner next waits for it first.
 
 While a program calls back, Python's threads give way to each other at once.
 
-A program without callbacks needs none of this. Its call returns before it has ended, as that of any program of JAX.
+A program without callbacks needs none of this. Its call returns before it has ended, as that of any
+program of JAX.
 """
 
 import contextlib
@@ -48,7 +50,9 @@ class Runner:
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
-        """Run a program in this: where it calls back, no signal leaves it, and no other thread runs one beside it."""
+        """Run a program in this: where it calls back, no signal leaves it, and no other thread runs
+        one beside it.
+        """
         if not self.calls_back:
             yield
             return
@@ -58,14 +62,20 @@ class Runner:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process is a fork of the runner's: it has none of the threads, and nothing here is its own."""
+        """Whether this process is a fork of the runner's: it has none of the threads, and nothing
+        here is its own.
+        """
         return os.getpid() != self._process
 
     def call(self, program: Callable[..., Any], *args: Any) -> Any:
-        """Return `program(*args)`, which has begun and may not have ended. Both may hold leaves on disk."""
+        """Return `program(*args)`, which has begun and may not have ended.
+
+        Both may hold leaves on disk.
+        """
         if not self.calls_back:
             return program(*args)
-        # An interrupt after the program began and before its results are known would leave nothing to wait for.
+        # An interrupt after the program began and before its results are known would leave nothing
+        # to wait for.
         with interrupts_wait(all_wait=True):
             self._left = program(*as_arguments(args))
         return as_leaves(self._left)
@@ -73,7 +83,9 @@ class Runner:
     def _end_last(self) -> None:
         """Wait for a program that an exception left."""
         if self._left is not None:
-            with contextlib.suppress(Exception):  # of the program: whoever left it has had an error already
+            with contextlib.suppress(
+                Exception
+            ):  # of the program: whoever left it has had an error already
                 _wait_for(self._left)
             self._left = None
 
@@ -110,12 +122,15 @@ class Runner:
         if self.swap is None:
             return program(*args)
         self.swap.begin(reads, moves, written, name=name)
-        # `finish` asks whether a callback failed, so all of them must be over; and none may come in the next program.
+        # `finish` asks whether a callback failed, so all of them must be over; and none may come in
+        # the next program.
         result = self.finished(self.call(program, *args))
         self.swap.finish()
         return result
 
-    def begin_step(self, state: TrainState, moves: Sequence[Move], written: Sequence[DiskRecords]) -> list[int]:
+    def begin_step(
+        self, state: TrainState, moves: Sequence[Move], written: Sequence[DiskRecords]
+    ) -> list[int]:
         """Prepare for a step.
 
         Args:
@@ -131,7 +146,9 @@ class Runner:
           SwapError: an earlier program failed.
         """
         # The memory that kernels are bound to must hold the state: nothing may still be writing it.
-        addresses = [] if self.host is None else self.host.binding.prepare(jax.block_until_ready(state))
+        addresses = (
+            [] if self.host is None else self.host.binding.prepare(jax.block_until_ready(state))
+        )
         if self.swap is not None:
             self.swap.begin(state, moves, written)
         return addresses
@@ -143,7 +160,9 @@ class Runner:
             self._left = None
         return results
 
-    def end_step(self, state: TrainState, addresses: list[int]) -> tuple[TrainState, dict[str, float]]:
+    def end_step(
+        self, state: TrainState, addresses: list[int]
+    ) -> tuple[TrainState, dict[str, float]]:
         """Return the state, and the metrics of the disk, after a step that made `state`.
 
         Raises:

@@ -1,9 +1,11 @@
-"""One train step under checks that an ordinary step does without, for a device and a jaxlib that have not run one before.
+"""One train step under checks that an ordinary step does without, for a device and a jaxlib that
+have not run one before.
 
 A streamed step rests on two promises of XLA that a wrong number would not reveal at once:
 
     offsets     a slice of host memory is read at the record that the schedule asks for. XLA fixes the address of each slice in
-                advance; asked to, it compares that with the one which the device computes, slice by slice
+                advance; asked to, it compares that with the one which the device computes, slice by
+                slice
     donation    what a step takes in host memory, it returns there. XLA says that it may reuse the memory; a copy would need the
                 bytes of all states twice
 
@@ -17,7 +19,9 @@ from typing import Any
 import jax
 
 VERIFY_OFFSETS = "xla_gpu_experimental_dynamic_slice_fusion_verify_offsets"
-"""The option with which XLA compares the offset of each slice with what the device computed; as of jaxlib 0.11."""
+"""The option with which XLA compares the offset of each slice with what the device computed; as of
+jaxlib 0.11.
+"""
 _HOST = ("pinned_host", "unpinned_host")
 _TOLD = 5
 
@@ -28,8 +32,10 @@ class SelfTest:
 
     Attributes:
       metrics: of the step, as `Program.step` returns them.
-      offsets_verified: whether XLA compared the offset of each slice with the device's. Only on GPUs, from jaxlib 0.11 on.
-      num_host_arrays: arrays of the state and of the step's scratch that rest in host memory; all came back where they were.
+      offsets_verified: whether XLA compared the offset of each slice with the device's. Only on
+        GPUs, from jaxlib 0.11 on.
+      num_host_arrays: arrays of the state and of the step's scratch that rest in host memory; all
+        came back where they were.
       host_bytes: of these on this process's devices.
     """
 
@@ -40,7 +46,11 @@ class SelfTest:
 
     def __str__(self) -> str:
         """Return what was checked, in a line each."""
-        offsets = "compared by XLA, slice by slice" if self.offsets_verified else "not compared: this device or jaxlib cannot"
+        offsets = (
+            "compared by XLA, slice by slice"
+            if self.offsets_verified
+            else "not compared: this device or jaxlib cannot"
+        )
         return "\n".join(
             [
                 f"offsets in host memory: {offsets}",
@@ -72,7 +82,11 @@ class HostAddresses:
     @property
     def moved(self) -> list[str]:
         """Names of the arrays that came back in other memory."""
-        return [name for name, (_, places) in self.before.items() if self.after.get(name, (0, []))[1] != places]
+        return [
+            name
+            for name, (_, places) in self.before.items()
+            if self.after.get(name, (0, []))[1] != places
+        ]
 
     @property
     def num_bytes(self) -> int:
@@ -84,7 +98,9 @@ class HostAddresses:
         if not (moved := self.moved):
             return
         size = sum(self.before[name][0] for name in moved)
-        told = ", ".join(moved[:_TOLD]) + (f" and {len(moved) - _TOLD} more" if len(moved) > _TOLD else "")
+        told = ", ".join(moved[:_TOLD]) + (
+            f" and {len(moved) - _TOLD} more" if len(moved) > _TOLD else ""
+        )
         raise RuntimeError(
             f"{len(moved)} of {len(self.before)} donated arrays in host memory came back elsewhere: {told}. XLA of jax "
             f"{jax.__version__} copied them, so a step needs {size:,} bytes more of host memory than program.memory says"
@@ -98,7 +114,10 @@ def _addresses(tree: Any) -> dict[str, tuple[int, list[int]]]:
         if isinstance(leaf, jax.Array) and leaf.sharding.memory_kind in _HOST:
             shards = [shard.data for shard in leaf.addressable_shards]
             size = sum(shard.nbytes for shard in shards)
-            found[jax.tree_util.keystr(path)] = size, [shard.unsafe_buffer_pointer() for shard in shards]
+            found[jax.tree_util.keystr(path)] = (
+                size,
+                [shard.unsafe_buffer_pointer() for shard in shards],
+            )
     return found
 
 

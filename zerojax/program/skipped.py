@@ -1,12 +1,14 @@
 """Why steps are skipped, said by name, without waiting for a device.
 
-A step whose gradients are not finite leaves its state as it was, and only its metrics say so: a run in which every step is
+A step whose gradients are not finite leaves its state as it was, and only its metrics say so: a run
+  in which every step is
 skipped looks like one that trains. Two things are said, each once for a row of skipped steps:
 
     at the first one     the batch has a fault (`zerojax.models.FAULT`): its metric names what is out of range
     at the Nth one       something else is wrong with the run: what to look at
 
-A metric is read when its step has ended: at a later step, so that neither the device nor the host waits for the other.
+A metric is read when its step has ended: at a later step, so that neither the device nor the host
+  waits for the other.
 """
 
 import collections
@@ -26,7 +28,8 @@ from zerojax.precision import PRECISIONS
 IN_A_ROW = 10
 """Skipped steps in a row after which something is said."""
 IN_A_ROW_SCALED = 20
-"""The same with a loss scale, which the first steps halve until it fits: 16 times from 2^16 to 1."""
+"""The same with a loss scale, which the first steps halve until it fits: 16 times from 2^16 to 1.
+"""
 logger = logging.getLogger("zerojax")
 
 
@@ -53,7 +56,9 @@ class SkippedSteps:
         self._has_fault = self._has_fault or bool(found)
         if self._count == self._most:
             return self._advice(metrics, found)
-        return f"a step was skipped, and its state is as it was: {worded(found)}" if is_new else None
+        return (
+            f"a step was skipped, and its state is as it was: {worded(found)}" if is_new else None
+        )
 
     def _advice(self, metrics: Mapping[str, Any], found: Mapping[str, float]) -> str:
         loss = float(metrics.get("loss", 0))
@@ -118,7 +123,9 @@ class SkipWarnings:
     def look(self, *, waits: bool = False) -> None:
         """Log what is known by now; with `waits`, of all that was started."""
         while self._steps and (waits or self._steps[0]["grads_finite"].is_ready()):
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # of a step that failed, which its own results raise
+            with contextlib.suppress(
+                jax.errors.JaxRuntimeError
+            ):  # of a step that failed, which its own results raise
                 if (said := self._skipped.add(self._steps.popleft())) is not None:
                     logger.warning("%s", said)
         while self._evaluations and (waits or _is_ready(self._evaluations[0])):

@@ -3,8 +3,10 @@
     resident    every layer on the device                             zerojax.resident
     streamed    layers come to the device one after the other         zerojax.streamed
 
-A step is equations and their order: pure functions that `Program` compiles, runs and accounts for. It holds no arrays. A step
-of a new kind offers what is here, and `zerojax.program.build` chooses it. Steps do not import this module.
+A step is equations and their order: pure functions that `Program` compiles, runs and accounts for.
+  It holds no arrays. A step
+of a new kind offers what is here, and `zerojax.program.build` chooses it. Steps do not import this
+module.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +20,9 @@ from zerojax.optim import HostUpdate, RecordUpdate
 from zerojax.state import TrainState
 
 Scratch = dict[str, list[Any]]
-"""Stacks in host memory that live inside a step, by use; empty where all of a step is on the device."""
+"""Stacks in host memory that live inside a step, by use; empty where all of a step is on the
+device.
+"""
 Metrics = Mapping[str, jax.Array | float]
 
 
@@ -40,7 +44,9 @@ class Step(Protocol):
         """The order in which layers are gathered, computed and released."""
         ...
 
-    def step(self, state: TrainState, batch: Any, scratch: Scratch) -> tuple[tuple[TrainState, Scratch], dict[str, jax.Array]]:
+    def step(
+        self, state: TrainState, batch: Any, scratch: Scratch
+    ) -> tuple[tuple[TrainState, Scratch], dict[str, jax.Array]]:
         """Run one step; to be jitted with `state` and `scratch` donated.
 
         Args:
@@ -54,15 +60,20 @@ class Step(Protocol):
         ...
 
     def eval(self, params: Any, model_state: Any, batch: Any) -> Any:
-        """Return the loss of a batch without keys, f32[]; where the model has metrics, a dict of both. To be jitted."""
+        """Return the loss of a batch without keys, f32[]; where the model has metrics, a dict of
+        both. To be jitted.
+        """
         ...
 
     def apply(self, params: Any, model_state: Any, batch: Any) -> Any:
         """Return what the model's `predict` gives of a batch, without keys. To be jitted."""
         ...
 
-    def grads(self, state: TrainState, batch: Any, scratch: Scratch) -> tuple[tuple[Any, Any], Scratch]:
-        """Differentiate the loss as `step` does, with its keys; to be jitted with `scratch` donated.
+    def grads(
+        self, state: TrainState, batch: Any, scratch: Scratch
+    ) -> tuple[tuple[Any, Any], Scratch]:
+        """Differentiate the loss as `step` does, with its keys; to be jitted with `scratch`
+        donated.
 
         Args:
           state: without masters, optimizer state and what is pending.
@@ -70,7 +81,8 @@ class Step(Protocol):
           scratch: like `abstract_scratch`.
 
         Returns:
-          (loss, as `eval` returns it, and gradients), and the scratch. Gradients are float32, like the trained parameters.
+          (loss, as `eval` returns it, and gradients), and the scratch. Gradients are float32, like
+          the trained parameters.
         """
         ...
 
@@ -87,7 +99,10 @@ class Step(Protocol):
         ...
 
     def moves(self) -> tuple[Move, ...]:
-        """Return what a step reads from disk and writes to it, in order. Of a step that was traced it is exact."""
+        """Return what a step reads from disk and writes to it, in order.
+
+        Of a step that was traced it is exact.
+        """
         ...
 
     def eval_moves(self) -> tuple[Move, ...]:

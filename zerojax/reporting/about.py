@@ -18,7 +18,8 @@ _PACKAGES = ("zerojax", "jax", "jaxlib", "flax", "optax", "numpy")
 
 
 def capacity_of(mesh: Mesh, swap_dir: str | None) -> dict[str, float | None]:
-    """Return the bytes of each tier that one device may use: its share of what this process's node has, and has free on disk.
+    """Return the bytes of each tier that one device may use: its share of what this process's node
+    has, and has free on disk.
 
     To be called before the program makes its files.
     """
@@ -27,7 +28,9 @@ def capacity_of(mesh: Mesh, swap_dir: str | None) -> dict[str, float | None]:
     pinned = memories.get("pinned_bytes")
     free = shutil.disk_usage(swap_dir).free if swap_dir and os.path.isdir(swap_dir) else None
     shares = {"pinned_host": pinned, "nvme": free}
-    return {"device": memories.get("device_bytes")} | {t: n and n / len(devices) for t, n in shares.items()}
+    return {"device": memories.get("device_bytes")} | {
+        t: n and n / len(devices) for t, n in shares.items()
+    }
 
 
 def hardware_of(mesh: Mesh) -> dict[str, str]:
@@ -45,10 +48,20 @@ def hardware_of(mesh: Mesh) -> dict[str, str]:
 
 
 def peaks_of(devices: Iterable[Any]) -> dict[str, str]:
-    """Return the most memory that was in use so far: of each device that tells, and of this process."""
-    peaks = [stats["peak_bytes_in_use"] for d in devices if "peak_bytes_in_use" in (stats := d.memory_stats() or {})]
+    """Return the most memory that was in use so far: of each device that tells, and of this
+    process.
+    """
+    peaks = [
+        stats["peak_bytes_in_use"]
+        for d in devices
+        if "peak_bytes_in_use" in (stats := d.memory_stats() or {})
+    ]
     found = {"most memory in use on a device": size_of(max(peaks))} if peaks else {}
-    return found | {"most resident memory of this process": size_of(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)}
+    return found | {
+        "most resident memory of this process": size_of(
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        )
+    }
 
 
 def versions() -> dict[str, str]:

@@ -1,7 +1,8 @@
-"""What a run shows on a terminal: lines, the bar of its steps, and a bar for each long piece of work before them.
+"""What a run shows on a terminal: lines, the bar of its steps, and a bar for each long piece of
+work before them.
 
-On a file or a pipe there are lines alone. Bars are rich's, which redraws them in a thread, so they move while a program
-compiles.
+On a file or a pipe there are lines alone. Bars are rich's, which redraws them in a thread, so they
+move while a program compiles.
 """
 
 import contextlib
@@ -29,11 +30,19 @@ class Display:
         """
         console, progress = module_of("rich.console", EXTRA), module_of("rich.progress", EXTRA)
         is_terminal = sys.stdout.isatty()
-        self.console = console.Console(quiet=is_quiet, highlight=False, width=None if is_terminal else 140)
-        columns = (progress.BarColumn(30), progress.MofNCompleteColumn(), progress.TimeRemainingColumn())
+        self.console = console.Console(
+            quiet=is_quiet, highlight=False, width=None if is_terminal else 140
+        )
+        columns = (
+            progress.BarColumn(30),
+            progress.MofNCompleteColumn(),
+            progress.TimeRemainingColumn(),
+        )
         words = progress.TextColumn("{task.description}")
         hidden = is_quiet or not (is_terminal if has_bars is None else has_bars)
-        self._progress = progress.Progress(*columns, words, console=self.console, disable=hidden, transient=True)
+        self._progress = progress.Progress(
+            *columns, words, console=self.console, disable=hidden, transient=True
+        )
         self._steps: int | None = None
         self._stack = contextlib.ExitStack()
 
@@ -67,7 +76,8 @@ class Display:
 
 @contextlib.contextmanager
 def bars() -> Iterator[None]:
-    """Show bars of long work in this context, where standard output is a terminal: init, import, export, restore, compile.
+    """Show bars of long work in this context, where standard output is a terminal: init, import,
+    export, restore, compile.
 
     `zj.Run` does that by itself.
 

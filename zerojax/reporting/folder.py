@@ -5,8 +5,9 @@
     runs/gpt/metrics.dropped.jsonl   lines that a later run replaced
     runs/gpt/report.html             the page
 
-Two runs that share a folder would overwrite each other's figures, and a run that resumes would take over the figures of the
-other run. The kernel releases the lock with the process, however the process ends.
+Two runs that share a folder would overwrite each other's figures, and a run that resumes would take
+over the figures of the other run. The kernel releases the lock with the process, however the
+process ends.
 """
 
 import contextlib
@@ -45,8 +46,8 @@ class RunFolder:
           path: of the folder.
 
         Raises:
-          ValueError: the folder cannot be made or written, another run writes to it, or one of its files is a link, a folder,
-            a FIFO or a device.
+          ValueError: the folder cannot be made or written, another run writes to it, or one of its
+            files is a link, a folder, a FIFO or a device.
         """
         self.path = path
         self._lock: int | None = None
@@ -55,11 +56,19 @@ class RunFolder:
             self._check_files()
             self._lock = self._acquire()
         except NotRegularError as error:
-            raise ValueError(f"logdir={path!r}: {error}: remove it, or choose another folder") from error
+            raise ValueError(
+                f"logdir={path!r}: {error}: remove it, or choose another folder"
+            ) from error
         except OSError as error:
             if error.errno not in _FULL:
-                raise ValueError(f"logdir={path!r} cannot be written: {error}: choose another folder") from error
-            logger.warning("logdir=%r: %s; the run goes on, and writes its figures once there is room", path, error.strerror)
+                raise ValueError(
+                    f"logdir={path!r} cannot be written: {error}: choose another folder"
+                ) from error
+            logger.warning(
+                "logdir=%r: %s; the run goes on, and writes its figures once there is room",
+                path,
+                error.strerror,
+            )
 
     def file(self, name: str) -> str:
         """Return the path of a file in the folder."""
@@ -94,16 +103,23 @@ class RunFolder:
             os.close(fd)
             if error.errno not in _NO_LOCKS:
                 raise
-            logger.warning("logdir=%r: its file system has no locks, so a second run there goes unnoticed", self.path)
+            logger.warning(
+                "logdir=%r: its file system has no locks, so a second run there goes unnoticed",
+                self.path,
+            )
             return None
-        with contextlib.suppress(OSError):  # a full disk: the number only makes the message above clearer
+        with contextlib.suppress(
+            OSError
+        ):  # a full disk: the number only makes the message above clearer
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         os.register_at_fork(after_in_child=lambda: self._forget(fd))
         return fd
 
     def _forget(self, fd: int) -> None:
-        """Close the lock's file in a forked child, which would keep the lock when this process is gone."""
+        """Close the lock's file in a forked child, which would keep the lock when this process is
+        gone.
+        """
         if self._lock == fd:
             self._lock = None
             os.close(fd)
@@ -117,7 +133,8 @@ def open_file(path: str, flags: int) -> int:
       flags: of os.open.
 
     Raises:
-      NotRegularError: a link, a folder, a FIFO or a device has that name; the message names the path.
+      NotRegularError: a link, a folder, a FIFO or a device has that name; the message names the
+        path.
       OSError: as os.open raises it.
     """
     try:
@@ -127,7 +144,8 @@ def open_file(path: str, flags: int) -> int:
 
 
 def replace_file(path: str, parts: Iterable[bytes]) -> None:
-    """Replace a file by a rename, so that a reader, or a run after a kill, sees the old file or the new one.
+    """Replace a file by a rename, so that a reader, or a run after a kill, sees the old file or the
+    new one.
 
     Args:
       path: of the file.
@@ -151,7 +169,9 @@ def replace_file(path: str, parts: Iterable[bytes]) -> None:
 
 
 def set_aside(path: str) -> None:
-    """Give a file of an earlier run a name of its own: `report.html` becomes `report.1.html`, or the next free number."""
+    """Give a file of an earlier run a name of its own: `report.html` becomes `report.1.html`, or
+    the next free number.
+    """
     stem, end = os.path.splitext(path)
     number = 1
     while os.path.lexists(f"{stem}.{number}{end}"):

@@ -1,12 +1,14 @@
-"""All figures of a run: in memory, from which the report is drawn, and line by line in `metrics.jsonl`.
+"""All figures of a run: in memory, from which the report is drawn, and line by line in
+`metrics.jsonl`.
 
     {"step": 7, "train/loss": 2.25, "train/grad_norm": null}        a number that is not finite is null
 
-A run that resumes at step N keeps the lines of earlier steps. Lines of later steps, which it makes again, and lines that cannot
-be read move to `metrics.dropped.jsonl`. The shorter file is written beside the old one and renamed, so a kill at any moment
-leaves one of them whole.
+A run that resumes at step N keeps the lines of earlier steps. Lines of later steps, which it makes
+again, and lines that cannot be read move to `metrics.dropped.jsonl`. The shorter file is written
+beside the old one and renamed, so a kill at any moment leaves one of them whole.
 
-The disk of a log may fill up while the training goes on: lines that could not be written stay in memory and are written
+The disk of a log may fill up while the training goes on: lines that could not be written stay in
+  memory and are written
 with a later step.
 """
 
@@ -67,10 +69,14 @@ class History:
         del failed
         self._write_pending()
         if self._pending:
-            logger.warning("%s lacks %d lines, which could not be written", self._path, len(self._pending))
+            logger.warning(
+                "%s lacks %d lines, which could not be written", self._path, len(self._pending)
+            )
         fd, self._fd = self._fd, None
         if fd is not None:
-            with contextlib.suppress(OSError):  # a network file system reports here what was warned of before
+            with contextlib.suppress(
+                OSError
+            ):  # a network file system reports here what was warned of before
                 os.close(fd)
 
     def _remember(self, step: int, figures: Mapping[str, float]) -> None:
@@ -98,7 +104,9 @@ class History:
                 self._kept.append(line)
                 last = max(last, record.step)
         if damaged:
-            logger.warning("%s cannot be read at line %s: moved to %s", self._path, _shown(damaged), DROPPED)
+            logger.warning(
+                "%s cannot be read at line %s: moved to %s", self._path, _shown(damaged), DROPPED
+            )
         if self._kept and last < first - 1:
             logger.warning("%s has no figures of steps %d to %d", self._path, last + 1, first - 1)
 
@@ -139,7 +147,11 @@ class History:
     def _warn(self, error: OSError) -> None:
         if not self._is_failing:
             reason = error.strerror or error
-            logger.warning("%s cannot be written: %s; the run goes on, and tries again at each step", self._path, reason)
+            logger.warning(
+                "%s cannot be written: %s; the run goes on, and tries again at each step",
+                self._path,
+                reason,
+            )
         self._is_failing = True
 
 
@@ -175,7 +187,9 @@ def _record_of(line: bytes) -> _Record | None:
 
 
 def _has_literals(line: bytes, figures: Mapping[str, float]) -> bool:
-    """Return whether a line has NaN or an infinity, which strict readers of JSON refuse, where null stands for them."""
+    """Return whether a line has NaN or an infinity, which strict readers of JSON refuse, where null
+    stands for them.
+    """
     count = sum(not math.isfinite(value) for value in figures.values())
     return count != line.count(b"null")
 

@@ -1,6 +1,8 @@
-"""The report of a run: one page of HTML with its curves, its memory by tier against what there is, and what it ran with.
+"""The report of a run: one page of HTML with its curves, its memory by tier against what there is,
+and what it ran with.
 
-It needs no script and no file beside it. Its pictures are SVG, drawn of the parts of which a plan's picture is made.
+It needs no script and no file beside it. Its pictures are SVG, drawn of the parts of which a plan's
+picture is made.
 """
 
 import dataclasses
@@ -74,41 +76,92 @@ def write_page(path: str, report: Report) -> None:
 
 
 def charts_of(series: Series) -> list[Chart]:
-    """Return the charts of a run's figures: what every run has, and one for each metric of the model's own."""
+    """Return the charts of a run's figures: what every run has, and one for each metric of the
+    model's own.
+    """
 
-    def line(key: str, name: str, colour: str = _COLOURS[0], scale: float = 1.0, has_dots: bool = False) -> Line:
+    def line(
+        key: str, name: str, colour: str = _COLOURS[0], scale: float = 1.0, has_dots: bool = False
+    ) -> Line:
         steps, values = series.get(key, ((), ()))
         return Line(name, steps, [value * scale for value in values], colour, has_dots)
 
     validations = [key for key in series if key.startswith("validation/")]
-    losses = [line("train/loss", "training"), line("validation/loss", "validation", _ORANGE, has_dots=True)]
+    losses = [
+        line("train/loss", "training"),
+        line("validation/loss", "validation", _ORANGE, has_dots=True),
+    ]
     known = [
         Chart("Loss", losses),
-        Chart("Tokens a second", [line("speed/tokens_per_second", "all devices", _GREEN)], from_zero=True),
-        Chart("Seconds a step", [line("speed/seconds_per_step", "mean since the last pause", _GREEN)], from_zero=True),
-        Chart("Utilization (MFU)", [line("speed/mfu", "of the vendor's peak", _GREEN, 100.0)], " %", from_zero=True),
-        Chart("Waiting for the disk", [line("speed/stall", "stall", _PURPLE, 100.0)], " %", from_zero=True),
-        Chart("Swapped", [line("speed/swap_bytes_per_second", "read and written", _PURPLE, 1e-9)], " GB/s", from_zero=True),
+        Chart(
+            "Tokens a second",
+            [line("speed/tokens_per_second", "all devices", _GREEN)],
+            from_zero=True,
+        ),
+        Chart(
+            "Seconds a step",
+            [line("speed/seconds_per_step", "mean since the last pause", _GREEN)],
+            from_zero=True,
+        ),
+        Chart(
+            "Utilization (MFU)",
+            [line("speed/mfu", "of the vendor's peak", _GREEN, 100.0)],
+            " %",
+            from_zero=True,
+        ),
+        Chart(
+            "Waiting for the disk",
+            [line("speed/stall", "stall", _PURPLE, 100.0)],
+            " %",
+            from_zero=True,
+        ),
+        Chart(
+            "Swapped",
+            [line("speed/swap_bytes_per_second", "read and written", _PURPLE, 1e-9)],
+            " GB/s",
+            from_zero=True,
+        ),
         Chart("Gradient norm", [line("train/grad_norm", "before clipping")], from_zero=True),
         Chart("Learning rate", _rates(series), from_zero=True),
     ]
     shown = {"train/loss", "train/grad_norm", "train/grads_finite", "validation/loss"}
-    own = [key for key in series if key.startswith("train/") and not key.startswith(("train/swap_", "train/learning_rate"))]
+    own = [
+        key
+        for key in series
+        if key.startswith("train/") and not key.startswith(("train/swap_", "train/learning_rate"))
+    ]
     # Nothing to see in most runs.
-    shown |= {key for key in own if key.startswith(("train/skipped_steps", f"train/{FAULT}")) and not any(series[key][1])}
+    shown |= {
+        key
+        for key in own
+        if key.startswith(("train/skipped_steps", f"train/{FAULT}")) and not any(series[key][1])
+    }
     others = [key for key in (*own, *validations) if key not in shown]
-    return [*known, *(Chart(key, [line(key, key.partition("/")[2], has_dots=key in validations)]) for key in others)]
+    return [
+        *known,
+        *(
+            Chart(key, [line(key, key.partition("/")[2], has_dots=key in validations)])
+            for key in others
+        ),
+    ]
 
 
 def _rates(series: Series) -> list[Line]:
     keys = [key for key in series if key.startswith("train/learning_rate")]
-    named = [key.removeprefix("train/learning_rate").removeprefix("/") or "all parameters" for key in keys]
+    named = [
+        key.removeprefix("train/learning_rate").removeprefix("/") or "all parameters"
+        for key in keys
+    ]
     return [
-        Line(name, *series[key], _COLOURS[n % len(_COLOURS)]) for n, (key, name) in enumerate(zip(keys, named, strict=True))
+        Line(name, *series[key], _COLOURS[n % len(_COLOURS)])
+        for n, (key, name) in enumerate(zip(keys, named, strict=True))
     ]
 
 
 def _table(heading: str, rows: Mapping[str, str]) -> str:
-    cells = "".join(f"<tr><td>{html.escape(key)}</td><td>{html.escape(value)}</td></tr>" for key, value in rows.items())
+    cells = "".join(
+        f"<tr><td>{html.escape(key)}</td><td>{html.escape(value)}</td></tr>"
+        for key, value in rows.items()
+    )
     title = f"<h2>{html.escape(heading)}</h2>" if heading else ""
     return f"<section>{title}<table>{cells}</table></section>"

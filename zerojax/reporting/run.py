@@ -1,6 +1,8 @@
-"""A training run that is seen: its figures on the terminal, in TensorBoard or Weights & Biases, and on one page at its end.
+"""A training run that is seen: its figures on the terminal, in TensorBoard or Weights & Biases, and
+on one page at its end.
 
-    with zj.Run("runs/gpt", program=program, memory=program.memory(batch), steps=1000, tokens=batch_size * seq) as run:
+    with zj.Run("runs/gpt", program=program, memory=program.memory(batch), steps=1000,
+    tokens=batch_size * seq) as run:
         state = program.init(key)                     # with a bar, on a terminal
         for step in range(1, 1001):
             state, metrics = program.step(state, batch)
@@ -9,15 +11,18 @@
                 with run.pause():                     # what is done in it is no step's time
                     run.log(step, {"validation/loss": validate(state)})
 
-Who asks for a metric's value waits for its step, and the device then waits for the next program. So on an accelerator the
-values of a step are fetched when the next one has been started: one step is always queued, and the loop runs no further ahead.
-On CPUs they are fetched at once: many programs that run at the same time there can wait for each other without end.
+Who asks for a metric's value waits for its step, and the device then waits for the next program. So
+on an accelerator the values of a step are fetched when the next one has been started: one step is
+always queued, and the loop runs no further ahead. On CPUs they are fetched at once: many programs
+that run at the same time there can wait for each other without end.
 
-Steps that are skipped one after the other, and batches with a fault, are said in a line of their own, and in the report.
+Steps that are skipped one after the other, and batches with a fault, are said in a line of their
+own, and in the report.
 
-The folder holds `report.html`, written at each pause (at most once a minute) and at the end, also after an error, Ctrl-C or
-SIGTERM; `metrics.jsonl`, a line of figures a step; and TensorBoard's events. Only process 0 writes and prints. The folder is
-locked while the run writes there. A full disk costs figures and a warning, and never ends the training.
+The folder holds `report.html`, written at each pause (at most once a minute) and at the end, also
+after an error, Ctrl-C or SIGTERM; `metrics.jsonl`, a line of figures a step; and TensorBoard's
+events. Only process 0 writes and prints. The folder is locked while the run writes there. A full
+disk costs figures and a warning, and never ends the training.
 """
 
 import contextlib
@@ -57,7 +62,8 @@ class Run:
     """Takes each step's metrics, and shows them; a context manager.
 
     Attributes:
-      figures: the last value of each, by name: "train/loss", "validation/loss", "speed/tokens_per_second" and so on.
+      figures: the last value of each, by name: "train/loss", "validation/loss",
+        "speed/tokens_per_second" and so on.
       watch: compares the steps with the plan, and counts what the disk takes a day.
       ended: how the run ended, for the report; to be set where it is not as planned.
     """
@@ -84,23 +90,28 @@ class Run:
         """Make a run; entering it locks its folder, and its first step writes files.
 
         Args:
-          logdir: folder of its files, for this run alone; made when the run is entered. A run that resumes at a later step
-            keeps the figures of earlier steps. Figures and page of another run are renamed, not overwritten.
+          logdir: folder of its files, for this run alone; made when the run is entered. A run that
+            resumes at a later step keeps the figures of earlier steps. Figures and page of another
+            run are renamed, not overwritten.
           program: whose steps it has.
-          report_to: where figures go beside the report: "tensorboard", "wandb" (whose WANDB_MODE=offline needs no network).
-          schedule: the learning rate by the number of updates before, where the step's metrics do not have it: those of
-            `optax.adamw(schedule)` and `inject_hyperparams` do.
+          report_to: where figures go beside the report: "tensorboard", "wandb" (whose
+            WANDB_MODE=offline needs no network).
+          schedule: the learning rate by the number of updates before, where the step's metrics do
+            not have it: those of `optax.adamw(schedule)` and `inject_hyperparams` do.
           steps: of the whole run, for the bar.
           tokens: of a step, over all processes.
           flops_per_token: of the model, for MFU (`zerojax.planner.flops_per_token`).
           memory: of a step, by tier (`program.memory(batch)`).
           plan: to compare the steps with.
           machine: whose disks' endurance is known; the plan's by default.
-          config: options of the run, a mapping or a dataclass, for the report; numbers, texts and None, nested.
+          config: options of the run, a mapping or a dataclass, for the report; numbers, texts and
+            None, nested.
           name: of the run; the folder's by default.
-          profile: steps to trace by `jax.profiler`, from the third on, into the folder, for TensorBoard or XProf.
+          profile: steps to trace by `jax.profiler`, from the third on, into the folder, for
+            TensorBoard or XProf.
           bars: draw bars; by default where standard output is a terminal.
-          late: fetch a step's values when the next one has been started; by default on all but CPUs.
+          late: fetch a step's values when the next one has been started; by default on all but
+            CPUs.
 
         Raises:
           ValueError: `report_to` has an unknown name, or a number is below its least.
@@ -111,7 +122,9 @@ class Run:
         profile = 0 if profile is None else whole_number("profile", profile, 0)
         folder = as_path(logdir)
         if folder is None:
-            raise ValueError(f"logdir={logdir!r}: a folder's path is needed, a str or an os.PathLike of one")
+            raise ValueError(
+                f"logdir={logdir!r}: a folder's path is needed, a str or an os.PathLike of one"
+            )
         self.logdir = os.path.abspath(folder)
         self.name = name or os.path.basename(self.logdir)
         self.figures: dict[str, float] = {}
@@ -126,7 +139,9 @@ class Run:
         self._lag = int(not is_cpu if late is None else late)
         peak = peak_flops(self._mesh, program.config.precision)
         count = len(self._mesh.local_devices)
-        self._speed = Speed(tokens=tokens, flops_per_token=flops_per_token, peak=peak, devices=count)
+        self._speed = Speed(
+            tokens=tokens, flops_per_token=flops_per_token, peak=peak, devices=count
+        )
         self._pending: list[tuple[int, Mapping[str, Any]]] = []
         self._skipped, self._said = SkippedSteps(program.config), ""
         self._started = 0
@@ -145,29 +160,39 @@ class Run:
         self._capacity = capacity_of(self._mesh, self._program.config.swap_dir)
         with contextlib.ExitStack() as stack:
             stack.callback(self._close_folder)
-            AllProcesses(self._mesh, f"opening logdir={self.logdir!r}", ValueError).do(self._open_folder)
+            AllProcesses(self._mesh, f"opening logdir={self.logdir!r}", ValueError).do(
+                self._open_folder
+            )
             stack.enter_context(_sigterm_raises(self._received))
             stack.enter_context(self._display)
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         with self._stack:
             if error is None:
                 self.flush()
             else:
                 self.ended = self.ended or f"{type(error).__name__}: {error}"
-                with contextlib.suppress(Exception):  # the step that failed has no values, and the error is on its way
+                with contextlib.suppress(
+                    Exception
+                ):  # the step that failed has no values, and the error is on its way
                     self.flush()
             self._end_profile()
             for writer in self._writers:
                 writer.close(failed=error is not None)
             self._write_page(self.ended or "ended as planned")
 
-    # --- what the loop calls -----------------------------------------------------------------------------------------------
+    # --- what the loop calls ----------------------------------------------------------------------
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take the metrics of a step that was started; those of the step before are fetched now, or on CPUs these.
+        """Take the metrics of a step that was started; those of the step before are fetched now, or
+        on CPUs these.
 
         Args:
           step: its number, from 1 on; the first one that is given opens the files.
@@ -180,7 +205,11 @@ class Run:
         self._pending.append((step, metrics))
         while len(self._pending) > self._lag:
             self._take()
-        if self._profile and self._is_first and self._started in (_PROFILE_AFTER, _PROFILE_AFTER + self._profile):
+        if (
+            self._profile
+            and self._is_first
+            and self._started in (_PROFILE_AFTER, _PROFILE_AFTER + self._profile)
+        ):
             self.flush()  # a trace has whole steps
             self._begin_profile() if self._started == _PROFILE_AFTER else self._end_profile()
 
@@ -220,7 +249,7 @@ class Run:
         """The last figures in one line."""
         return describe(self.figures)
 
-    # --- what it does with them --------------------------------------------------------------------------------------------
+    # --- what it does with them -------------------------------------------------------------------
 
     def _take(self) -> None:
         """Fetch the values of the oldest step, which waits for it."""
@@ -228,7 +257,9 @@ class Run:
         fetched = jax.device_get(dict(metrics))
         values = {f"train/{name}": float(value) for name, value in fetched.items()}
         self.watch.step(metrics)
-        if self._schedule is not None and not any(name.startswith("train/learning_rate") for name in values):
+        if self._schedule is not None and not any(
+            name.startswith("train/learning_rate") for name in values
+        ):
             skipped = int(values.get("train/skipped_steps", 0))
             values["train/learning_rate"] = self._rate(max(0, step - 1 - skipped))
         is_first = self._speed.since is None
@@ -261,7 +292,9 @@ class Run:
             return
         self._folder = RunFolder(self.logdir)
         if (module := self._modules.get("wandb")) is not None:
-            self._writers.append(Guarded("wandb", Wandb(module, self.logdir, self.name, self._config)))
+            self._writers.append(
+                Guarded("wandb", Wandb(module, self.logdir, self.name, self._config))
+            )
 
     def _close_folder(self) -> None:
         if self._folder is not None:
@@ -270,13 +303,17 @@ class Run:
     def _open_history(self, first: int) -> History:
         """Open the files, whose content depends on the step at which the run begins."""
         if self._folder is None:
-            raise RuntimeError("a zj.Run takes steps in its context: with zj.Run(...) as run: run.step(...)")
+            raise RuntimeError(
+                "a zj.Run takes steps in its context: with zj.Run(...) as run: run.step(...)"
+            )
         if first == 1:
             set_aside(self._folder.file(PAGE))
         history = History(self._folder, first)
         self._writers.append(history)
         if "tensorboard" in self._modules:
-            self._writers.append(Guarded("tensorboard", None, lambda: TensorBoard(self.logdir, first)))
+            self._writers.append(
+                Guarded("tensorboard", None, lambda: TensorBoard(self.logdir, first))
+            )
         return history
 
     def _begin_profile(self) -> None:
@@ -292,7 +329,9 @@ class Run:
         except Exception as error:  # a full disk, as JAX or its profiler reports it
             logger.warning("the profile could not be written to %s: %s", self.logdir, error)
             return
-        self.print(f"a profile is in {self.logdir}: tensorboard --logdir {self.logdir}, with the package xprof")
+        self.print(
+            f"a profile is in {self.logdir}: tensorboard --logdir {self.logdir}, with the package xprof"
+        )
 
     def _write_page(self, state: str) -> None:
         if self._history is None:
@@ -304,7 +343,11 @@ class Run:
         if "validation/loss" in self.figures:
             summary["validation loss"] = f"{self.figures['validation/loss']:.4f}"
         if self.watch.written_a_day:
-            days = "" if self.watch.disk_days is None else f", {self.watch.disk_days:,.0f} days to its TBW"
+            days = (
+                ""
+                if self.watch.disk_days is None
+                else f", {self.watch.disk_days:,.0f} days to its TBW"
+            )
             summary["disk"] = f"{self.watch.written_a_day / 1e12:.3g} TB a day{days}"
         if self._said:
             summary["skipped steps"] = self._said
@@ -344,21 +387,32 @@ def _flat(config: Any) -> dict[str, str]:
         raise ValueError(f"config={config!r}: a mapping or a dataclass is needed")
     found: dict[str, str] = {}
     for name, value in config.items():
-        is_nested = isinstance(value, Mapping) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
-        found |= {f"{name}.{below}": text for below, text in _flat(value).items()} if is_nested else {str(name): str(value)}
+        is_nested = isinstance(value, Mapping) or (
+            dataclasses.is_dataclass(value) and not isinstance(value, type)
+        )
+        found |= (
+            {f"{name}.{below}": text for below, text in _flat(value).items()}
+            if is_nested
+            else {str(name): str(value)}
+        )
     return found
 
 
 @contextlib.contextmanager
 def _sigterm_raises(received: list[int]) -> Iterator[None]:
-    """Let SIGTERM raise SystemExit(143), where it would end the process at once, and note it in `received`.
+    """Let SIGTERM raise SystemExit(143), where it would end the process at once, and note it in
+    `received`.
 
-    Python's collector of garbage and the like catch what is raised in them, so the next step asks for what was noted.
+    Python's collector of garbage and the like catch what is raised in them, so the next step asks
+    for what was noted.
 
-    Where a handler is there, such as `zj.Preemption`'s, it stays. In a run of several processes it is JAX's, which Python does
-    not see.
+    Where a handler is there, such as `zj.Preemption`'s, it stays. In a run of several processes it
+    is JAX's, which Python does not see.
     """
-    is_free = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    is_free = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    )
     if not is_free or jax.process_count() > 1:
         yield
         return

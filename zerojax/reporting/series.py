@@ -1,7 +1,7 @@
 """Draw figures over the steps of a run: two charts a row, each with an axis at round numbers.
 
-Of a long run a point is the mean of several steps, and a pale band goes from their least to their largest. What is not finite
-is left out, and the note says how many.
+Of a long run a point is the mean of several steps, and a pale band goes from their least to their
+largest. What is not finite is left out, and the note says how many.
 """
 
 import dataclasses
@@ -56,17 +56,28 @@ class Chart:
 
 def draw_charts(charts: Sequence[Chart]) -> Part:
     """Return charts, two a row; without those that have no point."""
-    drawn = [chart for chart in charts if any(math.isfinite(v) for one in chart.lines for v in one.values)]
+    drawn = [
+        chart
+        for chart in charts
+        if any(math.isfinite(v) for one in chart.lines for v in one.values)
+    ]
     body = []
     for n, chart in enumerate(drawn):
         place = f"translate({COLUMN * (n % 2)} {ROW * (n // 2)})"
         body.append(element("g", *_draw(chart), class_="chart", transform=place))
-    return Part("Steps", "figures of each step, over the steps", body, float(ROW * -(-len(drawn) // 2)))
+    return Part(
+        "Steps", "figures of each step, over the steps", body, float(ROW * -(-len(drawn) // 2))
+    )
 
 
 def _draw(chart: Chart) -> list[str]:
     """Return a chart from its upper left corner on."""
-    points = [(s, v) for one in chart.lines for s, v in zip(one.steps, one.values, strict=True) if math.isfinite(v)]
+    points = [
+        (s, v)
+        for one in chart.lines
+        for s, v in zip(one.steps, one.values, strict=True)
+        if math.isfinite(v)
+    ]
     first, last = min(s for s, _ in points), max(s for s, _ in points)
     low, high = min(v for _, v in points), max(v for _, v in points)
     low = min(0.0, low) if chart.from_zero else low
@@ -84,7 +95,9 @@ def _draw(chart: Chart) -> list[str]:
             line(LEFT, y, LEFT + WIDE, y),
             text(LEFT - 6, y + 4, f"{_number(tick)}{chart.unit}", fill=GREY, text_anchor="end"),
         ]
-    for step in [round(tick) for tick in _ticks(first, last) if first <= tick <= last and tick == round(tick)] or [first]:
+    for step in [
+        round(tick) for tick in _ticks(first, last) if first <= tick <= last and tick == round(tick)
+    ] or [first]:
         x, y = at(step, low)
         body.append(line(x, y, x, y + 4, stroke=GREY))
         body.append(text(x, y + 17, f"{step:,}", fill=GREY, text_anchor="middle"))
@@ -98,12 +111,17 @@ def _draw(chart: Chart) -> list[str]:
         if missing := len(one.values) - len(kept):
             words += f", {missing} not finite"
         y = 24 + HIGH + 36
-        body += [line(x, y - 4, x + 16, y - 4, stroke=one.colour, stroke_width=2.5), text(x + 22, y, words, fill=DARK)]
+        body += [
+            line(x, y - 4, x + 16, y - 4, stroke=one.colour, stroke_width=2.5),
+            text(x + 22, y, words, fill=DARK),
+        ]
         x += 40 + 7.2 * len(words)
     return body
 
 
-def _line(one: Line, kept: Sequence[tuple[int, float]], at: Callable[[float, float], tuple[float, float]]) -> list[str]:
+def _line(
+    one: Line, kept: Sequence[tuple[int, float]], at: Callable[[float, float], tuple[float, float]]
+) -> list[str]:
     """Return the line, and where a point stands for several steps, the band below it."""
     size = -(-len(kept) // MOST)
     groups = [kept[i : i + size] for i in range(0, len(kept), size)]
@@ -111,13 +129,25 @@ def _line(one: Line, kept: Sequence[tuple[int, float]], at: Callable[[float, flo
     if size > 1:
         upper = [at(group[0][0], max(v for _, v in group)) for group in groups]
         lower = [at(group[0][0], min(v for _, v in group)) for group in groups]
-        body.append(element("polygon", points=_points([*upper, *reversed(lower)]), fill=one.colour, opacity=0.18))
+        body.append(
+            element(
+                "polygon", points=_points([*upper, *reversed(lower)]), fill=one.colour, opacity=0.18
+            )
+        )
     means = [at(sum(s for s, _ in g) / len(g), sum(v for _, v in g) / len(g)) for g in groups]
     tooltip = element("title", html.escape(f"{one.name}: {len(kept)} points"))
     body.append(
-        element("polyline", tooltip, points=_points(means), fill="none", stroke=one.colour, stroke_width=1.6, class_="series",
-                stroke_linejoin="round")
-    )  # fmt: skip
+        element(
+            "polyline",
+            tooltip,
+            points=_points(means),
+            fill="none",
+            stroke=one.colour,
+            stroke_width=1.6,
+            class_="series",
+            stroke_linejoin="round",
+        )
+    )
     if one.has_dots or len(means) == 1:
         body += [element("circle", cx=x, cy=y, r=2.5, fill=one.colour) for x, y in means]
     return body
@@ -133,7 +163,9 @@ def _ticks(low: float, high: float) -> list[float]:
         high = low + (abs(low) or 1.0)
     ticks = round_ticks(high - low, 5)
     step = ticks[1] - ticks[0] if len(ticks) > 1 else high - low
-    return [step * n for n in range(math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9) + 1)]
+    return [
+        step * n for n in range(math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9) + 1)
+    ]
 
 
 def _number(value: float) -> str:

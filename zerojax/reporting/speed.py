@@ -4,8 +4,8 @@
     MFU        FLOPs of the model a second / the vendor's peak of all devices
     stall      seconds that devices waited for the disk / (devices of this process * seconds)
 
-The first step compiles, and what is done between steps, such as a validation, is no step's time: after both a new window
-begins.
+The first step compiles, and what is done between steps, such as a validation, is no step's time:
+after both a new window begins.
 """
 
 import dataclasses
@@ -18,7 +18,8 @@ from zerojax.machines import machine, machine_of
 
 
 def peak_flops(mesh: Mesh, precision: str) -> float | None:
-    """Return the vendor's FLOP/s of a mesh, or None where it is not known or the products are float32.
+    """Return the vendor's FLOP/s of a mesh, or None where it is not known or the products are
+    float32.
 
     Of float32 products it is not known whether they are TF32's.
     """
@@ -53,7 +54,9 @@ class Speed:
         self.since, self._steps, self._swapped, self._stall = now, 0, 0.0, 0.0
 
     def add(self, metrics: Mapping[str, Any], now: float) -> dict[str, float]:
-        """Count a step that ended, and return the figures of the window: none after the first step, which compiled."""
+        """Count a step that ended, and return the figures of the window: none after the first step,
+        which compiled.
+        """
         if self.since is None:
             self.restart(now)
             return {}

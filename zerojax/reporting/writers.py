@@ -1,7 +1,7 @@
 """Where the figures of a run go beside its own file: TensorBoard and Weights & Biases.
 
-A missing package is an error when the run is made, not at its first step. TensorBoard's file comes with the first figures:
-the step from which a run resumes is known then.
+A missing package is an error when the run is made, not at its first step. TensorBoard's file comes
+with the first figures: the step from which a run resumes is known then.
 """
 
 import contextlib
@@ -43,7 +43,9 @@ def module_of(name: str, package: str) -> Any:
         top = name.partition(".")[0]
         if error.name not in (top, name):
             raise  # it is there, and lacks something itself
-        raise ModuleNotFoundError(f"zj.Run needs {top}: pip install '{package}'", name=top) from error
+        raise ModuleNotFoundError(
+            f"zj.Run needs {top}: pip install '{package}'", name=top
+        ) from error
 
 
 def modules_of(report_to: Sequence[str]) -> dict[str, Any]:
@@ -54,18 +56,23 @@ def modules_of(report_to: Sequence[str]) -> dict[str, Any]:
       ModuleNotFoundError: its package is not installed.
     """
     if isinstance(report_to, str) or not set(report_to) <= _PACKAGES.keys():
-        raise ValueError(f"report_to={report_to!r}: a tuple of {', '.join(map(repr, _PACKAGES))} is needed; () is none")
+        raise ValueError(
+            f"report_to={report_to!r}: a tuple of {', '.join(map(repr, _PACKAGES))} is needed; () is none"
+        )
     return {name: module_of(*_PACKAGES[name]) for name in report_to}
 
 
 class Guarded:
     """A writer whose failures end neither the training nor the other writers.
 
-    A failure is logged once. If the writer can be opened again, that is tried a minute later: a full disk may have room by
+    A failure is logged once. If the writer can be opened again, that is tried a minute later: a
+      full disk may have room by
     then. The figures in between are missing there, and are in `metrics.jsonl`.
     """
 
-    def __init__(self, key: str, writer: Writer | None, reopen: Callable[[], Writer] | None = None) -> None:
+    def __init__(
+        self, key: str, writer: Writer | None, reopen: Callable[[], Writer] | None = None
+    ) -> None:
         """Guard a writer.
 
         Args:
@@ -93,8 +100,15 @@ class Guarded:
                 self._writer = self._open()
             if self._writer is not None:
                 use(self._writer)
-        except Exception as error:  # whatever another package raises: the training is worth more than its figures
-            logger.warning("%s takes no figures: %s: %s; the run goes on without it", self._key, type(error).__name__, error)
+        except (
+            Exception
+        ) as error:  # whatever another package raises: the training is worth more than its figures
+            logger.warning(
+                "%s takes no figures: %s: %s; the run goes on without it",
+                self._key,
+                type(error).__name__,
+                error,
+            )
             self._abandon()
 
     def _open(self) -> Writer | None:
@@ -114,8 +128,9 @@ class Guarded:
 class TensorBoard:
     """An event file in the run's folder.
 
-    Events are written in the caller's thread. The package's own writer uses a thread, which ends at the first error of the
-    disk; after ten more events its queue is full, and the training would wait for it without end.
+    Events are written in the caller's thread. The package's own writer uses a thread, which ends at
+    the first error of the disk; after ten more events its queue is full, and the training would
+    wait for it without end.
     """
 
     def __init__(self, logdir: str, first: int) -> None:
@@ -128,9 +143,12 @@ class TensorBoard:
         package = _PACKAGES["tensorboard"][1]
         self._summary = module_of("tensorboardX.summary", package)
         self._protocol = module_of("tensorboardX.proto.event_pb2", package)
-        # TensorBoard reads the files of a folder in the order of their names; the number keeps two of one second apart.
+        # TensorBoard reads the files of a folder in the order of their names; the number keeps two
+        # of one second apart.
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{time.monotonic_ns()}"
-        self._records = module_of("tensorboardX.record_writer", package).RecordWriter(os.path.join(logdir, name))
+        self._records = module_of("tensorboardX.record_writer", package).RecordWriter(
+            os.path.join(logdir, name)
+        )
         self._add(file_version="brain.Event:2")
         self._flushed = -math.inf
         if first > 1:  # TensorBoard hides what an earlier file has of these steps
@@ -155,14 +173,21 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of Weights & Biases, whose environment variables hold: WANDB_MODE=offline needs no network.
+    """A run of Weights & Biases, whose environment variables hold: WANDB_MODE=offline needs no
+    network.
 
-    A run that goes on is a new one there, whose steps go on; WANDB_RUN_ID and WANDB_RESUME make it the same.
+    A run that goes on is a new one there, whose steps go on; WANDB_RUN_ID and WANDB_RESUME make it
+    the same.
     """
 
     def __init__(self, module: Any, logdir: str, name: str, config: Mapping[str, Any]) -> None:
         project = os.environ.get("WANDB_PROJECT", "zerojax")
-        self._run = module.init(project=project, name=os.environ.get("WANDB_NAME", name), dir=logdir, config=dict(config))
+        self._run = module.init(
+            project=project,
+            name=os.environ.get("WANDB_NAME", name),
+            dir=logdir,
+            config=dict(config),
+        )
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         self._run.log(dict(figures), step=step)

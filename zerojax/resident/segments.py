@@ -1,14 +1,17 @@
-"""What a loss keeps whose layers are not known: its trace is cut into segments, and each is taken for a layer.
+"""What a loss keeps whose layers are not known: its trace is cut into segments, and each is taken
+for a layer.
 
     remat    a segment keeps what crosses the cuts
     save     it keeps besides what costs something to make again (`zerojax.activations.kept`)
 
-A program that makes T bytes of intermediate values, with x bytes live at a cut, keeps K x + T / K bytes in K segments; the
-sum is least for segments of sqrt(T x) bytes (Chen et al., arXiv:1604.06174). Cuts are made where little is live, which in a
-residual network is between its branches: at such a point only the stream x crosses. Each segment but the last is a
-`jax.checkpoint` region, so gather-on-use takes it for a layer: gathered at its top, and again in its recomputation.
+A program that makes T bytes of intermediate values, with x bytes live at a cut, keeps K x + T / K
+bytes in K segments; the sum is least for segments of sqrt(T x) bytes (Chen et al.,
+arXiv:1604.06174). Cuts are made where little is live, which in a residual network is between its
+branches: at such a point only the stream x crosses. Each segment but the last is a `jax.checkpoint`
+region, so gather-on-use takes it for a layer: gathered at its top, and again in its recomputation.
 
-A scan of the model's own is not cut: its body becomes the segment. Regions that the model rematerialises itself stay.
+A scan of the model's own is not cut: its body becomes the segment. Regions that the model
+rematerialises itself stay.
 """
 
 import math
@@ -37,8 +40,11 @@ SLACK = 1.25
 _OWN = ("scan", REMAT)
 
 
-def keep_by_segments(loss: Callable[..., Any], mode: str = "remat", splits: Splits | None = None) -> Callable[..., Any]:
-    """Return `loss(params, batch, *data)`, each segment of which keeps something from forward to backward.
+def keep_by_segments(
+    loss: Callable[..., Any], mode: str = "remat", splits: Splits | None = None
+) -> Callable[..., Any]:
+    """Return `loss(params, batch, *data)`, each segment of which keeps something from forward to
+    backward.
 
     Args:
       loss: the leaves of its batch have one dim 0.
@@ -60,7 +66,9 @@ def keep_by_segments(loss: Callable[..., Any], mode: str = "remat", splits: Spli
 
 
 def _run(program: FlatJaxpr, slots: dict[int, Any], num_params: int, keeper: Keeper | None) -> None:
-    """Evaluate `program`: what depends on parameters alone first, then the segments, of which `keeper` says what is kept."""
+    """Evaluate `program`: what depends on parameters alone first, then the segments, of which
+    `keeper` says what is kept.
+    """
     of_params = set(program.inputs[:num_params])
     data: list[tuple[int, Instruction]] = []
     for index, i in enumerate(program.instructions):
@@ -76,8 +84,8 @@ def _run(program: FlatJaxpr, slots: dict[int, Any], num_params: int, keeper: Kee
         own = instructions[0].eqn.primitive.name if len(instructions) == 1 else ""
         if own == "scan" and keeper is None:
             _scan(instructions[0], slots)
-        # Backward of the last segment follows its forward at once: to compute it again would save nothing.
-        # With a policy a checkpoint refuses callbacks, and would print twice.
+        # Backward of the last segment follows its forward at once: to compute it again would save
+        # nothing. With a policy a checkpoint refuses callbacks, and would print twice.
         elif (
             (number == len(pieces) - 1 and keeper is None)
             or (own in _OWN and own != "scan")
@@ -88,12 +96,24 @@ def _run(program: FlatJaxpr, slots: dict[int, Any], num_params: int, keeper: Kee
             _region(program, piece, slots, keeper)
 
 
-def _region(program: FlatJaxpr, piece: Sequence[tuple[int, Instruction]], slots: dict[int, Any], keeper: Keeper | None) -> None:
+def _region(
+    program: FlatJaxpr,
+    piece: Sequence[tuple[int, Instruction]],
+    slots: dict[int, Any],
+    keeper: Keeper | None,
+) -> None:
     """Evaluate one segment under jax.checkpoint."""
     instructions, last = [i for _, i in piece], piece[-1][0]
     results = {out for i in instructions for out in i.outs}
     # A region is a function of what it reads from outside, and returns what is read after it.
-    reads = list(dict.fromkeys(ref for i in instructions for ref in i.ins if isinstance(ref, int) and ref not in results))
+    reads = list(
+        dict.fromkeys(
+            ref
+            for i in instructions
+            for ref in i.ins
+            if isinstance(ref, int) and ref not in results
+        )
+    )
     outs = [out for out in results if program.last_read.get(out, -1) > last]
 
     run, policy = (evaluate, None) if keeper is None else (keeper.run, keeps)
@@ -118,10 +138,15 @@ def _scan(i: Instruction, slots: dict[int, Any]) -> None:
     slots.update(zip(i.outs, outs, strict=True))
 
 
-def segments(program: FlatJaxpr, data: Sequence[tuple[int, Instruction]]) -> list[list[tuple[int, Instruction]]]:
-    """Cut the data-dependent instructions, given with their indices in the program, into consecutive segments."""
+def segments(
+    program: FlatJaxpr, data: Sequence[tuple[int, Instruction]]
+) -> list[list[tuple[int, Instruction]]]:
+    """Cut the data-dependent instructions, given with their indices in the program, into
+    consecutive segments.
+    """
     out_bytes = [sum(_num_bytes(v) for v in i.eqn.outvars) for _, i in data]
-    # The bytes that are live after each equation: a value lives from the equation that makes it to the last that reads it.
+    # The bytes that are live after each equation: a value lives from the equation that makes it to
+    # the last that reads it.
     live: list[int] = []
     now, dying = 0, {}
     for index, i in data:
@@ -134,8 +159,8 @@ def segments(program: FlatJaxpr, data: Sequence[tuple[int, Instruction]]) -> lis
         live.append(now)
     heavy = [p for p, (_, i) in enumerate(data) if i.eqn.primitive.name in PRODUCTS or i.has_jaxpr]
     regions = {p for p, (_, i) in enumerate(data) if i.eqn.primitive.name in _OWN}
-    # Cuts lie between the first and the last heavy equation. Outside, where only tokens or a scalar may be live, the least
-    # would be one that no cut between layers comes near.
+    # Cuts lie between the first and the last heavy equation. Outside, where only tokens or a scalar
+    # may be live, the least would be one that no cut between layers comes near.
     inside = range(heavy[0], heavy[-1]) if len(heavy) > 1 else range(0)
     least = min((live[p] for p in inside if live[p]), default=0)
     # The T of the module's docstring is what is made in all, its x the least that is live.
@@ -143,7 +168,8 @@ def segments(program: FlatJaxpr, data: Sequence[tuple[int, Instruction]]) -> lis
     pieces: list[list[tuple[int, Instruction]]] = [[]]
     piece_bytes = 0
     for p, item in enumerate(data):
-        # A region that the model rematerialises is a segment by itself: inside of another it would be computed a third time.
+        # A region that the model rematerialises is a segment by itself: inside of another it would
+        # be computed a third time.
         if p in regions and pieces[-1]:
             pieces.append([])
             piece_bytes = 0
@@ -158,4 +184,6 @@ def segments(program: FlatJaxpr, data: Sequence[tuple[int, Instruction]]) -> lis
 def _num_bytes(v: Any) -> int:
     dtype = v.aval.dtype
     # A key of JAX's default random generator is two 32-bit words.
-    return math.prod(v.aval.shape) * (8 if jnp.issubdtype(dtype, jax.dtypes.extended) else dtype.itemsize)
+    return math.prod(v.aval.shape) * (
+        8 if jnp.issubdtype(dtype, jax.dtypes.extended) else dtype.itemsize
+    )

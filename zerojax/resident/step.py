@@ -1,4 +1,5 @@
-"""The resident step: every layer on the device for the whole step; the optimizer state may rest elsewhere.
+"""The resident step: every layer on the device for the whole step; the optimizer state may rest
+elsewhere.
 
     for each microbatch:                      a scan; one pass where there is one microbatch
         loss, g = value_and_grad(loss)(params)      parameters gathered on use (stage 3)
@@ -8,8 +9,8 @@
     norm, clip, tx.update, apply               on shards: whole trees, or leaf by leaf where the state is off the device
     params = cast(master)                      all_gather below stage 3
 
-How parameters are gathered is handed in, and the update is of `zerojax.optim`. The stage is read from `zerojax.sharding.STAGES`
-and nowhere else.
+How parameters are gathered is handed in, and the update is of `zerojax.optim`. The stage is read
+from `zerojax.sharding.STAGES` and nowhere else.
 """
 
 import dataclasses
@@ -40,7 +41,14 @@ from zerojax.models import (
     summed,
     whole_weight,
 )
-from zerojax.optim import HostUpdate, RecordUpdate, Update, build_update, update_by_record, update_on_host
+from zerojax.optim import (
+    HostUpdate,
+    RecordUpdate,
+    Update,
+    build_update,
+    update_by_record,
+    update_on_host,
+)
 from zerojax.resident.segments import keep_by_segments
 from zerojax.sharding import STAGES, TENSOR, ActivationSpec, num_batch_shards, split_microbatches
 from zerojax.state import (
@@ -76,24 +84,43 @@ class ResidentStep:
         update: RecordUpdate | None,
         gather: Callable[..., Any],
     ) -> None:
-        """Evaluate the model through `gather(function, params, *args)`, which takes parameters as they are stored."""
-        self.model, self.tx, self.records, self.update, self._gather = model, tx, records, update, gather
+        """Evaluate the model through `gather(function, params, *args)`, which takes parameters as
+        they are stored.
+        """
+        self.model, self.tx, self.records, self.update, self._gather = (
+            model,
+            tx,
+            records,
+            update,
+            gather,
+        )
         self.layout = layout = records.layout
         self.host: HostUpdate | None = None
         if update is not None and layout.config.update_on == "host":
             # `build_grads` returns means, so the kernels have nothing to divide by.
             self.host = HostUpdate(update, stashes=False, summed=1)
         self.objective = plain_objective(model, layout)
-        self._stored_objective = stored_objective(model, layout) if layout.encodings else self.objective
+        self._stored_objective = (
+            stored_objective(model, layout) if layout.encodings else self.objective
+        )
         layers = layout.stack_layers or {"": 1}  # a Model counts as one layer
-        stream = str(ActivationSpec(layout.mesh, is_stream=layout.config.sequence_parallel)) if layout.stack_layers else ""
+        stream = (
+            str(ActivationSpec(layout.mesh, is_stream=layout.config.sequence_parallel))
+            if layout.stack_layers
+            else ""
+        )
         schedules = {name: build_schedule(num_layers) for name, num_layers in layers.items()}
         schedules = {name: dataclasses.replace(s, stream=stream) for name, s in schedules.items()}
-        self.stacks = {name: dataclasses.replace(s, phases=s.phases[:2]) for name, s in schedules.items()}
+        self.stacks = {
+            name: dataclasses.replace(s, phases=s.phases[:2]) for name, s in schedules.items()
+        }
         last = list(schedules)[-1]
         pieces = {} if update is None else update.num_pieces()
         leaves = None if update is None else steps_of_leaves(records, pieces).ends["ends"]
-        told = (dataclasses.replace(p, leaves=leaves if p.name == "update" else None) for p in schedules[last].phases)
+        told = (
+            dataclasses.replace(p, leaves=leaves if p.name == "update" else None)
+            for p in schedules[last].phases
+        )
         schedules[last] = dataclasses.replace(schedules[last], phases=tuple(told))
         self.schedule = stacked_schedule(schedules)
 
@@ -104,15 +131,23 @@ class ResidentStep:
         result = build_grads(self.model, self.layout, self.evaluated)(state, batch)
         after, metrics = self._update()(state, result.loss, result.grads)
         after = with_loss_scale(state, after, any_fault(result.metrics))
-        return (with_model_state(state, after, result.model_state), scratch), with_own(metrics, divided(result.metrics))
+        return (with_model_state(state, after, result.model_state), scratch), with_own(
+            metrics, divided(result.metrics)
+        )
 
     def _update(self) -> Update:
         if self.host is not None:
             return update_on_host(self.host)
-        return build_update(self.tx, self.layout) if self.update is None else update_by_record(self.update)
+        return (
+            build_update(self.tx, self.layout)
+            if self.update is None
+            else update_by_record(self.update)
+        )
 
     def evaluated(self, params: Any, batch: Any, key: Any, model_state: Any) -> tuple[Terms, Any]:
-        """Return the objective over parameters as stored, their gradients reduced to where the stage keeps them."""
+        """Return the objective over parameters as stored, their gradients reduced to where the
+        stage keeps them.
+        """
         return self._gather(self._stored_objective, params, batch, key, model_state)
 
     def eval(self, params: Any, model_state: Any, batch: Any) -> Array | dict[str, Array]:
@@ -126,13 +161,17 @@ class ResidentStep:
         model = layout.decoding(model) if isinstance(model, LayeredModel) else model
         predict = build_predict(model, ActivationSpec(layout.mesh).constrain)
         if layout.encodings and isinstance(model, Model):
-            return self._gather(lambda p, *args: predict(layout.decode(p), *args), params, batch, model_state)
+            return self._gather(
+                lambda p, *args: predict(layout.decode(p), *args), params, batch, model_state
+            )
         return self._gather(predict, params, batch, model_state)
 
     def grads(
         self, state: TrainState, batch: Any, scratch: dict[str, list[Any]]
     ) -> tuple[tuple[Any, Any], dict[str, list[Any]]]:
-        """Return (what `eval` returns, of a step) and the unscaled gradients, float32; and the scratch."""
+        """Return (what `eval` returns, of a step) and the unscaled gradients, float32; and the
+        scratch.
+        """
         result = build_grads(self.model, self.layout, self.evaluated)(state, batch)
         scale = None if state.loss_scale is None else state.loss_scale.scale
         grads = result.grads if scale is None else jax.tree.map(lambda g: g / scale, result.grads)
@@ -152,7 +191,9 @@ class ResidentStep:
         return ()
 
     def moves(self) -> tuple[Move, ...]:
-        """Return what a step reads from disk and writes to it: the leaves of the state, one after the other."""
+        """Return what a step reads from disk and writes to it: the leaves of the state, one after
+        the other.
+        """
         return self._moves()
 
     def eval_moves(self) -> tuple[Move, ...]:
@@ -161,7 +202,11 @@ class ResidentStep:
 
     def _moves(self, phases: tuple[str, ...] | None = None) -> tuple[Move, ...]:
         disk = self.layout.disk
-        return () if disk is None else moves_of(steps_of_leaves(self.records, {}), disk.kinds.keys(), phases)
+        return (
+            ()
+            if disk is None
+            else moves_of(steps_of_leaves(self.records, {}), disk.kinds.keys(), phases)
+        )
 
     def grads_moves(self) -> tuple[Move, ...]:
         """Return no moves: parameters are on the device, and the optimizer's state is not read."""
@@ -169,7 +214,11 @@ class ResidentStep:
 
 
 def plain_objective(
-    model: Model | LayeredModel, layout: Layout, modes: Mapping[str, str] = MappingProxyType({}), *, as_stored: bool = False
+    model: Model | LayeredModel,
+    layout: Layout,
+    modes: Mapping[str, str] = MappingProxyType({}),
+    *,
+    as_stored: bool = False,
 ) -> Objective:
     """Return the objective over whole parameters, before any gather is inserted.
 
@@ -177,44 +226,67 @@ def plain_objective(
       model: the model.
       layout: of its state.
       modes: what the layers of a stack keep, by its name; by default `activations`.
-      as_stored: whether a layered model takes parameters as they rest, some of them in 8 or 4 bits (`Layout.decoding`).
+      as_stored: whether a layered model takes parameters as they rest, some of them in 8 or 4 bits
+        (`Layout.decoding`).
     """
     mode, constrain = layout.config.activations, ActivationSpec(layout.mesh).constrain
     if isinstance(model, Model):
         assert isinstance(mode, str)  # segments need layers (`zerojax.config.check_unlayered`)
-        # A checkpoint runs no rule whose results nothing reads, and these rules return new scales as gradients all the same.
-        if mode == "everything" or (mode == "save" and _overwritten(layout.abstract_arrays.model_state)[0] is not None):
+        # A checkpoint runs no rule whose results nothing reads, and these rules return new scales
+        # as gradients all the same.
+        if mode == "everything" or (
+            mode == "save" and _overwritten(layout.abstract_arrays.model_state)[0] is not None
+        ):
             return build_objective(model, constrain=constrain)
-        return keep_by_segments(build_objective(model, constrain=constrain), mode, splits_of(layout, layout.decoded_leaves()))
+        return keep_by_segments(
+            build_objective(model, constrain=constrain),
+            mode,
+            splits_of(layout, layout.decoded_leaves()),
+        )
     stacks = {stack.name: stack.in_tree for stack in layout.stacks}
 
     def region(function: Callable[..., Any], stack: str) -> Callable[..., Any]:
-        # A scan's body is compiled apart from its derivative's, so there is nothing for CSE to merge, and no barrier is needed.
+        # A scan's body is compiled apart from its derivative's, so there is nothing for CSE to
+        # merge, and no barrier is needed.
         kept = modes.get(stack, mode)
         if kept == "everything":
             return function
         if kept == "remat":
             return jax.checkpoint(function, prevent_cse=False)
-        leaves = [layout.all_leaves[i] for i in stacks[stack]] if as_stored else layout.decoded_leaves(stacks[stack])
-        return keep_products(function, prevent_cse=False, splits=splits_of(layout, leaves, 1), group=stack)
+        leaves = (
+            [layout.all_leaves[i] for i in stacks[stack]]
+            if as_stored
+            else layout.decoded_leaves(stacks[stack])
+        )
+        return keep_products(
+            function, prevent_cse=False, splits=splits_of(layout, leaves, 1), group=stack
+        )
 
     return build_objective(model, region=region, constrain=constrain)
 
 
 def splits_of(layout: Layout, leaves: Sequence[Leaf], lead: int = 0) -> Splits | None:
-    """Return how some parameters are split by tensor parallelism, without their first `lead` dims; None where nothing is.
+    """Return how some parameters are split by tensor parallelism, without their first `lead` dims;
+    None where nothing is.
 
     A leaf that rests encoded is decoded where it is used: nothing is said of it.
     """
     if layout.mesh.shape[TENSOR] == 1:
         return None
-    return Splits(layout.mesh, tuple(None if leaf.decodes is not None else leaf.spec.base[lead:] for leaf in leaves))
+    return Splits(
+        layout.mesh,
+        tuple(None if leaf.decodes is not None else leaf.spec.base[lead:] for leaf in leaves),
+    )
 
 
 def stored_objective(model: Model | LayeredModel, layout: Layout) -> Objective:
-    """Return the objective over parameters as they rest, some of them in 8 or 4 bits; before any gather, likewise."""
+    """Return the objective over parameters as they rest, some of them in 8 or 4 bits; before any
+    gather, likewise.
+    """
     if isinstance(model, LayeredModel):
-        return plain_objective(layout.decoding(model), layout, as_stored=True)  # each layer decodes its own
+        return plain_objective(
+            layout.decoding(model), layout, as_stored=True
+        )  # each layer decodes its own
     objective = plain_objective(model, layout)
     # Outside of all that is rematerialised: a region takes postponed weights as it takes shards.
     return lambda params, *args: objective(layout.decode(params), *args)
@@ -236,13 +308,17 @@ class Gradients(NamedTuple):
     model_state: Any
 
 
-def build_grads(model: Model | LayeredModel, layout: Layout, objective: Objective) -> Callable[[TrainState, Any], Gradients]:
+def build_grads(
+    model: Model | LayeredModel, layout: Layout, objective: Objective
+) -> Callable[[TrainState, Any], Gradients]:
     """Return `grads(state, batch)`, the gradients of a step."""
     stage = STAGES[layout.config.stage]
     grads_at, count = layout.param_shardings(stage.opt_state), layout.config.num_microbatches
 
     def derivative(scale: Array, data: Any, params: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Return the gradients of scale * loss, and (the state that replaces itself, loss, metrics, state after)."""
+        """Return the gradients of scale * loss, and (the state that replaces itself, loss, metrics,
+        state after).
+        """
         batch, key, rest, whole = data
         trained, frozen, overwritten = params
 
@@ -261,16 +337,23 @@ def build_grads(model: Model | LayeredModel, layout: Layout, objective: Objectiv
     derive = unreduced_grads(derive, layout.mesh) if layout.reduces_once else derive
     # Where the sums over microbatches are held: on the update's shards, or each device's own.
     whole_at = layout.param_shardings(False)
-    own_at = jax.tree.map(lambda at: unreduced_sharding(layout.mesh, at.spec), whole_at) if layout.reduces_once else None
+    own_at = (
+        jax.tree.map(lambda at: unreduced_sharding(layout.mesh, at.spec), whole_at)
+        if layout.reduces_once
+        else None
+    )
     sums_at = own_at if layout.reduces_once else grads_at
 
-    def of_microbatch(state: TrainState, model_state: Any, batch: Any, key: Any, whole: Array | None = None) -> Gradients:
+    def of_microbatch(
+        state: TrainState, model_state: Any, batch: Any, key: Any, whole: Array | None = None
+    ) -> Gradients:
         scale = state.loss_scale.scale if state.loss_scale is not None else jnp.float32(1)
         overwritten, rest = _overwritten(model_state)
         data, params = (batch, key, rest, whole), (state.params, state.frozen, overwritten)
         grads, (replaced, value, metrics, after) = derive(scale, data, params)
         after = after if replaced is None else {**after, OVERWRITTEN: replaced}
-        # On the shards of the update: XLA can then reduce by reduce_scatter, and keeps no whole gradients.
+        # On the shards of the update: XLA can then reduce by reduce_scatter, and keeps no whole
+        # gradients.
         return Gradients(value, jax.lax.with_sharding_constraint(grads, sums_at), metrics, after)
 
     def grads(state: TrainState, batch: Any) -> Gradients:
@@ -287,24 +370,43 @@ def build_grads(model: Model | LayeredModel, layout: Layout, objective: Objectiv
         def inputs(piece: tuple[Any, Array]) -> tuple[Any, Any]:
             microbatch, index = piece
             # The numbers that the streamed step folds in, so that both draw the same masks.
-            return ActivationSpec(layout.mesh).constrain(microbatch), None if key is None else jax.random.fold_in(key, index)
+            return ActivationSpec(layout.mesh).constrain(
+                microbatch
+            ), None if key is None else jax.random.fold_in(key, index)
 
         params = join_frozen(state.params, state.frozen)
-        whole = whole_weight(lambda piece, s: objective(params, *inputs(piece), s)[0].weight, pieces, state.model_state)
+        whole = whole_weight(
+            lambda piece, s: objective(params, *inputs(piece), s)[0].weight,
+            pieces,
+            state.model_state,
+        )
 
-        def body(total: tuple[Array, Any, Any], piece: tuple[Any, Array]) -> tuple[tuple[Array, Any, Any], Metrics]:
+        def body(
+            total: tuple[Array, Any, Any], piece: tuple[Any, Array]
+        ) -> tuple[tuple[Array, Any, Any], Metrics]:
             one = of_microbatch(state, total[2], *inputs(piece), whole)
             sums = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total[1], one.grads)
-            return (total[0] + one.loss, jax.lax.with_sharding_constraint(sums, sums_at), one.model_state), one.metrics
+            return (
+                total[0] + one.loss,
+                jax.lax.with_sharding_constraint(sums, sums_at),
+                one.model_state,
+            ), one.metrics
 
         lead = (num_batch_shards(layout.mesh),) if layout.reduces_once else ()
-        zeros = jax.tree.map(lambda a: jnp.zeros((*lead, *a.shape), jnp.float32), layout.abstract_params)
-        # What a scan carries has one sharding: unless its start is on shards, the sums may be held whole.
+        zeros = jax.tree.map(
+            lambda a: jnp.zeros((*lead, *a.shape), jnp.float32), layout.abstract_params
+        )
+        # What a scan carries has one sharding: unless its start is on shards, the sums may be held
+        # whole.
         zeros = jax.lax.with_sharding_constraint(zeros, sums_at)
-        (value, grads, after), metrics = jax.lax.scan(body, (jnp.float32(0), zeros, state.model_state), pieces)
+        (value, grads, after), metrics = jax.lax.scan(
+            body, (jnp.float32(0), zeros, state.model_state), pieces
+        )
         if layout.reduces_once:
             grads = jax.tree.map(reduced, grads, grads_at)
-        return Gradients(value / count, jax.tree.map(lambda g: g / count, grads), summed(metrics), after)
+        return Gradients(
+            value / count, jax.tree.map(lambda g: g / count, grads), summed(metrics), after
+        )
 
     return grads
 
@@ -313,4 +415,6 @@ def _overwritten(model_state: Any) -> tuple[Any, Any]:
     """Return the part of a model's state that its gradient replaces, or None, and the rest."""
     if not isinstance(model_state, dict) or OVERWRITTEN not in model_state:
         return None, model_state
-    return model_state[OVERWRITTEN], {name: tree for name, tree in model_state.items() if name != OVERWRITTEN}
+    return model_state[OVERWRITTEN], {
+        name: tree for name, tree in model_state.items() if name != OVERWRITTEN
+    }

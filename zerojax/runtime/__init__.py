@@ -1,4 +1,6 @@
-"""Services around a running program: its records on disk, the other processes and where they are, signals and preemption."""
+"""Services around a running program: its records on disk, the other processes and where they are,
+signals and preemption.
+"""
 
 from zerojax.runtime.cluster import Place as Place
 from zerojax.runtime.cluster import find_place as find_place

@@ -1,4 +1,5 @@
-"""Join the other processes of a run: where process 0 is, how many there are, and which one this is, from the environment.
+"""Join the other processes of a run: where process 0 is, how many there are, and which one this is,
+from the environment.
 
     zj.join_cluster()        # before the first array; does nothing where this process is alone
 
@@ -11,15 +12,19 @@ Three things are needed, and each comes from the first row that has it:
     Slurm               SLURM_STEP_NODELIST              SLURM_STEP_NUM_TASKS   SLURM_PROCID
     MPICH, Intel MPI    (the user)                       PMI_SIZE               PMI_RANK
 
-`jax.distributed.initialize` finds some of these by itself. It gives each task of Slurm the one device of its number on the
-node, also a task that is alone there; it needs all of Slurm's variables at once; and in Kubernetes it asks the API server.
-So its detection is off here.
+`jax.distributed.initialize` finds some of these by itself. It gives each task of Slurm the one
+device of its number on the node, also a task that is alone there; it needs all of Slurm's variables
+at once; and in Kubernetes it asks the API server. So its detection is off here.
 
-Slurm sets variables of the job in shells too, and in a batch script, of which there is one: only a step of srun has tasks. MPI
-started inside of a Slurm job has its own ranks, so it comes first. Where all ranks are on this machine, process 0 is, too.
+Slurm sets variables of the job in shells too, and in a batch script, of which there is one: only a
+  step of srun has tasks. MPI
+started inside of a Slurm job has its own ranks, so it comes first. Where all ranks are on this
+machine, process 0 is, too.
 
-Devices: a process that is alone on its node takes all that it sees. Of several, each takes its equal share of
-CUDA_VISIBLE_DEVICES, and all of it where that is one device: then the scheduler has shared them out. Where the variable is not
+Devices: a process that is alone on its node takes all that it sees. Of several, each takes its
+  equal share of
+CUDA_VISIBLE_DEVICES, and all of it where that is one device: then the scheduler has shared them
+  out. Where the variable is not
 set, each takes the device of its number, as JAX does. JAX_LOCAL_DEVICE_IDS says otherwise.
 """
 
@@ -62,25 +67,34 @@ class Place:
 def join_cluster(heartbeat_timeout: int = 30) -> Place:
     """Call `jax.distributed.initialize` where the environment is that of one of several processes.
 
-    To be called before anything makes the devices. Known are Slurm, Open MPI, MPICH, indexed jobs of Kubernetes, and
-    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; see the module's docstring.
+    To be called before anything makes the devices. Known are Slurm, Open MPI, MPICH, indexed jobs
+    of Kubernetes, and JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; see the
+    module's docstring.
 
     Args:
-      heartbeat_timeout: seconds after which a process that gives no sign of life counts as dead, and the others end. JAX's
-        default is 100.
+      heartbeat_timeout: seconds after which a process that gives no sign of life counts as dead,
+        and the others end. JAX's default is 100.
 
     Returns:
       Where this process is.
 
     Raises:
-      ValueError: the environment has only a part of what is needed; the message names what is missing.
-      RuntimeError: the devices are already there, or the processes were joined before; or process 0 does not answer.
+      ValueError: the environment has only a part of what is needed; the message names what is
+        missing.
+      RuntimeError: the devices are already there, or the processes were joined before; or process 0
+        does not answer.
     """
     heartbeat_timeout = whole_number("heartbeat_timeout", heartbeat_timeout, 1, ", in seconds")
     place = find_place(os.environ)
     if place.coordinator is None:
         return place
-    logger.info("process %d of %d, by %s; process 0 is %s", place.process, place.num_processes, place.source, place.coordinator)
+    logger.info(
+        "process %d of %d, by %s; process 0 is %s",
+        place.process,
+        place.num_processes,
+        place.source,
+        place.coordinator,
+    )
     jax.distributed.initialize(
         place.coordinator,
         place.num_processes,
@@ -99,7 +113,10 @@ def find_place(env: Mapping[str, str]) -> Place:
       ValueError: as `join_cluster`.
     """
     launched = _kubernetes(env) or _open_mpi(env) or _of_srun_or_mpiexec(_slurm(env), _mpich(env))
-    own = {name: env.get(name) for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")}
+    own = {
+        name: env.get(name)
+        for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    }
     if launched is None:
         if not any(own.values()):
             return Place(source="no launcher")
@@ -110,9 +127,13 @@ def find_place(env: Mapping[str, str]) -> Place:
     process = _number(env, "JAX_PROCESS_ID", launched.process)
     if count is None or process is None:
         missing = [launched.needs[n] for n, value in enumerate((count, process)) if value is None]
-        raise ValueError(f"{launched.found}, but not {' and '.join(missing)}: set {'it' if len(missing) == 1 else 'them'}")
+        raise ValueError(
+            f"{launched.found}, but not {' and '.join(missing)}: set {'it' if len(missing) == 1 else 'them'}"
+        )
     if not 0 <= process < count:
-        raise ValueError(f"{launched.source}: process {process} of {count} processes: numbers go from 0 to {count - 1}")
+        raise ValueError(
+            f"{launched.source}: process {process} of {count} processes: numbers go from 0 to {count - 1}"
+        )
     if count == 1:
         return Place(source=launched.source)
     address = own["JAX_COORDINATOR_ADDRESS"] or launched.address
@@ -121,13 +142,21 @@ def find_place(env: Mapping[str, str]) -> Place:
     if ":" not in address.rpartition("]")[2]:
         address = f"{address}:{env.get('JAX_COORDINATOR_PORT') or launched.port}"
     devices = None if env.get("JAX_LOCAL_DEVICE_IDS") else _devices(env, *launched.on_node)
-    return Place(source=launched.source, coordinator=address, num_processes=count, process=process, device_ids=devices)
+    return Place(
+        source=launched.source,
+        coordinator=address,
+        num_processes=count,
+        process=process,
+        device_ids=devices,
+    )
 
 
 def _of_srun_or_mpiexec(slurm: "_Launched | None", mpich: "_Launched | None") -> "_Launched | None":
-    """Return what started this process. mpiexec runs one task of srun a node, whose variables its ranks inherit.
+    """Return what started this process. mpiexec runs one task of srun a node, whose variables its
+    ranks inherit.
 
-    srun can set the variables of MPI as well; then both have the same numbers, and only Slurm's tell where process 0 is.
+    srun can set the variables of MPI as well; then both have the same numbers, and only Slurm's
+    tell where process 0 is.
     """
     if slurm is None or mpich is None:
         return slurm or mpich
@@ -145,7 +174,11 @@ class _Launched:
         count: int | None = None,
         process: int | None = None,
         address: str | None = None,
-        needs: tuple[str, str, str] = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_COORDINATOR_ADDRESS"),
+        needs: tuple[str, str, str] = (
+            "JAX_NUM_PROCESSES",
+            "JAX_PROCESS_ID",
+            "JAX_COORDINATOR_ADDRESS",
+        ),
         repair: str = "set it to host:port of process 0",
         port: int = PORT,
         on_node: tuple[int | None, int | None] = (1, 0),
@@ -169,13 +202,17 @@ class _Launched:
 
 
 def _kubernetes(env: Mapping[str, str]) -> _Launched | None:
-    """Return what an indexed job says: its pods are <job>-<index>, under the name of a headless service."""
+    """Return what an indexed job says: its pods are <job>-<index>, under the name of a headless
+    service.
+    """
     if "JOB_COMPLETION_INDEX" not in env:
         return None
     index, host = _number(env, "JOB_COMPLETION_INDEX"), env.get("HOSTNAME", "")
     job, service = host.removesuffix(f"-{index}"), env.get("HEADLESS_SERVICE")
     return _Launched(
-        "Kubernetes", _set(env, "JOB_COMPLETION_INDEX", "HOSTNAME", "JAX_NUM_PROCESSES"), process=index,
+        "Kubernetes",
+        _set(env, "JOB_COMPLETION_INDEX", "HOSTNAME", "JAX_NUM_PROCESSES"),
+        process=index,
         address=f"{job}-0.{service}" if service and job != host else None,
         needs=("JAX_NUM_PROCESSES", "JOB_COMPLETION_INDEX", "HEADLESS_SERVICE"),
         repair=(
@@ -183,24 +220,33 @@ def _kubernetes(env: Mapping[str, str]) -> _Launched | None:
             if job != host
             else f"and HOSTNAME is not the job's name and -{index}, as Kubernetes names pods: set JAX_COORDINATOR_ADDRESS"
         ),
-    )  # fmt: skip
+    )
 
 
 def _open_mpi(env: Mapping[str, str]) -> _Launched | None:
     if not _set(env, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"):
         return None
-    count, on_node = _number(env, "OMPI_COMM_WORLD_SIZE"), _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    count, on_node = (
+        _number(env, "OMPI_COMM_WORLD_SIZE"),
+        _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    )
     # "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911", or tcp6://[fe80::1,..]:43370
     found = re.search(r"tcp://([^,:]+)|tcp6://(\[[^],]+)", env.get("OMPI_MCA_orte_hnp_uri", ""))
     host = None if found is None else found[1] or f"{found[2]}]"
     return _Launched(
-        "Open MPI", _set(env, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), count=count,
+        "Open MPI",
+        _set(env, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+        count=count,
         process=_number(env, "OMPI_COMM_WORLD_RANK"),
         address="localhost" if count is not None and count == on_node else host,
-        needs=("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "JAX_COORDINATOR_ADDRESS or OMPI_MCA_orte_hnp_uri"),
+        needs=(
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_RANK",
+            "JAX_COORDINATOR_ADDRESS or OMPI_MCA_orte_hnp_uri",
+        ),
         repair="set JAX_COORDINATOR_ADDRESS to host:port of rank 0 (mpirun -x JAX_COORDINATOR_ADDRESS=..)",
         on_node=(on_node, _number(env, "OMPI_COMM_WORLD_LOCAL_RANK")),
-    )  # fmt: skip
+    )
 
 
 def _mpich(env: Mapping[str, str]) -> _Launched | None:
@@ -208,42 +254,61 @@ def _mpich(env: Mapping[str, str]) -> _Launched | None:
         return None
     count, on_node = _number(env, "PMI_SIZE"), _number(env, "MPI_LOCALNRANKS")
     return _Launched(
-        "MPI", _set(env, "PMI_SIZE", "PMI_RANK"), count=count, process=_number(env, "PMI_RANK"),
+        "MPI",
+        _set(env, "PMI_SIZE", "PMI_RANK"),
+        count=count,
+        process=_number(env, "PMI_RANK"),
         address="localhost" if count is not None and count == on_node else None,
         needs=("PMI_SIZE", "PMI_RANK", "JAX_COORDINATOR_ADDRESS"),
         repair="MPICH does not tell its ranks where rank 0 is: set it to host:port of that (mpiexec -genv ..)",
         on_node=(on_node, _number(env, "MPI_LOCALRANKID")),
-    )  # fmt: skip
+    )
 
 
 def _slurm(env: Mapping[str, str]) -> _Launched | None:
-    of_step = _set(env, "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_ID")
+    of_step = _set(
+        env, "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_ID"
+    )
     process = _number(env, "SLURM_PROCID")
     if not of_step and not process:
         # A shell of salloc, or the one process of a batch script. Or no Slurm.
         if (_number(env, "SLURM_NTASKS") or 1) > 1:
-            logger.warning("SLURM_NTASKS=%s, but this process is no task of srun: it trains alone", env["SLURM_NTASKS"])
+            logger.warning(
+                "SLURM_NTASKS=%s, but this process is no task of srun: it trains alone",
+                env["SLURM_NTASKS"],
+            )
         return None
     count = _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS"))
-    nodes, of_job = env.get("SLURM_STEP_NODELIST"), env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
-    num_nodes, of_all = env.get("SLURM_STEP_NUM_NODES"), env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES")
+    nodes, of_job = (
+        env.get("SLURM_STEP_NODELIST"),
+        env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST"),
+    )
+    num_nodes, of_all = (
+        env.get("SLURM_STEP_NUM_NODES"),
+        env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES"),
+    )
     # A step on fewer nodes than its job has may leave out the first of them.
     if not nodes and of_job and (num_nodes == of_all or of_all == "1"):
         nodes = of_job
     job = _number(env, "SLURM_JOB_ID")
     return _Launched(
-        "Slurm", _set(env, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_NUM_NODES", *of_step), count=count, process=process,
+        "Slurm",
+        _set(env, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_NUM_NODES", *of_step),
+        count=count,
+        process=process,
         address=first_host(nodes) if nodes else "localhost" if num_nodes == "1" else None,
         needs=("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NODELIST"),
         repair="start with srun, which sets it, or set JAX_COORDINATOR_ADDRESS to host:port of task 0",
         port=PORT if job is None else _SLURM_PORTS[job % len(_SLURM_PORTS)],
         on_node=(_tasks_on_node(env, count), _number(env, "SLURM_LOCALID")),
-    )  # fmt: skip
+    )
 
 
 def first_host(nodes: str) -> str:
     """Return the first host of a Slurm list: of "node[001-015,020],other" it is "node001"."""
-    name, bracket, rest = re.split(r"(\[|,)", nodes, maxsplit=1) if re.search(r"[\[,]", nodes) else (nodes, "", "")
+    name, bracket, rest = (
+        re.split(r"(\[|,)", nodes, maxsplit=1) if re.search(r"[\[,]", nodes) else (nodes, "", "")
+    )
     if bracket != "[":
         return name
     numbers, _, after = rest.partition("]")
@@ -251,8 +316,13 @@ def first_host(nodes: str) -> str:
 
 
 def _tasks_on_node(env: Mapping[str, str], count: int | None) -> int | None:
-    """Return the tasks of this step on this node: SLURM_STEP_TASKS_PER_NODE is "2(x3),1", node by node."""
-    text, node = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE"), _number(env, "SLURM_NODEID")
+    """Return the tasks of this step on this node: SLURM_STEP_TASKS_PER_NODE is "2(x3),1", node by
+    node.
+    """
+    text, node = (
+        env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE"),
+        _number(env, "SLURM_NODEID"),
+    )
     if not text or node is None:
         # Of as many nodes as tasks each has one.
         return 1 if count is not None and env.get("SLURM_STEP_NUM_NODES") == str(count) else None
@@ -268,7 +338,9 @@ def _repeated(part: str) -> Iterator[int]:
     return itertools.repeat(int(found[1]), int(found[2] or 1))
 
 
-def _devices(env: Mapping[str, str], on_node: int | None, local: int | None) -> tuple[int, ...] | None:
+def _devices(
+    env: Mapping[str, str], on_node: int | None, local: int | None
+) -> tuple[int, ...] | None:
     """Return the devices of a process, as numbers among those that it sees; None for all.
 
     Args:
@@ -281,7 +353,9 @@ def _devices(env: Mapping[str, str], on_node: int | None, local: int | None) -> 
     """
     if on_node == 1 or local is None:
         return None
-    visible = [device for device in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if device.strip()]
+    visible = [
+        device for device in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if device.strip()
+    ]
     if len(visible) == 1:
         return None
     if not visible or on_node is None:

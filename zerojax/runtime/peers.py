@@ -1,4 +1,5 @@
-"""Processes of a run compare what they do, so that a difference is an error in each of them and not a hang, or two models.
+"""Processes of a run compare what they do, so that a difference is an error in each of them and not
+a hang, or two models.
 
     when                                     what is compared                              how
     build_train_step                         versions, mesh, config, model, optimizer      each waits for all
@@ -8,17 +9,19 @@
     a number put into a state                its path, and the number                      beside it, once a second
     the end of a process, and `close`        that no process makes a further call          beside it, once a second
 
-Statements (`zerojax.runtime.statements`) go through JAX's coordination service, which sends messages
-over the network: a collective would itself hang where processes differ. The first process is the judge.
-It reads all statements and publishes what it finds. So a thread in each process sends or reads two
-messages a second, and a call costs the main thread a look-up. A process that is alone does none of this.
+Statements (`zerojax.runtime.statements`) go through JAX's coordination service, which sends
+messages over the network: a collective would itself hang where processes differ. The first process
+is the judge. It reads all statements and publishes what it finds. So a thread in each process sends
+or reads two messages a second, and a call costs the main thread a look-up. A process that is alone
+does none of this.
 
-A process that waits here raises the error. A process in a step that another one does not run cannot: its
-main thread is inside a collective without end. The thread logs the error and ends the process, as JAX
-does after a process was killed.
+A process that waits here raises the error. A process in a step that another one does not run
+  cannot: its
+main thread is inside a collective without end. The thread logs the error and ends the process, as
+JAX does after a process was killed.
 
-Between shapes that are all known nothing waits. Where processes mix these up, the collectives differ at
-once: gloo may abort before the error is found, and says that there is a mismatch.
+Between shapes that are all known nothing waits. Where processes mix these up, the collectives
+differ at once: gloo may abort before the error is found, and says that there is a mismatch.
 """
 
 import atexit
@@ -52,7 +55,10 @@ from zerojax.runtime.statements import (
 _INTERVAL = 1.0
 """Seconds between two looks at the other processes, of up to 256 of them."""
 _WARN_AFTER, _WAIT_AT_MOST = 30.0, 1800.0
-"""Seconds that a process waits for the others in a call. The most is that of torch.distributed's gloo groups."""
+"""Seconds that a process waits for the others in a call.
+
+The most is that of torch.distributed's gloo groups.
+"""
 _CLOSED_AFTER = 10.0
 """Seconds after which a call of a program that another process closed is an error."""
 _REST = 0.05
@@ -93,7 +99,9 @@ class Peers:
       me: the index of this one.
     """
 
-    def __init__(self, store: Store, members: Sequence[int], me: int, end: Callable[[], None]) -> None:
+    def __init__(
+        self, store: Store, members: Sequence[int], me: int, end: Callable[[], None]
+    ) -> None:
         """Begin to state what this process does.
 
         Args:
@@ -128,10 +136,11 @@ class Peers:
         self._thread = threading.Thread(target=self._watch, name="zerojax-peers", daemon=True)
         self._thread.start()
 
-    # --- calls of the main thread ------------------------------------------------------------------------------------------
+    # --- calls of the main thread -----------------------------------------------------------------
 
     def program(self, parts: Mapping[str, Sequence[str]]) -> "Calls":
-        """Compare the parts of a new program with the other processes', and return the calls of that program.
+        """Compare the parts of a new program with the other processes', and return the calls of
+        that program.
 
         Raises:
           ValueError: they differ; the message names what differs, and in which processes.
@@ -143,7 +152,8 @@ class Peers:
         return calls
 
     def agree(self, label: str, parts: Mapping[str, Sequence[str]]) -> None:
-        """Make a call that waits for the other processes, and compare parts of it, each a number of lines.
+        """Make a call that waits for the other processes, and compare parts of it, each a number of
+        lines.
 
         Raises:
           ValueError, RuntimeError: as `program`.
@@ -159,7 +169,8 @@ class Peers:
             raise ValueError(f"{answer['error']}; {_ADVICE}")
 
     def note(self, label: str) -> None:
-        """Make a call of a kind on which the processes agreed before. Nothing is sent before it returns.
+        """Make a call of a kind on which the processes agreed before. Nothing is sent before it
+        returns.
 
         Raises:
           RuntimeError: a process left before this call, or the processes were found to differ.
@@ -190,7 +201,9 @@ class Peers:
             raise RuntimeError(f"{over['sentence']}; {_ADVICE}")
         for process, (last, why) in self._news["gone"].items():
             if number >= last:
-                raise RuntimeError(f"process {process} {why} after call {last - 1}, and this is call {number}; {_ADVICE}")
+                raise RuntimeError(
+                    f"process {process} {why} after call {last - 1}, and this is call {number}; {_ADVICE}"
+                )
 
     def _meet(self, label: str, parts: Mapping[str, str], details: bool) -> dict[str, Any]:
         """Make a call, and return the judge's answer to it when all processes have made it."""
@@ -209,7 +222,9 @@ class Peers:
                     if waited > _WAIT_AT_MOST or (waited > _WARN_AFTER and not warned):
                         late = self._late(number)
                         if waited > _WAIT_AT_MOST:
-                            raise RuntimeError(f"{label}: call {number} waited {waited:.0f} s for {late}; {_ADVICE}")
+                            raise RuntimeError(
+                                f"{label}: call {number} waited {waited:.0f} s for {late}; {_ADVICE}"
+                            )
                         logger.warning("%s waits for %s", label, late)
                         warned = True
                     self._lock.wait(0.5)
@@ -218,7 +233,10 @@ class Peers:
                 self._parts = None
 
     def _late(self, number: int) -> str:
-        """Return which processes have not come to a call, and where they are. To be called with the lock."""
+        """Return which processes have not come to a call, and where they are.
+
+        To be called with the lock.
+        """
         self._lock.release()
         try:
             late = [s for s in self._read_all() if s.number < number]
@@ -227,10 +245,11 @@ class Peers:
         finally:
             self._lock.acquire()
         return ", ".join(
-            f"process {s.process} (after call {s.number}{f', {s.changes[-1][1]}' if s.changes else ''})" for s in late
+            f"process {s.process} (after call {s.number}{f', {s.changes[-1][1]}' if s.changes else ''})"
+            for s in late
         )
 
-    # --- the thread --------------------------------------------------------------------------------------------------------
+    # --- the thread -------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         pause = self._interval
@@ -259,7 +278,8 @@ class Peers:
                 return
             time.sleep(0.05)
         logger.critical("%s; %s. The run ends.", over["sentence"], _ADVICE)
-        # One that has not come to this call raises it in its next call, if the coordination service is there until then.
+        # One that has not come to this call raises it in its next call, if the coordination service
+        # is there until then.
         while self._number < over["number"]:
             if self._stops or self._is_taken:
                 return
@@ -273,7 +293,8 @@ class Peers:
 
     @property
     def _grace(self) -> float:
-        # The judge is the process of the coordination service, without which JAX ends the others at once: it goes last.
+        # The judge is the process of the coordination service, without which JAX ends the others at
+        # once: it goes last.
         return _GRACE + 2 * self._interval * self._is_judge
 
     def _look(self) -> None:
@@ -288,7 +309,9 @@ class Peers:
             # A message may be lost. JAX itself ends the process where the service stays away.
             self._failures += 1
             if self._failures >= _MOST_FAILURES:
-                logger.warning("processes are no longer compared: %s", str(error).partition("\n")[0])
+                logger.warning(
+                    "processes are no longer compared: %s", str(error).partition("\n")[0]
+                )
                 with self._lock:
                     self._is_cut = True
                     self._lock.notify_all()
@@ -310,7 +333,9 @@ class Peers:
     def _send(self) -> None:
         statement = self._statement()
         if statement != self._sent:
-            self._store.key_value_set(f"{self._folder}/now/{self.me}", statement.to_text(), allow_overwrite=True)
+            self._store.key_value_set(
+                f"{self._folder}/now/{self.me}", statement.to_text(), allow_overwrite=True
+            )
             self._sent = statement
 
     def _read_all(self) -> list[Statement]:
@@ -343,7 +368,7 @@ class Peers:
                 self._answers[number] = answer
                 self._lock.notify_all()
 
-    # --- the judge ---------------------------------------------------------------------------------------------------------
+    # --- the judge --------------------------------------------------------------------------------
 
     def _judge(self, statements: Sequence[Statement]) -> None:
         conflict = find_conflict(statements, self._answered)
@@ -358,7 +383,9 @@ class Peers:
                 differing = differing_parts(statements, number)
                 if differing is None:
                     continue
-                details = any(s.details for s in statements if s.number == number and s.parts is not None)
+                details = any(
+                    s.details for s in statements if s.number == number and s.parts is not None
+                )
                 error = describe(number, differing, statements) if details and differing else ""
                 self._answer(number, error, () if details else differing)
         news: dict[str, Any] = {
@@ -369,7 +396,9 @@ class Peers:
         if conflict is not None and news["over"] is None:
             news["over"] = {"number": conflict.number, "sentence": conflict.sentence}
         if news != self._news:
-            self._store.key_value_set(f"{self._folder}/news", json.dumps(news), allow_overwrite=True)
+            self._store.key_value_set(
+                f"{self._folder}/news", json.dumps(news), allow_overwrite=True
+            )
             with self._lock:
                 self._news = news
                 self._lock.notify_all()
@@ -383,14 +412,19 @@ class Peers:
 
     def _answer(self, number: int, error: str, differing: Any) -> None:
         answer = {"error": error, "differing": list(differing)}
-        self._store.key_value_set(f"{self._folder}/answer/{number}", json.dumps(answer), allow_overwrite=True)
+        self._store.key_value_set(
+            f"{self._folder}/answer/{number}", json.dumps(answer), allow_overwrite=True
+        )
         self._answered.add(number)
         self._take(number, answer)
 
-    # --- the end -----------------------------------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------
 
     def leave(self, why: str) -> None:
-        """State that this process ends. Its thread ends, too; `await_others` does its work from here on."""
+        """State that this process ends.
+
+        Its thread ends, too; `await_others` does its work from here on.
+        """
         self._stops = True
         self._wake.set()
         if threading.current_thread() is not self._thread:
@@ -402,7 +436,9 @@ class Peers:
         self._look()
 
     def await_others(self) -> None:
-        """Wait until all processes have left; end this one where it was found to differ from others."""
+        """Wait until all processes have left; end this one where it was found to differ from
+        others.
+        """
         until, pause = time.monotonic() + _LEAVE_AT_MOST, 0.01
         while time.monotonic() < until and not self._is_cut:
             if (over := self._news["over"]) is not None:
@@ -435,7 +471,8 @@ class Calls:
         self._peers.agree(f"{self._program}, {call}", parts)
 
     def note(self, call: str, key: Hashable, shapes: Callable[[], Sequence[str]]) -> bool:
-        """Make a call, perhaps over a batch. The first one over its shapes waits for the other processes.
+        """Make a call, perhaps over a batch. The first one over its shapes waits for the other
+        processes.
 
         Args:
           call: its name.
@@ -457,7 +494,8 @@ class Calls:
         return True
 
     def tell(self, call: str, lines: Sequence[str]) -> None:
-        """State what this process does, without a wait: where another one states something else, both find it out beside it.
+        """State what this process does, without a wait: where another one states something else,
+        both find it out beside it.
 
         Args:
           call: what it does.
@@ -482,22 +520,32 @@ def _label(call: str, shapes: Sequence[str], joint: str = " over ") -> str:
     return f"{call}{joint}{text}"
 
 
-# --- the processes of this run -----------------------------------------------------------------------------------------------
+# --- the processes of this run --------------------------------------------------------------------
 
 _ALL: dict[tuple[int, ...], Peers] = {}
-"""By their members: the calls of the same processes have one order, whatever program they are of."""
+"""By their members: the calls of the same processes have one order, whatever program they are of.
+"""
 
 
 def peers_of(mesh: Mesh) -> Peers | None:
-    """Return the processes of a mesh; None where it has one, or where `jax.distributed` was not initialized."""
+    """Return the processes of a mesh; None where it has one, or where `jax.distributed` was not
+    initialized.
+    """
     members = tuple(sorted({device.process_index for device in mesh.devices.flat}))
-    if len(members) == 1 or jax.process_index() not in members or distributed.global_state.client is None:
+    if (
+        len(members) == 1
+        or jax.process_index() not in members
+        or distributed.global_state.client is None
+    ):
         return None
     if not _ALL:
-        # JAX's own handler waits for all processes. It was registered before, and so runs after this one.
+        # JAX's own handler waits for all processes. It was registered before, and so runs after
+        # this one.
         atexit.register(_leave, os.getpid())
     if members not in _ALL:
-        _ALL[members] = Peers(distributed.global_state.client, members, jax.process_index(), _end_now)
+        _ALL[members] = Peers(
+            distributed.global_state.client, members, jax.process_index(), _end_now
+        )
     return _ALL[members]
 
 
@@ -505,7 +553,11 @@ def _leave(process: int) -> None:
     if os.getpid() != process or distributed.global_state.client is None:
         return  # a fork of the process; or it has left the others by itself
     error = getattr(sys, "last_value", None)
-    why = "ended" if error is None else f"ended with {type(error).__name__} ({str(error)[:_MOST_REASON]})"
+    why = (
+        "ended"
+        if error is None
+        else f"ended with {type(error).__name__} ({str(error)[:_MOST_REASON]})"
+    )
     for peers in _ALL.values():
         peers.leave(why)
     for peers in _ALL.values():

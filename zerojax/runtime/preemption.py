@@ -6,14 +6,16 @@
             if preemption.reached(step):
                 break
 
-A scheduler that takes a machine back sends SIGTERM some time before, often to one process alone. In a run of one process a
-handler notes the signal. In a run of several, JAX's coordination service tells the others and chooses the step: one after the
-latest that any process has reached, since steps are started without waiting for the other processes. It listens to SIGTERM by
-itself and looks once a second, so the run goes on for about that long.
+A scheduler that takes a machine back sends SIGTERM some time before, often to one process alone. In
+a run of one process a handler notes the signal. In a run of several, JAX's coordination service
+tells the others and chooses the step: one after the latest that any process has reached, since
+steps are started without waiting for the other processes. It listens to SIGTERM by itself and looks
+once a second, so the run goes on for about that long.
 
-The service is asked by a number that grows by one from call to call, and not by the step. It chooses the number after the
-largest that it has seen, and says yes to that number alone: a run that is resumed at step 1000, or that asks after every tenth
-step, would never come to the number that was chosen.
+The service is asked by a number that grows by one from call to call, and not by the step. It
+chooses the number after the largest that it has seen, and says yes to that number alone: a run that
+is resumed at step 1000, or that asks after every tenth step, would never come to the number that
+was chosen.
 """
 
 import itertools
@@ -27,7 +29,9 @@ from jax.experimental import multihost_utils
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _CALLS = itertools.count(1)
-"""Numbers of the questions to JAX's service, which has one for the process: they go on from one `Preemption` to the next."""
+"""Numbers of the questions to JAX's service, which has one for the process: they go on from one
+`Preemption` to the next.
+"""
 
 
 class Preemption:
@@ -45,22 +49,33 @@ class Preemption:
         """Handle the signals.
 
         Raises:
-          RuntimeError: this is not the main thread, which alone may; or JAX's preemption service is disabled.
+          RuntimeError: this is not the main thread, which alone may; or JAX's preemption service is
+            disabled.
         """
         if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("Preemption handles signals, and that is for the main thread alone: enter it there")
+            raise RuntimeError(
+                "Preemption handles signals, and that is for the main thread alone: enter it there"
+            )
         self._received.clear()
         self._is_over = False
         if self._is_alone():
             numbers = _SIGNALS
         else:
-            # Raises where the service is disabled. A signal that came before may have its answer already here.
+            # Raises where the service is disabled. A signal that came before may have its answer
+            # already here.
             self._is_over = multihost_utils.reached_preemption_sync_point(next(_CALLS))
-            numbers = (signal.SIGINT,)  # JAX has a handler of its own for SIGTERM, which one in Python would replace
+            numbers = (
+                signal.SIGINT,
+            )  # JAX has a handler of its own for SIGTERM, which one in Python would replace
         self._handlers_before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for number, handler in self._handlers_before.items():
             # None: the handler was not installed from Python, so Python cannot put it back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -69,21 +84,28 @@ class Preemption:
         return jax.process_count() == 1
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        # The first Ctrl-C asks for an end between two steps. Whoever presses it again does not want to wait for that.
-        if number == signal.SIGINT and number in self._received and callable(before := self._handlers_before[number]):
+        # The first Ctrl-C asks for an end between two steps. Whoever presses it again does not want
+        # to wait for that.
+        if (
+            number == signal.SIGINT
+            and number in self._received
+            and callable(before := self._handlers_before[number])
+        ):
             before(number, frame)
         self._received.add(number)
         if not self._is_alone() and number == signal.SIGINT:
             signal.raise_signal(signal.SIGTERM)  # to JAX's handler
 
     def reached(self, step: int) -> bool:
-        """Tell whether to save and leave; in a run of several processes all call this after the same steps.
+        """Tell whether to save and leave; in a run of several processes all call this after the
+        same steps.
 
         Args:
           step: just made, the same in all processes.
 
         Returns:
-          True at the same step in all processes. Nothing is sent for it, so steps go on without a wait.
+          True at the same step in all processes. Nothing is sent for it, so steps go on without a
+          wait.
         """
         del step  # see the module's docstring
         if self._is_alone():

@@ -1,17 +1,21 @@
-"""What each process of a run says of its calls, and where two of them differ. Pure: nothing here waits or sends.
+"""What each process of a run says of its calls, and where two of them differ. Pure: nothing here
+waits or sends.
 
-Every process must make the same calls in the same order, because each call runs a program of all processes:
+Every process must make the same calls in the same order, because each call runs a program of all
+processes:
 
     number       1                   2       3               4               5
     process 0    build_train_step    init    step over S     step over S     eval over S
     process 1    build_train_step    init    step over S     step over S     the end of the process
 
-A call has a label, its name with the shapes of its batch. A process states the number of its last call and the numbers at which
-its label changed, so that a thousand equal steps are one entry. Two statements conflict where they have different labels at one
-number. The end of a process is a label too: a process that left early conflicts with one that made a further call.
+A call has a label, its name with the shapes of its batch. A process states the number of its last
+call and the numbers at which its label changed, so that a thousand equal steps are one entry. Two
+statements conflict where they have different labels at one number. The end of a process is a label
+too: a process that left early conflicts with one that made a further call.
 
-Some calls wait until the statements of all processes are compared, before anything runs. Those statements also hold a digest of
-each part of what the processes must have alike. Where digests differ, the processes state the lines of the part as well.
+Some calls wait until the statements of all processes are compared, before anything runs. Those
+statements also hold a digest of each part of what the processes must have alike. Where digests
+differ, the processes state the lines of the part as well.
 """
 
 import dataclasses
@@ -35,7 +39,8 @@ class Statement:
       process: its index.
       number: of its last call, from 1; 0 before the first one.
       changes: (number, label) where the label changed, ascending; the last ones alone.
-      parts: of a call that waits: a digest of each part, or its lines where `details` are stated. None: it does not wait.
+      parts: of a call that waits: a digest of each part, or its lines where `details` are stated.
+        None: it does not wait.
       details: whether `parts` holds lines.
       closed: programs that it closed after its last call.
       left: how the process ended, or "".
@@ -86,7 +91,9 @@ def digest(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
 
 
-def find_conflict(statements: Sequence[Statement], settled: Collection[int] = ()) -> Conflict | None:
+def find_conflict(
+    statements: Sequence[Statement], settled: Collection[int] = ()
+) -> Conflict | None:
     """Return the first call that two processes make differently, or None.
 
     Args:
@@ -112,9 +119,15 @@ def find_closed(statements: Sequence[Statement]) -> Conflict | None:
     for s in statements:
         for program in s.closed:
             number = s.number + 1
-            callers = [t.process for t in statements if (t.label_at(number) or "").startswith(f"{program}, ")]
+            callers = [
+                t.process
+                for t in statements
+                if (t.label_at(number) or "").startswith(f"{program}, ")
+            ]
             if callers and s.label_at(number) is None:
-                sentence = f"process {s.process} closed {program} after call {s.number}, and call {number}"
+                sentence = (
+                    f"process {s.process} closed {program} after call {s.number}, and call {number}"
+                )
                 label = next(label for t in statements if (label := t.label_at(number)) is not None)
                 return Conflict(number, f"{sentence} is {_head(label)} in {_named(callers)}")
     return None
@@ -122,13 +135,19 @@ def find_closed(statements: Sequence[Statement]) -> Conflict | None:
 
 def all_wait(statements: Sequence[Statement], number: int) -> bool:
     """Return whether every process that has come to this call waits in it."""
-    return all(s.number < number or (s.parts is not None and s.number == number) for s in statements)
+    return all(
+        s.number < number or (s.parts is not None and s.number == number) for s in statements
+    )
 
 
-def differing_parts(statements: Sequence[Statement], number: int) -> dict[str, dict[str, list[int]]] | None:
-    """Return the parts in which the processes that wait in a call differ: by name, the processes by their value.
+def differing_parts(
+    statements: Sequence[Statement], number: int
+) -> dict[str, dict[str, list[int]]] | None:
+    """Return the parts in which the processes that wait in a call differ: by name, the processes by
+    their value.
 
-    None: a process has not come to the call. A process that has made the call without waiting agreed on it before.
+    None: a process has not come to the call. A process that has made the call without waiting
+      agreed on it before.
     """
     if any(s.number < number for s in statements):
         return None
@@ -143,9 +162,17 @@ def differing_parts(statements: Sequence[Statement], number: int) -> dict[str, d
     return found
 
 
-def describe(number: int, differing: Mapping[str, Mapping[str, Sequence[int]]], statements: Sequence[Statement]) -> str:
-    """Return a sentence on the parts in which processes differ in a call, given the lines of each part as the values."""
-    label = next((label for s in statements if (label := s.label_at(number)) is not None), "").removesuffix(IN_DETAIL)
+def describe(
+    number: int,
+    differing: Mapping[str, Mapping[str, Sequence[int]]],
+    statements: Sequence[Statement],
+) -> str:
+    """Return a sentence on the parts in which processes differ in a call, given the lines of each
+    part as the values.
+    """
+    label = next(
+        (label for s in statements if (label := s.label_at(number)) is not None), ""
+    ).removesuffix(IN_DETAIL)
     parts = "; ".join(_describe_part(name, by_lines) for name, by_lines in differing.items())
     return f"{label} differs between processes: {parts}"
 
@@ -162,7 +189,9 @@ def _describe_part(name: str, by_lines: Mapping[str, Sequence[int]]) -> str:
     return f"{name}: {'; '.join(sides)}"
 
 
-def _sentence(number: int, processes: Mapping[str, Sequence[int]], statements: Sequence[Statement]) -> str:
+def _sentence(
+    number: int, processes: Mapping[str, Sequence[int]], statements: Sequence[Statement]
+) -> str:
     calls = [label for label in processes if label != END]
     heads = {_head(label) for label in calls}
     sides = []
@@ -171,7 +200,9 @@ def _sentence(number: int, processes: Mapping[str, Sequence[int]], statements: S
         shown = _head(label) if len(heads) > 1 or len(calls) == 1 else _own_shapes(label, calls)
         sides.append(f"{_cut(shown)} in {_named(processes[label])}")
     reasons = {s.process: s.left for s in statements}
-    left = "".join(f"; process {process} {reasons[process]} before it" for process in processes.get(END, ()))
+    left = "".join(
+        f"; process {process} {reasons[process]} before it" for process in processes.get(END, ())
+    )
     return f"call {number} is {', but '.join(sides)}{left}"
 
 

@@ -1,7 +1,9 @@
-"""One program's records on disk while it runs: the folder, the buffers and the threads behind a `DiskLayout`.
+"""One program's records on disk while it runs: the folder, the buffers and the threads behind a
+`DiskLayout`.
 
-The folder and the threads come when the program is built (`claim`), files and buffers with its first state (`open`), those of
-records that live inside a step with the first batch of a shape (`begin`). Which call is possible when, and where it leads:
+The folder and the threads come when the program is built (`claim`), files and buffers with its
+first state (`open`), those of records that live inside a step with the first batch of a shape
+(`begin`). Which call is possible when, and where it leads:
 
     state      claim    open  begin    finish  snapshot  trace  close
     UNCLAIMED  CLAIMED  OPEN  -        -       -         same   CLOSED
@@ -13,29 +15,32 @@ records that live inside a step with the first batch of a shape (`begin`). Which
 
 "back" is the state in which the program began. A call that raises changes no state, but for these:
 
-    a claim that fails closes the session, and an open that fails leaves it CLAIMED, unless it found no room beside the last
-    state: that one is still there then;
-    an error of the engine, whichever call finds it, makes the state LOST.
+    a claim that fails closes the session, and an open that fails leaves it CLAIMED, unless it found
+    no room beside the last state: that one is still there then; an error of the engine, whichever
+    call finds it, makes the state LOST.
 
-An exception may leave a program in the middle. Every call but claim, finish and trace ends it first. If it was a step, the
-state is LOST; if not, the session is back where the program began.
+An exception may leave a program in the middle. Every call but claim, finish and trace ends it
+first. If it was a step, the state is LOST; if not, the session is back where the program began.
 
-Only an OPEN session has a state on disk. In another a program or a snapshot may read what rests in memory, as an eval does if
-only optimizer states are on disk; leaves on disk are refused.
+Only an OPEN session has a state on disk. In another a program or a snapshot may read what rests in
+memory, as an eval does if only optimizer states are on disk; leaves on disk are refused.
 
-With the optimizer on the host, what it updates goes disk -> buffer -> disk, in one buffer, and never to the device.
+With the optimizer on the host, what it updates goes disk -> buffer -> disk, in one buffer, and
+never to the device.
 
-A fetch by the schedule's `distance` is one from buffers to the device; from disk to buffers the engine reads as many records
-again ahead of that.
+A fetch by the schedule's `distance` is one from buffers to the device; from disk to buffers the
+engine reads as many records again ahead of that.
 
-Each process has the records of its own devices, in a folder of its own. What fails in one is raised in all.
+Each process has the records of its own devices, in a folder of its own. What fails in one is raised
+in all.
 
-What makes or removes folders, files and buffers is not interrupted, also not by a second Ctrl-C: half of it would be left.
-Waits for a program, for a snapshot, or for other processes are. In a forked child closing does nothing: it has none of the
-threads, and the folder is its parent's.
+What makes or removes folders, files and buffers is not interrupted, also not by a second Ctrl-C:
+half of it would be left. Waits for a program, for a snapshot, or for other processes are. In a
+forked child closing does nothing: it has none of the threads, and the folder is its parent's.
 
-What the user reads when the disk fails is in `host_offload/disk/errors.py`: the operation, file, layer and remedy. A session
-decides where an error is raised, and whether the state on disk is lost with it.
+What the user reads when the disk fails is in `host_offload/disk/errors.py`: the operation, file,
+layer and remedy. A session decides where an error is raised, and whether the state on disk is lost
+with it.
 """
 
 import contextlib
@@ -53,7 +58,17 @@ from typing import Any
 import jax
 
 from host_offload.device import available_bytes
-from host_offload.disk import DirectIo, RecordFile, Snapshot, Store, SwapError, SwapFolder, TensorstoreIo, explain, tune
+from host_offload.disk import (
+    DirectIo,
+    RecordFile,
+    Snapshot,
+    Store,
+    SwapError,
+    SwapFolder,
+    TensorstoreIo,
+    explain,
+    tune,
+)
 from host_offload.engine import DiskRecords, Engine
 from host_offload.schedule import Move
 from host_offload.trace import Recorder, Span, check_path
@@ -83,7 +98,12 @@ _UNCLAIMED, _CLAIMED, _OPEN, _RUNNING, _LOST, _CLOSED = SwapState
 
 TRANSITIONS: Mapping[str, Mapping[SwapState, SwapState | None]] = {
     "claim": {
-        _UNCLAIMED: _CLAIMED, _CLAIMED: _CLAIMED, _OPEN: _OPEN, _RUNNING: _RUNNING, _LOST: _LOST, _CLOSED: _CLAIMED,
+        _UNCLAIMED: _CLAIMED,
+        _CLAIMED: _CLAIMED,
+        _OPEN: _OPEN,
+        _RUNNING: _RUNNING,
+        _LOST: _LOST,
+        _CLOSED: _CLAIMED,
     },
     "open": dict.fromkeys(SwapState, _OPEN),
     "begin": {_CLAIMED: _RUNNING, _OPEN: _RUNNING, _RUNNING: _RUNNING, _LOST: _RUNNING},
@@ -91,8 +111,10 @@ TRANSITIONS: Mapping[str, Mapping[SwapState, SwapState | None]] = {
     "snapshot": {_CLAIMED: _CLAIMED, _OPEN: _OPEN, _RUNNING: None, _LOST: _LOST},
     "trace": {state: state for state in SwapState},
     "close": dict.fromkeys(SwapState, _CLOSED),
-}  # fmt: skip
-"""Where each call leads from the states in which it is possible; None is back to where the program began."""
+}
+"""Where each call leads from the states in which it is possible; None is back to where the program
+began.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +147,9 @@ class SwapSession:
         self._state = SwapState.UNCLAIMED
         self._run: _Run | None = None
         self._folder: SwapFolder | None = None
-        self._files_of: dict[str, DiskRecords] = {}  # kinds that have files and buffers, on every device
+        self._files_of: dict[
+            str, DiskRecords
+        ] = {}  # kinds that have files and buffers, on every device
         self._recorder = Recorder(self.config.prefetch_distance)
         self._processes = AllProcesses(self.mesh)
         self._snapshot_numbers = itertools.count(1)
@@ -150,7 +174,9 @@ class SwapSession:
           RuntimeError: the program was closed.
         """
         if self.swap.engine is None:
-            raise RuntimeError("this program is closed, and what it had on disk is gone: make a state by init")
+            raise RuntimeError(
+                "this program is closed, and what it had on disk is gone: make a state by init"
+            )
         return self.swap.engine
 
     def _advance(self, call: str) -> None:
@@ -167,7 +193,8 @@ class SwapSession:
         Raises:
           ValueError: it is not there, or is no folder.
           RuntimeError: the machine has no memory for the buffers.
-          SwapError: it cannot be written to, or another program uses it; or another process failed at this.
+          SwapError: it cannot be written to, or another program uses it; or another process failed
+            at this.
         """
         if self._state not in (SwapState.UNCLAIMED, SwapState.CLOSED):
             return
@@ -180,8 +207,13 @@ class SwapSession:
 
     def _claim(self) -> None:
         # First, since it needs no folder: what is refused has touched nothing.
-        self._check_memory([records for records in self.disk.kinds.values() if records.lifetime == "state"])
-        copies, pin = self.swap.copies, "cuda" if self.mesh.devices.flat[0].platform != "cpu" else "lock"
+        self._check_memory(
+            [records for records in self.disk.kinds.values() if records.lifetime == "state"]
+        )
+        copies, pin = (
+            self.swap.copies,
+            "cuda" if self.mesh.devices.flat[0].platform != "cpu" else "lock",
+        )
         self._folder = SwapFolder(self.config.swap_dir or "", jax.process_index())
         settings = tune(self._folder.path)
         io = DirectIo(settings) if self.config.io == "direct" else TensorstoreIo(settings)
@@ -191,14 +223,15 @@ class SwapSession:
         """Make files and buffers for what was declared; a second time it starts anew.
 
         Args:
-          files: files that hold records of the new state already, such as a checkpoint's. They are linked where possible.
+          files: files that hold records of the new state already, such as a checkpoint's. They are
+            linked where possible.
 
         Returns:
           The records that were linked: they are written.
 
         Raises:
-          SwapError: the disk is too small, or as `claim`. Where a new state's records find no room beside those that
-            checkpoints hold, the last state stays the one on disk.
+          SwapError: the disk is too small, or as `claim`. Where a new state's records find no room
+            beside those that checkpoints hold, the last state stays the one on disk.
         """
         files = files or {}
         self.claim()
@@ -209,8 +242,8 @@ class SwapSession:
         except BaseException:
             _unbroken(self._give_room_back)()
             raise
-        # Drawn at random, or a state of another program that made as many would have the same number.
-        # At most 2^30, which leaves the i32 of a token room to count as many steps.
+        # Drawn at random, or a state of another program that made as many would have the same
+        # number. At most 2^30, which leaves the i32 of a token room to count as many steps.
         self.swap.generation = self._processes.least(1 + secrets.randbelow(1 << 30))
         # The state that was on disk is gone from here on, even if what follows fails.
         self._state = SwapState.CLAIMED
@@ -218,9 +251,11 @@ class SwapSession:
         self._processes.do(_unbroken(lambda: linked.update(self._renew(files))))
         self._advance("open")
         logger.info(
-            "nvme tier: %.2f GiB in %s, %.1f MiB of buffers", self.disk.num_bytes / 2**30, self.config.swap_dir,
+            "nvme tier: %.2f GiB in %s, %.1f MiB of buffers",
+            self.disk.num_bytes / 2**30,
+            self.config.swap_dir,
             self.engine.buffer_bytes / 2**20,
-        )  # fmt: skip
+        )
         return frozenset(linked)
 
     def _wait_for_snapshots(self) -> None:
@@ -234,7 +269,9 @@ class SwapSession:
         return [self.engine.store_of(kind, rank) for kind in kinds for rank in self.disk.ranks()]
 
     def _make_room(self, files: Mapping[RecordKey, RecordFile]) -> None:
-        """Find room for a new state beside what checkpoints hold of the last one, which stays as it is."""
+        """Find room for a new state beside what checkpoints hold of the last one, which stays as it
+        is.
+        """
         assert self._folder is not None
         # Then the last state is lost already, and all files are made anew.
         if self.engine.failed or not os.path.isdir(self._folder.path):
@@ -250,7 +287,9 @@ class SwapSession:
             store.give_back()
 
     def _renew(self, files: Mapping[RecordKey, RecordFile]) -> set[RecordKey]:
-        """Make ready the files for a new state, those of the last one unless some may be missing; return what was linked."""
+        """Make ready the files for a new state, those of the last one unless some may be missing;
+        return what was linked.
+        """
         assert self._folder is not None
         has_failed = self.engine.failed  # perhaps at a write that ended after the last call
         self.engine.reset()
@@ -263,15 +302,29 @@ class SwapSession:
         # Those of a step are made by `begin`: activations have their shapes from a batch.
         of_state = [records for records in self.disk.kinds.values() if records.lifetime == "state"]
         self._make_files(of_state, files)
-        return {(store.kind, store.rank, layer) for store in self._stores() for layer in store.adopt()}
+        return {
+            (store.kind, store.rank, layer) for store in self._stores() for layer in store.adopt()
+        }
 
-    def _make_files(self, kinds: Sequence[DiskRecords], files: Mapping[RecordKey, RecordFile] | None = None) -> None:
-        """Make files and buffers of kinds that have none, or those of another batch; `files` need no room."""
+    def _make_files(
+        self, kinds: Sequence[DiskRecords], files: Mapping[RecordKey, RecordFile] | None = None
+    ) -> None:
+        """Make files and buffers of kinds that have none, or those of another batch; `files` need
+        no room.
+        """
         assert self._folder is not None
-        missing = [records for records in kinds if not records.has_files_of(self._files_of.get(records.kind))]
-        if not missing:  # of all steps but the first of a shape: how much memory is left need not be asked
+        missing = [
+            records
+            for records in kinds
+            if not records.has_files_of(self._files_of.get(records.kind))
+        ]
+        if (
+            not missing
+        ):  # of all steps but the first of a shape: how much memory is left need not be asked
             return
-        for kind in (records.kind for records in missing):  # what another batch has, or an attempt that failed has left
+        for kind in (
+            records.kind for records in missing
+        ):  # what another batch has, or an attempt that failed has left
             self._files_of.pop(kind, None)
             if kind in self.engine.kinds():
                 self.engine.remove(kind)
@@ -279,7 +332,9 @@ class SwapSession:
                 try:
                     shutil.rmtree(path)
                 except OSError as error:
-                    raise explain(error, doing=f"removing the records of {kind}", file=path) from error
+                    raise explain(
+                        error, doing=f"removing the records of {kind}", file=path
+                    ) from error
         self._check_memory(missing)
         for records in missing:
             metadata = {
@@ -289,18 +344,33 @@ class SwapSession:
             }
             for rank in self.disk.ranks():
                 store = Store(
-                    self._folder.path, records.kind, rank, records.num_layers, records.format, metadata,
+                    self._folder.path,
+                    records.kind,
+                    rank,
+                    records.num_layers,
+                    records.format,
+                    metadata,
                     written_once=records.written_once,
-                )  # fmt: skip
+                )
                 _offer(store, files or {})
                 store.preallocate()
                 up, down = records.slots
                 shared = self.disk.shared_bytes(records)
-                self.engine.add(records.kind, rank, store, in_place=records.in_place, up=up, down=down, shared_bytes=shared)
+                self.engine.add(
+                    records.kind,
+                    rank,
+                    store,
+                    in_place=records.in_place,
+                    up=up,
+                    down=down,
+                    shared_bytes=shared,
+                )
             self._files_of[records.kind] = records
 
     def _check_memory(self, kinds: Sequence[DiskRecords]) -> None:
-        """Raise RuntimeError where the machine has less memory left than the buffers of some kinds take."""
+        """Raise RuntimeError where the machine has less memory left than the buffers of some kinds
+        take.
+        """
         ranks, available = len(self.disk.ranks()), available_bytes()
         if available is None or (needed := ranks * self.disk.buffer_bytes(kinds)) <= available:
             return
@@ -313,9 +383,15 @@ class SwapSession:
             "devices, or make layers smaller"
         )
 
-    # --- around programs ---------------------------------------------------------------------------------------------------
+    # --- around programs --------------------------------------------------------------------------
 
-    def begin(self, reads: Any, moves: Sequence[Move], scratch: Sequence[DiskRecords] = (), name: str = "step") -> None:
+    def begin(
+        self,
+        reads: Any,
+        moves: Sequence[Move],
+        scratch: Sequence[DiskRecords] = (),
+        name: str = "step",
+    ) -> None:
         """Prepare for a program: make the records that live inside it, and read ahead.
 
         Args:
@@ -327,12 +403,15 @@ class SwapSession:
         Raises:
           ValueError: the state is not the one on disk.
           RuntimeError: the machine has no memory for the buffers.
-          SwapError: an earlier step failed, or the disk is too small; or another process failed at this.
+          SwapError: an earlier step failed, or the disk is too small; or another process failed at
+            this.
         """
         self._end_last()
         self._processes.do(_unbroken(lambda: self._begin(reads, moves, scratch, name)))
 
-    def _begin(self, reads: Any, moves: Sequence[Move], scratch: Sequence[DiskRecords], name: str) -> None:
+    def _begin(
+        self, reads: Any, moves: Sequence[Move], scratch: Sequence[DiskRecords], name: str
+    ) -> None:
         engine = self.engine
         with self._loss_is_noted():
             engine.check()
@@ -360,7 +439,11 @@ class SwapSession:
         # All devices hold the same number: one of them is asked.
         numbers = jax.device_get([leaf.token.addressable_data(0) for leaf in leaves])
         if wrong := {int(number[0]) for number in numbers} - {self.swap.generation}:
-            there = f"number {self.swap.generation}" if self.swap.generation else "none, since a step was left in the middle"
+            there = (
+                f"number {self.swap.generation}"
+                if self.swap.generation
+                else "none, since a step was left in the middle"
+            )
             raise ValueError(
                 f"this state (number {min(wrong)}) is not the one on disk ({there}): a program has one state there, which its "
                 "last init or step returned; this one was overwritten by a later init or step, or is of another program. Go "
@@ -368,12 +451,16 @@ class SwapSession:
             )
 
     def _end_last(self) -> None:
-        """Wait for the last program, if an exception left it, so that its callbacks do not come in the next."""
+        """Wait for the last program, if an exception left it, so that its callbacks do not come in
+        the next.
+        """
         run, self._run = self._run, None
         if run is None:
             return
         try:
-            with contextlib.suppress(Exception):  # of the program: whoever left it has had an error already
+            with contextlib.suppress(
+                Exception
+            ):  # of the program: whoever left it has had an error already
                 jax.effects_barrier()
         finally:  # an interrupt of the wait leaves no run behind either
             self._state = run.began_in
@@ -389,7 +476,8 @@ class SwapSession:
 
         Raises:
           SwapError: a record could not be moved, here or by another process; the state is lost.
-          BaseException: as it was raised in a callback, if it is no Exception, such as KeyboardInterrupt; likewise.
+          BaseException: as it was raised in a callback, if it is no Exception, such as
+            KeyboardInterrupt; likewise.
         """
         engine = self.engine
         assert self._run is not None, "no program has begun"
@@ -403,9 +491,12 @@ class SwapSession:
             with self._loss_is_noted():
                 self._processes.do(engine.check)
         except SwapError as error:
-            engine.fail(error)  # of another process: the engine here knows of none, and the next call must
-            # The engine raises its own error from the one that it kept, which was made of what a callback raised. An interrupt
-            # there is the user's, not the disk's: it goes on as what it was.
+            engine.fail(
+                error
+            )  # of another process: the engine here knows of none, and the next call must
+            # The engine raises its own error from the one that it kept, which was made of what a
+            # callback raised. An interrupt there is the user's, not the disk's: it goes on as what
+            # it was.
             first = error.__cause__.__cause__ if error.__cause__ is not None else None
             if first is not None and not isinstance(first, Exception):
                 raise first from error
@@ -426,8 +517,11 @@ class SwapSession:
         }
 
     @contextlib.contextmanager
-    def snapshot(self, state: Any, kinds: Sequence[DiskRecords]) -> Iterator[tuple[Snapshot, list[tuple[DiskRecords, Store]]]]:
-        """Lend the stores of some kinds at rest, and a snapshot to keep their records in; whoever takes it closes it.
+    def snapshot(
+        self, state: Any, kinds: Sequence[DiskRecords]
+    ) -> Iterator[tuple[Snapshot, list[tuple[DiskRecords, Store]]]]:
+        """Lend the stores of some kinds at rest, and a snapshot to keep their records in; whoever
+        takes it closes it.
 
         Args:
           state: of a program, which must be the one on disk.
@@ -443,32 +537,49 @@ class SwapSession:
             # A write that is still queued belongs to the records that are lent.
             self.engine.flush()
         assert self._folder is not None
-        snapshot = Snapshot(os.path.join(self._folder.path, f"snapshot-{next(self._snapshot_numbers)}"))
+        snapshot = Snapshot(
+            os.path.join(self._folder.path, f"snapshot-{next(self._snapshot_numbers)}")
+        )
         for other in self._snapshots:
             if other.is_closed and not other.is_removed:
                 other.close()
         self._snapshots = [*(other for other in self._snapshots if not other.is_removed), snapshot]
         ranks = self.disk.ranks()
         try:
-            yield snapshot, [(records, self.engine.store_of(records.kind, rank)) for records in kinds for rank in ranks]
+            yield (
+                snapshot,
+                [
+                    (records, self.engine.store_of(records.kind, rank))
+                    for records in kinds
+                    for rank in ranks
+                ],
+            )
         except BaseException:
             snapshot.close()
             raise
 
-    def trace(self, path: str | os.PathLike[str], predicted: Sequence[Span] = ()) -> AbstractContextManager[None]:
-        """Return a context whose runs are drawn into a file when it ends, and beside each step what was predicted of it.
+    def trace(
+        self, path: str | os.PathLike[str], predicted: Sequence[Span] = ()
+    ) -> AbstractContextManager[None]:
+        """Return a context whose runs are drawn into a file when it ends, and beside each step what
+        was predicted of it.
 
         Raises:
           ValueError: the file cannot be written; or, on entering, there is another trace.
         """
         check_path(path)
         first = self.mesh.devices.flat[0]
-        metadata = {"io": self.config.io, "device": first.device_kind, "mesh": dict(self.mesh.shape)}
+        metadata = {
+            "io": self.config.io,
+            "device": first.device_kind,
+            "mesh": dict(self.mesh.shape),
+        }
         metadata |= {"process": jax.process_index()}
         return self._recorder.trace(path, lambda: self.swap.engine, metadata, predicted)
 
     def close(self) -> None:
-        """Release threads and buffers, and remove the folder, once what is being saved from there was.
+        """Release threads and buffers, and remove the folder, once what is being saved from there
+        was.
 
         In a forked child this does nothing.
         """

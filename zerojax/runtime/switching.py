@@ -1,8 +1,10 @@
-"""Python's threads while a program calls back: one that computes in Python gives way to a callback at once.
+"""Python's threads while a program calls back: one that computes in Python gives way to a callback
+at once.
 
-A callback needs Python's lock. Where another thread holds it, as one that tokenizes does, the callback waits for Python's
-switch interval, 5 ms by default, each time that it has let go of the lock; and a step has hundreds of callbacks. What that
-costs, and what the interval below saves, is measured by benchmarks/busy_thread.py.
+A callback needs Python's lock. Where another thread holds it, as one that tokenizes does, the
+callback waits for Python's switch interval, 5 ms by default, each time that it has let go of the
+lock; and a step has hundreds of callbacks. What that costs, and what the interval below saves, is
+measured by benchmarks/busy_thread.py.
 """
 
 import contextlib
@@ -15,7 +17,9 @@ SECONDS = 1e-4
 
 
 class _State:
-    """How many programs that call back run in this process, and the interval that was set before the first."""
+    """How many programs that call back run in this process, and the interval that was set before
+    the first.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -29,7 +33,8 @@ _STATE = _State()
 
 @contextlib.contextmanager
 def quick_switches() -> Iterator[None]:
-    """Run a program that calls back in this: Python's switch interval is short, and then again as it was.
+    """Run a program that calls back in this: Python's switch interval is short, and then again as
+    it was.
 
     A shorter one than ours stays, and so does one that is set meanwhile.
     """

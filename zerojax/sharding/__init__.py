@@ -1,4 +1,6 @@
-"""Which mesh axes split what: the mesh, the table of stages, specs, the dim of a leaf, batches and activations."""
+"""Which mesh axes split what: the mesh, the table of stages, specs, the dim of a leaf, batches and
+activations.
+"""
 
 from zerojax.sharding.activations import ActivationSpec as ActivationSpec
 from zerojax.sharding.activations import batch_axes as batch_axes

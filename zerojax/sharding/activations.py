@@ -1,4 +1,5 @@
-"""How everything that depends on data is split over the mesh: batches, activations, and the residuals saved for backward.
+"""How everything that depends on data is split over the mesh: batches, activations, and the
+residuals saved for backward.
 
     batch     tokens[B_(data, fsdp), S]
     inside    x[B_(data, fsdp), S, D]            other dims are left to the partitioner
@@ -24,8 +25,10 @@ class ActivationSpec:
 
     Attributes:
       mesh: the device mesh.
-      num_microbatches: of a step; where there are several, dim 0 of what `constrain_all` and `saved` describe counts them.
-      is_stream: whether what is described is the stream between layers, split over `tensor` in dim 1 too.
+      num_microbatches: of a step; where there are several, dim 0 of what `constrain_all` and
+        `saved` describe counts them.
+      is_stream: whether what is described is the stream between layers, split over `tensor` in dim
+        1 too.
     """
 
     mesh: Mesh
@@ -38,25 +41,31 @@ class ActivationSpec:
         return f"x[B_({', '.join(BATCH_AXES)}), {rest}]"
 
     def batch(self, ndim: int) -> NamedSharding:
-        """Return the sharding of a batch leaf: dim 0 over `data` and `fsdp`; scalars are replicated."""
+        """Return the sharding of a batch leaf: dim 0 over `data` and `fsdp`; scalars are
+        replicated.
+        """
         return named(self.mesh, (BATCH_AXES,) if ndim else ())
 
     def constrain(self, x: Any) -> Any:
-        """Keep dim 0 of one microbatch's activations split as the batch is; other dims are left to the partitioner."""
+        """Keep dim 0 of one microbatch's activations split as the batch is; other dims are left to
+        the partitioner.
+        """
         return jax.tree.map(lambda a: self._constrain(a, 0), x)
 
     def constrain_all(self, x: Any) -> Any:
         """Do the same for those of all microbatches."""
         return jax.tree.map(lambda a: self._constrain(a, self._lead), x)
 
-    def saved(self, shape: tuple[int, ...], batch_size: int, tier: str, known: Spec | None = None) -> tuple[Any, ...]:
+    def saved(
+        self, shape: tuple[int, ...], batch_size: int, tier: str, known: Spec | None = None
+    ) -> tuple[Any, ...]:
         """Return the spec of what forward saves of all microbatches.
 
         Args:
           shape: of one microbatch's activation; it is split if its dim 0 is the batch.
           batch_size: of a microbatch.
-          tier: where it rests. On the device other dims are left to the partitioner; elsewhere they are whole, since what is
-            moved must be told how each dim is split.
+          tier: where it rests. On the device other dims are left to the partitioner; elsewhere they
+            are whole, since what is moved must be told how each dim is split.
           known: the spec that it has anyhow, where that is known.
         """
         if known is not None:
@@ -66,7 +75,9 @@ class ActivationSpec:
         return (*(None,) * self._lead, *spec)
 
     def given(self, shape: tuple[int, ...], batch_size: int) -> Spec:
-        """Return the spec of a leaf that a layer is given: split if its dim 0 is the batch, else whole."""
+        """Return the spec of a leaf that a layer is given: split if its dim 0 is the batch, else
+        whole.
+        """
         is_batch = shape[:1] == (batch_size,) and batch_size % num_batch_shards(self.mesh) == 0
         return self._split(shape, None) if is_batch else (None,) * len(shape)
 
@@ -83,7 +94,9 @@ class ActivationSpec:
         return jax.lax.with_sharding_constraint(a, named(self.mesh, PartitionSpec(*spec)))
 
     def _split(self, shape: tuple[int, ...], rest: Any) -> tuple[Any, ...]:
-        """Return the spec of one microbatch's activation: `rest` for all dims but the first, and the sequence of a stream."""
+        """Return the spec of one microbatch's activation: `rest` for all dims but the first, and
+        the sequence of a stream.
+        """
         if self.is_stream and len(shape) >= 3 and shape[1] % self.mesh.shape[TENSOR] == 0:
             return (BATCH_AXES, TENSOR, *(rest,) * (len(shape) - 2))
         return (BATCH_AXES, *(rest,) * (len(shape) - 1))

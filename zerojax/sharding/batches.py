@@ -1,14 +1,19 @@
-"""Batches on a mesh: dim 0 is split over `data` and `fsdp`, and each process may bring a part of it.
+"""Batches on a mesh: dim 0 is split over `data` and `fsdp`, and each process may bring a part of
+it.
 
-A batch that does not divide comes to the devices padded: its last row is repeated. A program takes the padding off again before
-anything reads it. What it computes with then has as many rows as the batch, and XLA splits these unevenly:
+A batch that does not divide comes to the devices padded: its last row is repeated. A program takes
+  the padding off again before
+anything reads it. What it computes with then has as many rows as the batch, and XLA splits these
+unevenly:
 
     [B, ...]  ->  [B', ...], B' a multiple of the shards  ->  on the devices  ->  [B, ...]
 
-So every loss is that of the batch, also a mean over rows: nothing of the padding has to be taken out of a result.
+So every loss is that of the batch, also a mean over rows: nothing of the padding has to be taken
+  out of a result.
 
-JAX may use the memory of a numpy array as that of a device, or read it after the call that was given it has returned. So numpy
-arrays are copied here, once: a loader may fill its arrays again as soon as a batch is placed.
+JAX may use the memory of a numpy array as that of a device, or read it after the call that was
+given it has returned. So numpy arrays are copied here, once: a loader may fill its arrays again as
+soon as a batch is placed.
 """
 
 import dataclasses
@@ -43,20 +48,27 @@ class Rows:
     def cut(self, batch: Any, mesh: Mesh) -> Any:
         """Return a padded batch without its padding; to be called inside of a program."""
         leaves, tree = jax.tree.flatten(batch)
-        return jax.tree.unflatten(tree, [self._cut(a, n, mesh) for a, n in zip(leaves, self.parts, strict=True)])
+        return jax.tree.unflatten(
+            tree, [self._cut(a, n, mesh) for a, n in zip(leaves, self.parts, strict=True)]
+        )
 
     def _cut(self, a: jax.Array, parts: int, mesh: Mesh) -> jax.Array:
         if a.ndim == 0:
             return a
         rest = a.shape[1:]
         # [parts B' / parts, ...] -> [parts, B / parts, ...] -> [B, ...]
-        rows = a.reshape(parts, -1, *rest)[:, : self.size // parts].reshape(self.size, *rest) if parts > 1 else a[: self.size]
+        rows = (
+            a.reshape(parts, -1, *rest)[:, : self.size // parts].reshape(self.size, *rest)
+            if parts > 1
+            else a[: self.size]
+        )
         # Uneven: the last devices have fewer rows, or none.
         return jax.lax.with_sharding_constraint(rows, ActivationSpec(mesh).batch(a.ndim))
 
 
 def place_batch(batch: Any, mesh: Mesh, num_microbatches: int) -> Any:
-    """Return a batch on the mesh. Leaves already there stay; numpy arrays are copied, and may be written to afterwards.
+    """Return a batch on the mesh. Leaves already there stay; numpy arrays are copied, and may be
+    written to afterwards.
 
     Args:
       batch: tree of arrays; of several processes each gives its part of dim 0, or a global array.
@@ -64,8 +76,8 @@ def place_batch(batch: Any, mesh: Mesh, num_microbatches: int) -> Any:
       num_microbatches: into which each device's part will be divided.
 
     Raises:
-      ValueError: a leaf is no array of numbers, its integers do not fit into the 32 bits of the device, or the batch does not
-        divide.
+      ValueError: a leaf is no array of numbers, its integers do not fit into the 32 bits of the
+        device, or the batch does not divide.
     """
     batch = _with_arrays(batch)
     check_batch(_whole(batch, mesh), mesh, num_microbatches)
@@ -73,15 +85,16 @@ def place_batch(batch: Any, mesh: Mesh, num_microbatches: int) -> Any:
 
 
 def place_any_batch(batch: Any, mesh: Mesh) -> tuple[Any, Rows | None]:
-    """Return a batch of any size on the mesh, padded where it does not divide, and then its own rows.
+    """Return a batch of any size on the mesh, padded where it does not divide, and then its own
+    rows.
 
     Args:
       batch: as of `place_batch`; the parts of several processes have as many rows each.
       mesh: the device mesh.
 
     Raises:
-      ValueError: a leaf is no array of numbers, its integers do not fit into the 32 bits of the device, there are no rows, or
-        leaves differ in them.
+      ValueError: a leaf is no array of numbers, its integers do not fit into the 32 bits of the
+        device, there are no rows, or leaves differ in them.
     """
     batch = jax.tree.map(lambda leaf: _brought(leaf, mesh), _with_arrays(batch))
     size, shards = batch_size(_whole(batch, mesh)), num_batch_shards(mesh)
@@ -96,7 +109,11 @@ def place_any_batch(batch: Any, mesh: Mesh) -> tuple[Any, Rows | None]:
             return _own(leaf)
         rows = leaf[np.minimum(np.arange(padded // _parts(leaf, mesh)), leaf.shape[0] - 1)]
         # Rows taken by number are a copy already.
-        return rows.astype(device_dtype("a leaf", leaf.dtype), copy=False) if isinstance(leaf, np.ndarray) else rows
+        return (
+            rows.astype(device_dtype("a leaf", leaf.dtype), copy=False)
+            if isinstance(leaf, np.ndarray)
+            else rows
+        )
 
     return _place(jax.tree.map(pad, batch), mesh), rows
 
@@ -122,7 +139,9 @@ def _map_named(function: Callable[[str, Any], Any], batch: Any) -> Any:
         raise ValueError(
             f"a batch is a tree of arrays, such as a dict by name, and this one cannot be read: {error}"
         ) from error
-    return jax.tree.unflatten(tree, [function(jax.tree_util.keystr(path) or "batch", leaf) for path, leaf in leaves])
+    return jax.tree.unflatten(
+        tree, [function(jax.tree_util.keystr(path) or "batch", leaf) for path, leaf in leaves]
+    )
 
 
 def _as_array(name: str, leaf: Any) -> Any:
@@ -133,10 +152,14 @@ def _as_array(name: str, leaf: Any) -> Any:
         try:
             return jnp.asarray(leaf)
         except OverflowError as error:
-            raise _refusal(name, f"{leaf}, which is too large for an integer of the device") from error
+            raise _refusal(
+                name, f"{leaf}, which is too large for an integer of the device"
+            ) from error
     if isinstance(leaf, jax.Array):
         if not isinstance(leaf, Tracer) and leaf.is_deleted():
-            raise ValueError(f"{name} of the batch was deleted, or donated to a program: make it again for each step")
+            raise ValueError(
+                f"{name} of the batch was deleted, or donated to a program: make it again for each step"
+            )
         return leaf
     if hasattr(leaf, "__jax_array__"):
         return leaf.__jax_array__()
@@ -147,7 +170,9 @@ def _check_numpy(name: str, leaf: np.ndarray | np.generic) -> None:
     """Raise ValueError unless the numbers of a numpy array are the same on a device."""
     dtype = device_dtype(name, leaf.dtype)
     if isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf):
-        raise ValueError(f"{name} of the batch is a masked array, whose mask no program reads: fill it, as by .filled(-1)")
+        raise ValueError(
+            f"{name} of the batch is a masked array, whose mask no program reads: fill it, as by .filled(-1)"
+        )
     if leaf.dtype.kind not in "iu" or leaf.dtype.itemsize == dtype.itemsize or not leaf.size:
         return
     least, most = int(leaf.min()), int(leaf.max())
@@ -160,7 +185,8 @@ def _check_numpy(name: str, leaf: np.ndarray | np.generic) -> None:
 
 
 def device_dtype(name: str, dtype: Any) -> Any:
-    """Return the dtype that an array has on a device: 32 bits for 64, unless x64 is enabled, in the host's byte order.
+    """Return the dtype that an array has on a device: 32 bits for 64, unless x64 is enabled, in the
+    host's byte order.
 
     Raises:
       ValueError: devices have no such numbers.
@@ -175,21 +201,31 @@ def device_dtype(name: str, dtype: Any) -> Any:
 
 
 def _refusal(name: str, what: str) -> ValueError:
-    return ValueError(f"a batch is a tree of arrays, but {name} is {what}: make it an array of numbers, as by np.asarray")
+    return ValueError(
+        f"a batch is a tree of arrays, but {name} is {what}: make it an array of numbers, as by np.asarray"
+    )
 
 
 def _own(leaf: Any) -> Any:
-    """Return a numpy array as a copy that nobody else writes to, in the device's dtype; arrays of JAX are never written to."""
-    return np.array(leaf, device_dtype("a leaf", leaf.dtype)) if isinstance(leaf, np.ndarray) else leaf
+    """Return a numpy array as a copy that nobody else writes to, in the device's dtype; arrays of
+    JAX are never written to.
+    """
+    return (
+        np.array(leaf, device_dtype("a leaf", leaf.dtype)) if isinstance(leaf, np.ndarray) else leaf
+    )
 
 
 def _brought(leaf: Any, mesh: Mesh) -> Any:
-    """Return a leaf that may be padded: what is on another mesh is brought to this one, whole on each device."""
+    """Return a leaf that may be padded: what is on another mesh is brought to this one, whole on
+    each device.
+    """
     return jax.device_put(leaf, named(mesh, ())) if is_on_another_mesh(leaf, mesh) else leaf
 
 
 def _parts(leaf: Any, mesh: Mesh) -> int:
-    """Return how many processes hold a part of dim 0 of a leaf each: 1 if it is the whole batch already."""
+    """Return how many processes hold a part of dim 0 of a leaf each: 1 if it is the whole batch
+    already.
+    """
     # An array that this process holds only in part is a global one.
     is_whole = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
     return 1 if is_whole or leaf.ndim == 0 else len({d.process_index for d in mesh.devices.flat})
@@ -212,7 +248,8 @@ def _place(batch: Any, mesh: Mesh) -> Any:
 
     def place(leaf: Any) -> jax.Array:
         sharding = ActivationSpec(mesh).batch(leaf.ndim)
-        # On a mesh of explicit axes an array may lie in the same way, and no program of this mesh takes it.
+        # On a mesh of explicit axes an array may lie in the same way, and no program of this mesh
+        # takes it.
         is_here = isinstance(leaf, jax.Array) and not is_on_another_mesh(leaf, mesh)
         if is_here and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
             return leaf
@@ -227,7 +264,9 @@ def abstract_batch(batch: Any, mesh: Mesh) -> Any:
     """Return the ShapeDtypeStruct of each leaf of a batch, with its sharding."""
 
     def abstract(name: str, a: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(a.shape, device_dtype(name, a.dtype), sharding=ActivationSpec(mesh).batch(len(a.shape)))
+        return jax.ShapeDtypeStruct(
+            a.shape, device_dtype(name, a.dtype), sharding=ActivationSpec(mesh).batch(len(a.shape))
+        )
 
     return _map_named(abstract, batch)
 
@@ -240,7 +279,9 @@ def batch_size(batch: Any) -> int:
     """
     leaves = list[tuple[str, Any]]()
     _map_named(lambda name, leaf: leaves.append((name, leaf)), batch)
-    odd = [f"{name} is {type(leaf).__name__}" for name, leaf in leaves if not hasattr(leaf, "shape")]
+    odd = [
+        f"{name} is {type(leaf).__name__}" for name, leaf in leaves if not hasattr(leaf, "shape")
+    ]
     if odd:
         raise ValueError(f"a batch is a tree of arrays, but {', '.join(odd)}")
     sizes = {name: leaf.shape[0] for name, leaf in leaves if len(leaf.shape)}
@@ -249,7 +290,9 @@ def batch_size(batch: Any) -> int:
     if len(set(sizes.values())) > 1:
         raise ValueError(f"dim 0 of every leaf of a batch is the batch, but they differ: {sizes}")
     if not (size := next(iter(sizes.values()))):
-        raise ValueError(f"a batch of 0: dim 0 of its leaves counts the rows, and there are none: {', '.join(sizes)}")
+        raise ValueError(
+            f"a batch of 0: dim 0 of its leaves counts the rows, and there are none: {', '.join(sizes)}"
+        )
     return size
 
 
@@ -279,7 +322,8 @@ def check_batch(batch: Any, mesh: Mesh, num_microbatches: int) -> int:
 def split_microbatches(batch: Any, count: int) -> Any:
     """Return `batch` with a leading dim of `count` microbatches.
 
-    Microbatch m takes the examples m, m + count, ...: every device splits its own part of the batch, so nothing moves.
+    Microbatch m takes the examples m, m + count, ...: every device splits its own part of the
+    batch, so nothing moves.
     """
 
     def split(a: jax.Array) -> jax.Array:

@@ -1,8 +1,10 @@
-"""The device mesh: `data` (replicas), `fsdp` (ZeRO shards), `tensor` (tensor parallelism), in this order.
+"""The device mesh: `data` (replicas), `fsdp` (ZeRO shards), `tensor` (tensor parallelism), in this
+order.
 
-The last axis is the innermost, so neighbouring devices share a tensor group, then a ZeRO group. With devices listed host by
-host, `fsdp` = GPUs of a node and `data` = nodes is hybrid sharding (MiCS, arXiv:2205.00119; hpZ of ZeRO++,
-arXiv:2306.10209): state is sharded inside a node, replicated across, and only gradients cross nodes.
+The last axis is the innermost, so neighbouring devices share a tensor group, then a ZeRO group.
+With devices listed host by host, `fsdp` = GPUs of a node and `data` = nodes is hybrid sharding
+(MiCS, arXiv:2205.00119; hpZ of ZeRO++, arXiv:2306.10209): state is sharded inside a node,
+replicated across, and only gradients cross nodes.
 """
 
 import logging
@@ -25,14 +27,18 @@ BATCH_AXES = (DATA, FSDP)
 """Axes over which dim 0 of a batch is split."""
 
 
-def make_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, *, devices: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(
+    data: int = 1, fsdp: int = -1, tensor: int = 1, *, devices: Sequence[Any] | None = None
+) -> Mesh:
     """Arrange devices in a mesh with the axes `data`, `fsdp` and `tensor`.
 
     Args:
       data: number of replicas of the sharded state.
       fsdp: number of ZeRO shards.
-      tensor: number of tensor-parallel shards. At most one of the three may be -1, which stands for the rest.
-      devices: the devices, host by host; all of `jax.devices()` by default. Devices of a compile-only topology will do.
+      tensor: number of tensor-parallel shards. At most one of the three may be -1, which stands for
+        the rest.
+      devices: the devices, host by host; all of `jax.devices()` by default. Devices of a
+        compile-only topology will do.
 
     Raises:
       ValueError: the axes do not multiply to the number of devices.
@@ -42,46 +48,62 @@ def make_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, *, devices: Sequen
     for axis, size in sizes.items():
         number = as_integer(size)
         if number is None or (number < 1 and number != -1):
-            raise ValueError(f"{axis}={size!r}: a positive integer is needed, or -1 for the rest of the devices")
+            raise ValueError(
+                f"{axis}={size!r}: a positive integer is needed, or -1 for the rest of the devices"
+            )
         sizes[axis] = number
     free = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:
-        raise ValueError(f"{' and '.join(free)} are both -1: at most one axis may stand for the rest")
+        raise ValueError(
+            f"{' and '.join(free)} are both -1: at most one axis may stand for the rest"
+        )
     known = math.prod(size for size in sizes.values() if size != -1)
     product = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     if free and len(devices) % known:
-        raise ValueError(f"{product}: {len(devices)} devices do not divide by {known}; choose axes that do")
+        raise ValueError(
+            f"{product}: {len(devices)} devices do not divide by {known}; choose axes that do"
+        )
     if free:
         sizes[free[0]] = len(devices) // known
     elif known != len(devices):
-        raise ValueError(f"{product} = {known}, but there are {len(devices)} devices; set one axis to -1 for the rest")
+        raise ValueError(
+            f"{product} = {known}, but there are {len(devices)} devices; set one axis to -1 for the rest"
+        )
     grid = np.asarray(devices, dtype=object).reshape(tuple(sizes.values()))
-    # With Auto axes a model needs no annotations: the partitioner propagates shardings from the constraints.
+    # With Auto axes a model needs no annotations: the partitioner propagates shardings from the
+    # constraints.
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def own_mesh(mesh: Mesh, axes: Axes | None = None) -> Mesh:
-    """Return a mesh of the axes `data`, `fsdp` and `tensor`, all automatic, over the devices of any mesh, in their order.
+    """Return a mesh of the axes `data`, `fsdp` and `tensor`, all automatic, over the devices of any
+    mesh, in their order.
 
         own_mesh(Mesh(.., ("replica", "x", "y")), {"data": "replica", "fsdp": ("x", "y")})
 
-    A mesh that is such a one already is returned as it is. Otherwise a log line says what became of the axes.
+    A mesh that is such a one already is returned as it is. Otherwise a log line says what became of
+    the axes.
 
     Args:
       mesh: of any axes, explicit or automatic.
-      axes: for each of this package's axes the axis of `mesh` that it is, or several that are neighbours there, the outer one
-        first. An axis that is left out has size 1. None: axes go by their names.
+      axes: for each of this package's axes the axis of `mesh` that it is, or several that are
+        neighbours there, the outer one first. An axis that is left out has size 1. None: axes go by
+        their names.
 
     Raises:
-      ValueError: no mesh, an axis that does not exist or is named twice, axes that are no neighbours, or an axis of `mesh`
-        that has more than one device and is not named.
+      ValueError: no mesh, an axis that does not exist or is named twice, axes that are no
+        neighbours, or an axis of `mesh` that has more than one device and is not named.
     """
     if not isinstance(mesh, Mesh):
-        raise ValueError(f"mesh must be a jax.sharding.Mesh, such as from zerojax.make_mesh, got {type(mesh).__name__}")
+        raise ValueError(
+            f"mesh must be a jax.sharding.Mesh, such as from zerojax.make_mesh, got {type(mesh).__name__}"
+        )
     is_named = set(AXES) == set(mesh.axis_names)
     if axes is None and is_named and all(kind == AxisType.Auto for kind in mesh.axis_types):
         return mesh
-    given = _given_axes(mesh, {axis: axis for axis in AXES if axis in mesh.axis_names} if axes is None else axes)
+    given = _given_axes(
+        mesh, {axis: axis for axis in AXES if axis in mesh.axis_names} if axes is None else axes
+    )
     # Axes of one device have no place in the order of devices.
     large = [name for name in mesh.axis_names if mesh.shape[name] > 1]
     owner = {name: axis for axis, names in given.items() for name in names}
@@ -99,7 +121,11 @@ def own_mesh(mesh: Mesh, axes: Axes | None = None) -> Mesh:
             order.insert(order.index(AXES[number - 1]) + 1 if number else 0, axis)
     sizes = [math.prod(mesh.shape[name] for name in given.get(axis, ())) for axis in order]
     own = Mesh(mesh.devices.reshape(sizes), tuple(order), axis_types=(AxisType.Auto,) * len(order))
-    logger.info("the mesh %s is taken as %s, of automatic axes, with its devices in their order", _told(mesh), dict(own.shape))
+    logger.info(
+        "the mesh %s is taken as %s, of automatic axes, with its devices in their order",
+        _told(mesh),
+        dict(own.shape),
+    )
     return own
 
 
@@ -110,25 +136,35 @@ def _given_axes(mesh: Mesh, axes: Axes) -> dict[str, tuple[str, ...]]:
       ValueError: an axis that does not exist, or is named twice.
     """
     if not isinstance(axes, Mapping):
-        raise ValueError(f'axes={axes!r}: a dict is needed, such as {{"{FSDP}": {mesh.axis_names[-1]!r}}}')
+        raise ValueError(
+            f'axes={axes!r}: a dict is needed, such as {{"{FSDP}": {mesh.axis_names[-1]!r}}}'
+        )
     given: dict[str, tuple[str, ...]] = {}
     for axis, value in axes.items():
         if axis not in AXES:
             raise ValueError(f"axes has the key {axis!r}, and the axes are {', '.join(AXES)}")
         names = (value,) if isinstance(value, str) else value
         if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"axes[{axis!r}]={value!r}: the name of an axis of the mesh is needed, or a tuple of names")
+            raise ValueError(
+                f"axes[{axis!r}]={value!r}: the name of an axis of the mesh is needed, or a tuple of names"
+            )
         if unknown := [name for name in names if name not in mesh.axis_names]:
-            raise ValueError(f"axes[{axis!r}]={value!r}: the mesh has the axes {mesh.axis_names}, and no {unknown[0]!r}")
+            raise ValueError(
+                f"axes[{axis!r}]={value!r}: the mesh has the axes {mesh.axis_names}, and no {unknown[0]!r}"
+            )
         given[axis] = tuple(names)
     every = [name for names in given.values() for name in names]
     if twice := [name for name in every if every.count(name) > 1]:
-        raise ValueError(f"axes={dict(axes)!r} names {twice[0]!r} twice: each axis of the mesh is part of one axis alone")
+        raise ValueError(
+            f"axes={dict(axes)!r} names {twice[0]!r} twice: each axis of the mesh is part of one axis alone"
+        )
     return given
 
 
 def _check_neighbours(axis: str, names: Sequence[str], large: Sequence[str]) -> None:
-    """Raise ValueError unless axes follow each other in a mesh: merging them would change the order of its devices."""
+    """Raise ValueError unless axes follow each other in a mesh: merging them would change the order
+    of its devices.
+    """
     if not names:
         return
     first = large.index(names[0])

@@ -1,8 +1,9 @@
 """Partition specs as plain tuples, and the shardings made of them.
 
-A spec here has one entry a dim, always, and is compared and cut like any tuple; jax's PartitionSpec may be shorter than the
-array has dims. A sharding is a spec on a mesh in a tier of memory. There are two ways to make one, because JAX treats the two
-cases differently: `named` for the arguments and results of a program, `place` for moves inside it.
+A spec here has one entry a dim, always, and is compared and cut like any tuple; jax's PartitionSpec
+may be shorter than the array has dims. A sharding is a spec on a mesh in a tier of memory. There
+are two ways to make one, because JAX treats the two cases differently: `named` for the arguments
+and results of a program, `place` for moves inside it.
 """
 
 from collections.abc import Sequence
@@ -53,7 +54,8 @@ def named(mesh: Mesh, spec: Spec | PartitionSpec, tier: str = "device") -> Named
 def explicit(tree: Any) -> Any:
     """Return shardings with an explicit memory kind, where the mesh knows memory kinds.
 
-    JAX pairs donated arguments with results by shape. It compares their memory kinds only if all of them are explicit.
+    JAX pairs donated arguments with results by shape. It compares their memory kinds only if all of
+    them are explicit.
     """
 
     def with_kind(sharding: NamedSharding) -> NamedSharding:
@@ -66,5 +68,7 @@ def explicit(tree: Any) -> Any:
 
 
 def place(mesh: Mesh, spec: Spec | PartitionSpec, tier: str) -> NamedSharding:
-    """Return the sharding to which `jax.device_put` moves an array inside a traced program: its memory kind is explicit."""
+    """Return the sharding to which `jax.device_put` moves an array inside a traced program: its
+    memory kind is explicit.
+    """
     return NamedSharding(mesh.abstract_mesh, PartitionSpec(*spec), memory_kind=memory_kind(tier))

@@ -6,9 +6,10 @@
     2       sharded     shard   whole       2P + 14P/N                       2P  (reduce_scatter, all_gather)
     3       sharded     shard   shard       16P/N                            3P  (2 all_gather, reduce_scatter)
 
-The builder reads a row; nothing else asks which stage it is. Under XLA a stage-1 gradient is reduce-scattered where it is
-made, as stage 2's is: keeping it whole would cost an all_reduce and save nothing. Rows 1 and 2 therefore compile to the
-same program, with stage 2's memory; `zerojax.formulas.memory` says so.
+The builder reads a row; nothing else asks which stage it is. Under XLA a stage-1 gradient is
+reduce-scattered where it is made, as stage 2's is: keeping it whole would cost an all_reduce and
+save nothing. Rows 1 and 2 therefore compile to the same program, with stage 2's memory;
+`zerojax.formulas.memory` says so.
 """
 
 import dataclasses

@@ -1,7 +1,8 @@
 """Checks that a program can take a state: it was not donated, and it has the program's layout.
 
 A scalar of the optimizer's state may be a number: users of `optax.inject_hyperparams` write
-`state.opt_state.hyperparams["learning_rate"] = 1e-4`. It becomes an array of the leaf's dtype and sharding.
+`state.opt_state.hyperparams["learning_rate"] = 1e-4`. It becomes an array of the leaf's dtype and
+sharding.
 """
 
 import dataclasses
@@ -47,15 +48,20 @@ class StateCheck:
         leaves, self._structure = jax.tree.flatten(layout.abstract_state)
         self._expected = [_expected(leaf) for leaf in leaves]
 
-    def __call__(self, state: TrainState, tell: Callable[[Sequence[str]], None] | None = None) -> TrainState:
-        """Return a state that the program can take: the same one, numbers in the place of scalars made into arrays.
+    def __call__(
+        self, state: TrainState, tell: Callable[[Sequence[str]], None] | None = None
+    ) -> TrainState:
+        """Return a state that the program can take: the same one, numbers in the place of scalars
+        made into arrays.
 
         Args:
           state: to check.
-          tell: called, where numbers took the place of scalars, with a line for each: its path and its value.
+          tell: called, where numbers took the place of scalars, with a line for each: its path and
+            its value.
 
         Raises:
-          ValueError: the state was donated, or another program made it, or it is none, or a number is not finite.
+          ValueError: the state was donated, or another program made it, or it is none, or a number
+            is not finite.
         """
         check_is_there(state)
         leaves, structure = jax.tree.flatten(as_arguments(state))
@@ -68,7 +74,10 @@ class StateCheck:
                 continue
             check_is_array(leaf, lambda i=i: _name(state, i))
             if is_away(leaf) != expected.is_away or leaf.shape != expected.shape:
-                places = ["host memory" if is_host else "device memory" for is_host in (is_away(leaf), expected.is_away)]
+                places = [
+                    "host memory" if is_host else "device memory"
+                    for is_host in (is_away(leaf), expected.is_away)
+                ]
                 raise ValueError(
                     f"this state's {_name(state, i)} is {leaf.shape} in {places[0]}, and this program's is {expected.shape} "
                     f"in {places[1]}: it was made by a program of another model or config"
@@ -83,7 +92,10 @@ class StateCheck:
 
     def _other_structure(self, state: TrainState) -> str:
         """Return an error that names the leaves which a state lacks, or has beside the program's."""
-        given, expected = _names(as_arguments(state)), _names(jax.tree.unflatten(self._structure, self._expected))
+        given, expected = (
+            _names(as_arguments(state)),
+            _names(jax.tree.unflatten(self._structure, self._expected)),
+        )
         lacks = [name for name in expected if name not in set(given)]
         extra = [name for name in given if name not in set(expected)]
         found = [f"it lacks {_listed(lacks)}"] if lacks else []
@@ -102,7 +114,9 @@ def _expected(leaf: Any) -> _Expected:
 
 
 def _replaces(leaf: Any, expected: _Expected) -> bool:
-    """Return whether a leaf is not the expected scalar itself, so that its value has to be read as a number."""
+    """Return whether a leaf is not the expected scalar itself, so that its value has to be read as
+    a number.
+    """
     if not isinstance(leaf, jax.Array):
         return not isinstance(leaf, jax.ShapeDtypeStruct)
     if leaf.shape != ():
@@ -124,12 +138,15 @@ def _scalar(leaf: Any, expected: _Expected, name: Callable[[], str]) -> jax.Arra
             "with such a number"
         )
     value = np.asarray(number, expected.dtype)
-    # Without a collective: device_put would compare the value between processes, and fail by an assertion.
+    # Without a collective: device_put would compare the value between processes, and fail by an
+    # assertion.
     return jax.make_array_from_callback((), expected.sharding, lambda _: value)
 
 
 def _fits(number: float, dtype: Any, is_float: bool) -> bool:
-    """Return whether a dtype holds a number: rounded to it, the number is finite, and 0 only where it was 0."""
+    """Return whether a dtype holds a number: rounded to it, the number is finite, and 0 only where
+    it was 0.
+    """
     if not is_float:
         limits = jnp.iinfo(dtype)
         return int(limits.min) <= number <= int(limits.max)

@@ -1,10 +1,12 @@
-"""The nvme tier of one program, declared: which records there are, and how many bytes they and their buffers take.
+"""The nvme tier of one program, declared: which records there are, and how many bytes they and
+their buffers take.
 
-Records of a kind hold one layer's leaves on one device. The stacked layers are four kinds, "params", "grads", "opt_state" (with
-the float32 masters) and "activations"; of a leaf that is no stack of layers, parameter and state are kinds of one record each:
-"params.3" and "opt_state.3". Kinds are declared while programs are built and traced, so that a program can be lowered and its
-bytes counted on a mesh that is not there. Nothing here touches a disk: folder, buffers and threads are those of a
-`zerojax.runtime.SwapSession`.
+Records of a kind hold one layer's leaves on one device. The stacked layers are four kinds,
+"params", "grads", "opt_state" (with the float32 masters) and "activations"; of a leaf that is no
+stack of layers, parameter and state are kinds of one record each: "params.3" and "opt_state.3".
+Kinds are declared while programs are built and traced, so that a program can be lowered and its
+bytes counted on a mesh that is not there. Nothing here touches a disk: folder, buffers and threads
+are those of a `zerojax.runtime.SwapSession`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -57,7 +59,8 @@ class DiskLayout:
           lifetime: whether they outlive a step.
           used_by: whether programs fetch and store them, or the host works on them.
           in_place: whether the host updates them in the buffers into which they are read.
-          in_turn: whether programs use all such kinds one after the other, so that they may share buffers.
+          in_turn: whether programs use all such kinds one after the other, so that they may share
+            buffers.
           written_once: whether a state's records stay as they were first written.
         """
         records = DiskRecords(
@@ -73,7 +76,8 @@ class DiskLayout:
             in_turn,
             written_once,
         )
-        # Every trace of a step declares its kinds anew. The first object stays as long as its files are the right ones.
+        # Every trace of a step declares its kinds anew. The first object stays as long as its files
+        # are the right ones.
         previous = self.kinds.get(kind)
         if previous is not None and previous.has_files_of(records):
             return previous
@@ -83,7 +87,11 @@ class DiskLayout:
     def shared_bytes(self, records: DiskRecords) -> int:
         """Return the bytes of the buffers that a kind shares with others, or 0 if it has its own."""
         sizes = [r.num_bytes for r in self.kinds.values() if r.in_turn]
-        size = shared_bytes(sizes, self.config.prefetch_distance, records.in_place) if records.in_turn else 0
+        size = (
+            shared_bytes(sizes, self.config.prefetch_distance, records.in_place)
+            if records.in_turn
+            else 0
+        )
         # The few records that are larger than the shared buffers have buffers of their own.
         return size if records.num_bytes <= size else 0
 
@@ -92,11 +100,14 @@ class DiskLayout:
         distance, shared, unshared = self.config.prefetch_distance, 0, 0
         for records in kinds:
             if size := self.shared_bytes(records):
-                # Counted once for all kinds: they are never in use at the same time.
-                # As `Engine.add` allocates them: `distance` to read ahead, one for the record in use, and as many to write.
+                # Counted once for all kinds: they are never in use at the same time. As
+                # `Engine.add` allocates them: `distance` to read ahead, one for the record in use,
+                # and as many to write.
                 shared = 2 * (distance + 1) * size
             else:
-                unshared += num_buffers(distance, records.num_layers, records.in_place) * records.num_bytes
+                unshared += (
+                    num_buffers(distance, records.num_layers, records.in_place) * records.num_bytes
+                )
         return unshared + shared
 
     @property

@@ -1,11 +1,13 @@
-"""Frozen weights that rest in 8 or 4 bits: which leaves do, how each is split, and how it is made and read.
+"""Frozen weights that rest in 8 or 4 bits: which leaves do, how each is split, and how it is made
+and read.
 
     rest      Encoded(codes[A, (B C)_fsdp], scales[..], ..)       in the place of the leaf W[A, B_fsdp, C]
     use       decode(all_gather(codes, scales, ..))               W[A, B, C] in the compute dtype, a layer at a time
 
-Each encoded array is a frozen leaf of its own to whatever stores, moves, gathers, saves or counts it. What knows of the weight
-is where one is made (`Encodings.encode`, of a layer's float32 leaves, on each device's shard) and where it is used (`decoded`,
-of gathered arrays). `pallas_kernels.storage` is the codec.
+Each encoded array is a frozen leaf of its own to whatever stores, moves, gathers, saves or counts
+it. What knows of the weight is where one is made (`Encodings.encode`, of a layer's float32 leaves,
+on each device's shard) and where it is used (`decoded`, of gathered arrays).
+`pallas_kernels.storage` is the codec.
 """
 
 import dataclasses
@@ -50,7 +52,9 @@ class Encoding:
 
     def encode(self, w: Any) -> Encoded:
         """Return one layer's leaf, or one that is no stack, encoded: each device its own shard."""
-        w = jax.lax.with_sharding_constraint(jnp.asarray(w, jnp.float32), named(self.mesh, self.spec))
+        w = jax.lax.with_sharding_constraint(
+            jnp.asarray(w, jnp.float32), named(self.mesh, self.spec)
+        )
         # XLA's form on shards by hand: the partitioner need not see through the reshapes.
         encode = functools.partial(storage.encode, layout=self.layout, implementation="xla")
         out_specs = PartitionSpec(*storage.encoded_spec(self.layout, self.spec))
@@ -58,20 +62,32 @@ class Encoding:
         return jax.shard_map(encode, mesh=self.mesh, check_vma=False, **specs)(w)
 
     def encode_here(self, w: np.ndarray) -> list[np.ndarray]:
-        """Return the arrays of a weight, whole, or of some of its layers; on one device of this process."""
+        """Return the arrays of a weight, whole, or of some of its layers; on one device of this
+        process.
+        """
         device = jax.local_devices()[0]
         # The program's mesh may be set here, and need not have this device.
         with jax.set_mesh(Mesh(np.asarray([device]), ("device",))):
-            return [np.asarray(a) for a in jax.tree.leaves(_encode_jit(jax.device_put(w, device), layout=self.layout))]
+            return [
+                np.asarray(a)
+                for a in jax.tree.leaves(_encode_jit(jax.device_put(w, device), layout=self.layout))
+            ]
 
     @property
     def abstract(self) -> Encoded:
         """The shapes of its arrays, all layers'."""
-        return storage.abstract_encoded(self.layout, ((self.num_layers,) if self.lead else ()) + self.shape)
+        return storage.abstract_encoded(
+            self.layout, ((self.num_layers,) if self.lead else ()) + self.shape
+        )
 
     def leaf_spec(self, spec: LeafSpec, sharded: bool) -> LeafSpec:
-        """Return how the mesh splits each array, given how it would split the leaf, and whether it does."""
-        base, stored = (storage.encoded_spec(self.layout, s) for s in (spec.base, spec.sharded if sharded else spec.base))
+        """Return how the mesh splits each array, given how it would split the leaf, and whether it
+        does.
+        """
+        base, stored = (
+            storage.encoded_spec(self.layout, s)
+            for s in (spec.base, spec.sharded if sharded else spec.base)
+        )
         return LeafSpec(base, stored, spec.replicated)
 
 
@@ -87,7 +103,8 @@ def choose_encodings(
     stacked: Sequence[str],
     mesh: Mesh,
 ) -> dict[str, Encoding]:
-    """Return how frozen leaves are encoded, by path. Those that no layout serves keep their dtype, which is logged once.
+    """Return how frozen leaves are encoded, by path. Those that no layout serves keep their dtype,
+    which is logged once.
 
     Args:
       format: "int8" or "nf4".
@@ -110,9 +127,15 @@ def choose_encodings(
         path, leaf, why = max(kept, key=lambda item: item[1].size)
         logger.info(
             "frozen_dtype=%r: %d of %d frozen leaves, %d of %d elements, stay in %s: such as %s: %s",
-            format, len(kept), len(leaves), sum(leaf.size for _, leaf, _ in kept), sum(a.size for a in leaves.values()),
-            leaf.dtype, path, why,
-        )  # fmt: skip
+            format,
+            len(kept),
+            len(leaves),
+            sum(leaf.size for _, leaf, _ in kept),
+            sum(a.size for a in leaves.values()),
+            leaf.dtype,
+            path,
+            why,
+        )
     return encodings
 
 
@@ -161,16 +184,25 @@ def decoding_model(model: LayeredModel, dtype: Any) -> LayeredModel:
         return model.predict(decoded(p, dtype), decoded(p_embed, dtype), *args)
 
     def of_blocks(of: Any) -> dict[str, Any]:
-        return {"block": decoding(of.block), "enter": None if of.enter is None else decoding(of.enter)}
+        return {
+            "block": decoding(of.block),
+            "enter": None if of.enter is None else decoding(of.enter),
+        }
 
     blocks = of_blocks(model)
     if model.stacks:
-        blocks = {"stacks": [dataclasses.replace(stack, **of_blocks(stack)) for stack in model.stacks]}
+        blocks = {
+            "stacks": [dataclasses.replace(stack, **of_blocks(stack)) for stack in model.stacks]
+        }
     outputs = None if model.predict is None else predict
-    return dataclasses.replace(model, embed=decoding(model.embed), head=head, predict=outputs, **blocks)
+    return dataclasses.replace(
+        model, embed=decoding(model.embed), head=head, predict=outputs, **blocks
+    )
 
 
-def check_tiles(model: Model | LayeredModel, format: str, encoded: Sequence[str], tiled: Sequence[str]) -> None:
+def check_tiles(
+    model: Model | LayeredModel, format: str, encoded: Sequence[str], tiled: Sequence[str]
+) -> None:
     """Raise NotImplementedError for stacks of tiles that would be encoded."""
     if both := [path for path in encoded if path in tiled]:
         raise NotImplementedError(

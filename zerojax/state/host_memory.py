@@ -19,7 +19,8 @@ def is_away(leaf: Any) -> bool:
 
 
 def check_host_reads(mesh: Mesh) -> None:
-    """Test, once a process, that the devices read and write the right records of host memory. CPUs always do.
+    """Test, once a process, that the devices read and write the right records of host memory. CPUs
+    always do.
 
     Raises:
       RuntimeError: this device and jaxlib slice host memory at wrong records.
@@ -29,7 +30,9 @@ def check_host_reads(mesh: Mesh) -> None:
 
 
 def crosses_link(mesh: Mesh) -> bool:
-    """Return whether records in host memory cross a link to the device, which carries both directions at once: on GPUs."""
+    """Return whether records in host memory cross a link to the device, which carries both
+    directions at once: on GPUs.
+    """
     return mesh.devices.flat[0].platform != "cpu"
 
 
@@ -37,7 +40,8 @@ def allocate_all(abstract: Sequence[Any]) -> list[Array]:
     """Return zeros in host memory, each process its own shards.
 
     Raises:
-      RuntimeError: they find no room; says how many bytes were asked for and how to raise the limit.
+      RuntimeError: they find no room; says how many bytes were asked for and how to raise the
+        limit.
     """
     if not abstract:
         return []
@@ -54,7 +58,11 @@ def allocate_all(abstract: Sequence[Any]) -> list[Array]:
 
 
 def _local_bytes(leaf: Any) -> int:
-    return len(leaf.sharding.addressable_devices) * math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    return (
+        len(leaf.sharding.addressable_devices)
+        * math.prod(leaf.sharding.shard_shape(leaf.shape))
+        * leaf.dtype.itemsize
+    )
 
 
 def _allocate(leaf: Any) -> Array:
@@ -65,6 +73,7 @@ def _allocate(leaf: Any) -> Array:
 
     array = jax.make_array_from_callback(leaf.shape, leaf.sharding, zeros)
     if next(iter(leaf.sharding.device_set)).platform == "cpu":
-        # The client of CPUs may take numpy's memory for its own, which it then cannot update in place.
+        # The client of CPUs may take numpy's memory for its own, which it then cannot update in
+        # place.
         array = jax.device_put(array, leaf.sharding, may_alias=False)
     return array

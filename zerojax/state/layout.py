@@ -50,7 +50,14 @@ from zerojax.sharding import (
     stored_spec,
 )
 from zerojax.state.disk_layout import DiskLayout
-from zerojax.state.encodings import Encoding, check_tiles, choose_encodings, decoded, decoding_model, encode_tree
+from zerojax.state.encodings import (
+    Encoding,
+    check_tiles,
+    choose_encodings,
+    decoded,
+    decoding_model,
+    encode_tree,
+)
 from zerojax.state.leaves import Leaf, TileGroup, build_leaves, is_stacked
 from zerojax.state.opt_state import (
     OptStateMap,
@@ -61,7 +68,15 @@ from zerojax.state.opt_state import (
     traced_optimizer,
 )
 from zerojax.state.tile_groups import tile_groups, tiled_leaves
-from zerojax.state.train_state import DiskArgument, Pending, Split, TrainState, is_stored, join_frozen, split_frozen
+from zerojax.state.train_state import (
+    DiskArgument,
+    Pending,
+    Split,
+    TrainState,
+    is_stored,
+    join_frozen,
+    split_frozen,
+)
 
 logger = logging.getLogger("zerojax")
 
@@ -116,23 +131,27 @@ class Layout:
       tx: the optimizer, as it is applied to the whole tree.
       opt_map: how the optimizer state divides over the leaves.
       opt_specs: of the optimizer state's leaves.
-      update_jaxpr: the optimizer's update of the whole tree, traced: of (grads, state, params, loss).
-      abstract_params: the tree of the trained parameters in float32 shapes; None in the place of frozen ones.
+      update_jaxpr: the optimizer's update of the whole tree, traced: of (grads, state, params,
+        loss).
+      abstract_params: the tree of the trained parameters in float32 shapes; None in the place of
+        frozen ones.
       abstract_arrays: TrainState of ShapeDtypeStruct with shardings, as if nothing were on disk.
       abstract_state: the same, as a program takes it: leaves of the nvme tier are DiskArgument.
       shardings: TrainState of NamedSharding.
       replicated: leaves that the ZeRO axis does not split.
       num_layers: of a LayeredModel, else None; of all its stacks.
-      device_layers: layers of each stack of a LayeredModel whose optimizer state stays on the device while `opt_state` is off
-        it, by its name.
+      device_layers: layers of each stack of a LayeredModel whose optimizer state stays on the
+        device while `opt_state` is off it, by its name.
       disk: the records of the nvme tier, where there is one.
       frozen: the parameter leaves that are frozen, in the order of the flattened tree.
       flags: tree of bool over the parameters: which are frozen; None where none is.
       abstract_whole: the whole parameter tree in the dtypes of compute.
       places: of each of `all_leaves`, its place in the flattened whole tree.
-      encodings: by path, the frozen leaves that rest in 8 or 4 bits. Each of their arrays is a leaf here, and in `frozen` and
-        `abstract_whole` they are `Encoded` nodes; `flags` counts each as one.
-      stack_layers: L of each stack of a LayeredModel by its name, in order; the name of one alone is "".
+      encodings: by path, the frozen leaves that rest in 8 or 4 bits. Each of their arrays is a leaf
+        here, and in `frozen` and `abstract_whole` they are `Encoded` nodes; `flags` counts each as
+        one.
+      stack_layers: L of each stack of a LayeredModel by its name, in order; the name of one alone
+        is "".
     """
 
     mesh: Mesh
@@ -161,7 +180,9 @@ class Layout:
 
     @functools.cached_property
     def all_leaves(self) -> tuple[Leaf, ...]:
-        """Those that are trained, then those that are frozen: an index of a frozen leaf is one into this."""
+        """Those that are trained, then those that are frozen: an index of a frozen leaf is one into
+        this.
+        """
         return self.leaves + self.frozen
 
     @functools.cached_property
@@ -199,7 +220,9 @@ class Layout:
 
     @property
     def reduces_once(self) -> bool:
-        """Whether each device sums its own gradients over microbatches, which are reduced at the end."""
+        """Whether each device sums its own gradients over microbatches, which are reduced at the
+        end.
+        """
         return reduces_once(self.config) and num_batch_shards(self.mesh) > 1
 
     @property
@@ -213,7 +236,9 @@ class Layout:
         return jnp.promote_types(dtype, jnp.float32) if self.grads_in_float32 else dtype
 
     def encode(self, params: Any, *part: str) -> Any:
-        """Return parameters as they rest: of a Model all, of a LayeredModel those of a part, of one layer or an end."""
+        """Return parameters as they rest: of a Model all, of a LayeredModel those of a part, of one
+        layer or an end.
+        """
         return encode_tree(self.encodings, params, *part)
 
     def decode(self, params: Any) -> Any:
@@ -221,7 +246,8 @@ class Layout:
         return decoded(params, self.compute_dtype) if self.encodings else params
 
     def decoded_leaves(self, indices: Sequence[int] | None = None) -> list[Leaf]:
-        """Return leaves as a model is given them, in the order of the tree: one for the arrays of each that rests encoded.
+        """Return leaves as a model is given them, in the order of the tree: one for the arrays of
+        each that rests encoded.
 
         `indices` are of those that are wanted, in that order; None: all.
         """
@@ -232,7 +258,11 @@ class Layout:
             return any(leaf.path[: len(path)] == path for path in encoded)
 
         # The first array of each stands for all of its arrays.
-        return [leaf.decodes or leaf for leaf in leaves if leaf.decodes is not None or not is_array_of_one(leaf)]
+        return [
+            leaf.decodes or leaf
+            for leaf in leaves
+            if leaf.decodes is not None or not is_array_of_one(leaf)
+        ]
 
     def decoding(self, model: LayeredModel) -> LayeredModel:
         """Return a model whose functions take parameters that may be encoded."""
@@ -250,10 +280,16 @@ class Layout:
     @functools.cached_property
     def stacks(self) -> tuple[StackLeaves, ...]:
         """The leaves of each stack of layers, in order."""
-        return tuple(self._stack(name, num_layers) for name, num_layers in self.stack_layers.items())
+        return tuple(
+            self._stack(name, num_layers) for name, num_layers in self.stack_layers.items()
+        )
 
     def _stack(self, name: str, num_layers: int) -> StackLeaves:
-        of_stack = [i for i in self.in_tree if self.all_leaves[i].is_stacked and self.all_leaves[i].stack == name]
+        of_stack = [
+            i
+            for i in self.in_tree
+            if self.all_leaves[i].is_stacked and self.all_leaves[i].stack == name
+        ]
         blocks = sorted(i for i in of_stack if self.all_leaves[i].role == "block")
         return StackLeaves(
             name=name,
@@ -267,7 +303,9 @@ class Layout:
 
     @functools.cached_property
     def num_params(self) -> int:
-        """Elements of all parameters; of one in 8 or 4 bits those that it is decoded to, and not those of its scales."""
+        """Elements of all parameters; of one in 8 or 4 bits those that it is decoded to, and not
+        those of its scales.
+        """
         return sum(math.prod(leaf.shape) for leaf in self.decoded_leaves())
 
     @functools.cached_property
@@ -277,7 +315,9 @@ class Layout:
 
     @functools.cached_property
     def stacked(self) -> tuple[int, ...]:
-        """Indices of the stacks of layers: of `blocks` and of all `groups`, of all stacks, in order."""
+        """Indices of the stacks of layers: of `blocks` and of all `groups`, of all stacks, in
+        order.
+        """
         return tuple(i for i, leaf in enumerate(self.leaves) if leaf.is_stacked)
 
     @property
@@ -287,7 +327,9 @@ class Layout:
 
     @property
     def updates_by_record(self) -> bool:
-        """Whether the optimizer is applied to a layer or a leaf at a time: some state rests off the device."""
+        """Whether the optimizer is applied to a layer or a leaf at a time: some state rests off the
+        device.
+        """
         return updates_by_parts(self.config)
 
     def block_tree(self, stack: str) -> Any:
@@ -302,9 +344,12 @@ class Layout:
         return _param_shardings(self.abstract_params, self.specs, self.mesh, sharded, "device")
 
 
-def _param_shardings(params: Any, specs: dict[str, LeafSpec], mesh: Mesh, sharded: bool, tier: str) -> Any:
+def _param_shardings(
+    params: Any, specs: dict[str, LeafSpec], mesh: Mesh, sharded: bool, tier: str
+) -> Any:
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: named(mesh, stored_spec(specs[jax.tree_util.keystr(path)], sharded), tier), params
+        lambda path, _: named(mesh, stored_spec(specs[jax.tree_util.keystr(path)], sharded), tier),
+        params,
     )
 
 
@@ -335,7 +380,9 @@ ByLayer = Callable[
     [optax.GradientTransformation, Any, tuple[Any, jex.ClosedJaxpr] | ValueError, Sequence[bool]],
     optax.GradientTransformation,
 ]
-"""(tx, abstract params, abstract state, traced update, which leaves are stacks of layers) -> the optimizer to apply."""
+"""(tx, abstract params, abstract state, traced update, which leaves are stacks of layers) -> the
+optimizer to apply.
+"""
 
 
 def build_layout(
@@ -355,8 +402,8 @@ def build_layout(
       by_layer: chooses how the optimizer is applied to stacks of layers.
 
     Raises:
-      ValueError: no parameters to train, or such as are no numbers, specs that do not fit, an optimizer that cannot run
-        sharded.
+      ValueError: no parameters to train, or such as are no numbers, specs that do not fit, an
+        optimizer that cannot run sharded.
     """
     stage, precision = STAGES[config.stage], PRECISIONS[config.precision]
     abstract_key = jax.eval_shape(lambda: jax.random.key(0))
@@ -369,30 +416,53 @@ def build_layout(
     _report_widened(split_frozen(flags, params)[0], config)
     user_specs = model.specs if isinstance(model, Model) else layered_specs(model)
     first_dims = _first_dims(model, params)
-    specs = param_specs(params, user_specs, mesh, FSDP, first_dims=first_dims, min_shard_bytes=config.min_shard_bytes)
+    specs = param_specs(
+        params,
+        user_specs,
+        mesh,
+        FSDP,
+        first_dims=first_dims,
+        min_shard_bytes=config.min_shard_bytes,
+    )
 
     # Shapes: the optimizer's state is over float32 weights, whatever the dtype of compute.
     compute_dtype = jnp.dtype(precision.compute_dtype)
     whole = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, compute_dtype if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype), params
+        lambda a: jax.ShapeDtypeStruct(
+            a.shape, compute_dtype if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype
+        ),
+        params,
     )
     groups = tile_groups(model, params, config)
-    as_given, given_specs, encodings = whole, specs, _encodings(model, config, whole, specs, is_frozen, mesh)
+    as_given, given_specs, encodings = (
+        whole,
+        specs,
+        _encodings(model, config, whole, specs, is_frozen, mesh),
+    )
     if encodings:
         given = build_leaves(model, whole, specs, (), is_frozen)
-        whole, specs, is_frozen, groups = _as_they_rest(encodings, given, whole, groups, stage.params)
-        table = _with_decoded(build_leaves(model, whole, specs, groups, is_frozen), given, encodings)
+        whole, specs, is_frozen, groups = _as_they_rest(
+            encodings, given, whole, groups, stage.params
+        )
+        table = _with_decoded(
+            build_leaves(model, whole, specs, groups, is_frozen), given, encodings
+        )
     else:
         table = build_leaves(model, whole, specs, groups, is_frozen)
     # Trained leaves come first: whoever updates counts them alone.
     places = sorted(range(len(table)), key=lambda place: table[place].frozen)  # sorted is stable
     groups = tuple(_trained_first(group, table, places) for group in groups)
-    leaves, frozen_leaves = tuple(a for a in table if not a.frozen), tuple(a for a in table if a.frozen)
+    leaves, frozen_leaves = (
+        tuple(a for a in table if not a.frozen),
+        tuple(a for a in table if a.frozen),
+    )
     params, _ = split_frozen(flags, params)
     compute, frozen = split_frozen(flags, whole)
     master = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params)
     on_stacks = traced_optimizer(tx, master)
-    if isinstance(model, LayeredModel) or updates_by_parts(config):  # a Model's whole tree any optimizer updates
+    if isinstance(model, LayeredModel) or updates_by_parts(
+        config
+    ):  # a Model's whole tree any optimizer updates
         applied = by_layer(tx, master, on_stacks, [leaf.is_stacked for leaf in leaves])
         if applied is not tx:
             tx = applied
@@ -405,9 +475,13 @@ def build_layout(
     specs_of_state = opt_state_specs(opt_map, leaves, mesh, FSDP, config.min_shard_bytes)
     opt_specs = jax.tree.unflatten(jax.tree.structure(opt_state), specs_of_state)
     scalar = named(mesh, ())
-    is_shared = jax.tree.unflatten(jax.tree.structure(opt_state), [owner is None for owner in opt_map.owners])
+    is_shared = jax.tree.unflatten(
+        jax.tree.structure(opt_state), [owner is None for owner in opt_map.owners]
+    )
 
-    def state_of(scalar: Any, key: Any, params: Any, master: Any, opt_state: Any, counter: Any) -> TrainState:
+    def state_of(
+        scalar: Any, key: Any, params: Any, master: Any, opt_state: Any, counter: Any
+    ) -> TrainState:
         return TrainState(
             step=counter,
             skipped=counter,
@@ -418,7 +492,8 @@ def build_layout(
             loss_scale=LossScale(scalar, counter, counter) if precision.scales_loss else None,
         )
 
-    # Scalars of the optimizer state stay on the device in every tier: the program computes with them.
+    # Scalars of the optimizer state stay on the device in every tier: the program computes with
+    # them.
     shardings = state_of(
         scalar,
         scalar,
@@ -426,15 +501,21 @@ def build_layout(
         _param_shardings(params, specs, mesh, stage.opt_state, _array_tier(config.opt_state)),
         jax.tree.map(
             lambda s, shared: named(
-                mesh, stored_spec(s, stage.opt_state), "device" if shared else _array_tier(config.opt_state)
+                mesh,
+                stored_spec(s, stage.opt_state),
+                "device" if shared else _array_tier(config.opt_state),
             ),
-            opt_specs, is_shared, is_leaf=lambda s: isinstance(s, LeafSpec),
+            opt_specs,
+            is_shared,
+            is_leaf=lambda s: isinstance(s, LeafSpec),
         ),
         scalar,
-    )  # fmt: skip
+    )
     f32, i32 = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
     shapes = state_of(f32, abstract_key, compute, master, opt_state, i32)
-    abstract_state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
+    abstract_state = jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings
+    )
     model_state = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=scalar),
         jax.eval_shape(lambda key: init_state(model, key), abstract_key),
@@ -442,20 +523,26 @@ def build_layout(
     if model_state is not None:
         abstract_state = dataclasses.replace(abstract_state, model_state=model_state)
         shardings = jax.tree.map(lambda a: a.sharding, abstract_state)
-    # Then what a config adds: layers of the optimizer state that stay on the device, and an update that is pending.
-    # Rounded twice, since 0.29 * 100 is 28.999999999999996.
+    # Then what a config adds: layers of the optimizer state that stay on the device, and an update
+    # that is pending. Rounded twice, since 0.29 * 100 is 28.999999999999996.
     share = config.opt_state_device_fraction
     # Where no layer is trained, none has state.
     of_stacks = {leaf.stack: leaf.shape[0] for leaf in leaves if leaf.is_stacked}
-    device_layers = {name: int(round(share * num_layers, 9)) for name, num_layers in of_stacks.items()}
+    device_layers = {
+        name: int(round(share * num_layers, 9)) for name, num_layers in of_stacks.items()
+    }
     if any(device_layers.values()):
         abstract_state = _split_opt_state(abstract_state, leaves, opt_map, device_layers, mesh)
         shardings = jax.tree.map(lambda a: a.sharding, abstract_state)
     if frozen_leaves:
         tier = _array_tier(frozen_tier(config))
         at = _param_shardings(frozen, specs, mesh, stage.params, tier)
-        frozen = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), frozen, at)
-        abstract_state, shardings = (dataclasses.replace(t, frozen=f) for t, f in ((abstract_state, frozen), (shardings, at)))
+        frozen = jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), frozen, at
+        )
+        abstract_state, shardings = (
+            dataclasses.replace(t, frozen=f) for t, f in ((abstract_state, frozen), (shardings, at))
+        )
     replicated = tuple(replicated_leaves(as_given, given_specs)) if stage.opt_state else ()
     _report(replicated, mesh)
     num_layers = model.num_layers if isinstance(model, LayeredModel) else None
@@ -470,10 +557,32 @@ def build_layout(
         abstract_state = _on_disk(abstract_state, is_shared, config, mesh)
         shardings = jax.tree.map(lambda a: a.sharding, abstract_state)
     return Layout(
-        mesh, config, specs, leaves, groups, tx, opt_map, specs_of_state, update_jaxpr, master, arrays, abstract_state,
-        shardings, replicated, num_layers, device_layers, disk, frozen_leaves, flags, whole, tuple(places), encodings,
-        {stack.name: stack.model.num_layers for stack in stacks_of(model)} if isinstance(model, LayeredModel) else {},
-    )  # fmt: skip
+        mesh,
+        config,
+        specs,
+        leaves,
+        groups,
+        tx,
+        opt_map,
+        specs_of_state,
+        update_jaxpr,
+        master,
+        arrays,
+        abstract_state,
+        shardings,
+        replicated,
+        num_layers,
+        device_layers,
+        disk,
+        frozen_leaves,
+        flags,
+        whole,
+        tuple(places),
+        encodings,
+        {stack.name: stack.model.num_layers for stack in stacks_of(model)}
+        if isinstance(model, LayeredModel)
+        else {},
+    )
 
 
 def _check_frozen_config(config: ZeroConfig) -> None:
@@ -498,14 +607,25 @@ def _encodings(
     if config.frozen_dtype is None:
         return {}
     arrays = jax.tree_util.tree_flatten_with_path(whole)[0]
-    chosen = [(path, a) for (path, a), frozen in zip(arrays, is_frozen, strict=True) if frozen and _is_floating(a)]
+    chosen = [
+        (path, a)
+        for (path, a), frozen in zip(arrays, is_frozen, strict=True)
+        if frozen and _is_floating(a)
+    ]
     leaves = {jax.tree_util.keystr(path): a for path, a in chosen}
     stacked = [jax.tree_util.keystr(path) for path, _ in chosen if is_stacked(model, path)]
     at = {path: stored_spec(specs[path], STAGES[config.stage].params) for path in leaves}
     encodings = choose_encodings(config.frozen_dtype, leaves, at, stacked, mesh)
-    of_tiles = [(path, a) for path, a in arrays if is_stacked(model, path) or isinstance(model, Model)]
+    of_tiles = [
+        (path, a) for path, a in arrays if is_stacked(model, path) or isinstance(model, Model)
+    ]
     pairs = zip(of_tiles, tiled_leaves(model, whole), strict=True)
-    check_tiles(model, config.frozen_dtype, list(encodings), [jax.tree_util.keystr(p) for (p, _), flag in pairs if flag])
+    check_tiles(
+        model,
+        config.frozen_dtype,
+        list(encodings),
+        [jax.tree_util.keystr(p) for (p, _), flag in pairs if flag],
+    )
     return encodings
 
 
@@ -514,7 +634,11 @@ def _is_floating(array: Any) -> bool:
 
 
 def _as_they_rest(
-    encodings: Mapping[str, Encoding], given: Sequence[Leaf], whole: Any, groups: Sequence[TileGroup], sharded: bool
+    encodings: Mapping[str, Encoding],
+    given: Sequence[Leaf],
+    whole: Any,
+    groups: Sequence[TileGroup],
+    sharded: bool,
 ) -> tuple[Any, dict[str, LeafSpec], list[bool], tuple[TileGroup, ...]]:
     """Return the tree with `Encoded` nodes, its specs and flags, and groups by places in it."""
     arrays, tree = jax.tree.flatten(whole)
@@ -528,17 +652,29 @@ def _as_they_rest(
             specs[jax.tree_util.keystr((*leaf.path, *below))] = spec
             flags.append(leaf.frozen)
         nodes.append(node)
-    groups = [dataclasses.replace(group, leaves=tuple(places[i] for i in group.leaves)) for group in groups]
+    groups = [
+        dataclasses.replace(group, leaves=tuple(places[i] for i in group.leaves))
+        for group in groups
+    ]
     return jax.tree.unflatten(tree, nodes), specs, flags, tuple(groups)
 
 
-def _with_decoded(table: Sequence[Leaf], given: Sequence[Leaf], encodings: Mapping[str, Encoding]) -> tuple[Leaf, ...]:
-    """Return the leaves where the first array of each that rests encoded says what it is decoded to."""
+def _with_decoded(
+    table: Sequence[Leaf], given: Sequence[Leaf], encodings: Mapping[str, Encoding]
+) -> tuple[Leaf, ...]:
+    """Return the leaves where the first array of each that rests encoded says what it is decoded
+    to.
+    """
     waiting = {leaf.path: leaf for leaf in given if leaf.name in encodings}
     leaves = []
     for leaf in table:
         of = (
-            next((waiting.pop(path) for path in list(waiting) if leaf.path[: len(path)] == path), None) if leaf.frozen else None
+            next(
+                (waiting.pop(path) for path in list(waiting) if leaf.path[: len(path)] == path),
+                None,
+            )
+            if leaf.frozen
+            else None
         )
         leaves.append(leaf if of is None else dataclasses.replace(leaf, decodes=of))
     return tuple(leaves)
@@ -548,17 +684,24 @@ def _trained_first(group: TileGroup, table: Sequence[Leaf], places: Sequence[int
     """Return a group by the indices of its leaves, given by their places in the tree."""
     indices = [places.index(place) for place in group.leaves]
     num_trained = sum(not leaf.frozen for leaf in table)
-    trained, frozen = ([i for i in indices if (i < num_trained) == wanted] for wanted in (True, False))
+    trained, frozen = (
+        [i for i in indices if (i < num_trained) == wanted] for wanted in (True, False)
+    )
     return dataclasses.replace(group, leaves=tuple(trained), frozen=tuple(frozen))
 
 
 def _first_dims(model: Model | LayeredModel, params: Any) -> dict[str, int]:
-    """Return by path the dims that come before those that may be split: that of layers, and that of tiles."""
+    """Return by path the dims that come before those that may be split: that of layers, and that of
+    tiles.
+    """
     if not isinstance(model, LayeredModel):
         return {}
     paths = jax.tree_util.tree_flatten_with_path({BLOCKS: params[BLOCKS]})[0]
     flags = tiled_leaves(model, params)
-    return {jax.tree_util.keystr(path): 1 + bool(tiled) for (path, _), tiled in zip(paths, flags, strict=True)}
+    return {
+        jax.tree_util.keystr(path): 1 + bool(tiled)
+        for (path, _), tiled in zip(paths, flags, strict=True)
+    }
 
 
 def _array_tier(tier: str) -> str:
@@ -567,9 +710,13 @@ def _array_tier(tier: str) -> str:
 
 
 def _on_disk(state: TrainState, is_shared: Any, config: ZeroConfig, mesh: Mesh) -> TrainState:
-    """Put DiskArgument in place of the leaves of the nvme tier; scalars that the whole optimizer state shares are none."""
+    """Put DiskArgument in place of the leaves of the nvme tier; scalars that the whole optimizer
+    state shares are none.
+    """
     # One number a device: each orders its own callbacks, and waits for no other device.
-    token: Any = jax.ShapeDtypeStruct((mesh.size,), jnp.int32, sharding=named(mesh, (mesh.axis_names,)))
+    token: Any = jax.ShapeDtypeStruct(
+        (mesh.size,), jnp.int32, sharding=named(mesh, (mesh.axis_names,))
+    )
 
     def leaf_on_disk(leaf: Any, shared: bool = False) -> Any:
         if isinstance(leaf, Split):
@@ -591,10 +738,14 @@ def _on_disk(state: TrainState, is_shared: Any, config: ZeroConfig, mesh: Mesh) 
     )
 
 
-def _pending(leaves: Sequence[Leaf], opt_map: OptStateMap, config: ZeroConfig, mesh: Mesh) -> Pending:
+def _pending(
+    leaves: Sequence[Leaf], opt_map: OptStateMap, config: ZeroConfig, mesh: Mesh
+) -> Pending:
     """Return the shapes of a delayed update, the stacked layers' leaves before the others."""
     # As `Layout.grad_dtype`.
-    dtype = jnp.dtype("float32" if grads_in_float32(config) else PRECISIONS[config.precision].compute_dtype)
+    dtype = jnp.dtype(
+        "float32" if grads_in_float32(config) else PRECISIONS[config.precision].compute_dtype
+    )
 
     def grad(leaf: Leaf) -> Any:
         spec = stored_spec(leaf.spec, STAGES[config.stage].opt_state)
@@ -604,7 +755,9 @@ def _pending(leaves: Sequence[Leaf], opt_map: OptStateMap, config: ZeroConfig, m
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=named(mesh, ()))
 
     return Pending(
-        grads=[grad(leaf) for leaf in sorted(leaves, key=lambda leaf: not leaf.is_stacked)],  # sorted is stable
+        grads=[
+            grad(leaf) for leaf in sorted(leaves, key=lambda leaf: not leaf.is_stacked)
+        ],  # sorted is stable
         shared=[scalar(opt_map.leaves[j]) for j in opt_map.shared],
         scalars=scalar(jax.ShapeDtypeStruct((3,), jnp.float32)),  # pyright: ignore[reportArgumentType]
         ready=scalar(jax.ShapeDtypeStruct((), jnp.bool_)),  # pyright: ignore[reportArgumentType]
@@ -612,15 +765,23 @@ def _pending(leaves: Sequence[Leaf], opt_map: OptStateMap, config: ZeroConfig, m
 
 
 def _split_opt_state(
-    state: TrainState, leaves: Sequence[Leaf], opt_map: OptStateMap, layers: Mapping[str, int], mesh: Mesh
+    state: TrainState,
+    leaves: Sequence[Leaf],
+    opt_map: OptStateMap,
+    layers: Mapping[str, int],
+    mesh: Mesh,
 ) -> TrainState:
-    """Keep the optimizer state and masters of the first layers of each stack, so many by its name, on the device."""
+    """Keep the optimizer state and masters of the first layers of each stack, so many by its name,
+    on the device.
+    """
     of_leaves = [layers[leaf.stack] if leaf.is_stacked else 0 for leaf in leaves]
 
     def split(tree: Any, layers: Sequence[int]) -> Any:
         return _split(tree, jax.tree.unflatten(jax.tree.structure(tree), layers), mesh)
 
-    opt_state = split(state.opt_state, [0 if owner is None else of_leaves[owner] for owner in opt_map.owners])
+    opt_state = split(
+        state.opt_state, [0 if owner is None else of_leaves[owner] for owner in opt_map.owners]
+    )
     master = state.master
     if master is not None:
         master = split(master, of_leaves)
@@ -634,28 +795,45 @@ def _report(replicated: tuple[Replicated, ...], mesh: Mesh) -> None:
         more = f"; and {len(replicated) - 8} more" if len(replicated) > 8 else ""
         logger.warning(
             "%d leaves, %d float32 bytes, stay replicated over %s=%d: %s%s",
-            len(replicated), total, FSDP, mesh.shape[FSDP], names, more,
-        )  # fmt: skip
+            len(replicated),
+            total,
+            FSDP,
+            mesh.shape[FSDP],
+            names,
+            more,
+        )
 
 
 def _report_widened(params: Any, config: ZeroConfig) -> None:
     """Log that parameters which the model makes in 16 bits are kept in float32."""
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-    narrow = [(jax.tree_util.keystr(path), leaf.dtype.name) for path, leaf in leaves if leaf.dtype.itemsize < 4]
+    narrow = [
+        (jax.tree_util.keystr(path), leaf.dtype.name)
+        for path, leaf in leaves
+        if leaf.dtype.itemsize < 4
+    ]
     if narrow:
-        kept = "float32" if config.precision == "fp32" else f"{PRECISIONS[config.precision].compute_dtype} with float32 masters"
+        kept = (
+            "float32"
+            if config.precision == "fp32"
+            else f"{PRECISIONS[config.precision].compute_dtype} with float32 masters"
+        )
         logger.warning(
             "%d parameter leaves, such as %s, are made in %s, and kept in %s: precision=%r chooses the dtype, not the model's "
             "param_dtype, whose 16 bits do but round the first weights; leave it float32",
-            len(narrow), narrow[0][0], narrow[0][1], kept, config.precision,
-        )  # fmt: skip
+            len(narrow),
+            narrow[0][0],
+            narrow[0][1],
+            kept,
+            config.precision,
+        )
 
 
 def unit_bytes(layout: Layout) -> tuple[list[int], int]:
     """Return the gathered bytes of each parameter leaf, and the most that may count as one layer.
 
-    A stacked leaf of a LayeredModel counts as one layer's, and a layer is a block. A Model's layers are not known: half of
-    the model is the most that may.
+    A stacked leaf of a LayeredModel counts as one layer's, and a layer is a block. A Model's layers
+    are not known: half of the model is the most that may.
     """
     sizes: list[int] = []
     blocks: dict[str, int] = {}

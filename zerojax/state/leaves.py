@@ -5,9 +5,10 @@
     tile     W[L, T, ...], of a group whose records are tiles       2       one tile of all leaves of its group
     end      any other: embedding, head, every leaf of a Model      0       the leaf
 
-`lead` counts the leading dims that number a leaf's records; what follows them is the shape of one record. The table is in the
-order of the flattened parameter tree, so that an index into it is also one into the flattened parameters. Frozen leaves are a
-table of their own, and their indices go on where those of the trained ones end: to whoever updates, there are none.
+`lead` counts the leading dims that number a leaf's records; what follows them is the shape of one
+record. The table is in the order of the flattened parameter tree, so that an index into it is also
+one into the flattened parameters. Frozen leaves are a table of their own, and their indices go on
+where those of the trained ones end: to whoever updates, there are none.
 """
 
 import dataclasses
@@ -60,12 +61,14 @@ class Leaf:
       path: in the parameter tree.
       name: the path as a string, such as "['blocks']['w']".
       shape: of all its records together.
-      dtype: in which it is computed; its master is float32. Of frozen integers and booleans, their own.
+      dtype: in which it is computed; its master is float32. Of frozen integers and booleans, their
+        own.
       spec: how the mesh splits it, all dims.
       lead: leading dims that number its records.
       group: name of its group of tiles, where `lead` is 2.
       frozen: whether it is read alone: it has no master, gradient or optimizer state.
-      decodes: of the first array of a leaf in 8 or 4 bits, that leaf, which is made of it where it is used: all its records.
+      decodes: of the first array of a leaf in 8 or 4 bits, that leaf, which is made of it where it
+        is used: all its records.
       stack: name of the stack of layers that it is of; "" where there is one, or none.
     """
 
@@ -101,7 +104,10 @@ class Leaf:
 
 
 def is_stacked(model: Model | LayeredModel, path: Sequence[Any]) -> bool:
-    """Tell whether the parameter leaf at a path is a stack of layers. A Model has none, whatever its keys are."""
+    """Tell whether the parameter leaf at a path is a stack of layers.
+
+    A Model has none, whatever its keys are.
+    """
     return isinstance(model, LayeredModel) and path[0] == jax.tree_util.DictKey(BLOCKS)
 
 
@@ -126,11 +132,19 @@ def build_leaves(
     arrays = jax.tree_util.tree_flatten_with_path(abstract_compute)[0]
     for i, (path, array) in enumerate(arrays):
         name, lead = jax.tree_util.keystr(path), int(is_stacked(model, path)) + (i in group_of)
-        leaf = Leaf(path, name, array.shape, array.dtype, specs[name], lead, group_of.get(i, ""), frozen[i])
+        leaf = Leaf(
+            path, name, array.shape, array.dtype, specs[name], lead, group_of.get(i, ""), frozen[i]
+        )
         leaves.append(dataclasses.replace(leaf, stack=stack_name(model, path)))
     return tuple(leaves)
 
 
 def stack_name(model: Model | LayeredModel, path: Sequence[Any]) -> str:
-    """Return the name of the stack of layers that the parameter leaf at a path is of; "" where a model has one, or none."""
-    return path[1].key if is_stacked(model, path) and isinstance(model, LayeredModel) and model.stacks else ""
+    """Return the name of the stack of layers that the parameter leaf at a path is of; "" where a
+    model has one, or none.
+    """
+    return (
+        path[1].key
+        if is_stacked(model, path) and isinstance(model, LayeredModel) and model.stacks
+        else ""
+    )

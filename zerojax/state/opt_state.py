@@ -21,8 +21,8 @@ class OptStateMap:
 
     Attributes:
       abstract: the abstract optimizer state.
-      owners: for each leaf of the state the index of the parameter leaf that it mirrors, or, of an `OwnedTransformation`,
-        belongs to; None: all parameters share it.
+      owners: for each leaf of the state the index of the parameter leaf that it mirrors, or, of an
+        `OwnedTransformation`, belongs to; None: all parameters share it.
     """
 
     abstract: Any
@@ -36,15 +36,22 @@ class OptStateMap:
     @functools.cached_property
     def names(self) -> list[str]:
         """The paths of the leaves, as strings."""
-        return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(self.abstract)[0]]
+        return [
+            jax.tree_util.keystr(path)
+            for path, _ in jax.tree_util.tree_flatten_with_path(self.abstract)[0]
+        ]
 
     @functools.cached_property
     def shared(self) -> tuple[int, ...]:
-        """Indices of the leaves that belong to no parameter: of an elementwise optimizer, scalars that all parameters share."""
+        """Indices of the leaves that belong to no parameter: of an elementwise optimizer, scalars
+        that all parameters share.
+        """
         return tuple(j for j, owner in enumerate(self.owners) if owner is None)
 
     def states_of(self, part: Sequence[int]) -> tuple[int, ...]:
-        """Return the indices of the state leaves that belong to the parameter leaves in `part`, in the order of the state."""
+        """Return the indices of the state leaves that belong to the parameter leaves in `part`, in
+        the order of the state.
+        """
         params = set(part)
         return tuple(j for j, owner in enumerate(self.owners) if owner in params)
 
@@ -56,11 +63,18 @@ class OptStateMap:
 
 
 def map_opt_state(abstract_opt_state: Any, abstract_params: Any) -> OptStateMap:
-    """Find the parameter leaf that each leaf of the optimizer state mirrors: the one of the same path and the same shape."""
-    params = {path: (i, leaf.shape) for i, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path(abstract_params)[0])}
+    """Find the parameter leaf that each leaf of the optimizer state mirrors: the one of the same
+    path and the same shape.
+    """
+    params = {
+        path: (i, leaf.shape)
+        for i, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path(abstract_params)[0])
+    }
 
     def owner(path: tuple[Any, ...], shape: tuple[int, ...]) -> int | None:
-        for start in range(len(path) + 1):  # optax puts a parameter's path behind that of its own state
+        for start in range(
+            len(path) + 1
+        ):  # optax puts a parameter's path behind that of its own state
             # The shape counts too: a factored moment has its parameter's path, and another shape.
             index, param_shape = params.get(path[start:], (None, None))
             if index is not None and param_shape == shape:
@@ -72,11 +86,13 @@ def map_opt_state(abstract_opt_state: Any, abstract_params: Any) -> OptStateMap:
 
 
 class OwnedTransformation(optax.GradientTransformationExtraArgs):
-    """An optimizer that tells which parameter leaf each leaf of its state belongs to, whatever its shape.
+    """An optimizer that tells which parameter leaf each leaf of its state belongs to, whatever its
+    shape.
 
     Attributes:
       owners: for each leaf of the state; None: all parameters share it.
-      moved: for each parameter leaf the float32 elements of one layer that move to where the leaf is whole, and back.
+      moved: for each parameter leaf the float32 elements of one layer that move to where the leaf
+        is whole, and back.
     """
 
     owners: tuple[int | None, ...]
@@ -101,8 +117,9 @@ def opt_state_specs(
 ) -> tuple[LeafSpec, ...]:
     """Return a LeafSpec for each leaf of the optimizer state.
 
-    A leaf that mirrors a parameter, one of `params`, has its spec. A factored or extra leaf is split by its own shape, behind
-    the dims that number the records of the parameter that it belongs to.
+    A leaf that mirrors a parameter, one of `params`, has its spec. A factored or extra leaf is
+    split by its own shape, behind the dims that number the records of the parameter that it belongs
+    to.
     """
 
     def spec(shape: tuple[int, ...], owner: int | None) -> LeafSpec:
@@ -111,7 +128,10 @@ def opt_state_specs(
         lead = 0 if owner is None else params[owner].lead
         return leaf_spec(shape, mesh, axis, first_dim=lead, min_shard_bytes=min_shard_bytes)
 
-    return tuple(spec(tuple(leaf.shape), owner) for leaf, owner in zip(opt_map.leaves, opt_map.owners, strict=True))
+    return tuple(
+        spec(tuple(leaf.shape), owner)
+        for leaf, owner in zip(opt_map.leaves, opt_map.owners, strict=True)
+    )
 
 
 def check_optimizer(tx: Any) -> None:
@@ -120,11 +140,14 @@ def check_optimizer(tx: Any) -> None:
         raise ValueError(f"tx must be an optax.GradientTransformation, got {type(tx).__name__}")
 
 
-def init_opt_state_shape(tx: optax.GradientTransformation, abstract_master: Any) -> tuple[Any, jex.ClosedJaxpr]:
+def init_opt_state_shape(
+    tx: optax.GradientTransformation, abstract_master: Any
+) -> tuple[Any, jex.ClosedJaxpr]:
     """Return the abstract optimizer state, and the traced update, of (grads, state, params, loss).
 
     Raises:
-      ValueError: the optimizer's state is not made of arrays, or its update needs what a jitted sharded step cannot give.
+      ValueError: the optimizer's state is not made of arrays, or its update needs what a jitted
+        sharded step cannot give.
     """
     check_optimizer(tx)
     try:
@@ -145,27 +168,47 @@ def init_opt_state_shape(tx: optax.GradientTransformation, abstract_master: Any)
             "the optimizer's update cannot run inside a sharded step, which offers (grads, state, params) and value=loss; "
             f"{'; '.join(reasons) or 'choose one that needs no more'}: {e!r}"
         ) from e
-    # What a step relies on: updates mirror the parameters, and the state keeps its structure, shapes and dtypes.
+    # What a step relies on: updates mirror the parameters, and the state keeps its structure,
+    # shapes and dtypes.
     if jax.tree.structure(updates) != jax.tree.structure(abstract_master):
-        raise ValueError("the optimizer changes the structure of the gradients; its updates must mirror the parameters")
-    shapes = zip(jax.tree_util.tree_flatten_with_path(abstract_master)[0], jax.tree.leaves(updates), strict=True)
-    wrong = [f"{jax.tree_util.keystr(path)}: {u.shape} for {p.shape}" for (path, p), u in shapes if u.shape != p.shape]
+        raise ValueError(
+            "the optimizer changes the structure of the gradients; its updates must mirror the parameters"
+        )
+    shapes = zip(
+        jax.tree_util.tree_flatten_with_path(abstract_master)[0],
+        jax.tree.leaves(updates),
+        strict=True,
+    )
+    wrong = [
+        f"{jax.tree_util.keystr(path)}: {u.shape} for {p.shape}"
+        for (path, p), u in shapes
+        if u.shape != p.shape
+    ]
     if wrong:
         raise ValueError(f"the optimizer's updates must have the parameters' shapes, but {wrong}")
     if jax.tree.structure(after) != jax.tree.structure(state):
-        raise ValueError("the optimizer's state changes structure when updated, so it cannot be donated")
+        raise ValueError(
+            "the optimizer's state changes structure when updated, so it cannot be donated"
+        )
     changed = [
         f"{jax.tree_util.keystr(path)}: {a.shape} {a.dtype} -> {b.shape} {b.dtype}"
-        for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(state)[0], jax.tree.leaves(after), strict=True)
+        for (path, a), b in zip(
+            jax.tree_util.tree_flatten_with_path(state)[0], jax.tree.leaves(after), strict=True
+        )
         if a.shape != b.shape or a.dtype != b.dtype
     ]
     if changed:
-        raise ValueError(f"the optimizer's state changes shape or dtype when updated, so it cannot be donated: {changed}")
+        raise ValueError(
+            f"the optimizer's state changes shape or dtype when updated, so it cannot be donated: {changed}"
+        )
     return state, jaxpr
 
 
-def traced_optimizer(tx: optax.GradientTransformation, abstract_master: Any) -> tuple[Any, jex.ClosedJaxpr] | ValueError:
-    """Return what `init_opt_state_shape` returns, or its error: an optimizer may work on one layer, and not on stacks of them.
+def traced_optimizer(
+    tx: optax.GradientTransformation, abstract_master: Any
+) -> tuple[Any, jex.ClosedJaxpr] | ValueError:
+    """Return what `init_opt_state_shape` returns, or its error: an optimizer may work on one layer,
+    and not on stacks of them.
 
     Raises:
       ValueError: `tx` is no optimizer.
@@ -180,8 +223,11 @@ def traced_optimizer(tx: optax.GradientTransformation, abstract_master: Any) -> 
         return error
 
 
-def call_update(tx: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any, loss: jax.Array) -> tuple[Any, Any]:
-    """Call `tx.update`, with `value=loss` for transformations that take it (plateau schedules, Polyak steps).
+def call_update(
+    tx: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any, loss: jax.Array
+) -> tuple[Any, Any]:
+    """Call `tx.update`, with `value=loss` for transformations that take it (plateau schedules,
+    Polyak steps).
 
     Raises:
       OptimizerError: one part of the optimizer refuses it, and another needs it.
@@ -190,8 +236,8 @@ def call_update(tx: optax.GradientTransformation, grads: Any, opt_state: Any, pa
     try:
         return tx.update(grads, opt_state, params, value=loss)
     except TypeError as error:
-        # A chain hands extra arguments to its parts, so no signature tells what they take: a call does. It is traced, and what
-        # was traced before the error is used by nothing.
+        # A chain hands extra arguments to its parts, so no signature tells what they take: a call
+        # does. It is traced, and what was traced before the error is used by nothing.
         if "unexpected keyword argument 'value'" not in str(error):
             raise
         refusal = error

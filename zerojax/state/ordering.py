@@ -1,7 +1,8 @@
 """Orders of operations that XLA must keep inside of a program.
 
-On GPUs an `optimization_barrier` states the order. XLA for CPUs removes barriers before it schedules. There an operation is
-made to depend on a value of what comes before it: this costs a scalar operation, and changes no number.
+On GPUs an `optimization_barrier` states the order. XLA for CPUs removes barriers before it
+schedules. There an operation is made to depend on a value of what comes before it: this costs a
+scalar operation, and changes no number.
 """
 
 from collections.abc import Callable
@@ -17,11 +18,13 @@ Array = jax.Array
 def wait_for(begin: Array, values: Any, mesh: Mesh) -> tuple[Array, Any]:
     """Return `begin` and `values`. What depends on the returned `begin` comes after `values`.
 
-    XLA for CPUs drops barriers. There a zero is added to `begin` that is computed from one of the values in a way that XLA does
-    not see through: it does not simplify `x != x`, which holds for NaN, nor what is made of it.
+    XLA for CPUs drops barriers. There a zero is added to `begin` that is computed from one of the
+    values in a way that XLA does not see through: it does not simplify `x != x`, which holds for
+    NaN, nor what is made of it.
 
     Args:
-      begin: i32, such as the i32[] zero that says when a loop may begin, or the token of a callback.
+      begin: i32, such as the i32[] zero that says when a loop may begin, or the token of a
+        callback.
       values: a tree of arrays.
       mesh: of the program.
     """
@@ -37,7 +40,9 @@ def wait_for(begin: Array, values: Any, mesh: Mesh) -> tuple[Array, Any]:
 
 
 def adds_order(mesh: Mesh) -> bool:
-    """Return whether an index has to depend on what comes before it, since XLA keeps no barriers: on CPUs."""
+    """Return whether an index has to depend on what comes before it, since XLA keeps no barriers:
+    on CPUs.
+    """
     return mesh.devices.flat[0].platform == "cpu"
 
 
@@ -56,11 +61,12 @@ def is_never(value: Array) -> Array:
 def order_read_before_write(
     ok: Array, update: Callable[[Any], Any], keep: Callable[[Any], Any], values: Any, mesh: Mesh
 ) -> tuple[Any, Any, Any]:
-    """Return `update(values)` if `ok`, else `keep(values)`, between the reads that made `values` and the writes of the result.
+    """Return `update(values)` if `ok`, else `keep(values)`, between the reads that made `values`
+    and the writes of the result.
 
-    Where a stack is read and then updated in place, XLA must know that order, or it copies the stack in every tick. XLA for
-    GPUs keeps it by barriers. XLA for CPUs drops them, and merges slices of the stack into what uses them; but it does not
-    merge what goes through a branch.
+    Where a stack is read and then updated in place, XLA must know that order, or it copies the
+    stack in every tick. XLA for GPUs keeps it by barriers. XLA for CPUs drops them, and merges
+    slices of the stack into what uses them; but it does not merge what goes through a branch.
 
     Args:
       ok: bool[].
@@ -82,7 +88,8 @@ def order_read_before_write(
 def _opaque(results: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
     """Return the results of a branch, of which `landing` only passes through it.
 
-    XLA moves what both branches compute alike out of them. So `landing` goes through a select that XLA cannot simplify.
+    XLA moves what both branches compute alike out of them. So `landing` goes through a select that
+    XLA cannot simplify.
     """
     *values, landing = results
 

@@ -1,4 +1,6 @@
-"""Bytes of the records of a state, and what a step does with its leaves, as `host_offload.schedule` takes them."""
+"""Bytes of the records of a state, and what a step does with its leaves, as `host_offload.schedule`
+takes them.
+"""
 
 from collections.abc import Callable, Container, Mapping, Sequence
 
@@ -10,9 +12,13 @@ from zerojax.state.state_records import StateRecords
 
 
 def record_bytes(
-    records: StateRecords, part: Sequence[int], frozen: Sequence[int] = (), grads_on_disk: RecordSpec | None = None
+    records: StateRecords,
+    part: Sequence[int],
+    frozen: Sequence[int] = (),
+    grads_on_disk: RecordSpec | None = None,
 ) -> dict[str, int]:
-    """Return the bytes of one layer's records on each device, as `host_offload.build_schedule` takes them.
+    """Return the bytes of one layer's records on each device, as `host_offload.build_schedule`
+    takes them.
 
     Activations are not counted: their shapes are known once there is a batch.
 
@@ -25,19 +31,32 @@ def record_bytes(
     layout, mesh, stage = records.layout, records.mesh, STAGES[records.layout.config.stage]
     on_device = layout.config.params == "device"
 
-    def num_bytes(part: Sequence[int], spec_of: Callable[[LeafSpec], Spec], itemsize: int | None = None) -> int:
+    def num_bytes(
+        part: Sequence[int], spec_of: Callable[[LeafSpec], Spec], itemsize: int | None = None
+    ) -> int:
         leaves = [layout.all_leaves[i] for i in part]
-        elements = [local_elements(leaf.record_shape, spec_of(leaf.spec)[leaf.lead :], mesh) for leaf in leaves]
-        return sum(n * (itemsize or leaf.dtype.itemsize) for n, leaf in zip(elements, leaves, strict=True))
+        elements = [
+            local_elements(leaf.record_shape, spec_of(leaf.spec)[leaf.lead :], mesh)
+            for leaf in leaves
+        ]
+        return sum(
+            n * (itemsize or leaf.dtype.itemsize) for n, leaf in zip(elements, leaves, strict=True)
+        )
 
     # Masters are float32, and rest beside the optimizer state in one record.
-    opt_state = num_bytes(part, lambda s: stored_spec(s, stage.opt_state), 4) if layout.has_master else 0
+    opt_state = (
+        num_bytes(part, lambda s: stored_spec(s, stage.opt_state), 4) if layout.has_master else 0
+    )
     if layout.updates_by_record:
         opt_map = layout.opt_map
         for j in opt_map.states_of(part):
-            # The shape of one record: a state leaf has the leading dims of the parameter that it mirrors.
+            # The shape of one record: a state leaf has the leading dims of the parameter that it
+            # mirrors.
             shape = opt_map.leaves[j].shape[layout.leaves[opt_map.owner(j)].lead :]
-            opt_state += local_elements(shape, records.opt_record(j).spec, mesh) * opt_map.leaves[j].dtype.itemsize
+            opt_state += (
+                local_elements(shape, records.opt_record(j).spec, mesh)
+                * opt_map.leaves[j].dtype.itemsize
+            )
     whole, whole_frozen = (num_bytes(some, lambda s: s.base) for some in (part, frozen))
     whole_grads = num_bytes(part, lambda s: s.base, 4) if layout.reduces_in_float32 else whole
     # What rests encoded is whole twice: as it was gathered, and decoded.
@@ -45,7 +64,9 @@ def record_bytes(
         if leaf is not None:
             elements = local_elements(leaf.record_shape, leaf.spec.base[leaf.lead :], mesh)
             whole_frozen += elements * leaf.dtype.itemsize
-    shards, frozen_shards = (num_bytes(some, lambda s: stored_spec(s, stage.params)) for some in (part, frozen))
+    shards, frozen_shards = (
+        num_bytes(some, lambda s: stored_spec(s, stage.params)) for some in (part, frozen)
+    )
     of_state = lambda s: stored_spec(s, stage.opt_state)  # noqa: E731
     grads = sum(num_bytes([i], of_state, layout.grad_dtype(i).itemsize) for i in part)
     sizes = {
@@ -62,8 +83,12 @@ def record_bytes(
     return sizes | _on_disk(records, part, frozen, [] if grads_on_disk is None else [grads_on_disk])
 
 
-def _on_disk(records: StateRecords, part: Sequence[int], frozen: Sequence[int], grads: Sequence[RecordSpec]) -> dict[str, int]:
-    """Return the bytes of the records' files on the disk, by "<kind>_on_disk"; the kinds that have none are missing."""
+def _on_disk(
+    records: StateRecords, part: Sequence[int], frozen: Sequence[int], grads: Sequence[RecordSpec]
+) -> dict[str, int]:
+    """Return the bytes of the records' files on the disk, by "<kind>_on_disk"; the kinds that have
+    none are missing.
+    """
     leaves_by_kind = {
         "params": [records.params[i] for i in part],
         "frozen": [records.weight(i) for i in frozen],
@@ -80,25 +105,38 @@ def _on_disk(records: StateRecords, part: Sequence[int], frozen: Sequence[int], 
 
 
 def is_gathered(records: StateRecords) -> bool:
-    """Tell whether layers are made whole, and so held beside their shards: gathered, fetched or decoded."""
+    """Tell whether layers are made whole, and so held beside their shards: gathered, fetched or
+    decoded.
+    """
     layout = records.layout
     fetched = any(record.is_away for record in (*records.params, *records.frozen))
-    return bool(layout.encodings) or (STAGES[layout.config.stage].params and (layout.mesh.shape[FSDP] > 1 or fetched))
+    return bool(layout.encodings) or (
+        STAGES[layout.config.stage].params and (layout.mesh.shape[FSDP] > 1 or fetched)
+    )
 
 
 def stored_bytes(records: StateRecords, part: Sequence[int]) -> int:
     """Return the bytes that an update of some leaves stores off the device, of one record."""
     sizes = record_bytes(records, part)
-    return sizes["opt_state"] + (sizes["params"] if any(records.params[i].is_away for i in part) else 0)
+    return sizes["opt_state"] + (
+        sizes["params"] if any(records.params[i].is_away for i in part) else 0
+    )
 
 
 def loaded_bytes(records: StateRecords, part: Sequence[int]) -> int:
     """Return the bytes that it loads: parameters only where they are their own masters."""
-    return record_bytes(records, part)["opt_state"] if records.layout.has_master else stored_bytes(records, part)
+    return (
+        record_bytes(records, part)["opt_state"]
+        if records.layout.has_master
+        else stored_bytes(records, part)
+    )
 
 
-def end_leaves(records: StateRecords, beside: Container[int], pieces: Mapping[int, int]) -> list[EndLeaf]:
-    """Return the leaves that are no stack of layers, as `host_offload.schedule.build_ends` takes them.
+def end_leaves(
+    records: StateRecords, beside: Container[int], pieces: Mapping[int, int]
+) -> list[EndLeaf]:
+    """Return the leaves that are no stack of layers, as `host_offload.schedule.build_ends` takes
+    them.
 
     Args:
       records: how the state rests.
@@ -107,25 +145,35 @@ def end_leaves(records: StateRecords, beside: Container[int], pieces: Mapping[in
     """
 
     def tier_of(specs: Sequence[RecordSpec]) -> str:
-        return next((r.tier if r.disk_records is None else "nvme" for r in specs if r.is_away), "device")
+        return next(
+            (r.tier if r.disk_records is None else "nvme" for r in specs if r.is_away), "device"
+        )
 
     layout, leaves = records.layout, list[EndLeaf]()
     for i in (*layout.ends, *layout.frozen_ends):
         leaf, weight = layout.all_leaves[i], records.weight(i)
         size = local_elements(leaf.shape, weight.spec, records.mesh) * leaf.dtype.itemsize
         if leaf.frozen:
-            name = str(i) if weight.disk_records is None else weight.disk_records.kind.partition(".")[2]
+            name = (
+                str(i)
+                if weight.disk_records is None
+                else weight.disk_records.kind.partition(".")[2]
+            )
             sizes = {"frozen": size} | _on_disk(records, (), (i,), ())
             leaves.append(EndLeaf(name, {"frozen": tier_of([weight])}, sizes, frozen=True))
             continue
         tiers = {"params": tier_of([weight]), "opt_state": tier_of(records.opt_records((i,)))}
         sizes = record_bytes(records, (i,)) | {"params": size}
-        leaves.append(EndLeaf(str(i), tiers, sizes, num_pieces=pieces.get(i, 1), is_beside=i in beside))
+        leaves.append(
+            EndLeaf(str(i), tiers, sizes, num_pieces=pieces.get(i, 1), is_beside=i in beside)
+        )
     return leaves
 
 
 def ends_gathered(records: StateRecords) -> dict[str, int]:
-    """Return the bytes of the embedding's and the head's parameters while they are gathered; 0 if they are not."""
+    """Return the bytes of the embedding's and the head's parameters while they are gathered; 0 if
+    they are not.
+    """
     layout, sizes = records.layout, {"embed": 0, "head": 0}
     for unit in sizes:
         trained = [i for i in layout.ends if layout.all_leaves[i].path[0].key == unit]
@@ -135,12 +183,15 @@ def ends_gathered(records: StateRecords) -> dict[str, int]:
 
 
 def host_update(config: ZeroConfig, has_master: bool) -> HostUpdate | None:
-    """Return how callbacks update records on the host, or None; `has_master`: parameters have float32 masters."""
+    """Return how callbacks update records on the host, or None; `has_master`: parameters have
+    float32 masters.
+    """
     if config.update_on != "host":
         return None
     on_device = config.params == "device"
     return HostUpdate(
-        stashes=config.update != "in_backward" and (config.grads != "device" or config.delayed_update),
+        stashes=config.update != "in_backward"
+        and (config.grads != "device" or config.delayed_update),
         is_delayed=config.delayed_update,
         takes_weights=on_device and not has_master,
         gives_params=on_device,
@@ -148,7 +199,8 @@ def host_update(config: ZeroConfig, has_master: bool) -> HostUpdate | None:
 
 
 def steps_of_leaves(records: StateRecords, pieces: Mapping[int, int]) -> StepPlan:
-    """Return everything that a resident step does: leaf by leaf, since none is a stack of layers that come and go.
+    """Return everything that a resident step does: leaf by leaf, since none is a stack of layers
+    that come and go.
 
     Args:
       records: how the state rests.

@@ -1,16 +1,18 @@
 """Reads and writes of one record inside of a jitted loop: how layers and tiles move between tiers.
 
-A stack holds one leaf of all layers, `[L, ...]`, in its tier. Reading layer l slices it and moves the slice to the device;
-writing moves a value to the tier and puts it in place. An index is linear in the counter of its loop, so that XLA for GPUs
-knows the address of each record, and copy engines move it (`host_offload.device.self_test`).
+A stack holds one leaf of all layers, `[L, ...]`, in its tier. Reading layer l slices it and moves
+the slice to the device; writing moves a value to the tier and puts it in place. An index is linear
+in the counter of its loop, so that XLA for GPUs knows the address of each record, and copy engines
+move it (`host_offload.device.self_test`).
 
     for t in ticks:     take = ring[t mod d];  ring[t mod d] = read(stack, l(t + d));  tick(take)
 
-A stack of tiles, `[L, T, ...]`, has one record for each tile. Inside a tick of the layers' loop the index of a tile is a pair;
-in a loop over all tiles it is the tile's number l T + k.
+A stack of tiles, `[L, T, ...]`, has one record for each tile. Inside a tick of the layers' loop the
+index of a tile is a pair; in a loop over all tiles it is the tile's number l T + k.
 
-A fetch is issued in the tick that frees its slot and is taken `distance` ticks later. Where a phase writes the stacks that it
-fetches from, a write waits for the fetch of its tick: XLA copies a stack whose reads and writes it cannot order.
+A fetch is issued in the tick that frees its slot and is taken `distance` ticks later. Where a phase
+writes the stacks that it fetches from, a write waits for the fetch of its tick: XLA copies a stack
+whose reads and writes it cannot order.
 """
 
 import dataclasses
@@ -53,7 +55,8 @@ class TileNumber(NamedTuple):
 
 
 class OnDevice(NamedTuple):
-    """The index of a layer whose optimizer state and masters stay on the device: of a Split, it is in the first part.
+    """The index of a layer whose optimizer state and masters stay on the device: of a Split, it is
+    in the first part.
 
     Attributes:
       layer: i32[].
@@ -101,9 +104,12 @@ class RecordSpec:
           index: of the record.
         """
         if isinstance(index, Tile):
-            # Tiles are never in a Split: what stays on the device are whole layers (`zerojax.config.whole_layers`).
+            # Tiles are never in a Split: what stays on the device are whole layers
+            # (`zerojax.config.whole_layers`).
             start = (index.layer, index.tile, *(0,) * (stack.ndim - 2))
-            value = jax.lax.dynamic_slice(stack, start, (1, 1, *stack.shape[2:])).reshape(stack.shape[2:])
+            value = jax.lax.dynamic_slice(stack, start, (1, 1, *stack.shape[2:])).reshape(
+                stack.shape[2:]
+            )
             return self.load(value) if self.is_away else value
         if isinstance(index, TileNumber):
             # One dim over all tiles: as two, the indices of a number would not be linear in it.
@@ -121,26 +127,36 @@ class RecordSpec:
             start = (index.layer, index.tile, *(0,) * value.ndim)
             return jax.lax.dynamic_update_slice(stack, self.store(value)[None, None], start)
         if isinstance(index, TileNumber):
-            return self.write(stack.reshape(-1, *value.shape), index.number, value).reshape(stack.shape)
+            return self.write(stack.reshape(-1, *value.shape), index.number, value).reshape(
+                stack.shape
+            )
         if isinstance(stack, Split) and isinstance(index, OnDevice):
             value = jax.lax.with_sharding_constraint(value, self.sharding)
-            return Split(jax.lax.dynamic_update_index_in_dim(stack.device, value, index.layer, 0), stack.host)
+            return Split(
+                jax.lax.dynamic_update_index_in_dim(stack.device, value, index.layer, 0), stack.host
+            )
         rest, layer = _rest(stack, index)
         rest = jax.lax.dynamic_update_index_in_dim(rest, self.store(value), layer, 0)
         return Split(stack.device, rest) if isinstance(stack, Split) else rest
 
     def load(self, value: Any) -> Array:
-        """Move a value from the tier to the device; of the nvme tier, a leaf with a record of its own."""
+        """Move a value from the tier to the device; of the nvme tier, a leaf with a record of its
+        own.
+        """
         if isinstance(value, OnDisk):
             return read_layer([self], [value], jnp.int32(0))[0]
-        return jax.device_put(value, place(self.mesh, self.spec, "device")) if self.is_away else value
+        return (
+            jax.device_put(value, place(self.mesh, self.spec, "device")) if self.is_away else value
+        )
 
     def store(self, value: Array, old: Any = None) -> Any:
         """Move a value from the device to the tier; of the nvme tier, over `old`."""
         if isinstance(old, OnDisk):
             return write_layer([self], [old], jnp.int32(0), [value])[0]
         value = jax.lax.with_sharding_constraint(value, self.sharding)
-        return jax.device_put(value, place(self.mesh, self.spec, self.tier)) if self.is_away else value
+        return (
+            jax.device_put(value, place(self.mesh, self.spec, self.tier)) if self.is_away else value
+        )
 
 
 def read_layer(records: Sequence[RecordSpec], stacks: Sequence[Any], index: Index) -> list[Array]:
@@ -157,12 +173,18 @@ def read_layer(records: Sequence[RecordSpec], stacks: Sequence[Any], index: Inde
     disk_records, leaf = _disk_records(records[on_disk[0]]), _on_disk(stacks[on_disk[0]], index)
     assert leaf is not None
     # One fetch for all leaves of the kind: a record is read from disk as a whole.
-    arrays = dict(zip(on_disk, disk_records.fetch(leaf.token, _number(stacks[on_disk[0]], index)), strict=True))
+    arrays = dict(
+        zip(
+            on_disk, disk_records.fetch(leaf.token, _number(stacks[on_disk[0]], index)), strict=True
+        )
+    )
     each = enumerate(zip(records, stacks, strict=True))
     return [arrays[i] if i in arrays else r.read(stack, index) for i, (r, stack) in each]
 
 
-def write_layer(records: Sequence[RecordSpec], stacks: Sequence[Any], index: Index, values: Sequence[Array]) -> list[Any]:
+def write_layer(
+    records: Sequence[RecordSpec], stacks: Sequence[Any], index: Index, values: Sequence[Array]
+) -> list[Any]:
     """Return the stacks with `values` as their record at `index`."""
     on_disk = [i for i, stack in enumerate(stacks) if _on_disk(stack, index) is not None]
     each = zip(records, stacks, values, strict=True)
@@ -180,20 +202,26 @@ def write_layer(records: Sequence[RecordSpec], stacks: Sequence[Any], index: Ind
             continue
         leaf = _on_disk(stack, index)
         assert leaf is not None
-        # All leaves of the kind carry the token of this store, so whatever reads one of them next comes after it.
+        # All leaves of the kind carry the token of this store, so whatever reads one of them next
+        # comes after it.
         leaf = dataclasses.replace(leaf, token=token)
         after.append(Split(stack.device, leaf) if isinstance(stack, Split) else leaf)
     return after
 
 
 def load_leaves(records: Sequence[RecordSpec], values: Sequence[Any]) -> list[Array]:
-    """Move leaves that are no stacks to the device. Those on disk are all the leaves of one kind, in its order."""
+    """Move leaves that are no stacks to the device.
+
+    Those on disk are all the leaves of one kind, in its order.
+    """
     if values and isinstance(values[0], OnDisk):
         return read_layer(records, values, jnp.int32(0))
     return [r.load(value) for r, value in zip(records, values, strict=True)]
 
 
-def store_leaves(records: Sequence[RecordSpec], values: Sequence[Array], old: Sequence[Any]) -> list[Any]:
+def store_leaves(
+    records: Sequence[RecordSpec], values: Sequence[Array], old: Sequence[Any]
+) -> list[Any]:
     """Move leaves that are no stacks from the device to where `old` rest; likewise."""
     if old and isinstance(old[0], OnDisk):
         return write_layer(records, old, jnp.int32(0), values)
@@ -201,10 +229,15 @@ def store_leaves(records: Sequence[RecordSpec], values: Sequence[Array], old: Se
 
 
 def _rest(stack: Any, index: Array | OnDevice) -> tuple[Any, Array]:
-    """Return where a layer is that is not in a Split's first part: the array or OnDisk, and its number in there."""
-    # An OnDevice index also serves stacks that are no Split, such as gradients: these are indexed by the layer alone.
+    """Return where a layer is that is not in a Split's first part: the array or OnDisk, and its
+    number in there.
+    """
+    # An OnDevice index also serves stacks that are no Split, such as gradients: these are indexed
+    # by the layer alone.
     layer = index.layer if isinstance(index, OnDevice) else index
-    return (stack.host, layer - stack.device.shape[0]) if isinstance(stack, Split) else (stack, layer)
+    return (
+        (stack.host, layer - stack.device.shape[0]) if isinstance(stack, Split) else (stack, layer)
+    )
 
 
 def _on_disk(stack: Any, index: Index) -> OnDisk | None:

@@ -1,8 +1,10 @@
-"""How each leaf of a program's state rests, and how one record of it is read and written, wherever that is.
+"""How each leaf of a program's state rests, and how one record of it is read and written, wherever
+that is.
 
-A record is what moves at once: one layer of all leaves of `Layout.blocks`, one tile of a group, or one other leaf. Its
-parameters are one kind of record; its float32 masters, where there are any, and its optimizer state are together another, since
-an update reads and writes them together:
+A record is what moves at once: one layer of all leaves of `Layout.blocks`, one tile of a group, or
+  one other leaf. Its
+parameters are one kind of record; its float32 masters, where there are any, and its optimizer state
+are together another, since an update reads and writes them together:
 
     kind           records       holds
     params         L             the blocks' parameters of a layer
@@ -12,8 +14,9 @@ an update reads and writes them together:
     opt_state...   likewise      masters, then the leaves of the optimizer state that mirror them
     frozen...      likewise      the frozen parameters of the same layer, tile or leaf; read alone
 
-Nothing here depends on the optimizer's rule. All that is used of an optimizer is which leaf of its state mirrors which
-parameter (`OptStateMap`), so that checkpoints, init, reading and the counting of bytes need none.
+Nothing here depends on the optimizer's rule. All that is used of an optimizer is which leaf of its
+state mirrors which parameter (`OptStateMap`), so that checkpoints, init, reading and the counting
+of bytes need none.
 """
 
 import dataclasses
@@ -41,7 +44,8 @@ logger = logging.getLogger("zerojax")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FlatState:
-    """The leaves of a TrainState that an update reads and writes, as flat lists. A Split is one leaf.
+    """The leaves of a TrainState that an update reads and writes, as flat lists. A Split is one
+    leaf.
 
     Attributes:
       params: compute-dtype parameters.
@@ -79,39 +83,61 @@ class StateRecords:
 
     Attributes:
       layout: of the program.
-      leaves: the parameter leaves, and `opt_map`, how the optimizer state divides over them; both of the layout.
+      leaves: the parameter leaves, and `opt_map`, how the optimizer state divides over them; both
+        of the layout.
       params: how a record of each parameter leaf rests, by its index.
       master: likewise of the float32 weights, which are the parameters where there are no masters.
       grads: the shards on which a leaf is updated, on the device.
-      opt: how a record of each leaf of the optimizer state rests; None for those that belong to no parameter.
+      opt: how a record of each leaf of the optimizer state rests; None for those that belong to no
+        parameter.
       frozen: how a record of each frozen parameter rests, in the order of `Layout.frozen`.
     """
 
     def __init__(self, layout: Layout) -> None:
         """Choose how each leaf rests, and declare what is on disk."""
-        self.layout, self.mesh, self.leaves, self.opt_map = layout, layout.mesh, layout.leaves, layout.opt_map
+        self.layout, self.mesh, self.leaves, self.opt_map = (
+            layout,
+            layout.mesh,
+            layout.leaves,
+            layout.opt_map,
+        )
         config, stage = layout.config, STAGES[layout.config.stage]
 
         def records(sharded: bool, tier: str) -> list[RecordSpec]:
-            return [RecordSpec(self.mesh, stored_spec(leaf.spec, sharded)[leaf.lead :], tier) for leaf in self.leaves]
+            return [
+                RecordSpec(self.mesh, stored_spec(leaf.spec, sharded)[leaf.lead :], tier)
+                for leaf in self.leaves
+            ]
 
         self.params = records(stage.params, config.params)
-        self.master = records(stage.opt_state, config.opt_state if layout.has_master else config.params)
+        self.master = records(
+            stage.opt_state, config.opt_state if layout.has_master else config.params
+        )
         self.grads = records(stage.opt_state, "device")
         specs = [stored_spec(spec, stage.opt_state) for spec in layout.opt_specs]
         self.opt = [
-            None if owner is None else RecordSpec(self.mesh, spec[self.leaves[owner].lead :], config.opt_state)
+            None
+            if owner is None
+            else RecordSpec(self.mesh, spec[self.leaves[owner].lead :], config.opt_state)
             for spec, owner in zip(specs, self.opt_map.owners, strict=True)
         ]
         self.frozen = [
-            RecordSpec(self.mesh, stored_spec(leaf.spec, stage.params)[leaf.lead :], layout.frozen_tier)
+            RecordSpec(
+                self.mesh, stored_spec(leaf.spec, stage.params)[leaf.lead :], layout.frozen_tier
+            )
             for leaf in layout.frozen
         ]
-        if config.opt_state != "device" and not layout.has_master and len(self.opt_map.shared) == len(self.opt):
+        if (
+            config.opt_state != "device"
+            and not layout.has_master
+            and len(self.opt_map.shared) == len(self.opt)
+        ):
             logger.warning(
                 "opt_state=%r keeps nothing there: this optimizer has no state that mirrors a parameter, and with precision=%r "
-                "the parameters are their own masters", config.opt_state, config.precision,
-            )  # fmt: skip
+                "the parameters are their own masters",
+                config.opt_state,
+                config.precision,
+            )
         if layout.disk is not None:
             self._declare_params(layout.disk)
             self._declare_opt_state(layout.disk)
@@ -121,7 +147,13 @@ class StateRecords:
     def slices_host(self) -> bool:
         """Whether some records are slices of host memory."""
         config = self.layout.config
-        tiers = (config.params, config.grads, config.opt_state, *activations_of(config), self.layout.frozen_tier)
+        tiers = (
+            config.params,
+            config.grads,
+            config.opt_state,
+            *activations_of(config),
+            self.layout.frozen_tier,
+        )
         return "pinned_host" in tiers
 
     @property
@@ -129,12 +161,14 @@ class StateRecords:
         """Whether records cross a link to host memory that loads and stores at once."""
         return self.slices_host and crosses_link(self.mesh)
 
-    # --- on disk -----------------------------------------------------------------------------------------------------------
+    # --- on disk ----------------------------------------------------------------------------------
 
     def _declare_params(self, disk: DiskLayout) -> None:
         if self.layout.config.params != "nvme":
             return
-        updated = not self.layout.has_master  # else an update on the host works on masters, and writes parameters anew
+        updated = (
+            not self.layout.has_master
+        )  # else an update on the host works on masters, and writes parameters anew
 
         def declare(kind: str, count: int, part: Sequence[int]) -> None:
             members = [self._weight(self.params, i, self.leaves[i].dtype) for i in part]
@@ -152,7 +186,11 @@ class StateRecords:
             return
 
         def declare(kind: str, count: int, part: Sequence[int], in_turn: bool = False) -> None:
-            masters = [self._weight(self.master, i, jnp.float32) for i in part] if self.layout.has_master else []
+            masters = (
+                [self._weight(self.master, i, jnp.float32) for i in part]
+                if self.layout.has_master
+                else []
+            )
             members = masters + [self._moment(j) for j in self.opt_map.states_of(part)]
             self._declare(disk, kind, count, members, in_turn=in_turn)
 
@@ -172,7 +210,10 @@ class StateRecords:
         def declare(kind: str, count: int, part: Sequence[int]) -> None:
             leaves = [(i - before, self.layout.all_leaves[i]) for i in part]
             shapes = [jax.ShapeDtypeStruct(leaf.record_shape, leaf.dtype) for _, leaf in leaves]
-            members = [_Member(self.frozen, i, leaf.name, a) for (i, leaf), a in zip(leaves, shapes, strict=True)]
+            members = [
+                _Member(self.frozen, i, leaf.name, a)
+                for (i, leaf), a in zip(leaves, shapes, strict=True)
+            ]
             self._declare(disk, kind, count, members, updated=False)
 
         for stack in self.layout.stacks:
@@ -188,7 +229,12 @@ class StateRecords:
 
     def _moment(self, index: int) -> _Member:
         leaf, lead = self.opt_map.leaves[index], self.leaves[self.opt_map.owner(index)].lead
-        return _Member(self.opt, index, self.opt_map.names[index], jax.ShapeDtypeStruct(leaf.shape[lead:], leaf.dtype))
+        return _Member(
+            self.opt,
+            index,
+            self.opt_map.names[index],
+            jax.ShapeDtypeStruct(leaf.shape[lead:], leaf.dtype),
+        )
 
     def _declare(
         self,
@@ -213,23 +259,45 @@ class StateRecords:
         if not members:
             return
         on_host = self.layout.config.update_on == "host"
-        # Masters and moments are then the host's alone. It also writes the parameters, which programs fetch.
-        # Frozen parameters are never written, so that the host has nothing to do with them.
+        # Masters and moments are then the host's alone. It also writes the parameters, which
+        # programs fetch. Frozen parameters are never written, so that the host has nothing to do
+        # with them.
         is_frozen = kind.split(".")[0] == "frozen"
-        used_by = "program" if is_frozen or not on_host else "both" if kind.startswith("params") else "host"
+        used_by = (
+            "program"
+            if is_frozen or not on_host
+            else "both"
+            if kind.startswith("params")
+            else "host"
+        )
         specs = [member.specs[member.index] for member in members]
         disk_records = disk.declare(
-            kind, count, [member.name for member in members], [member.shape for member in members], [r.spec for r in specs],
-            used_by=used_by, in_place=on_host and updated, in_turn=in_turn, written_once=is_frozen,
-        )  # fmt: skip
+            kind,
+            count,
+            [member.name for member in members],
+            [member.shape for member in members],
+            [r.spec for r in specs],
+            used_by=used_by,
+            in_place=on_host and updated,
+            in_turn=in_turn,
+            written_once=is_frozen,
+        )
         for place, (member, spec) in enumerate(zip(members, specs, strict=True)):
-            member.specs[member.index] = dataclasses.replace(spec, disk_records=disk_records, leaf=place)
+            member.specs[member.index] = dataclasses.replace(
+                spec, disk_records=disk_records, leaf=place
+            )
 
     def weight(self, index: int) -> RecordSpec:
-        """Return how a parameter leaf rests, trained or frozen, by its index among `Layout.all_leaves`."""
-        return self.params[index] if index < len(self.leaves) else self.frozen[index - len(self.leaves)]
+        """Return how a parameter leaf rests, trained or frozen, by its index among
+        `Layout.all_leaves`.
+        """
+        return (
+            self.params[index]
+            if index < len(self.leaves)
+            else self.frozen[index - len(self.leaves)]
+        )
 
-    # --- the state as flat lists -------------------------------------------------------------------------------------------
+    # --- the state as flat lists ------------------------------------------------------------------
 
     def flat(self, state: TrainState) -> FlatState:
         """Return the state's leaves."""
@@ -242,11 +310,17 @@ class StateRecords:
         return FlatState(weights, masters, opt)
 
     def trees(self, state: TrainState, states: FlatState) -> tuple[Any, Any, Any]:
-        """Return params, master and opt_state as trees like those of `state`, which may be abstract."""
+        """Return params, master and opt_state as trees like those of `state`, which may be
+        abstract.
+        """
         tree = jax.tree.structure(state.params, is_leaf=is_stored)
         master = None if states.master is None else jax.tree.unflatten(tree, states.master)
         opt_tree = jax.tree.structure(state.opt_state, is_leaf=is_stored)
-        return jax.tree.unflatten(tree, states.params), master, jax.tree.unflatten(opt_tree, states.opt)
+        return (
+            jax.tree.unflatten(tree, states.params),
+            master,
+            jax.tree.unflatten(opt_tree, states.opt),
+        )
 
     def shared_of(self, states: FlatState) -> list[Array]:
         """Return the scalars of the optimizer state."""
@@ -255,10 +329,14 @@ class StateRecords:
     def with_shared(self, states: FlatState, shared: Sequence[Array]) -> FlatState:
         """Return the state with other scalars of the optimizer state."""
         scalars = dict(zip(self.opt_map.shared, shared, strict=True))
-        return dataclasses.replace(states, opt=[scalars.get(j, leaf) for j, leaf in enumerate(states.opt)])
+        return dataclasses.replace(
+            states, opt=[scalars.get(j, leaf) for j, leaf in enumerate(states.opt)]
+        )
 
     def opt_states(self, states: FlatState, part: Sequence[int]) -> list[Any]:
-        """Return the masters, where there are any, and the optimizer state of some leaves, where they rest."""
+        """Return the masters, where there are any, and the optimizer state of some leaves, where
+        they rest.
+        """
         masters = [] if states.master is None else pick(states.master, part)
         return masters + pick(states.opt, self.opt_map.states_of(part))
 
@@ -274,10 +352,13 @@ class StateRecords:
         return record
 
     def replace(self, states: FlatState, part: Sequence[int], opt: Sequence[Any]) -> FlatState:
-        """Return the state with other masters and optimizer state of some leaves: what `opt_states` returned."""
+        """Return the state with other masters and optimizer state of some leaves: what `opt_states`
+        returned.
+        """
         mirrors = self.opt_map.states_of(part)
         master, state = states.master and list(states.master), list(states.opt)
-        # `opt` holds one master for each leaf of the part, where there are masters, and then the optimizer state.
+        # `opt` holds one master for each leaf of the part, where there are masters, and then the
+        # optimizer state.
         for i, value in zip(part if master is not None else (), opt, strict=False):
             assert master is not None
             master[i] = value
@@ -285,7 +366,7 @@ class StateRecords:
             state[j] = value
         return FlatState(states.params, master, state)
 
-    # --- one record --------------------------------------------------------------------------------------------------------
+    # --- one record -------------------------------------------------------------------------------
 
     def read_opt(self, states: FlatState, part: Sequence[int], index: Index) -> list[Array]:
         """Return one record's masters, where there are any, and optimizer state, on the device."""
@@ -296,7 +377,10 @@ class StateRecords:
         return read_layer(pick(self.params, part), pick(states.params, part), index)
 
     def read_weights(self, states: FlatState, part: Sequence[int], index: Index) -> list[Array]:
-        """Return one record's float32 weights, on the device. Masters on disk come with the rest of their record."""
+        """Return one record's float32 weights, on the device.
+
+        Masters on disk come with the rest of their record.
+        """
         if states.master is None:
             return self.read_params(states, part, index)
         return self.read_opt(states, part, index)[: len(part)]
@@ -311,23 +395,39 @@ class StateRecords:
     ) -> FlatState:
         """Write one layer or tile: float32 weights, and the leaves of its optimizer state."""
         # The parameters are the new weights, cast; masters and optimizer state are one record.
-        states = self.write_params(states, part, index, [self.cast(i, value) for i, value in zip(part, weights, strict=True)])
+        states = self.write_params(
+            states,
+            part,
+            index,
+            [self.cast(i, value) for i, value in zip(part, weights, strict=True)],
+        )
         values = [*(weights if states.master is not None else ()), *opt]
         stacks = write_layer(self.opt_records(part), self.opt_states(states, part), index, values)
         return self.replace(states, part, stacks)
 
-    def write_params(self, states: FlatState, part: Sequence[int], index: Index, values: Sequence[Array]) -> FlatState:
+    def write_params(
+        self, states: FlatState, part: Sequence[int], index: Index, values: Sequence[Array]
+    ) -> FlatState:
         """Write parameters of one layer or tile, in the compute dtype."""
         params = list(states.params)
-        for i, stack in zip(part, write_layer(pick(self.params, part), pick(params, part), index, values), strict=True):
+        for i, stack in zip(
+            part,
+            write_layer(pick(self.params, part), pick(params, part), index, values),
+            strict=True,
+        ):
             params[i] = stack
         return dataclasses.replace(states, params=params)
 
     def cast(self, index: int, value: Array) -> Array:
-        """Return a weight in the compute dtype, on its shard: the cast comes before the gather of stages 1 and 2."""
-        # On the shard before and after the cast: GSPMD could else gather float32, which is twice the bytes, and cast then.
+        """Return a weight in the compute dtype, on its shard: the cast comes before the gather of
+        stages 1 and 2.
+        """
+        # On the shard before and after the cast: GSPMD could else gather float32, which is twice
+        # the bytes, and cast then.
         value = jax.lax.with_sharding_constraint(value, self.grads[index].sharding)
-        return jax.lax.with_sharding_constraint(value.astype(self.leaves[index].dtype), self.grads[index].sharding)
+        return jax.lax.with_sharding_constraint(
+            value.astype(self.leaves[index].dtype), self.grads[index].sharding
+        )
 
     def tokens(self, states: FlatState, part: Sequence[int]) -> list[Array]:
         """Return the tokens of those of some leaves, and of their state, that are on disk."""
@@ -335,29 +435,47 @@ class StateRecords:
         return [a.token for a in stacks if isinstance(a, OnDisk)]
 
     def end_token(self, states: FlatState) -> Array | None:
-        """Return the token of the last unstacked leaf of which something is on disk, if there is one."""
-        return next((tokens[0] for i in reversed(self.layout.ends) if (tokens := self.tokens(states, (i,)))), None)
+        """Return the token of the last unstacked leaf of which something is on disk, if there is
+        one.
+        """
+        return next(
+            (
+                tokens[0]
+                for i in reversed(self.layout.ends)
+                if (tokens := self.tokens(states, (i,)))
+            ),
+            None,
+        )
 
-    # --- one leaf that is no stack of layers -------------------------------------------------------------------------------
+    # --- one leaf that is no stack of layers ------------------------------------------------------
 
     def weight_record(self, states: FlatState, index: int) -> tuple[list[RecordSpec], list[Any]]:
-        """Return how the record that holds such a leaf's float32 weight rests, and its leaves. The weight comes first."""
+        """Return how the record that holds such a leaf's float32 weight rests, and its leaves.
+
+        The weight comes first.
+        """
         if states.master is None:
             return [self.params[index]], [states.params[index]]
         return self.opt_records((index,)), self.opt_states(states, (index,))
 
     def put_leaf(
-        self, states: FlatState, index: int, new: Callable[[Any, list[Any]], tuple[Array, list[Array]]], begin: Array
+        self,
+        states: FlatState,
+        index: int,
+        new: Callable[[Any, list[Any]], tuple[Array, list[Array]]],
+        begin: Array,
     ) -> tuple[FlatState, Array]:
         """Write a leaf that is no stack of layers, and its state.
 
-        What is off the device is written in a loop of one trip, which XLA keeps. Inlined, XLA would start the copies of all
-        such leaves at the top of the program, and hold all their state on the device at once.
+        What is off the device is written in a loop of one trip, which XLA keeps. Inlined, XLA would
+        start the copies of all such leaves at the top of the program, and hold all their state on
+        the device at once.
 
         Args:
           states: all leaves.
           index: of the leaf.
-          new: (parameter, `opt_states`), where they rest -> (float32 weight, leaves of the optimizer state), on the device.
+          new: (parameter, `opt_states`), where they rest -> (float32 weight, leaves of the
+            optimizer state), on the device.
           begin: i32[] zero, known when this may begin.
 
         Returns:
@@ -378,12 +496,16 @@ class StateRecords:
         else:
             (param, opt), begin = body(begin, carry)
         params = [*states.params[:index], param, *states.params[index + 1 :]]
-        if tokens := [a.token for a in (*opt, param) if isinstance(a, OnDisk)]:  # the next leaf waits for them, too
+        if tokens := [
+            a.token for a in (*opt, param) if isinstance(a, OnDisk)
+        ]:  # the next leaf waits for them, too
             begin, _ = wait_for(begin, tokens, self.mesh)
         return self.replace(dataclasses.replace(states, params=params), (index,), opt), begin
 
     def _begun(self, leaves: tuple[Any, list[Any]], begin: Array) -> tuple[Any, list[Any]]:
-        """Return stored leaves whose reads from disk come after `begin` is known: the engine is told one order of its calls."""
+        """Return stored leaves whose reads from disk come after `begin` is known: the engine is
+        told one order of its calls.
+        """
 
         def after(leaf: Any) -> Any:
             if not isinstance(leaf, OnDisk):

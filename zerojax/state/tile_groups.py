@@ -1,7 +1,9 @@
-"""Which leaves of a layer are stacks of tiles whose records are tiles, and which of them belong together.
+"""Which leaves of a layer are stacks of tiles whose records are tiles, and which of them belong
+together.
 
-A **group** is the stacks [T, ...] that one module holds, such as the weights of a `TiledMLP`: a block uses tile k of each of
-them together, in one loop. What a block has besides is one record a layer, stacks of one tile included.
+A **group** is the stacks [T, ...] that one module holds, such as the weights of a `TiledMLP`: a
+block uses tile k of each of them together, in one loop. What a block has besides is one record a
+layer, stacks of one tile included.
 """
 
 import itertools
@@ -21,20 +23,32 @@ logger = logging.getLogger("zerojax")
 
 
 def tiled_leaves(model: Model | LayeredModel, abstract_params: Any) -> list[bool | int]:
-    """Return, for each leaf of the blocks, or of a Model, whether it is a stack of tiles, as `model.tiles` tells it.
+    """Return, for each leaf of the blocks, or of a Model, whether it is a stack of tiles, as
+    `model.tiles` tells it.
 
     Raises:
-      ValueError: `model.tiles` has another structure, names a leaf without a tile dim, or counts more tiles than there are.
+      ValueError: `model.tiles` has another structure, names a leaf without a tile dim, or counts
+        more tiles than there are.
     """
     is_layered = isinstance(model, LayeredModel)
-    params, what = (abstract_params[BLOCKS], "parameters of one layer") if is_layered else (abstract_params, "parameters")
+    params, what = (
+        (abstract_params[BLOCKS], "parameters of one layer")
+        if is_layered
+        else (abstract_params, "parameters")
+    )
     try:
-        tiles = of_every_stack(model, model.tiles, False) if isinstance(model, LayeredModel) else model.tiles
+        tiles = (
+            of_every_stack(model, model.tiles, False)
+            if isinstance(model, LayeredModel)
+            else model.tiles
+        )
         flag_tree = jax.tree.map(lambda flag, sub: jax.tree.map(lambda _: flag, sub), tiles, params)
         flags = jax.tree.leaves(flag_tree)
     except (ValueError, TypeError, AttributeError) as e:
         raise ValueError(f"tiles must mirror the {what}, or be a prefix of their tree: {e}") from e
-    for flag, (path, leaf) in zip(flags, jax.tree_util.tree_flatten_with_path(params)[0], strict=True):
+    for flag, (path, leaf) in zip(
+        flags, jax.tree_util.tree_flatten_with_path(params)[0], strict=True
+    ):
         number = flag if as_flag(flag) is not None else as_integer(flag)
         if number is None or (as_flag(flag) is None and number < 1):
             raise ValueError(
@@ -43,7 +57,9 @@ def tiled_leaves(model: Model | LayeredModel, abstract_params: Any) -> list[bool
             )
         # Behind the dim of layers, where there is one, comes that of tiles.
         if flag and len(leaf.shape) < 1 + is_layered:
-            raise ValueError(f"tiles names {jax.tree_util.keystr(path)}, which is a scalar: a stack of tiles is [T, ...]")
+            raise ValueError(
+                f"tiles names {jax.tree_util.keystr(path)}, which is a scalar: a stack of tiles is [T, ...]"
+            )
         if flag and leaf.shape[is_layered] % flag:
             raise ValueError(
                 f"tiles holds {flag} for {jax.tree_util.keystr(path)}, which has {leaf.shape[is_layered]} tiles: so many along "
@@ -52,20 +68,28 @@ def tiled_leaves(model: Model | LayeredModel, abstract_params: Any) -> list[bool
     return flags
 
 
-def tile_groups(model: Model | LayeredModel, abstract_params: Any, config: ZeroConfig) -> tuple[TileGroup, ...]:
-    """Return the groups whose records are tiles: none where a step does not stream, or streams whole layers alone.
+def tile_groups(
+    model: Model | LayeredModel, abstract_params: Any, config: ZeroConfig
+) -> tuple[TileGroup, ...]:
+    """Return the groups whose records are tiles: none where a step does not stream, or streams
+    whole layers alone.
 
     Their leaves are given by their places in the tree, whether they are frozen or not.
 
     Raises:
       ValueError: as `tiled_leaves`, or stacks of one module that differ in their number of tiles.
     """
-    if not isinstance(model, LayeredModel) or not any(flags := tiled_leaves(model, abstract_params)):
+    if not isinstance(model, LayeredModel) or not any(
+        flags := tiled_leaves(model, abstract_params)
+    ):
         return ()
     if not streams(config):
         return ()
     if (why := whole_layers(config)) is not None:
-        logger.info("%s moves whole layers: stacks of tiles are fetched and gathered with the rest of their layer", why)
+        logger.info(
+            "%s moves whole layers: stacks of tiles are fetched and gathered with the rest of their layer",
+            why,
+        )
         return ()
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(abstract_params)[0]]
     leaves = jax.tree.leaves(abstract_params)
@@ -73,22 +97,35 @@ def tile_groups(model: Model | LayeredModel, abstract_params: Any, config: ZeroC
     modules: dict[tuple[Any, ...], list[int]] = {}  # the stacks of tiles that each holds
     for i, flag in zip(stacked, flags, strict=True):
         if flag and leaves[i].shape[1] > 1:
-            # Less the key of the blocks and the name of the leaf: the path of the module that holds it.
+            # Less the key of the blocks and the name of the leaf: the path of the module that holds
+            # it.
             modules.setdefault(paths[i][1:-1], []).append(i)
     groups: list[TileGroup] = []
     for path, indices in modules.items():
         name, names = _path_name(path), [group.name for group in groups]
-        # Different paths may read the same, as with a key 1 and a key "1"; and a name is that of a folder.
+        # Different paths may read the same, as with a key 1 and a key "1"; and a name is that of a
+        # folder.
         name = next(n for n in (f"{name}{k or ''}" for k in itertools.count()) if n not in names)
         counts = {jax.tree_util.keystr(paths[i]): leaves[i].shape[1] for i in indices}
         if len(set(counts.values())) > 1:
-            raise ValueError(f"stacks of tiles that one module holds are used together, but differ in their tiles: {counts}")
+            raise ValueError(
+                f"stacks of tiles that one module holds are used together, but differ in their tiles: {counts}"
+            )
         stack = stack_name(model, paths[indices[0]])
         groups.append(TileGroup(name, tuple(indices), leaves[indices[0]].shape[1], stack=stack))
     return tuple(groups)
 
 
 def _path_name(path: Sequence[Any]) -> str:
-    """Return the name of what holds a stack, which is part of the name of a folder: other characters are written as %hex."""
-    keys = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
-    return ".".join(re.sub(r"[^A-Za-z0-9_-]", lambda match: f"%{ord(match[0]):x}", key) for key in keys) or "block"
+    """Return the name of what holds a stack, which is part of the name of a folder: other
+    characters are written as %hex.
+    """
+    keys = [
+        str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path
+    ]
+    return (
+        ".".join(
+            re.sub(r"[^A-Za-z0-9_-]", lambda match: f"%{ord(match[0]):x}", key) for key in keys
+        )
+        or "block"
+    )

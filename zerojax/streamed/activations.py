@@ -1,19 +1,21 @@
-"""Where the values that forward keeps of each layer rest until backward: on the device, in host memory or on disk.
+"""Where the values that forward keeps of each layer rest until backward: on the device, in host
+memory or on disk.
 
-`zerojax.streamed.residuals` decides which values of a layer are kept and which are recomputed. Here each of them, and the
-layer's input, gets a `RecordSpec`, and forward fills a stack `[L, ...]` of it, of the L layers of a run, that backward reads:
+`zerojax.streamed.residuals` decides which values of a layer are kept and which are recomputed. Here
+each of them, and the layer's input, gets a `RecordSpec`, and forward fills a stack `[L, ...]` of
+it, of the L layers of a run, that backward reads:
 
     device         the stack is made inside of the program
     pinned_host    the stack is an argument of the program, donated and returned
     nvme           records of the kind "activations"; only the layer's input can be there
 
-With `partition_activations` what `tensor` does not split already rests split over it: forward keeps a slice, which moves
-nothing, and backward gathers it (ZeRO-R's Pa; arXiv:1910.02054, section 6.1).
+With `partition_activations` what `tensor` does not split already rests split over it: forward keeps
+a slice, which moves nothing, and backward gathers it (ZeRO-R's Pa; arXiv:1910.02054, section 6.1).
 
     whole x[B_(data, fsdp), T, H]  ->  rests as x[B_(data, fsdp), T_tensor, H]  ->  whole x[B_(data, fsdp), T, H]
 
-All of it follows from the shapes of a batch (`BlockTracer.plan_residuals`). Where tiles are records, the traced block is also
-cut at its loops over tiles (`zerojax.streamed.tiled_block`).
+All of it follows from the shapes of a batch (`BlockTracer.plan_residuals`). Where tiles are
+records, the traced block is also cut at its loops over tiles (`zerojax.streamed.tiled_block`).
 """
 
 import dataclasses
@@ -45,13 +47,14 @@ class ResidualPlan:
 
     Attributes:
       block: the traced block, which returns and reads the residuals.
-      records: how each array rests: the leaves of the layer's input, then the block's residuals. Microbatches, where there are
-        several, are dim 0 of each.
+      records: how each array rests: the leaves of the layer's input, then the block's residuals.
+        Microbatches, where there are several, are dim 0 of each.
       shapes: ShapeDtypeStruct of each.
       x_names: "x" and a path of each leaf of the layer's input.
       x_tree: structure of the layer's input.
       lead: dims of each that come before a microbatch's own: 1 where there are several.
-      whole: of each that rests split over `tensor` and is gathered for backward, its spec without that; else None.
+      whole: of each that rests split over `tensor` and is gathered for backward, its spec without
+        that; else None.
       replicated: of each, why it rests whole although activations are to be split, or None.
       tiled: the block cut at its loops over tiles, if tiles are records.
       first: number of the run's first layer in its stack, where the stacks of what is kept begin.
@@ -70,7 +73,9 @@ class ResidualPlan:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of each array "x" and a path, the name that the model gave it, or its number and the equation that makes it."""
+        """Of each array "x" and a path, the name that the model gave it, or its number and the
+        equation that makes it.
+        """
         return (*self.x_names, *self.block.labels)
 
     @property
@@ -80,30 +85,49 @@ class ResidualPlan:
 
     @property
     def in_memory(self) -> tuple[int, ...]:
-        """Indices of the arrays in host memory. XLA reads and writes these; callbacks move those on disk."""
+        """Indices of the arrays in host memory.
+
+        XLA reads and writes these; callbacks move those on disk.
+        """
         return tuple(i for i in self.away if self.records[i].disk_records is None)
 
     def fetch(self, stacks: Sequence[Any], layer: Array) -> list[Array]:
         """Return one layer's arrays that rest off the device."""
-        return read_layer(pick(self.records, self.away), pick(stacks, self.away), self._index(layer))
+        return read_layer(
+            pick(self.records, self.away), pick(stacks, self.away), self._index(layer)
+        )
 
     def read(self, stacks: Sequence[Any], fetched: Sequence[Array], layer: Array) -> list[Array]:
         """Return all arrays of one layer, given those that `fetch` returned."""
         away, index = dict(zip(self.away, fetched, strict=True)), self._index(layer)
-        return [away[i] if i in away else _row_major(r.read(stacks[i], index), r.mesh) for i, r in enumerate(self.records)]
+        return [
+            away[i] if i in away else _row_major(r.read(stacks[i], index), r.mesh)
+            for i, r in enumerate(self.records)
+        ]
 
-    def write(self, stacks: Sequence[Any], layer: Any, x: Any, values: Sequence[Array]) -> list[Any]:
+    def write(
+        self, stacks: Sequence[Any], layer: Any, x: Any, values: Sequence[Array]
+    ) -> list[Any]:
         """Return the stacks with one layer's input and residuals in them."""
-        # Stated whole, so that the partitioner does not split what computes a value because of how it is kept.
-        return write_layer(self.records, stacks, self._index(layer), self._stated_whole([*jax.tree.leaves(x), *values]))
+        # Stated whole, so that the partitioner does not split what computes a value because of how
+        # it is kept.
+        return write_layer(
+            self.records,
+            stacks,
+            self._index(layer),
+            self._stated_whole([*jax.tree.leaves(x), *values]),
+        )
 
     def _index(self, layer: Any) -> Any:
-        """Return where in the stacks a layer is, by its number: linear in it, as it is in the counter of a loop."""
+        """Return where in the stacks a layer is, by its number: linear in it, as it is in the
+        counter of a loop.
+        """
         return layer - self.first if self.first else layer
 
     def split(self, values: Sequence[Array]) -> tuple[Any, list[Array]]:
         """Return the layer's input, and the block's residuals, whole, of one microbatch or of all."""
-        # Both ends are stated: without the first, the partitioner might gather the stack that a value is a slice of.
+        # Both ends are stated: without the first, the partitioner might gather the stack that a
+        # value is a slice of.
         triples = zip(values, self.records, self.whole, strict=True)
         split = [v if whole is None else _constrain(v, r.mesh, r.spec) for v, r, whole in triples]
         count, values = self.x_tree.num_leaves, self._stated_whole(split)
@@ -112,15 +136,20 @@ class ResidualPlan:
     def _stated_whole(self, values: Sequence[Array]) -> list[Array]:
         """Return values with the specs that they have outside of the stacks, where those differ."""
         pairs = zip(values, self.records, self.whole, strict=True)
-        return [value if spec is None else _constrain(value, record.mesh, spec) for value, record, spec in pairs]
+        return [
+            value if spec is None else _constrain(value, record.mesh, spec)
+            for value, record, spec in pairs
+        ]
 
 
 class BlockTracer:
-    """Traces the block of a run of layers over the shapes of a batch: what forward saves of it, and its loops over tiles.
+    """Traces the block of a run of layers over the shapes of a batch: what forward saves of it, and
+    its loops over tiles.
 
     Attributes:
       stack: the run, of whose stack the block is.
-      traced: the block cut at its loops over tiles, as a step was last traced, if tiles are records.
+      traced: the block cut at its loops over tiles, as a step was last traced, if tiles are
+        records.
       traced_eval: the same of an evaluation.
     """
 
@@ -138,22 +167,35 @@ class BlockTracer:
     def _block(self) -> Any:
         """Return the shapes of one layer's parameters, in the compute dtype."""
         stacks = [self.plan.leaves[i] for i in self.stack.leaves.in_tree]
-        return jax.eval_shape(self.block_tree, [jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in stacks])
+        return jax.eval_shape(
+            self.block_tree, [jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in stacks]
+        )
 
     def block_tree(self, leaves: Sequence[Any]) -> Any:
         """Return a block's parameters, decoded, of its leaves gathered."""
         return self.layout.decode(jax.tree.unflatten(self.stack.tree, leaves))
 
     def operands(self, full: Sequence[Array]) -> list[Any]:
-        """Return a block's leaves as it is called with, in the order of its tree: None for stacks of tiles."""
+        """Return a block's leaves as it is called with, in the order of its tree: None for stacks
+        of tiles.
+        """
         leaves = self.stack.without_tiles(full)
-        return jax.tree.leaves(self.block_tree(leaves), is_leaf=lambda node: node is None) if self.layout.encodings else leaves
+        return (
+            jax.tree.leaves(self.block_tree(leaves), is_leaf=lambda node: node is None)
+            if self.layout.encodings
+            else leaves
+        )
 
     def abstract_call(self, x: Any, inputs: LayerInputs, count: int) -> tuple[Any, Any, Any, Given]:
-        """Return the shapes of a block's arguments, from those of the first layer's input, of `count` microbatches."""
+        """Return the shapes of a block's arguments, from those of the first layer's input, of
+        `count` microbatches.
+        """
         # The block is traced for one microbatch, whose arrays have no dim of microbatches.
         lead = int(count > 1)
-        one = lambda tree, lead: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[lead:], a.dtype), tree)  # noqa: E731
+
+        def one(tree, lead):
+            return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[lead:], a.dtype), tree)
+
         given = Given(one(inputs.context, lead), one(inputs.per_layer, 1), one(inputs.state, 1))
         return self._block(), one(x, lead), one(inputs.keys, lead), given
 
@@ -169,11 +211,21 @@ class BlockTracer:
         """Raise ValueError if the block changes its state."""
         if given.state is None:
             return
-        closed = jax.make_jaxpr(lambda *args: call_block(self.model, *args).state)(params, x, key, given)
+        closed = jax.make_jaxpr(lambda *args: call_block(self.model, *args).state)(
+            params, x, key, given
+        )
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(given.state)[0]]
-        # The state is the last that is given, and one that is returned as it came is the same variable.
-        pairs = zip(paths, closed.jaxpr.outvars, closed.jaxpr.invars[-len(paths) :] if paths else [], strict=True)
-        if changed := [jax.tree_util.keystr(path) for path, after, before in pairs if after is not before]:
+        # The state is the last that is given, and one that is returned as it came is the same
+        # variable.
+        pairs = zip(
+            paths,
+            closed.jaxpr.outvars,
+            closed.jaxpr.invars[-len(paths) :] if paths else [],
+            strict=True,
+        )
+        if changed := [
+            jax.tree_util.keystr(path) for path, after, before in pairs if after is not before
+        ]:
             raise ValueError(
                 f"the block changes its state {', '.join(changed)}, and a streamed step runs blocks that only read theirs: use "
                 "a layer without running statistics (LayerNorm, RMSNorm, GroupNorm), or keep all of the model on the device, "
@@ -181,7 +233,9 @@ class BlockTracer:
             )
 
     def plan_residuals(self, x: Any, inputs: LayerInputs, count: int) -> ResidualPlan:
-        """Choose what forward saves, from the shapes of the first layer's input, of `count` microbatches."""
+        """Choose what forward saves, from the shapes of the first layer's input, of `count`
+        microbatches.
+        """
         with in_stack(self.stack.name):
             return self._plan_residuals(x, inputs, count)
 
@@ -191,14 +245,21 @@ class BlockTracer:
         check_block(self.model, *args)
         self._check_state(*args)
         config, segment = self.config, self.stack.run.segment
-        # `activations` names a mode of recomputation, or a tier. A tier moves the layer's input, and all else is recomputed.
+        # `activations` names a mode of recomputation, or a tier. A tier moves the layer's input,
+        # and all else is recomputed.
         mode = segment.activations if segment.activations in MODES else "remat"
         layer, tiled = self._cut(args, count, mode, segment.saved_names, segment.offloaded_names)
-        # The leaves of the input come first, then the residuals: `ResidualPlan.split` takes them apart in this order.
+        # The leaves of the input come first, then the residuals: `ResidualPlan.split` takes them
+        # apart in this order.
         leaves, x_tree = jax.tree.flatten(x_one)
         tier = segment.activations if segment.activations not in MODES else "device"
-        tiers = [tier] * len(leaves) + ["pinned_host" if off else "device" for off in layer.offloaded]
-        stream, spec = dataclasses.replace(self.plan.stream, num_microbatches=count), ActivationSpec(self.mesh, count)
+        tiers = [tier] * len(leaves) + [
+            "pinned_host" if off else "device" for off in layer.offloaded
+        ]
+        stream, spec = (
+            dataclasses.replace(self.plan.stream, num_microbatches=count),
+            ActivationSpec(self.mesh, count),
+        )
         batch_size = _batch_size(leaves)
         known = [*(None,) * len(leaves), *self._specs(layer, args)]
         lead = (count,) if count > 1 else ()  # [M, ...] where there are several microbatches
@@ -210,26 +271,52 @@ class BlockTracer:
                 if known[n] is None and a.shape[:1] != (batch_size,):
                     split = LeafSpec((), (), "how it is split otherwise is not known")
                 else:
-                    split = _split_over_tensor(a.shape, known[n] or of.given(a.shape, batch_size), self.mesh)
+                    split = _split_over_tensor(
+                        a.shape, known[n] or of.given(a.shape, batch_size), self.mesh
+                    )
             is_split = split is not None and split.sharded != split.base
-            rests = of.saved(a.shape, batch_size, tier, split.sharded if split is not None and is_split else known[n])
+            rests = of.saved(
+                a.shape,
+                batch_size,
+                tier,
+                split.sharded if split is not None and is_split else known[n],
+            )
             records.append(RecordSpec(self.mesh, rests, tier))
             whole.append((*dims, *split.base) if split is not None and is_split else None)
             replicated.append(None if split is None else split.replicated)
-        shapes = tuple(jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype) for a in (*leaves, *layer.shapes))
-        names = [f"x{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_flatten_with_path(x_one)[0]]
-        # The leaves of x are one record: they are written together and read together, and no step reads those of another.
+        shapes = tuple(
+            jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype) for a in (*leaves, *layer.shapes)
+        )
+        names = [
+            f"x{jax.tree_util.keystr(path)}"
+            for path, _ in jax.tree_util.tree_flatten_with_path(x_one)[0]
+        ]
+        # The leaves of x are one record: they are written together and read together, and no step
+        # reads those of another.
         if tier == "nvme" and self.layout.disk is not None:
             of_x, num = records[: len(leaves)], self.stack.num_layers
             specs, kind = [r.spec for r in of_x], self.stack.run.activations_kind
-            disk_records = self.layout.disk.declare(kind, num, names, shapes[: len(leaves)], specs, lifetime="step")
-            records[: len(leaves)] = [dataclasses.replace(r, disk_records=disk_records) for r in of_x]
-        # `tile_loops` reads it: what the disk is told to read ahead follows from the loops that the block really has.
+            disk_records = self.layout.disk.declare(
+                kind, num, names, shapes[: len(leaves)], specs, lifetime="step"
+            )
+            records[: len(leaves)] = [
+                dataclasses.replace(r, disk_records=disk_records) for r in of_x
+            ]
+        # `tile_loops` reads it: what the disk is told to read ahead follows from the loops that the
+        # block really has.
         self.traced = tiled
         return ResidualPlan(
-            layer, tuple(records), shapes, tuple(names), x_tree, len(lead), tuple(whole), tuple(replicated), tiled,
+            layer,
+            tuple(records),
+            shapes,
+            tuple(names),
+            x_tree,
+            len(lead),
+            tuple(whole),
+            tuple(replicated),
+            tiled,
             self.stack.run.first,
-        )  # fmt: skip
+        )
 
     def _specs(self, layer: TracedBlock, args: tuple[Any, Any, Any, Given]) -> list[Spec | None]:
         """Return how each residual is split; None where the partitioner has a choice."""
@@ -238,7 +325,9 @@ class BlockTracer:
         _, x, key, given = args
         spec, size = ActivationSpec(self.mesh), _batch_size(jax.tree.leaves(x))
         leaves = [self.plan.leaves[i] for i in self.stack.operands]
-        params = [None if leaf.decodes is not None else leaf.spec.base[leaf.lead :] for leaf in leaves]
+        params = [
+            None if leaf.decodes is not None else leaf.spec.base[leaf.lead :] for leaf in leaves
+        ]
         data = [spec.given(a.shape, size) for a in jax.tree.leaves((x, key, given))]
         apart = {slot: one.program for slot, one in layer.apart.items()}
         slots = flow(layer.program, [*params, *data], self.mesh.shape, apart)
@@ -252,54 +341,91 @@ class BlockTracer:
         saved: Sequence[str] = (),
         offloaded: Sequence[str] = (),
     ) -> tuple[TracedBlock, TiledBlock | None]:
-        """Trace the block over abstract arguments; cut it at its loops over tiles if tiles are records."""
+        """Trace the block over abstract arguments; cut it at its loops over tiles if tiles are
+        records.
+        """
         plan, stack = self.plan, self.stack
         frozen = [plan.leaves[i].frozen for i in stack.operands]
-        options: dict[str, Any] = {"tiled": bool(stack.groups), "frozen": frozen, "of_context": self.model.enter is not None}
+        options: dict[str, Any] = {
+            "tiled": bool(stack.groups),
+            "frozen": frozen,
+            "of_context": self.model.enter is not None,
+        }
         options["transform"] = plan.derivative
-        # Rings keep a gathered value or send it again, by the mode: then the program is not the same in every mode.
+        # Rings keep a gathered value or send it again, by the mode: then the program is not the
+        # same in every mode.
         options["numbers"] = not (self.config.tensor_overlap and self.mesh.shape[TENSOR] > 1)
         layer = plan_layer(self._run_block, *args, mode, saved, offloaded, **options)
         if not stack.groups:
             return layer, None
-        names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(args[0])[0]]
-        # A group's indices count the leaves of the whole model; the block's trace knows those of one layer.
+        names = [
+            jax.tree_util.keystr(path)
+            for path, _ in jax.tree_util.tree_flatten_with_path(args[0])[0]
+        ]
+        # A group's indices count the leaves of the whole model; the block's trace knows those of
+        # one layer.
         groups = [[stack.operands.index(i) for i in group.weights] for group in stack.groups]
         tiled = TiledBlock(layer, groups, names, count, args)
         return layer, tiled
 
     def stacks(self, residuals: ResidualPlan, scratch: Sequence[Array]) -> list[Array]:
         """Return the empty stacks that forward fills, given those in host memory."""
-        # Stacks in host memory are arguments, donated: what a program allocates itself, XLA makes on the device first.
+        # Stacks in host memory are arguments, donated: what a program allocates itself, XLA makes
+        # on the device first.
         in_memory = dict(zip(residuals.in_memory, scratch, strict=True))
         pairs = enumerate(zip(residuals.records, residuals.shapes, strict=True))
         lead = (self.stack.num_layers,)
-        return [in_memory[i] if i in in_memory else self.plan.empty(r, a, lead) for i, (r, a) in pairs]
+        return [
+            in_memory[i] if i in in_memory else self.plan.empty(r, a, lead) for i, (r, a) in pairs
+        ]
 
     def without_residuals(self, x: Any, inputs: LayerInputs) -> TiledBlock | None:
-        """Return the block of a pass that saves nothing, of one microbatch, cut at its loops, if tiles are records."""
+        """Return the block of a pass that saves nothing, of one microbatch, cut at its loops, if
+        tiles are records.
+        """
         if not self.stack.groups:
             return None
         self.traced_eval = self._cut(self.abstract_call(x, inputs, 1), 1)[1]
         return self.traced_eval
 
     def eval_loops(self) -> dict[str, list[tuple[TileLoops, str]]]:
-        """Return the loops over tiles that a tick of an evaluation's forward runs, which was traced."""
+        """Return the loops over tiles that a tick of an evaluation's forward runs, which was
+        traced.
+        """
         loops, traced = [tiles for _, tiles in self.stack.loops], self.traced_eval
-        return {} if traced is None else {"forward": [(loops[g], "forward") for g in traced.forward_loops]}
+        return (
+            {}
+            if traced is None
+            else {"forward": [(loops[g], "forward") for g in traced.forward_loops]}
+        )
 
     def tile_loops(self) -> dict[str, list[tuple[TileLoops, str]]]:
-        """Return the loops over tiles that a tick of each phase runs, in order, and which of their phases each is."""
+        """Return the loops over tiles that a tick of each phase runs, in order, and which of their
+        phases each is.
+        """
         loops = [tiles for _, tiles in self.stack.loops]
-        if self.traced is None:  # no batch was seen: as a block without recomputation would have them
-            return {"forward": [(g, "forward") for g in loops], "backward": [(g, "backward") for g in reversed(loops)]}
-        # Backward also runs a loop forward, where its result is needed to recompute what comes after it.
-        backward = [(loops[g], "backward" if derived else "forward") for g, derived in self.traced.backward_loops]
-        return {"forward": [(loops[g], "forward") for g in self.traced.forward_loops], "backward": backward}
+        if (
+            self.traced is None
+        ):  # no batch was seen: as a block without recomputation would have them
+            return {
+                "forward": [(g, "forward") for g in loops],
+                "backward": [(g, "backward") for g in reversed(loops)],
+            }
+        # Backward also runs a loop forward, where its result is needed to recompute what comes
+        # after it.
+        backward = [
+            (loops[g], "backward" if derived else "forward")
+            for g, derived in self.traced.backward_loops
+        ]
+        return {
+            "forward": [(loops[g], "forward") for g in self.traced.forward_loops],
+            "backward": backward,
+        }
 
 
 def _split_over_tensor(shape: tuple[int, ...], spec: Spec, mesh: Mesh) -> LeafSpec:
-    """Return how what is kept rests split over `tensor` besides: in its sequence, else as the rule for parameters has it.
+    """Return how what is kept rests split over `tensor` besides: in its sequence, else as the rule
+    for parameters has it.
 
     Args:
       shape: of one microbatch's activation.
@@ -322,8 +448,8 @@ def _constrain(value: Array, mesh: Mesh, spec: Spec) -> Array:
 def _row_major(value: Array, mesh: Mesh) -> Array:
     """Return a slice of a stack in the layout of the stack, on one device.
 
-    Else XLA may choose the layout that the first product wants, and copy the whole stack into it before the loop. On several
-    devices its partitioner would gather what is so constrained.
+    Else XLA may choose the layout that the first product wants, and copy the whole stack into it
+    before the loop. On several devices its partitioner would gather what is so constrained.
     """
     is_free = value.ndim < 2 or mesh.devices.size > 1
     return value if is_free else with_layout_constraint(value, Layout(tuple(range(value.ndim))))

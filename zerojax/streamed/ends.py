@@ -1,7 +1,9 @@
-"""The ends of a streamed model: the embedding before its layers, the head after them, and the derivatives of both.
+"""The ends of a streamed model: the embedding before its layers, the head after them, and the
+derivatives of both.
 
-Their leaves are no stack of layers. They are loaded once a step, and stay on the device until it ends. Stage 3 gathers each
-where it is used, as in the resident step. The gradients of head and embedding are added, since both may use a tied embedding.
+Their leaves are no stack of layers. They are loaded once a step, and stay on the device until it
+ends. Stage 3 gathers each where it is used, as in the resident step. The gradients of head and
+embedding are added, since both may use a tied embedding.
 """
 
 from collections.abc import Callable
@@ -61,21 +63,35 @@ class HeadResult(NamedTuple):
 class Ends:
     """Embedding and head of a model, as functions of their leaves: a tree `{"embed", "head"}`."""
 
-    def __init__(self, model: LayeredModel, plan: StreamedPlan, microbatches: Microbatches, gather: Callable[..., Any]) -> None:
-        """Evaluate both through `gather(function, leaves, *args)`, which gathers the leaves and reduces their gradients."""
+    def __init__(
+        self,
+        model: LayeredModel,
+        plan: StreamedPlan,
+        microbatches: Microbatches,
+        gather: Callable[..., Any],
+    ) -> None:
+        """Evaluate both through `gather(function, leaves, *args)`, which gathers the leaves and
+        reduces their gradients.
+        """
         self.model, self.plan, self.microbatches, self.mesh = model, plan, microbatches, plan.mesh
         self._gather, self.activations = gather, ActivationSpec(plan.mesh)
-        self._models = {stack.name: stack.model for stack in stacks_of(model)}  # whose `enter` may decode
+        self._models = {
+            stack.name: stack.model for stack in stacks_of(model)
+        }  # whose `enter` may decode
 
     def load(self, params: Any) -> Any:
         """Return the leaves, sharded, on the device."""
         # OnDisk leaves are leaves here: `RecordSpec.load` reads them.
         leaves, tree = jax.tree.flatten(_without_blocks(params), is_leaf=is_stored)
         in_tree = [i for i in self.plan.layout.in_tree if not self.plan.leaves[i].is_stacked]
-        return jax.tree.unflatten(tree, [self.plan.params[i].load(leaf) for i, leaf in zip(in_tree, leaves, strict=True)])
+        return jax.tree.unflatten(
+            tree, [self.plan.params[i].load(leaf) for i, leaf in zip(in_tree, leaves, strict=True)]
+        )
 
     def _split(self, ends: Any) -> tuple[Any, Any]:
-        """Return the trained and the frozen leaves, each as a tree with None in the place of the others."""
+        """Return the trained and the frozen leaves, each as a tree with None in the place of the
+        others.
+        """
         flags = self.plan.layout.flags
         return split_frozen(None if flags is None else _without_blocks(flags), ends)
 
@@ -84,20 +100,25 @@ class Ends:
         if self.model.context is None:
             return None
         constrain = self.activations.constrain
-        return self.microbatches.each(lambda b: constrain(call_context(self.model, constrain(b))), batch)
+        return self.microbatches.each(
+            lambda b: constrain(call_context(self.model, constrain(b))), batch
+        )
 
     def embed(self, ends: Any, batch: Any, key: Any, state: Any) -> tuple[Any, Any]:
         """Return the first layer's input, of one microbatch, and the state of the ends."""
         batch = self.activations.constrain(batch)
         key = key_of(key, embed_number(self.model))
-        x, state = self._gather(lambda p, b, k, s: call_embed(self.model, p["embed"], b, k, s), ends, batch, key, state)
+        x, state = self._gather(
+            lambda p, b, k, s: call_embed(self.model, p["embed"], b, k, s), ends, batch, key, state
+        )
         return self.activations.constrain(x), state
 
     def embed_all(self, ends: Any, batch: Any, keys: Any, state: Any) -> tuple[Any, Any, Any]:
-        """Return the first layer's input, of all microbatches, and the state of the ends before and after each of them.
+        """Return the first layer's input, of all microbatches, and the state of the ends before and
+        after each of them.
 
-        The head of a microbatch reads the embedding's state as its own embedding left it, and backward runs the embedding again
-        with what it read: so both are kept for each.
+        The head of a microbatch reads the embedding's state as its own embedding left it, and
+        backward runs the embedding again with what it read: so both are kept for each.
         """
 
         def one(state: Any, piece: Any) -> tuple[Any, Any]:
@@ -108,15 +129,29 @@ class Ends:
         _, results = self._in_order(one, state, (batch, keys))
         return results
 
-    def _in_order(self, function: Callable[[Any, Any], tuple[Any, Any]], carry: Any, pieces: Any) -> tuple[Any, Any]:
-        """Apply `function(carry, piece)` to one microbatch after the other; returns what is carried, and their results."""
-        return function(carry, pieces) if self.microbatches.count == 1 else jax.lax.scan(function, carry, pieces)
+    def _in_order(
+        self, function: Callable[[Any, Any], tuple[Any, Any]], carry: Any, pieces: Any
+    ) -> tuple[Any, Any]:
+        """Apply `function(carry, piece)` to one microbatch after the other; returns what is
+        carried, and their results.
+        """
+        return (
+            function(carry, pieces)
+            if self.microbatches.count == 1
+            else jax.lax.scan(function, carry, pieces)
+        )
 
-    def abstract_inputs(self, abstract_params: Any, abstract_state: Any, abstract_batch: Any) -> list[Any]:
-        """Return the shapes of (what comes before a stack, the first layer's input, `LayerInputs`), of each run of layers."""
+    def abstract_inputs(
+        self, abstract_params: Any, abstract_state: Any, abstract_batch: Any
+    ) -> list[Any]:
+        """Return the shapes of (what comes before a stack, the first layer's input, `LayerInputs`),
+        of each run of layers.
+        """
 
         def first(params: Any, model_state: Any, batch: Any) -> Any:
-            batch, keys = self.microbatches.split(batch, jax.random.key(0) if self.model.stochastic else None)
+            batch, keys = self.microbatches.split(
+                batch, jax.random.key(0) if self.model.stochastic else None
+            )
             ends, inputs = _without_blocks(params), []
             x, _, _ = self.embed_all(ends, batch, keys, ends_state(model_state))
             for stack in self.plan.of_stacks:
@@ -129,7 +164,9 @@ class Ends:
                 inputs.append((before, x, self.inputs(stack, context, keys, model_state)))
             return inputs
 
-        args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (abstract_params, abstract_state))
+        args = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (abstract_params, abstract_state)
+        )
         return jax.eval_shape(first, *args, abstract_batch)
 
     def inputs(self, stack: StackPlan, context: Any, keys: Any, model_state: Any) -> LayerInputs:
@@ -138,7 +175,9 @@ class Ends:
         return LayerInputs(keys, context, per_layer_arrays(stack.model), of_blocks)
 
     def enter(self, stack: StackPlan, ends: Any, x: Any, batch: Any, keys: Any) -> tuple[Any, Any]:
-        """Return the first layer's input and the context of a stack, of all microbatches, of what came before it."""
+        """Return the first layer's input and the context of a stack, of all microbatches, of what
+        came before it.
+        """
         if stack.model.enter is None:
             return x, self.context(batch)
         return self.microbatches.each(partial(self._enter, stack, ends), x, batch, keys)
@@ -167,7 +206,8 @@ class Ends:
         d_context: Any,
         g_ends: list[Array],
     ) -> tuple[Any, list[Array]]:
-        """Return the cotangent of what came before a stack, and the gradients of the ends with those of its `enter`.
+        """Return the cotangent of what came before a stack, and the gradients of the ends with
+        those of its `enter`.
 
         As the embedding, it is computed again.
         """
@@ -180,11 +220,17 @@ class Ends:
                 (x, batch, key), (trained, frozen) = data, params
 
                 def run(trained: Any, floats: Any) -> Any:
-                    return floating(self._enter(stack, join_frozen(trained, frozen), merged(floats, x), batch, key))
+                    return floating(
+                        self._enter(
+                            stack, join_frozen(trained, frozen), merged(floats, x), batch, key
+                        )
+                    )
 
                 return jax.vjp(run, trained, floating(x))[1](cotangents)
 
-            g, before = self.plan.derivative(derivative)((dx, d_context), (x, batch, key), (trained, frozen))
+            g, before = self.plan.derivative(derivative)(
+                (dx, d_context), (x, batch, key), (trained, frozen)
+            )
             return self._reduced(g), self.activations.constrain(before)
 
         if self.microbatches.count > 1:
@@ -210,8 +256,11 @@ class Ends:
 
         return self._gather(outputs, ends, x, batch, state)
 
-    def head_and_grads(self, ends: Any, y: Any, batch: Any, keys: Any, scale: Array, states: Any) -> HeadResult:
-        """Return the loss of all microbatches, its derivative, that of scale * loss, and what the head returned besides.
+    def head_and_grads(
+        self, ends: Any, y: Any, batch: Any, keys: Any, scale: Array, states: Any
+    ) -> HeadResult:
+        """Return the loss of all microbatches, its derivative, that of scale * loss, and what the
+        head returned besides.
 
         Args:
           ends: sharded.
@@ -219,7 +268,8 @@ class Ends:
           batch: of all microbatches.
           keys: likewise.
           scale: of the loss, f32[].
-          states: of the ends after each embedding; the head's own is passed on from one microbatch to the next.
+          states: of the ends after each embedding; the head's own is passed on from one microbatch
+            to the next.
         """
         count = self.microbatches.count
         trained, frozen = self._split(ends)
@@ -244,7 +294,9 @@ class Ends:
                 (y, batch, key, state, whole), (trained, frozen) = data, params
 
                 def loss(trained: Any, floats: Any) -> tuple[Array, tuple[Array, Any, Any]]:
-                    loss, after = self.head(join_frozen(trained, frozen), merged(floats, y), batch, key, state)
+                    loss, after = self.head(
+                        join_frozen(trained, frozen), merged(floats, y), batch, key, state
+                    )
                     value = with_blocks(loss, None).value(whole, count)
                     return value, (value, loss.metrics, after)
 
@@ -259,21 +311,33 @@ class Ends:
             g = self._reduced(g)
             if count > 1:
                 g = [t + a.astype(jnp.float32) for t, a in zip(total, g, strict=True)]
-            return (g, _part(after, "head")), (value, self.activations.constrain(dy), metrics, after)
+            return (g, _part(after, "head")), (
+                value,
+                self.activations.constrain(dy),
+                metrics,
+                after,
+            )
 
         zeros = self.plan.zero_grads(self.plan.ends) if count > 1 else []
         own = _part(states, "head")
         own = own if count == 1 else jax.tree.map(lambda a: a[0], own)
-        (g, own), (value, dy, metrics, after) = self._in_order(one, (zeros, own), (y, batch, keys, states))
+        (g, own), (value, dy, metrics, after) = self._in_order(
+            one, (zeros, own), (y, batch, keys, states)
+        )
         if count == 1:
             return HeadResult(value, dy, g, metrics, after)
         # Of the ends' states the last is that of after the step.
-        return HeadResult(jnp.sum(value) / count, dy, g, summed(metrics), jax.tree.map(lambda a: a[-1], after))
+        return HeadResult(
+            jnp.sum(value) / count, dy, g, summed(metrics), jax.tree.map(lambda a: a[-1], after)
+        )
 
-    def embed_grads(self, ends: Any, batch: Any, keys: Any, dx: Any, states: Any, g_ends: list[Array]) -> list[Array]:
+    def embed_grads(
+        self, ends: Any, batch: Any, keys: Any, dx: Any, states: Any, g_ends: list[Array]
+    ) -> list[Array]:
         """Add the embedding's gradients to those of the head.
 
-        The embedding is computed again rather than its residuals held through the whole step: it is a look-up. `states` are
+        The embedding is computed again rather than its residuals held through the whole step: it is
+          a look-up. `states` are
         those of before each microbatch.
         """
         trained, frozen = self._split(ends)
@@ -288,10 +352,15 @@ class Ends:
             g, _ = self.plan.derivative(derivative)(dx, (batch, key, state), (trained, frozen))
             return self._reduced(g), None
 
-        # Several microbatches are added to the head's gradients one by one, in float32; a single one in its own dtype.
+        # Several microbatches are added to the head's gradients one by one, in float32; a single
+        # one in its own dtype.
         if self.microbatches.count > 1:
             g_ends = self.microbatches.fold(one, g_ends, dx, batch, keys, states)[0]
-            return self.plan.reduced(g_ends, self.plan.ends) if self.plan.layout.reduces_once else g_ends
+            return (
+                self.plan.reduced(g_ends, self.plan.ends)
+                if self.plan.layout.reduces_once
+                else g_ends
+            )
         return [a + b for a, b in zip(g_ends, one(dx, batch, keys, states)[0], strict=True)]
 
     def _reduced(self, grads: Any) -> list[Array]:

@@ -5,8 +5,9 @@ The block is linearized in forward, and backward is the pullback that `jax.vjp` 
     forward     y, residuals = block(p, x)      the residuals are what the pullback reads
     backward    dp, dx       = pullback(dy)     nothing is computed again
 
-A residual that depends on parameters alone, such as a transposed weight, is not kept but computed again, because backward has
-the gathered layer. So ZeRO-3's bound on memory holds in this mode, too. Random keys are computed again as well.
+A residual that depends on parameters alone, such as a transposed weight, is not kept but computed
+again, because backward has the gathered layer. So ZeRO-3's bound on memory holds in this mode, too.
+Random keys are computed again as well.
 """
 
 import dataclasses
@@ -29,7 +30,8 @@ class LinearizedBlock(TracedBlock):
     Attributes:
       read_by_pullback: the leaves of the pullback: slots of the program, or constants.
       structure: tree structure of the pullback.
-      repeated: the instructions that backward runs again: those of leaves that are neither inputs nor residuals.
+      repeated: the instructions that backward runs again: those of leaves that are neither inputs
+        nor residuals.
     """
 
     read_by_pullback: tuple[Ref, ...] = ()
@@ -38,15 +40,22 @@ class LinearizedBlock(TracedBlock):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The source of each residual. Numbers count the values that "save" keeps, which are those of another program."""
+        """The source of each residual.
+
+        Numbers count the values that "save" keeps, which are those of another program.
+        """
         return self.sources
 
     def _derivative(self, cotangents: Any, data: Any, params: Any) -> tuple[Any, tuple[Any, Any]]:
         x, key, given, residuals = data
-        slots: dict[int, Any] = dict(zip(self.program.inputs, jax.tree.leaves((params, x, key, given)), strict=True))
+        slots: dict[int, Any] = dict(
+            zip(self.program.inputs, jax.tree.leaves((params, x, key, given)), strict=True)
+        )
         slots.update(zip(self.residuals, residuals, strict=True))
         evaluate(self.repeated, slots)
-        pullback = jax.tree.unflatten(self.structure, [read(ref, slots) for ref in self.read_by_pullback])
+        pullback = jax.tree.unflatten(
+            self.structure, [read(ref, slots) for ref in self.read_by_pullback]
+        )
         grads, dx, d_context = pullback(cotangents)
         return jax.tree.unflatten(jax.tree.structure(params), grads), (dx, d_context)
 
@@ -66,14 +75,27 @@ def linearized(
 
     def with_pullback(params: Any, x: Any, key: Any, given: Given) -> tuple[list[Any], list[Any]]:
         leaves = jax.tree.leaves(params)
-        trained = [None if frozen else leaf for leaf, frozen in zip(leaves, traced.frozen, strict=True)]
+        trained = [
+            None if frozen else leaf for leaf, frozen in zip(leaves, traced.frozen, strict=True)
+        ]
         context = floating(given.context) if traced.of_context else None
 
-        def run(trained: list[Any], floats: Any, context: Any) -> tuple[Any, tuple[Any, Loss | None]]:
+        def run(
+            trained: list[Any], floats: Any, context: Any
+        ) -> tuple[Any, tuple[Any, Loss | None]]:
             whole = [leaf if t is None else t for leaf, t in zip(leaves, trained, strict=True)]
-            seen = given._replace(context=merged(context, given.context)) if traced.of_context else given
-            y, added = block(jax.tree.unflatten(jax.tree.structure(params), whole), merged(floats, x), key, seen)
-            return (floating(y), None if added is None else added.total.astype(jnp.float32)), (y, added)
+            seen = (
+                given._replace(context=merged(context, given.context))
+                if traced.of_context
+                else given
+            )
+            y, added = block(
+                jax.tree.unflatten(jax.tree.structure(params), whole), merged(floats, x), key, seen
+            )
+            return (floating(y), None if added is None else added.total.astype(jnp.float32)), (
+                y,
+                added,
+            )
 
         _, pullback, out = jax.vjp(run, trained, floating(x), context, has_aux=True)
         read_by_pullback, structure = jax.tree.flatten(pullback)
@@ -86,11 +108,17 @@ def linearized(
     num_params = len(jax.tree.leaves(args[0]))
     of_data = depending(program, program.inputs[num_params:]) - {*program.inputs}
     made_by: dict[int, tuple[Instruction, Any]] = {
-        slot: (i, v.aval) for i in program.instructions for slot, v in zip(i.outs, i.eqn.outvars, strict=True)
+        slot: (i, v.aval)
+        for i in program.instructions
+        for slot, v in zip(i.outs, i.eqn.outvars, strict=True)
     }
 
     def is_kept(ref: Ref) -> bool:
-        return isinstance(ref, int) and ref in of_data and not jnp.issubdtype(made_by[ref][1].dtype, jax.dtypes.extended)
+        return (
+            isinstance(ref, int)
+            and ref in of_data
+            and not jnp.issubdtype(made_by[ref][1].dtype, jax.dtypes.extended)
+        )
 
     kept = tuple(dict.fromkeys(ref for ref in leaves if isinstance(ref, int) and is_kept(ref)))
     names = {slot: name for slot, (name, _) in names_of(program).items()}
@@ -100,14 +128,18 @@ def linearized(
         structures=traced.structures,
         residuals=kept,
         offloaded=tuple(names.get(slot) in offloaded for slot in kept),
-        shapes=tuple(jax.ShapeDtypeStruct(made_by[slot][1].shape, made_by[slot][1].dtype) for slot in kept),
+        shapes=tuple(
+            jax.ShapeDtypeStruct(made_by[slot][1].shape, made_by[slot][1].dtype) for slot in kept
+        ),
         loops={},
         apart={},
         frozen=traced.frozen,
         of_context=traced.of_context,
         marked=traced.marked,
         transform=traced.transform,
-        sources=tuple(names[slot] if slot in names else describe(made_by[slot][0].eqn) for slot in kept),
+        sources=tuple(
+            names[slot] if slot in names else describe(made_by[slot][0].eqn) for slot in kept
+        ),
         numbered=traced.numbered,
         read_by_pullback=leaves,
         structure=structures[-1],

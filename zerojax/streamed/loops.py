@@ -1,4 +1,6 @@
-"""The loops of a streamed step over one run of layers: forward, and backward, which derives one layer at a time."""
+"""The loops of a streamed step over one run of layers: forward, and backward, which derives one
+layer at a time.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,7 +24,8 @@ from zerojax.streamed.tile_runner import TileRunner
 
 Array = jax.Array
 Block = Callable[[Any, Any, Any, Given], tuple[Any, Loss | None, list[Array]]]
-"""One layer of one microbatch: (params, x, key, given) -> (y, what it adds to the loss, residuals)."""
+"""One layer of one microbatch: (params, x, key, given) -> (y, what it adds to the loss, residuals).
+"""
 
 
 class StackLoops:
@@ -40,7 +43,7 @@ class StackLoops:
         self.config, self.mesh = plan.config, plan.mesh
         self.tracer = BlockTracer(stack, plan)
 
-    # --- forward -----------------------------------------------------------------------------------------------------------
+    # --- forward ----------------------------------------------------------------------------------
 
     def forward(
         self,
@@ -62,7 +65,8 @@ class StackLoops:
           stacks: of it, empty.
 
         Returns:
-          The last layer's output, `stacks`, filled, and what the layers add to the loss, a mean over microbatches, or None.
+          The last layer's output, `stacks`, filled, and what the layers add to the loss, a mean
+          over microbatches, or None.
         """
         plan, stack, phase = self.plan, self.stack, self.stack.schedule.phase("forward")
         microbatches = Microbatches(self.mesh, 1) if residuals is None else self.microbatches
@@ -79,28 +83,45 @@ class StackLoops:
             take = lambda: plan.take_params(params, stack.layer, now.record or [], now.consume)  # noqa: E731
             full, next_full = self._turn(full, now, take)
             if tiled is None:
-                y, added, values, next_full, landing = self._run_block(block, full, x, inputs, now, next_full, microbatches)
+                y, added, values, next_full, landing = self._run_block(
+                    block, full, x, inputs, now, next_full, microbatches
+                )
             else:
                 x = microbatches.constrain(x)
                 tiles = TileRunner(plan, stack, microbatches, begin, now, lambda carried: params)
                 keys = microbatches.keys_of(inputs.keys, stack.number(now.layer))
                 given = inputs.given_all(now.layer, microbatches)
-                y, added, values = tiled.forward(self.tracer.operands(full), x, keys, given, tiles.run)
+                y, added, values = tiled.forward(
+                    self.tracer.operands(full), x, keys, given, tiles.run
+                )
                 y, landing = microbatches.constrain(y), now.landing
             if residuals is not None:
-                stacks = residuals.write(stacks, now.layer, x, values)  # x is the input of this layer
+                stacks = residuals.write(
+                    stacks, now.layer, x, values
+                )  # x is the input of this layer
             return (y, next_full, stacks, _accumulated(total, added, microbatches.count)), landing
 
-        # With gather_ahead a tick is handed its layer gathered: the first one has no tick before it that does so.
+        # With gather_ahead a tick is handed its layer gathered: the first one has no tick before it
+        # that does so.
         first = None
         if self.config.gather_ahead:
-            record = fetch_first(phase, begin, partial(fetch, None), self.mesh, plan.state_records.slices_host)
-            first = plan.gather(plan.take_params(params, stack.layer, record, jnp.int32(phase.first)), stack.layer)
+            record = fetch_first(
+                phase, begin, partial(fetch, None), self.mesh, plan.state_records.slices_host
+            )
+            first = plan.gather(
+                plan.take_params(params, stack.layer, record, jnp.int32(phase.first)), stack.layer
+            )
         adds = self.tracer.abstract_added(x, inputs, microbatches.count)
         none = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), adds)
         carry = (x, first, stacks, none)
         y, _, stacks, total = run_phase(
-            phase, begin, carry, tick, mesh=self.mesh, slices_host=plan.state_records.slices_host, fetch=fetch
+            phase,
+            begin,
+            carry,
+            tick,
+            mesh=self.mesh,
+            slices_host=plan.state_records.slices_host,
+            fetch=fetch,
         )
         return y, stacks, total
 
@@ -114,13 +135,25 @@ class StackLoops:
         next_full: Any,
         microbatches: Microbatches,
     ) -> tuple[Any, Loss | None, list[Array], Any, Any]:
-        """Return a layer's output, what it adds to the loss, residuals, the next layer, gathered, and the record on its way."""
+        """Return a layer's output, what it adds to the loss, residuals, the next layer, gathered,
+        and the record on its way.
+        """
         params = self._params(full, microbatches.count)
-        # Several microbatches are a loop inside of the tick: in its body this work would be done for each of them.
-        work = (next_full if now.takes_record else None, now.landing) if microbatches.count == 1 else None
+        # Several microbatches are a loop inside of the tick: in its body this work would be done
+        # for each of them.
+        work = (
+            (next_full if now.takes_record else None, now.landing)
+            if microbatches.count == 1
+            else None
+        )
 
         def run(x: Any, key: Any, context: Any) -> tuple[Any, Loss | None, list[Array], Any]:
-            args = (params(), x, key_of(key, self.stack.number(now.layer)), inputs.given(context, now.layer))
+            args = (
+                params(),
+                x,
+                key_of(key, self.stack.number(now.layer)),
+                inputs.given(context, now.layer),
+            )
             (y, added, values), done = beside(block, args, work)
             return self.plan.stream.constrain(y), added, values, done
 
@@ -128,18 +161,24 @@ class StackLoops:
         return y, added, values, *_after(work, done, next_full, now)
 
     def _params(self, full: list[Array], count: int) -> Callable[[], Any]:
-        """Return what returns a block's parameters, of its leaves gathered, in the body of a loop over `count` microbatches."""
+        """Return what returns a block's parameters, of its leaves gathered, in the body of a loop
+        over `count` microbatches.
+        """
         stack = self.stack
         params = self.tracer.block_tree(stack.without_tiles(full))
         if count == 1 or self.plan.layout.encodings:  # those would be decoded for each microbatch
             return lambda: params
-        return lambda: self.tracer.block_tree(stack.without_tiles(self.plan.whole(full, stack.layer)))
+        return lambda: self.tracer.block_tree(
+            stack.without_tiles(self.plan.whole(full, stack.layer))
+        )
 
-    def _plain_block(self, params: Any, x: Any, key: Any, given: Given) -> tuple[Any, Loss | None, list[Array]]:
+    def _plain_block(
+        self, params: Any, x: Any, key: Any, given: Given
+    ) -> tuple[Any, Loss | None, list[Array]]:
         out = call_block(self.stack.model, params, x, key, given)
         return out.x, out.loss, []
 
-    # --- backward ----------------------------------------------------------------------------------------------------------
+    # --- backward ---------------------------------------------------------------------------------
 
     def backward(
         self,
@@ -163,12 +202,13 @@ class StackLoops:
           residuals: what forward saved, and how.
           stacks: of it.
           dy: cotangent of the last output.
-          d_context: that of the context, of the layers of the stack after these, in float32; None where there are none.
+          d_context: that of the context, of the layers of the stack after these, in float32; None
+            where there are none.
           carried: by the taker.
 
         Returns:
-          The cotangents of the first layer's input, and of the context's floating leaves where they depend on parameters, in
-          float32, and `carried`.
+          The cotangents of the first layer's input, and of the context's floating leaves where they
+          depend on parameters, in float32, and `carried`.
         """
         plan, stack, ahead = self.plan, self.stack, self.config.gather_ahead
         phase = stack.schedule.phase("backward")
@@ -180,38 +220,62 @@ class StackLoops:
 
         def fetch(carry: Any, layer: Array) -> list[Array]:
             # The stacks of residuals are only read in this phase, so the loop does not carry them.
-            return plan.read_params(params(carry[-1]), plan.away(stack.layer), layer) + residuals.fetch(stacks, layer)
+            return plan.read_params(
+                params(carry[-1]), plan.away(stack.layer), layer
+            ) + residuals.fetch(stacks, layer)
 
         def fetch_besides(carried: Any, layer: Array) -> list[Array]:
-            of_frozen = plan.read_params(params(carried), plan.away(stack.leaves.frozen_blocks), layer)
+            of_frozen = plan.read_params(
+                params(carried), plan.away(stack.leaves.frozen_blocks), layer
+            )
             return of_frozen + residuals.fetch(stacks, layer)
 
         def tick(carry: Any, now: Tick) -> Any:
             dx, d_context, full, fetched, carried = carry
             record = now.record or []
-            take = lambda: plan.take_params(params(carried), stack.layer, record[:num_params], now.consume)  # noqa: E731
+
+            def take():
+                return plan.take_params(
+                    params(carried), stack.layer, record[:num_params], now.consume
+                )
+
             full, next_full = self._turn(full, now, take)
             # With gather_ahead the record taken is the next layer's, and so are its residuals.
             arrived = record[num_params:]
-            fetched, next_fetched = (fetched, arrived if now.takes_record else fetched) if ahead else (arrived, None)
+            fetched, next_fetched = (
+                (fetched, arrived if now.takes_record else fetched) if ahead else (arrived, None)
+            )
             values = residuals.read(stacks, fetched, now.layer)
             crossing = crossed = None
             if residuals.tiled is None:
                 if stores_late:
-                    crossing = taker.crossing(carried, now, stack.blocks, ends if now.stores_ends else {})
-                if now.fetch is not None:  # the trained parameters cross with the record that is updated
+                    crossing = taker.crossing(
+                        carried, now, stack.blocks, ends if now.stores_ends else {}
+                    )
+                if (
+                    now.fetch is not None
+                ):  # the trained parameters cross with the record that is updated
                     now = dataclasses.replace(now, landing=fetch_besides(carried, now.fetch))
-                derived = self._derive_block(residuals, full, values, inputs, dx, d_added, now, next_full, crossing)
+                derived = self._derive_block(
+                    residuals, full, values, inputs, dx, d_added, now, next_full, crossing
+                )
                 grads, dx, of_context, next_full, landing, crossed = derived
             else:
-                tiles, use = TileRunner(plan, stack, self.microbatches, begin, now, params, carried), partial(taker.use, state)
-                grads, dx, of_context = self._derive_tiles(residuals, full, values, inputs, dx, d_added, tiles, use)
+                tiles, use = (
+                    TileRunner(plan, stack, self.microbatches, begin, now, params, carried),
+                    partial(taker.use, state),
+                )
+                grads, dx, of_context = self._derive_tiles(
+                    residuals, full, values, inputs, dx, d_added, tiles, use
+                )
                 landing, carried = now.landing, tiles.carried
             # Summed over layers in float32, which each read the same context.
             d_context = jax.tree.map(lambda d, a: d + a.astype(d.dtype), d_context, of_context)
             trained = full[: len(stack.blocks)]
             carried, landing = taker.use(
-                state, carried, RecordGrads(now, stack.blocks, grads, trained, landing, crossing, crossed)
+                state,
+                carried,
+                RecordGrads(now, stack.blocks, grads, trained, landing, crossing, crossed),
             )
             return (dx, d_context, next_full, next_fetched, carried), landing
 
@@ -224,21 +288,35 @@ class StackLoops:
         d_added = loss_scale(state) if residuals.block.adds else None
         first = fetched = None
         if ahead:
-            # The layer of the first tick is gathered before the loop, and its residuals come with it.
-            record = fetch_first(phase, begin, partial(fetch, (carried,)), self.mesh, plan.state_records.slices_host)
-            shards = plan.take_params(params(carried), stack.layer, record[:num_params], jnp.int32(phase.first))
+            # The layer of the first tick is gathered before the loop, and its residuals come with
+            # it.
+            record = fetch_first(
+                phase, begin, partial(fetch, (carried,)), self.mesh, plan.state_records.slices_host
+            )
+            shards = plan.take_params(
+                params(carried), stack.layer, record[:num_params], jnp.int32(phase.first)
+            )
             first, fetched = plan.gather(shards, stack.layer), record[num_params:]
         # Backward reads optimizer state only if it updates.
         on_device = stack.run.device_layers if self.config.update == "in_backward" else 0
         if d_context is None:
             context = floating(inputs.context) if residuals.block.of_context else None
-            zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)), context)
+            zeros = jax.tree.map(
+                lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)), context
+            )
             d_context = self.microbatches.constrain(zeros)
         dx, d_context, _, _, carried = run_phase(
-            phase, begin, (dy, d_context, first, fetched, carried), tick, mesh=self.mesh,
-            slices_host=plan.state_records.slices_host, fetch=fetch, device_layers=on_device,
-            drain=drain, drains_last=not stack.drains_beside_ends,
-        )  # fmt: skip
+            phase,
+            begin,
+            (dy, d_context, first, fetched, carried),
+            tick,
+            mesh=self.mesh,
+            slices_host=plan.state_records.slices_host,
+            fetch=fetch,
+            device_layers=on_device,
+            drain=drain,
+            drains_last=not stack.drains_beside_ends,
+        )
         return dx, d_context, carried
 
     def _derive_block(
@@ -253,14 +331,20 @@ class StackLoops:
         next_full: Any,
         crossing: Crossing | None,
     ) -> tuple[list[Array], Any, Any, Any, Any, Crossed | None]:
-        """Return a layer's gradients, its input's, its context's, the next layer, gathered, the record on its way, and what
-        crossed the link besides.
+        """Return a layer's gradients, its input's, its context's, the next layer, gathered, the
+        record on its way, and what crossed the link besides.
         """
         plan, stack, count = self.plan, self.stack, self.microbatches.count
         params = self._params(full, count)
         crossed = None if crossing is None else crossing.begin()
-        work = (next_full if now.takes_record else None, now.landing, crossed) if count == 1 else None
-        turns = [] if crossing is None else [partial(_turn, crossing, n) for n in range(1, crossing.num_turns)]
+        work = (
+            (next_full if now.takes_record else None, now.landing, crossed) if count == 1 else None
+        )
+        turns = (
+            []
+            if crossing is None
+            else [partial(_turn, crossing, n) for n in range(1, crossing.num_turns)]
+        )
 
         def derive(dx: Any, values: list[Array], key: Any, context: Any) -> tuple[list[Array], Any]:
             x, saved = residuals.split(values)
@@ -273,7 +357,11 @@ class StackLoops:
                 turns if count == 1 else (),
             )
             d_context = ActivationSpec(self.mesh).constrain(d_context)
-            return plan.summed_at(jax.tree.leaves(g), stack.blocks), (constrain(dx), d_context, done)
+            return plan.summed_at(jax.tree.leaves(g), stack.blocks), (
+                constrain(dx),
+                d_context,
+                done,
+            )
 
         def between(turn: Turn, total: list[Array]) -> list[Array]:
             nonlocal crossed
@@ -289,7 +377,8 @@ class StackLoops:
         crossed = crossed if work is None else done[2]
         if plan.layout.reduces_once:
             grads = plan.reduced(grads, stack.blocks)
-        # What uses the gradients waits for dx, so that they are reduced beside the products that are left.
+        # What uses the gradients waits for dx, so that they are reduced beside the products that
+        # are left.
         grads, dx = jax.lax.optimization_barrier((grads, dx))
         if count > 1:  # else what runs beside the microbatches' loop would start after it
             grads, next_full, landing = jax.lax.optimization_barrier((grads, next_full, landing))
@@ -306,7 +395,8 @@ class StackLoops:
         tiles: TileRunner,
         use: Any,
     ) -> tuple[list[Array], Any, Any]:
-        """Return the gradients of a layer's leaves that are no tiles, its input's and its context's.
+        """Return the gradients of a layer's leaves that are no tiles, its input's and its
+        context's.
 
         `use` takes those of each tile.
         """
@@ -317,15 +407,26 @@ class StackLoops:
         keys = microbatches.keys_of(inputs.keys, self.stack.number(layer))
         given, blocks = inputs.given_all(layer, microbatches), self.stack.blocks
         grads, dx, d_context = residuals.tiled.backward(
-            self.tracer.operands(full), microbatches.constrain(x), keys, given, saved, dx, microbatches.repeated(d_added),
-            partial(tiles.run, use=use), plan.zero_grads(blocks) if microbatches.count > 1 else [],
-        )  # fmt: skip
+            self.tracer.operands(full),
+            microbatches.constrain(x),
+            keys,
+            given,
+            saved,
+            dx,
+            microbatches.repeated(d_added),
+            partial(tiles.run, use=use),
+            plan.zero_grads(blocks) if microbatches.count > 1 else [],
+        )
         # What uses the gradients waits for dx, as in `_derive_block`.
-        grads, dx = jax.lax.optimization_barrier((plan.reduced(grads, blocks), microbatches.constrain(dx)))
+        grads, dx = jax.lax.optimization_barrier(
+            (plan.reduced(grads, blocks), microbatches.constrain(dx))
+        )
         return grads, dx, microbatches.constrain(d_context)
 
     def _turn(self, full: Any, now: Tick, take: Callable[[], Any]) -> tuple[list[Array], Any]:
-        """Return this tick's gathered layer, and what the next tick is handed: its own, gathered meanwhile, or None."""
+        """Return this tick's gathered layer, and what the next tick is handed: its own, gathered
+        meanwhile, or None.
+        """
         if not self.config.gather_ahead:
             return self.plan.gather(take(), self.stack.layer), None
         # A tick that takes no record hands its own layer on: what a loop carries keeps its shape.
@@ -333,7 +434,10 @@ class StackLoops:
 
 
 def _turn(crossing: Crossing, number: int, operands: Any, work: Any) -> tuple[Any, Any]:
-    """Take a turn in front of a product. The last one also waits for the next layer, gathered, and the record that lands."""
+    """Take a turn in front of a product.
+
+    The last one also waits for the next layer, gathered, and the record that lands.
+    """
     next_full, landing, crossed = work
     if number < crossing.num_turns - 1:
         operands, crossed = jax.lax.optimization_barrier((operands, crossed))
@@ -343,7 +447,9 @@ def _turn(crossing: Crossing, number: int, operands: Any, work: Any) -> tuple[An
 
 
 def _after(work: Any, done: Any, next_full: Any, now: Tick) -> tuple[Any, Any]:
-    """Return the next gathered layer and the record on its way, from what ran beside a tick's products."""
+    """Return the next gathered layer and the record on its way, from what ran beside a tick's
+    products.
+    """
     if work is None:
         return next_full, now.landing
     # A tick that takes no record had no gather to run beside its products: it hands on what it has.
@@ -351,7 +457,9 @@ def _after(work: Any, done: Any, next_full: Any, now: Tick) -> tuple[Any, Any]:
 
 
 def _accumulated(total: Loss | None, added: Loss | None, count: int) -> Loss | None:
-    """Return what the layers so far add to the loss, with one layer's, of `count` microbatches: a mean, and sums of metrics."""
+    """Return what the layers so far add to the loss, with one layer's, of `count` microbatches: a
+    mean, and sums of metrics.
+    """
     if total is None or added is None:
         return None
     if count > 1:

@@ -1,8 +1,9 @@
 """The microbatches of a streamed step, the random keys of its layers, and what these read besides.
 
-Where there are several, dim 0 of whatever depends on data counts them, and a function of one microbatch runs in a loop over
-it. A layer's gradients are summed over that loop: in float32, as sums in 16 bits would lose the smaller terms. A single
-microbatch has no such dim, no loop, and gradients in their own dtype.
+Where there are several, dim 0 of whatever depends on data counts them, and a function of one
+microbatch runs in a loop over it. A layer's gradients are summed over that loop: in float32, as
+sums in 16 bits would lose the smaller terms. A single microbatch has no such dim, no loop, and
+gradients in their own dtype.
 """
 
 import dataclasses
@@ -35,7 +36,9 @@ class Microbatches:
     def each(self, function: Callable[..., Any], *trees: Any) -> Any:
         """Apply `function` to every microbatch: dim 0 of the trees where there are several."""
         # A loop and not a vmap: intermediate values are there for one microbatch at a time.
-        return function(*trees) if self.count == 1 else jax.lax.map(lambda one: function(*one), trees)
+        return (
+            function(*trees) if self.count == 1 else jax.lax.map(lambda one: function(*one), trees)
+        )
 
     def fold(
         self,
@@ -44,13 +47,15 @@ class Microbatches:
         *trees: Any,
         between: Sequence[Callable[[list[Array]], list[Array]]] = (),
     ) -> tuple[list[Array], Any]:
-        """Sum over microbatches the first result of `function`, in float32 where there are several; return the second.
+        """Sum over microbatches the first result of `function`, in float32 where there are several;
+        return the second.
 
         Args:
           function: of one microbatch.
           total: the sum so far.
           *trees: microbatches are dim 0 of them, where there are several.
-          between: of several microbatches, what is done with the sum after each of len(between) + 1 equal parts but the last.
+          between: of several microbatches, what is done with the sum after each of len(between) + 1
+            equal parts but the last.
         """
         if self.count == 1:
             return function(*trees)
@@ -65,7 +70,9 @@ class Microbatches:
         ends = [self.count * n // (len(between) + 1) for n in range(len(between) + 2)]
         for n, (start, end) in enumerate(itertools.pairwise(ends)):
             if end > start:
-                total, out = jax.lax.scan(body, total, jax.tree.map(lambda a, s=start, e=end: a[s:e], trees))
+                total, out = jax.lax.scan(
+                    body, total, jax.tree.map(lambda a, s=start, e=end: a[s:e], trees)
+                )
                 outs.append(out)
             total = between[n](total) if n < len(between) else total
         return total, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outs)
@@ -75,16 +82,30 @@ class Microbatches:
         if self.count == 1:
             return batch, key
         # The numbers that the resident step folds in, so that both draw the same masks.
-        keys = None if key is None else jax.vmap(lambda m: jax.random.fold_in(key, m))(jnp.arange(self.count))
+        keys = (
+            None
+            if key is None
+            else jax.vmap(lambda m: jax.random.fold_in(key, m))(jnp.arange(self.count))
+        )
         return split_microbatches(batch, self.count), keys
 
     def repeated(self, tree: Any) -> Any:
-        """Return what is the same for all microbatches with a dim of them in front, where there are several."""
-        return tree if self.count == 1 else jax.tree.map(lambda a: jnp.broadcast_to(a, (self.count, *a.shape)), tree)
+        """Return what is the same for all microbatches with a dim of them in front, where there are
+        several.
+        """
+        return (
+            tree
+            if self.count == 1
+            else jax.tree.map(lambda a: jnp.broadcast_to(a, (self.count, *a.shape)), tree)
+        )
 
     def keys_of(self, keys: Any, layer: Array) -> Any:
         """Return the key of one layer for each microbatch."""
-        return key_of(keys, layer) if self.count == 1 or keys is None else jax.vmap(lambda key: key_of(key, layer))(keys)
+        return (
+            key_of(keys, layer)
+            if self.count == 1 or keys is None
+            else jax.vmap(lambda key: key_of(key, layer))(keys)
+        )
 
     def constrain(self, x: Any) -> Any:
         """Keep the activations of all microbatches split as the batch is."""
@@ -115,9 +136,13 @@ class LayerInputs:
         return Given(context, jax.tree.map(take, self.per_layer), jax.tree.map(take, self.state))
 
     def given_all(self, layer: Array, microbatches: Microbatches) -> Given:
-        """Return what one layer is given of all microbatches, which are dim 0 of everything where there are several."""
+        """Return what one layer is given of all microbatches, which are dim 0 of everything where
+        there are several.
+        """
         one = self.given(self.context, layer)
-        return Given(one.context, microbatches.repeated(one.layer), microbatches.repeated(one.state))
+        return Given(
+            one.context, microbatches.repeated(one.layer), microbatches.repeated(one.state)
+        )
 
 
 def key_of(key: Any, layer: int | Array) -> Any:

@@ -1,4 +1,6 @@
-"""One phase of a streamed step: a loop over ticks, with a ring of records on their way to the device."""
+"""One phase of a streamed step: a loop over ticks, with a ring of records on their way to the
+device.
+"""
 
 import dataclasses
 import functools
@@ -15,7 +17,9 @@ from zerojax.state import Index, OnDevice, adds_order
 
 Array = jax.Array
 Drain = Callable[[int, Array, Any], Any]
-"""Stores a record after the last tick of a phase: (number of the layer, the same as an i32[], carry) -> carry."""
+"""Stores a record after the last tick of a phase: (number of the layer, the same as an i32[],
+carry) -> carry.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,18 +27,22 @@ class Tick:
     """One tick, as its body sees it.
 
     Attributes:
-      layer: i32[], the layer computed; in an update, the record updated; in a loop over tiles, the tile.
+      layer: i32[], the layer computed; in an update, the record updated; in a loop over tiles, the
+        tile.
       consume: i32[], the layer whose record is taken; read it only if `takes_record`.
       record: the record taken out of the ring, or None if nothing was fetched ahead.
       landing: the record on its way, or None; a tick returns it.
       takes_record: whether a record is taken in this tick.
       on_device: whether the layer's optimizer state stays on the device.
       fetch: i32[], the layer whose record the tick fetches itself, if stores are late; else None.
-      stored: i32[], the layer that an earlier tick updated and this tick stores (`Phase.stores_late`); else None.
-      stores_ends: whether it stores the records of unstacked leaves whose gradients the head completed.
+      stored: i32[], the layer that an earlier tick updated and this tick stores
+        (`Phase.stores_late`); else None.
+      stores_ends: whether it stores the records of unstacked leaves whose gradients the head
+        completed.
       loads_pieces: whether it loads and updates a piece of larger leaves of the head.
       stores_pieces: whether it stores the piece that the same earlier tick updated.
-      lands_first: whether the phase writes the stacks that it fetches from, so that the tick's writes wait for `landing`.
+      lands_first: whether the phase writes the stacks that it fetches from, so that the tick's
+        writes wait for `landing`.
     """
 
     layer: Any
@@ -51,7 +59,9 @@ class Tick:
     stores_pieces: bool = False
 
     def index(self, at: Callable[[Any], Index] = lambda layer: layer) -> Index:
-        """Return the index of the record in stacks of optimizer state, given that of a layer or tile by its number."""
+        """Return the index of the record in stacks of optimizer state, given that of a layer or
+        tile by its number.
+        """
         return OnDevice(self.layer) if self.on_device else at(self.layer)
 
 
@@ -70,22 +80,22 @@ def run_phase(
 ) -> Any:
     """Run the ticks of a phase as loops.
 
-    Consecutive ticks that do the same things (fetch or not, take or not) run in one loop, so that nothing is fetched in vain. A
-    single tick is a loop too, of one trip, that XLA does not inline: XLA would start its gathers and fetches at the top of the
-    program.
+    Consecutive ticks that do the same things (fetch or not, take or not) run in one loop, so that
+    nothing is fetched in vain. A single tick is a loop too, of one trip, that XLA does not inline:
+    XLA would start its gathers and fetches at the top of the program.
 
     Args:
       phase: the operations, which decide what is compiled.
       begin: i32[] zero, known when the phase may begin (`wait_for`).
       carry: whatever the ticks pass on.
-      tick: `tick(carry, now) -> (carry, landing)`. It may tie `now.landing` to an operation (`beside`): the transfer then ends
-        before that operation, and overlaps what comes earlier.
+      tick: `tick(carry, now) -> (carry, landing)`. It may tie `now.landing` to an operation
+        (`beside`): the transfer then ends before that operation, and overlaps what comes earlier.
       mesh: of the program.
       slices_host: whether records are slices of host memory (`StateRecords.slices_host`).
       fetch: `fetch(carry, layer) -> record`, the arrays that are fetched ahead.
       device_layers: layers whose optimizer state stays on the device.
-      drain: `drain(number, layer, carry) -> carry` stores a record after the last tick, if stores are late: that of a layer, by
-        its number as an int and as an i32[].
+      drain: `drain(number, layer, carry) -> carry` stores a record after the last tick, if stores
+        are late: that of a layer, by its number as an int and as an i32[].
       drains_last: whether the last record is stored, too; else the caller stores it.
     """
     num_slots = len(phase.preload)
@@ -99,8 +109,11 @@ def run_phase(
 
     ring = None
     if num_slots:
-        ring = _fetch_all(phase.preload.tolist(), begin, functools.partial(fetch, carry), mesh, slices_host)
-    # No index says that the loops come after what `begin` waits for, so the values that they carry do.
+        ring = _fetch_all(
+            phase.preload.tolist(), begin, functools.partial(fetch, carry), mesh, slices_host
+        )
+    # No index says that the loops come after what `begin` waits for, so the values that they carry
+    # do.
     carry, ring, begin = jax.lax.optimization_barrier((carry, ring, begin))
     added = _added(begin, mesh, slices_host)
     for loop in _tick_loops(phase, device_layers):
@@ -111,7 +124,8 @@ def run_phase(
             layer = index("layer")
             consume = index("consume") if kind.takes else layer
             record, landing, lands_first, fetched = None, None, False, None
-            # Record number n of the ring is in slot n mod d. What a tick fetches fills the slot that it takes from.
+            # Record number n of the ring is in slot n mod d. What a tick fetches fills the slot
+            # that it takes from.
             slot = jax.lax.rem(t, jnp.int32(max(1, num_slots)))
             if kind.takes and kind.from_ring:
                 record = ring if single else [take(r, slot) for r in ring]
@@ -119,20 +133,35 @@ def run_phase(
                 fetched = index("fetch")
             elif kind.fetches and ring is not None:
                 landing = fetch(carry, index("fetch"))
-                # A stack that is read and written in one tick: unless the write waits for the read, XLA copies the stack.
+                # A stack that is read and written in one tick: unless the write waits for the read,
+                # XLA copies the stack.
                 lands_first = bool(set(phase.fetches) & set(phase.writes))
             # Without a ring a record is fetched in the tick that takes it.
             elif kind.fetches:
                 record = fetch(carry, consume)
             stored = index("store") if phase.stores_late and kind.stores else None
             now = Tick(
-                layer, consume, record, landing, kind.takes, kind.on_device, lands_first, fetched, stored,
-                kind.stores_ends, kind.loads_pieces, kind.stores_pieces,
-            )  # fmt: skip
+                layer,
+                consume,
+                record,
+                landing,
+                kind.takes,
+                kind.on_device,
+                lands_first,
+                fetched,
+                stored,
+                kind.stores_ends,
+                kind.loads_pieces,
+                kind.stores_pieces,
+            )
             carry, landed = tick(carry, now)
             if landed is not None:
                 # After the record was taken: this is the slot that it was in.
-                ring = landed if single else [place_in(r, v, slot) for r, v in zip(ring or (), landed, strict=True)]
+                ring = (
+                    landed
+                    if single
+                    else [place_in(r, v, slot) for r, v in zip(ring or (), landed, strict=True)]
+                )
             return carry, ring
 
         carry, ring = run_loop(loop.start, loop.stop, body, (carry, ring), mesh)
@@ -150,23 +179,33 @@ def fetch_first(
 
 
 def _fetch_all(
-    layers: Sequence[int], begin: Array, fetch: Callable[[Array], list[Array]], mesh: Mesh, slices_host: bool
+    layers: Sequence[int],
+    begin: Array,
+    fetch: Callable[[Array], list[Array]],
+    mesh: Mesh,
+    slices_host: bool,
 ) -> list[Array]:
-    """Fetch the records of some layers; returns [num, ...] of each leaf, or the record of a single layer.
+    """Fetch the records of some layers; returns [num, ...] of each leaf, or the record of a single
+    layer.
 
-    On GPUs they are fetched in loops, so that copy engines move them. XLA for CPUs would copy the stacks that such a loop reads
-    and that a later loop writes: there each is fetched by itself.
+    On GPUs they are fetched in loops, so that copy engines move them. XLA for CPUs would copy the
+    stacks that such a loop reads and that a later loop writes: there each is fetched by itself.
     """
     single = len(layers) == 1
     if adds_order(mesh):
         records = [fetch(jnp.int32(layer) + begin) for layer in layers]
-        return records[0] if single else [jnp.stack(leaves) for leaves in zip(*records, strict=True)]
+        return (
+            records[0] if single else [jnp.stack(leaves) for leaves in zip(*records, strict=True)]
+        )
 
     def put(n: Array, ring: list[Array], start: int, step: int) -> list[Array]:
         record = fetch(_linear(layers[start], step, start, n, added))
         if single:
             return record
-        return [jax.lax.dynamic_update_index_in_dim(r, v, n, 0) for r, v in zip(ring, record, strict=True)]
+        return [
+            jax.lax.dynamic_update_index_in_dim(r, v, n, 0)
+            for r, v in zip(ring, record, strict=True)
+        ]
 
     lead = () if single else (len(layers),)
     shapes = jax.eval_shape(fetch, jax.ShapeDtypeStruct((), jnp.int32))
@@ -180,7 +219,9 @@ def _fetch_all(
 
 
 def _linear_parts(numbers: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return (start, stop, step) of the fewest parts of a sequence in which each number is `step` after the one before it."""
+    """Return (start, stop, step) of the fewest parts of a sequence in which each number is `step`
+    after the one before it.
+    """
     parts: list[tuple[int, int, int]] = []
     start = 0
     while start < len(numbers):
@@ -194,17 +235,21 @@ def _linear_parts(numbers: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def _added(begin: Array, mesh: Mesh, slices_host: bool) -> Array | None:
-    """Return `begin` if it is added to the numbers of records, or None if they depend on the loop's counter alone.
+    """Return `begin` if it is added to the numbers of records, or None if they depend on the loop's
+    counter alone.
 
-    XLA for GPUs has to know the addresses of records in host memory, so that copy engines move them. Elsewhere `begin` is
-    added. On CPUs it keeps the order of loops. On GPUs it hides the address: XLA copies records out of stacks on the device at
-    addresses that it knows, and holds the copies. A step of 4 layers that updates in backward takes 17 % more bytes with them.
+    XLA for GPUs has to know the addresses of records in host memory, so that copy engines move
+    them. Elsewhere `begin` is added. On CPUs it keeps the order of loops. On GPUs it hides the
+    address: XLA copies records out of stacks on the device at addresses that it knows, and holds
+    the copies. A step of 4 layers that updates in backward takes 17 % more bytes with them.
     """
     return begin if adds_order(mesh) or not slices_host else None
 
 
 def _linear(first: int, step: int, start: int, t: Array, added: Array | None) -> Array:
-    """Return the number of a record in tick t, if it is `first` in tick `start` and `step` more in each tick after it."""
+    """Return the number of a record in tick t, if it is `first` in tick `start` and `step` more in
+    each tick after it.
+    """
     number = jnp.int32(first - step * start) + jnp.int32(step) * t
     return number if added is None else number + added
 
@@ -242,8 +287,8 @@ class _TickLoop:
       start: the first tick.
       stop: the tick after the last one.
       step: what each tick adds to the numbers below.
-      numbers: of the first tick: the "layer" computed, and if there is one the layer taken ("consume"), fetched ("fetch") and
-        stored late ("store").
+      numbers: of the first tick: the "layer" computed, and if there is one the layer taken
+        ("consume"), fetched ("fetch") and stored late ("store").
     """
 
     kind: _TickKind
@@ -257,7 +302,9 @@ class _TickLoop:
         return _linear(self.numbers[name], self.step, self.start, t, added)
 
     def goes_on_in(self, other: "_TickLoop") -> bool:
-        """Return whether another loop does the same in the ticks after these, with the layers that follow."""
+        """Return whether another loop does the same in the ticks after these, with the layers that
+        follow.
+        """
         moved = self.step * (self.stop - self.start)
         numbers = {name: number + moved for name, number in self.numbers.items()}
         mine = (self.kind, self.stop, self.step, numbers)
@@ -265,7 +312,9 @@ class _TickLoop:
 
 
 def _tick_loops(phase: Phase, device_layers: int) -> list[_TickLoop]:
-    """Return the loops that are compiled: those of the phase's operations, of which equal ones are one loop."""
+    """Return the loops that are compiled: those of the phase's operations, of which equal ones are
+    one loop.
+    """
     found: list[_TickLoop] = []
     for loop in phase.main:
         start, ops = loop.start, loop.ops
@@ -276,7 +325,8 @@ def _tick_loops(phase: Phase, device_layers: int) -> list[_TickLoop]:
             takes=int(phase.consume[start]) >= 0,
             from_ring=int(phase.use_slot[start]) >= 0,
             on_device=on_device,
-            # Where stores are not late, each tick of a phase does store, or what it stores is on the device as its state is.
+            # Where stores are not late, each tick of a phase does store, or what it stores is on
+            # the device as its state is.
             stores=not phase.stores_late or any(_moves(op, LAYERS, "store") for op in ops),
             stores_ends=any(_moves(op, HEAD, "store") for op in ops),
             loads_pieces=any(_moves(op, HEAD_PIECES, "load") for op in ops),
@@ -285,7 +335,9 @@ def _tick_loops(phase: Phase, device_layers: int) -> list[_TickLoop]:
         columns = {"layer": phase.layer, "consume": phase.consume, "fetch": phase.fetch}
         if phase.stores_late:
             columns["store"] = phase.store
-        numbers = {name: int(column[start]) for name, column in columns.items() if column[start] >= 0}
+        numbers = {
+            name: int(column[start]) for name, column in columns.items() if column[start] >= 0
+        }
         tick_loop = _TickLoop(kind, start, loop.stop, loop.step, numbers)
         if found and found[-1].goes_on_in(tick_loop):
             found[-1] = dataclasses.replace(found[-1], stop=loop.stop)

@@ -1,11 +1,14 @@
-"""How the records of a streamed step rest and move: specs, tiers, dtypes of every leaf, and what the disk is told of them.
+"""How the records of a streamed step rest and move: specs, tiers, dtypes of every leaf, and what
+the disk is told of them.
 
-A layer's record of a kind is its shards of that kind on one device. The loops (`zerojax.streamed.loops`) and the endings
-(`zerojax.streamed.endings`) both read a `StreamedPlan`, and of each run of layers (`zerojax.state.runs`) its `StackPlan`. It
-computes little: it gathers a record, and takes means and squares of gradients.
+A layer's record of a kind is its shards of that kind on one device. The loops
+(`zerojax.streamed.loops`) and the endings (`zerojax.streamed.endings`) both read a `StreamedPlan`,
+and of each run of layers (`zerojax.state.runs`) its `StackPlan`. It computes little: it gathers a
+record, and takes means and squares of gradients.
 
-The schedule (`zerojax.streamed.schedules`) has the records of layers. Two things are added to it: the ends, which are the
-leaves that are no stack of layers, and the loops over tiles inside of a tick, which are known when the block was traced.
+The schedule (`zerojax.streamed.schedules`) has the records of layers. Two things are added to it:
+the ends, which are the leaves that are no stack of layers, and the loops over tiles inside of a
+tick, which are known when the block was traced.
 """
 
 import dataclasses
@@ -63,7 +66,9 @@ from zerojax.tiling import marked
 
 Array = jax.Array
 Kept = Mapping[str, Mapping[str, int]]
-"""Bytes that one layer of each run of layers keeps off the device for backward: `record_bytes` by the run's name."""
+"""Bytes that one layer of each run of layers keeps off the device for backward: `record_bytes` by
+the run's name.
+"""
 Loops = Sequence[Mapping[str, Sequence[tuple[TileLoops, str]]]]
 """Of each run of layers, the loops over tiles of a tick of each phase."""
 
@@ -76,7 +81,8 @@ class StackPlan:
       stack: of the model.
       run: which of its layers, and what they keep.
       schedule: of its loops.
-      operands: the leaves of a block as it is called, in the order of its tree; of one that rests encoded, its first array.
+      operands: the leaves of a block as it is called, in the order of its tree; of one that rests
+        encoded, its first array.
       tree: structure of a block's parameters.
     """
 
@@ -113,7 +119,9 @@ class StackPlan:
 
     @property
     def layer(self) -> tuple[int, ...]:
-        """The leaves whose parameters are fetched together: `blocks`, and the frozen ones beside them."""
+        """The leaves whose parameters are fetched together: `blocks`, and the frozen ones beside
+        them.
+        """
         return (*self.leaves.blocks, *self.leaves.frozen_blocks)
 
     @property
@@ -124,11 +132,17 @@ class StackPlan:
     @property
     def loops(self) -> list[tuple[TileGroup, TileLoops]]:
         """The groups, and the loops over their tiles."""
-        return list(zip(self.groups, self.schedule.tiles, strict=True)) if isinstance(self.schedule, TiledSchedule) else []
+        return (
+            list(zip(self.groups, self.schedule.tiles, strict=True))
+            if isinstance(self.schedule, TiledSchedule)
+            else []
+        )
 
     @property
     def drains_beside_ends(self) -> bool:
-        """Whether the record that is updated last is stored while leaves that are no stack of layers are loaded."""
+        """Whether the record that is updated last is stored while leaves that are no stack of
+        layers are loaded.
+        """
         return any(phase.ticks_of(LATE_ENDS, "load") for phase in self.schedule.phases)
 
     def number(self, layer: Any) -> Any:
@@ -136,7 +150,9 @@ class StackPlan:
         return layer + self.stack.first if self.stack.first else layer
 
     def without_tiles(self, leaves: Sequence[Array]) -> list[Any]:
-        """Return a block's leaves in the order of its tree where those of `layer` are given: None for stacks of tiles."""
+        """Return a block's leaves in the order of its tree where those of `layer` are given: None
+        for stacks of tiles.
+        """
         by_index = dict(zip(self.layer, leaves, strict=True))
         return [by_index.get(i) for i in self.leaves.in_tree]
 
@@ -148,7 +164,8 @@ class StreamedPlan:
       count: microbatches.
       stream: how what a layer takes and returns is split, of one microbatch.
       state_records: how the state rests.
-      leaves: the parameter leaves, those that are trained before those that are frozen (`Layout.all_leaves`).
+      leaves: the parameter leaves, those that are trained before those that are frozen
+        (`Layout.all_leaves`).
       update: the update by records, or None where the whole tree is updated on the device.
       unused: indices of the leaves whose gradients the optimizer never uses: no part of the norm.
       host: the host's update, or None.
@@ -156,10 +173,12 @@ class StreamedPlan:
       schedule: of the step.
       stacked: the trained leaves of all stacks of layers, in order.
       ends: the other trained ones.
-      early_ends: those of them that are updated before backward of the layers, and stored in its first tick.
+      early_ends: those of them that are updated before backward of the layers, and stored in its
+        first tick.
       head_pieces: those that are updated in pieces in the ticks of backward, and how they are cut.
       late_ends: the others.
-      cut_ends: those of the late ones that are larger than a layer's record, and in how many pieces they are updated.
+      cut_ends: those of the late ones that are larger than a layer's record, and in how many pieces
+        they are updated.
       drained: the run whose last record is stored while these are loaded, or None.
       stacks: all stacks of parameters: `stacked`, then those that are frozen.
       params: how each parameter rests.
@@ -169,35 +188,55 @@ class StreamedPlan:
       grads_in_memory: whether they rest in stacks in host memory, which XLA writes and reads.
     """
 
-    def __init__(self, model: LayeredModel, state_records: StateRecords, update: RecordUpdate | None) -> None:
+    def __init__(
+        self, model: LayeredModel, state_records: StateRecords, update: RecordUpdate | None
+    ) -> None:
         """Check that the step can be streamed.
 
         Raises:
           ValueError: the schedule exceeds `device_budget_bytes`.
         """
         self.state_records, layout = state_records, state_records.layout
-        self.layout, self.config, self.mesh, self.leaves = layout, layout.config, layout.mesh, layout.all_leaves
+        self.layout, self.config, self.mesh, self.leaves = (
+            layout,
+            layout.config,
+            layout.mesh,
+            layout.all_leaves,
+        )
         self.count = layout.config.num_microbatches
         config = layout.config
         self.stream = ActivationSpec(layout.mesh, is_stream=config.sequence_parallel)
         self.update = update
-        self.unused = unused_grads(layout.update_jaxpr, len(layout.leaves)) if update is None else update.unused
+        self.unused = (
+            unused_grads(layout.update_jaxpr, len(layout.leaves))
+            if update is None
+            else update.unused
+        )
         after_backward = config.update != "in_backward"
         on_host = config.update_on == "host"
         self.stacked, self.ends = layout.stacked, layout.ends
-        grads_tier = "device" if on_host else config.grads  # as far as the loops know: callbacks stash them
+        grads_tier = (
+            "device" if on_host else config.grads
+        )  # as far as the loops know: callbacks stash them
         self.grads = self._store_grads(grads_tier)
         runs, models = runs_of(layout), {stack.name: stack for stack in stacks_of(model)}
         self._runs = runs
         self.head_pieces = head_pieces(state_records, runs, update)
         self.cut_ends = cut_ends(state_records, runs, update, self.head_pieces)
         planned = self._plan_schedules(config.prefetch_distance, config.gather_ahead)
-        schedules = {name: dataclasses.replace(schedule, stream=str(self.stream)) for name, schedule in planned.items()}
-        self.of_stacks = tuple(_stack_plan(models[run.stack.name], run, schedules[run.name], layout) for run in runs)
+        schedules = {
+            name: dataclasses.replace(schedule, stream=str(self.stream))
+            for name, schedule in planned.items()
+        }
+        self.of_stacks = tuple(
+            _stack_plan(models[run.stack.name], run, schedules[run.name], layout) for run in runs
+        )
         self.schedule = stacked_schedule(schedules)
         self.drained = next((stack for stack in self.of_stacks if stack.drains_beside_ends), None)
         self.early_ends = early_ends(state_records, runs)
-        self.late_ends = tuple(i for i in self.ends if i not in (*self.early_ends, *self.head_pieces))
+        self.late_ends = tuple(
+            i for i in self.ends if i not in (*self.early_ends, *self.head_pieces)
+        )
         frozen = sorted(i for stack in layout.stacks for part in stack.frozen_parts for i in part)
         self.stacks = (*layout.stacked, *frozen)
         self.params = [state_records.weight(i) for i in range(len(self.leaves))]
@@ -208,14 +247,19 @@ class StreamedPlan:
         self.host = None
         if self.update is not None and on_host:
             stashes = after_backward and (config.grads != "device" or config.delayed_update)
-            # An update on the host moves whole layers (`whole_layers`), so that no record of a gradient is a tile.
-            on_disk = {i: self.grads[i] for i in layout.blocks if self.grads[i].disk_records is not None}
+            # An update on the host moves whole layers (`whole_layers`), so that no record of a
+            # gradient is a tile.
+            on_disk = {
+                i: self.grads[i] for i in layout.blocks if self.grads[i].disk_records is not None
+            }
             self.host = HostUpdate(self.update, stashes=stashes, summed=self.count, on_disk=on_disk)
 
     def _store_grads(self, tier: str) -> list[RecordSpec]:
-        """Return how each gradient is stored from backward to update, `tier` being that of the layers' gradients.
+        """Return how each gradient is stored from backward to update, `tier` being that of the
+        layers' gradients.
 
-        Gradients on the disk are declared here. They are no part of the state: they live from backward to the update.
+        Gradients on the disk are declared here. They are no part of the state: they live from
+          backward to the update.
         """
         layout, config = self.layout, self.config
         grads = list[RecordSpec]()
@@ -228,7 +272,9 @@ class StreamedPlan:
         for stack in layout.stacks:
             kinds.append((stack.kind("grads"), stack.num_layers, stack.blocks))
             for group in stack.groups:
-                kinds.append((group.kind("grads"), stack.num_layers * group.num_tiles, group.leaves))
+                kinds.append(
+                    (group.kind("grads"), stack.num_layers * group.num_tiles, group.leaves)
+                )
         for kind, count, part in kinds:
             if not part:  # all of it is frozen
                 continue
@@ -245,10 +291,21 @@ class StreamedPlan:
                 grads[i] = dataclasses.replace(grads[i], disk_records=disk_records, leaf=place)
         return grads
 
-    def _plan_schedules(self, distance: int, gather_ahead: bool, kept: Kept | None = None) -> dict[str, Schedule]:
-        """Return the schedule of each run of layers by name, given what their layers keep for backward."""
+    def _plan_schedules(
+        self, distance: int, gather_ahead: bool, kept: Kept | None = None
+    ) -> dict[str, Schedule]:
+        """Return the schedule of each run of layers by name, given what their layers keep for
+        backward.
+        """
         return plan_schedules(
-            self.state_records, self._runs, self.cut_ends, self.head_pieces, self.grads, distance, gather_ahead, kept or {}
+            self.state_records,
+            self._runs,
+            self.cut_ends,
+            self.head_pieces,
+            self.grads,
+            distance,
+            gather_ahead,
+            kept or {},
         )
 
     def _check_budget(self, kept: Kept, loops: Loops | None = None) -> None:
@@ -259,19 +316,26 @@ class StreamedPlan:
           loops: see `steps`.
         """
         config = self.config
-        budget, distance, ahead = config.device_budget_bytes, config.prefetch_distance, config.gather_ahead
+        budget, distance, ahead = (
+            config.device_budget_bytes,
+            config.prefetch_distance,
+            config.gather_ahead,
+        )
         if budget is None:
             return
 
         def build(distance: int, ahead: bool) -> StepPlan:
-            return self._step_plan(self._plan_schedules(distance, ahead, kept), loops, ends_first=False)
+            return self._step_plan(
+                self._plan_schedules(distance, ahead, kept), loops, ends_first=False
+            )
 
         phase, peak = build(distance, ahead).peak
         if peak > budget:
             counted = "with what this batch keeps off the device for backward, " if kept else ""
             raise ValueError(
                 f"device_budget_bytes={budget}: {counted}prefetch_distance={distance} with gather_ahead={ahead} puts {peak} "
-                f"bytes in flight on a device, in {phase}, {peak - budget} more; " + advise(build, distance, ahead, budget)
+                f"bytes in flight on a device, in {phase}, {peak - budget} more; "
+                + advise(build, distance, ahead, budget)
             )
 
     def steps(self, loops: Loops, ends_first: bool, kept: Kept | None = None) -> StepPlan:
@@ -287,51 +351,74 @@ class StreamedPlan:
         """
         if kept is not None:
             self._check_budget(kept, loops)
-        schedules = self._plan_schedules(self.config.prefetch_distance, self.config.gather_ahead, kept)
+        schedules = self._plan_schedules(
+            self.config.prefetch_distance, self.config.gather_ahead, kept
+        )
         return self._step_plan(schedules, loops, ends_first)
 
-    def _step_plan(self, schedules: Mapping[str, Schedule], loops: Loops | None, ends_first: bool) -> StepPlan:
-        """Return everything that a step does, given the schedules of its layers; without `loops`, with the usual loops."""
+    def _step_plan(
+        self, schedules: Mapping[str, Schedule], loops: Loops | None, ends_first: bool
+    ) -> StepPlan:
+        """Return everything that a step does, given the schedules of its layers; without `loops`,
+        with the usual loops.
+        """
         if loops is not None:
             pairs = zip(schedules.items(), loops, strict=True)
             schedules = {name: with_tiles(schedule, inside) for (name, schedule), inside in pairs}
-        is_beside = any(phase.stores_late for schedule in schedules.values() for phase in schedule.phases)
+        is_beside = any(
+            phase.stores_late for schedule in schedules.values() for phase in schedule.phases
+        )
         late = self.drained is not None and is_beside
         beside = {*self.early_ends, *self.head_pieces, *(self.late_ends if late else ())}
         pieces = {} if self.update is None else self.update.num_pieces()
-        leaves, host = end_leaves(self.state_records, beside, pieces), host_update(self.config, self.layout.has_master)
+        leaves, host = (
+            end_leaves(self.state_records, beside, pieces),
+            host_update(self.config, self.layout.has_master),
+        )
         ends = build_ends(leaves, self.layout.has_master, host, ends_gathered(self.state_records))
         names = {str(i): leaf.name for i, leaf in enumerate(self.leaves)}
         return StepPlan(schedules, ends, ends_first, names, self.count)
 
     def link_groups(self, part: Sequence[int]) -> int:
-        """Return in how many groups the arrays of a record are in backward, of which one is loaded while another one is stored.
+        """Return in how many groups the arrays of a record are in backward, of which one is loaded
+        while another one is stored.
 
         Each turn needs products of its own: backward has three of each matrix.
         """
         if self.config.link_groups is not None:
             return self.config.link_groups
-        return max(2, min(most_link_groups(), 2 * sum(len(self.leaves[i].record_shape) > 1 for i in part)))
+        return max(
+            2, min(most_link_groups(), 2 * sum(len(self.leaves[i].record_shape) > 1 for i in part))
+        )
 
     def update_groups(self) -> int:
         """Return the same of an update after backward, where no products part the turns."""
         return self.config.link_groups or num_update_groups()
 
     def end_groups(self) -> list[list[int]]:
-        """Return those of `late_ends` that are not cut in groups: one leaf, or as many as are together no larger than a layer.
+        """Return those of `late_ends` that are not cut in groups: one leaf, or as many as are
+        together no larger than a layer.
 
         The largest leaf comes first.
         """
         assert self.drained is not None
-        return end_groups(self.layout, [i for i in self.late_ends if i not in self.cut_ends], self.drained.blocks)
+        return end_groups(
+            self.layout, [i for i in self.late_ends if i not in self.cut_ends], self.drained.blocks
+        )
 
     def derivative(self, derivative: Derivative) -> Derivative:
-        """Return a derivative whose gradients are summed in `reduce_dtype`; each device's own where they are reduced once."""
+        """Return a derivative whose gradients are summed in `reduce_dtype`; each device's own where
+        they are reduced once.
+        """
         # A loop over tiles stays one equation, at which a block is cut.
         is_loop = lambda eqn: marked(eqn) is not None  # noqa: E731
         if self.layout.reduces_in_float32:
             derivative = float32_grads(derivative, self.layout.platform, is_loop)
-        return unreduced_grads(derivative, self.mesh, is_loop) if self.layout.reduces_once else derivative
+        return (
+            unreduced_grads(derivative, self.mesh, is_loop)
+            if self.layout.reduces_once
+            else derivative
+        )
 
     def grad_dtype(self, index: int) -> Any:
         """Return the dtype in which a leaf's gradient is summed."""
@@ -346,11 +433,16 @@ class StreamedPlan:
         if record.disk_records is not None:
             return DiskArgument(record.disk_records.first_token(), (*lead, *a.shape), a.dtype)
         stack = jnp.zeros((*lead, *a.shape), a.dtype)
-        return jax.lax.with_sharding_constraint(stack, named(self.mesh, (*(None,) * len(lead), *record.spec)))
+        return jax.lax.with_sharding_constraint(
+            stack, named(self.mesh, (*(None,) * len(lead), *record.spec))
+        )
 
     def empty_grads(self) -> list[Any]:
         """Return empty stacks for the gradients of `stacked`."""
-        return [self.empty(self.grads[i], self.grad_shape(i), self.leaves[i].lead_shape) for i in self.stacked]
+        return [
+            self.empty(self.grads[i], self.grad_shape(i), self.leaves[i].lead_shape)
+            for i in self.stacked
+        ]
 
     def abstract_stack(self, record: RecordSpec, a: Any, lead: Sequence[int]) -> Any:
         """Return the shape and sharding of a stack [*lead, ...] of a record where it rests."""
@@ -358,8 +450,13 @@ class StreamedPlan:
         return jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype, sharding=sharding)
 
     def abstract_grads(self) -> list[Any]:
-        """Return shapes and shardings of the stacks for the gradients of `stacked`, where they rest."""
-        return [self.abstract_stack(self.grads[i], self.grad_shape(i), self.leaves[i].lead_shape) for i in self.stacked]
+        """Return shapes and shardings of the stacks for the gradients of `stacked`, where they
+        rest.
+        """
+        return [
+            self.abstract_stack(self.grads[i], self.grad_shape(i), self.leaves[i].lead_shape)
+            for i in self.stacked
+        ]
 
     def read_params(self, stacks: Sequence[Any], part: Sequence[int], index: Index) -> list[Array]:
         """Return one layer's, or tile's, shards, on the device.
@@ -370,15 +467,28 @@ class StreamedPlan:
           index: of the record.
         """
         # Two kinds of records: each is one fetch from disk.
-        kinds = ([i for i in part if not self.leaves[i].frozen], [i for i in part if self.leaves[i].frozen])
-        return [a for some in kinds for a in read_layer(pick(self.params, some), self.pick(stacks, some), index)]
+        kinds = (
+            [i for i in part if not self.leaves[i].frozen],
+            [i for i in part if self.leaves[i].frozen],
+        )
+        return [
+            a
+            for some in kinds
+            for a in read_layer(pick(self.params, some), self.pick(stacks, some), index)
+        ]
 
     def away(self, part: Sequence[int]) -> tuple[int, ...]:
-        """Return those of some leaves whose parameters rest off the device: what is fetched of a record."""
+        """Return those of some leaves whose parameters rest off the device: what is fetched of a
+        record.
+        """
         return tuple(i for i in part if self.params[i].is_away)
 
-    def take_params(self, stacks: Sequence[Any], part: Sequence[int], fetched: Sequence[Array], index: Index) -> list[Array]:
-        """Return what `read_params` does, given what was fetched of the record: its leaves of `away`."""
+    def take_params(
+        self, stacks: Sequence[Any], part: Sequence[int], fetched: Sequence[Array], index: Index
+    ) -> list[Array]:
+        """Return what `read_params` does, given what was fetched of the record: its leaves of
+        `away`.
+        """
         if not (away := self.away(part)):
             return self.read_params(stacks, part, index)
         arrays = dict(zip(away, fetched, strict=True))
@@ -387,7 +497,9 @@ class StreamedPlan:
         return [arrays[i] for i in part]
 
     def weight_stacks(self, blocks: Any) -> list[Any]:
-        """Return the stacks of parameters in the order of `stacks`, of the tree of all layers' parameters."""
+        """Return the stacks of parameters in the order of `stacks`, of the tree of all layers'
+        parameters.
+        """
         in_tree = [i for i in self.layout.in_tree if self.leaves[i].is_stacked]
         by_index = dict(zip(in_tree, jax.tree.leaves(blocks, is_leaf=is_stored), strict=True))
         return [by_index[i] for i in self.stacks]
@@ -400,7 +512,9 @@ class StreamedPlan:
         return [leaves[i - len(self.layout.leaves)] for i in self.stacks[len(self.stacked) :]]
 
     def pick(self, stacks: Sequence[Any], part: Sequence[int]) -> list[Any]:
-        """Return those of `stacks`, which are of `stacks` or of `stacked`, that belong to a part of it."""
+        """Return those of `stacks`, which are of `stacks` or of `stacked`, that belong to a part of
+        it.
+        """
         return [stacks[self.stacks.index(i)] for i in part]
 
     def put(self, stacks: Sequence[Any], part: Sequence[int], values: Sequence[Any]) -> list[Any]:
@@ -410,15 +524,21 @@ class StreamedPlan:
 
     def gather(self, shards: Sequence[Array], part: Sequence[int]) -> list[Array]:
         """All_gather a record, of some leaves: W[D_fsdp, F] -> W[D, F]."""
-        return [self._gather(shard, self.params[i].spec) for i, shard in zip(part, shards, strict=True)]
+        return [
+            self._gather(shard, self.params[i].spec) for i, shard in zip(part, shards, strict=True)
+        ]
 
     def whole(self, gathered: Sequence[Array], part: Sequence[int]) -> list[Array]:
         """Return what `gather` returned, for the body of a loop over microbatches.
 
-        XLA after 0.10 may else take shards into a loop that follows a loop over layers, and gather in each of its turns.
+        XLA after 0.10 may else take shards into a loop that follows a loop over layers, and gather
+        in each of its turns.
         """
         at = [named(self.mesh, without_axis(self.params[i].spec, FSDP)) for i in part]
-        return [jax.lax.with_sharding_constraint(w, sharding) for w, sharding in zip(gathered, at, strict=True)]
+        return [
+            jax.lax.with_sharding_constraint(w, sharding)
+            for w, sharding in zip(gathered, at, strict=True)
+        ]
 
     def _gather(self, shard: Array, spec: Spec) -> Array:
         whole = without_axis(spec, FSDP)
@@ -429,16 +549,22 @@ class StreamedPlan:
         return jax.lax.with_sharding_constraint(shard, named(self.mesh, whole))
 
     def zero_grads(self, indices: Sequence[int]) -> list[Array]:
-        """Return where the gradients of one record's leaves, or of unstacked leaves, are summed over microbatches."""
+        """Return where the gradients of one record's leaves, or of unstacked leaves, are summed
+        over microbatches.
+        """
         lead = (num_batch_shards(self.mesh),) if self.layout.reduces_once else ()
         shapes = [(*lead, *self.leaves[i].record_shape) for i in indices]
         return self.summed_at([jnp.zeros(shape, jnp.float32) for shape in shapes], indices)
 
     def summed_at(self, grads: Sequence[Array], indices: Sequence[int]) -> list[Array]:
-        """Return gradients where they are summed over microbatches: on their shards, or each device's own."""
+        """Return gradients where they are summed over microbatches: on their shards, or each
+        device's own.
+        """
         if not self.layout.reduces_once:
             return self.on_shards(grads, indices)
-        at = [unreduced_sharding(self.mesh, without_axis(self.grads[i].spec, FSDP)) for i in indices]
+        at = [
+            unreduced_sharding(self.mesh, without_axis(self.grads[i].spec, FSDP)) for i in indices
+        ]
         return [
             # What a loop over tiles returns itself has no rows.
             jax.lax.with_sharding_constraint(g, sharding) if g.ndim == len(sharding.spec) else g
@@ -452,12 +578,20 @@ class StreamedPlan:
         shapes = [self.leaves[i].record_shape for i in indices]
         pairs = zip(grads, shapes, indices, strict=True)
         return [
-            reduced(g, self.grads[i].sharding) if g.ndim > len(shape) else self.on_shards([g], [i])[0] for g, shape, i in pairs
+            reduced(g, self.grads[i].sharding)
+            if g.ndim > len(shape)
+            else self.on_shards([g], [i])[0]
+            for g, shape, i in pairs
         ]
 
     def on_shards(self, grads: Sequence[Array], indices: Sequence[int]) -> list[Array]:
-        """Return one layer's, or unstacked leaves', gradients or weights, on the shards of the optimizer state."""
-        return [jax.lax.with_sharding_constraint(g, self.grads[i].sharding) for g, i in zip(grads, indices, strict=True)]
+        """Return one layer's, or unstacked leaves', gradients or weights, on the shards of the
+        optimizer state.
+        """
+        return [
+            jax.lax.with_sharding_constraint(g, self.grads[i].sharding)
+            for g, i in zip(grads, indices, strict=True)
+        ]
 
     def mean(self, grad: Array) -> Array:
         """Return the float32 mean over microbatches of a summed gradient."""
@@ -470,7 +604,9 @@ class StreamedPlan:
         return grad if state.loss_scale is None else grad / state.loss_scale.scale
 
     def squares(self, grads: Sequence[Array], part: Sequence[int], state: TrainState) -> Array:
-        """Return the sum of squares of unscaled gradients of some leaves, of those that the optimizer uses: f32[]."""
+        """Return the sum of squares of unscaled gradients of some leaves, of those that the
+        optimizer uses: f32[].
+        """
         grads = used(grads, part, self.unused)
         return sum((jnp.sum(jnp.square(self.unscaled(g, state))) for g in grads), jnp.float32(0))
 
@@ -482,19 +618,29 @@ def _stack_plan(stack: StackModel, run: LayerRun, schedule: Schedule, layout: La
     return StackPlan(stack, run, schedule, operands, tree)
 
 
-# --- what is read from disk and written to it ----------------------------------------------------------------------------
+# --- what is read from disk and written to it -----------------------------------------------------
 
 
-def moves(plan: StreamedPlan, steps: StepPlan, phases: Collection[str] | None = None) -> tuple[Move, ...]:
-    """Return the moves of a step, or of some of its phases: the engine reads ahead in the order of the program."""
+def moves(
+    plan: StreamedPlan, steps: StepPlan, phases: Collection[str] | None = None
+) -> tuple[Move, ...]:
+    """Return the moves of a step, or of some of its phases: the engine reads ahead in the order of
+    the program.
+    """
     if plan.layout.disk is None:
         return ()
     names = {stack.run.name: (stack.name, stack.run.activations_kind) for stack in plan.of_stacks}
     return moves_of(steps, plan.layout.disk.kinds.keys(), phases, names)
 
 
-def with_tiles(schedule: Schedule, loops: Mapping[str, Sequence[tuple[TileLoops, str]]]) -> Schedule:
-    """Return a schedule with the loops over tiles that a tick of each phase runs, as its block was traced."""
+def with_tiles(
+    schedule: Schedule, loops: Mapping[str, Sequence[tuple[TileLoops, str]]]
+) -> Schedule:
+    """Return a schedule with the loops over tiles that a tick of each phase runs, as its block was
+    traced.
+    """
     if not isinstance(schedule, TiledSchedule):
         return schedule
-    return schedule.with_tiles({phase: [(group.name, which) for group, which in runs] for phase, runs in loops.items()})
+    return schedule.with_tiles(
+        {phase: [(group.name, which) for group, which in runs] for phase, runs in loops.items()}
+    )

@@ -1,15 +1,18 @@
-"""The residuals of one layer: which values forward keeps, which ones backward recomputes, and the derivative given these.
+"""The residuals of one layer: which values forward keeps, which ones backward recomputes, and the
+derivative given these.
 
 Where the kept values rest until backward is decided by `zerojax.streamed.activations`.
 
-How forward returns residuals and backward reads them is in `zerojax.streamed.traced_block`, and with "everything" in
-`zerojax.streamed.linearized`. Which values are residuals is decided in `zerojax.activations`; besides, whatever the model marks
-by `jax.ad_checkpoint.checkpoint_name` and the user names, in every mode. What a model does not mark has a number: of the values
-that "save" keeps, in the order of the block's program, the first is "#0". The program is the same in every mode and tier, and
-so are its numbers; a value that is named by its number is kept as a marked one is.
+How forward returns residuals and backward reads them is in `zerojax.streamed.traced_block`, and
+with "everything" in `zerojax.streamed.linearized`. Which values are residuals is decided in
+`zerojax.activations`; besides, whatever the model marks by `jax.ad_checkpoint.checkpoint_name` and
+the user names, in every mode. What a model does not mark has a number: of the values that "save"
+keeps, in the order of the block's program, the first is "#0". The program is the same in every mode
+and tier, and so are its numbers; a value that is named by its number is kept as a marked one is.
 
-With "save" an equation that has a derivative of its own, such as a fused attention kernel, runs forward once, and what its rule
-saves is a residual. Random masks agree in both runs since keys are functions of (step, layer).
+With "save" an equation that has a derivative of its own, such as a fused attention kernel, runs
+forward once, and what its rule saves is a residual. Random masks agree in both runs since keys are
+functions of (step, layer).
 """
 
 import functools
@@ -20,7 +23,14 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from zerojax.activations import Apart, attention_inner, candidates, depending, describe, open_equations
+from zerojax.activations import (
+    Apart,
+    attention_inner,
+    candidates,
+    depending,
+    describe,
+    open_equations,
+)
 from zerojax.config import number_of
 from zerojax.grads import Derivative
 from zerojax.jaxprs import FlatJaxpr, flatten
@@ -70,7 +80,9 @@ def plan_layer(
     asked = trace.asked([*saved, *offloaded])
     chosen = trace.of_mode(mode) | {slot: trace.avals[slot] for slot in asked}
     to_host = {slot for slot, name in asked.items() if name in offloaded}
-    return trace.read_by_backward(chosen, to_host, is_open=mode == "save" or not asked.keys() <= trace.slots)
+    return trace.read_by_backward(
+        chosen, to_host, is_open=mode == "save" or not asked.keys() <= trace.slots
+    )
 
 
 class _Trace:
@@ -94,14 +106,26 @@ class _Trace:
     ) -> None:
         """Trace a block; arguments are those of `plan_layer`."""
         closed, out = jax.make_jaxpr(block, return_shape=True)(*args)
-        self.args, self.of_context, self.transform, self.has_numbers = args, of_context, transform, has_numbers
-        self.program = flatten(closed.jaxpr, closed.consts, lambda eqn: tiled and parse(eqn) is not None)
+        self.args, self.of_context, self.transform, self.has_numbers = (
+            args,
+            of_context,
+            transform,
+            has_numbers,
+        )
+        self.program = flatten(
+            closed.jaxpr, closed.consts, lambda eqn: tiled and parse(eqn) is not None
+        )
         self.structures = (jax.tree.structure(out[0]), jax.tree.structure(out[1]))
         self.loops = find_loops(self.program) if tiled else {}
-        self.names, self.slots = names_of(self.program), {slot for i in self.program.instructions for slot in i.outs}
+        self.names, self.slots = (
+            names_of(self.program),
+            {slot for i in self.program.instructions for slot in i.outs},
+        )
         num_params = len(jax.tree.leaves(args[0]))
         self.frozen = tuple(frozen) or (False,) * num_params
-        self._data = self.program.inputs[num_params:]  # slots of x, the key and what is given besides
+        self._data = self.program.inputs[
+            num_params:
+        ]  # slots of x, the key and what is given besides
 
     @functools.cached_property
     def opened(self) -> tuple[FlatJaxpr, dict[int, Apart]]:
@@ -118,8 +142,12 @@ class _Trace:
 
     @functools.cached_property
     def avals(self) -> dict[int, Any]:
-        """Of all that may be kept, by slot: what costs, what is kept of equations taken apart, and what has a name."""
-        return self._costly | self._opened[2] | {slot: aval for slot, (_, aval) in self.names.items()}
+        """Of all that may be kept, by slot: what costs, what is kept of equations taken apart, and
+        what has a name.
+        """
+        return (
+            self._costly | self._opened[2] | {slot: aval for slot, (_, aval) in self.names.items()}
+        )
 
     def numbered(self) -> tuple[int, ...]:
         """Return the slots that "save" keeps where nothing is named, in the order of the program."""
@@ -134,7 +162,9 @@ class _Trace:
         """Return the slots that the user names, by a mark or by a number, each with that name."""
         asked = {slot: name for slot, (name, _) in self.names.items() if name in user_names}
         numbers = {name: number for name in user_names if (number := number_of(name)) is not None}
-        return asked | {self.numbered()[n]: name for name, n in numbers.items() if n < len(self.numbered())}
+        return asked | {
+            self.numbered()[n]: name for name, n in numbers.items() if n < len(self.numbered())
+        }
 
     def of_mode(self, mode: str) -> dict[int, Any]:
         """Return the slots that a mode may keep, with avals."""
@@ -143,9 +173,15 @@ class _Trace:
         if mode == "save":
             return self._costly | self._opened[2]
         inner = attention_inner(self.program, self._data[: len(jax.tree.leaves(self.args[1]))])
-        return {slot: aval for slot, aval in self._costly.items() if slot not in inner or slot in self.names}
+        return {
+            slot: aval
+            for slot, aval in self._costly.items()
+            if slot not in inner or slot in self.names
+        }
 
-    def read_by_backward(self, chosen: Mapping[int, Any], to_host: Collection[int], is_open: bool) -> TracedBlock:
+    def read_by_backward(
+        self, chosen: Mapping[int, Any], to_host: Collection[int], is_open: bool
+    ) -> TracedBlock:
         """Return the block with those of the chosen slots as residuals that its derivative reads.
 
         Args:
@@ -154,25 +190,42 @@ class _Trace:
           is_open: whether equations are taken apart.
         """
         program, apart = self.opened if is_open else (self.program, {})
-        made_by = {slot: describe(i.eqn) for i in program.instructions for slot in i.outs if slot in chosen}
+        made_by = {
+            slot: describe(i.eqn) for i in program.instructions for slot in i.outs if slot in chosen
+        }
 
         def layer(slots: Sequence[int]) -> TracedBlock:
             slots = tuple(sorted(slots))
             shapes = tuple(jax.ShapeDtypeStruct(chosen[s].shape, chosen[s].dtype) for s in slots)
             sources = tuple(self.names[s][0] if s in self.names else made_by[s] for s in slots)
             return TracedBlock(
-                program, self.structures, slots, tuple(s in to_host for s in slots), shapes, self.loops, apart, self.frozen,
-                self.of_context, frozenset(name for name, _ in self.names.values()), self.transform, sources, self.numbered,
-            )  # fmt: skip
+                program,
+                self.structures,
+                slots,
+                tuple(s in to_host for s in slots),
+                shapes,
+                self.loops,
+                apart,
+                self.frozen,
+                self.of_context,
+                frozenset(name for name, _ in self.names.values()),
+                self.transform,
+                sources,
+                self.numbered,
+            )
 
-        # With all of them in place the derivative is traced once; those that it does not read are not saved.
+        # With all of them in place the derivative is traced once; those that it does not read are
+        # not saved.
         every = layer(list(chosen))
         read = _read_by_backward(every, *self.args)
         return layer([slot for slot, is_read in zip(every.residuals, read, strict=True) if is_read])
 
 
-def check_names(blocks: Sequence[TracedBlock], saved: Sequence[str], offloaded: Sequence[str], where: str = "") -> None:
-    """Raise ValueError for a name to keep that no block marks, of a model's stacks, and for a number that no value has.
+def check_names(
+    blocks: Sequence[TracedBlock], saved: Sequence[str], offloaded: Sequence[str], where: str = ""
+) -> None:
+    """Raise ValueError for a name to keep that no block marks, of a model's stacks, and for a
+    number that no value has.
 
     Args:
       blocks: of the layers.
@@ -181,7 +234,9 @@ def check_names(blocks: Sequence[TracedBlock], saved: Sequence[str], offloaded: 
       where: which layers these are, " of layers 0-7".
     """
     marked = frozenset[str]().union(*(block.marked for block in blocks))
-    numbers = {name: number for name in (*saved, *offloaded) if (number := number_of(name)) is not None}
+    numbers = {
+        name: number for name in (*saved, *offloaded) if (number := number_of(name)) is not None
+    }
     if missing := sorted({*saved, *offloaded} - marked - numbers.keys()):
         raise ValueError(
             f"saved_names and offloaded_names{where} name {missing}, which the block does not mark; it marks "
@@ -196,18 +251,28 @@ def check_names(blocks: Sequence[TracedBlock], saved: Sequence[str], offloaded: 
         )
 
 
-def derivative_jaxpr(layer: TracedBlock, params: Any, x: Any, key: Any, given: Given) -> jex.ClosedJaxpr:
-    """Return `layer.backward` traced over abstract arguments, of (params, x, key, given, residuals, dy, d_added)."""
+def derivative_jaxpr(
+    layer: TracedBlock, params: Any, x: Any, key: Any, given: Given
+) -> jex.ClosedJaxpr:
+    """Return `layer.backward` traced over abstract arguments, of (params, x, key, given, residuals,
+    dy, d_added).
+    """
     # x stands for dy too: a block returns what it takes.
     d_added = jax.ShapeDtypeStruct((), jnp.float32) if layer.adds else None
-    return jax.make_jaxpr(layer.backward)(params, x, key, given, list(layer.shapes), floating(x), d_added)
+    return jax.make_jaxpr(layer.backward)(
+        params, x, key, given, list(layer.shapes), floating(x), d_added
+    )
 
 
-def _read_by_backward(layer: TracedBlock, params: Any, x: Any, key: Any, given: Given) -> list[bool]:
+def _read_by_backward(
+    layer: TracedBlock, params: Any, x: Any, key: Any, given: Given
+) -> list[bool]:
     """Return, for each residual, whether the derivative reads it."""
     closed = derivative_jaxpr(layer, params, x, key, given)
     program = flatten(closed.jaxpr, closed.consts, lambda eqn: marked(eqn) is not None)
     live = program.live(program.outputs, is_root=lambda i: bool(i.eqn.effects))
-    read_slots = {ref for ref in program.outputs if isinstance(ref, int)} | {slot for i in live for slot in i.reads}
+    read_slots = {ref for ref in program.outputs if isinstance(ref, int)} | {
+        slot for i in live for slot in i.reads
+    }
     first = len(jax.tree.leaves((params, x, key, given)))
     return [slot in read_slots for slot in program.inputs[first : first + len(layer.residuals)]]

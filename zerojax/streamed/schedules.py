@@ -1,8 +1,10 @@
-"""The schedule of a streamed step: of each run of layers, which record moves at which tick, and which leaves move beside.
+"""The schedule of a streamed step: of each run of layers, which record moves at which tick, and
+which leaves move beside.
 
-Leaves that are no stack of layers, the ends, are updated beside backward as far as their gradients are known. Those that the
-head completes are updated before its first tick (`early_ends`), large ones in pieces, one in a tick (`head_pieces`). The others
-are updated after its last tick, large ones likewise in pieces (`cut_ends`).
+Leaves that are no stack of layers, the ends, are updated beside backward as far as their gradients
+are known. Those that the head completes are updated before its first tick (`early_ends`), large
+ones in pieces, one in a tick (`head_pieces`). The others are updated after its last tick, large
+ones likewise in pieces (`cut_ends`).
 """
 
 import dataclasses
@@ -26,7 +28,16 @@ from zerojax.activations import MODES
 from zerojax.config import ZeroConfig
 from zerojax.optim import Pieces, RecordUpdate
 from zerojax.sharding import FSDP, STAGES
-from zerojax.state import LayerRun, Layout, RecordSpec, StateRecords, host_update, loaded_bytes, record_bytes, stored_bytes
+from zerojax.state import (
+    LayerRun,
+    Layout,
+    RecordSpec,
+    StateRecords,
+    host_update,
+    loaded_bytes,
+    record_bytes,
+    stored_bytes,
+)
 
 
 def plan_schedules(
@@ -49,19 +60,24 @@ def plan_schedules(
       grads: how each trained leaf's gradient is stored from backward to update.
       distance: in ticks, of the prefetch.
       gather_ahead: whether the next layer is gathered while one computes.
-      kept: what one layer of each run keeps off the device for backward, by the run's name: sizes of "activations" and
-        "activations_on_disk". Missing ones are not known yet.
+      kept: what one layer of each run keeps off the device for backward, by the run's name: sizes
+        of "activations" and "activations_on_disk". Missing ones are not known yet.
     """
     schedules = dict[str, Schedule]()
     for run in runs:
         stack = run.stack
-        sizes = record_bytes(records, stack.blocks, stack.frozen_blocks, _stored_grads(grads, stack.blocks))
+        sizes = record_bytes(
+            records, stack.blocks, stack.frozen_blocks, _stored_grads(grads, stack.blocks)
+        )
         schedules[run.name] = run_schedule(
             records.layout.config,
             facts_of(records, run),
             {**sizes, **kept.get(run.name, {})},
             tile_bytes=[
-                record_bytes(records, group.leaves, group.frozen, _stored_grads(grads, group.leaves)) for group in stack.groups
+                record_bytes(
+                    records, group.leaves, group.frozen, _stored_grads(grads, group.leaves)
+                )
+                for group in stack.groups
             ],
             ends=_ends_beside(records, runs, run, cut, pieces),
             distance=distance,
@@ -76,12 +92,16 @@ def _stored_grads(grads: Sequence[RecordSpec], part: Sequence[int]) -> RecordSpe
 
 
 LAG = 1
-"""Ticks from the update of a record to its store, where stores are late. The device holds as many records that wait."""
+"""Ticks from the update of a record to its store, where stores are late.
+
+The device holds as many records that wait.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What the schedule of a run of layers depends on, besides the config and the bytes of its records.
+    """What the schedule of a run of layers depends on, besides the config and the bytes of its
+    records.
 
     Attributes:
       num_layers: of the run.
@@ -110,18 +130,22 @@ class RunFacts:
     is_split: bool = True
 
     def tiers(self, config: ZeroConfig) -> dict[str, str]:
-        """Return where the records rest: a kind of which no layer has anything is fetched by nobody."""
+        """Return where the records rest: a kind of which no layer has anything is fetched by
+        nobody.
+        """
         kinds = ("params", "grads", "opt_state")
         trained = {kind: getattr(config, kind) if self.is_trained else "device" for kind in kinds}
         return trained | {"activations": self.activations, "frozen": self.frozen}
 
     def stores_late(self, config: ZeroConfig) -> int:
-        """Return how many ticks after its update a record is stored, while another one is loaded; 0: in its own tick.
+        """Return how many ticks after its update a record is stored, while another one is loaded;
+        0: in its own tick.
 
-        Only copy engines move both directions at once. An array of a record is loaded while another one is stored, so that
-        there must be two. Records on disk are moved by the engine, which has its own order. Parameters that are fetched in the
-        tick that takes them are read before its products, and there is nothing to store them beside. An update would have to
-        load parameters that are their own masters, too, where they rest off the device.
+        Only copy engines move both directions at once. An array of a record is loaded while another
+        one is stored, so that there must be two. Records on disk are moved by the engine, which has
+        its own order. Parameters that are fetched in the tick that takes them are read before its
+        products, and there is nothing to store them beside. An update would have to load parameters
+        that are their own masters, too, where they rest off the device.
         """
         tiers = self.tiers(config)
         if config.update == "in_backward":
@@ -159,7 +183,8 @@ def run_schedule(
       facts: of the run.
       record_bytes: of one layer, as `host_offload.schedule.build_schedule` takes them.
       tile_bytes: of a tile of each group.
-      ends: leaves that are no stack of layers and are updated beside this run, if its stores are late.
+      ends: leaves that are no stack of layers and are updated beside this run, if its stores are
+        late.
       distance: in the place of the config's.
       gather_ahead: likewise.
     """
@@ -168,13 +193,17 @@ def run_schedule(
         "update": config.update or "after_backward",
         "master": facts.has_master,
         "host": host_update(config, facts.has_master),
-        "regathers": facts.is_split and STAGES[config.stage].opt_state and not STAGES[config.stage].params,
+        "regathers": facts.is_split
+        and STAGES[config.stage].opt_state
+        and not STAGES[config.stage].params,
         "record_bytes": record_bytes,
         "first_layer": facts.first_layer,
     }
     distance = config.prefetch_distance if distance is None else distance
     if facts.num_tiles:
-        return build_tiled_schedule(facts.num_layers, distance, groups=facts.num_tiles, group_bytes=tile_bytes, **options)
+        return build_tiled_schedule(
+            facts.num_layers, distance, groups=facts.num_tiles, group_bytes=tile_bytes, **options
+        )
     return build_schedule(
         facts.num_layers,
         distance,
@@ -189,9 +218,14 @@ def run_schedule(
 def facts_of(records: StateRecords, run: LayerRun) -> RunFacts:
     """Return the facts of a run of layers of a program."""
     layout, stack, segment = records.layout, run.stack, run.segment
-    # What a user's names keep in host memory is fetched with its layer, as a layer's input in host memory would be.
-    # Where its input rests off the device anyway, that is the tier, by which bytes are counted.
-    kept = "pinned_host" if segment.offloaded_names and segment.activations in MODES else segment.activations
+    # What a user's names keep in host memory is fetched with its layer, as a layer's input in host
+    # memory would be. Where its input rests off the device anyway, that is the tier, by which bytes
+    # are counted.
+    kept = (
+        "pinned_host"
+        if segment.offloaded_names and segment.activations in MODES
+        else segment.activations
+    )
     return RunFacts(
         num_layers=run.num_layers,
         first_layer=run.first,
@@ -212,16 +246,26 @@ def _stores_late(records: StateRecords, run: LayerRun) -> int:
 
 
 def _ends_beside(
-    records: StateRecords, runs: Sequence[LayerRun], run: LayerRun, cut: Mapping[int, int], pieces: Mapping[int, Pieces]
+    records: StateRecords,
+    runs: Sequence[LayerRun],
+    run: LayerRun,
+    cut: Mapping[int, int],
+    pieces: Mapping[int, Pieces],
 ) -> list[EndsMove]:
-    """Return the leaves that are no stack of layers and are updated beside one of the runs, where its stores are late."""
+    """Return the leaves that are no stack of layers and are updated beside one of the runs, where
+    its stores are late.
+    """
     layout = records.layout
     moved: list[EndsMove] = []
 
     def add(leaves: str, parts: Sequence[Sequence[int]], counts: Sequence[int] = ()) -> None:
         pairs = list(zip(parts, counts or [1] * len(parts), strict=True))
-        stored = tuple(sum(stored_bytes(records, (i,)) // count for i in part) for part, count in pairs)
-        loaded = tuple(sum(loaded_bytes(records, (i,)) // count for i in part) for part, count in pairs)
+        stored = tuple(
+            sum(stored_bytes(records, (i,)) // count for i in part) for part, count in pairs
+        )
+        loaded = tuple(
+            sum(loaded_bytes(records, (i,)) // count for i in part) for part, count in pairs
+        )
         moved.append(EndsMove(leaves, stored, tuple(counts), loaded))
 
     # Backward begins with the last run, which stores what the head completed.
@@ -241,7 +285,8 @@ def _ends_beside(
 
 
 def end_groups(layout: Layout, ends: Sequence[int], blocks: Sequence[int]) -> list[list[int]]:
-    """Return some leaves in groups, of which each is one leaf, or as many as are together no larger than a layer's record.
+    """Return some leaves in groups, of which each is one leaf, or as many as are together no larger
+    than a layer's record.
 
     The largest leaf comes first.
 
@@ -261,10 +306,11 @@ def end_groups(layout: Layout, ends: Sequence[int], blocks: Sequence[int]) -> li
 
 
 def early_ends(records: StateRecords, runs: Sequence[LayerRun]) -> tuple[int, ...]:
-    """Return leaves that the head alone uses, as many as are together no larger than a layer's record.
+    """Return leaves that the head alone uses, as many as are together no larger than a layer's
+    record.
 
-    Their gradients are complete before backward of the layers. In its first tick no layer's record waits to be stored, where an
-    update in backward stores late.
+    Their gradients are complete before backward of the layers. In its first tick no layer's record
+    waits to be stored, where an update in backward stores late.
     """
     layout = records.layout
     if layout.config.update != "in_backward" or not _stores_late(records, runs[-1]):
@@ -276,18 +322,30 @@ def early_ends(records: StateRecords, runs: Sequence[LayerRun]) -> tuple[int, ..
     return tuple(early)
 
 
-def head_pieces(records: StateRecords, runs: Sequence[LayerRun], update: RecordUpdate | None) -> dict[int, Pieces]:
-    """Return how leaves are cut that the head alone uses, and that are not among `early_ends`: all into equally many pieces.
+def head_pieces(
+    records: StateRecords, runs: Sequence[LayerRun], update: RecordUpdate | None
+) -> dict[int, Pieces]:
+    """Return how leaves are cut that the head alone uses, and that are not among `early_ends`: all
+    into equally many pieces.
 
-    Each of the first ticks of backward updates one piece beside its layer, and the next one stores it. So there are at most as
-    many as there are layers, and none is larger than a layer's record.
+    Each of the first ticks of backward updates one piece beside its layer, and the next one stores
+    it. So there are at most as many as there are layers, and none is larger than a layer's record.
     """
     early = early_ends(records, runs)
-    if update is None or records.layout.config.update != "in_backward" or not _stores_late(records, runs[-1]):
+    if (
+        update is None
+        or records.layout.config.update != "in_backward"
+        or not _stores_late(records, runs[-1])
+    ):
         return {}
     most, cut = stored_bytes(records, runs[-1].stack.blocks), dict[int, Pieces]()
-    for i in sorted(set(_head_leaves(records.layout)) - set(early), key=lambda i: -stored_bytes(records, (i,))):
-        pieces, others = update.pieces(i, runs[-1].num_layers), {some.count for some in cut.values()}
+    for i in sorted(
+        set(_head_leaves(records.layout)) - set(early), key=lambda i: -stored_bytes(records, (i,))
+    ):
+        pieces, others = (
+            update.pieces(i, runs[-1].num_layers),
+            {some.count for some in cut.values()},
+        )
         if pieces is None or stored_bytes(records, (i,)) > most * pieces.count:
             continue
         if others <= {pieces.count}:
@@ -302,20 +360,28 @@ def _head_leaves(layout: Layout) -> list[int]:
 
 
 def cut_ends(
-    records: StateRecords, runs: Sequence[LayerRun], update: RecordUpdate | None, pieces: Mapping[int, Pieces]
+    records: StateRecords,
+    runs: Sequence[LayerRun],
+    update: RecordUpdate | None,
+    pieces: Mapping[int, Pieces],
 ) -> dict[int, int]:
-    """Return in how many pieces leaves are updated that take longer to cross the link than a layer's record, by leaf.
+    """Return in how many pieces leaves are updated that take longer to cross the link than a
+    layer's record, by leaf.
 
     They are none of `head_pieces`, which `pieces` are.
 
-    The last layer's record is stored before them, and the first piece is then loaded alone. Beside that record a leaf of its
-    size is loaded as a whole. A larger one would let the link wait.
+    The last layer's record is stored before them, and the first piece is then loaded alone. Beside
+    that record a leaf of its size is loaded as a whole. A larger one would let the link wait.
     """
     layout, in_backward = records.layout, records.layout.config.update == "in_backward"
     run = runs[0 if in_backward else -1]
     if update is None or layout.config.update_on == "host" or not _stores_late(records, run):
         return {}
-    most, cut, early = stored_bytes(records, run.stack.blocks), dict[int, int](), early_ends(records, runs)
+    most, cut, early = (
+        stored_bytes(records, run.stack.blocks),
+        dict[int, int](),
+        early_ends(records, runs),
+    )
     for i in (i for i in layout.ends if i not in (*early, *pieces)):
         some = update.pieces(i)
         if some is not None and stored_bytes(records, (i,)) * (1 - 1 / some.count) > most:

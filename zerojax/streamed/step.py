@@ -1,29 +1,38 @@
-"""The streamed step: a LayeredModel whose layers come to the device one after the other, in explicit loops inside one jit.
+"""The streamed step: a LayeredModel whose layers come to the device one after the other, in
+explicit loops inside one jit.
 
     forward    for t:  p = take(l[t]); start fetching l[t+d];  x[l+1] = block(all_gather(p), x[l]);  keep x[l]
     head       loss, dx = value_and_grad(head)
     backward   for t:  p, x = take(l[t]); ...;  g, dx = vjp(block)(dx);  g = reduce_scatter(g)
-               update layer l here, its optimizer state fetched along with it (in_backward), or store g
+               update layer l here, its optimizer state fetched along with it (in_backward), or
+               store g
     update     for t:  g, w, s = take(l[t]);  scale by the global norm;  update;  write back
 
-Nothing is differentiated through a transfer: backward is a loop of its own, which takes the derivative of one layer at a time
-(`residuals`). Order and prefetches are operations of `host_offload.schedule`. Every tier runs the same loops
-(ZeRO-Infinity, arXiv:2104.07857, section 5), and where the bytes rest does not change a number.
+Nothing is differentiated through a transfer: backward is a loop of its own, which takes the
+  derivative of one layer at a time
+(`residuals`). Order and prefetches are operations of `host_offload.schedule`. Every tier runs the
+same loops (ZeRO-Infinity, arXiv:2104.07857, section 5), and where the bytes rest does not change a
+number.
 
-Microbatches run inside a tick: a layer is fetched and gathered once in forward and once in backward for all of them, its
-gradient is complete at the end of its tick, and its optimizer state crosses the link once a step. The price is that the
-layers' inputs are kept for all microbatches at once; `activations="pinned_host"` moves them off the device.
+Microbatches run inside a tick: a layer is fetched and gathered once in forward and once in backward
+  for all of them, its
+gradient is complete at the end of its tick, and its optimizer state crosses the link once a step.
+The price is that the layers' inputs are kept for all microbatches at once;
+`activations="pinned_host"` moves them off the device.
 
-Of a block with stacks of tiles a layer's record is what else it has, and each tile is a record of its own: it is fetched,
-gathered, used and released inside the layer's tick, where the block loops over tiles (`tiled_block`), and its gradient
-is taken there, so that no device ever holds a whole layer (memory-centric tiling, ZeRO-Infinity, section 5.1.3).
+Of a block with stacks of tiles a layer's record is what else it has, and each tile is a record of
+its own: it is fetched, gathered, used and released inside the layer's tick, where the block loops
+over tiles (`tiled_block`), and its gradient is taken there, so that no device ever holds a whole
+layer (memory-centric tiling, ZeRO-Infinity, section 5.1.3).
 
 With `gather_ahead` a tick gathers the layer of the next one while it computes its own.
 
-Several stacks, such as an encoder and a decoder, have loops of their own (`loops`), which run one after the other: forward from
-the first stack to the last, backward from the last to the first. What a stack's `enter` makes of the output of the stack before
-it is made again in backward, and so is its derivative; a context's cotangents are summed over the stack's layers. Segments of a
-stack, each of which keeps other values for backward (`zerojax.state.runs`), have loops of their own and share its context.
+Several stacks, such as an encoder and a decoder, have loops of their own (`loops`), which run one
+after the other: forward from the first stack to the last, backward from the last to the first. What
+a stack's `enter` makes of the output of the stack before it is made again in backward, and so is
+its derivative; a context's cotangents are summed over the stack's layers. Segments of a stack, each
+of which keeps other values for backward (`zerojax.state.runs`), have loops of their own and share
+its context.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,12 +45,28 @@ import optax
 from host_offload.engine import DiskRecords
 from host_offload.schedule import Move, StepPlan
 from zerojax.metrics import evaluation, with_own
-from zerojax.models import BLOCKS, LayeredModel, Loss, any_fault, divided, floating, joined, together, with_blocks
+from zerojax.models import (
+    BLOCKS,
+    LayeredModel,
+    Loss,
+    any_fault,
+    divided,
+    floating,
+    joined,
+    together,
+    with_blocks,
+)
 from zerojax.optim import RecordUpdate
 from zerojax.state import StateRecords, TrainState, wait_for, with_loss_scale, with_model_state
 from zerojax.streamed.activations import ResidualPlan, Scratch
 from zerojax.streamed.endings.in_backward import InBackward
-from zerojax.streamed.endings.interface import BackwardResult, Ending, GradsTaker, HeadDone, loss_scale
+from zerojax.streamed.endings.interface import (
+    BackwardResult,
+    Ending,
+    GradsTaker,
+    HeadDone,
+    loss_scale,
+)
 from zerojax.streamed.endings.on_host import Delayed, HostInBackward, OnHost
 from zerojax.streamed.endings.stored import ByLayers, GradsAlone, WholeTree
 from zerojax.streamed.ends import Ends, ends_state
@@ -59,7 +84,8 @@ class _Pass(NamedTuple):
 
     Attributes:
       loops: over the run.
-      y: what its stack enters: output of the stack before it, or of the embedding, of all microbatches.
+      y: what its stack enters: output of the stack before it, or of the embedding, of all
+        microbatches.
       inputs: what its layers read.
       residuals: what was saved, and how.
       stacks: of it.
@@ -115,8 +141,9 @@ class StreamedStep:
           tx: the optimizer.
           state_records: how the state rests.
           update: the update by record, or None where whole trees are updated on the device.
-          gather: `gather(function, params, *args)` evaluates a function of stored parameters and gathers them on use: those of
-            embedding and head, since layers are gathered by the step itself.
+          gather: `gather(function, params, *args)` evaluates a function of stored parameters and
+            gathers them on use: those of embedding and head, since layers are gathered by the step
+            itself.
         """
         layout = state_records.layout
         self.model, self.layout, self.config, self.mesh = model, layout, layout.config, layout.mesh
@@ -124,16 +151,22 @@ class StreamedStep:
         self.host, self.schedule = self.plan.host, self.plan.schedule
         self.microbatches = Microbatches(self.mesh, self.config.num_microbatches)
         self.ends = Ends(self.plan.layout.decoding(model), self.plan, self.microbatches, gather)
-        self.ends_of_eval = Ends(self.plan.layout.decoding(model), self.plan, Microbatches(self.mesh, 1), gather)
+        self.ends_of_eval = Ends(
+            self.plan.layout.decoding(model), self.plan, Microbatches(self.mesh, 1), gather
+        )
         self.ending: Ending[Any] = ending_of(self.plan, tx)
-        self.loops = tuple(StackLoops(self.plan, stack, self.microbatches) for stack in self.plan.of_stacks)
+        self.loops = tuple(
+            StackLoops(self.plan, stack, self.microbatches) for stack in self.plan.of_stacks
+        )
 
-    # --- what a step needs, from shapes alone ------------------------------------------------------------------------------
+    # --- what a step needs, from shapes alone -----------------------------------------------------
 
     def abstract_residuals(self, abstract_batch: Any) -> list[ResidualPlan]:
         """Return what forward saves of a batch, of a layer of each run."""
         state = self.layout.abstract_arrays
-        entered = self.ends.abstract_inputs(self.layout.join(state), state.model_state, abstract_batch)
+        entered = self.ends.abstract_inputs(
+            self.layout.join(state), state.model_state, abstract_batch
+        )
         plans = [
             loops.tracer.plan_residuals(x, inputs, self.microbatches.count)
             for loops, (_, x, inputs) in zip(self.loops, entered, strict=True)
@@ -142,18 +175,26 @@ class StreamedStep:
         return plans
 
     def _check_names(self, blocks: Sequence[TracedBlock]) -> None:
-        """Raise ValueError for a name that a segment's block does not mark, or the block of no stack."""
+        """Raise ValueError for a name that a segment's block does not mark, or the block of no
+        stack.
+        """
         runs = [stack.run for stack in self.plan.of_stacks]
         if not runs[0].is_segment:
             check_names(blocks, self.config.saved_names, self.config.offloaded_names)
             return
         for run, block in zip(runs, blocks, strict=True):
-            check_names([block], run.segment.saved_names, run.segment.offloaded_names, f" of {run.name}")
+            check_names(
+                [block], run.segment.saved_names, run.segment.offloaded_names, f" of {run.name}"
+            )
 
     def abstract_entered(self, abstract_batch: Any) -> list[Any]:
-        """Return the shapes of what the `enter` of stacks is given, and of the contexts that it makes, of a batch."""
+        """Return the shapes of what the `enter` of stacks is given, and of the contexts that it
+        makes, of a batch.
+        """
         state = self.layout.abstract_arrays
-        entered = self.ends.abstract_inputs(self.layout.join(state), state.model_state, abstract_batch)
+        entered = self.ends.abstract_inputs(
+            self.layout.join(state), state.model_state, abstract_batch
+        )
         pairs = zip(self.plan.of_stacks, entered, strict=True)
         is_made = lambda stack: stack.model.enter is not None and stack.run.starts_stack  # noqa: E731
         return [(before, inputs.context) for stack, (before, _, inputs) in pairs if is_made(stack)]
@@ -165,7 +206,9 @@ class StreamedStep:
         return {
             "grads": plan.abstract_grads() if plan.grads_in_memory else [],
             "residuals": [
-                plan.abstract_stack(residuals.records[i], residuals.shapes[i], (loops.stack.num_layers,))
+                plan.abstract_stack(
+                    residuals.records[i], residuals.shapes[i], (loops.stack.num_layers,)
+                )
                 for loops, residuals in pairs
                 for i in residuals.in_memory
             ],
@@ -175,30 +218,49 @@ class StreamedStep:
         """Return the records on disk that a step writes before it reads them."""
         if self.layout.disk is None:
             return []
-        saved = [record for residuals in self.abstract_residuals(abstract_batch) for record in residuals.records]
-        return list(dict.fromkeys(r.disk_records for r in (*saved, *self.plan.grads) if r.disk_records is not None))
+        saved = [
+            record
+            for residuals in self.abstract_residuals(abstract_batch)
+            for record in residuals.records
+        ]
+        return list(
+            dict.fromkeys(
+                r.disk_records for r in (*saved, *self.plan.grads) if r.disk_records is not None
+            )
+        )
 
     def steps(self, kept: Mapping[str, Mapping[str, int]] | None = None) -> StepPlan:
         """Return everything that a step does, in order; see `StreamedPlan.steps`."""
-        return self.plan.steps([loops.tracer.tile_loops() for loops in self.loops], self.ending.ends_first, kept)
+        return self.plan.steps(
+            [loops.tracer.tile_loops() for loops in self.loops], self.ending.ends_first, kept
+        )
 
     def moves(self) -> tuple[Move, ...]:
         """Return what a step reads from disk and writes to it, in order."""
         return moves(self.plan, self.steps())
 
     def eval_moves(self) -> tuple[Move, ...]:
-        """Return the same of an evaluation: parameters alone. A step's forward also writes activations."""
-        steps = self.plan.steps([loops.tracer.eval_loops() for loops in self.loops], self.ending.ends_first)
+        """Return the same of an evaluation: parameters alone.
+
+        A step's forward also writes activations.
+        """
+        steps = self.plan.steps(
+            [loops.tracer.eval_loops() for loops in self.loops], self.ending.ends_first
+        )
         found = moves(self.plan, steps, ("embed", "forward"))
         return tuple(move for move in found if move.kind.split(".")[0] in ("params", "frozen"))
 
     def grads_moves(self) -> tuple[Move, ...]:
-        """Return the same of `grads`: forward and backward alone, of a step that keeps gradients on the device."""
+        """Return the same of `grads`: forward and backward alone, of a step that keeps gradients on
+        the device.
+        """
         return moves(self.plan, self.steps(), ("embed", "forward", "backward"))
 
-    # --- the step ----------------------------------------------------------------------------------------------------------
+    # --- the step ---------------------------------------------------------------------------------
 
-    def step(self, state: TrainState, batch: Any, scratch: Scratch) -> tuple[tuple[TrainState, Scratch], dict[str, Array]]:
+    def step(
+        self, state: TrainState, batch: Any, scratch: Scratch
+    ) -> tuple[tuple[TrainState, Scratch], dict[str, Array]]:
         """Run one step.
 
         Args:
@@ -214,16 +276,27 @@ class StreamedStep:
             after = with_model_state(state, after, {**state.model_state, **run.ends_state})
         return (after, run.scratch), with_own(metrics, divided(run.own))
 
-    def grads(self, state: TrainState, batch: Any, scratch: Scratch) -> tuple[tuple[Any, Any], Scratch]:
-        """Return (what `eval` returns, of a step) and the unscaled gradients, float32; and the scratch."""
+    def grads(
+        self, state: TrainState, batch: Any, scratch: Scratch
+    ) -> tuple[tuple[Any, Any], Scratch]:
+        """Return (what `eval` returns, of a step) and the unscaled gradients, float32; and the
+        scratch.
+        """
         ending = GradsAlone(self.plan)
         batch, keys = self._split(state, batch)
         run = self._derive(state, batch, keys, scratch, ending, jnp.int32(0))
-        return (evaluation(run.backward.loss, divided(run.own)), ending.tree(run.backward)), run.scratch
+        return (
+            evaluation(run.backward.loss, divided(run.own)),
+            ending.tree(run.backward),
+        ), run.scratch
 
     def check_grads(self) -> None:
         """Raise NotImplementedError where gradients are not stored on the device."""
-        for name, needed in (("update", "after_backward"), ("update_on", "device"), ("grads", "device")):
+        for name, needed in (
+            ("update", "after_backward"),
+            ("update_on", "device"),
+            ("grads", "device"),
+        ):
             if (value := getattr(self.config, name) or needed) != needed:
                 raise NotImplementedError(
                     f"program.grads is not built in this version with {name}={value!r}: it returns the gradients that a step "
@@ -245,16 +318,23 @@ class StreamedStep:
         taker: GradsTaker[Any],
         token: Array,
     ) -> "_Derived":
-        """Run forward, head and backward, whose gradients go to `taker`; `token` is what its callbacks wait for."""
+        """Run forward, head and backward, whose gradients go to `taker`; `token` is what its
+        callbacks wait for.
+        """
         # Before the layers, as the disk was told (`step_moves`).
         params, begin = self.layout.join(state), jnp.int32(0)
         ends = self.ends.load(params)
         before = ends_state(state.model_state)
         y, states, read_by_head = self.ends.embed_all(ends, batch, keys, before)
-        in_memory, passes, all_added = list(scratch["residuals"]), list[_Pass](), list[Loss | None]()
+        in_memory, passes, all_added = (
+            list(scratch["residuals"]),
+            list[_Pass](),
+            list[Loss | None](),
+        )
         entered, inputs = y, LayerInputs()
         for loops in self.loops:
-            if passes:  # what these layers fetch first may overlap the end of those before them, and no more
+            # what these layers fetch first may overlap the end of those before them, and no more
+            if passes:
                 begin, y = wait_for(begin, y, self.mesh)
             x = y
             if loops.stack.run.starts_stack:
@@ -262,7 +342,10 @@ class StreamedStep:
                 x, context = self.ends.enter(loops.stack, ends, y, batch, keys)
                 inputs = self.ends.inputs(loops.stack, context, keys, state.model_state)
             residuals = loops.tracer.plan_residuals(x, inputs, self.microbatches.count)
-            mine, in_memory = in_memory[: len(residuals.in_memory)], in_memory[len(residuals.in_memory) :]
+            mine, in_memory = (
+                in_memory[: len(residuals.in_memory)],
+                in_memory[len(residuals.in_memory) :],
+            )
             stacks = loops.tracer.stacks(residuals, mine)
             y, stacks, added = loops.forward(params[BLOCKS], x, inputs, begin, residuals, stacks)
             passes.append(_Pass(loops, entered, inputs, residuals, stacks))
@@ -279,19 +362,33 @@ class StreamedStep:
                 begin, dx = wait_for(begin, dx, self.mesh)
             stack = done.loops.stack
             dx, d_context, carried = done.loops.backward(
-                taker, state, done.inputs, begin, done.residuals, done.stacks, dx, d_context, carried
+                taker,
+                state,
+                done.inputs,
+                begin,
+                done.residuals,
+                done.stacks,
+                dx,
+                d_context,
+                carried,
             )
             if stack.run.starts_stack:
                 of_enter, d_context = _as_context(d_context, done.inputs.context), None
-                dx, g_ends = self.ends.enter_grads(stack, ends, done.y, batch, keys, dx, of_enter, g_ends)
+                dx, g_ends = self.ends.enter_grads(
+                    stack, ends, done.y, batch, keys, dx, of_enter, g_ends
+                )
         g_ends = self.ends.embed_grads(ends, batch, keys, dx, states, g_ends)
         # Scratch goes out as it came in, so that the next step is given the same host memory.
         in_memory = [done.stacks[i] for done in passes for i in done.residuals.in_memory]
         scratch = {"grads": taker.grads(carried), "residuals": in_memory}
-        return _Derived(BackwardResult(state, loss, carried, g_ends, begin), own, head.state, scratch)
+        return _Derived(
+            BackwardResult(state, loss, carried, g_ends, begin), own, head.state, scratch
+        )
 
     def eval(self, params: Any, model_state: Any, batch: Any) -> Any:
-        """Return the loss of a batch, without keys, as one microbatch; where there are metrics, a dict of both."""
+        """Return the loss of a batch, without keys, as one microbatch; where there are metrics, a
+        dict of both.
+        """
         ends, y, added, state = self._eval_layers(params, model_state, batch)
         loss, _ = self.ends_of_eval.head(ends, y, batch, None, state)
         value, own = _with_added(with_blocks(loss, None).value(), dict(loss.metrics), added)
@@ -302,8 +399,12 @@ class StreamedStep:
         ends, y, _, state = self._eval_layers(params, model_state, batch)
         return self.ends_of_eval.predict(ends, y, batch, state)
 
-    def _eval_layers(self, params: Any, model_state: Any, batch: Any) -> tuple[Any, Any, Loss | None, Any]:
-        """Return the leaves of the ends, the last layer's output, what the layers add to the loss, and the ends' state."""
+    def _eval_layers(
+        self, params: Any, model_state: Any, batch: Any
+    ) -> tuple[Any, Any, Loss | None, Any]:
+        """Return the leaves of the ends, the last layer's output, what the layers add to the loss,
+        and the ends' state.
+        """
         ends = self.ends.load(params)
         y, state = self.ends_of_eval.embed(ends, batch, None, ends_state(model_state))
         all_added, inputs, begin = list[Loss | None](), LayerInputs(), jnp.int32(0)
@@ -320,7 +421,9 @@ class StreamedStep:
         return ends, y, added, state
 
     def _first_token(self, state: TrainState) -> Array:
-        """Return what orders the callbacks of the host's update; starts the one that the step before left, if any."""
+        """Return what orders the callbacks of the host's update; starts the one that the step
+        before left, if any.
+        """
         if self.host is None:
             return jnp.int32(0)
         token = self.host.first_token(state)
@@ -352,4 +455,8 @@ def ending_of(plan: StreamedPlan, tx: optax.GradientTransformation) -> Ending[An
         return InBackward(plan, plan.update) if in_backward else ByLayers(plan, plan.update)
     if plan.config.delayed_update:
         return Delayed(plan, plan.update, plan.host)
-    return HostInBackward(plan, plan.update, plan.host) if in_backward else OnHost(plan, plan.update, plan.host)
+    return (
+        HostInBackward(plan, plan.update, plan.host)
+        if in_backward
+        else OnHost(plan, plan.update, plan.host)
+    )

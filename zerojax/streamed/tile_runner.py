@@ -4,7 +4,8 @@
     backward   for k:  w = all_gather(take(l, k));  ...;  dw, dx_k = vjp(f)(dy);  dx += dx_k
                        g = reduce_scatter(dw):  update tile k of layer l here, or store g
 
-A tile is fetched and gathered once for all microbatches. Cotangents of what all tiles read are summed in float32.
+A tile is fetched and gathered once for all microbatches. Cotangents of what all tiles read are
+summed in float32.
 """
 
 import dataclasses
@@ -25,7 +26,9 @@ from zerojax.streamed.tiled_block import TileLoopCall
 
 Array = jax.Array
 OnRecordGrads = Callable[[Any, RecordGrads], tuple[Any, Any]]
-"""Takes a tile's gradient: (carried, record) -> (carried, landing), with what the ending carries through backward."""
+"""Takes a tile's gradient: (carried, record) -> (carried, landing), with what the ending carries
+through backward.
+"""
 
 
 class TileRunner:
@@ -56,7 +59,13 @@ class TileRunner:
           stacks: of parameters, as a function of what is carried.
           carried: by the ending, in backward.
         """
-        self.plan, self.stack, self.microbatches, self.begin, self.now = plan, stack, microbatches, begin, now
+        self.plan, self.stack, self.microbatches, self.begin, self.now = (
+            plan,
+            stack,
+            microbatches,
+            begin,
+            now,
+        )
         self.stacks, self.carried = stacks, carried
         self._before: Array | None = None  # a result of the last loop
 
@@ -83,14 +92,21 @@ class TileRunner:
                 return beside(one, (y,), now.landing)
             return microbatches.each(one, y, *each), now.landing
 
-        # y[num_out, ...], or y[M, num_out, ...] of several microbatches, filled or added to tile by tile.
-        y = jnp.zeros(loop.out.shape if microbatches.count == 1 else (microbatches.count, *loop.out.shape), loop.out.dtype)
+        # y[num_out, ...], or y[M, num_out, ...] of several microbatches, filled or added to tile by
+        # tile.
+        y = jnp.zeros(
+            loop.out.shape if microbatches.count == 1 else (microbatches.count, *loop.out.shape),
+            loop.out.dtype,
+        )
         return self._loop("forward", group, loops, y, tick, lambda carry: self.carried)
 
-    def _derive(self, call: TileLoopCall, group: TileGroup, loops: TileLoops, use: OnRecordGrads) -> list[Array]:
+    def _derive(
+        self, call: TileLoopCall, group: TileGroup, loops: TileLoops, use: OnRecordGrads
+    ) -> list[Array]:
         loop, microbatches = call.loop, self.microbatches
         assert call.dy is not None
-        # Two kinds of cotangents: of what all tiles read, summed over the tiles; of parts, of which a tile reads one slice.
+        # Two kinds of cotangents: of what all tiles read, summed over the tiles; of parts, of which
+        # a tile reads one slice.
         shared_x = [p for p, wanted in enumerate(call.wanted) if wanted and p not in loop.parts]
         parts = [p for p, wanted in enumerate(call.wanted) if wanted and p in loop.parts]
         lead = () if microbatches.count == 1 else (microbatches.count,)
@@ -98,23 +114,39 @@ class TileRunner:
         def zeros(p: int, dtype: Any) -> Array:
             operand = call.operands[p]
             assert operand is not None
-            # An operand that depends on no data has no dim of microbatches, and its cotangent has one all the same.
-            shape = operand[0].shape if microbatches.count == 1 or operand[1] else (microbatches.count, *operand[0].shape)
+            # An operand that depends on no data has no dim of microbatches, and its cotangent has
+            # one all the same.
+            shape = (
+                operand[0].shape
+                if microbatches.count == 1 or operand[1]
+                else (microbatches.count, *operand[0].shape)
+            )
             return jnp.zeros(shape, dtype)
 
         # Cotangents of parameters that are no tiles are of gradients.
-        in_float32 = [of_params and self.plan.layout.reduces_in_float32 for of_params in call.of_params]
+        in_float32 = [
+            of_params and self.plan.layout.reduces_in_float32 for of_params in call.of_params
+        ]
         sums = [zeros(p, jnp.float32) for p in shared_x]
-        # A part is read by one tile alone: its cotangents are put side by side, nothing is summed, and their dtype stays.
+        # A part is read by one tile alone: its cotangents are put side by side, nothing is summed,
+        # and their dtype stays.
         slices = [zeros(p, jnp.float32 if in_float32[p] else _dtype(call, p)) for p in parts]
         each = [o[0] for o in call.operands if o is not None and o[1]]
         # A cotangent that depends on no data is the same for each microbatch.
-        dy = call.dy[0] if call.dy[1] or microbatches.count == 1 else jnp.broadcast_to(call.dy[0], (*lead, *call.dy[0].shape))
+        dy = (
+            call.dy[0]
+            if call.dy[1] or microbatches.count == 1
+            else jnp.broadcast_to(call.dy[0], (*lead, *call.dy[0].shape))
+        )
 
         def tick(carry: Any, now: Tick) -> tuple[Any, Any]:
             (sums, slices), carried = carry
             full = self._gather(group, now)
-            trained = [p for p, i in zip(loop.tiles, self._in_tree(group), strict=True) if not self.plan.leaves[i].frozen]
+            trained = [
+                p
+                for p, i in zip(loop.tiles, self._in_tree(group), strict=True)
+                if not self.plan.leaves[i].frozen
+            ]
 
             def one(total: list[Array], inputs: Any) -> tuple[list[Array], Any]:
                 sums, slices, dy, each = inputs
@@ -123,45 +155,71 @@ class TileRunner:
                 def unit(values: dict[int, Any]) -> Array:
                     return loop.run([values.get(p, a) for p, a in enumerate(operands)])
 
-                def derivative(dy: Array, of_data: dict[int, Any], of_params: dict[int, Any]) -> tuple[Any, Any]:
+                def derivative(
+                    dy: Array, of_data: dict[int, Any], of_params: dict[int, Any]
+                ) -> tuple[Any, Any]:
                     (grads,) = jax.vjp(unit, of_data | of_params)[1](dy)
                     return {p: grads[p] for p in of_params}, {p: grads[p] for p in of_data}
 
-                of_params = {p: operands[p] for p in (*trained, *shared_x, *parts) if p in trained or in_float32[p]}
+                of_params = {
+                    p: operands[p]
+                    for p in (*trained, *shared_x, *parts)
+                    if p in trained or in_float32[p]
+                }
                 of_data = {p: operands[p] for p in (*shared_x, *parts) if p not in of_params}
                 of_cotangent = loop.cotangent(dy, now.layer)
-                grads, cotangents = self.plan.derivative(derivative)(of_cotangent, of_data, of_params)
-                if self.plan.layout.reduces_once:  # a tile's gradient alone is used here; the block adds up the others
+                grads, cotangents = self.plan.derivative(derivative)(
+                    of_cotangent, of_data, of_params
+                )
+                if (
+                    self.plan.layout.reduces_once
+                ):  # a tile's gradient alone is used here; the block adds up the others
                     grads = {p: g if p in trained else jnp.sum(g, 0) for p, g in grads.items()}
-                dw, dx, d_slices = ([(grads | cotangents)[p] for p in at] for at in (trained, shared_x, parts))
+                dw, dx, d_slices = (
+                    [(grads | cotangents)[p] for p in at] for at in (trained, shared_x, parts)
+                )
                 sums = [s + d.astype(jnp.float32) for s, d in zip(sums, dx, strict=True)]
                 put = lambda s, d: jax.lax.dynamic_update_index_in_dim(s, d, now.layer, 0)  # noqa: E731
                 slices = [put(s, d) for s, d in zip(slices, d_slices, strict=True)]
-                total = [t + d.astype(jnp.float32) for t, d in zip(total, dw, strict=True)] if microbatches.count > 1 else dw
+                total = (
+                    [t + d.astype(jnp.float32) for t, d in zip(total, dw, strict=True)]
+                    if microbatches.count > 1
+                    else dw
+                )
                 return total, (sums, slices)
 
-            # Several microbatches are dim 0 of all of these: a scan over it takes the cotangents of one, and returns them.
+            # Several microbatches are dim 0 of all of these: a scan over it takes the cotangents of
+            # one, and returns them.
             inputs, landing = (sums, slices, dy, each), now.landing
             if microbatches.count == 1:
-                (grads, cotangents), landing = beside(lambda inputs: one([], inputs), (inputs,), landing)
+                (grads, cotangents), landing = beside(
+                    lambda inputs: one([], inputs), (inputs,), landing
+                )
             else:
                 grads, cotangents = jax.lax.scan(one, self.plan.zero_grads(group.leaves), inputs)
             grads = self.plan.reduced(grads, group.leaves)
             # As for a layer: what uses the gradients waits for what is computed besides.
             grads, cotangents = jax.lax.optimization_barrier((grads, cotangents))
-            # An ending reads and writes records, and this one is a tile: its index is that of the layer and that of the tile.
+            # An ending reads and writes records, and this one is a tile: its index is that of the
+            # layer and that of the tile.
             now = dataclasses.replace(now, layer=Tile(self.now.layer, now.layer, group.num_tiles))
             if group.leaves:  # else all of the group is frozen, and there is nothing to use
                 by_index = dict(zip(self._in_tree(group), full, strict=True))
-                record = RecordGrads(now, group.leaves, grads, [by_index[i] for i in group.leaves], landing)
+                record = RecordGrads(
+                    now, group.leaves, grads, [by_index[i] for i in group.leaves], landing
+                )
                 carried, landing = use(carried, record)
             return (cotangents, carried), landing
 
         carry = ((sums, slices), self.carried)
-        (sums, slices), self.carried = self._loop("backward", group, loops, carry, tick, lambda carry: carry[1])
+        (sums, slices), self.carried = self._loop(
+            "backward", group, loops, carry, tick, lambda carry: carry[1]
+        )
         cotangents = dict(zip((*shared_x, *parts), (*sums, *slices), strict=True))
         wanted = [p for p, is_wanted in enumerate(call.wanted) if is_wanted]
-        return [cotangents[p].astype(jnp.float32 if in_float32[p] else _dtype(call, p)) for p in wanted]
+        return [
+            cotangents[p].astype(jnp.float32 if in_float32[p] else _dtype(call, p)) for p in wanted
+        ]
 
     def _loop(
         self,
@@ -176,18 +234,26 @@ class TileRunner:
 
         def read(carry: Any, tile: Array) -> list[Array]:
             index = Tile(self.now.layer, tile, group.num_tiles)
-            return self.plan.read_params(self.stacks(carried(carry)), self.plan.away(group.weights), index)
+            return self.plan.read_params(
+                self.stacks(carried(carry)), self.plan.away(group.weights), index
+            )
 
         def take(carry: Any, now: Tick) -> tuple[Any, Any]:
             # Parameters that rest on the device pass through no ring: the tile is sliced here.
             index = Tile(self.now.layer, now.consume, group.num_tiles)
-            shards = self.plan.take_params(self.stacks(carried(carry)), group.weights, now.record or [], index)
+            shards = self.plan.take_params(
+                self.stacks(carried(carry)), group.weights, now.record or [], index
+            )
             return tick(carry, dataclasses.replace(now, record=shards))
 
         begin, mesh, slices_host = self.begin, self.plan.mesh, self.plan.state_records.slices_host
-        if self._before is not None and self.plan.layout.disk is not None:  # the disk sees one order
+        if (
+            self._before is not None and self.plan.layout.disk is not None
+        ):  # the disk sees one order
             begin, _ = wait_for(begin, self._before, mesh)
-        after = run_phase(loops.phase(phase), begin, carry, take, mesh=mesh, slices_host=slices_host, fetch=read)
+        after = run_phase(
+            loops.phase(phase), begin, carry, take, mesh=mesh, slices_host=slices_host, fetch=read
+        )
         # Any result will do: all results of a loop are there at once.
         self._before = jax.tree.leaves(after)[0]
         return after
@@ -195,7 +261,9 @@ class TileRunner:
     def _gather(self, group: TileGroup, now: Tick) -> list[Array]:
         """Return a tile's leaves, gathered, in the order of the tree: that of the loop's operands."""
         assert now.record is not None
-        by_index = dict(zip(group.weights, self.plan.gather(now.record, group.weights), strict=True))
+        by_index = dict(
+            zip(group.weights, self.plan.gather(now.record, group.weights), strict=True)
+        )
         return [by_index[i] for i in self._in_tree(group)]
 
     def _in_tree(self, group: TileGroup) -> list[int]:
@@ -208,8 +276,12 @@ def _dtype(call: TileLoopCall, position: int) -> Any:
     return operand[0].dtype
 
 
-def _operands(call: TileLoopCall, full: Sequence[Array], each: Sequence[Any], tile: Array) -> list[Any]:
-    """Return what the unit takes of one microbatch: `full` in place of stacks, a slice of each part."""
+def _operands(
+    call: TileLoopCall, full: Sequence[Array], each: Sequence[Any], tile: Array
+) -> list[Any]:
+    """Return what the unit takes of one microbatch: `full` in place of stacks, a slice of each
+    part.
+    """
     of_data, stacks, values = iter(each), iter(full), []
     for p, operand in enumerate(call.operands):
         if operand is None:
@@ -217,5 +289,9 @@ def _operands(call: TileLoopCall, full: Sequence[Array], each: Sequence[Any], ti
             continue
         value = next(of_data) if operand[1] else operand[0]
         # A part has an entry for each tile, of which the unit takes this tile's.
-        values.append(jax.lax.dynamic_index_in_dim(value, tile, 0, keepdims=False) if p in call.loop.parts else value)
+        values.append(
+            jax.lax.dynamic_index_in_dim(value, tile, 0, keepdims=False)
+            if p in call.loop.parts
+            else value
+        )
     return values

@@ -1,11 +1,14 @@
-"""A block that runs without its stacks of tiles: it is cut at its loops over tiles, and the caller runs these loops.
+"""A block that runs without its stacks of tiles: it is cut at its loops over tiles, and the caller
+runs these loops.
 
     forward    y  = block(p, x)                 segments of equations between loops, as the block has them
     backward   dp, dx = vjp(block)(dy)          traced once; the derivative of a loop is a loop, which uses a tile's gradient in
                                                 the iteration that makes it
 
-A gradient of a stack of tiles is therefore never an array. Microbatches are dim 0 of all that depends on data: a segment runs
-for one after the other, and a loop over tiles runs once for all of them, so that each tile is fetched and gathered once.
+A gradient of a stack of tiles is therefore never an array. Microbatches are dim 0 of all that
+  depends on data: a segment runs
+for one after the other, and a loop over tiles runs once for all of them, so that each tile is
+fetched and gathered once.
 """
 
 import dataclasses
@@ -24,7 +27,8 @@ from zerojax.tiling import TileLoop, marked
 Array = jax.Array
 Slots = dict[int, Any]
 Mark = tuple[int, bool]
-"""The number of the loop over tiles that an equation is, and whether it is that loop's derivative."""
+"""The number of the loop over tiles that an equation is, and whether it is that loop's derivative.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +39,12 @@ class TileLoopCall:
       loop: the loop, as the block has it.
       group: index of the group whose tiles it uses.
       is_backward: whether its derivative is meant.
-      operands: those of the loop, stacks of tiles being None; each with whether microbatches are its dim 0.
+      operands: those of the loop, stacks of tiles being None; each with whether microbatches are
+        its dim 0.
       dy: likewise the cotangent of its result, or None.
       wanted: of a derivative, whether the cotangent of each operand is.
-      of_params: whether each operand is made of parameters alone: its cotangent is of a gradient, and may come in float32.
+      of_params: whether each operand is made of parameters alone: its cotangent is of a gradient,
+        and may come in float32.
     """
 
     loop: TileLoop
@@ -51,7 +57,9 @@ class TileLoopCall:
 
 
 RunLoop = Callable[[TileLoopCall], Sequence[Any]]
-"""Runs a loop; returns its result alone, or the wanted cotangents, each with microbatches as dim 0 where there are several."""
+"""Runs a loop; returns its result alone, or the wanted cotangents, each with microbatches as dim 0
+where there are several.
+"""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -120,23 +128,34 @@ class TiledBlock:
         self._forward = _cut(program, outputs, forward_loop)
         closed = derivative_jaxpr(layer, *args)
         backward = flatten(closed.jaxpr, closed.consts, lambda eqn: marked(eqn) is not None)
-        # Frozen leaves have no gradient: the outputs are those of the others, then that of x, then that of the context.
+        # Frozen leaves have no gradient: the outputs are those of the others, then that of x, then
+        # that of the context.
         trained = [leaf for leaf in range(self.num_params) if not layer.frozen[leaf]]
         self.output_of = {leaf: place for place, leaf in enumerate(trained)}
         self.num_grads, of_tiles = len(trained), {self.output_of.get(leaf) for leaf in self.tiled}
         # The gradients of stacks of tiles are no outputs: the loops that make them also use them.
-        grad_refs = [ref for i, ref in enumerate(backward.outputs) if i not in of_tiles and isinstance(ref, int)]
+        grad_refs = [
+            ref
+            for i, ref in enumerate(backward.outputs)
+            if i not in of_tiles and isinstance(ref, int)
+        ]
         self._check_gradients(backward, names)
         self._backward = _cut(backward, grad_refs, lambda i: marked(i.eqn))
-        self.forward_loops = [self.group_of[mark[0]] for mark in self._forward.marks if mark is not None]
-        self.backward_loops = [(self.group_of[mark[0]], mark[1]) for mark in self._backward.marks if mark is not None]
+        self.forward_loops = [
+            self.group_of[mark[0]] for mark in self._forward.marks if mark is not None
+        ]
+        self.backward_loops = [
+            (self.group_of[mark[0]], mark[1]) for mark in self._backward.marks if mark is not None
+        ]
 
     def _check_gradients(self, program: FlatJaxpr, names: Sequence[str]) -> None:
         marks = ((i, marked(i.eqn)) for i in program.instructions)
         of_loops = {out for i, mark in marks if mark is not None and mark[1] for out in i.outs}
         for leaf in self.tiled & self.output_of.keys():
             if program.outputs[self.output_of[leaf]] not in of_loops:
-                raise ValueError(f"{names[leaf]}: its gradient is not that of one loop over tiles alone")
+                raise ValueError(
+                    f"{names[leaf]}: its gradient is not that of one loop over tiles alone"
+                )
 
     def forward(
         self, params: Sequence[Any], x: Any, key: Any, given: Given, run: RunLoop
@@ -150,10 +169,14 @@ class TiledBlock:
           given: of the layer, likewise.
           run: runs loops.
         """
-        shared, each = self._run(self._forward, params, jax.tree.leaves((x, key, given)), run, {})[:2]
+        shared, each = self._run(self._forward, params, jax.tree.leaves((x, key, given)), run, {})[
+            :2
+        ]
         program = self.layer.program
         outs = [self._value(ref, shared, each) for ref in program.outputs]
-        return *self.layer.outputs(outs), [self._value(s, shared, each) for s in self.layer.residuals]
+        return *self.layer.outputs(outs), [
+            self._value(s, shared, each) for s in self.layer.residuals
+        ]
 
     def backward(
         self,
@@ -167,7 +190,8 @@ class TiledBlock:
         run: RunLoop,
         totals: Sequence[Array],
     ) -> tuple[list[Array], Any, Any]:
-        """Return the gradients of the leaves that are no stacks of tiles, of x, and of the context where it is wanted.
+        """Return the gradients of the leaves that are no stacks of tiles, of x, and of the context
+        where it is wanted.
 
         Args:
           params: as in `forward`.
@@ -186,7 +210,9 @@ class TiledBlock:
         rest = [place for leaf, place in self.output_of.items() if leaf not in self.tiled]
         sums: Slots = {}
         if self.count > 1:
-            of_x = outputs[self.num_grads :]  # what is a gradient of x too is needed of each microbatch
+            of_x = outputs[
+                self.num_grads :
+            ]  # what is a gradient of x too is needed of each microbatch
             pairs = [(outputs[i], total) for i, total in zip(rest, totals, strict=True)]
             sums = {ref: total for ref, total in pairs if isinstance(ref, int) and ref not in of_x}
         shared, each, sums = self._run(self._backward, params, data, run, sums)
@@ -195,7 +221,9 @@ class TiledBlock:
         return grads, *jax.tree.unflatten(self.dx_tree, dx)
 
     def _total(self, ref: Any, shared: Slots, each: Slots, sums: Slots) -> Array:
-        """Return the sum over microbatches of a gradient: of a segment, of a loop, or the same for each. Several in float32."""
+        """Return the sum over microbatches of a gradient: of a segment, of a loop, or the same for
+        each. Several in float32.
+        """
         if isinstance(ref, int) and ref in sums:
             return sums[ref]
         if isinstance(ref, int) and ref in each:
@@ -212,9 +240,16 @@ class TiledBlock:
         return value if self.count == 1 else jnp.broadcast_to(value, (self.count, *value.shape))
 
     def _run(
-        self, cut: _CutProgram, params: Sequence[Any], data: Sequence[Any], run: RunLoop, sums: Slots
+        self,
+        cut: _CutProgram,
+        params: Sequence[Any],
+        data: Sequence[Any],
+        run: RunLoop,
+        sums: Slots,
     ) -> tuple[Slots, Slots, Slots]:
-        """Run a program; returns the slots that do not depend on data, those that do, and the sums that were made."""
+        """Run a program; returns the slots that do not depend on data, those that do, and the sums
+        that were made.
+        """
         inputs = cut.program.inputs
         # The first inputs are parameters, and all others depend on data.
         shared: Slots = {slot: p for slot, p in zip(inputs, params, strict=False) if p is not None}
@@ -238,11 +273,18 @@ class TiledBlock:
                 # A gradient that is only summed is not kept for each microbatch.
                 later = of_data & (read | (cut.outputs - sums.keys()))
                 sums = self._segment(instructions, of_data, later, shared, each, sums)
-        # A total that no segment added to still holds zeros: `_total` finds that gradient among the other slots.
+        # A total that no segment added to still holds zeros: `_total` finds that gradient among the
+        # other slots.
         return shared, each, {slot: sums[slot] for slot in sum_slots}
 
     def _segment(
-        self, instructions: Sequence[Instruction], outs: set[int], later: set[int], shared: Slots, each: Slots, sums: Slots
+        self,
+        instructions: Sequence[Instruction],
+        outs: set[int],
+        later: set[int],
+        shared: Slots,
+        each: Slots,
+        sums: Slots,
     ) -> Slots:
         """Run equations that depend on data, for one microbatch after the other; returns the sums.
 
@@ -264,13 +306,22 @@ class TiledBlock:
             return total, [slots[slot] for slot in read_later]
 
         values = [each[slot] for slot in needs]
-        # The scan runs over microbatches. Values that depend on no data are closed over, and so not repeated for each.
+        # The scan runs over microbatches. Values that depend on no data are closed over, and so not
+        # repeated for each.
         run = one if self.count == 1 else lambda total, values: jax.lax.scan(one, total, values)
         total, after = run([sums[slot] for slot in totals], values)
         each.update(zip(read_later, after, strict=True))
         return sums | dict(zip(totals, total, strict=True))
 
-    def _call(self, i: Instruction, mark: Mark, read: frozenset[int], shared: Slots, each: Slots, run: RunLoop) -> None:
+    def _call(
+        self,
+        i: Instruction,
+        mark: Mark,
+        read: frozenset[int],
+        shared: Slots,
+        each: Slots,
+        run: RunLoop,
+    ) -> None:
         number, is_backward = mark
         loop = self.loops[number]
 
@@ -280,20 +331,29 @@ class TiledBlock:
             return (each[ref], self.count > 1) if ref in each else (shared[ref], False)
 
         count = sum(loop.sizes)
-        operands = tuple(None if p in loop.tiles else operand(ref) for p, ref in enumerate(i.ins[:count]))
+        operands = tuple(
+            None if p in loop.tiles else operand(ref) for p, ref in enumerate(i.ins[:count])
+        )
         # Only floating operands have cotangents, which the derivative returns in their order.
-        floating = [p for p in range(count) if jnp.issubdtype(i.eqn.invars[p].aval.dtype, jnp.floating)]  # pyright: ignore[reportAttributeAccessIssue]
+        avals: list[Any] = [var.aval for var in i.eqn.invars[:count]]
+        floating = [p for p, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.floating)]
         outs = dict(zip(floating, i.outs, strict=True)) if is_backward else {}
         wanted = tuple(p in outs and outs[p] in read and p not in loop.tiles for p in range(count))
         dy = operand(i.ins[count]) if is_backward else None
         of_params = tuple(ref not in each for ref in i.ins[:count])
-        results = run(TileLoopCall(loop, self.group_of[number], is_backward, operands, dy, wanted, of_params))
+        results = run(
+            TileLoopCall(loop, self.group_of[number], is_backward, operands, dy, wanted, of_params)
+        )
         slots = [outs[p] for p in range(count) if wanted[p]] if is_backward else i.outs
         each.update(zip(slots, results, strict=True))
 
 
-def _cut(program: FlatJaxpr, outputs: Sequence[int], mark_of: Callable[[Instruction], Mark | None]) -> _CutProgram:
-    """Cut a program at its loops over tiles; drops what is not needed for `outputs` or a loop's derivative."""
+def _cut(
+    program: FlatJaxpr, outputs: Sequence[int], mark_of: Callable[[Instruction], Mark | None]
+) -> _CutProgram:
+    """Cut a program at its loops over tiles; drops what is not needed for `outputs` or a loop's
+    derivative.
+    """
 
     def is_root(i: Instruction) -> bool:
         # A derivative is kept though no output may read it: its tiles are updated in it.
@@ -310,11 +370,14 @@ def _cut(program: FlatJaxpr, outputs: Sequence[int], mark_of: Callable[[Instruct
             marks.append(mark)
         items[-1].append(i)
     read, later = [], set[int]()
-    # From the last item to the first: what the items behind this one read is what it has to hand on.
+    # From the last item to the first: what the items behind this one read is what it has to hand
+    # on.
     for item in reversed(items):
         read.append(frozenset(later))
         later.update(slot for i in item for slot in i.reads)
-    return _CutProgram(program, tuple(map(tuple, items)), tuple(marks), tuple(reversed(read)), frozenset(outputs))
+    return _CutProgram(
+        program, tuple(map(tuple, items)), tuple(marks), tuple(reversed(read)), frozenset(outputs)
+    )
 
 
 def _check_uses(
@@ -349,7 +412,8 @@ def _check_uses(
     for ref in program.outputs:
         if ref in leaf_of:
             raise ValueError(f"{names[leaf_of[ref]]} is a stack of tiles, and the block returns it")
-    # Then, the leaves of a group are used together, in one loop, once: tile k of all of them is one record.
+    # Then, the leaves of a group are used together, in one loop, once: tile k of all of them is one
+    # record.
     group_of: dict[int, int] = {}
     for number, group in enumerate(groups):
         loops_of = {tuple(loop_uses.get(leaf, ())) for leaf in group}
@@ -362,7 +426,9 @@ def _check_uses(
         group_of[next(iter(loops_of))[0]] = number
     # Last, a loop uses the stacks of one group and no others: it fetches one record a tile.
     for number, loop in enumerate(loops):
-        users = [group for group in groups if any(number in loop_uses.get(leaf, ()) for leaf in group)]
+        users = [
+            group for group in groups if any(number in loop_uses.get(leaf, ()) for leaf in group)
+        ]
         if len(users) != 1 or len(users[0]) != loop.sizes[1]:
             named = [names[leaf] for group in users for leaf in group]
             raise ValueError(

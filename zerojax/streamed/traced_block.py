@@ -1,12 +1,14 @@
 """One traced layer: its forward, which returns its residuals too, and the derivative given these.
 
-A layer runs twice: in forward, and again inside of its own derivative. The second run puts each residual in place of the value
+A layer runs twice: in forward, and again inside of its own derivative. The second run puts each
+  residual in place of the value
 that it computes. Whatever only led to a residual is then dead code, and is not computed again:
 
     forward     y, residuals = block(p, x)
     backward    dp, dx       = vjp(block with each residual put in its place)(dy)
 
-`put` is the operation that does so: its result is the residual, and its derivative is that of the value it replaces.
+`put` is the operation that does so: its result is the residual, and its derivative is that of the
+value it replaces.
 """
 
 import dataclasses
@@ -34,7 +36,9 @@ def put(computed: jax.Array, saved: jax.Array) -> jax.Array:
 
 
 @put.defjvp
-def _put_jvp(primals: tuple[jax.Array, jax.Array], tangents: tuple[Any, Any]) -> tuple[jax.Array, Any]:
+def _put_jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[Any, Any]
+) -> tuple[jax.Array, Any]:
     # The primal itself: linearisation sees through a custom_jvp only if its rule returns that.
     return primals[1], tangents[0]
 
@@ -45,18 +49,22 @@ class TracedBlock:
 
     Attributes:
       program: the block over (params, x, key, given), flattened.
-      structures: tree structures of what it returns: activations, and what it adds to the loss or None.
+      structures: tree structures of what it returns: activations, and what it adds to the loss or
+        None.
       residuals: the slots of the values that forward returns for backward, in order.
       offloaded: for each of them, whether the user asked for host memory.
       shapes: ShapeDtypeStruct of each of them.
-      loops: the loops over tiles that are equations of the program, by the slot of their result, in order.
+      loops: the loops over tiles that are equations of the program, by the slot of their result, in
+        order.
       apart: the equations of the program that are taken apart, by the slot of their first result.
       frozen: whether each leaf of params is: it has no gradient.
       of_context: whether the derivative is that of the context, too.
       marked: the names that the block marks.
-      transform: of the derivative, which takes (cotangents, data, params) and returns (gradients, others).
+      transform: of the derivative, which takes (cotangents, data, params) and returns (gradients,
+        others).
       sources: of each residual: the name that the block gives it, or the equation that makes it.
-      numbered: returns the slots that have numbers, in their order. It traces the block's derivative when it is first called.
+      numbered: returns the slots that have numbers, in their order. It traces the block's
+        derivative when it is first called.
     """
 
     program: FlatJaxpr
@@ -77,24 +85,40 @@ class TracedBlock:
     def labels(self) -> tuple[str, ...]:
         """Of each residual its number, if it has one, and its source."""
         numbers = {slot: f"#{number} " for number, slot in enumerate(self.numbered())}
-        return tuple(numbers.get(slot, "") + source for slot, source in zip(self.residuals, self.sources, strict=True))
+        return tuple(
+            numbers.get(slot, "") + source
+            for slot, source in zip(self.residuals, self.sources, strict=True)
+        )
 
     @property
     def adds(self) -> bool:
         """Whether it adds to the loss."""
         return self.structures[1].num_leaves > 0
 
-    def forward(self, params: Any, x: Any, key: Any, given: Given) -> tuple[Any, Loss | None, list[jax.Array]]:
+    def forward(
+        self, params: Any, x: Any, key: Any, given: Given
+    ) -> tuple[Any, Loss | None, list[jax.Array]]:
         """Return y, what is added to the loss, and the residuals."""
         slots = self._run(params, x, key, given, None)
-        return *self.outputs([read(ref, slots) for ref in self.program.outputs]), [slots[slot] for slot in self.residuals]
+        return *self.outputs([read(ref, slots) for ref in self.program.outputs]), [
+            slots[slot] for slot in self.residuals
+        ]
 
     def backward(
-        self, params: Any, x: Any, key: Any, given: Given, residuals: Sequence[jax.Array], dy: Any, d_added: Any
+        self,
+        params: Any,
+        x: Any,
+        key: Any,
+        given: Given,
+        residuals: Sequence[jax.Array],
+        dy: Any,
+        d_added: Any,
     ) -> tuple[Any, Any, Any]:
-        """Return the gradients of the trained parameters, and of the floating leaves of x and of the context.
+        """Return the gradients of the trained parameters, and of the floating leaves of x and of
+        the context.
 
-        None is in the place of other leaves, and of the context where no derivative of it is wanted.
+        None is in the place of other leaves, and of the context where no derivative of it is
+        wanted.
 
         Args:
           params: gathered.
@@ -113,18 +137,23 @@ class TracedBlock:
         x, key, given, residuals = data
         by_slot = dict(zip(self.residuals, residuals, strict=True))
         leaves, tree = jax.tree.flatten(params)
-        trained = [None if frozen else leaf for leaf, frozen in zip(leaves, self.frozen, strict=True)]
+        trained = [
+            None if frozen else leaf for leaf, frozen in zip(leaves, self.frozen, strict=True)
+        ]
 
         context = floating(given.context) if self.of_context else None
 
         def run(trained: list[Any], floats: Any, context: Any) -> Any:
             whole = [leaf if t is None else t for leaf, t in zip(leaves, trained, strict=True)]
-            seen = given._replace(context=merged(context, given.context)) if self.of_context else given
+            seen = (
+                given._replace(context=merged(context, given.context)) if self.of_context else given
+            )
             slots = self._run(whole, merged(floats, x), key, seen, by_slot)
             y, added = self.outputs([read(ref, slots) for ref in self.program.outputs])
             return floating(y), None if added is None else added.total.astype(jnp.float32)
 
-        # Residuals are constants here: `put` hands their cotangents to the values that they replace.
+        # Residuals are constants here: `put` hands their cotangents to the values that they
+        # replace.
         grads, dx, d_context = jax.vjp(run, trained, floating(x), context)[1](cotangents)
         return jax.tree.unflatten(tree, grads), (dx, d_context)
 
@@ -132,21 +161,34 @@ class TracedBlock:
         """Return the results of a program over the block, as the block returns them."""
         y_tree, added_tree = self.structures
         count = y_tree.num_leaves
-        return jax.tree.unflatten(y_tree, leaves[:count]), jax.tree.unflatten(added_tree, leaves[count:])
+        return jax.tree.unflatten(y_tree, leaves[:count]), jax.tree.unflatten(
+            added_tree, leaves[count:]
+        )
 
-    def _run(self, params: Any, x: Any, key: Any, given: Given, residuals: dict[int, jax.Array] | None) -> dict[int, Any]:
+    def _run(
+        self, params: Any, x: Any, key: Any, given: Given, residuals: dict[int, jax.Array] | None
+    ) -> dict[int, Any]:
         """Return all slots; `residuals` are by slot, and None in forward."""
-        slots: dict[int, Any] = dict(zip(self.program.inputs, jax.tree.leaves((params, x, key, given)), strict=True))
+        slots: dict[int, Any] = dict(
+            zip(self.program.inputs, jax.tree.leaves((params, x, key, given)), strict=True)
+        )
         numbers = {slot: number for number, slot in enumerate(self.loops)}
         for i in self.program.instructions:
             values = [read(ref, slots) for ref in i.ins]
             first = i.outs[0] if i.outs else -1
             if (apart := self.apart.get(first)) is not None:
-                slots.update(zip(i.outs, self._run_apart(apart, i.outs, values, residuals), strict=True))
+                slots.update(
+                    zip(i.outs, self._run_apart(apart, i.outs, values, residuals), strict=True)
+                )
                 continue
-            # A loop over tiles stays one equation, also in the derivative, so that `TiledBlock` can cut the trace there.
+            # A loop over tiles stays one equation, also in the derivative, so that `TiledBlock` can
+            # cut the trace there.
             number = numbers.get(first)
-            outs = bind(i.eqn, values) if number is None else [self.loops[first].derivable(number, values)]
+            outs = (
+                bind(i.eqn, values)
+                if number is None
+                else [self.loops[first].derivable(number, values)]
+            )
             for slot, value in zip(i.outs, outs, strict=True):
                 if residuals is None or slot not in residuals:
                     slots[slot] = value
@@ -157,20 +199,34 @@ class TracedBlock:
         return slots
 
     def _run_apart(
-        self, apart: Apart, slots: Sequence[int], values: list[Any], residuals: dict[int, jax.Array] | None
+        self,
+        apart: Apart,
+        slots: Sequence[int],
+        values: list[Any],
+        residuals: dict[int, jax.Array] | None,
     ) -> list[Any]:
-        """Return the results of an equation that is taken apart, and what is kept for its derivative."""
-        # Its derivative is that of `derivable`. What runs forward may have none: a kernel such as cuDNN's attention.
+        """Return the results of an equation that is taken apart, and what is kept for its
+        derivative.
+        """
+        # Its derivative is that of `derivable`. What runs forward may have none: a kernel such as
+        # cuDNN's attention.
         outs, kept = apart.forward(values if residuals is None else jax.lax.stop_gradient(values))
         if residuals is None:
             return [*outs, *kept]
         # What was kept takes the place of what is computed here, which nothing reads then.
-        saved = [residuals.get(slot, value) for slot, value in zip(slots, [*outs, *kept], strict=True)]
-        return [*apart.derivable(values, saved[: len(outs)], saved[len(outs) :]), *saved[len(outs) :]]
+        saved = [
+            residuals.get(slot, value) for slot, value in zip(slots, [*outs, *kept], strict=True)
+        ]
+        return [
+            *apart.derivable(values, saved[: len(outs)], saved[len(outs) :]),
+            *saved[len(outs) :],
+        ]
 
 
 def names_of(program: FlatJaxpr) -> dict[int, tuple[str, Any]]:
     """Return name and aval of each slot that `checkpoint_name` marks."""
     return {
-        i.outs[0]: (i.eqn.params["name"], i.eqn.outvars[0].aval) for i in program.instructions if i.eqn.primitive.name == "name"
+        i.outs[0]: (i.eqn.params["name"], i.eqn.outvars[0].aval)
+        for i in program.instructions
+        if i.eqn.primitive.name == "name"
     }

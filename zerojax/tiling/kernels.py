@@ -3,10 +3,11 @@
     up      h[B_(data, fsdp), S, H_t/t] = f(x up + b)      one kernel: product, bias, activation, and a gate if there is one
     down    y[B_(data, fsdp), S, D]    += h down           one kernel, which adds to y where it is
 
-The partitioner sees nothing of a kernel, so each is in a `jax.shard_map` of its own: rows of x as batches are, columns over
-`tensor` where it divides them. Where `tensor` splits the summed dim each device adds up its own part, over all tiles and in
-place, y[t_tensor, B, S, D]; the parts are added after the loop, in one all_reduce in the dtype of x. Only what runs forward
-is in there. Backward is XLA's products, and the partitioner's collectives, as those of a dense layer.
+The partitioner sees nothing of a kernel, so each is in a `jax.shard_map` of its own: rows of x as
+batches are, columns over `tensor` where it divides them. Where `tensor` splits the summed dim each
+device adds up its own part, over all tiles and in place, y[t_tensor, B, S, D]; the parts are added
+after the loop, in one all_reduce in the dtype of x. Only what runs forward is in there. Backward is
+XLA's products, and the partitioner's collectives, as those of a dense layer.
 """
 
 import functools
@@ -28,18 +29,28 @@ def check_implementation(implementation: str | None, what: str) -> None:
     """Raise ValueError unless `implementation` is one of `pallas_kernels`, or None."""
     names = get_args(Implementation)
     if implementation is not None and implementation not in names:
-        raise ValueError(f"{what}: implementation={implementation!r} is unknown: choose from {', '.join(names)}, or None")
+        raise ValueError(
+            f"{what}: implementation={implementation!r} is unknown: choose from {', '.join(names)}, or None"
+        )
 
 
 def check_activation(activation: Any, what: str) -> None:
     """Raise ValueError unless an activation is a function."""
     if not callable(activation):
-        raise ValueError(f"{what}: activation={activation!r}: a function is needed, such as jax.nn.gelu")
+        raise ValueError(
+            f"{what}: activation={activation!r}: a function is needed, such as jax.nn.gelu"
+        )
 
 
 def name_of(activation: Callable[[Array], Array]) -> str | None:
-    """Return the kernel's name of an activation, or None where it has none: the activation then follows the kernel."""
-    if isinstance(activation, functools.partial) and activation.func is jax.nn.gelu and not activation.args:
+    """Return the kernel's name of an activation, or None where it has none: the activation then
+    follows the kernel.
+    """
+    if (
+        isinstance(activation, functools.partial)
+        and activation.func is jax.nn.gelu
+        and not activation.args
+    ):
         return "gelu" if activation.keywords == {"approximate": True} else None
     return {jax.nn.gelu: "gelu", jax.nn.silu: "silu"}.get(activation)
 
@@ -66,7 +77,8 @@ def product(
       accumulate: float32, what is added to.
       implementation: as of that function.
       columns: mesh axis that splits N where it divides, or None.
-      summed: likewise of K; then the result and `accumulate` are the parts of the sum, [t_tensor, ..., N].
+      summed: likewise of K; then the result and `accumulate` are the parts of the sum, [t_tensor,
+        ..., N].
       preferred_element_type: of the result.
 
     Raises:
@@ -80,28 +92,42 @@ def product(
 def measured_faster(use: Callable[..., Any], *args: Any) -> bool:
     """Tell whether a measurement on this device gives a product of `use(run, *args)` to the kernel.
 
-    `use` takes its products by `run`, which is `product` without an implementation. It is traced, and nothing is computed.
+    `use` takes its products by `run`, which is `product` without an implementation. It is traced,
+    and nothing is computed.
     """
     if not op.is_measured(*jax.tree.leaves(args)):
         return False
     answers = []
 
-    def run(x: Array, w: Any, *terms: Any, columns: str | None = None, summed: str | None = None, **options: Any) -> Array:
+    def run(
+        x: Array,
+        w: Any,
+        *terms: Any,
+        columns: str | None = None,
+        summed: str | None = None,
+        **options: Any,
+    ) -> Array:
         cast, split = _as_the_mesh_has_it(x, w, columns, summed)
         answers.append(op.is_faster(x, cast, *terms, **options, split=split))
-        return product(x, w, *terms, implementation="xla", columns=columns, summed=summed, **options)
+        return product(
+            x, w, *terms, implementation="xla", columns=columns, summed=summed, **options
+        )
 
     jax.eval_shape(functools.partial(use, run), *args)
     return any(answers)
 
 
-def _as_the_mesh_has_it(x: Array, w: Any, columns: str | None, summed: str | None) -> tuple[Any, op.Split | None]:
+def _as_the_mesh_has_it(
+    x: Array, w: Any, columns: str | None, summed: str | None
+) -> tuple[Any, op.Split | None]:
     w = jax.tree.map(lambda a: a.astype(x.dtype), w)
     first = w[0] if isinstance(w, tuple) else w
     return w, _split(x, first.shape, columns, summed)
 
 
-def _split(x: Array, shape: tuple[int, ...], columns: str | None, summed: str | None) -> op.Split | None:
+def _split(
+    x: Array, shape: tuple[int, ...], columns: str | None, summed: str | None
+) -> op.Split | None:
     mesh: Any = jax.sharding.get_abstract_mesh()
     # Under shard_map (manual axes) the arrays are one device's already.
     if mesh.empty or mesh.size == 1 or getattr(mesh, "manual_axes", ()):
@@ -112,13 +138,18 @@ def _split(x: Array, shape: tuple[int, ...], columns: str | None, summed: str | 
         count = 1 if axis is None else mesh.shape.get(axis, 1)
         return (axis,) if axis is not None and count > 1 and size % count == 0 else ()
 
-    return op.Split(mesh, batch_axes(mesh) if has_rows else (), axes(columns, shape[1]), axes(summed, shape[0]))
+    return op.Split(
+        mesh, batch_axes(mesh) if has_rows else (), axes(columns, shape[1]), axes(summed, shape[0])
+    )
 
 
 def joined(y: Array, ndim: int, dtype: Any) -> Array:
-    """Return a product of `ndim` dims in a dtype: the sum of its parts y[t_tensor, ..., N], where it comes in parts."""
+    """Return a product of `ndim` dims in a dtype: the sum of its parts y[t_tensor, ..., N], where
+    it comes in parts.
+    """
     y = y.astype(dtype)
-    # lax.reduce, since jnp.sum would widen 16 bits, and send twice the bytes. With a known zero JAX can transpose it.
+    # lax.reduce, since jnp.sum would widen 16 bits, and send twice the bytes. With a known zero JAX
+    # can transpose it.
     return y if y.ndim == ndim else jax.lax.reduce(y, np.zeros((), dtype), jax.lax.add, (0,))
 
 
@@ -132,9 +163,14 @@ def tensor_dims(spec: Any) -> tuple[str | None, str | None]:
 
 
 def use_mlp(
-    run: Callable[..., Array], tile: Any, x: Array, activation: Callable[[Array], Array], total: Array | None = None
+    run: Callable[..., Array],
+    tile: Any,
+    x: Array,
+    activation: Callable[[Array], Array],
+    total: Array | None = None,
 ) -> Array:
-    """Return what one tile of an MLP's hidden dim adds to its result, added to `total`: float32 [..., S, D], or in parts.
+    """Return what one tile of an MLP's hidden dim adds to its result, added to `total`: float32
+    [..., S, D], or in parts.
 
     Args:
       run: `product`, of an implementation.
@@ -143,13 +179,20 @@ def use_mlp(
       activation: of the hidden activations.
       total: like the result, overwritten by a kernel; or None.
     """
-    name, bias = name_of(activation), lambda *names: tuple(tile[n] for n in names) if names[0] in tile else None
+    name, bias = (
+        name_of(activation),
+        lambda *names: tuple(tile[n] for n in names) if names[0] in tile else None,
+    )
     if "gate" in tile and name is not None:
-        hidden = run(x, (tile["gate"], tile["up"]), bias("gate_bias", "up_bias"), name, columns=TENSOR)
+        hidden = run(
+            x, (tile["gate"], tile["up"]), bias("gate_bias", "up_bias"), name, columns=TENSOR
+        )
     elif "gate" in tile:
         gate = run(x, tile["gate"], bias("gate_bias"), columns=TENSOR)
         hidden = activation(gate) * run(x, tile["up"], bias("up_bias"), columns=TENSOR)
     else:
         hidden = run(x, tile["up"], bias("up_bias"), name, columns=TENSOR)
         hidden = hidden if name is not None else activation(hidden)
-    return run(hidden, tile["down"], None, None, total, summed=TENSOR, preferred_element_type=jnp.float32)
+    return run(
+        hidden, tile["down"], None, None, total, summed=TENSOR, preferred_element_type=jnp.float32
+    )

@@ -1,4 +1,6 @@
-"""Tiled layers for Flax Linen: the same as those for NNX (`zerojax.tiling.nnx`), with a Linen module's fields."""
+"""Tiled layers for Flax Linen: the same as those for NNX (`zerojax.tiling.nnx`), with a Linen
+module's fields.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +19,9 @@ Initializer = Callable[..., Any]
 
 
 def _tiled(init: Initializer, tile: Callable[[Array], Array]) -> Initializer:
-    """Return an initializer that is called with the dense shape and returns tiles; a sharding annotation is adapted to them."""
+    """Return an initializer that is called with the dense shape and returns tiles; a sharding
+    annotation is adapted to them.
+    """
 
     def make(key: Array, shape: tuple[int, ...], dtype: Any) -> Any:
         param = init(key, shape, dtype)
@@ -31,7 +35,9 @@ def _tiled(init: Initializer, tile: Callable[[Array], Array]) -> Initializer:
 
 def _annotation(init: Initializer, shape: tuple[int, ...]) -> tuple[str | None, ...] | None:
     """Return the mesh axes of a parameter's dims, as `nn.with_partitioning` says them, or None."""
-    box = jax.eval_shape(lambda key: init(key, shape, jnp.float32), jax.eval_shape(lambda: jax.random.key(0)))
+    box = jax.eval_shape(
+        lambda key: init(key, shape, jnp.float32), jax.eval_shape(lambda: jax.random.key(0))
+    )
     return tuple(box.names) if isinstance(box, nn.Partitioned) else None
 
 
@@ -45,8 +51,8 @@ class TiledDense(nn.Module):
       use_bias: whether there is one.
       dtype: of x, products and result; that of x by default.
       param_dtype: of the weights.
-      implementation: of the products, as of `zerojax.tiling.tiled_dense`; None chooses by measurements. An unknown one is a
-        ValueError.
+      implementation: of the products, as of `zerojax.tiling.tiled_dense`; None chooses by
+        measurements. An unknown one is a ValueError.
       kernel_init: makes [D, F]; may be `nn.with_partitioning`.
       bias_init: makes [F].
     """
@@ -73,13 +79,23 @@ class TiledDense(nn.Module):
         check_tiles(self.in_tiles, size, "in_tiles")
         # Float32 bytes of [D / in_tiles, F], which `num_tiles` divides along F.
         num_bytes = 4 * size * self.features // self.in_tiles
-        tiles = tiles_of(self.num_tiles, self.features, num_bytes, f"a dense kernel [{size}, {self.features}]")
+        tiles = tiles_of(
+            self.num_tiles, self.features, num_bytes, f"a dense kernel [{size}, {self.features}]"
+        )
         # Initialized whole and then cut, so fan-in and random numbers are those of the dense layer.
-        init = _tiled(self.kernel_init, lambda w: tile_kernel(w, in_tiles=self.in_tiles, out_tiles=tiles))
+        init = _tiled(
+            self.kernel_init, lambda w: tile_kernel(w, in_tiles=self.in_tiles, out_tiles=tiles)
+        )
         kernel = self.param("kernel", init, (size, self.features), self.param_dtype)
-        bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None
+        bias = (
+            self.param("bias", self.bias_init, (self.features,), self.param_dtype)
+            if self.use_bias
+            else None
+        )
         spec = _annotation(self.kernel_init, (size, self.features))
-        return tiled_dense(x, kernel, bias, in_tiles=self.in_tiles, implementation=self.implementation, spec=spec)
+        return tiled_dense(
+            x, kernel, bias, in_tiles=self.in_tiles, implementation=self.implementation, spec=spec
+        )
 
 
 class TiledMLP(nn.Module):
@@ -94,8 +110,8 @@ class TiledMLP(nn.Module):
       use_bias: whether there are biases.
       dtype: of x, products and result; that of x by default.
       param_dtype: of the weights.
-      implementation: of the products, as of `zerojax.tiling.tiled_mlp`; None chooses by measurements. An unknown one is a
-        ValueError.
+      implementation: of the products, as of `zerojax.tiling.tiled_mlp`; None chooses by
+        measurements. An unknown one is a ValueError.
       up_init: makes [D, H], of up and gate; may be `nn.with_partitioning`.
       down_init: makes [H, D]; may be `nn.with_partitioning`.
       bias_init: makes [H], of up and gate; may be `nn.with_partitioning`.
@@ -126,16 +142,31 @@ class TiledMLP(nn.Module):
         """Return the MLP of x[..., S, D]."""
         x = x if self.dtype is None else x.astype(self.dtype)
         size, hidden = x.shape[-1], self.hidden
-        tiles = tiles_of(self.num_tiles, hidden, 4 * size * hidden * (3 if self.gated else 2), f"an MLP [{size}, {hidden}]")
+        tiles = tiles_of(
+            self.num_tiles,
+            hidden,
+            4 * size * hidden * (3 if self.gated else 2),
+            f"an MLP [{size}, {hidden}]",
+        )
         weights: dict[str, Array] = {}
         for name in ("up", "gate") if self.gated else ("up",):
             init = _tiled(self.up_init, lambda w: tile_kernel(w, out_tiles=tiles))
             weights[name] = self.param(name, init, (size, hidden), self.param_dtype)
             if self.use_bias:
                 split = _tiled(self.bias_init, lambda b: b.reshape(tiles, -1))
-                weights[f"{name}_bias"] = self.param(f"{name}_bias", split, (hidden,), self.param_dtype)
+                weights[f"{name}_bias"] = self.param(
+                    f"{name}_bias", split, (hidden,), self.param_dtype
+                )
         down = _tiled(self.down_init, lambda w: tile_kernel(w, in_tiles=tiles))
         weights["down"] = self.param("down", down, (hidden, size), self.param_dtype)
         if self.use_bias:
-            weights["down_bias"] = self.param("down_bias", self.down_bias_init, (size,), self.param_dtype)
-        return tiled_mlp(x, weights, self.activation, seq_tiles=self.seq_tiles, implementation=self.implementation)
+            weights["down_bias"] = self.param(
+                "down_bias", self.down_bias_init, (size,), self.param_dtype
+            )
+        return tiled_mlp(
+            x,
+            weights,
+            self.activation,
+            seq_tiles=self.seq_tiles,
+            implementation=self.implementation,
+        )

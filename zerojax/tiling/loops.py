@@ -1,16 +1,17 @@
-"""Loops over tiles. A streamed step finds them in a block's jaxpr and runs them itself, since it never holds whole stacks.
+"""Loops over tiles. A streamed step finds them in a block's jaxpr and runs them itself, since it
+never holds whole stacks.
 
-A loop of `zerojax.tiling` is a `jit` of a scan. The name of the `jit` describes the operands. Outside of streamed steps the
-loop is simply that scan. A streamed step fetches a block's tiles one by one while the block runs. It keeps the `jit` as one
-equation
+A loop of `zerojax.tiling` is a `jit` of a scan. The name of the `jit` describes the operands.
+Outside of streamed steps the loop is simply that scan. A streamed step fetches a block's tiles one
+by one while the block runs. It keeps the `jit` as one equation
 
     forward    y          = F(consts, tiles, x, parts)
     backward   d_operands = B(consts, tiles, x, parts, dy)
 
-extracts the computation of one tile from it, and runs the other equations as they are (`zerojax.streamed`). The description
-lives in the equation and not in any state of the tracing, so it survives JAX's caches. The name holds a checksum of the
-operands' shapes. Where a transformation (vmap, jvp) changed the equation they no longer agree, and it counts as an ordinary
-scan.
+extracts the computation of one tile from it, and runs the other equations as they are
+(`zerojax.streamed`). The description lives in the equation and not in any state of the tracing, so
+it survives JAX's caches. The name holds a checksum of the operands' shapes. Where a transformation
+(vmap, jvp) changed the equation they no longer agree, and it counts as an ordinary scan.
 """
 
 import dataclasses
@@ -37,8 +38,8 @@ class TileLoop:
     """One loop over tiles.
 
     Attributes:
-      unit: jaxpr of `function(tile, x, part)`; constants, what the function closed over, come before its arguments. Where it
-        accumulates, of `function(tile, x, part, total)`.
+      unit: jaxpr of `function(tile, x, part)`; constants, what the function closed over, come
+        before its arguments. Where it accumulates, of `function(tile, x, part, total)`.
       sizes: how many arrays consts, tiles, x and parts are.
       num_tiles: T.
       num_out: leading dim of the result; T / num_out successive tiles make one of its entries.
@@ -58,7 +59,9 @@ class TileLoop:
     @property
     def out(self) -> jax.ShapeDtypeStruct:
         """The loop's result."""
-        return jax.ShapeDtypeStruct((self.num_out, *self.result.shape), jnp.float32 if self.summed else self.result.dtype)
+        return jax.ShapeDtypeStruct(
+            (self.num_out, *self.result.shape), jnp.float32 if self.summed else self.result.dtype
+        )
 
     @property
     def tiles(self) -> range:
@@ -71,12 +74,16 @@ class TileLoop:
         return range(sum(self.sizes[:3]), sum(self.sizes))
 
     def run(self, values: Sequence[Any], total: Array | None = None) -> Array:
-        """Return the function's result for one tile, of a sum that starts at `total` (None: at zero) where it accumulates.
+        """Return the function's result for one tile, of a sum that starts at `total` (None: at
+        zero) where it accumulates.
 
         `values` are the operands in order, one slice of stacks and parts.
         """
         if self.accumulates:
-            values = [*values, jnp.zeros(self.result.shape, self.result.dtype) if total is None else total]
+            values = [
+                *values,
+                jnp.zeros(self.result.shape, self.result.dtype) if total is None else total,
+            ]
         num_consts = len(self.unit.constvars)
         (result,) = flatten(self.unit, values[:num_consts]).run(values[num_consts:])
         return jnp.asarray(result)
@@ -86,9 +93,13 @@ class TileLoop:
         return tile // (self.num_tiles // self.num_out)
 
     def put(self, y: Array, tile: Array, values: Sequence[Any]) -> Array:
-        """Return the loop's result `y` after one tile's result, of operands `values`, was added or put into it."""
+        """Return the loop's result `y` after one tile's result, of operands `values`, was added or
+        put into it.
+        """
         if self.accumulates:
-            if self.num_out == 1:  # of the whole array: what adds in place does so in the memory that the loop carries
+            if (
+                self.num_out == 1
+            ):  # of the whole array: what adds in place does so in the memory that the loop carries
                 return self.run(values, y[0])[None]
             place = self.place(tile)
             total = jax.lax.dynamic_index_in_dim(y, place, 0, keepdims=False)
@@ -96,30 +107,42 @@ class TileLoop:
         part = self.run(values)
         if self.summed and self.num_out == 1:
             return y + part.astype(y.dtype)[None]
-        return y.at[self.place(tile)].add(part) if self.summed else jax.lax.dynamic_update_index_in_dim(y, part, tile, 0)
+        return (
+            y.at[self.place(tile)].add(part)
+            if self.summed
+            else jax.lax.dynamic_update_index_in_dim(y, part, tile, 0)
+        )
 
     def cotangent(self, dy: Array, tile: Array) -> Array:
         """Return the cotangent of one tile's result."""
-        return jax.lax.dynamic_index_in_dim(dy, self.place(tile), 0, keepdims=False).astype(self.result.dtype)
+        return jax.lax.dynamic_index_in_dim(dy, self.place(tile), 0, keepdims=False).astype(
+            self.result.dtype
+        )
 
     def scan(self, operands: Sequence[Any]) -> Array:
         """Return the loop's result, from whole stacks. Backward computes each tile again."""
         if self.accumulates:
             return self._scan_that_accumulates(operands)
-        # Else the scan would stack the residuals of every tile. `parse` also finds the unit by this equation.
+        # Else the scan would stack the residuals of every tile. `parse` also finds the unit by this
+        # equation.
         unit = jax.checkpoint(lambda *values: self.run(values))
         shared = list(operands[: self.sizes[0]])
         x = list(operands[self.tiles.stop : self.parts.start])
         tiles, parts = ([operands[p] for p in at] for at in (self.tiles, self.parts))
         if not self.summed:
-            return jax.lax.scan(lambda _, each: (None, unit(*shared, *each[0], *x, *each[1])), None, (tiles, parts))[1]
-        # Sums are kept in float32: rounded to 16 bits after each tile, they would lose more the more tiles there are.
+            return jax.lax.scan(
+                lambda _, each: (None, unit(*shared, *each[0], *x, *each[1])), None, (tiles, parts)
+            )[1]
+        # Sums are kept in float32: rounded to 16 bits after each tile, they would lose more the
+        # more tiles there are.
         if self.num_out == 1:
 
             def add(total: Array, each: Any) -> tuple[Array, None]:
                 return total + unit(*shared, *each[0], *x, *each[1]).astype(jnp.float32), None
 
-            return jax.lax.scan(add, jnp.zeros(self.result.shape, jnp.float32), (tiles, parts))[0][None]
+            return jax.lax.scan(add, jnp.zeros(self.result.shape, jnp.float32), (tiles, parts))[0][
+                None
+            ]
 
         def put(y: Array, each: Any) -> tuple[Array, None]:
             return y.at[self.place(each[2])].add(unit(*shared, *each[0], *x, *each[1])), None
@@ -137,17 +160,26 @@ class TileLoop:
             return unit(*shared, *each[0], *x, *each[1], total), None
 
         if self.num_out == 1:
-            return jax.lax.scan(whole, jnp.zeros(self.result.shape, jnp.float32), (tiles, parts))[0][None]
+            return jax.lax.scan(whole, jnp.zeros(self.result.shape, jnp.float32), (tiles, parts))[
+                0
+            ][None]
 
         def entry(y: Array, each: Any) -> tuple[Array, None]:
             place = self.place(each[2])
             total = jax.lax.dynamic_index_in_dim(y, place, 0, keepdims=False)
             return jax.lax.dynamic_update_index_in_dim(y, whole(total, each)[0], place, 0), None
 
-        return jax.lax.scan(entry, jnp.zeros(self.out.shape, jnp.float32), (tiles, parts, jnp.arange(self.num_tiles)))[0]
+        return jax.lax.scan(
+            entry,
+            jnp.zeros(self.out.shape, jnp.float32),
+            (tiles, parts, jnp.arange(self.num_tiles)),
+        )[0]
 
     def derivable(self, number: int, operands: Sequence[Any]) -> Array:
-        """Return a placeholder equation for the loop, whose derivative is a placeholder too. Neither is ever run."""
+        """Return a placeholder equation for the loop, whose derivative is a placeholder too.
+
+        Neither is ever run.
+        """
         floating = [i for i, a in enumerate(operands) if jnp.issubdtype(a.dtype, jnp.floating)]
         shapes = [jax.ShapeDtypeStruct(operands[i].shape, operands[i].dtype) for i in floating]
 
@@ -180,7 +212,9 @@ def _mark(name: str, out: Any, operands: list[Any]) -> Any:
 
 
 def marked(eqn: jex.JaxprEqn) -> tuple[int, bool] | None:
-    """Return the number of the loop that an equation stands for, and whether it is its derivative; None of others."""
+    """Return the number of the loop that an equation stands for, and whether it is its derivative;
+    None of others.
+    """
     # In full: a user's function may have a name that begins so.
     match = re.fullmatch(rf"{MARK}_(\d+)_(forward|backward)", str(eqn.params.get("name", "")))
     return None if match is None else (int(match[1]), match[2] == "backward")
@@ -196,7 +230,8 @@ def loop_over(
     summed: bool = True,
     accumulates: bool = False,
 ) -> Array:
-    """Return [num_out, ...]: function(tiles[k], x, parts[k]), summed over every T / num_out successive tiles, or each alone.
+    """Return [num_out, ...]: function(tiles[k], x, parts[k]), summed over every T / num_out
+    successive tiles, or each alone.
 
     Args:
       function: `function(tile, x, part)`; returns one array, of the same shape for every tile.
@@ -205,18 +240,22 @@ def loop_over(
       parts: tree of [T, ...], or None.
       num_out: a divisor of T; T itself if not summed.
       summed: in float32.
-      accumulates: the function is `function(tile, x, part, total)`, and returns total, the float32 sum so far, with its own
-        result added, which a kernel does in place; its own result alone where total is None.
+      accumulates: the function is `function(tile, x, part, total)`, and returns total, the float32
+        sum so far, with its own result added, which a kernel does in place; its own result alone
+        where total is None.
 
     Raises:
-      ValueError: there is no tile, the stacks differ in length, or the function returns something else.
+      ValueError: there is no tile, the stacks differ in length, or the function returns something
+        else.
     """
     leaves, structure = jax.tree.flatten((tiles, x, parts))
     counts = [len(jax.tree.leaves(tree)) for tree in (tiles, x, parts)]
     stacks = [leaves[i] for i in (*range(counts[0]), *range(counts[0] + counts[1], sum(counts)))]
     lengths = {a.shape[0] if a.ndim else 0 for a in map(jnp.asarray, stacks)}
     if not counts[0] or len(lengths) > 1 or 0 in lengths:
-        raise ValueError(f"tiles and parts are stacks of one length, one entry for each tile, not {list(lengths)}")
+        raise ValueError(
+            f"tiles and parts are stacks of one length, one entry for each tile, not {list(lengths)}"
+        )
     middle = range(counts[0], counts[0] + counts[1])
     # What of x is no array, such as a flag, stays a constant of the unit.
     at = [i for i, a in enumerate(leaves) if i not in middle or hasattr(a, "dtype")]
@@ -226,18 +265,27 @@ def loop_over(
     def unit(*values: Array) -> Array:
         by_index = dict(zip(at, values, strict=False))
         total = (values[len(at) :] or (None,)) if accumulates else ()
-        y = function(*jax.tree.unflatten(structure, [by_index.get(i, leaf) for i, leaf in enumerate(leaves)]), *total)
+        y = function(
+            *jax.tree.unflatten(
+                structure, [by_index.get(i, leaf) for i, leaf in enumerate(leaves)]
+            ),
+            *total,
+        )
         if not isinstance(y, jax.Array):
             raise ValueError(f"a function of a tile returns one array, not {type(y).__name__}")
         return y
 
     pairs = zip(arrays, is_stack, strict=True)
     # Weak types are kept: without them the unit's dtypes would be promoted unlike the caller's.
-    shapes = [jax.ShapeDtypeStruct(a.shape[1:] if s else a.shape, a.dtype, weak_type=a.weak_type) for a, s in pairs]
+    shapes = [
+        jax.ShapeDtypeStruct(a.shape[1:] if s else a.shape, a.dtype, weak_type=a.weak_type)
+        for a, s in pairs
+    ]
     if accumulates:
         shapes.append(jax.ShapeDtypeStruct(jax.eval_shape(unit, *shapes).shape, jnp.float32))
     closed, result = jax.make_jaxpr(unit, return_shape=True)(*shapes)
-    # What the function closed over becomes an operand, so that the equation shows all that the loop reads.
+    # What the function closed over becomes an operand, so that the equation shows all that the loop
+    # reads.
     consts = list(map(jnp.asarray, closed.consts))
     sizes = (len(consts), counts[0], len(at) - counts[0] - counts[2], counts[2])
     loop = TileLoop(closed.jaxpr, sizes, lengths.pop(), num_out, summed, result, accumulates)
@@ -254,8 +302,15 @@ def loop_over(
 
 def _name(loop: TileLoop, operands: Sequence[Any]) -> str:
     shapes = str([(tuple(a.shape), str(a.dtype)) for a in (*operands, loop.out)])
-    # vmap and jvp change the operands and keep the name, so the name holds a checksum of the operands' shapes.
-    numbers = (*loop.sizes, loop.num_tiles, loop.num_out, loop.summed + loop.accumulates, zlib.crc32(shapes.encode()))
+    # vmap and jvp change the operands and keep the name, so the name holds a checksum of the
+    # operands' shapes.
+    numbers = (
+        *loop.sizes,
+        loop.num_tiles,
+        loop.num_out,
+        loop.summed + loop.accumulates,
+        zlib.crc32(shapes.encode()),
+    )
     return "_".join([NAME, *map(str, numbers)])
 
 
@@ -268,9 +323,15 @@ def parse(eqn: jex.JaxprEqn) -> TileLoop | None:
         return None
     *sizes, num_tiles, num_out, summed, _ = map(int, name.removeprefix(f"{NAME}_").split("_"))
     scans = [e for e in eqn.params["jaxpr"].jaxpr.eqns if e.primitive.name == "scan"]
-    units = [e.params["jaxpr"] for s in scans for e in s.params["jaxpr"].jaxpr.eqns if e.primitive.name == REMAT]
+    units = [
+        e.params["jaxpr"]
+        for s in scans
+        for e in s.params["jaxpr"].jaxpr.eqns
+        if e.primitive.name == REMAT
+    ]
     accumulates = summed == 2
-    # A transformation keeps the name and may rewrite what is inside. A loop as written is one scan of one checkpointed unit.
+    # A transformation keeps the name and may rewrite what is inside. A loop as written is one scan
+    # of one checkpointed unit.
     if len(scans) != 1 or len(units) != 1 or len(eqn.invars) != sum(sizes):
         return None
     if len(units[0].invars) != sum(sizes) + accumulates:
@@ -287,16 +348,22 @@ def find_loops(program: FlatJaxpr) -> dict[int, TileLoop]:
 
 
 def find_stacks(function: Callable[..., Any], params: Any, *args: Any) -> Any:
-    """Return which leaves of abstract parameters are stacks that `function(params, *args)` loops over: a tree of bool."""
+    """Return which leaves of abstract parameters are stacks that `function(params, *args)` loops
+    over: a tree of bool.
+    """
     closed = jax.make_jaxpr(lambda *args: function(*args))(params, *args)
     program = flatten(closed.jaxpr, closed.consts, lambda eqn: parse(eqn) is not None)
     loops = find_loops(program)
     stacks: set[Any] = set()
-    others: set[Any] = {ref for ref in program.outputs if isinstance(ref, int)}  # a stack that is returned is needed whole
+    others: set[Any] = {
+        ref for ref in program.outputs if isinstance(ref, int)
+    }  # a stack that is returned is needed whole
     for i in program.instructions:
         at = loops[i.outs[0]].tiles if i.outs and i.outs[0] in loops else range(0)
         for position, ref in enumerate(i.ins):
             if isinstance(ref, int):
                 (stacks if position in at else others).add(ref)
     leaves, tree = jax.tree.flatten(params)
-    return jax.tree.unflatten(tree, [slot in stacks - others for slot in program.inputs[: len(leaves)]])
+    return jax.tree.unflatten(
+        tree, [slot in stacks - others for slot in program.inputs[: len(leaves)]]
+    )

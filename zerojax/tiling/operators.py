@@ -1,21 +1,24 @@
 """Memory-centric tiling: an operator too large to be whole on a device runs as a sequence of tiles.
 
-After ZeRO-Infinity (arXiv:2104.07857, section 5.1.3). The weight of a dense layer is stored as a stack of tiles, and used in a
-loop that gathers, uses and releases one at a time:
+After ZeRO-Infinity (arXiv:2104.07857, section 5.1.3). The weight of a dense layer is stored as a
+stack of tiles, and used in a loop that gathers, uses and releases one at a time:
 
     tiles along the output   W[t, D, F/t]        y[:, k] = x W[k]                     columns of y
     along the input          W[t, D/t, F]        y = sum_k x[:, k] W[k]               summed in float32
     along both               W[o*i, D/i, F/o]    y[:, k] = sum_j x[:, j] W[k*i + j]
 
-and of an MLP along its hidden dim, so that neither its two weights nor its hidden activations are ever whole:
+and of an MLP along its hidden dim, so that neither its two weights nor its hidden activations are
+ever whole:
 
     up[t, D, H/t], down[t, H/t, D]               y = sum_k f(x up[k]) down[k]
 
-A tile is a unit of rematerialisation. Backward gathers it again, computes its inner activations again, and reduces its gradient
-to the shards before it turns to the next tile. Forward keeps only the input, which all tiles share. At stage 3 the loop is a
-scan over a stack whose tile dim is not split, so gather-on-use slices the stack while it is sharded.
+A tile is a unit of rematerialisation. Backward gathers it again, computes its inner activations
+again, and reduces its gradient to the shards before it turns to the next tile. Forward keeps only
+the input, which all tiles share. At stage 3 the loop is a scan over a stack whose tile dim is not
+split, so gather-on-use slices the stack while it is sharded.
 
-DeepSpeed's TiledLinear makes a module of each tile, so that its hooks gather it; here the tiles are one leaf.
+DeepSpeed's TiledLinear makes a module of each tile, so that its hooks gather it; here the tiles are
+one leaf.
 """
 
 import functools
@@ -45,7 +48,9 @@ WIDE = "zerojax_wide_product"
 """The name inside of a `wide_product`, by which its equation is known."""
 
 
-def tile_sum(function: Callable[[Any, Any, Any], Array], tiles: Any, x: Any, parts: Any = None) -> Array:
+def tile_sum(
+    function: Callable[[Any, Any, Any], Array], tiles: Any, x: Any, parts: Any = None
+) -> Array:
     """Return sum_k function(tiles[k], x, parts[k]), summed in float32.
 
     Args:
@@ -58,13 +63,19 @@ def tile_sum(function: Callable[[Any, Any, Any], Array], tiles: Any, x: Any, par
 
 
 def tile_stack(function: Callable[[Any, Any], Array], tiles: Any, x: Any) -> Array:
-    """Return function(tiles[k], x) for every tile, stacked: [t, ...]. The function is run again in backward."""
+    """Return function(tiles[k], x) for every tile, stacked: [t, ...].
+
+    The function is run again in backward.
+    """
     count = jax.tree.leaves(tiles)[0].shape[0]
     return loop_over(lambda tile, x, _: function(tile, x), tiles, x, num_out=count, summed=False)
 
 
-def in_chunks(function: Callable[[Any, Array], Array], num_chunks: int) -> Callable[[Any, Array], Array]:
-    """Return `function(tile, x)` for x[..., S, D] run on `num_chunks` pieces of dim S, one after the other.
+def in_chunks(
+    function: Callable[[Any, Array], Array], num_chunks: int
+) -> Callable[[Any, Array], Array]:
+    """Return `function(tile, x)` for x[..., S, D] run on `num_chunks` pieces of dim S, one after
+    the other.
 
     Its inner activations are never held for more than one piece, nor are they in backward.
     """
@@ -96,27 +107,31 @@ def tiled_dense(
 
     Args:
       x: [..., D].
-      kernel: [out_tiles * in_tiles, D / in_tiles, F / out_tiles], as `tile_kernel` makes it; in the dtype of x.
+      kernel: [out_tiles * in_tiles, D / in_tiles, F / out_tiles], as `tile_kernel` makes it; in the
+        dtype of x.
       bias: [F], or None.
       in_tiles: tiles along D.
-      implementation: of the products: "mosaic" (`pallas_kernels.matmul`'s kernel for Hopper GPUs, 16-bit dtypes), "xla" or
-        "reference" of that op; None is XLA's products, and those of the op where its table of measurements gives a tile's
-        product to the kernel.
-      spec: for the kernel, the mesh axes of W's dims (D, F): it is run on the columns, or the rows, that a device of a tensor
-        group has. None: on whole tiles.
+      implementation: of the products: "mosaic" (`pallas_kernels.matmul`'s kernel for Hopper GPUs,
+        16-bit dtypes), "xla" or "reference" of that op; None is XLA's products, and those of the op
+        where its table of measurements gives a tile's product to the kernel.
+      spec: for the kernel, the mesh axes of W's dims (D, F): it is run on the columns, or the rows,
+        that a device of a tensor group has. None: on whole tiles.
 
     Returns:
       [..., F] in the dtype of x; products are summed in float32.
 
     Raises:
-      ValueError: x and the tiles do not fit, `in_tiles` does not divide the tiles, or the implementation is unknown.
+      ValueError: x and the tiles do not fit, `in_tiles` does not divide the tiles, or the
+        implementation is unknown.
       NotImplementedError: the named implementation does not serve this dtype or this device.
     """
     check_implementation(implementation, "tiled_dense")
     count, d, f = kernel.shape
     check_tiles(in_tiles, count, "in_tiles")
     if x.shape[-1] != in_tiles * d:
-        raise ValueError(f"x has {x.shape[-1]} features, and {in_tiles} tiles of {d} take {in_tiles * d}")
+        raise ValueError(
+            f"x has {x.shape[-1]} features, and {in_tiles} tiles of {d} take {in_tiles * d}"
+        )
     out_tiles, lead = count // in_tiles, x.shape[:-1]
     columns, summed = tensor_dims(spec)
     axes: dict[str, Any] = {"columns": columns, "summed": summed}
@@ -134,17 +149,23 @@ def tiled_dense(
         if not accumulates:
             # The bias is the kernel's, a part for each tile.
             parts = None if bias is None else bias.reshape(count, f)
-            y = loop_over(lambda w, x, b: run(x, w, b), kernel, x, parts, num_out=count, summed=False)
+            y = loop_over(
+                lambda w, x, b: run(x, w, b), kernel, x, parts, num_out=count, summed=False
+            )
             y, bias = jnp.moveaxis(y, 0, -2).reshape(*lead, count * f), None
         else:
-            y = _accumulated(functools.partial(run, preferred_element_type=jnp.float32), kernel, x, in_tiles)
+            y = _accumulated(
+                functools.partial(run, preferred_element_type=jnp.float32), kernel, x, in_tiles
+            )
     elif in_tiles == 1:
         y = tile_stack(lambda w, x: x @ w.astype(x.dtype), kernel, x)  # [t, ..., F/t]
         y = jnp.moveaxis(y, 0, -2).reshape(*lead, count * f)
     else:
         parts = jnp.moveaxis(x.reshape(*lead, in_tiles, d), -2, 0)  # [i, ..., D/i]
         if out_tiles == 1:
-            y = tile_sum(lambda w, _, part: wide_product(part, w.astype(part.dtype)), kernel, None, parts)
+            y = tile_sum(
+                lambda w, _, part: wide_product(part, w.astype(part.dtype)), kernel, None, parts
+            )
         else:
             y = _both(kernel, parts, out_tiles)
         y = y.astype(x.dtype)
@@ -152,17 +173,32 @@ def tiled_dense(
 
 
 def _accumulated(run: Callable[..., Array], kernel: Array, x: Array, in_tiles: int) -> Array:
-    """Return y[..., F] of tiles along D in x's dtype, each product added by its kernel to the float32 sum of those before."""
+    """Return y[..., F] of tiles along D in x's dtype, each product added by its kernel to the
+    float32 sum of those before.
+    """
     lead, out_tiles = x.shape[:-1], kernel.shape[0] // in_tiles
     parts = jnp.moveaxis(x.reshape(*lead, in_tiles, -1), -2, 0)  # [i, ..., D/i]
     if out_tiles == 1:
-        y = loop_over(lambda w, _, part, total: run(part, w, accumulate=total), kernel, None, parts, accumulates=True)
+        y = loop_over(
+            lambda w, _, part, total: run(part, w, accumulate=total),
+            kernel,
+            None,
+            parts,
+            accumulates=True,
+        )
         return joined(y[0], x.ndim, x.dtype)
 
     def unit(w: Array, parts: Array, j: Array, total: Array | None) -> Array:
         return run(jax.lax.dynamic_index_in_dim(parts, j, 0, keepdims=False), w, accumulate=total)
 
-    y = loop_over(unit, kernel, parts, jnp.arange(kernel.shape[0]) % in_tiles, num_out=out_tiles, accumulates=True)
+    y = loop_over(
+        unit,
+        kernel,
+        parts,
+        jnp.arange(kernel.shape[0]) % in_tiles,
+        num_out=out_tiles,
+        accumulates=True,
+    )
     y = joined(jnp.moveaxis(y, 0, -2), x.ndim + 1, x.dtype)  # [..., o, F/o]
     return y.reshape(*lead, -1)
 
@@ -175,7 +211,8 @@ def _both(kernel: Array, parts: Array, out_tiles: int) -> Array:
         part = jax.lax.dynamic_index_in_dim(parts, j, 0, keepdims=False)
         return wide_product(part, w.astype(part.dtype))
 
-    # Tile k i + j reads part j. `loop_over` hands a tile its own entry of a stack, so j is given as a stack of numbers.
+    # Tile k i + j reads part j. `loop_over` hands a tile its own entry of a stack, so j is given as
+    # a stack of numbers.
     which = jnp.arange(kernel.shape[0]) % in_tiles
     y = loop_over(unit, kernel, parts, which, num_out=out_tiles)
     return jnp.moveaxis(y, 0, -2).reshape(*lead, out_tiles * f)
@@ -189,37 +226,49 @@ def tiled_mlp(
     seq_tiles: int = 1,
     implementation: Implementation | None = None,
 ) -> Array:
-    """Return an MLP's result, one tile of its hidden dim at a time: y = sum_k f(x up[k] + b[k]) down[k] + c.
+    """Return an MLP's result, one tile of its hidden dim at a time: y = sum_k f(x up[k] + b[k])
+    down[k] + c.
 
     With a "gate", f(x gate[k]) * (x up[k]) takes the place of f(x up[k]) (arXiv:2002.05202).
 
     Args:
       x: [..., S, D].
-      weights: "up"[t, D, H/t], "down"[t, H/t, F], and if there are such "gate"[t, D, H/t], "up_bias"[t, H/t],
-        "gate_bias"[t, H/t] and "down_bias"[F]; as `tile_mlp` makes them, in the dtype of x.
+      weights: "up"[t, D, H/t], "down"[t, H/t, F], and if there are such "gate"[t, D, H/t],
+        "up_bias"[t, H/t], "gate_bias"[t, H/t] and "down_bias"[F]; as `tile_mlp` makes them, in the
+        dtype of x.
       activation: f.
-      seq_tiles: pieces of S in which each tile is used, so that the hidden activations are [..., S / seq_tiles, H / t].
-      implementation: of the products, as of `tiled_dense`. The kernel takes in biases, a gate, and f where that is
-        `jax.nn.gelu` or `jax.nn.silu`; another f follows it. It adds a tile to the sum in place where `seq_tiles` is 1.
+      seq_tiles: pieces of S in which each tile is used, so that the hidden activations are [..., S
+        / seq_tiles, H / t].
+      implementation: of the products, as of `tiled_dense`. The kernel takes in biases, a gate, and
+        f where that is `jax.nn.gelu` or `jax.nn.silu`; another f follows it. It adds a tile to the
+        sum in place where `seq_tiles` is 1.
 
     Returns:
       [..., S, F] in the dtype of x; summed in float32.
 
     Raises:
-      ValueError: weights that do not belong together, tiles that do not divide S, or an unknown implementation.
+      ValueError: weights that do not belong together, tiles that do not divide S, or an unknown
+        implementation.
       NotImplementedError: the named implementation does not serve this dtype or this device.
     """
     check_implementation(implementation, "tiled_mlp")
     check_activation(activation, "tiled_mlp")
     tiles = {name: a for name, a in weights.items() if name != "down_bias"}
     if unknown := sorted(set(tiles) - {"up", "down", "gate", "up_bias", "gate_bias"}):
-        raise ValueError(f"an MLP has up, down, gate, up_bias, gate_bias and down_bias, not {unknown}")
+        raise ValueError(
+            f"an MLP has up, down, gate, up_bias, gate_bias and down_bias, not {unknown}"
+        )
     shapes = {name: a.shape for name, a in tiles.items()}
     if missing := sorted({"up", "down"} - set(tiles)):
         raise ValueError(f"an MLP has up and down, and {missing} are not there")
     up, down = shapes["up"], shapes["down"]
     biases = {shape for name, shape in shapes.items() if name.endswith("_bias")}
-    alike = len(up) == len(down) == 3 and up[::2] == down[:2] and shapes.get("gate", up) == up and biases <= {up[::2]}
+    alike = (
+        len(up) == len(down) == 3
+        and up[::2] == down[:2]
+        and shapes.get("gate", up) == up
+        and biases <= {up[::2]}
+    )
     if not alike or up[1] != x.shape[-1]:
         raise ValueError(f"these tiles do not belong together, or not to x {x.shape}: {shapes}")
 
@@ -239,7 +288,11 @@ def tiled_mlp(
 
         def make(name: str) -> Array:
             product = x @ tile[name].astype(x.dtype)  # [..., S / seq_tiles, H / t]
-            return product if f"{name}_bias" not in tile else product + tile[f"{name}_bias"].astype(x.dtype)
+            return (
+                product
+                if f"{name}_bias" not in tile
+                else product + tile[f"{name}_bias"].astype(x.dtype)
+            )
 
         hidden = activation(make("gate")) * make("up") if "gate" in tile else activation(make("up"))
         return wide_product(hidden, tile["down"].astype(x.dtype))
@@ -255,10 +308,12 @@ def tiled_mlp(
 
 @jax.custom_vjp
 def wide_product(x: Array, w: Array) -> Array:
-    """Return x[..., D] w[D, F] in float32, of operands of one dtype, to be summed and rounded to that dtype.
+    """Return x[..., D] w[D, F] in float32, of operands of one dtype, to be summed and rounded to
+    that dtype.
 
-    Its cotangent is then a number of that dtype, and so the gradients are products of that dtype, which devices sum as they do
-    those of a dense layer. By JAX's rule they would be float32 first, and collectives would move twice the bytes.
+    Its cotangent is then a number of that dtype, and so the gradients are products of that dtype,
+    which devices sum as they do those of a dense layer. By JAX's rule they would be float32 first,
+    and collectives would move twice the bytes.
     """
     return checkpoint_name(jnp.matmul(x, w, preferred_element_type=jnp.float32), WIDE)
 
@@ -277,7 +332,9 @@ def _wide_product_backward(residuals: tuple[Array, Array], dy: Array) -> tuple[A
 def is_wide_product(eqn: jex.JaxprEqn) -> bool:
     """Tell whether an equation is a `wide_product`."""
     inner = [e for jaxpr in jex.jaxprs_in_params(eqn.params) for e in jaxpr.eqns]
-    return eqn.primitive.name == "custom_vjp_call" and any(e.params.get("name") == WIDE for e in inner)
+    return eqn.primitive.name == "custom_vjp_call" and any(
+        e.params.get("name") == WIDE for e in inner
+    )
 
 
 wide_product.defvjp(_wide_product_forward, _wide_product_backward)

@@ -1,9 +1,12 @@
-"""A tree of arrays in memory, read as a file of weights is: box by box, each process and device its own part.
+"""A tree of arrays in memory, read as a file of weights is: box by box, each process and device its
+own part.
 
     state = zj.import_params(program, {"embed": {"table": array}, ...}, key=jax.random.key(0))
 
-An init function that returns such arrays would put them into the program that makes the first state, as constants: each device
-would hold all of them, beside the state. Here a box is sliced where the array is, and crosses to the host by itself.
+An init function that returns such arrays would put them into the program that makes the first
+  state, as constants: each device
+would hold all of them, beside the state. Here a box is sliced where the array is, and crosses to
+the host by itself.
 """
 
 from typing import Any
@@ -42,9 +45,13 @@ class ArrayTree:
             except CheckpointError as error:
                 raise ValueError(f"the tree of arrays: {error}") from error
             if name in self._arrays:
-                raise ValueError(f"the tree of arrays holds two leaves that are both {name}: rename one of them")
+                raise ValueError(
+                    f"the tree of arrays holds two leaves that are both {name}: rename one of them"
+                )
             self._arrays[name] = _array(name, leaf)
-        self.tensors = {name: Tensor(tuple(a.shape), np.dtype(a.dtype).name) for name, a in self._arrays.items()}
+        self.tensors = {
+            name: Tensor(tuple(a.shape), np.dtype(a.dtype).name) for name, a in self._arrays.items()
+        }
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """Return a part of an array."""
@@ -60,22 +67,31 @@ class ArrayTree:
             if any(start >= stop for start, stop in common):
                 continue
             # The start is an argument: boxes of one shape share a compiled slice.
-            starts, sizes = [a - c for (a, _), (c, _) in zip(common, has, strict=True)], [b - a for a, b in common]
+            starts, sizes = (
+                [a - c for (a, _), (c, _) in zip(common, has, strict=True)],
+                [b - a for a, b in common],
+            )
             # The program's mesh is set here, and need not have this device.
             with jax.set_mesh(Mesh(np.asarray([shard.device]), ("device",))):
                 piece = jax.lax.dynamic_slice(shard.data, starts, sizes) if sizes else shard.data
-            out[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, box, strict=True))] = np.asarray(piece)
+            out[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, box, strict=True))] = (
+                np.asarray(piece)
+            )
         return out
 
 
 def _array(name: str, leaf: Any) -> Any:
     """Return a leaf as an array that can be sliced."""
     if isinstance(leaf, jax.ShapeDtypeStruct | str | bytes):
-        raise ValueError(f"the tree of arrays: {name} is a {type(leaf).__name__}, and an array is needed")
+        raise ValueError(
+            f"the tree of arrays: {name} is a {type(leaf).__name__}, and an array is needed"
+        )
     if not isinstance(leaf, jax.Array):
         array = np.asanyarray(leaf)
         if array.dtype == object:
-            raise ValueError(f"the tree of arrays: {name} is a {type(leaf).__name__}, and an array is needed")
+            raise ValueError(
+                f"the tree of arrays: {name} is a {type(leaf).__name__}, and an array is needed"
+            )
         return array
     if isinstance(leaf, Tracer):
         raise ValueError(f"the tree of arrays: {name} is traced; import_params runs outside of jit")

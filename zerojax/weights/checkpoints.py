@@ -1,9 +1,11 @@
-"""The weights of a zerojax checkpoint, read as a file of weights is: of any mesh, stage, tier and optimizer.
+"""The weights of a zerojax checkpoint, read as a file of weights is: of any mesh, stage, tier and
+optimizer.
 
     state = zj.import_params(program, "runs/gpt/checkpoints", key=jax.random.key(0))        its newest whole step
 
-Names are those that `export_safetensors` gives. Weights in 8 or 4 bits have arrays that no other format holds; they go into
-the same arrays of the program, bit for bit. So do weights of integers and booleans, and the state that is not trained.
+Names are those that `export_safetensors` gives. Weights in 8 or 4 bits have arrays that no other
+format holds; they go into the same arrays of the program, bit for bit. So do weights of integers
+and booleans, and the state that is not trained.
 """
 
 import dataclasses
@@ -14,7 +16,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from host_offload.disk import Box, numpy_dtype
-from zerojax.checkpoint import ENCODED, CheckpointError, SavedLeaf, SavedState, StateLeaf, first_few, open_together
+from zerojax.checkpoint import (
+    ENCODED,
+    CheckpointError,
+    SavedLeaf,
+    SavedState,
+    StateLeaf,
+    first_few,
+    open_together,
+)
 from zerojax.weights.exporting import read_part
 from zerojax.weights.names import DTYPES, Tensor, path_of
 
@@ -53,7 +63,9 @@ class CheckpointWeights:
         for name, leaf in self._leaves.items():
             found = self.saved.leaves[leaf]
             self.tensors[name] = Tensor(found.shape, found.dtype)
-        self.tiled = frozenset(name for name, leaf in self._leaves.items() if self.saved.leaves[leaf].is_tiled)
+        self.tiled = frozenset(
+            name for name, leaf in self._leaves.items() if self.saved.leaves[leaf].is_tiled
+        )
 
     def _named(self) -> dict[str, str]:
         """Return the leaf of each floating weight that is not encoded, by its name in a file."""
@@ -63,7 +75,9 @@ class CheckpointWeights:
                 continue
             name = ".".join(path_of(leaf))
             if (other := leaves.setdefault(name, leaf)) != leaf:
-                raise CheckpointError(f"{self.path}: {other} and {leaf} are both {name}: rename one of them")
+                raise CheckpointError(
+                    f"{self.path}: {other} and {leaf} are both {name}: rename one of them"
+                )
         return leaves
 
     def read(self, name: str, box: Box) -> np.ndarray:
@@ -87,8 +101,8 @@ class Untouched:
     """Leaves of a checkpoint that a program takes as they are.
 
     Attributes:
-      leaves: whose bytes are in records, by name: arrays of weights in 8 or 4 bits, weights of integers or booleans, and state
-        that is not trained.
+      leaves: whose bytes are in records, by name: arrays of weights in 8 or 4 bits, weights of
+        integers or booleans, and state that is not trained.
       values: small leaves of the state that is not trained.
       keys: implementations of random keys among them.
       weights: paths of the weights in 8 or 4 bits, in the parameter tree.
@@ -108,7 +122,8 @@ def untouched(saved: SavedState, state_leaves: Iterable[StateLeaf]) -> Untouched
       state_leaves: of the program's state.
 
     Raises:
-      CheckpointError: a weight is in 8 or 4 bits in the checkpoint, and in another format in the program.
+      CheckpointError: a weight is in 8 or 4 bits in the checkpoint, and in another format in the
+        program.
     """
     leaves = list(state_leaves)
     formats: dict[str, str] = {}
@@ -122,7 +137,11 @@ def untouched(saved: SavedState, state_leaves: Iterable[StateLeaf]) -> Untouched
             weight, _, array = name.partition(ENCODED)
             formats[weight.removeprefix(_WEIGHTS)] = array.split(".")[0]
             arrays[name] = leaf
-    here = {leaf.encodes: leaf.name.partition(ENCODED)[2].split(".")[0] for leaf in leaves if leaf.encodes}
+    here = {
+        leaf.encodes: leaf.name.partition(ENCODED)[2].split(".")[0]
+        for leaf in leaves
+        if leaf.encodes
+    }
 
     def in_format(format: str | None) -> str:
         return "not encoded" if format is None else f"in {format}"
@@ -130,7 +149,9 @@ def untouched(saved: SavedState, state_leaves: Iterable[StateLeaf]) -> Untouched
     wrong = []
     for path, format in sorted(formats.items()):
         if here.get(path) != format:
-            wrong.append(f"{'.'.join(path_of(_WEIGHTS + path))} in {format}, and here it is {in_format(here.get(path))}")
+            wrong.append(
+                f"{'.'.join(path_of(_WEIGHTS + path))} in {format}, and here it is {in_format(here.get(path))}"
+            )
     if wrong:
         raise CheckpointError(
             f"{saved.folder} holds {first_few(wrong)}. Frozen weights in 8 or 4 bits are taken bit for bit: import into a "

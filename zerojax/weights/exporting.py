@@ -1,12 +1,14 @@
-"""What all exports share: they open a checkpoint, and write a file or folder that appears under its name only when it is whole.
+"""What all exports share: they open a checkpoint, and write a file or folder that appears under its
+name only when it is whole.
 
     zj.export_orbax("runs/gpt/checkpoints", "gpt")                      `zerojax.weights.orbax`
     zj.export_safetensors("runs/gpt/checkpoints/1200", "gpt.safetensors", dtype=jnp.bfloat16)    `zerojax.weights.safetensors`
 
-Both need only the checkpoint's files, no program, model or device, and never hold a whole weight in memory. The checkpoint's
-checksums are compared first, because the exported formats carry none. The output is written to a hidden folder beside its
-destination, which is on the same file system, and renamed once it is on disk. `zerojax.weights.rooms` removes the hidden
-folders of exports that were killed.
+Both need only the checkpoint's files, no program, model or device, and never hold a whole weight in
+memory. The checkpoint's checksums are compared first, because the exported formats carry none. The
+output is written to a hidden folder beside its destination, which is on the same file system, and
+renamed once it is on disk. `zerojax.weights.rooms` removes the hidden folders of exports that were
+killed.
 """
 
 import contextlib
@@ -32,12 +34,14 @@ from zerojax.weights.names import DTYPES
 from zerojax.weights.rooms import own_room
 
 PIECE_BYTES = 32 * 2**20
-"""Most bytes of a piece of a weight, in which it is read and written, unless an element is larger."""
+"""Most bytes of a piece of a weight, in which it is read and written, unless an element is larger.
+"""
 
 
 @contextlib.contextmanager
 def open_checkpoint(checkpoint: str | os.PathLike[str]) -> Iterator[SavedState]:
-    """Open a step's folder, or the newest whole step of a directory, once its checksums were compared.
+    """Open a step's folder, or the newest whole step of a directory, once its checksums were
+    compared.
 
     Raises:
       CheckpointError: there is none.
@@ -78,10 +82,11 @@ def export_dtype(dtype: Any) -> np.dtype[Any]:
 
 @contextlib.contextmanager
 def write_atomically(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield a name to write under; what was written is moved to `path` when the context ends without an error.
+    """Yield a name to write under; what was written is moved to `path` when the context ends
+    without an error.
 
-    Between the check and the rename another process may still put a file there, which the rename replaces; it fails over a
-    folder that is not empty.
+    Between the check and the rename another process may still put a file there, which the rename
+    replaces; it fails over a folder that is not empty.
 
     Raises:
       ValueError: there is something already, or no folder to put it in.
@@ -90,7 +95,9 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[str]:
     target = os.path.abspath(os.path.expanduser(os.fspath(path)))
     parent, name = os.path.split(target)
     if "://" in os.fspath(path):
-        raise ValueError(f"path={os.fspath(path)!r}: exports are files of a file system; mount the bucket")
+        raise ValueError(
+            f"path={os.fspath(path)!r}: exports are files of a file system; mount the bucket"
+        )
     if os.path.lexists(target):
         raise ValueError(f"{target} exists: remove it, or give another path")
     with explaining(f"writing {target}"):
@@ -103,13 +110,17 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[str]:
         _sync_all(output)
         # Checked once more, since a rename replaces a file without a word.
         if os.path.lexists(target):
-            raise ValueError(f"{target} was made by another process meanwhile: remove it, or give another path")
+            raise ValueError(
+                f"{target} was made by another process meanwhile: remove it, or give another path"
+            )
         os.rename(output, target)
         sync(parent)
 
 
 def _sync_all(output: str) -> None:
-    """Flush a file, or all files in a folder and then the folder, so that what gets the name survives a power failure."""
+    """Flush a file, or all files in a folder and then the folder, so that what gets the name
+    survives a power failure.
+    """
     if not os.path.isdir(output):
         sync(output)
         return
@@ -119,7 +130,9 @@ def _sync_all(output: str) -> None:
 
 
 def piece_shape(shape: Sequence[int], lead: int, itemsize: int) -> tuple[int, ...]:
-    """Return the shape of the pieces of an array: one record of a stack, or as many rows of it as `PIECE_BYTES` hold."""
+    """Return the shape of the pieces of an array: one record of a stack, or as many rows of it as
+    `PIECE_BYTES` hold.
+    """
     pieces = [1] * len(shape)
     for dim in range(lead, len(shape)):
         row = math.prod(shape[dim + 1 :]) * itemsize
@@ -130,12 +143,20 @@ def piece_shape(shape: Sequence[int], lead: int, itemsize: int) -> tuple[int, ..
     return tuple(max(1, n) for n in pieces)
 
 
-def read_pieces(saved: SavedState, name: str, kind: np.dtype[Any]) -> Iterator[tuple[Box, np.ndarray]]:
-    """Yield a weight in its pieces, as it lies in memory row by row: the box of each, and its numbers in that dtype."""
+def read_pieces(
+    saved: SavedState, name: str, kind: np.dtype[Any]
+) -> Iterator[tuple[Box, np.ndarray]]:
+    """Yield a weight in its pieces, as it lies in memory row by row: the box of each, and its
+    numbers in that dtype.
+    """
     leaf = saved.leaves[name]
     sizes = piece_shape(leaf.shape, leaf.lead, kind.itemsize)
-    for corner in itertools.product(*(range(0, n, size) for n, size in zip(leaf.shape, sizes, strict=True))):
-        box = tuple((a, min(a + size, n)) for a, size, n in zip(corner, sizes, leaf.shape, strict=True))
+    for corner in itertools.product(
+        *(range(0, n, size) for n, size in zip(leaf.shape, sizes, strict=True))
+    ):
+        box = tuple(
+            (a, min(a + size, n)) for a, size, n in zip(corner, sizes, leaf.shape, strict=True)
+        )
         piece = np.empty([b - a for a, b in box], kind)
         read_part(saved, name, box, piece)
         yield box, piece
@@ -148,7 +169,9 @@ def read_part(saved: SavedState, name: str, box: Box, out: np.ndarray) -> None:
         with np.errstate(over="raise"):
             saved.records.read(name, box, out)
     except FloatingPointError as error:
-        raise CheckpointError(f"{name} holds numbers that {out.dtype.name} does not reach: use bfloat16 or float32") from error
+        raise CheckpointError(
+            f"{name} holds numbers that {out.dtype.name} does not reach: use bfloat16 or float32"
+        ) from error
     except OSError as error:
         damage = f"the checkpoint {saved.folder} is damaged: {error}"
         raise unreadable(error, f"reading the checkpoint {saved.folder}", damage) from error

@@ -1,13 +1,14 @@
-"""Numbers that no step can use: NaN, infinities, and what the compute dtype does not reach. Named while a file is read.
+"""Numbers that no step can use: NaN, infinities, and what the compute dtype does not reach. Named
+while a file is read.
 
     |x| as an integer  =  the bits of x without its sign      those of infinity and NaN are the largest
     x is usable       <->  |x| <= the largest that is finite in the compute dtype
 
-One comparison of integers finds all three faults, at the speed of memory, in the pieces that an import reads anyway. Only a
-tensor with a fault is read again, to count its faults.
+One comparison of integers finds all three faults, at the speed of memory, in the pieces that an
+import reads anyway. Only a tensor with a fault is read again, to count its faults.
 
-A weight that is not finite makes every gradient not finite, so each step would be skipped. A weight beyond float16 does the
-same under `precision="fp16"`, whose compute copy is cast from it.
+A weight that is not finite makes every gradient not finite, so each step would be skipped. A weight
+beyond float16 does the same under `precision="fp16"`, whose compute copy is cast from it.
 """
 
 import dataclasses
@@ -52,7 +53,8 @@ class FiniteWeights:
 
         Raises:
           CheckpointError: the file cannot be read.
-          Exception: of the type `error`, numbers of the tensor are not finite, or not in the compute dtype.
+          Exception: of the type `error`, numbers of the tensor are not finite, or not in the
+            compute dtype.
         """
         part = self._file.read(name, box)
         dtype = self.tensors[name].dtype
@@ -99,7 +101,9 @@ class _Faults:
         nans, infinite = int(np.isnan(faults).sum()), int(np.isinf(faults).sum())
         first = self.first
         if first is None:
-            inside = np.unravel_index(found[0], [stop - start for start, stop in box]) if box else ()
+            inside = (
+                np.unravel_index(found[0], [stop - start for start, stop in box]) if box else ()
+            )
             index = tuple(start + int(i) for (start, _), i in zip(box, inside, strict=True))
             first = float(faults[0]), index
         beyond = self.beyond + found.size - nans - infinite
@@ -111,7 +115,11 @@ class _Faults:
         counts = [
             (self.nans, "NaN", "NaN"),
             (self.infinite, "infinite number", "infinite numbers"),
-            (self.beyond, f"number beyond {compute_dtype}'s {most:.6g}", f"numbers beyond {compute_dtype}'s {most:.6g}"),
+            (
+                self.beyond,
+                f"number beyond {compute_dtype}'s {most:.6g}",
+                f"numbers beyond {compute_dtype}'s {most:.6g}",
+            ),
         ]
         kinds = [f"{count} {one if count == 1 else many}" for count, one, many in counts if count]
         text = " and ".join([", ".join(kinds[:-1]), kinds[-1]] if len(kinds) > 1 else kinds)
@@ -182,4 +190,6 @@ def largest_bits(dtype: str, compute_dtype: str) -> int:
 def _largest(dtype: str, compute_dtype: str) -> np.floating:
     """Return the largest number of a dtype that is finite in another."""
     kind = numpy_dtype(dtype)
-    return np.asarray([largest_bits(dtype, compute_dtype)], np.dtype(f"u{kind.itemsize}")).view(kind)[0]
+    return np.asarray([largest_bits(dtype, compute_dtype)], np.dtype(f"u{kind.itemsize}")).view(
+        kind
+    )[0]

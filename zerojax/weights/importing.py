@@ -1,14 +1,15 @@
-"""A fresh state of a program whose weights are arrays, or those of a file: safetensors or Orbax's format, by zerojax or others,
-or a checkpoint of zerojax.
+"""A fresh state of a program whose weights are arrays, or those of a file: safetensors or Orbax's
+format, by zerojax or others, or a checkpoint of zerojax.
 
     state = zj.import_params(program, "gpt.safetensors", key=jax.random.key(0))
     state = zj.import_params(program, {"embed": {"table": array}, ...}, key=jax.random.key(0))
 
-is `program.init(key)` with other weights: step 0, the same key, the optimizer state that `tx.init` makes of the weights, and
-the same state that is not trained.
-The file is given to a restore as if it were a checkpoint, and so read layer by layer into any stage, mesh and tier.
+is `program.init(key)` with other weights: step 0, the same key, the optimizer state that `tx.init`
+makes of the weights, and the same state that is not trained. The file is given to a restore as if
+it were a checkpoint, and so read layer by layer into any stage, mesh and tier.
 
-No such file holds the optimizer's leaves. `zerojax.weights.initial_opt_state` finds what each of them is:
+No such file holds the optimizer's leaves. `zerojax.weights.initial_opt_state` finds what each of
+them is:
 
     one number, or a few    known before the file is read
     a copy of a weight      read as that weight is
@@ -58,7 +59,8 @@ from zerojax.weights.shards import INDEX, ShardedSafetensors, weights_in
 
 
 def open_weights(path: str | os.PathLike[str]) -> WeightFile:
-    """Open a file of weights, of the format that it is in; of a folder with an index of safetensors all that it names.
+    """Open a file of weights, of the format that it is in; of a folder with an index of safetensors
+    all that it names.
 
     Raises:
       CheckpointError: it is none.
@@ -78,7 +80,9 @@ def open_weights(path: str | os.PathLike[str]) -> WeightFile:
 
 
 class StoredRecords(SavedRecords):
-    """Records of a state that was never saved: weights from a file, and the optimizer state that follows from them."""
+    """Records of a state that was never saved: weights from a file, and the optimizer state that
+    follows from them.
+    """
 
     def __init__(
         self,
@@ -90,12 +94,19 @@ class StoredRecords(SavedRecords):
     ) -> None:
         """Read the tensors `weights` of a file, by names in a checkpoint, and those `encoded`.
 
-        Leaves in `constants` are numbers, and all others are read from `saved`, the records of a checkpoint.
+        Leaves in `constants` are numbers, and all others are read from `saved`, the records of a
+        checkpoint.
         """
         super().__init__(file.path, ())
-        self._file, self._weights, self._constants, self._encoded = file, weights, constants, encoded
+        self._file, self._weights, self._constants, self._encoded = (
+            file,
+            weights,
+            constants,
+            encoded,
+        )
         self._saved = saved
-        # The arrays of one record of one weight: they are asked for one after the other, and by each device.
+        # The arrays of one record of one weight: they are asked for one after the other, and by
+        # each device.
         self._last: tuple[Any, list[np.ndarray]] = (None, [])
         self._lock = threading.Lock()
 
@@ -113,15 +124,24 @@ class StoredRecords(SavedRecords):
         out[...] = value[tuple(slice(a, b) for a, b in box)] if value.shape else value
 
     def _encode(self, array: "EncodedArray", box: Box) -> np.ndarray:
-        """Return a part of an encoded weight's array; of a record encoded as a whole, which has the bits of its shards."""
+        """Return a part of an encoded weight's array; of a record encoded as a whole, which has the
+        bits of its shards.
+        """
         encoding, front = array.encoding, box[: array.encoding.lead]
         with self._lock:
             if self._last[0] != (array.tensor, front):
-                weight = self._file.read(array.tensor, front + tuple((0, n) for n in encoding.shape))
-                self._last = (array.tensor, front), encoding.encode_here(np.asarray(weight, np.float32))
+                weight = self._file.read(
+                    array.tensor, front + tuple((0, n) for n in encoding.shape)
+                )
+                self._last = (
+                    (array.tensor, front),
+                    encoding.encode_here(np.asarray(weight, np.float32)),
+                )
             record = self._last[1][array.index]
         starts = [*(start for start, _ in front), *(0,) * (len(box) - len(front))]
-        return record[tuple(slice(a - start, b - start) for (a, b), start in zip(box, starts, strict=True))]
+        return record[
+            tuple(slice(a - start, b - start) for (a, b), start in zip(box, starts, strict=True))
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,8 +185,10 @@ class _Imported(SavedState):
           constants: the numbers of the others.
           values: of the small leaves, random keys as their data.
           encoded: the arrays of weights that the program keeps in 8 or 4 bits.
-          saved: the checkpoint whose weights these are, if they are those of one; leaves that nothing else has are its own.
-          keys: implementations of random keys among the values, by name; the default one for others.
+          saved: the checkpoint whose weights these are, if they are those of one; leaves that
+            nothing else has are its own.
+          keys: implementations of random keys among the values, by name; the default one for
+            others.
           about: what the model of the weights tells of itself.
         """
         self.folder, self.num_processes, self.data = file.path, 1, {}
@@ -174,10 +196,14 @@ class _Imported(SavedState):
         self.leaves = dict(leaves)
         self.keys = dict(keys)
         self.values = {"step": np.zeros((), np.int32), "skipped": np.zeros((), np.int32), **values}
-        self.records = StoredRecords(file, weights, constants, encoded, None if saved is None else saved.records)
+        self.records = StoredRecords(
+            file, weights, constants, encoded, None if saved is None else saved.records
+        )
 
     def check(self, *, checksums: bool, part: int = 0, num_parts: int = 1) -> None:
-        """Do nothing: a checkpoint was compared when it was opened, and other formats hold no checksums of their own."""
+        """Do nothing: a checkpoint was compared when it was opened, and other formats hold no
+        checksums of their own.
+        """
 
 
 @without_mesh
@@ -189,43 +215,54 @@ def import_params(
     rename: Rename | None = None,
     missing: Literal["error", "init"] | Callable[[str], bool] = "error",
 ) -> TrainState:
-    """Return a fresh state whose weights are those of a file, or arrays; in a run of several processes all call this.
+    """Return a fresh state whose weights are those of a file, or arrays; in a run of several
+    processes all call this.
 
     Args:
-      program: of the model whose weights they are, on any mesh, stage, tier and precision. Weights in another number of tiles
-        are cut anew. What the program had on disk is overwritten, once names and shapes were compared.
-      path: a safetensors file, an index of several (`model.safetensors.index.json`) or the folder of either, or the folder of a
-        checkpoint in Orbax's format that holds the parameter tree. Or a checkpoint of zerojax, the folder of one step or the
-        directory of a `Checkpointer`, whose newest whole step is taken: saved on any mesh, stage and tier and with any
-        optimizer; state of the model that is not trained comes with its weights. Names are those that `export_safetensors` and
-        `export_orbax` give, or `rename` makes; dtypes are floating, and read as float32. Or a tree of
-        arrays, of numpy or JAX, structured or named like the parameters: nested dicts and lists, or a flat dict with names as
-        in safetensors. Arrays stay as they are, and are read a record at a time; each process needs all of them.
+      program: of the model whose weights they are, on any mesh, stage, tier and precision. Weights
+        in another number of tiles are cut anew. What the program had on disk is overwritten, once
+        names and shapes were compared.
+      path: a safetensors file, an index of several (`model.safetensors.index.json`) or the folder
+        of either, or the folder of a checkpoint in Orbax's format that holds the parameter tree. Or
+        a checkpoint of zerojax, the folder of one step or the directory of a `Checkpointer`, whose
+        newest whole step is taken: saved on any mesh, stage and tier and with any optimizer; state
+        of the model that is not trained comes with its weights. Names are those that
+        `export_safetensors` and `export_orbax` give, or `rename` makes; dtypes are floating, and
+        read as float32. Or a tree of arrays, of numpy or JAX, structured or named like the
+        parameters: nested dicts and lists, or a flat dict with names as in safetensors. Arrays stay
+        as they are, and are read a record at a time; each process needs all of them.
       key: from `jax.random.key`, as for `program.init`.
-      rename: from the file's names to those of the model. A table by names, in which `{layer}` stands for the number of a
-        layer, `{"h.{layer}.up.weight": ("blocks.up.kernel", (1, 0)), "wte": "embed.table"}`: a value is a name, or a pair of
-        it and the order of the file's dims, as `numpy.transpose` takes it; None for a tensor that is not read. A name that the
-        table has not stays as it is. Or a function from one name to such a value, or to a `zerojax.weights.Place` where layers
-        are stacked. The tensors of layers are stacked as they are read.
-      missing: "init": weights that the file lacks, such as adapters, are those of `program.init(key)`; or a function of a name
-        that tells which may be lacking. "error": the file must have all.
+      rename: from the file's names to those of the model. A table by names, in which `{layer}`
+        stands for the number of a layer, `{"h.{layer}.up.weight": ("blocks.up.kernel", (1, 0)),
+        "wte": "embed.table"}`: a value is a name, or a pair of it and the order of the file's dims,
+        as `numpy.transpose` takes it; None for a tensor that is not read. A name that the table has
+        not stays as it is. Or a function from one name to such a value, or to a
+        `zerojax.weights.Place` where layers are stacked. The tensors of layers are stacked as they
+        are read.
+      missing: "init": weights that the file lacks, such as adapters, are those of
+        `program.init(key)`; or a function of a name that tells which may be lacking. "error": the
+        file must have all.
 
     Returns:
-      The state at step 0. Its optimizer state is what `tx.init` makes; its `model_state` is the checkpoint's, or else what
-      `program.init(key)` makes.
+      The state at step 0. Its optimizer state is what `tx.init` makes; its `model_state` is the
+      checkpoint's, or else what `program.init(key)` makes.
 
     Raises:
-      ValueError: `key` is no random key, or the optimizer's state is neither constant nor a copy of weights and does not all
-        rest on the device. The tree of arrays lacks weights, has others, or has others' shapes; or a leaf is no array. Or a
-        number in it is NaN, infinite, or beyond the dtype in which the program computes: its array is named.
-      CheckpointError: the file is of no such format, or lacks weights, has others, or has others' shapes: the first are named.
-        Or a number in it is NaN, infinite, or beyond the dtype in which the program computes: its tensor is named.
+      ValueError: `key` is no random key, or the optimizer's state is neither constant nor a copy of
+        weights and does not all rest on the device. The tree of arrays lacks weights, has others,
+        or has others' shapes; or a leaf is no array. Or a number in it is NaN, infinite, or beyond
+        the dtype in which the program computes: its array is named.
+      CheckpointError: the file is of no such format, or lacks weights, has others, or has others'
+        shapes: the first are named. Or a number in it is NaN, infinite, or beyond the dtype in
+        which the program computes: its tensor is named.
       DamagedError: the file cannot be read, or the checkpoint is not whole.
       SwapError: the program's disk is too small, or failed.
     """
     key = uncommitted(_checked_key(key, program))
     if missing not in ("error", "init") and not callable(missing):
-        raise ValueError(f"missing={missing!r} is unknown: choose from 'error' and 'init', or give a function of a name")
+        raise ValueError(
+            f"missing={missing!r} is unknown: choose from 'error' and 'init', or give a function of a name"
+        )
     may_lack = missing if callable(missing) else lambda _: missing == "init"
     with contextlib.ExitStack() as stack:
         given: WeightFile
@@ -252,12 +289,16 @@ def import_params(
             here = [x for x in state_leaves if x.name.startswith("weights") and not x.is_derived]
             if saved is not None:
                 kept = untouched(saved, state_leaves)
-                here = [x for x in here if x.encodes not in kept.weights and x.name not in kept.leaves]
+                here = [
+                    x for x in here if x.encodes not in kept.weights and x.name not in kept.leaves
+                ]
             wanted = _as_given(here, program.layout.encodings)
             told = file.told if isinstance(file, RenamedFile) else str
             absent_of = file.missing_layers if isinstance(file, RenamedFile) else _no_names
             shapes = {".".join(path_of(leaf.name)): leaf.shape for leaf in wanted}
-            if absent := {n: shape for n, shape in shapes.items() if n not in file.tensors and may_lack(n)}:
+            if absent := {
+                n: shape for n, shape in shapes.items() if n not in file.tensors and may_lack(n)
+            }:
                 file = CompletedFile(file, program.model, key, absent)
             weights, leaves = _compare(file, wanted, told, absent_of)
             encoded = _add_encoded(file, here, program.layout.encodings, weights, leaves)
@@ -272,15 +313,32 @@ def import_params(
                 f"tx.init makes {others[0]} of the weights, as neither a constant nor a copy: import into a program whose "
                 "params, grads and opt_state are on the device with update='after_backward', save it, and restore it here"
             )
-        values = {"key": _data(state_key(key)), **_model_state(program, state_leaves, key), **kept.values}
+        values = {
+            "key": _data(state_key(key)),
+            **_model_state(program, state_leaves, key),
+            **kept.values,
+        }
         values = {name: value for name, value in values.items() if name not in kept.leaves}
-        given_state = _Imported(file, {**leaves, **kept.leaves}, weights, constants, values, encoded, saved, kept.keys, about)
+        given_state = _Imported(
+            file,
+            {**leaves, **kept.leaves},
+            weights,
+            constants,
+            values,
+            encoded,
+            saved,
+            kept.keys,
+            about,
+        )
         state = restore_state(program, given_state)
         return _initialised(program, state) if others else state
 
 
 def _add_opt_state(
-    program: Program, state_leaves: Sequence[StateLeaf], weights: dict[str, str], leaves: dict[str, SavedLeaf]
+    program: Program,
+    state_leaves: Sequence[StateLeaf],
+    weights: dict[str, str],
+    leaves: dict[str, SavedLeaf],
 ) -> tuple[dict[str, np.ndarray], list[str]]:
     """Say what the leaves of the optimizer state are.
 
@@ -291,7 +349,8 @@ def _add_opt_state(
       leaves: what is in the file; these are added.
 
     Returns:
-      The numbers of those that are constant, and the names of those that are computed from the weights: these are zeros.
+      The numbers of those that are constant, and the names of those that are computed from the
+        weights: these are zeros.
 
     Raises:
       ValueError: one is a random key.
@@ -320,7 +379,9 @@ def _add_opt_state(
     return constants, others
 
 
-def _as_given(state_leaves: Sequence[StateLeaf], encodings: Mapping[str, Encoding]) -> list[StateLeaf]:
+def _as_given(
+    state_leaves: Sequence[StateLeaf], encodings: Mapping[str, Encoding]
+) -> list[StateLeaf]:
     """Return the leaves with each weight that rests encoded in the place of its arrays."""
     given: dict[str, StateLeaf] = {}
     for leaf in state_leaves:
@@ -338,7 +399,8 @@ def _add_encoded(
     weights: Mapping[str, str],
     leaves: dict[str, SavedLeaf],
 ) -> dict[str, EncodedArray]:
-    """Say what the arrays of weights that rest encoded are made of; they replace these weights in `leaves`.
+    """Say what the arrays of weights that rest encoded are made of; they replace these weights in
+    `leaves`.
 
     Raises:
       CheckpointError: such a weight is in tiles.
@@ -361,8 +423,12 @@ def _add_encoded(
     return encoded
 
 
-def _model_state(program: Program, state_leaves: Sequence[StateLeaf], key: jax.Array) -> dict[str, np.ndarray]:
-    """Return what `program.init(key)` makes of the model's state that is not trained, by leaf: files of weights hold none."""
+def _model_state(
+    program: Program, state_leaves: Sequence[StateLeaf], key: jax.Array
+) -> dict[str, np.ndarray]:
+    """Return what `program.init(key)` makes of the model's state that is not trained, by leaf:
+    files of weights hold none.
+    """
     names = [leaf.name for leaf in state_leaves if leaf.path.startswith(".model_state")]
     if not names:
         return {}
@@ -372,18 +438,24 @@ def _model_state(program: Program, state_leaves: Sequence[StateLeaf], key: jax.A
 
 def _data(leaf: jax.Array) -> np.ndarray:
     """Return an array as numpy has it; of random keys their data."""
-    return np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+    return np.asarray(
+        jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    )
 
 
 def _checked_key(key: Any, program: Program) -> jax.Array:
     """Return the key as `program.init(key)` takes it."""
     if not isinstance(key, jax.Array):
-        raise ValueError(f"import_params takes a random key, such as jax.random.key(0), got {key!r}")
+        raise ValueError(
+            f"import_params takes a random key, such as jax.random.key(0), got {key!r}"
+        )
     # A key of jax.random.PRNGKey is plain numbers.
     key = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
     expected = program.layout.abstract_state.key.dtype
     if key.shape or key.dtype != expected:
-        raise ValueError(f"import_params takes one random key of {expected}, got {key.dtype}{list(key.shape)}")
+        raise ValueError(
+            f"import_params takes one random key of {expected}, got {key.dtype}{list(key.shape)}"
+        )
     return key
 
 
@@ -416,19 +488,28 @@ def _compare(
         name = ".".join(path_of(leaf.name))
         # One tensor would silently be read for both.
         if (other := owners.setdefault(name, leaf.name)) != leaf.name:
-            raise CheckpointError(f"{other} and {leaf.name} of the model are both {name} in {file.path}: rename one of them")
+            raise CheckpointError(
+                f"{other} and {leaf.name} of the model are both {name} in {file.path}: rename one of them"
+            )
     here_shapes = {leaf.name: leaf.shape for leaf in state_leaves}
-    file_shapes = {name: tensor.shape for name in here_shapes if (tensor := file.tensors.get(".".join(path_of(name))))}
+    file_shapes = {
+        name: tensor.shape
+        for name in here_shapes
+        if (tensor := file.tensors.get(".".join(path_of(name))))
+    }
     for leaf in state_leaves:
         name = weights[leaf.name] = ".".join(path_of(leaf.name))
         if (tensor := file.tensors.get(name)) is None:
             differences.append(f"no {told(name)} {list(leaf.shape)}")
             continue
-        # Others' files do not mark tiles: where the program has tiles, a tensor of as many dims is taken for tiles as well.
+        # Others' files do not mark tiles: where the program has tiles, a tensor of as many dims is
+        # taken for tiles as well.
         is_tiled = name in file.tiled or (bool(leaf.tiles) and len(tensor.shape) == len(leaf.shape))
         leaves[leaf.name] = SavedLeaf(tensor.shape, tensor.dtype, min(leaf.lead, 1), is_tiled, "")
         if not jnp.issubdtype(known_dtype(tensor.dtype), jnp.floating):
-            differences.append(f"{told(name)} of {tensor.dtype}, which is no floating dtype that is read here")
+            differences.append(
+                f"{told(name)} of {tensor.dtype}, which is no floating dtype that is read here"
+            )
         elif leaf.lead and (absent := absent_of(name, leaf.shape[0])):
             differences += [f"no {tensor_name}" for tensor_name in absent]
         elif tensor.shape != leaf.shape:
@@ -437,14 +518,27 @@ def _compare(
                     raise ValueError("")
                 is_mlp = of_mlp(leaf.name, here_shapes) and of_mlp(leaf.name, file_shapes)
                 # For its errors alone: the restore works out the same again.
-                retiled(tensor.shape, leaf.shape, stacked=leaf.lead > 0, tiled=(is_tiled, leaf.tiles), is_mlp=is_mlp)
+                retiled(
+                    tensor.shape,
+                    leaf.shape,
+                    stacked=leaf.lead > 0,
+                    tiled=(is_tiled, leaf.tiles),
+                    is_mlp=is_mlp,
+                )
             except ValueError as error:
-                differences.append(f"{told(name)} {list(tensor.shape)}, and here it is {list(leaf.shape)}{error}")
+                differences.append(
+                    f"{told(name)} {list(tensor.shape)}, and here it is {list(leaf.shape)}{error}"
+                )
     # The other direction too, so that one error names all.
     extra = sorted(set(file.tensors) - set(weights.values()))
-    differences += [f"{told(name)} {list(file.tensors[name].shape)}, which this program's model has not" for name in extra]
+    differences += [
+        f"{told(name)} {list(file.tensors[name].shape)}, which this program's model has not"
+        for name in extra
+    ]
     if differences:
-        raise CheckpointError(f"{file.path} is of another model. It holds: {first_few(differences)}")
+        raise CheckpointError(
+            f"{file.path} is of another model. It holds: {first_few(differences)}"
+        )
     return weights, leaves
 
 

@@ -1,6 +1,8 @@
-"""The optimizer state that `tx.init(params)` would return for weights that are not loaded yet, derived from its jaxpr.
+"""The optimizer state that `tx.init(params)` would return for weights that are not loaded yet,
+derived from its jaxpr.
 
-The weights may be larger than memory, so `tx.init` is not run: its jaxpr is interpreted over what is known of each value.
+The weights may be larger than memory, so `tx.init` is not run: its jaxpr is interpreted over what
+is known of each value.
 
     Copy(i)     weight i as it is, or cast to another float        the float32 copy of a wrapper that averages weights
     numbers     one for all elements, or a few                     moments that are 0; counts; learning rates
@@ -74,7 +76,11 @@ def _results(i: Instruction, values: Sequence[InitialValue]) -> list[InitialValu
     if name in _COPIES and isinstance(copy := values[0], Copy):
         before: Any = i.eqn.invars[0].aval
         after: Any = outs[0]
-        return [copy if (before.shape, before.dtype) == (after.shape, after.dtype) or _narrows(before, after) else None]
+        return [
+            copy
+            if (before.shape, before.dtype) == (after.shape, after.dtype) or _narrows(before, after)
+            else None
+        ]
     numbers = [v for v in values if isinstance(v, np.ndarray | np.generic)]
     if len(numbers) < len(values):
         return [None] * len(outs)
@@ -82,13 +88,26 @@ def _results(i: Instruction, values: Sequence[InitialValue]) -> list[InitialValu
     if name in FILLS and not numbers[0].shape:
         return [numbers[0]]
     if name in POINTWISE and not i.has_jaxpr and not any(n.shape for n in numbers):
-        return [_numbers(out) for out in bind(i.eqn, [jnp.asarray(n) for n in numbers])]  # one element for all
-    if all(math.prod(getattr(a, "shape", ())) <= INLINE_ELEMENTS for a in [*(v.aval for v in i.eqn.invars), *outs]):
-        arrays = [jnp.asarray(np.broadcast_to(n, shape)) for n, shape in zip(numbers, shapes, strict=True)]
+        return [
+            _numbers(out) for out in bind(i.eqn, [jnp.asarray(n) for n in numbers])
+        ]  # one element for all
+    if all(
+        math.prod(getattr(a, "shape", ())) <= INLINE_ELEMENTS
+        for a in [*(v.aval for v in i.eqn.invars), *outs]
+    ):
+        arrays = [
+            jnp.asarray(np.broadcast_to(n, shape)) for n, shape in zip(numbers, shapes, strict=True)
+        ]
         return [_numbers(out) for out in bind(i.eqn, arrays)]
     return [None] * len(outs)
 
 
 def _narrows(before: Any, after: Any) -> bool:
-    """Tell whether a weight is cast as a reader casts it: from float32, in which weights are read, in one rounding."""
-    return before.shape == after.shape and before.dtype == jnp.float32 and jnp.issubdtype(after.dtype, jnp.floating)
+    """Tell whether a weight is cast as a reader casts it: from float32, in which weights are read,
+    in one rounding.
+    """
+    return (
+        before.shape == after.shape
+        and before.dtype == jnp.float32
+        and jnp.issubdtype(after.dtype, jnp.floating)
+    )

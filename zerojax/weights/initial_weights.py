@@ -1,10 +1,12 @@
-"""A file of weights, completed by those that it lacks, as `program.init(key)` makes them: adapters beside a pretrained base.
+"""A file of weights, completed by those that it lacks, as `program.init(key)` makes them: adapters
+beside a pretrained base.
 
     file     embed.table, blocks.w [L, ..]
     model    embed.table, blocks.w [L, ..], blocks.lora_a [L, ..]        lora_a[l] = init_block(key[l])["lora_a"]
 
-A layer's missing weights are computed when a record of it is read, and the others of the layer are not: only what is returned
-of a jitted function is computed. Keys are those of `init`, so the numbers are, too.
+A layer's missing weights are computed when a record of it is read, and the others of the layer are
+not: only what is returned of a jitted function is computed. Keys are those of `init`, so the
+numbers are, too.
 """
 
 import threading
@@ -30,7 +32,11 @@ class CompletedFile:
     """
 
     def __init__(
-        self, file: WeightFile, model: Model | LayeredModel, key: jax.Array, missing: Mapping[str, Sequence[int]]
+        self,
+        file: WeightFile,
+        model: Model | LayeredModel,
+        key: jax.Array,
+        missing: Mapping[str, Sequence[int]],
     ) -> None:
         """Take the weights named in `missing` from the model.
 
@@ -41,10 +47,14 @@ class CompletedFile:
           missing: their shapes, by name.
         """
         self.path, self._file, self._missing = file.path, file, dict(missing)
-        self.tensors = {**file.tensors, **{name: Tensor(tuple(shape), "float32") for name, shape in missing.items()}}
+        self.tensors = {
+            **file.tensors,
+            **{name: Tensor(tuple(shape), "float32") for name, shape in missing.items()},
+        }
         self.tiled = file.tiled
         self._sources = _sources(model, key, self._missing)
-        # One layer's, or those of an end: they are asked for one after the other, and by each device.
+        # One layer's, or those of an end: they are asked for one after the other, and by each
+        # device.
         self._last: tuple[Any, dict[str, np.ndarray]] = (None, {})
         self._lock = threading.Lock()
 
@@ -67,7 +77,10 @@ class CompletedFile:
             if self._last[0] != (source, layer):
                 device = jax.local_devices()[0]
                 # The program's mesh may be set here, and need not have this device.
-                with jax.set_mesh(Mesh(np.asarray([device]), ("device",))), jax.default_device(device):
+                with (
+                    jax.set_mesh(Mesh(np.asarray([device]), ("device",))),
+                    jax.default_device(device),
+                ):
                     made = jax.tree.map(np.asarray, source(layer))
                 self._last = (source, layer), made
             return self._last[1]
@@ -76,10 +89,14 @@ class CompletedFile:
 def _sources(
     model: Model | LayeredModel, key: jax.Array, missing: Mapping[str, Any]
 ) -> dict[str, tuple[Callable[[int], dict[str, Any]], bool]]:
-    """Return for each missing weight what makes it, given the number of a layer, and whether it is a stack of layers."""
+    """Return for each missing weight what makes it, given the number of a layer, and whether it is
+    a stack of layers.
+    """
     sources: dict[str, tuple[Callable[[int], dict[str, Any]], bool]] = {}
 
-    def add(init: Callable[[jax.Array], Any], part: Sequence[str], keys: Callable[[int], jax.Array]) -> None:
+    def add(
+        init: Callable[[jax.Array], Any], part: Sequence[str], keys: Callable[[int], jax.Array]
+    ) -> None:
         shapes = jax.eval_shape(init, key)
         names = [_name(part, path) for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
         wanted = [name for name in names if name in missing]

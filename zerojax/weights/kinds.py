@@ -1,6 +1,8 @@
-"""What a file or folder is that holds no weights in a format that is read here, and what to do with it: for errors alone.
+"""What a file or folder is that holds no weights in a format that is read here, and what to do with
+it: for errors alone.
 
-Told by its first bytes, as `file` does, or by the names in a folder. Nothing is loaded or unpickled.
+Told by its first bytes, as `file` does, or by the names in a folder. Nothing is loaded or
+unpickled.
 """
 
 import os
@@ -19,14 +21,20 @@ _JOIN = (
 )
 _RESAVE = "save its tensors as safetensors (safetensors.torch.save_file), and import that"
 _MAGIC = (
-    (b"GGUF", "a GGUF file, whose weights may be quantized: import the safetensors that it was made from"),
+    (
+        b"GGUF",
+        "a GGUF file, whose weights may be quantized: import the safetensors that it was made from",
+    ),
     (
         b"\x93NUMPY",
         "one array of numpy (.npy): save a dict of names and arrays by safetensors.numpy.save_file, and import that",
     ),
     (b"\x89HDF\r\n\x1a\n", f"an HDF5 file, as of Keras: {_RESAVE}"),
     (b"\x1f\x8b", "a gzip archive: unpack it first"),
-    (b"version https://git-lfs", "the pointer of git-lfs to a file that was not downloaded: run `git lfs pull`"),
+    (
+        b"version https://git-lfs",
+        "the pointer of git-lfs to a file that was not downloaded: run `git lfs pull`",
+    ),
     (b"<", "a page of HTML or XML, as a failed download leaves: download the file again"),
 )
 
@@ -73,16 +81,23 @@ def _kind_of_json(path: str, file: ReadFile) -> str:
         return "an index of shards that names none"
     form = "safetensors" if shards[0].endswith(".safetensors") else "other"
     names = ", ".join(shards[:2]) + (", ..." if len(shards) > 2 else "")
-    absent = [name for name in shards if not os.path.exists(os.path.join(os.path.dirname(path), name))]
+    absent = [
+        name for name in shards if not os.path.exists(os.path.join(os.path.dirname(path), name))
+    ]
     lost = f" ({len(absent)} of them are not beside it, the first {absent[0]})" if absent else ""
     if len(shards) == 1 and form == "safetensors":
         return f"HuggingFace's index of one file: import {shards[0]} beside it{lost}"
-    repair = _JOIN if form == "safetensors" else f"load each by torch.load(path, weights_only=True), {_RESAVE}"
+    repair = (
+        _JOIN
+        if form == "safetensors"
+        else f"load each by torch.load(path, weights_only=True), {_RESAVE}"
+    )
     return f"HuggingFace's index of weights in {len(shards)} {form} files, {names}{lost}: {repair}"
 
 
 def kind_of_folder(path: str) -> str | None:
-    """Return what a folder is that has no _METADATA, and what to do; None where nothing is known of it.
+    """Return what a folder is that has no _METADATA, and what to do; None where nothing is known of
+    it.
 
     Raises:
       OSError: it cannot be read.
@@ -92,7 +107,10 @@ def kind_of_folder(path: str) -> str | None:
         return "an empty folder"
     if os.path.isdir(os.path.join(path, STATE)):
         return "a zerojax checkpoint, for Checkpointer.restore, zj.import_params or zj.export_orbax"
-    if any(re.fullmatch("[0-9]+", name) and os.path.isdir(os.path.join(path, name, STATE)) for name in names):
+    if any(
+        re.fullmatch("[0-9]+", name) and os.path.isdir(os.path.join(path, name, STATE))
+        for name in names
+    ):
         return "a directory of zerojax checkpoints, for Checkpointer(path).restore, zj.import_params or zj.export_orbax"
     inner = [name for name in names if os.path.exists(os.path.join(path, name, "_METADATA"))]
     if inner:

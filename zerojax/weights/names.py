@@ -4,9 +4,10 @@
     weights['blocks']['w1']     ("blocks", "w1")            {"blocks": {"w1": a}}        blocks.w1
     weights['layers'][0].bias   ("layers", "0", "bias")     {"layers": {"0": {"bias"}}}  layers.0.bias
 
-A checkpoint's name is JAX's `keystr`, which tells dicts, lists and attributes apart. Other formats do not, so two names may
-become one: that is an error, never a choice. Names are only translated from left to right: an import looks for the keys of each
-weight that the program has, and need not know what kind of node a key of the file was.
+A checkpoint's name is JAX's `keystr`, which tells dicts, lists and attributes apart. Other formats
+do not, so two names may become one: that is an error, never a choice. Names are only translated
+from left to right: an import looks for the keys of each weight that the program has, and need not
+know what kind of node a key of the file was.
 """
 
 import ast
@@ -25,17 +26,24 @@ from zerojax.checkpoint import ENCODED, CheckpointError, SavedState
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """What weights may be written in, and its name in safetensors."""
 TILED = "zerojax.tiled"
-"""In the metadata of either format: JSON list of the names of weights that are stacks of tiles, which shapes do not tell."""
+"""In the metadata of either format: JSON list of the names of weights that are stacks of tiles,
+which shapes do not tell.
+"""
 ABOUT = "zerojax.about"
-"""In the metadata of either format: JSON object of what the model tells of itself (`zerojax.Model.about`), in no weight."""
-_KEY = re.compile(r"""\.([^\W\d]\w*)|\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|-?\d+)\]|\[<flat index (\d+)>\]""")
+"""In the metadata of either format: JSON object of what the model tells of itself
+(`zerojax.Model.about`), in no weight.
+"""
+_KEY = re.compile(
+    r"""\.([^\W\d]\w*)|\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|-?\d+)\]|\[<flat index (\d+)>\]"""
+)
 _WEIGHTS = "weights"
 _EMA = ".ema_params"
 """The field of `zerojax.Ema`'s state whose leaves are named as the weights are."""
 
 
 def path_of(name: str) -> tuple[str, ...]:
-    """Return the keys of a weight, from its name in a checkpoint: "weights['a'][0].b" -> ("a", "0", "b").
+    """Return the keys of a weight, from its name in a checkpoint: "weights['a'][0].b" -> ("a", "0",
+    "b").
 
     Raises:
       CheckpointError: a key is neither text, nor a number, nor an attribute.
@@ -43,7 +51,9 @@ def path_of(name: str) -> tuple[str, ...]:
     keys, at = [], len(_WEIGHTS)
     while at < len(name):
         if (match := _KEY.match(name, at)) is None:
-            raise CheckpointError(f"{name}: {name[at:]} is no key that other formats know: use text or numbers as keys")
+            raise CheckpointError(
+                f"{name}: {name[at:]} is no key that other formats know: use text or numbers as keys"
+            )
         # `key` is a Python literal: an integer, or text in quotes, with its escapes.
         attribute, key, number = match.groups()
         keys.append(attribute or number or str(ast.literal_eval(key)))
@@ -55,7 +65,8 @@ def weights_of(saved: SavedState, ema: bool = False) -> dict[tuple[str, ...], st
     """Return the names of the weights, or of their averages, by the weights' keys, in order.
 
     Raises:
-      CheckpointError: there is none, or two that other formats do not tell apart; or not one average of each weight.
+      CheckpointError: there is none, or two that other formats do not tell apart; or not one
+        average of each weight.
     """
     weights: dict[tuple[str, ...], str] = {}
     name_of: dict[str, str] = {}
@@ -71,9 +82,13 @@ def weights_of(saved: SavedState, ema: bool = False) -> dict[tuple[str, ...], st
             )
         path = path_of(name)
         if not path:
-            raise CheckpointError(f"{saved.folder}: its parameters are one array, which has no name: put it into a dict")
+            raise CheckpointError(
+                f"{saved.folder}: its parameters are one array, which has no name: put it into a dict"
+            )
         if (other := name_of.setdefault(".".join(path), name)) != name:
-            raise CheckpointError(f"{other} and {name} are both {'.'.join(path)} in other formats: rename one of them")
+            raise CheckpointError(
+                f"{other} and {name} are both {'.'.join(path)} in other formats: rename one of them"
+            )
         # A frozen weight is its own average.
         weights[path] = _average_of(name, saved) if ema and name not in frozen else name
     if not weights:
@@ -84,7 +99,9 @@ def weights_of(saved: SavedState, ema: bool = False) -> dict[tuple[str, ...], st
 def _average_of(name: str, saved: SavedState) -> str:
     """Return the name of the average of a weight."""
     end = _EMA + name.removeprefix(_WEIGHTS)
-    averages = [other for other in saved.leaves if other.startswith("opt_state") and other.endswith(end)]
+    averages = [
+        other for other in saved.leaves if other.startswith("opt_state") and other.endswith(end)
+    ]
     if len(averages) != 1:
         raise CheckpointError(
             f"{saved.folder} holds {len(averages)} averages of {name}, and one is needed: it is kept by an optimizer with "
@@ -114,7 +131,9 @@ def tiled_in(text: str | None) -> frozenset[str]:
 
 
 def metadata_of(saved: SavedState, tensors: Mapping[str, str]) -> dict[str, str]:
-    """Return what either format says of a checkpoint's weights beside their numbers, given the weight of each tensor."""
+    """Return what either format says of a checkpoint's weights beside their numbers, given the
+    weight of each tensor.
+    """
     metadata = {TILED: json.dumps(tiled_names(saved, tensors))}
     return metadata | ({ABOUT: json.dumps(saved.about)} if saved.about else {})
 

@@ -6,15 +6,18 @@
                           and holds what the model tells of itself
     {path}/blocks.w1/     a zarr array; or, in others' checkpoints, all arrays in one database (OCDBT, `manifest.ocdbt`)
 
-Orbax writes a leaf from an array that is there whole. So it is given the same tree with one number for each leaf, and writes
-all of the format but the arrays' sizes; each array is then made anew in its own shape and filled chunk by chunk, a chunk being
-one layer of a stack, or a piece of it. For the same reason arrays are read by tensorstore, box by box, not by Orbax.
+Orbax writes a leaf from an array that is there whole. So it is given the same tree with one number
+for each leaf, and writes all of the format but the arrays' sizes; each array is then made anew in
+its own shape and filled chunk by chunk, a chunk being one layer of a stack, or a piece of it. For
+the same reason arrays are read by tensorstore, box by box, not by Orbax.
 
-Orbax is given numbers of numpy, since an export uses no device, and would restore numpy's arrays where no target says what
-else. So the description is then changed to what Orbax writes for `jax.Array`, on a mesh of the first device.
+Orbax is given numbers of numpy, since an export uses no device, and would restore numpy's arrays
+where no target says what else. So the description is then changed to what Orbax writes for
+`jax.Array`, on a mesh of the first device.
 
-Tensorstore ends the process where it cannot allocate a chunk, so a chunk is held against the bytes that are there before any is
-read: no compression turns them into more than `MOST_RATIO` times as many.
+Tensorstore ends the process where it cannot allocate a chunk, so a chunk is held against the bytes
+that are there before any is read: no compression turns them into more than `MOST_RATIO` times as
+many.
 """
 
 import base64
@@ -35,15 +38,21 @@ from host_offload.fields import Field, FieldError, is_inner_path, parse_json
 from zerojax.checkpoint import CheckpointError, SavedState, explained
 from zerojax.progress import working
 from zerojax.sharding import without_mesh
-from zerojax.weights.exporting import export_dtype, open_checkpoint, piece_shape, read_pieces, write_atomically
+from zerojax.weights.exporting import (
+    export_dtype,
+    open_checkpoint,
+    piece_shape,
+    read_pieces,
+    write_atomically,
+)
 from zerojax.weights.kinds import kind_of_folder
 from zerojax.weights.names import ABOUT, TILED, Tensor, about_in, metadata_of, tiled_in, weights_of
 
 CACHE_BYTES = 2**28
 """Of chunks of Orbax arrays that hold several layers, kept for the next one."""
 MOST_RATIO = 2**15
-"""Of decoded to stored bytes: a block of zstd, of 128 KiB at most, takes 4 bytes at least. The other codecs that Orbax has had
-reach less."""
+"""Of decoded to stored bytes: a block of zstd, of 128 KiB at most, takes 4 bytes at least. The
+other codecs that Orbax has had reach less."""
 _MOST_METADATA = 1 << 30
 _DESCRIPTION, _SHARDING = "_METADATA", "_sharding"
 _EMPTY_NODES = frozenset({"None", "Dict", "List", "Tuple", "NamedTuple", "Empty"})
@@ -51,25 +60,32 @@ _EMPTY_NODES = frozenset({"None", "Dict", "List", "Tuple", "NamedTuple", "Empty"
 
 @without_mesh
 def export_orbax(
-    checkpoint: str | os.PathLike[str], path: str | os.PathLike[str], *, dtype: Any = None, ema: bool = False
+    checkpoint: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    dtype: Any = None,
+    ema: bool = False,
 ) -> None:
     """Write the weights of a checkpoint as a checkpoint of Orbax's own format.
 
-    `ocp.StandardCheckpointer().restore(path)` returns the parameter tree as nested dicts of `jax.Array` on the first device, or
-    where its target says. Arrays of float64, and those without elements, which Orbax has no `jax.Array` of, are numpy's. Lists
-    and tuples become dicts with keys "0", "1", ..., as do other integer keys, and attributes keys of their names. Stacked
-    layers stay stacked. The records' checksums are compared first. To be called by one process; it uses no device.
+    `ocp.StandardCheckpointer().restore(path)` returns the parameter tree as nested dicts of
+    `jax.Array` on the first device, or where its target says. Arrays of float64, and those without
+    elements, which Orbax has no `jax.Array` of, are numpy's. Lists and tuples become dicts with
+    keys "0", "1", ..., as do other integer keys, and attributes keys of their names. Stacked layers
+    stay stacked. The records' checksums are compared first. To be called by one process; it uses no
+    device.
 
     Args:
-      checkpoint: folder of one step of a `Checkpointer`, or its directory: then its newest whole step.
+      checkpoint: folder of one step of a `Checkpointer`, or its directory: then its newest whole
+        step.
       path: of the folder; nothing may be there.
       dtype: float64, float32, float16 or bfloat16; None: float32, in which the weights were saved.
       ema: write the averages that `zerojax.Ema` keeps of the weights, under the weights' names.
 
     Raises:
       ValueError: another dtype, or `path` exists.
-      CheckpointError: there is no checkpoint, the folder cannot be written, a weight's name or numbers do not fit, or there
-        are no averages.
+      CheckpointError: there is no checkpoint, the folder cannot be written, a weight's name or
+        numbers do not fit, or there are no averages.
       DamagedError: the checkpoint is not whole.
     """
     kind = export_dtype(dtype)
@@ -78,7 +94,9 @@ def export_orbax(
         tensors = {".".join(keys): name for keys, name in weights.items()}
         for tensor, name in tensors.items():
             if not is_inner_path(tensor) or "\\" in tensor:
-                raise CheckpointError(f"{name}: no folder of Orbax's format can be named {tensor}: export it as safetensors")
+                raise CheckpointError(
+                    f"{name}: no folder of Orbax's format can be named {tensor}: export it as safetensors"
+                )
         try:
             _write_tree(output, weights, kind, metadata_of(saved, tensors))
             with working("export", len(tensors)) as advance:
@@ -88,10 +106,17 @@ def export_orbax(
         except (ValueError, NotImplementedError) as error:  # tensorstore's, of a file too
             raise CheckpointError(f"writing {os.fspath(path)} failed: {error}") from error
         if kind != np.float64:  # of which there is no jax.Array, unless jax_enable_x64 is set
-            _mark_as_jax(output, {tensor: saved.leaves[name].shape for tensor, name in tensors.items()})
+            _mark_as_jax(
+                output, {tensor: saved.leaves[name].shape for tensor, name in tensors.items()}
+            )
 
 
-def _write_tree(folder: str, weights: Mapping[tuple[str, ...], str], kind: np.dtype[Any], metadata: Mapping[str, str]) -> None:
+def _write_tree(
+    folder: str,
+    weights: Mapping[tuple[str, ...], str],
+    kind: np.dtype[Any],
+    metadata: Mapping[str, str],
+) -> None:
     """Let Orbax write the tree, each leaf of one number."""
     tree: dict[str, Any] = {}
     for keys in weights:
@@ -99,9 +124,13 @@ def _write_tree(folder: str, weights: Mapping[tuple[str, ...], str], kind: np.dt
         for n, key in enumerate(keys[:-1]):
             node = node.setdefault(key, {})
             if not isinstance(node, dict):
-                raise CheckpointError(f"{weights[keys]}: its parent {'.'.join(keys[: n + 1])} is an array: rename one of them")
+                raise CheckpointError(
+                    f"{weights[keys]}: its parent {'.'.join(keys[: n + 1])} is an array: rename one of them"
+                )
         if keys[-1] in node:
-            raise CheckpointError(f"{weights[keys]}: there is a tree of its name, too: rename one of them")
+            raise CheckpointError(
+                f"{weights[keys]}: there is a tree of its name, too: rename one of them"
+            )
         node[keys[-1]] = np.zeros((), kind)
     me = jax.process_index()  # of several processes, those that do not export would be waited for
     alone = ocp.options.MultiprocessingOptions(
@@ -117,7 +146,11 @@ def _write_array(folder: str, saved: SavedState, name: str, kind: np.dtype[Any])
     """Make the array of a weight in place of that of one number, and fill it chunk by chunk."""
     leaf = saved.leaves[name]
     # By default tensorstore writes no chunk of zeros; then a lost chunk could not be told from one.
-    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": folder + "/"}, "store_data_equal_to_fill_value": True}
+    spec = {
+        "driver": "zarr",
+        "kvstore": {"driver": "file", "path": folder + "/"},
+        "store_data_equal_to_fill_value": True,
+    }
     # Orbax's own metadata, such as dtype and compressor; only shape and chunks are changed.
     metadata = ts.open(spec).result().spec().to_json()["metadata"]
     chunks = piece_shape(leaf.shape, leaf.lead, kind.itemsize)
@@ -128,9 +161,11 @@ def _write_array(folder: str, saved: SavedState, name: str, kind: np.dtype[Any])
 
 
 def _mark_as_jax(folder: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Let Orbax restore arrays as `jax.Array`: change the description, and write the file of shardings that it looks for.
+    """Let Orbax restore arrays as `jax.Array`: change the description, and write the file of
+    shardings that it looks for.
 
-    The mesh is one of the device of number 0, of any platform. A `SingleDeviceSharding` would name the platform.
+    The mesh is one of the device of number 0, of any platform. A `SingleDeviceSharding` would name
+    the platform.
     """
     path = os.path.join(folder, _DESCRIPTION)
     with open(path) as file:
@@ -183,22 +218,29 @@ class OrbaxFolder:
                 raise CheckpointError(
                     f"{path} cannot be imported{it_is}; as a checkpoint of Orbax's own it has no {_DESCRIPTION}"
                 )
-            names, driver = self._describe(Field(parse_json(ReadFile(description).read_all(_MOST_METADATA))))
+            names, driver = self._describe(
+                Field(parse_json(ReadFile(description).read_all(_MOST_METADATA)))
+            )
             self._stored = _stored_bytes(path)
             self._arrays = self._open(driver, names)
-            self.tensors = {n: Tensor(tuple(a.shape), str(a.dtype.name)) for n, a in self._arrays.items()}
+            self.tensors = {
+                n: Tensor(tuple(a.shape), str(a.dtype.name)) for n, a in self._arrays.items()
+            }
             for name, array in self._arrays.items():
                 self._check_chunks(name, array)
         except OSError as error:
             raise explained(error, f"reading {path}") from error
         except (ValueError, NotImplementedError) as error:
-            raise CheckpointError(f"{path} cannot be read as a checkpoint of Orbax: {error}") from error
+            raise CheckpointError(
+                f"{path} cannot be read as a checkpoint of Orbax: {error}"
+            ) from error
 
     def _describe(self, metadata: Field) -> tuple[list[str], str]:
         """Return the names of the arrays, and tensorstore's driver for them.
 
         Raises:
-          FieldError: a field is missing or wrong, leads out of the folder, or two arrays have one name.
+          FieldError: a field is missing or wrong, leads out of the folder, or two arrays have one
+            name.
         """
         zarr3, custom = metadata.get("use_zarr3"), metadata.get("custom_metadata")
         tiled = None if custom is None else custom.get(TILED)
@@ -215,7 +257,9 @@ class OrbaxFolder:
                 leaf["key_metadata"].refuse("keys that name a folder in this one")
             # Its files would be those of the other.
             if (other := names.setdefault(name, path)) != path:
-                raise FieldError(f"{other} and {path} are both stored as {name}: rename one of them, and save them again")
+                raise FieldError(
+                    f"{other} and {path} are both stored as {name}: rename one of them, and save them again"
+                )
         return list(names), "zarr3" if zarr3 is not None and zarr3.flag() else "zarr"
 
     def _open(self, driver: str, names: Sequence[str]) -> dict[str, Any]:
@@ -229,7 +273,9 @@ class OrbaxFolder:
                 if self._is_joined
                 else files | {"path": f"{self.path}/{name}/"}
             )
-            futures[name] = ts.open({"driver": driver, "kvstore": store}, open=True, read=True, context=context)
+            futures[name] = ts.open(
+                {"driver": driver, "kvstore": store}, open=True, read=True, context=context
+            )
         return {name: array.result() for name, array in futures.items()}
 
     @property
@@ -238,13 +284,19 @@ class OrbaxFolder:
         return os.path.exists(os.path.join(self.path, "manifest.ocdbt"))
 
     def _check_chunks(self, name: str, array: Any) -> None:
-        """Raise FieldError where a chunk is larger than its array, or than what the bytes that are there can hold."""
+        """Raise FieldError where a chunk is larger than its array, or than what the bytes that are
+        there can hold.
+        """
         chunk, shape = tuple(array.chunk_layout.read_chunk.shape or ()), tuple(array.shape)
         num_bytes = math.prod(chunk) * array.dtype.numpy_dtype.itemsize
         if any(c > max(1, n) for c, n in zip(chunk, shape, strict=True)):
-            raise FieldError(f"{name} {list(shape)} has chunks of {list(chunk)}, which are larger than it is")
+            raise FieldError(
+                f"{name} {list(shape)} has chunks of {list(chunk)}, which are larger than it is"
+            )
         # Of a database it is not known which bytes are whose.
-        stored = self._stored["."] if self._is_joined else self._stored.get(os.path.normpath(name), 0)
+        stored = (
+            self._stored["."] if self._is_joined else self._stored.get(os.path.normpath(name), 0)
+        )
         # 0: chunks that are not there are all of one value, and take no memory of their own.
         if stored and num_bytes > stored * MOST_RATIO:
             raise FieldError(
@@ -266,16 +318,21 @@ class OrbaxFolder:
 
 def _key(key: Field) -> str:
     """Return a key of the tree as it is in names; numbers are those of lists."""
-    return str(key.integer()) if isinstance(key.value, int) and not isinstance(key.value, bool) else key.text()
+    return (
+        str(key.integer())
+        if isinstance(key.value, int) and not isinstance(key.value, bool)
+        else key.text()
+    )
 
 
 def _stored_bytes(path: str) -> dict[str, int]:
-    """Return the bytes of the files in each folder below one, by its path from there on: descriptions of arrays do not count,
-    and what is in inner folders does.
+    """Return the bytes of the files in each folder below one, by its path from there on:
+    descriptions of arrays do not count, and what is in inner folders does.
 
     Raises:
       OSError: a folder cannot be read.
-      NotRegularError: there is something else than files and folders: tensorstore would wait for a FIFO.
+      NotRegularError: there is something else than files and folders: tensorstore would wait for a
+        FIFO.
     """
     sizes: dict[str, int] = {}
     for folder, _, names in os.walk(path, onerror=_raise):

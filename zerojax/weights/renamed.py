@@ -1,11 +1,12 @@
-"""A file of weights under the names of a model: its tensors renamed, transposed, and stacked over layers as they are read.
+"""A file of weights under the names of a model: its tensors renamed, transposed, and stacked over
+layers as they are read.
 
     "model.layers.{layer}.mlp.up_proj.weight": ("blocks.mlp.up_proj.kernel", (1, 0))
 
     blocks.mlp.up_proj.kernel[l, a:b, c:d]  =  file["model.layers.l.mlp.up_proj.weight"][c:d, a:b].T
 
-A box is read from the file as it lies there, and its dims are then put in order. So of a stack one layer is in memory at a
-time, or the part of one that a device holds.
+A box is read from the file as it lies there, and its dims are then put in order. So of a stack one
+layer is in memory at a time, or the part of one that a device holds.
 """
 
 import re
@@ -37,7 +38,9 @@ class Place(NamedTuple):
 
 
 Rename = Mapping[str, Any] | Callable[[str], Any]
-"""A table by patterns of the file's names, or a function of one: a name, a pair of it and axes, a `Place`, or None."""
+"""A table by patterns of the file's names, or a function of one: a name, a pair of it and axes, a
+`Place`, or None.
+"""
 
 
 def renaming(rename: Rename) -> Callable[[str], Place | None]:
@@ -51,8 +54,12 @@ def renaming(rename: Rename) -> Callable[[str], Place | None]:
     if callable(rename):
         return lambda name: _place(rename(name), name)
     if not isinstance(rename, Mapping):
-        raise ValueError(f"rename is a {type(rename).__name__}: a dict by names of the file, or a function of one, is needed")
-    exact = {pattern: _place(value, pattern) for pattern, value in rename.items() if LAYER not in pattern}
+        raise ValueError(
+            f"rename is a {type(rename).__name__}: a dict by names of the file, or a function of one, is needed"
+        )
+    exact = {
+        pattern: _place(value, pattern) for pattern, value in rename.items() if LAYER not in pattern
+    }
     patterns = []
     for pattern, value in rename.items():
         if LAYER in pattern:
@@ -78,9 +85,16 @@ def _place(value: Any, name: str) -> Place | None:
         return value
     if isinstance(value, str):
         return Place(value)
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], tuple):
+    if (
+        isinstance(value, tuple)
+        and len(value) == 2
+        and isinstance(value[0], str)
+        and isinstance(value[1], tuple)
+    ):
         return Place(value[0], axes=tuple(value[1]))
-    raise ValueError(f"rename gives {value!r} for {name}: a name is needed, (name, axes), a zerojax.weights.Place, or None")
+    raise ValueError(
+        f"rename gives {value!r} for {name}: a name is needed, (name, axes), a zerojax.weights.Place, or None"
+    )
 
 
 class RenamedFile:
@@ -97,7 +111,8 @@ class RenamedFile:
 
         Raises:
           ValueError: `rename` is of another form.
-          CheckpointError: two tensors have one place, layers of a stack are missing or differ in shape, or axes do not fit.
+          CheckpointError: two tensors have one place, layers of a stack are missing or differ in
+            shape, or axes do not fit.
         """
         self.path, self.tiled, self._file, self._rename = file.path, frozenset[str](), file, rename
         place = renaming(rename)
@@ -107,8 +122,14 @@ class RenamedFile:
                 continue
             parts = self._parts.setdefault(found.name, {})
             if found.layer in parts or (parts and (None in parts or found.layer is None)):
-                other = next(iter(parts.values())) if None in parts or found.layer is None else parts[found.layer]
-                raise CheckpointError(f"{file.path}: {other[0]} and {name} both belong to {found.name}")
+                other = (
+                    next(iter(parts.values()))
+                    if None in parts or found.layer is None
+                    else parts[found.layer]
+                )
+                raise CheckpointError(
+                    f"{file.path}: {other[0]} and {name} both belong to {found.name}"
+                )
             parts[found.layer] = (name, found)
         self.tensors = {name: self._tensor(name, parts) for name, parts in self._parts.items()}
 
@@ -117,7 +138,8 @@ class RenamedFile:
         shapes = {tensor: self._shape(tensor, place) for tensor, place in parts.values()}
         dtypes = {self._file.tensors[tensor].dtype for tensor in shapes}
         unread = sorted(dtypes - DTYPES.keys())
-        # Layers of several dtypes are read as the widest of those that weights have, unless one cannot be read.
+        # Layers of several dtypes are read as the widest of those that weights have, unless one
+        # cannot be read.
         dtype = unread[0] if unread else dtypes.pop() if len(dtypes) == 1 else "float32"
         first, shape = next(iter(shapes.items()))
         if None in parts:
@@ -138,11 +160,15 @@ class RenamedFile:
         if place.axes is None:
             return shape
         if sorted(place.axes) != list(range(len(shape))):
-            raise CheckpointError(f"{self.path}: {tensor} is {list(shape)}, and axes {place.axes} of its dims are asked for")
+            raise CheckpointError(
+                f"{self.path}: {tensor} is {list(shape)}, and axes {place.axes} of its dims are asked for"
+            )
         return tuple(shape[axis] for axis in place.axes)
 
     def _name(self, name: str, layer: int | None) -> str:
-        """Return what a parameter, or a layer of it, is called in the file, as far as that is known."""
+        """Return what a parameter, or a layer of it, is called in the file, as far as that is
+        known.
+        """
         of = "" if layer is None else f" of layer {layer}"
         if not isinstance(self._rename, Mapping):
             return f"{name}{of}"
@@ -152,7 +178,8 @@ class RenamedFile:
         return f"{name}{of}"
 
     def missing_layers(self, name: str, num_layers: int) -> list[str]:
-        """Return the file's names of the last layers of a parameter that it lacks, if other parameters have these layers.
+        """Return the file's names of the last layers of a parameter that it lacks, if other
+        parameters have these layers.
 
         Args:
           name: of the parameter.

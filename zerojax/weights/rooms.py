@@ -1,18 +1,21 @@
-"""A hidden folder beside its destination, in which an export is written; what killed exports left is removed.
+"""A hidden folder beside its destination, in which an export is written; what killed exports left
+is removed.
 
     .NAME.xxxxxxxx.tmp/NAME            what is written, renamed to NAME once it is on disk
     .NAME.xxxxxxxx.tmp/NAME.owner      locked (flock) by the process that writes, with its number and machine
     .NAME.xxxxxxxx.tmp/NAME.new        the owner's file, before it is locked and renamed
     .NAME.xxxxxxxx.tmp/NAME.unlocked   the owner's file on a file system without locks
 
-A kill leaves such a folder, of up to the size of a whole model. The kernel drops the lock with the process, so the next export
-beside it can tell a dead folder from one that another process writes.
+A kill leaves such a folder, of up to the size of a whole model. The kernel drops the lock with the
+process, so the next export beside it can tell a dead folder from one that another process writes.
 
-A kill may also come before the owner's file has its name. Such a folder holds nothing yet, so the next export removes it even
-if its process is alive: that process finds it gone, and makes another one. It writes only once the owner's file has its name.
+A kill may also come before the owner's file has its name. Such a folder holds nothing yet, so the
+next export removes it even if its process is alive: that process finds it gone, and makes another
+one. It writes only once the owner's file has its name.
 
-A folder of another machine stays, and a warning names it, because not all network file systems share locks between machines.
-A folder without locks stays, too: an earlier version left it, or the file system has none.
+A folder of another machine stays, and a warning names it, because not all network file systems
+share locks between machines. A folder without locks stays, too: an earlier version left it, or the
+file system has none.
 """
 
 import contextlib
@@ -35,12 +38,15 @@ _ROOM = re.compile(r"\.(.+)\.[a-z0-9_]{8}\.tmp")
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
 """What flock says on file systems without locks."""
 _MOST_ATTEMPTS = 100
-"""Rooms that are made before an export gives up: others remove a new room only in the moment before it has an owner."""
+"""Rooms that are made before an export gives up: others remove a new room only in the moment before
+it has an owner.
+"""
 
 
 @contextlib.contextmanager
 def own_room(parent: str, name: str) -> Iterator[str]:
-    """Yield a new folder in `parent`, which is removed at the end; first remove those of killed exports.
+    """Yield a new folder in `parent`, which is removed at the end; first remove those of killed
+    exports.
 
     Args:
       parent: folder of the destination.
@@ -120,7 +126,9 @@ def _locked(room: str, name: str) -> int | None:
 def _remove_dead(parent: str) -> None:
     """Remove the rooms of killed exports in a folder, and log rooms that may be such."""
     with os.scandir(parent) as entries:
-        rooms = [(entry.path, match[1]) for entry in entries if (match := _ROOM.fullmatch(entry.name))]
+        rooms = [
+            (entry.path, match[1]) for entry in entries if (match := _ROOM.fullmatch(entry.name))
+        ]
     for room, name in rooms:
         if os.path.islink(room) or not os.path.isdir(room):
             continue
@@ -149,7 +157,9 @@ def _remove_if_dead(room: str, name: str) -> None:
             return
         path = _unnamed(room, name)
         if entries != {os.path.basename(path)}:
-            logger.warning("%s was left by an export, or one is under way: remove it if none is", room)
+            logger.warning(
+                "%s was left by an export, or one is under way: remove it if none is", room
+            )
             return
         lock = open_regular(path, os.O_RDWR)
     try:
@@ -159,7 +169,9 @@ def _remove_if_dead(room: str, name: str) -> None:
         # The file is empty between its lock and the first byte: nothing was written in the room.
         if machine != socket.gethostname() and not (is_unnamed and not machine):
             logger.warning(
-                "%s was left by an export on %s, or one is under way there: remove it if none is", room, machine or "?"
+                "%s was left by an export on %s, or one is under way there: remove it if none is",
+                room,
+                machine or "?",
             )
             return
         if is_unnamed:
@@ -175,7 +187,8 @@ def _remove_if_dead(room: str, name: str) -> None:
 
 
 def _remove(room: str, name: str) -> None:
-    """Remove a room, and the owner's file last, so that a room that is removed in part is still known for dead.
+    """Remove a room, and the owner's file last, so that a room that is removed in part is still
+    known for dead.
 
     Raises:
       OSError: something in it cannot be removed.

@@ -4,9 +4,10 @@
     N bytes        JSON: {name: {"dtype", "shape", "data_offsets": [start, stop]}, "__metadata__": {text: text}}
     the rest       the tensors, row by row; offsets count from here
 
-It is written by pwrite and read by pread, piece by piece, so that no weight is in memory as a whole. Over a mapping, a disk
-that fails would be a SIGBUS, which ends the process without a word. What the format does not have, which weights are stacks of
-tiles and what the model tells of itself, is in its metadata.
+It is written by pwrite and read by pread, piece by piece, so that no weight is in memory as a
+whole. Over a mapping, a disk that fails would be a SIGBUS, which ends the process without a word.
+What the format does not have, which weights are stacks of tiles and what the model tells of itself,
+is in its metadata.
 """
 
 import itertools
@@ -25,7 +26,16 @@ from zerojax.progress import working
 from zerojax.sharding import without_mesh
 from zerojax.weights.exporting import export_dtype, open_checkpoint, read_pieces, write_atomically
 from zerojax.weights.kinds import kind_of_file
-from zerojax.weights.names import ABOUT, DTYPES, TILED, Tensor, about_in, metadata_of, tiled_in, weights_of
+from zerojax.weights.names import (
+    ABOUT,
+    DTYPES,
+    TILED,
+    Tensor,
+    about_in,
+    metadata_of,
+    tiled_in,
+    weights_of,
+)
 
 ALIGNMENT = 8
 """The header is padded to it, so that the tensors of a mapped file are aligned for their dtypes."""
@@ -35,42 +45,59 @@ MOST_HEADER_BYTES = 100_000_000
 
 @without_mesh
 def export_safetensors(
-    checkpoint: str | os.PathLike[str], path: str | os.PathLike[str], *, dtype: Any = None, ema: bool = False
+    checkpoint: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    dtype: Any = None,
+    ema: bool = False,
 ) -> None:
     """Write the weights of a checkpoint into one safetensors file.
 
-    A tensor's name is its path in the parameter tree, joined by ".": "blocks.w1", "layers.0.bias". Stacked layers stay stacked.
-    The records' checksums are compared first. To be called by one process; it uses no device.
+    A tensor's name is its path in the parameter tree, joined by ".": "blocks.w1", "layers.0.bias".
+    Stacked layers stay stacked. The records' checksums are compared first. To be called by one
+    process; it uses no device.
 
     Args:
-      checkpoint: folder of one step of a `Checkpointer`, or its directory: then its newest whole step.
+      checkpoint: folder of one step of a `Checkpointer`, or its directory: then its newest whole
+        step.
       path: of the file; nothing may be there.
       dtype: float64, float32, float16 or bfloat16; None: float32, in which the weights were saved.
       ema: write the averages that `zerojax.Ema` keeps of the weights, under the weights' names.
 
     Raises:
       ValueError: another dtype, or `path` exists.
-      CheckpointError: there is no checkpoint, the file cannot be written, a weight's name or numbers do not fit, or there
-        are no averages.
+      CheckpointError: there is no checkpoint, the file cannot be written, a weight's name or
+        numbers do not fit, or there are no averages.
       DamagedError: the checkpoint is not whole.
     """
     kind = export_dtype(dtype)
     with write_atomically(path) as output, open_checkpoint(checkpoint) as saved:
         names = {".".join(keys): name for keys, name in weights_of(saved, ema).items()}
-        tensors = {tensor: Tensor(saved.leaves[name].shape, kind.name) for tensor, name in names.items()}
+        tensors = {
+            tensor: Tensor(saved.leaves[name].shape, kind.name) for tensor, name in names.items()
+        }
         metadata = metadata_of(saved, names)
-        write_safetensors(output, tensors, lambda tensor: (p for _, p in read_pieces(saved, names[tensor], kind)), metadata)
+        write_safetensors(
+            output,
+            tensors,
+            lambda tensor: (p for _, p in read_pieces(saved, names[tensor], kind)),
+            metadata,
+        )
 
 
 def write_safetensors(
-    path: str, tensors: Mapping[str, Tensor], pieces: Callable[[str], Iterable[np.ndarray]], metadata: Mapping[str, str]
+    path: str,
+    tensors: Mapping[str, Tensor],
+    pieces: Callable[[str], Iterable[np.ndarray]],
+    metadata: Mapping[str, str],
 ) -> None:
     """Write a file of tensors, each piece by piece.
 
     Args:
       path: of the file; nothing is there.
       tensors: by name, in the order in which they are written.
-      pieces: given a name, yields the tensor's numbers in its dtype, as it lies in memory row by row.
+      pieces: given a name, yields the tensor's numbers in its dtype, as it lies in memory row by
+        row.
       metadata: texts by name.
 
     Raises:
@@ -105,7 +132,11 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple
     at = 0
     for name, tensor in tensors.items():
         end = at + math.prod(tensor.shape) * numpy_dtype(tensor.dtype).itemsize
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, end],
+        }
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
@@ -137,7 +168,9 @@ class SafetensorsFile:
             except (ValueError, TruncatedError) as error:
                 if (kind := kind_of_file(path)) is not None:
                     raise CheckpointError(f"{path} is no safetensors file: it is {kind}") from error
-                raise CheckpointError(f"{path} is no safetensors file, or is cut off: {error}") from error
+                raise CheckpointError(
+                    f"{path} is no safetensors file, or is cut off: {error}"
+                ) from error
         except OSError as error:
             raise explained(error, f"reading {path}") from error
 
@@ -149,7 +182,9 @@ class SafetensorsFile:
         if size < 8 or length > size - 8:
             raise ValueError(f"its header takes {length} bytes, and the file {size}")
         if length > MOST_HEADER_BYTES:
-            raise ValueError(f"its header takes {length} bytes, and that of a safetensors file at most {MOST_HEADER_BYTES}")
+            raise ValueError(
+                f"its header takes {length} bytes, and that of a safetensors file at most {MOST_HEADER_BYTES}"
+            )
         return Field(parse_json(self._bytes(8, length))), 8 + length
 
     def _describe(self, header: Field, data: int) -> None:
@@ -172,22 +207,32 @@ class SafetensorsFile:
                 self.about = about_in(texts.get(ABOUT))
                 continue
             told = entry["dtype"].text()
-            tensor = self.tensors[name] = Tensor(entry["shape"].integers(), dtypes.get(told) or told)
+            tensor = self.tensors[name] = Tensor(
+                entry["shape"].integers(), dtypes.get(told) or told
+            )
             offsets = entry["data_offsets"].integers()
             # What is not read here may have any size.
-            known = entry["shape"].num_bytes(numpy_dtype(tensor.dtype).itemsize if tensor.dtype in DTYPES else 1)
+            known = entry["shape"].num_bytes(
+                numpy_dtype(tensor.dtype).itemsize if tensor.dtype in DTYPES else 1
+            )
             if len(offsets) != 2:
                 entry["data_offsets"].refuse("[start, stop]")
             start, stop = offsets
             # Finds a file that is cut off, and offsets that do not fit the dtype and shape.
             if not 0 <= start <= stop <= size or (tensor.dtype in DTYPES and stop - start != known):
-                raise FieldError(f"{name} {tensor.dtype}{list(tensor.shape)} is told at bytes {start} to {stop} of {size}")
+                raise FieldError(
+                    f"{name} {tensor.dtype}{list(tensor.shape)} is told at bytes {start} to {stop} of {size}"
+                )
             self._starts[name] = data + start
             extents.append((start, stop, name))
         extents.sort()
-        for (_, end, name), (start, stop, other) in itertools.pairwise(e for e in extents if e[0] < e[1]):
+        for (_, end, name), (start, stop, other) in itertools.pairwise(
+            e for e in extents if e[0] < e[1]
+        ):
             if start < end:
-                raise FieldError(f"{name} ends at byte {end}, and {other} is told at bytes {start} to {stop}: they overlap")
+                raise FieldError(
+                    f"{name} ends at byte {end}, and {other} is told at bytes {start} to {stop}: they overlap"
+                )
 
     def _bytes(self, offset: int, num_bytes: int) -> bytes:
         out = np.empty(num_bytes, np.uint8)

@@ -1,4 +1,5 @@
-"""Safetensors in several files, as an index names them: what large models of Hugging Face are published in.
+"""Safetensors in several files, as an index names them: what large models of Hugging Face are
+published in.
 
     model.safetensors.index.json    {"metadata": .., "weight_map": {tensor: file beside the index}}
 
@@ -24,9 +25,11 @@ _MOST_INDEX = 64 << 20
 
 
 def weights_in(folder: str) -> str | None:
-    """Return the path of a folder's `model.safetensors`, or of its index of safetensors; None where it has neither.
+    """Return the path of a folder's `model.safetensors`, or of its index of safetensors; None where
+    it has neither.
 
-    transformers asks in this order, too. An index of another name counts where there is nothing else.
+    transformers asks in this order, too. An index of another name counts where there is nothing
+    else.
 
     Raises:
       OSError: the folder cannot be read.
@@ -52,8 +55,8 @@ class ShardedSafetensors:
         """Read the index, and the header of each file.
 
         Raises:
-          CheckpointError: it is no index of safetensors, a file is not there or is damaged, or a tensor is in another file than
-            the index says.
+          CheckpointError: it is no index of safetensors, a file is not there or is damaged, or a
+            tensor is in another file than the index says.
         """
         self.path = path
         try:
@@ -64,10 +67,18 @@ class ShardedSafetensors:
         except ValueError as error:
             raise CheckpointError(f"{path} is no index of safetensors: {error}") from error
         self.files = tuple(sorted(set(told.values())))
-        if wrong := [name for name in self.files if os.path.basename(name) != name or not name.endswith(".safetensors")]:
-            raise CheckpointError(f"{path} names {first_few([repr(name) for name in wrong])}: files beside it are needed")
+        if wrong := [
+            name
+            for name in self.files
+            if os.path.basename(name) != name or not name.endswith(".safetensors")
+        ]:
+            raise CheckpointError(
+                f"{path} names {first_few([repr(name) for name in wrong])}: files beside it are needed"
+            )
         folder = os.path.dirname(path)
-        if absent := [name for name in self.files if not os.path.exists(os.path.join(folder, name))]:
+        if absent := [
+            name for name in self.files if not os.path.exists(os.path.join(folder, name))
+        ]:
             raise CheckpointError(
                 f"{path} names {len(self.files)} files, of which {len(absent)} are not beside it: {first_few(absent)}"
             )
@@ -79,7 +90,9 @@ class ShardedSafetensors:
                 if (other := self.shard_of.setdefault(name, shard)) != shard:
                     raise CheckpointError(f"{path}: {name} is both in {other} and in {shard}")
                 self.tensors[name] = tensor
-        wrong = [f"{name} in {shard}" for name, shard in told.items() if self.shard_of.get(name) != shard]
+        wrong = [
+            f"{name} in {shard}" for name, shard in told.items() if self.shard_of.get(name) != shard
+        ]
         if wrong:
             raise CheckpointError(f"{path} tells of tensors that are not there: {first_few(wrong)}")
         self.tiled = frozenset[str]().union(*(file.tiled for file in self._shards.values()))

@@ -1,1 +1,3 @@
-"""The link to the host: its rates, which records slices of host memory are, and what they cost beside products."""
+"""The link to the host: its rates, which records slices of host memory are, and what they cost
+beside products.
+"""

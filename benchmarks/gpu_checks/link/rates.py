@@ -1,4 +1,7 @@
-"""What this machine does in a second: products, memory, the link, the host's kernel. A prediction takes them in its place."""
+"""What this machine does in a second: products, memory, the link, the host's kernel.
+
+A prediction takes them in its place.
+"""
 
 import dataclasses
 import os
@@ -15,7 +18,9 @@ RATE = f"{KNOWN}rates."
 
 
 def check_rates(context: Context) -> Iterator[Row]:
-    """Measure the link by `jax.device_put`, products and copies on the device, and one thread's copy of host memory."""
+    """Measure the link by `jax.device_put`, products and copies on the device, and one thread's
+    copy of host memory.
+    """
     import kernels
 
     from zerojax.planner import measure_link
@@ -23,14 +28,30 @@ def check_rates(context: Context) -> Iterator[Row]:
     sizes = context.sizes
     link = measure_link(one_device(), sizes.link_bytes)
     for way, rate in dataclasses.asdict(link).items():
-        yield Row(f"link, {way.replace('_', ' ')}", f"{rate / 1e9:.1f} GB/s", values={f"{KNOWN}link.{way}": rate})
+        yield Row(
+            f"link, {way.replace('_', ' ')}",
+            f"{rate / 1e9:.1f} GB/s",
+            values={f"{KNOWN}link.{way}": rate},
+        )
     slower = min(link.to_device, link.to_host)
     yield Row("link, the slower way", f"{slower / 1e9:.1f} GB/s", values={f"{RATE}link": slower})
     peak = kernels.peaks(sizes.few or platform_name() == "cpu")
-    yield Row("products of bfloat16", f"{peak['flops'] / 1e12:.4g} TF/s", values={f"{RATE}products": peak["flops"]})
-    yield Row("device memory, copied", f"{peak['bytes'] / 1e9:.4g} GB/s", values={f"{RATE}memory": peak["bytes"]})
+    yield Row(
+        "products of bfloat16",
+        f"{peak['flops'] / 1e12:.4g} TF/s",
+        values={f"{RATE}products": peak["flops"]},
+    )
+    yield Row(
+        "device memory, copied",
+        f"{peak['bytes'] / 1e9:.4g} GB/s",
+        values={f"{RATE}memory": peak["bytes"]},
+    )
     rate = copy_rate(sizes.link_bytes)
-    yield Row("host memory, copied by one thread", f"{rate / 1e9:.1f} GB/s", values={f"{RATE}host_copy": rate})
+    yield Row(
+        "host memory, copied by one thread",
+        f"{rate / 1e9:.1f} GB/s",
+        values={f"{RATE}host_copy": rate},
+    )
 
 
 def copy_rate(num_bytes: int, repeats: int = 3) -> float:
@@ -45,7 +66,9 @@ def copy_rate(num_bytes: int, repeats: int = 3) -> float:
 
 
 def check_host_kernel(context: Context) -> Iterator[Row]:
-    """Time the fused AdamW of `update_on="host"` on every core: bytes of host memory that it reads and writes in a second."""
+    """Time the fused AdamW of `update_on="host"` on every core: bytes of host memory that it reads
+    and writes in a second.
+    """
     import host_adam
 
     n, threads = context.sizes.host_params, len(os.sched_getaffinity(0))
@@ -57,4 +80,8 @@ def check_host_kernel(context: Context) -> Iterator[Row]:
         seconds = host_adam.best_seconds(lambda update=update, given=given: update(*given))
         rate = host_adam.NUM_BYTES * n / seconds
         text = f"{rate / 1e9:.0f} GB/s ({threads} threads, {n / 1e6:.3g} M parameters, {1e3 * seconds:.1f} ms)"
-        yield Row(f"host's kernel, {name}", text, values={f"{RATE}host_kernel" if low else "bytes_per_second": rate})
+        yield Row(
+            f"host's kernel, {name}",
+            text,
+            values={f"{RATE}host_kernel" if low else "bytes_per_second": rate},
+        )

@@ -22,10 +22,17 @@ def check_slices(sizes: Sizes) -> Iterator[Row]:
         def rows(name: str = name, form: Any = form) -> Iterator[Row]:
             program, wrong = build_form(form, jax.devices()[0]), []
             stack = records()
-            for direction, order in (("ascending", range(len(stack))), ("descending", reversed(range(len(stack))))):
+            for direction, order in (
+                ("ascending", range(len(stack))),
+                ("descending", reversed(range(len(stack)))),
+            ):
                 order = np.array(list(order), np.int32)
                 found, right = program(order, stack), form.expect(order, stack)
-                wrong += [direction] if any(not np.array_equal(f, r) for f, r in zip(found, right, strict=True)) else []
+                wrong += (
+                    [direction]
+                    if any(not np.array_equal(f, r) for f, r in zip(found, right, strict=True))
+                    else []
+                )
             text = f"wrong records {' and '.join(wrong)}" if wrong else "right"
             yield Row(name, text, "right", not wrong, {"wrong": len(wrong)})
 
@@ -52,7 +59,11 @@ def compile_forms(mesh: Any, judged: Callable[[str, Any, float], Row]) -> Iterat
                 def run(stack: Any) -> Any:
                     return form.run(descending, stack, H)
 
-                compiled = jax.jit(run, donate_argnums=0, out_shardings=(there, here)).lower(given).compile()
+                compiled = (
+                    jax.jit(run, donate_argnums=0, out_shardings=(there, here))
+                    .lower(given)
+                    .compile()
+                )
             yield judged(name, compiled, time.perf_counter() - start)
 
         yield from attempt(name, rows)

@@ -1,7 +1,9 @@
-"""The same step with everything in host memory, on a RAM disk and on a disk: what is the engine's, and what is the disk's.
+"""The same step with everything in host memory, on a RAM disk and on a disk: what is the engine's,
+and what is the disk's.
 
-A RAM disk takes no time worth telling, so what a step from it takes longer than one from host memory is the engine's. What a
-step from the disk takes longer than that is the disk's, whose bandwidth is measured in the same folder just before.
+A RAM disk takes no time worth telling, so what a step from it takes longer than one from host
+memory is the engine's. What a step from the disk takes longer than that is the disk's, whose
+bandwidth is measured in the same folder just before.
 """
 
 import dataclasses
@@ -25,9 +27,14 @@ ENGINE = 1.10
 BANDWIDTH = 0.95
 """The least share of the disk's bandwidth that a step reaches while the disk is its bound."""
 BYTES = 14
-"""Of a parameter on disk: bf16, and three float32 arrays of the master and of Adam. Updated in backward, it has no gradient."""
+"""Of a parameter on disk: bf16, and three float32 arrays of the master and of Adam.
+
+Updated in backward, it has no gradient.
+"""
 SPARE, HOST_SPARE = 2 << 30, 40 << 30
-"""Bytes of a disk, and of the memory behind a RAM disk, that are left free: buffers, the program, the system."""
+"""Bytes of a disk, and of the memory behind a RAM disk, that are left free: buffers, the program,
+the system.
+"""
 
 
 def rooms(context: Context) -> dict[str, int]:
@@ -44,7 +51,8 @@ def rooms(context: Context) -> dict[str, int]:
 
 
 def fitting(sizes: LlamaSizes, room: Mapping[str, int], where: str) -> LlamaSizes:
-    """Return the sizes with as many layers as each disk has room for; one without room for any counts only for itself.
+    """Return the sizes with as many layers as each disk has room for; one without room for any
+    counts only for itself.
 
     Raises:
       NotImplementedError: not one layer fits where it is to rest.
@@ -57,18 +65,24 @@ def fitting(sizes: LlamaSizes, room: Mapping[str, int], where: str) -> LlamaSize
             f"no layer of {a_layer / 2**30:.2g} GiB fits on the {where}, beside embedding and head of {ends / 2**30:.2g}: "
             f"it has {max(0, room[where]) / 2**30:.2g} GiB"
         )
-    return dataclasses.replace(sizes, layers=int(min(sizes.layers, *(n for n in layers.values() if n >= 1), sizes.layers)))
+    return dataclasses.replace(
+        sizes, layers=int(min(sizes.layers, *(n for n in layers.values() if n >= 1), sizes.layers))
+    )
 
 
 def case_of(where: str, context: Context) -> Case:
-    """Return what is run: the same model in each place, at the first number of tokens; fewer layers if seconds are short."""
+    """Return what is run: the same model in each place, at the first number of tokens; fewer layers
+    if seconds are short.
+    """
     sizes = fitting(context.sizes.on_disk, rooms(context), where)
     return shortened(Case(mode=MODES[where], sizes=sizes, tokens=sizes.tokens[0]), context)
 
 
 def compiled_case(where: str) -> Callable[[Context], Case]:
     """Return the case that is compiled without a disk."""
-    return lambda context: Case(mode=MODES[where], sizes=context.sizes.on_disk, tokens=context.sizes.on_disk.tokens[0])
+    return lambda context: Case(
+        mode=MODES[where], sizes=context.sizes.on_disk, tokens=context.sizes.on_disk.tokens[0]
+    )
 
 
 def check_disk(where: str) -> Callable[[Context], Iterator[Row]]:
@@ -99,7 +113,11 @@ def check_disk(where: str) -> Callable[[Context], Iterator[Row]]:
 def layers_row(where: str, case: Case) -> Row:
     """Say how many layers there are, and tell the checks of other places."""
     layers = case.sizes.layers
-    return Row("layers", str(layers), values={"layers": float(layers), f"{KNOWN}on_disk.layers.{where}": float(layers)})
+    return Row(
+        "layers",
+        str(layers),
+        values={"layers": float(layers), f"{KNOWN}on_disk.layers.{where}": float(layers)},
+    )
 
 
 def told(where: str, context: Context, stepped: Stepped, best: float) -> Iterator[Row]:
@@ -108,14 +126,18 @@ def told(where: str, context: Context, stepped: Stepped, best: float) -> Iterato
     for row in stepped.rows(warmup=1, timed=2, profiled=1):
         if row.name == "step":
             seconds = row.values["seconds"]
-            row = dataclasses.replace(row, values={**row.values, f"{KNOWN}on_disk.{where}": seconds})
+            row = dataclasses.replace(
+                row, values={**row.values, f"{KNOWN}on_disk.{where}": seconds}
+            )
         yield row
     if seconds is None or where == HOST:
         return
     yield from attempt("waits", lambda: disk_rows(where, context, stepped, seconds, best))
 
 
-def disk_rows(where: str, context: Context, stepped: Stepped, seconds: float, best: float) -> Iterator[Row]:
+def disk_rows(
+    where: str, context: Context, stepped: Stepped, seconds: float, best: float
+) -> Iterator[Row]:
     """Say what was read, written and waited for."""
     read, written, stall = (
         statistics.median(m[f"swap_{key}"] for m in stepped.metrics[1:])
@@ -133,7 +155,10 @@ def disk_rows(where: str, context: Context, stepped: Stepped, seconds: float, be
         {"read_bytes": read, "write_bytes": written, "stall_seconds": stall, "share": share},
     )
     host = context.known.get(f"on_disk.{HOST}")
-    if host is not None and context.known.get(f"on_disk.layers.{HOST}") == stepped.case.sizes.layers:
+    if (
+        host is not None
+        and context.known.get(f"on_disk.layers.{HOST}") == stepped.case.sizes.layers
+    ):
         bounded = where == RAM and judged
         yield Row(
             f"step over the one from {HOST} memory",

@@ -1,9 +1,11 @@
-"""Steps of a Llama with its states in one mode: time, idle share, bytes, memory; beside them what was predicted.
+"""Steps of a Llama with its states in one mode: time, idle share, bytes, memory; beside them what
+was predicted.
 
-The steps that are timed are those of the program whose HLO and thunks are read: it is compiled once, with a dump. Seconds are
-the median of a few steps, each waited for. Idle share and overlap come from a profile of more of them, run back to back. What
-`hlo.simulate` predicts of the same program stands beside it twice: at the rates that it assumes, and at those that "rates"
-found on this machine.
+The steps that are timed are those of the program whose HLO and thunks are read: it is compiled
+  once, with a dump. Seconds are
+the median of a few steps, each waited for. Idle share and overlap come from a profile of more of
+them, run back to back. What `hlo.simulate` predicts of the same program stands beside it twice: at
+the rates that it assumes, and at those that "rates" found on this machine.
 """
 
 import dataclasses
@@ -31,13 +33,19 @@ if TYPE_CHECKING:
 
 WARMUP, TIMED, PROFILED = 2, 4, 2
 SHORT_LAYERS, SHORT_WARMUP, SHORT_TIMED = 8, 1, 2
-"""Of a step for which fewer seconds are left than it needs: at most so many layers, so many steps, and no profile."""
+"""Of a step for which fewer seconds are left than it needs: at most so many layers, so many steps,
+and no profile.
+"""
 OVER_ACCOUNT = 1.15
-"""What is taken of the device over `program.memory`, which leaves out what one layer makes and drops."""
+"""What is taken of the device over `program.memory`, which leaves out what one layer makes and
+drops.
+"""
 PATIENCE = 60.0
 """Seconds of steps after which no other is timed."""
 AGREES = 0.15
-"""How far a measured step may be from the predicted one at measured rates, as a part of it; and an idle share from its own."""
+"""How far a measured step may be from the predicted one at measured rates, as a part of it; and an
+idle share from its own.
+"""
 BOTH_WAYS = ("opt_state on the host", "params, grads, opt_state on the host")
 """The modes whose backward loop copies both ways at once."""
 COPIED = 0.99
@@ -60,9 +68,10 @@ COMPUTE: Sequence[tuple[tuple[int, int], Mapping[str, float]]] = (
         },
     ),
 )
-"""By the least version of jax and by mode, the least that compute alone is to be of a step of most tokens: a little less than
-`hlo.simulate` predicts of the program that this version compiles. Before 0.12 downloads block uploads behind them. Before 0.11
-there is no bound: 0.45 and 0.39 are predicted."""
+"""By the least version of jax and by mode, the least that compute alone is to be of a step of most
+tokens: a little less than `hlo.simulate` predicts of the program that this version compiles. Before
+0.12 downloads block uploads behind them. Before 0.11 there is no bound: 0.45 and 0.39 are
+predicted."""
 HOST_BYTES = 200e9
 """Bytes a second of the host's kernel, from which on `COMPUTE` holds for an update on the host."""
 TERAFLOPS = {"opt_state on the host": 400.0}
@@ -132,7 +141,9 @@ class Case:
 
     def batch(self) -> Any:
         """Return a batch: each token's target is the next one."""
-        rows = np.random.default_rng(0).integers(0, self.sizes.vocab, (self.tokens // self.sizes.seq, self.sizes.seq + 1))
+        rows = np.random.default_rng(0).integers(
+            0, self.sizes.vocab, (self.tokens // self.sizes.seq, self.sizes.seq + 1)
+        )
         return {"tokens": rows[:, :-1].astype(np.int32), "targets": rows[:, 1:].astype(np.int32)}
 
     @property
@@ -142,12 +153,16 @@ class Case:
 
         s = self.sizes
         weights = 4 * s.hidden**2 + 3 * s.hidden * s.ff
-        return self.tokens * flops_per_token(s.layers, s.hidden, s.seq, layer_weights=weights, head_weights=s.vocab * s.hidden)
+        return self.tokens * flops_per_token(
+            s.layers, s.hidden, s.seq, layer_weights=weights, head_weights=s.vocab * s.hidden
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Read:
-    """What a compiled program says of itself: text, thunks or why there are none, seconds to compile, bytes on the device."""
+    """What a compiled program says of itself: text, thunks or why there are none, seconds to
+    compile, bytes on the device.
+    """
 
     text: str
     thunks: Any
@@ -167,7 +182,9 @@ def compile_case(program: Any, batch: Any, options: dict[str, Any]) -> Read:
         text = compiled.as_text() or ""
         thunks, why = None, None
         if program.mesh.devices.flat[0].platform == "cpu":
-            why = NotImplementedError("a program for a CPU does not tell host memory from a device's")
+            why = NotImplementedError(
+                "a program for a CPU does not tell host memory from a device's"
+            )
         else:
             try:
                 thunks = hlo.read_thunks(folder, hlo.module_name(text))
@@ -185,7 +202,13 @@ def program_rows(read: Read) -> Iterator[Row]:
     if read.why is not None:
         raise read.why
     unsafe = hlo.unsafe_host_slices(read.text, unknown_trips=1)
-    yield Row("slices of host memory not provably right", str(len(unsafe)), "0", not unsafe, {"unsafe": len(unsafe)})
+    yield Row(
+        "slices of host memory not provably right",
+        str(len(unsafe)),
+        "0",
+        not unsafe,
+        {"unsafe": len(unsafe)},
+    )
     traffic = hlo.host_traffic(read.text, read.thunks, unknown_trips=1)
     copies, kernels, graphs = traffic.by_copies, traffic.by_kernels, traffic.in_graphs
     crosses = sum(copies.values()) + sum(kernels.values()) > 0
@@ -199,13 +222,17 @@ def program_rows(read: Read) -> Iterator[Row]:
     values = {f"copies_{way}": float(size) for way, size in copies.items()}
     values |= {f"kernels_{way}": float(size) for way, size in kernels.items()}
     values |= {f"graphs_{way}": float(size) for way, size in graphs.items()}
-    text += f"; in CUDA graphs {graphs['to_device'] / 1e9:.2f} up, {graphs['to_host'] / 1e9:.2f} down"
+    text += (
+        f"; in CUDA graphs {graphs['to_device'] / 1e9:.2f} up, {graphs['to_host'] / 1e9:.2f} down"
+    )
     yield Row("over the link, by its thunks", text, f"{100 * COPIED:g} % by copies" if judged else "",
               share >= COPIED if judged else None, values)  # fmt: skip
 
 
 def predict(case: Case, read: Read, chip: str, rates: Mapping[str, float]) -> Any:
-    """Return what `hlo.simulate` predicts of a program at the rates assumed of a chip, or with some of them replaced."""
+    """Return what `hlo.simulate` predicts of a program at the rates assumed of a chip, or with some
+    of them replaced.
+    """
     from zerojax import hlo
 
     known = {field.name for field in dataclasses.fields(hlo.Rates)}
@@ -221,7 +248,11 @@ def predicted_row(name: str, predicted: Any) -> Row:
         f"floor {predicted.floor_seconds:.4g} s, {predicted.flops / predicted.seconds / 1e12:.0f} TF/s, "
         f"{predicted.num_host_waits} drains"
     )
-    values = {"predicted_seconds": predicted.seconds, "predicted_idle": predicted.idle, "flops": predicted.flops}
+    values = {
+        "predicted_seconds": predicted.seconds,
+        "predicted_idle": predicted.idle,
+        "flops": predicted.flops,
+    }
     return Row(name, text, values=values)
 
 
@@ -240,9 +271,13 @@ def compile_step(case: Callable[[Context], Case]) -> Callable[[Context], Iterato
         with program:
             batch = given.abstract_batch()
             read = compile_case(program, batch, {"xla_gpu_enable_triton_gemm": False})
-            count = num_params(given.sizes.layers, given.sizes.hidden, given.sizes.ff, given.sizes.vocab)
+            count = num_params(
+                given.sizes.layers, given.sizes.hidden, given.sizes.ff, given.sizes.vocab
+            )
             taken = {tier: sum(of.values()) for tier, of in program.memory(batch).tiers.items()}
-        sizes = ", ".join(f"{size / 2**30:.3g} GiB in {tier}" for tier, size in taken.items() if size)
+        sizes = ", ".join(
+            f"{size / 2**30:.3g} GiB in {tier}" for tier, size in taken.items() if size
+        )
         yield Row(
             f"{given.name}: compiled",
             f"{count / 1e9:.3g} B parameters in {read.seconds:.1f} s; {read.taken / 2**30:.3g} GiB by the compiler, "
@@ -264,11 +299,16 @@ def fewer_layers(given: Case, asked: Case, is_short: bool = False) -> Iterator[R
     Args:
       given: the case as it is run.
       asked: the case as it was asked for.
-      is_short: whether the state has few layers because the check that made it was short of seconds.
+      is_short: whether the state has few layers because the check that made it was short of
+        seconds.
     """
     if given.sizes.layers < asked.sizes.layers:
         was_cut_for_time = is_short and given.sizes.layers == min(asked.sizes.layers, SHORT_LAYERS)
-        why = "seconds are short" if was_cut_for_time else "device or host memory has no room for more"
+        why = (
+            "seconds are short"
+            if was_cut_for_time
+            else "device or host memory has no room for more"
+        )
         text = f"{given.sizes.layers} of {asked.sizes.layers}: {why}"
         yield Row("layers", text, values={"layers": float(given.sizes.layers)})
 
@@ -286,7 +326,8 @@ class Held:
     Attributes:
       sizes: of the model, with the layers that fit.
       room: that the program is fitted to.
-      is_short: whether the check that made the state was short of seconds, so that it has `SHORT_LAYERS` at most.
+      is_short: whether the check that made the state was short of seconds, so that it has
+        `SHORT_LAYERS` at most.
       program: that runs the steps, of any number of tokens; None before it is built.
       state: after the last step; None before the first one, and after a check that failed.
     """
@@ -299,9 +340,11 @@ class Held:
 
 
 def check_step(case: Callable[[Context], Case]) -> Callable[[Context], Iterator[Row]]:
-    """Return a check that runs a case on the first device; checks of one mode and process hand the state on.
+    """Return a check that runs a case on the first device; checks of one mode and process hand the
+    state on.
 
-    More tokens take more memory: a program that no longer fits is built again, with fewer layers and a new state.
+    More tokens take more memory: a program that no longer fits is built again, with fewer layers
+      and a new state.
     """
 
     def rows(context: Context) -> Iterator[Row]:
@@ -309,16 +352,23 @@ def check_step(case: Callable[[Context], Case]) -> Callable[[Context], Iterator[
         key = (asked.mode, asked.sizes, asked.link_groups, asked.cuda_graphs)
         held = context.shared.pop(key, None)
         context.shared.clear()  # of another program: its state would take the room of this one's
-        held = held or Held(sizes=shortened(asked, context).sizes, room=room_of(context), is_short=context.is_short)
+        held = held or Held(
+            sizes=shortened(asked, context).sizes, room=room_of(context), is_short=context.is_short
+        )
         given = dataclasses.replace(asked, sizes=held.sizes)
         given, program = fitted(given, lambda one: one.build(one_device()), held.room, held.program)
         if program is not held.program:
             held.sizes, held.program, held.state = given.sizes, program, None
         context.shared[key] = held
         # Bounds are those of the whole model.
-        given = dataclasses.replace(given, is_largest=asked.is_largest and given.sizes == asked.sizes)
+        given = dataclasses.replace(
+            given, is_largest=asked.is_largest and given.sizes == asked.sizes
+        )
         yield from fewer_layers(given, asked, held.is_short)
-        stepped, held.state = Stepped(given, context, program, held.state), None  # a step that fails takes its state along
+        stepped, held.state = (
+            Stepped(given, context, program, held.state),
+            None,
+        )  # a step that fails takes its state along
         yield from stepped.rows()
         held.state = stepped.state
 
@@ -332,7 +382,9 @@ class Stepped:
         self.case, self.context, self.program, self.state = case, context, program, state
         self.metrics: list[dict[str, float]] = []
 
-    def rows(self, warmup: int = WARMUP, timed: int = TIMED, profiled: int = PROFILED) -> Iterator[Row]:
+    def rows(
+        self, warmup: int = WARMUP, timed: int = TIMED, profiled: int = PROFILED
+    ) -> Iterator[Row]:
         """Compile, run, profile: so many steps each. Of slow ones fewer are timed, at least one."""
         import jax
 
@@ -401,14 +453,16 @@ class Stepped:
         account = sum(self.program.memory(abstract).tiers["device"].values())
         if stats:
             peak = stats["peak_bytes_in_use"]
-            text = (
-                f"{peak / 2**30:.4g} GiB; the compiler's count {read.taken / 2**30:.4g}, program.memory {account / 2**30:.4g}"
-            )
+            text = f"{peak / 2**30:.4g} GiB; the compiler's count {read.taken / 2**30:.4g}, program.memory {account / 2**30:.4g}"
             yield Row("peak device memory of the process", text, values={"bytes": float(peak)})
         else:
             yield skipped("peak device memory", "CPU devices do not count theirs")
         resident = peak_resident_bytes()
-        yield Row("peak resident memory of the process", f"{resident / 2**30:.4g} GiB", values={"bytes": float(resident)})
+        yield Row(
+            "peak resident memory of the process",
+            f"{resident / 2**30:.4g} GiB",
+            values={"bytes": float(resident)},
+        )
 
     def profile_rows(self, read: Read, batch: Any, step: float, num_steps: int) -> Iterator[Row]:
         """Profile steps, and compare with what was predicted."""
@@ -426,22 +480,38 @@ class Stepped:
         finally:
             if path.exists():
                 size = path.stat().st_size
-                yield Row("profile kept", f"{path.name}, {size / 2**20:.2f} MiB", values={"bytes": float(size)})
+                yield Row(
+                    "profile kept",
+                    f"{path.name}, {size / 2**20:.2f} MiB",
+                    values={"bytes": float(size)},
+                )
         from zerojax import hlo
 
         if read.thunks is None:
-            raise NotImplementedError("without the program's thunks copies are not told from kernels")
-        movers = {m.instruction for m in hlo.host_traffic(read.text, read.thunks, unknown_trips=1).kernels}
+            raise NotImplementedError(
+                "without the program's thunks copies are not told from kernels"
+            )
+        movers = {
+            m.instruction for m in hlo.host_traffic(read.text, read.thunks, unknown_trips=1).kernels
+        }
         found = measure(events, movers, num_steps)
         host = self.context.known.get("rates.host_kernel", 0.0)
         suits = self.case.of.config.get("update_on") != "host" or host >= HOST_BYTES
-        yield from measured_rows(found, self.case, judges(self.context) and suits, self.context.known.get("link.both"))
+        yield from measured_rows(
+            found, self.case, judges(self.context) and suits, self.context.known.get("link.both")
+        )
         yield from self.predicted_rows(read, step, found)
 
-    def predicted_rows(self, read: Read, step: float, found: Measured | None = None) -> Iterator[Row]:
-        """Say what is predicted of the program that was timed, and compare; with what a profile found, if there is one."""
+    def predicted_rows(
+        self, read: Read, step: float, found: Measured | None = None
+    ) -> Iterator[Row]:
+        """Say what is predicted of the program that was timed, and compare; with what a profile
+        found, if there is one.
+        """
         if read.thunks is None:
-            raise NotImplementedError("without the program's thunks copies are not told from kernels")
+            raise NotImplementedError(
+                "without the program's thunks copies are not told from kernels"
+            )
         for whose, rates in (("assumed", {}), ("measured", dict(self.rates()))):
             if whose == "measured" and not rates:
                 continue
@@ -463,7 +533,9 @@ def judges(context: Context) -> bool:
 
 
 def least_compute(mode: str, version: tuple[int, ...] | None = None) -> float | None:
-    """Return the bound of `COMPUTE` for a version of jax, the installed one by default; None if it or the mode has none."""
+    """Return the bound of `COMPUTE` for a version of jax, the installed one by default; None if it
+    or the mode has none.
+    """
     import jax
 
     version = jax.__version_info__ if version is None else version
@@ -471,8 +543,12 @@ def least_compute(mode: str, version: tuple[int, ...] | None = None) -> float | 
     return None if bounds is None else bounds.get(mode)
 
 
-def measured_rows(found: Measured, case: Case, judged: bool, both: float | None = None) -> Iterator[Row]:
-    """Say what a profile saw; `both` is the link's rate in both directions at once, together, where it was measured."""
+def measured_rows(
+    found: Measured, case: Case, judged: bool, both: float | None = None
+) -> Iterator[Row]:
+    """Say what a profile saw; `both` is the link's rate in both directions at once, together, where
+    it was measured.
+    """
     compute = found.compute_seconds / found.seconds
     bound = least_compute(case.mode) if judged and case.is_largest else None
     yield Row(
@@ -481,14 +557,23 @@ def measured_rows(found: Measured, case: Case, judged: bool, both: float | None 
         f"kernels that move host memory {found.mover_seconds:.3g} s",
         "" if bound is None else f"at least {bound:g}",
         None if bound is None else compute >= bound,
-        {"compute": compute, "idle": found.idle, "seconds": found.seconds, "compute_seconds": found.compute_seconds},
+        {
+            "compute": compute,
+            "idle": found.idle,
+            "seconds": found.seconds,
+            "compute_seconds": found.compute_seconds,
+        },
     )
     ways = [
         f"{found.copied_bytes[way] / 1e9:.2f} GB {name} in {found.copy_seconds[way]:.3g} s "
         f"({found.copied_bytes[way] / max(found.copy_seconds[way], 1e-12) / 1e9:.1f} GB/s)"
         for way, name in ((UP, "up"), (DOWN, "down"))
     ]
-    values = {"beside": found.beside, "both_seconds": found.both_seconds, "both_rate": found.both_rate}
+    values = {
+        "beside": found.beside,
+        "both_seconds": found.both_seconds,
+        "both_rate": found.both_rate,
+    }
     both = both if judged and case.mode in BOTH_WAYS else None
     yield Row(
         "copies, by the profile",
@@ -496,22 +581,34 @@ def measured_rows(found: Measured, case: Case, judged: bool, both: float | None 
         f"{found.both_seconds:.3g} s, {found.both_rate / 1e9:.1f} GB/s",
         "" if both is None else f"both ways at once at least {BOTH:g} of {both / 1e9:.1f} GB/s",
         None if both is None else found.both_rate >= BOTH * both,
-        values | {f"copied_{name}": found.copied_bytes[way] for way, name in ((UP, "up"), (DOWN, "down"))},
+        values
+        | {f"copied_{name}": found.copied_bytes[way] for way, name in ((UP, "up"), (DOWN, "down"))},
     )
 
 
-def compared_rows(found: Measured | None, step: float, predicted: Any, judged: bool) -> Iterator[Row]:
-    """Compare the measured step with the predicted one; of a step without a profile the seconds alone."""
+def compared_rows(
+    found: Measured | None, step: float, predicted: Any, judged: bool
+) -> Iterator[Row]:
+    """Compare the measured step with the predicted one; of a step without a profile the seconds
+    alone.
+    """
     ratio = step / predicted.seconds
-    figure, bound = f"{ratio:.2f} ({step:.4g} s over {predicted.seconds:.4g})", f"within {AGREES:g} of 1"
+    figure, bound = (
+        f"{ratio:.2f} ({step:.4g} s over {predicted.seconds:.4g})",
+        f"within {AGREES:g} of 1",
+    )
     values, agrees = {"ratio": ratio, "predicted_idle": predicted.idle}, abs(ratio - 1) <= AGREES
     if found is not None:
-        figure += f"; idle {100 * found.idle:.1f} % where {100 * predicted.idle:.1f} % was predicted"
+        figure += (
+            f"; idle {100 * found.idle:.1f} % where {100 * predicted.idle:.1f} % was predicted"
+        )
         bound += f", idle within {100 * AGREES:g} points"
         values["idle"] = found.idle
         agrees &= abs(found.idle - predicted.idle) <= AGREES
     ok = agrees if judged else None
-    yield Row("measured over predicted at measured rates", figure, bound if judged else "", ok, values)
+    yield Row(
+        "measured over predicted at measured rates", figure, bound if judged else "", ok, values
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -542,8 +639,11 @@ def room_of(context: Context) -> Room:
     )
 
 
-def fitted(case: Case, build: Callable[[Case], Any], room: Room, program: Any = None) -> tuple[Case, Any]:
-    """Return a case with as many layers as leave what it keeps within the room of each memory, and its program.
+def fitted(
+    case: Case, build: Callable[[Case], Any], room: Room, program: Any = None
+) -> tuple[Case, Any]:
+    """Return a case with as many layers as leave what it keeps within the room of each memory, and
+    its program.
 
     Args:
       case: with the most layers.
@@ -556,13 +656,18 @@ def fitted(case: Case, build: Callable[[Case], Any], room: Room, program: Any = 
     """
     while True:
         program, asked = build(case) if program is None else program, case.sizes.layers
-        tiers = {tier: sum(kinds.values()) for tier, kinds in program.memory(case.abstract_batch()).tiers.items()}
+        tiers = {
+            tier: sum(kinds.values())
+            for tier, kinds in program.memory(case.abstract_batch()).tiers.items()
+        }
         needs = (
             ("host memory", tiers.get("pinned_host", 0), room.host),
             ("XLA's pool of host memory", pinned_bytes(case.mode, case.sizes), room.pool),
             ("device memory", OVER_ACCOUNT * tiers.get("device", 0), room.device),
         )
-        too_much = [(name, size, most) for name, size, most in needs if most is not None and size > most]
+        too_much = [
+            (name, size, most) for name, size, most in needs if most is not None and size > most
+        ]
         if not too_much:
             return case, program
         program.close()
@@ -570,5 +675,7 @@ def fitted(case: Case, build: Callable[[Case], Any], room: Room, program: Any = 
         layers = min(asked - 1, *(int(asked * most / size) for _, size, most in too_much))
         if layers < 1:
             name, size, most = too_much[0]
-            raise NotImplementedError(f"it needs {size / 2**30:.1f} GiB of {name}, and {most / 2**30:.1f} are free")
+            raise NotImplementedError(
+                f"it needs {size / 2**30:.1f} GiB of {name}, and {most / 2**30:.1f} are free"
+            )
         case = dataclasses.replace(case, sizes=dataclasses.replace(case.sizes, layers=layers))

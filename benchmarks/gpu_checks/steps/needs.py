@@ -1,7 +1,9 @@
-"""How many bytes of pinned host memory a mode of the Llama keeps, in closed form: before a device is touched.
+"""How many bytes of pinned host memory a mode of the Llama keeps, in closed form: before a device
+is touched.
 
-XLA reads the limit of its pool of pinned memory when it starts, and a program can only be built after that. So a worker's pool
-is sized from this; `program.memory` of the built program must agree, which a test holds.
+XLA reads the limit of its pool of pinned memory when it starts, and a program can only be built
+after that. So a worker's pool is sized from this; `program.memory` of the built program must agree,
+which a test holds.
 """
 
 from gpu_checks.mixes import LlamaSizes
@@ -17,8 +19,8 @@ BYTES = {
     "the same, delayed_update": STATES + 4,
     "all on nvme": 0,
 }
-"""By mode, bytes a parameter in XLA's pool. With a delayed update there are two sets of gradients in bfloat16: one is applied
-while the other is made."""
+"""By mode, bytes a parameter in XLA's pool. With a delayed update there are two sets of gradients
+in bfloat16: one is applied while the other is made."""
 
 
 def num_params(sizes: LlamaSizes) -> int:

@@ -1,8 +1,10 @@
-"""Ours beside FSDP2 and DeepSpeed with their states in host memory: the same GPT, batch, precision and attention.
+"""Ours beside FSDP2 and DeepSpeed with their states in host memory: the same GPT, batch, precision
+and attention.
 
-Each contender keeps parameters, gradients and optimizer state on the host, runs the optimizer there, and keeps activations on
-the device, as FSDP2's CPUOffloadPolicy and DeepSpeed's ZeRO-3 with both offloads do; ours is also run with the update on the
-device, which they do not have. On GPUs attention is cuDNN's in all. Seconds are medians after the warm-up; a process each.
+Each contender keeps parameters, gradients and optimizer state on the host, runs the optimizer
+there, and keeps activations on the device, as FSDP2's CPUOffloadPolicy and DeepSpeed's ZeRO-3 with
+both offloads do; ours is also run with the update on the device, which they do not have. On GPUs
+attention is cuDNN's in all. Seconds are medians after the warm-up; a process each.
 """
 
 import statistics
@@ -28,7 +30,9 @@ PEERS = {"FSDP2": ("fsdp2-offload", "torch"), "DeepSpeed": ("deepspeed3-offload"
 
 def our_jobs(context: Context) -> list[Job]:
     """Return our jobs, to be run or compiled."""
-    return [Job(name=name, problem=context.sizes.peer, fields=fields) for name, fields in OURS.items()]
+    return [
+        Job(name=name, problem=context.sizes.peer, fields=fields) for name, fields in OURS.items()
+    ]
 
 
 def check_ours(name: str) -> Callable[[Context], Iterator[Row]]:
@@ -58,15 +62,33 @@ def check_peer(name: str) -> Callable[[Context], Iterator[Row]]:
     def rows(context: Context) -> Iterator[Row]:
         mode, package = PEERS[name]
         python = context.peer_python or sys.executable
-        if subprocess.run([python, "-c", f"import {package}"], capture_output=True, check=False).returncode:
-            yield skipped(name, f"no {package} in {'the peers' if context.peer_python else 'this'} environment")
+        if subprocess.run(
+            [python, "-c", f"import {package}"], capture_output=True, check=False
+        ).returncode:
+            yield skipped(
+                name,
+                f"no {package} in {'the peers' if context.peer_python else 'this'} environment",
+            )
             return
-        launch = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", str(HERE / "peer.py")]
+        launch = [
+            python,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node=1",
+            str(HERE / "peer.py"),
+        ]
         words = [*launch, *context.sizes.peer.arguments(), "--mode", mode]
-        words += ["--attention", "cudnn"] if platform_name() == "gpu" and context.sizes.peer.precision == "bf16" else []
+        words += (
+            ["--attention", "cudnn"]
+            if platform_name() == "gpu" and context.sizes.peer.precision == "bf16"
+            else []
+        )
         with tempfile.TemporaryDirectory() as folder:
             seen = run_process(Contender(name, 1, words), folder, python)
-        row = contender_row(context, name, seen["seconds"], seen["losses"], seen["peak_bytes"], seen["version"])
+        row = contender_row(
+            context, name, seen["seconds"], seen["losses"], seen["peak_bytes"], seen["version"]
+        )
         yield row
         yield from beside_rows(name, row, context)
 
@@ -74,24 +96,43 @@ def check_peer(name: str) -> Callable[[Context], Iterator[Row]]:
 
 
 def contender_row(
-    context: Context, name: str, seconds: list[float], losses: list[float], peak: int | None, version: str
+    context: Context,
+    name: str,
+    seconds: list[float],
+    losses: list[float],
+    peak: int | None,
+    version: str,
 ) -> Row:
     """Say how fast a contender is, and what it takes of the device."""
     own = statistics.median(seconds[WARMUP:])
     rate = context.sizes.peer.batch * context.sizes.peer.seq / own
-    text = f"{1e3 * own:.4g} ms, {rate:.5g} tokens/s" + (f", peak {peak / 2**30:.4g} GiB of the device" if peak else "")
+    text = f"{1e3 * own:.4g} ms, {rate:.5g} tokens/s" + (
+        f", peak {peak / 2**30:.4g} GiB of the device" if peak else ""
+    )
     values = {"seconds": own, f"{KNOWN}tokens_per_second.{name}": rate}
     values |= {f"{KNOWN}peak.{name}": float(peak)} if peak else {}
-    return Row(f"{name} ({version})", text, "finite losses", bool(np.isfinite(losses).all()), values)
+    return Row(
+        f"{name} ({version})", text, "finite losses", bool(np.isfinite(losses).all()), values
+    )
 
 
 def beside_rows(name: str, row: Row, context: Context) -> Iterator[Row]:
     """Say who is faster, and who takes less of the device."""
     for ours in OURS:
-        for what, unit, more_wins in (("tokens_per_second", "tokens/s", True), ("peak", "peak device memory", False)):
-            own, other = context.known.get(f"{what}.{ours}"), row.values.get(f"{KNOWN}{what}.{name}")
+        for what, unit, more_wins in (
+            ("tokens_per_second", "tokens/s", True),
+            ("peak", "peak device memory", False),
+        ):
+            own, other = (
+                context.known.get(f"{what}.{ours}"),
+                row.values.get(f"{KNOWN}{what}.{name}"),
+            )
             if own is None or other is None:
                 continue
             wins = own > other if more_wins else own < other
             verdict = "ours is ahead" if wins else "WE LOSE"
-            yield Row(f"{ours} over {name}: {unit}", f"{own / other:.2f}; {verdict}", values={"ratio": own / other})
+            yield Row(
+                f"{ours} over {name}: {unit}",
+                f"{own / other:.2f}; {verdict}",
+                values={"ratio": own / other},
+            )

@@ -1,8 +1,10 @@
-"""What a profile says of the device: idle time, copies beside kernels, both directions at once, bytes.
+"""What a profile says of the device: idle time, copies beside kernels, both directions at once,
+bytes.
 
-`jax.profiler` keeps what CUPTI saw as a file `*.xplane.pb`, which XProf opens; here it is kept compressed. Its plane
-"/device:GPU:0" has a line for each stream. An event there is a kernel, or a copy ("MemcpyH2D", "MemcpyD2H") whose detail names
-its bytes. Kernels that move host memory are told by the instruction that they run, since the device sees no difference.
+`jax.profiler` keeps what CUPTI saw as a file `*.xplane.pb`, which XProf opens; here it is kept
+compressed. Its plane "/device:GPU:0" has a line for each stream. An event there is a kernel, or a
+copy ("MemcpyH2D", "MemcpyD2H") whose detail names its bytes. Kernels that move host memory are told
+by the instruction that they run, since the device sees no difference.
 """
 
 import contextlib
@@ -26,7 +28,8 @@ class DeviceEvents:
     """What ran on a device, in seconds from any point.
 
     Attributes:
-      kernels: (start, end, instruction) of each kernel; the instruction is "" where the profile does not tell it.
+      kernels: (start, end, instruction) of each kernel; the instruction is "" where the profile
+        does not tell it.
       copies: (start, end, bytes) of each copy, by `UP` and `DOWN`.
     """
 
@@ -71,7 +74,9 @@ def profiled(keep: pathlib.Path) -> Iterator[None]:
 
     with tempfile.TemporaryDirectory() as folder:
         options: Any = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # Python's calls, and the runtime's, would be most of the file
+        options.python_tracer_level = (
+            0  # Python's calls, and the runtime's, would be most of the file
+        )
         options.host_tracer_level = 1
         with jax.profiler.trace(folder, profiler_options=options):
             yield
@@ -101,7 +106,10 @@ def events_of(data: Any) -> DeviceEvents:
     Raises:
       NotImplementedError: it holds none.
     """
-    planes = sorted((plane for plane in data.planes if plane.name.startswith("/device:GPU")), key=lambda plane: plane.name)
+    planes = sorted(
+        (plane for plane in data.planes if plane.name.startswith("/device:GPU")),
+        key=lambda plane: plane.name,
+    )
     if not planes:
         raise NotImplementedError("the profile holds no GPU, only its host")
     events = DeviceEvents([], {UP: [], DOWN: []})
@@ -110,7 +118,9 @@ def events_of(data: Any) -> DeviceEvents:
             continue
         for event in one.events:
             start, end = event.start_ns / 1e9, (event.start_ns + event.duration_ns) / 1e9
-            stats = {name: value for name, value in event.stats if name in ("memcpy_details", "hlo_op")}
+            stats = {
+                name: value for name, value in event.stats if name in ("memcpy_details", "hlo_op")
+            }
             if event.name in events.copies:
                 size = _SIZE.search(str(stats.get("memcpy_details", "")))
                 events.copies[event.name].append((start, end, int(size[1]) if size else 0))
@@ -136,18 +146,26 @@ def measure(events: DeviceEvents, movers: Collection[str], num_steps: int) -> Me
     starts, ends = zip(*[(e[0], e[1]) for e in (*events.kernels, *all_copies)], strict=True)
     compute = union([(start, end) for start, end, name in events.kernels if name not in movers])
     moving = union([(start, end) for start, end, name in events.kernels if name in movers])
-    ways = {way: union([(start, end) for start, end, _ in copies]) for way, copies in events.copies.items()}
+    ways = {
+        way: union([(start, end) for start, end, _ in copies])
+        for way, copies in events.copies.items()
+    }
     both = common(ways[UP], ways[DOWN])
     either = union([*ways[UP], *ways[DOWN]])
     moved = sum(
-        size * length(common([(start, end)], both)) / (end - start) for start, end, size in all_copies if end > start
+        size * length(common([(start, end)], both)) / (end - start)
+        for start, end, size in all_copies
+        if end > start
     )  # bytes while both directions are in use, each copy's taken to be even over its time
     return Measured(
         seconds=(max(ends) - min(starts)) / num_steps,
         compute_seconds=length(compute) / num_steps,
         mover_seconds=length(moving) / num_steps,
         copy_seconds={way: length(found) / num_steps for way, found in ways.items()},
-        copied_bytes={way: sum(size for *_, size in copies) / num_steps for way, copies in events.copies.items()},
+        copied_bytes={
+            way: sum(size for *_, size in copies) / num_steps
+            for way, copies in events.copies.items()
+        },
         beside=length(common(either, compute)) / length(either) if either else 0.0,
         both_seconds=length(both) / num_steps,
         both_rate=moved / length(both) if both else 0.0,

@@ -1,4 +1,6 @@
-"""What sites assume, and what programs on GPUs send to the log, against a driver whose streams run late."""
+"""What sites assume, and what programs on GPUs send to the log, against a driver whose streams run
+late.
+"""
 
 import threading
 from types import SimpleNamespace
@@ -28,7 +30,9 @@ class Gpus:
     def __init__(self):
         self.cuda = SimulatedCuda()
         self.driver = Driver(self.cuda)
-        devices = [SimpleNamespace(platform="cuda", process_index=0, local_hardware_id=n) for n in range(2)]
+        devices = [
+            SimpleNamespace(platform="cuda", process_index=0, local_hardware_id=n) for n in range(2)
+        ]
         self.calls = Calls(devices)
         self.calls.log = CallLog(devices, self.driver)
         self.contexts, self.late = [], threading.Event()
@@ -55,14 +59,21 @@ def test_layers_are_known_before_the_program_has_come_to_the_call():
         gpus.calls.begin()
         gpus.late.clear()
         for layer in (2, 1):
-            assert [gpus.ask(site, device, device, layer, 5) for device in (1, 0)] == [(1, layer, 5), (0, layer, 5)]
+            assert [gpus.ask(site, device, device, layer, 5) for device in (1, 0)] == [
+                (1, layer, 5),
+                (0, layer, 5),
+            ]
         gpus.late.set()
         gpus.calls.check()
 
 
 @pytest.mark.parametrize(
     ("sent", "message"),
-    [((0, 1, 5), "layer 1 and not 2"), ((1, 2, 5), "device 1 and not 0"), ((0, 2, 4), "state 4 and not 5")],
+    [
+        ((0, 1, 5), "layer 1 and not 2"),
+        ((1, 2, 5), "device 1 and not 0"),
+        ((0, 2, 4), "state 4 and not 5"),
+    ],
 )
 def test_a_call_for_another_record_than_assumed_is_an_error_of_the_step(sent, message):
     gpus = Gpus()
@@ -133,7 +144,11 @@ def test_on_a_cpu_each_call_is_compared_at_once():
     calls = Calls([CPU])
     site = Site(calls, "fetch params")
     calls.begin()
-    assert site.ask(None, np.array([1, 9, 5])) == (1, 9, 5)  # whatever it is, as long as no order is known
+    assert site.ask(None, np.array([1, 9, 5])) == (
+        1,
+        9,
+        5,
+    )  # whatever it is, as long as no order is known
     site.order = [2, 1]
     calls.begin()
     assert site.ask(None, np.array([0, 2, 5])) == (0, 2, 5)

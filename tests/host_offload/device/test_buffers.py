@@ -24,7 +24,11 @@ MIB = 1 << 20
 
 def mapping_of(buffer):
     """The lines that /proc says about the mapping which holds a buffer."""
-    entries = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", pathlib.Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    entries = re.split(
+        r"^(?=[0-9a-f]+-[0-9a-f]+ )",
+        pathlib.Path("/proc/self/smaps").read_text(),
+        flags=re.MULTILINE,
+    )
     for entry in entries[1:]:
         start, end = (int(x, 16) for x in entry.split()[0].split("-"))
         if start <= buffer.ctypes.data < end:
@@ -105,7 +109,7 @@ def test_a_platform_without_mlock_is_no_error(monkeypatch):
     assert lock_pages(allocate(4096)) is False
 
 
-# --- rings -----------------------------------------------------------------------------------------------------------------
+# --- rings ----------------------------------------------------------------------------------------
 
 
 @settings(max_examples=50, deadline=None)
@@ -116,7 +120,9 @@ def test_a_ring_never_hands_out_a_buffer_twice(num_buffers, actions):
         for action in actions:
             if action == "take":
                 if len(out) == num_buffers:
-                    with pytest.raises(TimeoutError, match=f"all {num_buffers} of 4096 bytes are out"):
+                    with pytest.raises(
+                        TimeoutError, match=f"all {num_buffers} of 4096 bytes are out"
+                    ):
                         ring.take(timeout=0)
                     continue
                 out.append(ring.take(timeout=0))
@@ -179,7 +185,9 @@ def test_a_full_ring_waits_until_a_buffer_comes_back(monkeypatch):
 def test_a_wait_ends_after_its_time():
     with Ring(1, 4096, pin="none") as ring:
         ring.take()
-        with pytest.raises(TimeoutError, match=r"within 0\.02 s: all 1 of 4096 bytes are out; .*larger"):
+        with pytest.raises(
+            TimeoutError, match=r"within 0\.02 s: all 1 of 4096 bytes are out; .*larger"
+        ):
             ring.take(timeout=0.02)
         assert ring.seconds_waited >= 0.02
 
@@ -245,7 +253,7 @@ def test_a_ring_of_wrong_arguments_is_refused(arguments):
         Ring(*sizes, pin=pin)
 
 
-# --- the CUDA driver -------------------------------------------------------------------------------------------------------
+# --- the CUDA driver ------------------------------------------------------------------------------
 
 
 def test_a_ring_registers_its_buffers_with_the_driver_and_lets_go_of_them(monkeypatch):
@@ -257,7 +265,9 @@ def test_a_ring_registers_its_buffers_with_the_driver_and_lets_go_of_them(monkey
     assert driver.registered[buffer.ctypes.data] == 5000
     assert len(driver.registered) == 3
     ring.close()
-    assert list(driver.registered) == [buffer.ctypes.data], "copies of a buffer that is out may be on their way"
+    assert list(driver.registered) == [buffer.ctypes.data], (
+        "copies of a buffer that is out may be on their way"
+    )
     ring.give(buffer)
     assert driver.registered == {}
 
@@ -265,7 +275,9 @@ def test_a_ring_registers_its_buffers_with_the_driver_and_lets_go_of_them(monkey
 def test_a_driver_that_refuses_leaves_nothing_registered(monkeypatch):
     driver = SimulatedCuda(most_registered=2)
     monkeypatch.setattr(buffers, "driver", lambda: Driver(driver))
-    with pytest.raises(RuntimeError, match=r"cuMemHostRegister failed with CUDA_ERROR_OUT_OF_MEMORY \(2\)"):
+    with pytest.raises(
+        RuntimeError, match=r"cuMemHostRegister failed with CUDA_ERROR_OUT_OF_MEMORY \(2\)"
+    ):
         Ring(3, 4096, pin="cuda")
     assert driver.registered == {}
 

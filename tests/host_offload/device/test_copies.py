@@ -1,4 +1,6 @@
-"""Copies between buffers and device slots on streams of their own, against a driver whose streams run late."""
+"""Copies between buffers and device slots on streams of their own, against a driver whose streams
+run late.
+"""
 
 import threading
 import time
@@ -53,7 +55,10 @@ class Gpu:
         return self.copies._gpus[0].down
 
     def values(self, value=0.0):
-        return [Buffer(np.full(leaf.shape, value, view.dtype)) for leaf, view in zip(FORMAT.leaves, empty()[1], strict=True)]
+        return [
+            Buffer(np.full(leaf.shape, value, view.dtype))
+            for leaf, view in zip(FORMAT.leaves, empty()[1], strict=True)
+        ]
 
     def set(self, values, value):
         """Queue on the program's stream that the values become `value`: what XLA computes."""
@@ -68,7 +73,9 @@ class Gpu:
     def get(self, values):
         """Return what the program sees once it comes to this point."""
         seen = []
-        self.cuda._queue(self.stream, lambda: seen.extend(b.array.astype(np.float32) for b in values))
+        self.cuda._queue(
+            self.stream, lambda: seen.extend(b.array.astype(np.float32) for b in values)
+        )
         self.driver.finish_stream(self.stream)
         assert all((a == seen[0].flat[0]).all() for a in seen), "leaves of several records"
         return float(seen[0].flat[0])
@@ -109,7 +116,9 @@ def test_a_lifted_record_comes_from_its_slot_and_its_buffer_is_free(gpu, monkeyp
         woken.clear()
         freed = gpu.copies.load(gpu.context, "params", 0, views, out)
         assert woken == []  # whoever asks for the future wakes the thread, and not the callback
-        assert [copy[:2] for copy in gpu.cuda.copies if copy[1] in {view.ctypes.data for view in views}] == []
+        assert [
+            copy[:2] for copy in gpu.cuda.copies if copy[1] in {view.ctypes.data for view in views}
+        ] == []
         assert {stream for stream, *_ in gpu.cuda.copies} == {gpu.stream}
         freed.result(10)
         buffer[...] = 255  # the disk reads the next record into it
@@ -165,14 +174,18 @@ def test_a_slot_is_not_filled_before_it_is_copied_down(gpu):
     kept = []
     for value in (1, 2):
         values, (_, views) = gpu.values(value), empty()
-        kept.append((value, values, views, gpu.copies.save(gpu.context, "params", 0, values, views)))
+        kept.append(
+            (value, values, views, gpu.copies.save(gpu.context, "params", 0, values, views))
+        )
     for value, _, views, done in kept:
         done.result(10)
         assert all((view == np.float32(value)).all() for view in views)
 
 
 def test_stored_records_are_those_of_their_callback(gpu):
-    """The program overwrites its values after each store, and a slot is filled again while it is copied down."""
+    """The program overwrites its values after each store, and a slot is filled again while it is
+    copied down.
+    """
     values, kept = gpu.values(), []
     for value in range(1, 8):
         gpu.set(values, value)
@@ -198,7 +211,11 @@ def test_a_kind_of_one_record_is_copied_on_the_programs_stream(gpu):
 
 
 def test_values_are_cleared_and_tokens_passed_on(gpu):
-    values, token, after = gpu.values(5), Buffer(np.full(1, 9, np.int32)), Buffer(np.zeros(1, np.int32))
+    values, token, after = (
+        gpu.values(5),
+        Buffer(np.full(1, 9, np.int32)),
+        Buffer(np.zeros(1, np.int32)),
+    )
     gpu.copies.clear(gpu.context, values)
     gpu.copies.pass_on(gpu.context, 0, token, after)
     assert gpu.get(values) == 0
@@ -238,7 +255,9 @@ def test_copies_of_a_cpu_need_no_driver():
 
 @pytest.mark.parametrize("distance", [0, 1, 3])
 def test_steps_of_an_engine_on_a_gpu_read_and_write_the_right_records(tmp_path, distance):
-    """Each step reads every record and stores it one higher, with disk, streams and program each at its own pace."""
+    """Each step reads every record and stores it one higher, with disk, streams and program each at
+    its own pace.
+    """
     gpu, rounds = Gpu(delay=0.0005), 5
     moves = [Move("params", layer, writes) for layer in range(LAYERS) for writes in (False, True)]
     with SwapFolder(str(tmp_path)) as folder:
@@ -248,7 +267,12 @@ def test_steps_of_an_engine_on_a_gpu_read_and_write_the_right_records(tmp_path, 
         engine.begin(())
         for layer in range(LAYERS):
             gpu.set(values, layer)
-            engine.store("params", 0, layer, lambda views: gpu.copies.save(gpu.context, "params", 0, values, views))
+            engine.store(
+                "params",
+                0,
+                layer,
+                lambda views: gpu.copies.save(gpu.context, "params", 0, values, views),
+            )
         for round_ in range(rounds):
             engine.begin(moves)
             for layer in range(LAYERS):
@@ -260,7 +284,12 @@ def test_steps_of_an_engine_on_a_gpu_read_and_write_the_right_records(tmp_path, 
                 engine.fetch("params", 0, layer, use)
                 assert gpu.get(fetched) == layer + round_
                 gpu.set(values, layer + round_ + 1)
-                engine.store("params", 0, layer, lambda views: gpu.copies.save(gpu.context, "params", 0, values, views))
+                engine.store(
+                    "params",
+                    0,
+                    layer,
+                    lambda views: gpu.copies.save(gpu.context, "params", 0, values, views),
+                )
                 gpu.set(values, -1)
         engine.check()
         engine.close()
@@ -276,10 +305,20 @@ def on_a_gpu(gpu, folder, distance=1):
     values = gpu.values(1)
 
     def fetch(layer):
-        engine.fetch("params", 0, layer, lambda views: gpu.copies.load(gpu.context, "params", 0, views, values))
+        engine.fetch(
+            "params",
+            0,
+            layer,
+            lambda views: gpu.copies.load(gpu.context, "params", 0, views, values),
+        )
 
     def store(layer):
-        engine.store("params", 0, layer, lambda views: gpu.copies.save(gpu.context, "params", 0, values, views))
+        engine.store(
+            "params",
+            0,
+            layer,
+            lambda views: gpu.copies.save(gpu.context, "params", 0, values, views),
+        )
 
     for layer in range(LAYERS):
         store(layer)
@@ -291,10 +330,16 @@ def test_a_callback_of_a_gpu_leaves_it_to_another_thread_to_read_ahead(tmp_path,
     gpu, here = Gpu(), threading.current_thread()
     with SwapFolder(str(tmp_path)) as folder:
         engine, fetch, store = on_a_gpu(gpu, folder)
-        engine.begin([Move("params", layer, writes) for layer in range(LAYERS) for writes in (False, True)])
+        engine.begin(
+            [Move("params", layer, writes) for layer in range(LAYERS) for writes in (False, True)]
+        )
         engine.flush()
         read_ahead, threads = engine._read_ahead, []
-        monkeypatch.setattr(engine, "_read_ahead", lambda lane: (threads.append(threading.current_thread()), read_ahead(lane)))
+        monkeypatch.setattr(
+            engine,
+            "_read_ahead",
+            lambda lane: (threads.append(threading.current_thread()), read_ahead(lane)),
+        )
         fetch(0)
         store(0)
         engine.flush()
@@ -337,7 +382,12 @@ def test_a_copy_down_that_fails_is_an_error_of_the_engine(tmp_path, monkeypatch)
         with monkeypatch.context() as patched:
             patched.setattr(gpu.driver, "finish_event", refuse)
             values = gpu.values(1)
-            engine.store("params", 0, 2, lambda views: gpu.copies.save(gpu.context, "params", 0, values, views))
+            engine.store(
+                "params",
+                0,
+                2,
+                lambda views: gpu.copies.save(gpu.context, "params", 0, values, views),
+            )
             with pytest.raises(RuntimeError, match=r"(?s)layer 2.*CUDA_ERROR_ILLEGAL_ADDRESS"):
                 engine.flush()
         engine.close()
@@ -350,10 +400,14 @@ def test_a_store_returns_while_its_record_is_copied_down(tmp_path):
         engine.add("params", 0, Store(folder.path, "params", 0, LAYERS, FORMAT))
         gpu.cuda._queue(gpu.down, held.wait)
         values, fetched = gpu.values(5), gpu.values()
-        engine.store("params", 0, 2, lambda views: gpu.copies.save(gpu.context, "params", 0, values, views))
+        engine.store(
+            "params", 0, 2, lambda views: gpu.copies.save(gpu.context, "params", 0, values, views)
+        )
         assert engine.take_stats().bytes_written == 0
         held.set()
-        engine.fetch("params", 0, 2, lambda views: gpu.copies.load(gpu.context, "params", 0, views, fetched))
+        engine.fetch(
+            "params", 0, 2, lambda views: gpu.copies.load(gpu.context, "params", 0, views, fetched)
+        )
         assert gpu.get(fetched) == 5
         engine.close()
 
@@ -367,11 +421,18 @@ def test_a_record_updated_on_the_host_is_not_what_was_lifted_before(tmp_path):
         engine.add("params", 0, Store(folder.path, "params", 0, LAYERS, FORMAT), in_place=True)
         kept = [gpu.values(layer) for layer in range(LAYERS)]
         for layer, values in enumerate(kept):
-            engine.store("params", 0, layer, lambda views, v=values: gpu.copies.save(gpu.context, "params", 0, v, views))
+            engine.store(
+                "params",
+                0,
+                layer,
+                lambda views, v=values: gpu.copies.save(gpu.context, "params", 0, v, views),
+            )
         for round_ in range(rounds):
             engine.begin(moves)
             deadline = time.monotonic() + 20
-            while gpu.copies._up["params", 0].source is None:  # the first record was read, and lifted
+            while (
+                gpu.copies._up["params", 0].source is None
+            ):  # the first record was read, and lifted
                 assert time.monotonic() < deadline
             for layer in range(LAYERS):
                 with engine.borrow("params", 0, layer, "update") as views:
@@ -379,6 +440,11 @@ def test_a_record_updated_on_the_host_is_not_what_was_lifted_before(tmp_path):
                         view += 1
             for layer in range(LAYERS):
                 fetched = gpu.values()
-                engine.fetch("params", 0, layer, lambda views, f=fetched: gpu.copies.load(gpu.context, "params", 0, views, f))
+                engine.fetch(
+                    "params",
+                    0,
+                    layer,
+                    lambda views, f=fetched: gpu.copies.load(gpu.context, "params", 0, views, f),
+                )
                 assert gpu.get(fetched) == layer + round_ + 1
         engine.close()

@@ -1,4 +1,6 @@
-"""Steps of an engine on a GPU that is late: each wait between streams, disk and buffers is needed, and none is of the host."""
+"""Steps of an engine on a GPU that is late: each wait between streams, disk and buffers is needed,
+and none is of the host.
+"""
 
 import time
 from concurrent.futures import Future
@@ -73,7 +75,9 @@ def without(gpu, name, monkeypatch):
             result = call(context, *args)
             return done if (kind == "params") == ("stream" not in role) else result
 
-        return lambda context, kind, rank, a, b: run(context, kind, rank, *((a, b) if verb == "load" else (b, a)))
+        return lambda context, kind, rank, a, b: run(
+            context, kind, rank, *((a, b) if verb == "load" else (b, a))
+        )
 
     monkeypatch.setattr(gpu.driver, "wait", never)
     if name and name.startswith("a buffer"):
@@ -83,27 +87,46 @@ def without(gpu, name, monkeypatch):
 
 
 LATER = (0.004, 0.04, 0.2)
-"""Seconds by which operations of the late stream are late. Where the machine is busy the others may be as late as the first."""
+"""Seconds by which operations of the late stream are late.
+
+Where the machine is busy the others may be as late as the first.
+"""
 
 
 def replay(folder, late, monkeypatch, name=None, seconds=LATER[0]):
-    """Run steps that add 1 to every record; return whether the disk is right, and what was waited for in a step."""
+    """Run steps that add 1 to every record; return whether the disk is right, and what was waited
+    for in a step.
+    """
     gpu, disk = Gpu(delay=0), Memory()
     without(gpu, name, monkeypatch)
     kinds = ["params", *(f"end.{i}" for i in range(ENDS))]
     layers = {kind: LAYERS if kind == "params" else 1 for kind in kinds}
-    moves = [Move(kind, layer, writes) for kind in kinds for layer in range(layers[kind]) for writes in (False, True)]
+    moves = [
+        Move(kind, layer, writes)
+        for kind in kinds
+        for layer in range(layers[kind])
+        for writes in (False, True)
+    ]
     engine = Engine(disk, 1, pin="none", copies=gpu.copies)
     for n, kind in enumerate(kinds):
         shared = 0 if kind == "params" else FORMAT.padded_bytes
         slots = kind == "params"
-        engine.add(kind, 0, Store(str(folder), kind, 0, layers[kind], FORMAT), up=slots, down=slots, shared_bytes=shared)
+        engine.add(
+            kind,
+            0,
+            Store(str(folder), kind, 0, layers[kind], FORMAT),
+            up=slots,
+            down=slots,
+            shared_bytes=shared,
+        )
         for layer in range(layers[kind]):
             buffer, views = empty()
             for view in views:
                 view[...] = 10 * n + layer
             disk.records[kind, layer] = buffer
-    gpu.cuda.late = dict.fromkeys([gpu.stream] if late == "program" else [gpu.up, gpu.down], seconds)
+    gpu.cuda.late = dict.fromkeys(
+        [gpu.stream] if late == "program" else [gpu.up, gpu.down], seconds
+    )
     if late == "program":
         gpu.cuda._queue(gpu.stream, lambda: time.sleep(5 * seconds))
     for _ in range(STEPS):
@@ -111,29 +134,57 @@ def replay(folder, late, monkeypatch, name=None, seconds=LATER[0]):
         for kind in kinds:
             for layer in range(layers[kind]):
                 values = gpu.values(-1)
-                engine.fetch(kind, 0, layer, lambda v, k=kind, b=values: gpu.copies.load(gpu.context, k, 0, v, b))
+                engine.fetch(
+                    kind,
+                    0,
+                    layer,
+                    lambda v, k=kind, b=values: gpu.copies.load(gpu.context, k, 0, v, b),
+                )
 
                 def add(values=values):
                     for buffer in values:
                         buffer.array += np.ones((), buffer.array.dtype)
 
                 gpu.cuda._queue(gpu.stream, add)
-                engine.store(kind, 0, layer, lambda v, k=kind, b=values: gpu.copies.save(gpu.context, k, 0, b, v))
-                gpu.cuda._queue(gpu.stream, lambda b=values: [buffer.array.fill(99) for buffer in b])
+                engine.store(
+                    kind,
+                    0,
+                    layer,
+                    lambda v, k=kind, b=values: gpu.copies.save(gpu.context, k, 0, b, v),
+                )
+                gpu.cuda._queue(
+                    gpu.stream, lambda b=values: [buffer.array.fill(99) for buffer in b]
+                )
     waited = list(gpu.cuda.finished)
-    for stream in (gpu.stream, gpu.up, gpu.down):  # also where a wait is missing the memory is there until nobody uses it
+    for stream in (
+        gpu.stream,
+        gpu.up,
+        gpu.down,
+    ):  # also where a wait is missing the memory is there until nobody uses it
         gpu.driver.finish_stream(stream)
     engine.flush()
     engine.close()
     gpu.driver.destroy_stream(gpu.stream)
-    leaves = {key: [leaf.astype(np.float32) for leaf in FORMAT.views(buffer)] for key, buffer in disk.records.items()}
-    first = {key: {float(leaf.flat[i]) for leaf in of_record for i in (0, -1)} for key, of_record in leaves.items()}
-    expected = {(kind, layer): {10.0 * n + layer + STEPS} for n, kind in enumerate(kinds) for layer in range(layers[kind])}
+    leaves = {
+        key: [leaf.astype(np.float32) for leaf in FORMAT.views(buffer)]
+        for key, buffer in disk.records.items()
+    }
+    first = {
+        key: {float(leaf.flat[i]) for leaf in of_record for i in (0, -1)}
+        for key, of_record in leaves.items()
+    }
+    expected = {
+        (kind, layer): {10.0 * n + layer + STEPS}
+        for n, kind in enumerate(kinds)
+        for layer in range(layers[kind])
+    }
     return first == expected, waited
 
 
 @pytest.mark.parametrize("late", ["program", "copies"])
-def test_records_are_right_whichever_stream_is_late_and_no_stream_is_waited_for(late, tmp_path, monkeypatch):
+def test_records_are_right_whichever_stream_is_late_and_no_stream_is_waited_for(
+    late, tmp_path, monkeypatch
+):
     assert replay(tmp_path, late, monkeypatch) == (True, [])
 
 

@@ -48,7 +48,9 @@ def test_tokens_of_gpus_that_end_a_callback_at_once_are_their_own(driver):
     leaves = HostLeaves((), link.CudaLink())
     contexts = [SimpleNamespace(stream=driver.make_stream()) for _ in range(2)]
     tokens, is_open = [Buffer(np.zeros(1, np.int32)) for _ in contexts], threading.Event()
-    driver._api._queue(contexts[0].stream, is_open.wait)  # the first GPU's copy comes after the second one's
+    driver._api._queue(
+        contexts[0].stream, is_open.wait
+    )  # the first GPU's copy comes after the second one's
 
     def finish(gpu):
         driver.ensure_context()

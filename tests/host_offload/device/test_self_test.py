@@ -1,4 +1,6 @@
-"""The check of host slices and of host memory's limits, on the CPU: it slices rightly, so every fault here is put in."""
+"""The check of host slices and of host memory's limits, on the CPU: it slices rightly, so every
+fault here is put in.
+"""
 
 import dataclasses
 import types
@@ -10,7 +12,10 @@ import pytest
 from host_offload.device import limits, self_test
 
 L = len(self_test.records())
-ORDERS = {"ascending": np.arange(L, dtype=np.int32), "descending": np.arange(L, dtype=np.int32)[::-1]}
+ORDERS = {
+    "ascending": np.arange(L, dtype=np.int32),
+    "descending": np.arange(L, dtype=np.int32)[::-1],
+}
 GIB = 1 << 30
 
 
@@ -35,7 +40,9 @@ def test_forms_equal_numpy_exactly(name, kind):
 
 def test_an_order_that_is_not_linear_is_refused():
     run = self_test.build_form(self_test.forms()["read"], jax.devices()[0])
-    with pytest.raises(ValueError, match=r"\[3, 0, 5, 1, 4, 2\] is not linear: its steps are \[-3, 5"):
+    with pytest.raises(
+        ValueError, match=r"\[3, 0, 5, 1, 4, 2\] is not linear: its steps are \[-3, 5"
+    ):
         run(np.array([3, 0, 5, 1, 4, 2], np.int32), self_test.records())
 
 
@@ -43,7 +50,11 @@ def test_check_passes_and_runs_once_for_each_device(monkeypatch):
     built, one = [], {"read": self_test.forms()["read"]}
     build_form = self_test.build_form
     monkeypatch.setattr(self_test, "_FORMS", types.MappingProxyType(one))
-    monkeypatch.setattr(self_test, "build_form", lambda form, device: built.append(device) or build_form(form, device))
+    monkeypatch.setattr(
+        self_test,
+        "build_form",
+        lambda form, device: built.append(device) or build_form(form, device),
+    )
     first, second = jax.devices()[:2]
     for device in (None, first, first, second):
         self_test.check_host_slices(device)
@@ -53,18 +64,23 @@ def test_check_passes_and_runs_once_for_each_device(monkeypatch):
 def test_slices_at_the_raw_counter_are_seen(monkeypatch):
     """XLA of jax 0.10 reads host memory so on a GPU, whatever function of the counter the index is."""
     monkeypatch.setattr(self_test.Order, "__getitem__", lambda order, i: jax.numpy.int32(i))
-    with pytest.raises(RuntimeError, match="read descending, read_ahead descending, update descending"):
+    with pytest.raises(
+        RuntimeError, match="read descending, read_ahead descending, update descending"
+    ):
         self_test.check_host_slices()
 
 
 @pytest.mark.parametrize("name", self_test.forms())
 def test_a_form_that_slices_at_the_raw_counter_is_named(monkeypatch, name):
     form = self_test.forms()[name]
-    raw = dataclasses.replace(form, run=lambda order, stack, kind: form.run(self_test.Order(0, 1, L), stack, kind))
+    raw = dataclasses.replace(
+        form, run=lambda order, stack, kind: form.run(self_test.Order(0, 1, L), stack, kind)
+    )
     monkeypatch.setattr(self_test, "_FORMS", types.MappingProxyType({name: raw}))
     for _ in range(2):  # the answer is kept, the error is not
         with pytest.raises(
-            RuntimeError, match=rf"wrong records: {name} descending \(jax {jax.__version__}, jaxlib.*46231.*XLA_FLAGS"
+            RuntimeError,
+            match=rf"wrong records: {name} descending \(jax {jax.__version__}, jaxlib.*46231.*XLA_FLAGS",
         ):
             self_test.check_host_slices()
 
@@ -72,8 +88,14 @@ def test_a_form_that_slices_at_the_raw_counter_is_named(monkeypatch, name):
 def test_a_record_stored_at_the_raw_counter_is_seen(monkeypatch):
     """Loads are right, stores are not: as if only dynamic-update-slices had the fault."""
     store = self_test._store
-    monkeypatch.setattr(self_test, "_store", lambda stack, record, layer, kind: store(stack, record, L - 1 - layer, kind))
-    with pytest.raises(RuntimeError, match="update ascending, update descending, update_ahead ascending"):
+    monkeypatch.setattr(
+        self_test,
+        "_store",
+        lambda stack, record, layer, kind: store(stack, record, L - 1 - layer, kind),
+    )
+    with pytest.raises(
+        RuntimeError, match="update ascending, update descending, update_ahead ascending"
+    ):
         self_test.check_host_slices()
 
 
@@ -94,22 +116,35 @@ def test_pool_follows_the_environment(monkeypatch):
 def meminfo(monkeypatch, tmp_path, gib):
     path = tmp_path / "meminfo"
     if gib is not None:
-        path.write_text(f"MemTotal: {4 * gib << 20} kB\nMemFree: 1 kB\nMemAvailable:   {gib << 20} kB\n")
+        path.write_text(
+            f"MemTotal: {4 * gib << 20} kB\nMemFree: 1 kB\nMemAvailable:   {gib << 20} kB\n"
+        )
     monkeypatch.setattr(limits, "_MEMINFO", path)
 
 
 @pytest.mark.parametrize(
     ("platform", "gib", "most"),
-    [("gpu", 100, 64 * GIB), ("gpu", 20, 20 * GIB), ("gpu", None, 64 * GIB), ("cpu", 100, 100 * GIB)],
+    [
+        ("gpu", 100, 64 * GIB),
+        ("gpu", 20, 20 * GIB),
+        ("gpu", None, 64 * GIB),
+        ("cpu", 100, 100 * GIB),
+    ],
 )
-def test_allocations_are_refused_one_byte_beyond_the_limit(monkeypatch, tmp_path, platform, gib, most):
+def test_allocations_are_refused_one_byte_beyond_the_limit(
+    monkeypatch, tmp_path, platform, gib, most
+):
     monkeypatch.delenv(limits.LIMIT_VARIABLE, raising=False)
     meminfo(monkeypatch, tmp_path, gib)
     limits.check_host_memory(most, platform)
-    with pytest.raises(RuntimeError, match=rf"no room for {most + 1} bytes \([\d.]+ GiB\) of pinned host memory") as e:
+    with pytest.raises(
+        RuntimeError, match=rf"no room for {most + 1} bytes \([\d.]+ GiB\) of pinned host memory"
+    ) as e:
         limits.check_host_memory(most + 1, platform)
     advised = f"set {limits.LIMIT_VARIABLE}=" in str(e.value)
-    assert advised == (most == 64 * GIB)  # a larger pool is no remedy for a machine that is too small
+    assert advised == (
+        most == 64 * GIB
+    )  # a larger pool is no remedy for a machine that is too small
 
 
 def test_a_machine_whose_memory_grows_has_what_its_user_says(monkeypatch, tmp_path):
@@ -119,7 +154,9 @@ def test_a_machine_whose_memory_grows_has_what_its_user_says(monkeypatch, tmp_pa
     monkeypatch.setenv(limits.HOST_VARIABLE, "16")
     assert limits.available_bytes() == 5 * GIB
     monkeypatch.setenv(limits.HOST_VARIABLE, "much")
-    with pytest.raises(ValueError, match="ZEROJAX_HOST_MEMORY_GB='much': a number of GiB is needed"):
+    with pytest.raises(
+        ValueError, match="ZEROJAX_HOST_MEMORY_GB='much': a number of GiB is needed"
+    ):
         limits.available_bytes()
 
 
@@ -129,7 +166,8 @@ def test_a_machine_that_says_nothing_has_no_limit_on_the_cpu(monkeypatch, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("gib", "group", "found"), [(5, None, 20 * GIB), (5, "max\n", 20 * GIB), (5, f"{GIB}\n", GIB), (None, None, None)]
+    ("gib", "group", "found"),
+    [(5, None, 20 * GIB), (5, "max\n", 20 * GIB), (5, f"{GIB}\n", GIB), (None, None, None)],
 )
 def test_the_host_has_what_its_control_group_allows(monkeypatch, tmp_path, gib, group, found):
     meminfo(monkeypatch, tmp_path, gib)
@@ -147,7 +185,9 @@ def test_a_real_allocation_that_fails_is_explained():
         jax.numpy.zeros(num_bytes, jax.numpy.int8, device=host)
     explained = limits.host_memory_error(e.value, num_bytes)
     assert isinstance(explained, RuntimeError)
-    assert str(explained).startswith(f"no room for {num_bytes} bytes (16384.0 GiB) of pinned host memory in this process")
+    assert str(explained).startswith(
+        f"no room for {num_bytes} bytes (16384.0 GiB) of pinned host memory in this process"
+    )
     assert "keep less on the host" in str(explained)
 
 
@@ -161,10 +201,17 @@ def test_a_real_allocation_that_fails_is_explained():
             True,
         ),
         (
-            RuntimeError("INTERNAL: Failed to allocate 1.0KiB (1024 bytes) of pinned host memory: CUDA_ERROR_OUT_OF_MEMORY"),
+            RuntimeError(
+                "INTERNAL: Failed to allocate 1.0KiB (1024 bytes) of pinned host memory: CUDA_ERROR_OUT_OF_MEMORY"
+            ),
             True,
         ),
-        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 bytes with allocator GPU_0_bfc"), False),
+        (
+            RuntimeError(
+                "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 bytes with allocator GPU_0_bfc"
+            ),
+            False,
+        ),
         (RuntimeError("INVALID_ARGUMENT: no"), False),
         (ValueError("RESOURCE_EXHAUSTED"), False),
     ],

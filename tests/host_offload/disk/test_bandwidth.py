@@ -1,4 +1,6 @@
-"""zerojax bench-io and benchmarks/bandwidth.py: they measure, tell the truth about what they measured, and clean up."""
+"""zerojax bench-io and benchmarks/bandwidth.py: they measure, tell the truth about what they
+measured, and clean up.
+"""
 
 import argparse
 import os
@@ -27,7 +29,13 @@ MIB = 1 << 20
 def test_disk_traffic_is_that_of_the_schedule(precision, update):
     b = state_bytes(precision)
     each = {"params": b.params, "grads": b.grads, "opt_state": b.master + b.moments}
-    schedule = build_schedule(num_layers=5, distance=2, tiers=dict.fromkeys(each, "nvme"), update=update, master=b.master > 0)
+    schedule = build_schedule(
+        num_layers=5,
+        distance=2,
+        tiers=dict.fromkeys(each, "nvme"),
+        update=update,
+        master=b.master > 0,
+    )
     read = sum(each[kind] for phase in schedule.phases for kind in (*phase.fetches, *phase.reads))
     written = sum(each[kind] for phase in schedule.phases for kind in phase.writes)
     assert bench_io.disk_traffic(b, update) == (read, written)
@@ -36,7 +44,10 @@ def test_disk_traffic_is_that_of_the_schedule(precision, update):
 
 
 def test_a_round_measures_every_reader_and_the_records_are_right(tmp_path):
-    with SwapFolder(str(tmp_path)) as swap, Bench(swap.path, SETTINGS, num_records=5, record_bytes=50_000) as bench:
+    with (
+        SwapFolder(str(tmp_path)) as swap,
+        Bench(swap.path, SETTINGS, num_records=5, record_bytes=50_000) as bench,
+    ):
         rates = bench.round()
         assert list(rates) == [PLAIN, DIRECT, UNCHECKED, TENSORSTORE]
         assert all(0 < rate < 1e12 for r in rates.values() for rate in (r.read, r.write))
@@ -59,10 +70,17 @@ def test_both_ways_at_once_read_one_half_and_write_the_other(tmp_path, monkeypat
 
     for way in moved:
         monkeypatch.setattr(DirectIo, way, noted(way, getattr(DirectIo, way)))
-    with SwapFolder(str(tmp_path)) as swap, Bench(swap.path, SETTINGS, num_records=6, record_bytes=50_000) as bench:
+    with (
+        SwapFolder(str(tmp_path)) as swap,
+        Bench(swap.path, SETTINGS, num_records=6, record_bytes=50_000) as bench,
+    ):
         alone = bench.records()
         assert min(alone.read, alone.write) > 0
-        assert [layer for layer, _ in moved["read"]] == [layer for layer, _ in moved["write"]] == list(range(6))
+        assert (
+            [layer for layer, _ in moved["read"]]
+            == [layer for layer, _ in moved["write"]]
+            == list(range(6))
+        )
         for layers in moved.values():
             layers.clear()
         assert bench.both() > 0
@@ -75,9 +93,15 @@ def test_both_ways_at_once_read_one_half_and_write_the_other(tmp_path, monkeypat
 def test_the_model_table_is_its_formula():
     rates = Rates(read=4e9, write=2e9)
     lines = bench_io.model_table(rates, free_bytes=160_000_000_000)
-    row = next(line.split() for line in lines if line.startswith("bf16") and "after_backward" in line)
+    row = next(
+        line.split() for line in lines if line.startswith("bf16") and "after_backward" in line
+    )
     assert row[2:5] == ["16", "18", "16"]
-    assert [float(x) for x in row[5:]] == [10.0, 12.5, 125.0]  # 18/4 + 16/2 = 12.5 s for 1e9 parameters
+    assert [float(x) for x in row[5:]] == [
+        10.0,
+        12.5,
+        125.0,
+    ]  # 18/4 + 16/2 = 12.5 s for 1e9 parameters
 
 
 def test_bench_io_prints_and_leaves_only_the_settings(tmp_path, capsys, monkeypatch):
@@ -111,10 +135,25 @@ def test_the_benchmark_saves_a_table_and_leaves_no_files(tmp_path, monkeypatch, 
     monkeypatch.setattr(benchmark.shutil, "which", lambda program: None)
     swap, target = tmp_path / "swap", tmp_path / "table.md"
     swap.mkdir()
-    words = ["--folder", str(swap), "--gib", "0.0005", "--records", "4", "--rounds", "2", "--save", str(target)]
+    words = [
+        "--folder",
+        str(swap),
+        "--gib",
+        "0.0005",
+        "--records",
+        "4",
+        "--rounds",
+        "2",
+        "--save",
+        str(target),
+    ]
     monkeypatch.setattr("sys.argv", ["bandwidth.py", *words])
     benchmark.main()
-    names = [line.split("|")[1].strip() for line in target.read_text().splitlines() if line.startswith("| ")]
+    names = [
+        line.split("|")[1].strip()
+        for line in target.read_text().splitlines()
+        if line.startswith("| ")
+    ]
     assert names == ["reader", PLAIN, DIRECT, UNCHECKED, TENSORSTORE]
     assert "fio is not installed" in target.read_text()
     assert os.listdir(swap) == []
@@ -125,7 +164,10 @@ def test_the_benchmarks_ratios_are_within_rounds_and_over_the_best():
     def rates(**read):
         return {name: Rates(read=value, write=10.0) for name, value in read.items()}
 
-    rounds = [rates(**{PLAIN: 10.0, benchmark.FIO: 5.0, DIRECT: 9.5}), rates(**{PLAIN: 2.0, benchmark.FIO: 4.0, DIRECT: 3.4})]
+    rounds = [
+        rates(**{PLAIN: 10.0, benchmark.FIO: 5.0, DIRECT: 9.5}),
+        rates(**{PLAIN: 2.0, benchmark.FIO: 4.0, DIRECT: 3.4}),
+    ]
     text = "\n".join(benchmark.table(rounds))
     assert f"| {DIRECT} | 0.00 | 0.90 (0.85-0.95) | 0.00 | 1.00 (1.00-1.00) |" in text
     assert "| fio | 0.00 | 0.75 (0.50-1.00) |" in text
@@ -141,10 +183,18 @@ echo '{{"jobs": [{{"read": {{"bw_bytes": 3}}, "write": {{"bw_bytes": 7}}}}]}}'
 """)
     program.chmod(0o755)
     monkeypatch.setattr(benchmark.shutil, "which", lambda name: str(program))
-    assert benchmark.fio_rates(str(tmp_path), 1 << 20, SETTINGS) == {benchmark.FIO: Rates(read=3, write=7)}
+    assert benchmark.fio_rates(str(tmp_path), 1 << 20, SETTINGS) == {
+        benchmark.FIO: Rates(read=3, write=7)
+    }
     write, read = (tmp_path / "words").read_text().splitlines()
     for words, way in ((write, "write"), (read, "read")):
-        assert {f"--rw={way}", "--bs=8192", "--numjobs=2", f"--size={1 << 19}", "--direct=1"} <= set(words.split())
+        assert {
+            f"--rw={way}",
+            "--bs=8192",
+            "--numjobs=2",
+            f"--size={1 << 19}",
+            "--direct=1",
+        } <= set(words.split())
 
 
 def test_heading_names_the_command(monkeypatch):

@@ -54,7 +54,9 @@ def store(tmp_path):
 
 
 def make_store(folder, num_bytes=40_000, kind="params", layers=LAYERS):
-    return Store(folder.path, kind, 0, layers, RecordFormat((LeafFormat("w", (num_bytes,), "uint8"),)))
+    return Store(
+        folder.path, kind, 0, layers, RecordFormat((LeafFormat("w", (num_bytes,), "uint8"),))
+    )
 
 
 def random_record(store, seed=0):
@@ -68,7 +70,7 @@ def at_address(num_bytes, shift):
     return allocate(num_bytes + shift)[shift:]
 
 
-# --- files -----------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 sizes = st.one_of(st.integers(1, 20_000), st.sampled_from([1, 4095, 4096, 4097, 8192, 12288]))
 offsets = st.one_of(st.integers(0, 10_000), st.sampled_from([0, 1, 4095, 4096, 8192]))
@@ -100,7 +102,11 @@ def test_any_span_is_written_and_read_exactly(scratch, size, offset, shift, even
 
 
 def is_direct(fd):
-    line = next(x for x in pathlib.Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines() if x.startswith("flags"))
+    line = next(
+        x
+        for x in pathlib.Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
+        if x.startswith("flags")
+    )
     return bool(int(line.split()[1], 8) & os.O_DIRECT)
 
 
@@ -135,7 +141,11 @@ def test_a_span_is_direct_but_for_head_and_tail(scratch, monkeypatch):
     calls = calls_of(monkeypatch)
     write_file(str(scratch), at_address(20_000, 4000), 20_000, offset=4000)
     body = 16384
-    assert calls == [(False, 4000, 96), (True, 4096, body), (False, 4096 + body, 20_000 - 96 - body)]
+    assert calls == [
+        (False, 4000, 96),
+        (True, 4096, body),
+        (False, 4096 + body, 20_000 - 96 - body),
+    ]
     calls.clear()
     read_file(str(scratch), at_address(8192, 1), 8192)  # the address does not serve
     assert calls == [(False, 0, 8192)]
@@ -183,13 +193,24 @@ def test_a_direct_transfer_that_ends_within_a_sector_goes_on_buffered(scratch, m
     assert calls == [(True, 0, 12288), (False, 5000, 3192), (True, 8192, 4096)]
 
 
-# --- records ---------------------------------------------------------------------------------------------------------------
+# --- records --------------------------------------------------------------------------------------
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 60_000), st.integers(1, 5), st.integers(1, 6), st.booleans(), st.sampled_from([0, 0, 8]))
-def test_records_are_what_was_written_for_any_blocks_and_threads(tmp_path_factory, size, blocks, threads, preallocated, shift):
-    with SwapFolder(str(tmp_path_factory.mktemp("swap"))) as folder, DirectIo(IoSettings(threads, blocks * 4096)) as io:
+@given(
+    st.integers(1, 60_000),
+    st.integers(1, 5),
+    st.integers(1, 6),
+    st.booleans(),
+    st.sampled_from([0, 0, 8]),
+)
+def test_records_are_what_was_written_for_any_blocks_and_threads(
+    tmp_path_factory, size, blocks, threads, preallocated, shift
+):
+    with (
+        SwapFolder(str(tmp_path_factory.mktemp("swap"))) as folder,
+        DirectIo(IoSettings(threads, blocks * 4096)) as io,
+    ):
         store = make_store(folder, size)
         if preallocated:
             store.preallocate()
@@ -202,7 +223,11 @@ def test_records_are_what_was_written_for_any_blocks_and_threads(tmp_path_factor
         for future in [io.read(store, layer, buffer) for layer, buffer in enumerate(found)]:
             future.result(60)
         for layer, (record, buffer) in enumerate(zip(records, found, strict=True)):
-            assert pathlib.Path(store.record_path(layer)).read_bytes() == record.tobytes() == buffer.tobytes()
+            assert (
+                pathlib.Path(store.record_path(layer)).read_bytes()
+                == record.tobytes()
+                == buffer.tobytes()
+            )
 
 
 @pytest.mark.parametrize("reads", READERS)
@@ -255,7 +280,8 @@ def test_wrong_arguments_are_refused_at_once(store, io):
 
 
 @pytest.mark.parametrize(
-    ("threads", "block"), [(0, 4096), (1, 0), (1, 5000), (1000, 4096), (1.5, 4096), (1, 4096.0), (1, 1 << 40)]
+    ("threads", "block"),
+    [(0, 4096), (1, 0), (1, 5000), (1000, 4096), (1.5, 4096), (1, 4096.0), (1, 1 << 40)],
 )
 def test_settings_that_do_not_serve_are_refused(threads, block):
     with pytest.raises(ValueError, match=f"num_threads={threads}, block_bytes={block}"):
@@ -280,7 +306,10 @@ def test_a_pending_transfer_can_be_cancelled(store, monkeypatch):
 
     monkeypatch.setattr(os, "pwritev", hold)
     with DirectIo(IoSettings(1, 8192)) as io:
-        first, second = io.write(store, 0, random_record(store)), io.write(store, 1, random_record(store))
+        first, second = (
+            io.write(store, 0, random_record(store)),
+            io.write(store, 1, random_record(store)),
+        )
         assert entered.wait(30)
         assert second.cancel()
         go.set()
@@ -289,7 +318,7 @@ def test_a_pending_transfer_can_be_cancelled(store, monkeypatch):
     assert not os.path.exists(store.record_path(1))
 
 
-# --- checksums -------------------------------------------------------------------------------------------------------------
+# --- checksums ------------------------------------------------------------------------------------
 
 
 @settings(max_examples=100, deadline=None)
@@ -305,7 +334,9 @@ def test_a_checksum_tells_a_flipped_bit(contents, where):
 
 
 def test_a_checksum_is_never_zero(monkeypatch):
-    monkeypatch.setattr(checksum_module, "xxhash", types.SimpleNamespace(xxh3_64_intdigest=lambda data: 0))
+    monkeypatch.setattr(
+        checksum_module, "xxhash", types.SimpleNamespace(xxh3_64_intdigest=lambda data: 0)
+    )
     assert checksum_of(np.zeros(8, np.uint8)) == 1
 
 
@@ -316,7 +347,7 @@ def test_a_record_without_a_checksum_is_read_as_it_is(store, io):
     io.read(store, 0, random_record(store)).result(60)
 
 
-# --- failures --------------------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 def flip_a_bit(path):
@@ -344,9 +375,15 @@ def test_a_damaged_record_is_an_error(store, io, fault):
     damage, message, number = FAULTS[fault]
     io.write(store, 2, random_record(store)).result(60)
     damage(store.record_path(2))
-    with pytest.raises(SwapError, match=rf"reading params of rank 0 of layer 2, .*c\.2\.0 failed.*{message}") as caught:
+    with pytest.raises(
+        SwapError, match=rf"reading params of rank 0 of layer 2, .*c\.2\.0 failed.*{message}"
+    ) as caught:
         io.read(store, 2, random_record(store)).result(60)
-    assert (caught.value.file, caught.value.layer, caught.value.errno) == (store.record_path(2), 2, number)
+    assert (caught.value.file, caught.value.layer, caught.value.errno) == (
+        store.record_path(2),
+        2,
+        number,
+    )
     record = random_record(store, 5)  # writing it again repairs it
     io.write(store, 2, record).result(60)
     found = random_record(store)
@@ -359,7 +396,11 @@ def link_elsewhere(path):
     os.symlink(elsewhere, path)
 
 
-PLANTED = {"fifo": (os.mkfifo, "a FIFO"), "folder": (os.mkdir, "a folder"), "link": (link_elsewhere, "a symbolic link")}
+PLANTED = {
+    "fifo": (os.mkfifo, "a FIFO"),
+    "folder": (os.mkdir, "a folder"),
+    "link": (link_elsewhere, "a symbolic link"),
+}
 
 
 def error_of(transfer, fifo):
@@ -396,7 +437,8 @@ def test_a_fifo_in_the_place_of_what_tensorstore_opens_beside_a_record_is_an_err
     os.mkfifo(description)
     with READERS["tensorstore"]() as io:
         assert re.search(
-            r"zarr\.json failed: a FIFO is in its place", error_of(io.read(store, 1, record, verify=False), description)
+            r"zarr\.json failed: a FIFO is in its place",
+            error_of(io.read(store, 1, record, verify=False), description),
         )
 
 
@@ -426,7 +468,9 @@ def test_an_error_of_the_disk_comes_out_of_the_future(store, direct, monkeypatch
 
     wrap_transfers(monkeypatch, fail)
     name = errno.errorcode[number]
-    with pytest.raises(SwapError, match=rf"reading params of rank 0 of layer 1.*{name} \({number}\)") as caught:
+    with pytest.raises(
+        SwapError, match=rf"reading params of rank 0 of layer 1.*{name} \({number}\)"
+    ) as caught:
         direct.read(store, 1, random_record(store)).result(60)
     assert (caught.value.errno, caught.value.layer) == (number, 1)
     with pytest.raises(SwapError, match=rf"writing params of rank 0 of layer 1.*{name}"):
@@ -454,7 +498,9 @@ def test_a_full_disk_is_an_error_and_leaves_the_folder_removable(small_disk, io)
             for layer in range(8):
                 io.write(store, layer, random_record(store)).result(60)
 
-        with pytest.raises(SwapError, match=r"writing params .*ENOSPC \(28\).*free space") as caught:
+        with pytest.raises(
+            SwapError, match=r"writing params .*ENOSPC \(28\).*free space"
+        ) as caught:
             write_all()
         failed = caught.value.layer
         assert failed in (2, 3)
@@ -485,11 +531,18 @@ def test_many_cycles_with_failures_leave_no_descriptors_and_no_threads(store):
     def cycle():
         with DirectIo(SMALL) as direct, TensorstoreIo(SMALL) as through:
             for io in (direct, through):
-                concurrent.futures.wait([io.write(store, layer, random_record(store)) for layer in range(3)])
+                concurrent.futures.wait(
+                    [io.write(store, layer, random_record(store)) for layer in range(3)]
+                )
                 os.unlink(store.record_path(2))
                 os.truncate(store.record_path(1), 5)
                 done = [io.read(store, layer, random_record(store)) for layer in range(4)]
-                assert [type(f.exception(60)) for f in done] == [type(None), SwapError, SwapError, SwapError]
+                assert [type(f.exception(60)) for f in done] == [
+                    type(None),
+                    SwapError,
+                    SwapError,
+                    SwapError,
+                ]
 
     cycle()  # tensorstore keeps its own threads
     files, threads = descriptors(), set(threading.enumerate())
@@ -499,7 +552,7 @@ def test_many_cycles_with_failures_leave_no_descriptors_and_no_threads(store):
     assert not set(threading.enumerate()) - threads
 
 
-# --- file systems without O_DIRECT -----------------------------------------------------------------------------------------
+# --- file systems without O_DIRECT ----------------------------------------------------------------
 
 
 def refuse_at_open(monkeypatch):
@@ -523,7 +576,9 @@ def refuse_at_transfer(monkeypatch):
 
 
 @pytest.mark.parametrize("refuse", [refuse_at_open, refuse_at_transfer])
-def test_a_file_system_without_o_direct_is_served_buffered_and_named_once(store, direct, monkeypatch, caplog, refuse):
+def test_a_file_system_without_o_direct_is_served_buffered_and_named_once(
+    store, direct, monkeypatch, caplog, refuse
+):
     refuse(monkeypatch)
     with caplog.at_level(logging.WARNING, "host_offload"):
         for layer in range(LAYERS):
@@ -535,7 +590,7 @@ def test_a_file_system_without_o_direct_is_served_buffered_and_named_once(store,
     assert [r.getMessage().startswith(f"{swap} has no O_DIRECT") for r in caplog.records] == [True]
 
 
-# --- tuning ----------------------------------------------------------------------------------------------------------------
+# --- tuning ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -587,12 +642,25 @@ def test_settings_that_are_hardly_faster_do_not_replace_the_default(folder, rate
 
 
 @pytest.mark.parametrize(
-    "contents", ["", "{", "[]", "{}", '{"identity": [0, 0, 0], "num_threads": 1, "block_bytes": 4096}', "other", "wrong"]
+    "contents",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"identity": [0, 0, 0], "num_threads": 1, "block_bytes": 4096}',
+        "other",
+        "wrong",
+    ],
 )
-def test_an_answer_that_cannot_be_read_or_is_of_another_disk_is_not_used(folder, rates, contents, tmp_path):
+def test_an_answer_that_cannot_be_read_or_is_of_another_disk_is_not_used(
+    folder, rates, contents, tmp_path
+):
     identity = list(tuning._identity(folder.path))
     if contents == "other":
-        contents = json.dumps({"identity": [identity[0] + 1, *identity[1:]], "num_threads": 1, "block_bytes": 4096})
+        contents = json.dumps(
+            {"identity": [identity[0] + 1, *identity[1:]], "num_threads": 1, "block_bytes": 4096}
+        )
     elif contents == "wrong":
         contents = json.dumps({"identity": identity, "num_threads": 0, "block_bytes": 4096})
     (tmp_path / tuning._CACHE).write_text(contents)

@@ -1,4 +1,6 @@
-"""Boxes of arrays in files: equal to numpy's slices, whatever is contiguous; what cannot be read is an error, with its byte."""
+"""Boxes of arrays in files: equal to numpy's slices, whatever is contiguous; what cannot be read is
+an error, with its byte.
+"""
 
 import errno
 import math
@@ -23,14 +25,25 @@ DTYPES = (np.float32, np.uint8, ml_dtypes.bfloat16)
 def boxes(draw):
     shape = tuple(draw(st.lists(st.integers(1, 9), max_size=4)))
     starts = [draw(st.integers(0, size)) for size in shape]
-    return shape, tuple((start, draw(st.integers(start, size))) for start, size in zip(starts, shape, strict=True))
+    return shape, tuple(
+        (start, draw(st.integers(start, size))) for start, size in zip(starts, shape, strict=True)
+    )
 
 
 @settings(max_examples=150, deadline=None)
-@given(case=boxes(), dtypes=st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)), small=st.booleans(), data=st.data())
+@given(
+    case=boxes(),
+    dtypes=st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)),
+    small=st.booleans(),
+    data=st.data(),
+)
 def test_a_box_is_numpys_slice(tmp_path_factory, case, dtypes, small, data):
     """Blocks of 64 bytes and pieces of 16 meet every branch with arrays of a few elements."""
-    (shape, box), (there, here), offset = case, map(np.dtype, dtypes), data.draw(st.sampled_from([0, 3, 64]))
+    (shape, box), (there, here), offset = (
+        case,
+        map(np.dtype, dtypes),
+        data.draw(st.sampled_from([0, 3, 64])),
+    )
     whole = (np.arange(math.prod(shape)) % 100).reshape(shape).astype(there)
     path = tmp_path_factory.mktemp("box") / "file"
     path.write_bytes(b"\xff" * offset + whole.tobytes() + b"\xff" * 5)
@@ -47,7 +60,10 @@ def test_a_box_is_numpys_slice(tmp_path_factory, case, dtypes, small, data):
 
 
 def test_no_more_is_held_than_a_block(tmp_path, monkeypatch):
-    """Columns of a matrix, of 8 blocks: read by blocks of rows. Wide pieces far apart: read one by one."""
+    """Columns of a matrix, of 8 blocks: read by blocks of rows.
+
+    Wide pieces far apart: read one by one.
+    """
     path, sizes = tmp_path / "file", []
     whole = np.random.default_rng(0).standard_normal((4096, 2048), np.float32)
     whole.tofile(path)
@@ -58,11 +74,16 @@ def test_no_more_is_held_than_a_block(tmp_path, monkeypatch):
         read_bytes(self, offset, out)
 
     monkeypatch.setattr(ReadFile, "read_bytes", noted)
-    for shape, box in (((4096, 2048), ((0, 4096), (5, 7))), ((64, 131072), ((0, 64), (100, 20000)))):
+    for shape, box in (
+        ((4096, 2048), ((0, 4096), (5, 7))),
+        ((64, 131072), ((0, 64), (100, 20000))),
+    ):
         sizes.clear()
         out = np.empty([b - a for a, b in box], np.float32)
         ReadFile(str(path)).read_box(0, shape, np.dtype(np.float32), box, out)
-        np.testing.assert_array_equal(out, whole.reshape(shape)[tuple(slice(*ends) for ends in box)])
+        np.testing.assert_array_equal(
+            out, whole.reshape(shape)[tuple(slice(*ends) for ends in box)]
+        )
         assert max(sizes) <= file_reads.BLOCK_BYTES
         assert sum(sizes) <= (whole.nbytes if shape[1] == 2048 else out.nbytes)
 
@@ -72,7 +93,9 @@ def test_a_checksum_of_blocks_is_that_of_the_bytes(tmp_path, num_bytes, monkeypa
     monkeypatch.setattr(file_reads, "BLOCK_BYTES", 64)
     content = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8)
     content.tofile(tmp_path / "file")
-    assert checksum_of_blocks(ReadFile(str(tmp_path / "file")).blocks(num_bytes)) == checksum_of(content)
+    assert checksum_of_blocks(ReadFile(str(tmp_path / "file")).blocks(num_bytes)) == checksum_of(
+        content
+    )
 
 
 def test_reads_that_are_cut_short_are_continued(tmp_path, monkeypatch):
@@ -87,7 +110,9 @@ def test_reads_that_are_cut_short_are_continued(tmp_path, monkeypatch):
         ReadFile(str(tmp_path / "file")).read_bytes(13, out)
 
 
-@pytest.mark.parametrize(("path", "kind"), [("fifo", "a FIFO"), (".", "a folder"), ("/dev/zero", "a device")])
+@pytest.mark.parametrize(
+    ("path", "kind"), [("fifo", "a FIFO"), (".", "a folder"), ("/dev/zero", "a device")]
+)
 def test_what_is_no_file_is_told_and_not_waited_for(tmp_path, path, kind):
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(NotRegularError, match=f": {kind} is in its place, and no regular file"):

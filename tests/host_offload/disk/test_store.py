@@ -31,7 +31,10 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 TWO = RecordFormat((LeafFormat("w", (3, 5), "bfloat16"), LeafFormat("step", (), "int32")))
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int32", "bool")
 leaf_formats = st.builds(
-    LeafFormat, st.text(min_size=1, max_size=4), st.lists(st.integers(0, 9), max_size=3).map(tuple), st.sampled_from(DTYPES)
+    LeafFormat,
+    st.text(min_size=1, max_size=4),
+    st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    st.sampled_from(DTYPES),
 )
 record_formats = st.lists(leaf_formats, max_size=6).map(lambda leaves: RecordFormat(tuple(leaves)))
 
@@ -43,7 +46,10 @@ def folder(tmp_path):
 
 
 def run_python(code, *arguments, **options):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
     return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)],
         env=environment,
@@ -54,7 +60,7 @@ def run_python(code, *arguments, **options):
     )
 
 
-# --- records ---------------------------------------------------------------------------------------------------------------
+# --- records --------------------------------------------------------------------------------------
 
 
 @settings(max_examples=150, deadline=None)
@@ -63,7 +69,9 @@ def test_leaves_are_aligned_and_do_not_overlap(form):
     end = 0
     for leaf, offset in zip(form.leaves, form.offsets, strict=True):
         assert offset % LEAF_BYTES == 0
-        assert end <= offset < end + LEAF_BYTES, "in order, and no more padding than alignment takes"
+        assert end <= offset < end + LEAF_BYTES, (
+            "in order, and no more padding than alignment takes"
+        )
         end = offset + leaf.num_bytes
     assert form.num_bytes == end
     assert form.padded_bytes % BLOCK_BYTES == 0
@@ -75,17 +83,30 @@ def test_leaves_are_aligned_and_do_not_overlap(form):
 def test_views_are_the_buffers_own_memory(form):
     buffer = np.zeros(form.padded_bytes, np.uint8)
     views = form.views(buffer)
-    assert [(v.shape, v.dtype.name) for v in views] == [(leaf.shape, leaf.dtype) for leaf in form.leaves]
+    assert [(v.shape, v.dtype.name) for v in views] == [
+        (leaf.shape, leaf.dtype) for leaf in form.leaves
+    ]
     for k, view in enumerate(views):
         view[...] = np.ones((), view.dtype)
-        assert all(np.all(v == (j <= k)) for j, v in enumerate(views)), "a leaf was written over another"
-    expected = sum(int(np.sum(np.ascontiguousarray(v).reshape(-1).view(np.uint8) != 0)) for v in views)
-    assert np.count_nonzero(buffer) == expected, "a view is a copy, or bytes outside of leaves were written"
+        assert all(np.all(v == (j <= k)) for j, v in enumerate(views)), (
+            "a leaf was written over another"
+        )
+    expected = sum(
+        int(np.sum(np.ascontiguousarray(v).reshape(-1).view(np.uint8) != 0)) for v in views
+    )
+    assert np.count_nonzero(buffer) == expected, (
+        "a view is a copy, or bytes outside of leaves were written"
+    )
 
 
 @pytest.mark.parametrize(
     "buffer",
-    [np.zeros(67, np.uint8), np.zeros(68, np.int8), np.zeros((2, 64), np.uint8), np.zeros(200, np.uint8)[::2]],
+    [
+        np.zeros(67, np.uint8),
+        np.zeros(68, np.int8),
+        np.zeros((2, 64), np.uint8),
+        np.zeros(200, np.uint8)[::2],
+    ],
     ids=["short", "int8", "2d", "strided"],
 )
 def test_views_of_a_buffer_that_does_not_serve_are_refused(buffer):
@@ -99,7 +120,7 @@ def test_an_unknown_dtype_is_refused():
         RecordFormat((LeafFormat("w", (2,), "bfloat17"),)).num_bytes  # noqa: B018
 
 
-# --- stores ----------------------------------------------------------------------------------------------------------------
+# --- stores ---------------------------------------------------------------------------------------
 
 READER = """
 import json, sys
@@ -185,9 +206,13 @@ def test_preallocate_counts_what_is_reserved_already(folder, monkeypatch):
 
 
 def test_preallocate_tells_the_bytes_that_the_disk_lacks(folder):
-    store = Store(folder.path, "opt_state", 0, 1024, RecordFormat((LeafFormat("m", (1 << 40,), "float32"),)))
+    store = Store(
+        folder.path, "opt_state", 0, 1024, RecordFormat((LeafFormat("m", (1 << 40,), "float32"),))
+    )
     missing = store.num_bytes - folder.free_bytes()
-    with pytest.raises(SwapError, match=r"1024 records x \d+ bytes = .* bytes too few.*swap_dir") as caught:
+    with pytest.raises(
+        SwapError, match=r"1024 records x \d+ bytes = .* bytes too few.*swap_dir"
+    ) as caught:
         store.preallocate()
     told = int(str(caught.value).split(" bytes too few")[0].split()[-1])
     assert abs(told - missing) < 1 << 34, "others write to this disk meanwhile, but not so much"
@@ -197,7 +222,9 @@ def test_preallocate_tells_the_bytes_that_the_disk_lacks(folder):
 
 def test_preallocate_on_a_disk_that_fills_meanwhile_is_an_error(small_disk, monkeypatch):
     with SwapFolder(str(small_disk)) as folder:
-        store = Store(folder.path, "params", 0, 20, RecordFormat((LeafFormat("w", (1 << 16,), "uint8"),)))
+        store = Store(
+            folder.path, "params", 0, 20, RecordFormat((LeafFormat("w", (1 << 16,), "uint8"),))
+        )
         free = store_module._free_bytes
         found = iter([lambda path: 1 << 40])
         monkeypatch.setattr(store_module, "_free_bytes", lambda path: next(found, free)(path))
@@ -219,7 +246,8 @@ def test_a_file_system_that_cannot_reserve_gets_files_of_the_right_size(folder, 
 
 
 @pytest.mark.parametrize(
-    ("kind", "rank", "layers"), [("", 0, 1), ("a/b", 0, 1), ("..", 0, 1), ("params", -1, 1), ("params", 0, 0)]
+    ("kind", "rank", "layers"),
+    [("", 0, 1), ("a/b", 0, 1), ("..", 0, 1), ("params", -1, 1), ("params", 0, 0)],
 )
 def test_a_store_of_wrong_arguments_is_refused(folder, kind, rank, layers):
     with pytest.raises(ValueError, match=f"rank={rank}, num_layers={layers}"):
@@ -246,11 +274,18 @@ def test_a_store_in_a_folder_that_was_removed_is_an_error(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-# --- second names ----------------------------------------------------------------------------------------------------------
+# --- second names ---------------------------------------------------------------------------------
 
 
 def new(folder, **options):
-    return Store(folder.path, "frozen", 0, 2, RecordFormat((LeafFormat("w", (96 << 10,), "uint8"),)), **options)
+    return Store(
+        folder.path,
+        "frozen",
+        0,
+        2,
+        RecordFormat((LeafFormat("w", (96 << 10,), "uint8"),)),
+        **options,
+    )
 
 
 def written(folder, **options):
@@ -263,7 +298,9 @@ def written(folder, **options):
 
 
 def write(store, layer, value):
-    """Fill a record with a byte, as the engine does: into the file that has its name after `begin_write`."""
+    """Fill a record with a byte, as the engine does: into the file that has its name after
+    `begin_write`.
+    """
     store.begin_write(layer)
     record = np.full(store.format.padded_bytes, value, np.uint8)
     with open(store.record_path(layer), "r+b") as file:
@@ -276,8 +313,14 @@ def full(fd, offset, size):
 
 
 def held_bytes(path):
-    """Return the bytes that the files of a folder take on the disk, each file once, whatever its names are."""
-    files = {(found := file.stat()).st_ino: found.st_blocks for file in pathlib.Path(path).rglob("*") if file.is_file()}
+    """Return the bytes that the files of a folder take on the disk, each file once, whatever its
+    names are.
+    """
+    files = {
+        (found := file.stat()).st_ino: found.st_blocks
+        for file in pathlib.Path(path).rglob("*")
+        if file.is_file()
+    }
     return 512 * sum(files.values())
 
 
@@ -291,7 +334,10 @@ def test_a_linked_record_takes_a_spare_file_unless_it_is_written_once(folder, wr
     assert held_bytes(folder.path) - before == (0 if written_once else store.num_bytes)
     for layer in range(2):  # a new state is made, of other weights
         write(store, layer, 9)
-    assert [set(pathlib.Path(folder.path, f"kept-{n}").read_bytes()) for n in range(2)] == [{1}, {2}]
+    assert [set(pathlib.Path(folder.path, f"kept-{n}").read_bytes()) for n in range(2)] == [
+        {1},
+        {2},
+    ]
     assert [set(pathlib.Path(store.record_path(n)).read_bytes()) for n in range(2)] == [{9}, {9}]
     assert not [name for name in os.listdir(store.path) if name.startswith("spare")]
 
@@ -312,22 +358,32 @@ def test_a_full_disk_links_what_is_written_once_and_refuses_a_new_state(folder, 
         write(store, 1, 9)
     assert not [name for name in os.listdir(store.path) if name.startswith("spare")]
     store.reserve_spares()
-    assert [os.path.exists(os.path.join(store.path, f"spare.{layer}")) for layer in range(2)] == [True, False]
+    assert [os.path.exists(os.path.join(store.path, f"spare.{layer}")) for layer in range(2)] == [
+        True,
+        False,
+    ]
     write(store, 0, 9)
     assert set(pathlib.Path(kept[0]).read_bytes()) == {1}
     assert [set(pathlib.Path(store.record_path(n)).read_bytes()) for n in range(2)] == [{9}, {9}]
 
 
 def other_files(folder, store):
-    """Return a file for each record of a store, as a checkpoint has them: record `n` is filled with n + 5."""
+    """Return a file for each record of a store, as a checkpoint has them: record `n` is filled with
+    n + 5.
+    """
     paths = [pathlib.Path(folder.path, f"checkpoint-{layer}") for layer in range(store.num_layers)]
     for layer, path in enumerate(paths):
         path.write_bytes(bytes([layer + 5]) * store.format.padded_bytes)
-    return [RecordFile(str(path), checksum_of(np.frombuffer(path.read_bytes(), np.uint8))) for path in paths]
+    return [
+        RecordFile(str(path), checksum_of(np.frombuffer(path.read_bytes(), np.uint8)))
+        for path in paths
+    ]
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-def test_an_offered_file_becomes_the_record_without_room_and_is_never_written_to(folder, monkeypatch, is_new):
+def test_an_offered_file_becomes_the_record_without_room_and_is_never_written_to(
+    folder, monkeypatch, is_new
+):
     store = new(folder, written_once=True) if is_new else written(folder, written_once=True)
     files = other_files(folder, store)
     before = held_bytes(folder.path)
@@ -352,7 +408,10 @@ def test_an_offered_file_becomes_the_record_without_room_and_is_never_written_to
     for layer in range(2):
         write(store, layer, 9)
     assert [set(pathlib.Path(file.path).read_bytes()) for file in files] == [{5}, {6}]
-    assert [set(pathlib.Path(store.record_path(layer)).read_bytes()) for layer in range(2)] == [{9}, {9}]
+    assert [set(pathlib.Path(store.record_path(layer)).read_bytes()) for layer in range(2)] == [
+        {9},
+        {9},
+    ]
 
 
 def test_what_was_offered_and_reserved_is_given_back(folder):
@@ -367,7 +426,10 @@ def test_what_was_offered_and_reserved_is_given_back(folder):
     assert store.adopt() == set()
     assert held_bytes(folder.path) == before
     assert sorted(os.listdir(store.path)) == ["c.0.0", "c.1.0", "zarr.json"]
-    assert [set(pathlib.Path(store.record_path(layer)).read_bytes()) for layer in range(2)] == [{1}, {2}]
+    assert [set(pathlib.Path(store.record_path(layer)).read_bytes()) for layer in range(2)] == [
+        {1},
+        {2},
+    ]
 
 
 @pytest.mark.parametrize("what", ["short", "link", "missing", "other file system", "written often"])
@@ -392,7 +454,7 @@ def other_file_system(source, target):
     raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
 
-# --- swap folders ----------------------------------------------------------------------------------------------------------
+# --- swap folders ---------------------------------------------------------------------------------
 
 
 def test_a_swap_folder_is_private_and_goes_when_closed(tmp_path):
@@ -415,11 +477,15 @@ def test_a_swap_folder_goes_with_its_last_reference(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("make", [lambda path: None, lambda path: path.write_text("x")], ids=["missing", "file"])
+@pytest.mark.parametrize(
+    "make", [lambda path: None, lambda path: path.write_text("x")], ids=["missing", "file"]
+)
 def test_a_swap_dir_that_is_no_folder_is_refused(tmp_path, make):
     path = tmp_path / "swap"
     make(path)
-    with pytest.raises(ValueError, match=r"swap_dir='.*swap' (does not exist|is not a folder).*mkdir"):
+    with pytest.raises(
+        ValueError, match=r"swap_dir='.*swap' (does not exist|is not a folder).*mkdir"
+    ):
         SwapFolder(str(path))
 
 
@@ -444,7 +510,10 @@ def test_a_folder_without_the_right_to_write_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_disk_without_files_left_is_told_from_a_full_one(tmp_path):
-    with disks.mounted(tmp_path / "small", "size=1m,nr_inodes=8") as path, SwapFolder(str(path)) as folder:
+    with (
+        disks.mounted(tmp_path / "small", "size=1m,nr_inodes=8") as path,
+        SwapFolder(str(path)) as folder,
+    ):
         store = Store(folder.path, "params", 0, 20, RecordFormat((LeafFormat("w", (4,), "uint8"),)))
         with pytest.raises(SwapError, match=r"reserving 4096 bytes .*ENOSPC.*df -i") as caught:
             store.preallocate()
@@ -481,10 +550,15 @@ def test_a_second_opener_is_told_who_has_the_folder(tmp_path):
         pid = process.stdout.readline().strip()
         with pytest.raises(SwapError, match=rf"in use by process {pid}: .*kill {pid}"):
             SwapFolder(str(tmp_path))
-        SwapFolder(str(tmp_path), process=1).close()  # another process of the same program has its own
+        SwapFolder(
+            str(tmp_path), process=1
+        ).close()  # another process of the same program has its own
         process.communicate("\n", timeout=60)  # it ends without closing
     assert os.listdir(tmp_path) == []
-    with SwapFolder(str(tmp_path)), pytest.raises(SwapError, match=rf"this process \(pid {os.getpid()}\): close that program"):
+    with (
+        SwapFolder(str(tmp_path)),
+        pytest.raises(SwapError, match=rf"this process \(pid {os.getpid()}\): close that program"),
+    ):
         SwapFolder(str(tmp_path))
 
 
@@ -522,7 +596,9 @@ def test_a_forked_child_neither_removes_the_folder_nor_keeps_it_locked(tmp_path,
     with run_python(FORKER, tmp_path) as process:
         pid = process.stdout.readline().strip()
         assert pid, "see its traceback"
-        assert process.stdout.readline().strip() == "child"  # it has done what is registered with fork
+        assert (
+            process.stdout.readline().strip() == "child"
+        )  # it has done what is registered with fork
         process.kill()  # its second child lives on
         process.wait(timeout=60)
         with SwapFolder(str(tmp_path)):
@@ -594,10 +670,14 @@ def test_what_is_no_file_of_its_own_in_the_place_of_the_lock_is_refused(tmp_path
     path.mkdir(0o700)
     plant(path / "lock")
     (path / "kept").write_text("kept")
-    with pytest.raises(SwapError, match=rf"swap-0/lock.*{what}.*remove .*swap_dir to another folder"):
+    with pytest.raises(
+        SwapError, match=rf"swap-0/lock.*{what}.*remove .*swap_dir to another folder"
+    ):
         SwapFolder(str(tmp_path))
     assert (path / "kept").read_text() == "kept"
-    assert not (tmp_path / "of the user").exists() or (tmp_path / "of the user").read_text() == "kept"
+    assert (
+        not (tmp_path / "of the user").exists() or (tmp_path / "of the user").read_text() == "kept"
+    )
 
 
 @pytest.mark.parametrize("call", ["lstat", "listdir", "listdir of a folder that goes"])
@@ -623,7 +703,11 @@ def test_a_folder_that_goes_between_two_looks_at_it_is_made_anew(tmp_path, monke
 
 
 @pytest.mark.by_default("ENOSYS")
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK], ids=lambda number: errno.errorcode[number])
+@pytest.mark.parametrize(
+    "number",
+    [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK],
+    ids=lambda number: errno.errorcode[number],
+)
 def test_a_file_system_without_locks_is_refused_and_left_as_it_was(tmp_path, monkeypatch, number):
     def refuse(fd, operation):
         raise OSError(number, os.strerror(number))
@@ -631,7 +715,8 @@ def test_a_file_system_without_locks_is_refused_and_left_as_it_was(tmp_path, mon
     monkeypatch.setattr(fcntl, "flock", refuse)
     before = descriptors()
     with pytest.raises(
-        SwapError, match=rf"{errno.errorcode[number]} \({number}\).*without a lock.*swap_dir.*local disk"
+        SwapError,
+        match=rf"{errno.errorcode[number]} \({number}\).*without a lock.*swap_dir.*local disk",
     ) as caught:
         SwapFolder(str(tmp_path))
     assert caught.value.errno == number
@@ -641,7 +726,7 @@ def test_a_file_system_without_locks_is_refused_and_left_as_it_was(tmp_path, mon
     assert os.listdir(tmp_path) == []
 
 
-# --- errors ----------------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -651,9 +736,16 @@ def test_a_file_system_without_locks_is_refused_and_left_as_it_was(tmp_path, mon
 )  # fmt: skip
 def test_an_error_states_file_layer_errno_and_remedy(name, remedy):
     number = getattr(errno, name)
-    error = explain(OSError(number, os.strerror(number)), doing="reading params", file="/disk/c.3.0", layer=3)
+    error = explain(
+        OSError(number, os.strerror(number)), doing="reading params", file="/disk/c.3.0", layer=3
+    )
     assert (error.file, error.layer, error.errno) == ("/disk/c.3.0", 3, number)
-    for part in ("reading params of layer 3, /disk/c.3.0 failed", f"{name} ({number})", os.strerror(number), remedy):
+    for part in (
+        "reading params of layer 3, /disk/c.3.0 failed",
+        f"{name} ({number})",
+        os.strerror(number),
+        remedy,
+    ):
         assert part in str(error)
     assert explain(error, doing="something else") is error
 
@@ -665,7 +757,9 @@ def test_an_error_of_another_kind_keeps_its_words():
 
 
 def test_tensorstores_errors_keep_the_errno():
-    error = of_tensorstore(ValueError("RESOURCE_EXHAUSTED: Error writing local file: no space [os_error_code='28']"))
+    error = of_tensorstore(
+        ValueError("RESOURCE_EXHAUSTED: Error writing local file: no space [os_error_code='28']")
+    )
     assert isinstance(error, OSError)
     assert error.errno == errno.ENOSPC
     other = ValueError("INVALID_ARGUMENT")
@@ -673,7 +767,9 @@ def test_tensorstores_errors_keep_the_errno():
 
 
 def test_bytes_of_a_record_follow_from_its_leaves():
-    form = RecordFormat((LeafFormat("a", (7,), "float8_e4m3fn"), LeafFormat("b", (1000, 3), "bfloat16")))
+    form = RecordFormat(
+        (LeafFormat("a", (7,), "float8_e4m3fn"), LeafFormat("b", (1000, 3), "bfloat16"))
+    )
     assert form.offsets == (0, 64)
     assert form.num_bytes == 64 + 6000
     assert form.padded_bytes == 8192

@@ -1,4 +1,6 @@
-"""Records read ahead and written behind are the records that were stored, whatever is slow, early, full or broken."""
+"""Records read ahead and written behind are the records that were stored, whatever is slow, early,
+full or broken.
+"""
 
 import errno
 import threading
@@ -32,10 +34,14 @@ class HeldIo:
 
     def read(self, store, layer, buffer):
         self.reads.append(layer)
-        return self._do("read", store, layer, lambda: np.copyto(buffer, self.records[store.kind, layer]))
+        return self._do(
+            "read", store, layer, lambda: np.copyto(buffer, self.records[store.kind, layer])
+        )
 
     def write(self, store, layer, buffer):
-        return self._do("write", store, layer, lambda: self.records.update({(store.kind, layer): buffer.copy()}))
+        return self._do(
+            "write", store, layer, lambda: self.records.update({(store.kind, layer): buffer.copy()})
+        )
 
     def _do(self, name, store, layer, work):
         del store
@@ -121,7 +127,12 @@ def test_a_buffer_is_given_back_when_the_disk_has_done_with_it(folder, monkeypat
     engine = engine_of(io, folder)
     put(engine, 1, 7)
     engine.flush()
-    io.held, (ring,) = [], {id(r.buffers.reads): r.buffers.reads for r in engine._lanes[RANK].records.values()}.values()
+    io.held, (ring,) = (
+        [],
+        {
+            id(r.buffers.reads): r.buffers.reads for r in engine._lanes[RANK].records.values()
+        }.values(),
+    )
     free, while_held = ring.free, []
 
     def interrupted(lane):
@@ -262,7 +273,9 @@ def test_reads_run_ahead_by_the_distance(folder, distance):
     engine.close()
 
 
-def test_a_record_that_another_thread_reads_ahead_before_it_is_claimed_is_read_once(folder, monkeypatch):
+def test_a_record_that_another_thread_reads_ahead_before_it_is_claimed_is_read_once(
+    folder, monkeypatch
+):
     io = HeldIo()
     engine = engine_of(io, folder)
     for layer in range(LAYERS):
@@ -270,7 +283,9 @@ def test_a_record_that_another_thread_reads_ahead_before_it_is_claimed_is_read_o
     engine.flush()
     engine.begin([Move("params", layer) for layer in range(LAYERS)])
     (lane,), key, claim = engine._lanes.values(), ("params", 0), engine._wanting
-    read = lane.reading.pop(key)  # as if it was begun by another thread, after this one has looked for it
+    read = lane.reading.pop(
+        key
+    )  # as if it was begun by another thread, after this one has looked for it
 
     def claim_late(lane, *args):
         monkeypatch.undo()
@@ -308,8 +323,16 @@ def test_an_error_is_kept_and_nothing_runs_after_it(folder):
     done.set_exception(SwapError("no space", file="f", layer=layer, errno=errno.ENOSPC))
     assert name == "write"
     io.held = None
-    for call in (lambda: put(engine, 2, 1), lambda: got(engine, 0), lambda: engine.begin(()), engine.check, engine.flush):
-        with pytest.raises(SwapError, match=r"no space; the state on the disk is lost: make one by init$") as error:
+    for call in (
+        lambda: put(engine, 2, 1),
+        lambda: got(engine, 0),
+        lambda: engine.begin(()),
+        engine.check,
+        engine.flush,
+    ):
+        with pytest.raises(
+            SwapError, match=r"no space; the state on the disk is lost: make one by init$"
+        ) as error:
             call()
         assert (error.value.layer, error.value.errno) == (1, errno.ENOSPC)
     assert engine.failed
@@ -321,7 +344,9 @@ def test_an_error_is_kept_and_nothing_runs_after_it(folder):
 
 def in_place(io, folder, distance=1, layers=LAYERS):
     engine = Engine(io, distance, pin="none")
-    engine.add("opt_state", RANK, Store(folder.path, "opt_state", RANK, layers, FORMAT), in_place=True)
+    engine.add(
+        "opt_state", RANK, Store(folder.path, "opt_state", RANK, layers, FORMAT), in_place=True
+    )
     for layer in range(layers):
         put(engine, layer, layer, "opt_state")
     engine.flush()
@@ -350,7 +375,9 @@ def test_records_updated_in_place_are_what_was_updated(folder, distance):
     stats = engine.take_stats()
     assert stats.misses == (0 if distance else 3 * LAYERS)
     assert stats.bytes_written == 3 * LAYERS * FORMAT.padded_bytes
-    assert [got(engine, layer, "opt_state") for layer in range(LAYERS)] == [layer + 3 for layer in range(LAYERS)]
+    assert [got(engine, layer, "opt_state") for layer in range(LAYERS)] == [
+        layer + 3 for layer in range(LAYERS)
+    ]
     engine.close()
 
 
@@ -359,7 +386,10 @@ def test_a_borrowed_record_is_the_buffer_itself_and_is_written_from_it(folder):
     engine = in_place(io, folder)
     write, io.write = (
         io.write,
-        lambda store, layer, buffer: (written.append(buffer.ctypes.data), write(store, layer, buffer))[1],
+        lambda store, layer, buffer: (
+            written.append(buffer.ctypes.data),
+            write(store, layer, buffer),
+        )[1],
     )
     with engine.borrow("opt_state", RANK, 3, "update") as views:
         address = views[0].ctypes.data
@@ -375,7 +405,10 @@ def test_what_ends_by_an_error_is_not_written_and_gives_its_buffer_back(folder):
     engine = in_place(HeldIo(), folder, distance=0)
     for mode in ("read", "update", "write"):
         for _ in range(5):  # more often than there are buffers
-            with pytest.raises(ZeroDivisionError), engine.borrow("opt_state", RANK, 1, mode) as views:
+            with (
+                pytest.raises(ZeroDivisionError),
+                engine.borrow("opt_state", RANK, 1, mode) as views,
+            ):
                 views[0][...] = 1 / 0
     assert engine.take_stats().bytes_written == 0
     assert got(engine, 1, "opt_state") == 1
@@ -384,7 +417,9 @@ def test_what_ends_by_an_error_is_not_written_and_gives_its_buffer_back(folder):
 
 @pytest.mark.parametrize("layers", [1, 3, LAYERS])
 def test_slow_writes_of_records_updated_in_place_leave_buffers_to_read_ahead(folder, layers):
-    """As many writes may be under way as a ring to write would hold; then the next waits for the disk, and no read does."""
+    """As many writes may be under way as a ring to write would hold; then the next waits for the
+    disk, and no read does.
+    """
     io = HeldIo()
     engine, ended = in_place(io, folder, distance=1, layers=layers), threading.Event()
     io.reads.clear()
@@ -403,7 +438,9 @@ def test_slow_writes_of_records_updated_in_place_leave_buffers_to_read_ahead(fol
         io.release("read")
     written = [layer for name, layer, *_ in io.held if name == "write"]
     assert written == [0, 1][:layers]
-    assert io.reads == [0, 1, 2, 3][:layers]  # layer 2 is in use, or waits to be written, and layer 3 was read meanwhile
+    assert (
+        io.reads == [0, 1, 2, 3][:layers]
+    )  # layer 2 is in use, or waits to be written, and layer 3 was read meanwhile
     assert ended.is_set() == (layers == 1)
     while not ended.wait(0.01):
         io.release()
@@ -412,7 +449,9 @@ def test_slow_writes_of_records_updated_in_place_leave_buffers_to_read_ahead(fol
         io.release()
     io.held = None
     engine.flush()
-    assert [got(engine, layer, "opt_state") for layer in range(layers)] == [layer + 1 for layer in range(layers)]
+    assert [got(engine, layer, "opt_state") for layer in range(layers)] == [
+        layer + 1 for layer in range(layers)
+    ]
     engine.close()
 
 
@@ -493,7 +532,9 @@ def in_threads(ranks, run):
 
 
 def test_many_threads_and_a_real_disk(folder):
-    """Two kinds on three devices at once: every value is the last one stored, and nothing waits for ever."""
+    """Two kinds on three devices at once: every value is the last one stored, and nothing waits for
+    ever.
+    """
     kinds, ranks, rounds = ("params", "opt_state"), (0, 1, 2), 20
     engine = Engine(DirectIo(IoSettings(3, 4096)), 2, pin="none")
     for rank in ranks:
@@ -531,10 +572,14 @@ class SlowIo:
         self.late = ThreadPoolExecutor(4)
 
     def read(self, store, layer, buffer):
-        return self.late.submit(self._move, self.disk.read, store, layer, buffer, self.random.uniform(0, 0.002))
+        return self.late.submit(
+            self._move, self.disk.read, store, layer, buffer, self.random.uniform(0, 0.002)
+        )
 
     def write(self, store, layer, buffer):
-        return self.late.submit(self._move, self.disk.write, store, layer, buffer, self.random.uniform(0, 0.002))
+        return self.late.submit(
+            self._move, self.disk.write, store, layer, buffer, self.random.uniform(0, 0.002)
+        )
 
     def _move(self, move, store, layer, buffer, seconds):
         time.sleep(seconds)
@@ -545,14 +590,23 @@ class SlowIo:
         self.disk.close()
 
 
-@pytest.mark.by_default("0-5-one_buffer_of_each_kind", "1-2-as_many_buffers_as_needed", "3-5-one_buffer_of_each_kind")
-@pytest.mark.parametrize("fewest", [False, True], ids=["as_many_buffers_as_needed", "one_buffer_of_each_kind"])
-@pytest.mark.parametrize(("distance", "layers"), [(0, 1), (0, LAYERS), (1, 2), (2, LAYERS), (3, 1), (3, 2), (3, LAYERS)])
+@pytest.mark.by_default(
+    "0-5-one_buffer_of_each_kind", "1-2-as_many_buffers_as_needed", "3-5-one_buffer_of_each_kind"
+)
+@pytest.mark.parametrize(
+    "fewest", [False, True], ids=["as_many_buffers_as_needed", "one_buffer_of_each_kind"]
+)
+@pytest.mark.parametrize(
+    ("distance", "layers"), [(0, 1), (0, LAYERS), (1, 2), (2, LAYERS), (3, 1), (3, 2), (3, LAYERS)]
+)
 def test_records_in_any_order_from_a_slow_disk(folder, monkeypatch, distance, layers, fewest):
-    """Reads, updates and writes that the sequence of moves does not foresee: late, and never wrong or stuck."""
+    """Reads, updates and writes that the sequence of moves does not foresee: late, and never wrong
+    or stuck.
+    """
     if fewest:
         monkeypatch.setattr(
-            "host_offload.engine.engine.num_buffers", lambda distance, num_layers, in_place: 1 if in_place else 2
+            "host_offload.engine.engine.num_buffers",
+            lambda distance, num_layers, in_place: 1 if in_place else 2,
         )
     random, ranks, modes = (
         np.random.default_rng(0),
@@ -562,11 +616,23 @@ def test_records_in_any_order_from_a_slow_disk(folder, monkeypatch, distance, la
     engine = Engine(SlowIo(), distance, pin="none")
     for rank in ranks:
         for kind in modes:
-            engine.add(kind, rank, Store(folder.path, kind, rank, layers, FORMAT), in_place=kind == "opt_state")
+            engine.add(
+                kind,
+                rank,
+                Store(folder.path, kind, rank, layers, FORMAT),
+                in_place=kind == "opt_state",
+            )
             for layer in range(layers):
                 engine.store(kind, rank, layer, fill(0))
-    moves = [Move(kind, layer, writes) for layer in range(layers) for writes in (False, True) for kind in modes]
-    calls = [(move.kind, move.layer, "write" if move.writes else "read") for move in moves]  # as foreseen
+    moves = [
+        Move(kind, layer, writes)
+        for layer in range(layers)
+        for writes in (False, True)
+        for kind in modes
+    ]
+    calls = [
+        (move.kind, move.layer, "write" if move.writes else "read") for move in moves
+    ]  # as foreseen
     for kind in random.choice(list(modes), 150):
         calls.append((str(kind), int(random.integers(layers)), str(random.choice(modes[kind]))))
 
@@ -576,7 +642,9 @@ def test_records_in_any_order_from_a_slow_disk(folder, monkeypatch, distance, la
             with engine.borrow(kind, rank, layer, mode) as views:
                 assert mode == "write" or all((v == expected[kind, layer]).all() for v in views)
                 if mode != "read":
-                    expected[kind, layer] = expected[kind, layer] + 1 if mode == "update" else number % 64
+                    expected[kind, layer] = (
+                        expected[kind, layer] + 1 if mode == "update" else number % 64
+                    )
                     for v in views:
                         v[...] = expected[kind, layer]
 
@@ -605,13 +673,27 @@ SIZES = (5, 700, 1024, 3, 900, 2048, 1)
 @pytest.mark.parametrize("distance", [0, 1, 3])
 @pytest.mark.parametrize("in_place", [False, True], ids=["two_rings", "in_place"])
 def test_kinds_of_one_record_share_buffers(folder, in_place, distance):
-    """Two callers on each device, records of many sizes, a slow disk: in turn and in any order, never wrong or stuck."""
-    engine, kinds = Engine(SlowIo(), distance, pin="none"), [f"opt_state.{i}" for i in range(len(SIZES))]
-    formats = [RecordFormat((LeafFormat("m", (n,), "float32"), LeafFormat("v", (n,), "float32"))) for n in SIZES]
+    """Two callers on each device, records of many sizes, a slow disk: in turn and in any order,
+    never wrong or stuck.
+    """
+    engine, kinds = (
+        Engine(SlowIo(), distance, pin="none"),
+        [f"opt_state.{i}" for i in range(len(SIZES))],
+    )
+    formats = [
+        RecordFormat((LeafFormat("m", (n,), "float32"), LeafFormat("v", (n,), "float32")))
+        for n in SIZES
+    ]
     largest = max(f.padded_bytes for f in formats)
     for rank in (0, 1):
         for kind, form in zip(kinds, formats, strict=True):
-            engine.add(kind, rank, Store(folder.path, kind, rank, 1, form), in_place=in_place, shared_bytes=largest)
+            engine.add(
+                kind,
+                rank,
+                Store(folder.path, kind, rank, 1, form),
+                in_place=in_place,
+                shared_bytes=largest,
+            )
             engine.store(kind, rank, 0, fill(0))
     assert engine.buffer_bytes == 2 * 2 * (distance + 1) * largest
     engine.begin([Move(kind, 0, writes) for kind in kinds for writes in (False, True)])
@@ -620,7 +702,11 @@ def test_kinds_of_one_record_share_buffers(folder, in_place, distance):
         rank, part = caller
         random, expected = np.random.default_rng(caller), dict.fromkeys(kinds[part::2], 0)
         for number in range(120):
-            kind = kinds[part::2][number % len(expected)] if number < 30 else str(random.choice(list(expected)))
+            kind = (
+                kinds[part::2][number % len(expected)]
+                if number < 30
+                else str(random.choice(list(expected)))
+            )
             mode = "write" if not in_place else "update"
             with engine.borrow(kind, rank, 0, "read") as views:
                 assert all((v == expected[kind]).all() for v in views)

@@ -1,4 +1,6 @@
-"""Gradients down, kernels, parameters up, beside a program that runs late: right in any order, and each wait is needed."""
+"""Gradients down, kernels, parameters up, beside a program that runs late: right in any order, and
+each wait is needed.
+"""
 
 import time
 from types import SimpleNamespace
@@ -42,18 +44,24 @@ class Leaves(HostLeaves):
     """Kernels that take the gradient and the layer for the new parameter."""
 
     def __init__(self):
-        kernel = SimpleNamespace(records={}, grad=None, arrays=(), delayed=False, stacked=True, params_on_device=True)
+        kernel = SimpleNamespace(
+            records={}, grad=None, arrays=(), delayed=False, stacked=True, params_on_device=True
+        )
         super().__init__([kernel, kernel], link.CudaLink())
         self.layers = []  # of the first leaf, as they were updated
 
-    def run_kernel(self, device, leaf, layer, grad, scalars, *, weight=None, result=None, views=None):
+    def run_kernel(
+        self, device, leaf, layer, grad, scalars, *, weight=None, result=None, views=None
+    ):
         assert result is not None
         self.layers += [layer] if leaf == 0 else []
         result[...] = grad * scalars[leaf] + layer
 
 
 class Replay:
-    """One step of a program on a stream of its own, whose every array has one place that each layer uses again."""
+    """One step of a program on a stream of its own, whose every array has one place that each layer
+    uses again.
+    """
 
     specs: tuple[PartSpec, ...] = (PartSpec(range(2), CROSSING, (), CROSSING, 2, stacked=True),)
 
@@ -79,9 +87,16 @@ class Replay:
         """Return the parameters of every layer after it, and those that are right."""
         rng, copy = np.random.default_rng(0), self.driver.copy
         grads = [[rng.normal(size=shape).astype(F32) for shape in SHAPES] for _ in range(LAYERS)]
-        wheres = [np.array([0, layer, go, 9], np.int32) for layer, go in zip(self.layers, goes, strict=True)]
+        wheres = [
+            np.array([0, layer, go, 9], np.int32)
+            for layer, go in zip(self.layers, goes, strict=True)
+        ]
         scalars, context = Buffer(np.array([2, 3], F32)), SimpleNamespace(stream=self.stream)
-        where, after, token = Buffer(np.zeros(4, np.int32)), Buffer(np.array([9], np.int32)), Buffer(np.zeros(1, np.int32))
+        where, after, token = (
+            Buffer(np.zeros(4, np.int32)),
+            Buffer(np.array([9], np.int32)),
+            Buffer(np.zeros(1, np.int32)),
+        )
         operands, results = ([Buffer(np.zeros(shape, F32)) for shape in SHAPES] for _ in range(2))
         taken = np.zeros((LAYERS + LAG, sum(r.array.size for r in results)), F32)
 
@@ -101,12 +116,17 @@ class Replay:
             self.step.take(context, (results, token), where, after, first=0)
             take(n)
         self.driver.finish_stream(self.stream)
-        expected = [np.concatenate([(g * s + n).ravel() for g, s in zip(grads[n], (2, 3), strict=True)]) for n in range(LAYERS)]
+        expected = [
+            np.concatenate([(g * s + n).ravel() for g, s in zip(grads[n], (2, 3), strict=True)])
+            for n in range(LAYERS)
+        ]
         return taken[LAG:], np.array(expected, F32), int(token.array[0])
 
 
 class Delayed(Replay):
-    """The same of a step with a delayed update, which makes its gradients in backward and takes parameters there."""
+    """The same of a step with a delayed update, which makes its gradients in backward and takes
+    parameters there.
+    """
 
     specs = (
         PartSpec(range(0), (), (), (), 2, stacked=False),
@@ -122,17 +142,28 @@ class Delayed(Replay):
         self.step_number, self.grads = 0, [[np.zeros(shape, F32) for shape in SHAPES]] * LAYERS
 
     def run(self, goes=(True,) * LAYERS, installs=True):
-        """Return the parameters of every layer after it, and those that are right: made of the gradients before."""
+        """Return the parameters of every layer after it, and those that are right: made of the
+        gradients before.
+        """
         assert all(goes)
         rng, copy, leaves = np.random.default_rng(self.step_number), self.driver.copy, self.leaves
         self.step_number += 1
         values, told = np.array([2, 3], F32) + self.step_number, np.array([0, 1, 0, 9], np.int32)
         expected = [
-            np.concatenate([(g * s + n).ravel() for g, s in zip(self.grads[n], values, strict=True)]) for n in range(LAYERS)
+            np.concatenate(
+                [(g * s + n).ravel() for g, s in zip(self.grads[n], values, strict=True)]
+            )
+            for n in range(LAYERS)
         ]
-        self.grads = grads = [[rng.normal(size=shape).astype(F32) for shape in SHAPES] for _ in range(LAYERS)]
+        self.grads = grads = [
+            [rng.normal(size=shape).astype(F32) for shape in SHAPES] for _ in range(LAYERS)
+        ]
         scalars, context = Buffer(np.zeros(2, F32)), SimpleNamespace(stream=self.stream)
-        where, after, token = Buffer(np.zeros(4, np.int32)), Buffer(np.array([9], np.int32)), Buffer(np.zeros(1, np.int32))
+        where, after, token = (
+            Buffer(np.zeros(4, np.int32)),
+            Buffer(np.array([9], np.int32)),
+            Buffer(np.zeros(1, np.int32)),
+        )
         operands, results = ([Buffer(np.zeros(shape, F32)) for shape in SHAPES] for _ in range(2))
         taken = np.zeros((LAYERS, sum(r.array.size for r in results)), F32)
         copy(where.array.ctypes.data, told.ctypes.data, 16, self.stream)
@@ -144,7 +175,9 @@ class Delayed(Replay):
                 copy(operand.array.ctypes.data, grad.ctypes.data, grad.nbytes, self.stream)
             self.step.stash(context, token, where, after, *operands, first=0, site=site)
             if installs:
-                self.step.install(context, (results, token), where, after, first=0, count=2, site=site)
+                self.step.install(
+                    context, (results, token), where, after, first=0, count=2, site=site
+                )
                 at = taken[n].ctypes.data
                 for result in results:
                     copy(at, result.array.ctypes.data, result.array.nbytes, self.stream)
@@ -190,7 +223,10 @@ def without(replay, monkeypatch, name):
     wait, finish = driver.wait, driver.finish_event
     slow = {"down": worker.down, "up": worker.up, "program": stream}
     skip = {
-        "program fills the slot": ("down", lambda on, event: on == stream and event in part.arrived),
+        "program fills the slot": (
+            "down",
+            lambda on, event: on == stream and event in part.arrived,
+        ),
         "down reads the slot": ("program", lambda on, event: on == worker.down),
         "worker reads": ("down", lambda on, event: on is None and event in part.arrived),
         "worker fills the room": ("up", lambda on, event: on is None and event in part.sent),
@@ -200,7 +236,9 @@ def without(replay, monkeypatch, name):
     if name in skip:
         which, is_out = skip[name]
         monkeypatch.setattr(driver, "wait", lambda on, event: is_out(on, event) or wait(on, event))
-        monkeypatch.setattr(driver, "finish_event", lambda event: is_out(None, event) or finish(event))
+        monkeypatch.setattr(
+            driver, "finish_event", lambda event: is_out(None, event) or finish(event)
+        )
     else:
         which = "down"
         monkeypatch.setattr(gpu_worker.Job, "finish", lambda job: None)
@@ -261,18 +299,29 @@ def without_delayed(delayed, monkeypatch, name):
     driver, part, worker, stream = delayed.driver, delayed.part, delayed.worker, delayed.stream
     wait, finish = driver.wait, driver.finish_event
     slow, is_out = {
-        "program fills the slot down": (worker.down, lambda on, event: on == stream and event in part.arrived),
+        "program fills the slot down": (
+            worker.down,
+            lambda on, event: on == stream and event in part.arrived,
+        ),
         "down reads the slot": (stream, lambda on, event: on == worker.down),
-        "worker reads the scalars": (stream, lambda on, event: on is None and event in worker.parts[0].arrived),
+        "worker reads the scalars": (
+            stream,
+            lambda on, event: on is None and event in worker.parts[0].arrived,
+        ),
         "up fills the slot": (stream, lambda on, event: on == worker.up),
-        "program reads the slot up": (worker.up, lambda on, event: on == stream and event in part.sent),
+        "program reads the slot up": (
+            worker.up,
+            lambda on, event: on == stream and event in part.sent,
+        ),
         "callback waits for the worker": (stream, None),
     }[name]
     if is_out is None:
         monkeypatch.setattr(gpu_worker.Job, "finish", lambda job: None)
     else:
         monkeypatch.setattr(driver, "wait", lambda on, event: is_out(on, event) or wait(on, event))
-        monkeypatch.setattr(driver, "finish_event", lambda event: is_out(None, event) or finish(event))
+        monkeypatch.setattr(
+            driver, "finish_event", lambda event: is_out(None, event) or finish(event)
+        )
     delayed.cuda.seconds[slow] = 0.004
 
 

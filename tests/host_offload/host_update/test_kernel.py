@@ -1,4 +1,6 @@
-"""Kernels over host memory are the jitted function, on any length, offset, dtype and number of threads."""
+"""Kernels over host memory are the jitted function, on any length, offset, dtype and number of
+threads.
+"""
 
 import functools
 import threading
@@ -16,17 +18,24 @@ from hypothesis import strategies as st
 
 from host_offload.host_update import kernel as fused
 
-TOLERANCE = 1e-6  # of an array's largest element, a call: XLA contracts products and sums, the kernel does not
+# of an array's largest element, a call: XLA contracts products and sums, the kernel does not
+TOLERANCE = 1e-6
 TINY = float(np.finfo(np.float32).tiny)
 
 
 def rule_of(tx, grad_dtype=jnp.float32, out_dtype=None):
-    """Return the update of one float32 array as a function, and its jaxpr; with a copy of the parameters in `out_dtype`."""
+    """Return the update of one float32 array as a function, and its jaxpr; with a copy of the
+    parameters in `out_dtype`.
+    """
 
     def rule(grads: Any, opt_state: Any, params: Any) -> Any:
         updates, opt_state = tx.update(grads.astype(jnp.float32), opt_state, params)
         params = optax.apply_updates(params, updates)
-        return (params, opt_state) if out_dtype is None else (params, opt_state, params.astype(out_dtype))
+        return (
+            (params, opt_state)
+            if out_dtype is None
+            else (params, opt_state, params.astype(out_dtype))
+        )
 
     params = jax.ShapeDtypeStruct((8,), jnp.float32)
     grads = jax.ShapeDtypeStruct((8,), grad_dtype)
@@ -34,7 +43,10 @@ def rule_of(tx, grad_dtype=jnp.float32, out_dtype=None):
 
 
 def aliases_of(closed):
-    """Parameters are the first output and the last input; states follow in order. Counts are no arrays."""
+    """Parameters are the first output and the last input; states follow in order.
+
+    Counts are no arrays.
+    """
     last = len(closed.in_avals) - 1
     return [(0, last)] + [(k, k) for k in range(1, last) if closed.in_avals[k].ndim]
 
@@ -46,7 +58,9 @@ def adamw(grad_dtype=jnp.float32, out_dtype=None):
 
 
 def adamw_inputs(n, seed=0, offset=0):
-    """Return gradient, count, both moments and parameters, as views `offset` elements into their memory."""
+    """Return gradient, count, both moments and parameters, as views `offset` elements into their
+    memory.
+    """
     rng = np.random.default_rng(seed)
     g, m, v, p = (rng.normal(size=n + offset).astype(np.float32)[offset:] for _ in range(4))
     np.square(v, out=v)
@@ -64,7 +78,9 @@ def run_adamw(kernel, inputs, num_threads=2):
 
 def assert_close(actual, desired):
     scale = np.abs(desired, dtype=np.float32).max(initial=0, where=np.isfinite(desired))
-    np.testing.assert_allclose(actual.astype(np.float32), np.asarray(desired, np.float32), rtol=0, atol=TOLERANCE * scale)
+    np.testing.assert_allclose(
+        actual.astype(np.float32), np.asarray(desired, np.float32), rtol=0, atol=TOLERANCE * scale
+    )
 
 
 def adam_state(count, m, v):
@@ -79,7 +95,7 @@ def jitted_adamw(jitted, inputs):
     return [np.asarray(a) for a in (state.count, state.mu, state.nu, params)]
 
 
-# --- the jitted rule -----------------------------------------------------------------------------------------------------
+# --- the jitted rule ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -105,8 +121,12 @@ def test_kernel_is_the_jitted_rule_over_steps(tx):
         params, opt_state = jitted(jnp.asarray(inputs[0]), opt_state, params)
         outputs = [None if aval.ndim else np.zeros((), aval.dtype) for aval in closed.out_avals]
         kernel(inputs, outputs)
-        inputs[1:-1] = [a if out is None else out for a, out in zip(inputs[1:-1], outputs[1:], strict=True)]
-        for actual, desired in zip([inputs[-1], *inputs[1:-1]], jax.tree.leaves((params, opt_state)), strict=True):
+        inputs[1:-1] = [
+            a if out is None else out for a, out in zip(inputs[1:-1], outputs[1:], strict=True)
+        ]
+        for actual, desired in zip(
+            [inputs[-1], *inputs[1:-1]], jax.tree.leaves((params, opt_state)), strict=True
+        ):
             assert_close(actual, np.asarray(desired))
 
 
@@ -151,8 +171,14 @@ def test_kernel_is_the_rule_op_by_op_bit_for_bit(mu_dtype):
     kernel = fused.build_kernel(closed, aliases_of(closed))
     g, count, m, _, p = adamw_inputs(4099)
     m = m.astype(mu_dtype)
-    opt_state = (optax.ScaleByLionState(jnp.int32(count), jnp.array(m)), optax.EmptyState(), optax.EmptyState())
-    params, (state, *_) = rule(jnp.array(g), opt_state, jnp.array(p))  # not jitted: XLA would keep m in float32, contracted
+    opt_state = (
+        optax.ScaleByLionState(jnp.int32(count), jnp.array(m)),
+        optax.EmptyState(),
+        optax.EmptyState(),
+    )
+    params, (state, *_) = rule(
+        jnp.array(g), opt_state, jnp.array(p)
+    )  # not jitted: XLA would keep m in float32, contracted
     kernel([g, count, m, p], [None, np.zeros((), np.int32), None])
     np.testing.assert_array_equal(p, params)
     np.testing.assert_array_equal(m, state.mu)
@@ -161,14 +187,21 @@ def test_kernel_is_the_rule_op_by_op_bit_for_bit(mu_dtype):
 def test_kernel_passes_nan_and_infinity_on():
     jitted, kernel = adamw()
     inputs = adamw_inputs(300)
-    inputs[0][::7], inputs[0][1::7], inputs[0][2::7], inputs[0][3::7] = np.nan, np.inf, -np.inf, 3e38
-    for actual, desired in zip(run_adamw(kernel, inputs), jitted_adamw(jitted, inputs), strict=True):
+    inputs[0][::7], inputs[0][1::7], inputs[0][2::7], inputs[0][3::7] = (
+        np.nan,
+        np.inf,
+        -np.inf,
+        3e38,
+    )
+    for actual, desired in zip(
+        run_adamw(kernel, inputs), jitted_adamw(jitted, inputs), strict=True
+    ):
         np.testing.assert_array_equal(np.isnan(actual), np.isnan(desired))
         np.testing.assert_array_equal(np.isposinf(actual), np.isposinf(desired))
         assert_close(np.nan_to_num(actual), np.nan_to_num(desired))
 
 
-# --- threads -------------------------------------------------------------------------------------------------------------
+# --- threads --------------------------------------------------------------------------------------
 
 
 def test_threads_do_not_change_a_bit():
@@ -214,12 +247,16 @@ def test_threads_of_xla_and_of_python_agree_on_subnormals():
         inside.append((np.float32(1e-39) * np.ones(1, np.float32), run_adamw(kernel, inputs)))
         return x
 
-    jax.block_until_ready(jax.jit(lambda x: jax.pure_callback(callback, jax.ShapeDtypeStruct((), x.dtype), x))(jnp.float32(0)))
+    jax.block_until_ready(
+        jax.jit(lambda x: jax.pure_callback(callback, jax.ShapeDtypeStruct((), x.dtype), x))(
+            jnp.float32(0)
+        )
+    )
     jax.tree.map(np.testing.assert_array_equal, inside[0][1], desired)
     assert (tiny * np.ones(1, np.float32)).all()  # the mode of this thread is what it was
 
 
-# --- equations -----------------------------------------------------------------------------------------------------------
+# --- equations ------------------------------------------------------------------------------------
 
 EXACT = {
     "add": lambda x, y: x + y,
@@ -264,7 +301,9 @@ def all_equations():
     return jax.jit(evaluate), fused.build_kernel(jax.make_jaxpr(evaluate)(arg, arg))
 
 
-FLOATS = st.lists(st.tuples(*[st.floats(width=32, allow_subnormal=False)] * 2), min_size=1, max_size=40)
+FLOATS = st.lists(
+    st.tuples(*[st.floats(width=32, allow_subnormal=False)] * 2), min_size=1, max_size=40
+)
 
 
 @given(FLOATS)
@@ -288,8 +327,25 @@ def bit_equations():
         a, b = (jax.lax.bitcast_convert_type(v, jnp.uint32) for v in (x, y))
         m = n.astype(jnp.uint32)
         small = b & 63  # shifts by 32 and more as well
-        found = [a + b, a - b, a * b, a * m, m * m + a, a & b, a | m, a ^ b, a << small, a >> small, (m >> 5) ^ a, a << 31]
-        found += [jnp.where(a < b, a, m), jnp.where(a >= m, b, jnp.uint32(0xFFFFFFFF)), (a > 7).astype(jnp.uint32)]
+        found = [
+            a + b,
+            a - b,
+            a * b,
+            a * m,
+            m * m + a,
+            a & b,
+            a | m,
+            a ^ b,
+            a << small,
+            a >> small,
+            (m >> 5) ^ a,
+            a << 31,
+        ]
+        found += [
+            jnp.where(a < b, a, m),
+            jnp.where(a >= m, b, jnp.uint32(0xFFFFFFFF)),
+            (a > 7).astype(jnp.uint32),
+        ]
         counts = [(a >> 8).astype(jnp.float32), (a >> 1).astype(jnp.int32).astype(jnp.float32)]
         return [jax.lax.bitcast_convert_type(v, jnp.float32) for v in found] + counts
 
@@ -298,11 +354,18 @@ def bit_equations():
     return jax.jit(evaluate), fused.build_kernel(closed), len(closed.out_avals)
 
 
-@given(st.lists(st.tuples(*[st.integers(0, 2**32 - 1)] * 2), min_size=1, max_size=40), st.integers(-(2**31), 2**31 - 1))
+@given(
+    st.lists(st.tuples(*[st.integers(0, 2**32 - 1)] * 2), min_size=1, max_size=40),
+    st.integers(-(2**31), 2**31 - 1),
+)
 @settings(deadline=None, max_examples=60)
 def test_bits_are_those_of_xla(pairs, n):
-    """Of uint32, and of float32 taken as such: no NaN and no subnormal number is changed on the way."""
-    x, y = (np.ascontiguousarray(column).view(np.float32) for column in np.array(pairs, np.uint32).T)
+    """Of uint32, and of float32 taken as such: no NaN and no subnormal number is changed on the
+    way.
+    """
+    x, y = (
+        np.ascontiguousarray(column).view(np.float32) for column in np.array(pairs, np.uint32).T
+    )
     jitted, kernel, num = bit_equations()
     outputs = [np.zeros_like(x) for _ in range(num)]
     kernel([x, y, np.int32(n)], outputs)
@@ -314,15 +377,21 @@ def test_bits_are_those_of_xla(pairs, n):
 def conversions():
     narrow = lambda x: (x.astype(jnp.bfloat16), x.astype(jnp.float16))  # noqa: E731
     wide = lambda a, b: (a.astype(jnp.float32), b.astype(jnp.float32), a, -b)  # noqa: E731
-    shapes = [jax.ShapeDtypeStruct((4,), dtype) for dtype in (jnp.float32, jnp.bfloat16, jnp.float16)]
-    return fused.build_kernel(jax.make_jaxpr(narrow)(shapes[0])), fused.build_kernel(jax.make_jaxpr(wide)(*shapes[1:]))
+    shapes = [
+        jax.ShapeDtypeStruct((4,), dtype) for dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
+    ]
+    return fused.build_kernel(jax.make_jaxpr(narrow)(shapes[0])), fused.build_kernel(
+        jax.make_jaxpr(wide)(*shapes[1:])
+    )
 
 
 def test_rounding_keeps_every_half_precision_number():
     narrow, wide = conversions()
     bits = np.arange(2**16, dtype=np.uint16)
     low, half = bits.view(ml_dtypes.bfloat16), bits.view(np.float16)
-    out = [np.zeros(2**16, dtype) for dtype in (np.float32, np.float32, ml_dtypes.bfloat16, np.float16)]
+    out = [
+        np.zeros(2**16, dtype) for dtype in (np.float32, np.float32, ml_dtypes.bfloat16, np.float16)
+    ]
     wide([low, half], out)
     np.testing.assert_array_equal(out[0].view(np.uint32), bits.astype(np.uint32) << 16)
     np.testing.assert_array_equal(out[1], half.astype(np.float32))
@@ -341,14 +410,23 @@ def test_rounding_is_to_nearest_even(some, seed):
     rng = np.random.default_rng(seed)
     high = rng.integers(0, 2**16, 4096, dtype=np.uint32) << 16
     ties = high | rng.choice(np.array([0x8000, 0x7FFF, 0x8001, 0], np.uint32), 4096)
-    half_ties = rng.integers(0, 2**16, 4096).astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32) | 0x1000
-    x = np.concatenate([np.array(some, np.uint32), ties, half_ties, rng.integers(0, 2**32, 4096, dtype=np.uint32)]).view(
-        np.float32
+    half_ties = (
+        rng.integers(0, 2**16, 4096)
+        .astype(np.uint16)
+        .view(np.float16)
+        .astype(np.float32)
+        .view(np.uint32)
+        | 0x1000
     )
+    x = np.concatenate(
+        [np.array(some, np.uint32), ties, half_ties, rng.integers(0, 2**32, 4096, dtype=np.uint32)]
+    ).view(np.float32)
     low, half = np.zeros(x.shape, ml_dtypes.bfloat16), np.zeros(x.shape, np.float16)
     conversions()[0]([x], [low, half], 1)
     with np.errstate(over="ignore", invalid="ignore"):
-        np.testing.assert_array_equal(low.view(np.uint16), x.astype(ml_dtypes.bfloat16).view(np.uint16))
+        np.testing.assert_array_equal(
+            low.view(np.uint16), x.astype(ml_dtypes.bfloat16).view(np.uint16)
+        )
         np.testing.assert_array_equal(half, x.astype(np.float16))
 
 
@@ -369,7 +447,7 @@ def test_arrays_may_be_traced_without_dims():
     np.testing.assert_array_equal(x, [1, 3, 5, 7, 9])
 
 
-# --- refusals ------------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -383,8 +461,14 @@ def test_arrays_may_be_traced_without_dims():
         (lambda x: (x.reshape(2, 2) * 2).reshape(4), "reshape"),
         (lambda x: x * np.arange(4, dtype=np.float32), r"constant of shape \(4,\)"),
         (lambda x: x > 0, "output 0 is bool"),
-        (lambda x: jax.lax.bitcast_convert_type(x, jnp.int32).astype(jnp.float32), "bitcast_convert_type"),
-        (lambda x: jax.lax.bitcast_convert_type(x, jnp.uint16)[:, 0].astype(jnp.float32), "bitcast_convert_type"),
+        (
+            lambda x: jax.lax.bitcast_convert_type(x, jnp.int32).astype(jnp.float32),
+            "bitcast_convert_type",
+        ),
+        (
+            lambda x: jax.lax.bitcast_convert_type(x, jnp.uint16)[:, 0].astype(jnp.float32),
+            "bitcast_convert_type",
+        ),
         (lambda x: x.astype(jnp.uint32).astype(jnp.float32), "convert_element_type"),
         (lambda x: jax.lax.cond(x[0] > 0, lambda: x, lambda: -x), "slice|squeeze|gather"),
     ],
@@ -395,7 +479,10 @@ def test_build_refuses_what_is_not_elementwise(function, named):
 
 
 def test_build_refuses_inputs_and_aliases_that_do_not_fit():
-    x, y, count = (jax.ShapeDtypeStruct(s, d) for s, d in (((4,), jnp.float32), ((4,), jnp.bfloat16), ((), jnp.int32)))
+    x, y, count = (
+        jax.ShapeDtypeStruct(s, d)
+        for s, d in (((4,), jnp.float32), ((4,), jnp.bfloat16), ((), jnp.int32))
+    )
     closed = jax.make_jaxpr(lambda x, y, n: (x * n, y, n))(x, y, count)
     for aliases, message in [
         ([(0, 1)], "float32 is written over bfloat16"),
@@ -410,7 +497,9 @@ def test_build_refuses_inputs_and_aliases_that_do_not_fit():
     with pytest.raises(ValueError, match="one array at least"):
         fused.build_kernel(closed, arrays=[False] * 3)
     with pytest.raises(ValueError, match=r"\[4, 5\] elements"):
-        fused.build_kernel(jax.make_jaxpr(lambda a, b: (a, b))(x, jax.ShapeDtypeStruct((5,), jnp.float32)))
+        fused.build_kernel(
+            jax.make_jaxpr(lambda a, b: (a, b))(x, jax.ShapeDtypeStruct((5,), jnp.float32))
+        )
 
 
 def test_call_refuses_memory_that_does_not_fit():

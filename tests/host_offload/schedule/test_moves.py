@@ -1,4 +1,6 @@
-"""Reads start early, never before the write that they must see, and as many at once as there are buffers."""
+"""Reads start early, never before the write that they must see, and as many at once as there are
+buffers.
+"""
 
 import pytest
 from hypothesis import given, settings
@@ -29,7 +31,9 @@ def sequences(draw):
 
 
 def last_write_before(moves, turn):
-    """Return the turn of the last write of a record before `turn`, over all rounds; None where there is none."""
+    """Return the turn of the last write of a record before `turn`, over all rounds; None where
+    there is none.
+    """
     move = moves[turn % len(moves)]
     turns = [t for t in range(turn) if moves[t % len(moves)] == Move(move.kind, move.layer, True)]
     return turns[-1] if turns else None
@@ -75,7 +79,10 @@ def test_reads_wait_for_their_own_write_alone():
     assert list(window.ahead({("b", 0), ("a", 1)})) == []  # a0 is written first
     window.advance(moves[1])
     window.advance(moves[2])
-    assert list(window.ahead({("a", 1)})) == [Move("a", 0), Move("b", 0)]  # and b0 of the next round
+    assert list(window.ahead({("a", 1)})) == [
+        Move("a", 0),
+        Move("b", 0),
+    ]  # and b0 of the next round
 
 
 def test_calls_in_another_order_or_unknown_are_taken_as_they_come():
@@ -95,7 +102,9 @@ def test_the_next_round_is_read_while_this_one_ends():
     window = Window(moves, 1)
     for move in moves[:3]:
         window.advance(move)
-    assert list(window.ahead(())) == []  # p0 is not handed over yet; p1 is, but would take its buffer
+    assert (
+        list(window.ahead(())) == []
+    )  # p0 is not handed over yet; p1 is, but would take its buffer
     window.advance(moves[3])
     assert list(window.ahead(())) == [Move("p", 0)]
 
@@ -113,8 +122,13 @@ def test_a_record_that_is_read_twice_in_a_row_is_not_overtaken():
 
 @pytest.mark.parametrize("distance", [1, 2])
 def test_what_is_written_last_and_read_first_is_read_ahead(distance):
-    """Activations, and gradients before the update: a loop reads in the opposite order of the loop that wrote."""
-    moves = [*(Move("a", layer, True) for layer in range(5)), *(Move("a", layer) for layer in reversed(range(5)))]
+    """Activations, and gradients before the update: a loop reads in the opposite order of the loop
+    that wrote.
+    """
+    moves = [
+        *(Move("a", layer, True) for layer in range(5)),
+        *(Move("a", layer) for layer in reversed(range(5))),
+    ]
     window, waiting, misses = Window(moves, distance), set(), 0
     for move in moves:
         record = (move.kind, move.layer)

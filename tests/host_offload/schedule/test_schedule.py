@@ -41,12 +41,20 @@ bytes_of_records = st.fixed_dictionaries(
 
 def off_device(s, kinds, layer):
     """Those of `kinds` that are off the device for a layer, from the definition."""
-    return {k for k in kinds if s.tiers[k] != "device" and not (k == "opt_state" and layer < s.device_layers)}
+    return {
+        k
+        for k in kinds
+        if s.tiers[k] != "device" and not (k == "opt_state" and layer < s.device_layers)
+    }
 
 
 def order_of(s, name):
     L, n = s.num_layers, s.device_layers
-    return {"forward": [*range(L)], "backward": [*range(L)][::-1], "update": [*range(n, L), *range(n)]}[name]
+    return {
+        "forward": [*range(L)],
+        "backward": [*range(L)][::-1],
+        "update": [*range(n, L), *range(n)],
+    }[name]
 
 
 def expected_kinds(s, master, name):
@@ -56,12 +64,18 @@ def expected_kinds(s, master, name):
     return {
         "forward": ({"params", "frozen"}, set(), {"activations"}),
         "backward": in_backward if s.update == "in_backward" else after,
-        "update": ({"grads", "opt_state"} | (set() if master else {"params"}), set(), {"opt_state", "params"}),
+        "update": (
+            {"grads", "opt_state"} | (set() if master else {"params"}),
+            set(),
+            {"opt_state", "params"},
+        ),
     }[name]
 
 
 def run(phase, distance):
-    """Run the ticks of a phase over a ring: the (tick, layer) taken from off the device; asserts what a loop relies on."""
+    """Run the ticks of a phase over a ring: the (tick, layer) taken from off the device; asserts
+    what a loop relies on.
+    """
     ring, took = {}, []
     for i, (layer, slot) in enumerate(zip(phase.preload, range(len(phase.preload)), strict=True)):
         assert slot not in ring
@@ -106,19 +120,36 @@ def test_schedule_visits_each_layer_once_a_phase_in_order(kw):
 @few
 @given(schedules, st.integers(1, 9), st.integers(0, 3))
 def test_schedule_of_a_part_of_a_stack_is_that_of_a_stack_with_other_numbers(kw, first, late):
-    """And so are its records on disk, but for those of activations, which are counted from its first layer."""
-    kw, on_device = {**kw, "stores_late": 0 if kw["device_layers"] else min(late, kw["num_layers"])}, int(kw["device_layers"])
+    """And so are its records on disk, but for those of activations, which are counted from its
+    first layer.
+    """
+    kw, on_device = (
+        {**kw, "stores_late": 0 if kw["device_layers"] else min(late, kw["num_layers"])},
+        int(kw["device_layers"]),
+    )
     shifted = {**kw, "first_layer": first, "device_layers": on_device and on_device + first}
     whole, part = build_schedule(**kw), build_schedule(**shifted)
     for a, b in zip(whole.phases, part.phases, strict=True):
         for name in COLUMNS:
             numbers = getattr(a, name)
-            moved = numbers if name.endswith("slot") else np.where(numbers >= 0, numbers + first, -1)
+            moved = (
+                numbers if name.endswith("slot") else np.where(numbers >= 0, numbers + first, -1)
+            )
             np.testing.assert_array_equal(getattr(b, name), moved, err_msg=name)
-        assert (b.fetches, b.reads, b.writes, b.drain.tolist()) == (a.fetches, a.reads, a.writes, [n + first for n in a.drain])
-    moves = [moves_of(StepPlan({"": s}), (*KINDS, "kept"), names={"": ("", "kept")}) for s in (whole, part)]
+        assert (b.fetches, b.reads, b.writes, b.drain.tolist()) == (
+            a.fetches,
+            a.reads,
+            a.writes,
+            [n + first for n in a.drain],
+        )
+    moves = [
+        moves_of(StepPlan({"": s}), (*KINDS, "kept"), names={"": ("", "kept")})
+        for s in (whole, part)
+    ]
     counted_from = {"kept": 0, "opt_state": 0 if on_device else first}
-    assert [(m.kind, m.layer + counted_from.get(m.kind, first), m.writes) for m in moves[0]] == [tuple(m) for m in moves[1]]
+    assert [(m.kind, m.layer + counted_from.get(m.kind, first), m.writes) for m in moves[0]] == [
+        tuple(m) for m in moves[1]
+    ]
 
 
 @many
@@ -143,7 +174,11 @@ def test_schedule_moves_the_kinds_that_each_phase_needs(kw):
 def test_schedule_ring_gives_each_take_its_record_fetched_distance_ticks_before(kw):
     s = build_schedule(**kw)
     for p in s.phases:
-        due = [(t, layer) for t, layer in enumerate(p.consume) if layer >= 0 and off_device(s, p.fetches, layer)]
+        due = [
+            (t, layer)
+            for t, layer in enumerate(p.consume)
+            if layer >= 0 and off_device(s, p.fetches, layer)
+        ]
         assert run(p, s.distance) == due
         slots = p.use_slot[p.use_slot >= 0].tolist()
         assert slots == [c % s.distance for c in range(len(due) if s.distance else 0)]
@@ -157,7 +192,11 @@ def test_schedule_never_reads_a_record_whose_write_is_pending(kw):
     s = build_schedule(**kw)
     for p in s.phases:
         written = set()
-        fetched = {(k, layer) for layer in [*p.preload.tolist(), p.first] for k in off_device(s, p.fetches, layer)}
+        fetched = {
+            (k, layer)
+            for layer in [*p.preload.tolist(), p.first]
+            for k in off_device(s, p.fetches, layer)
+        }
         for tick, layer in enumerate(p.layer.tolist()):
             for reader, kinds in ((int(p.fetch[tick]), p.fetches), (layer, p.reads)):
                 reads = {(k, reader) for k in off_device(s, kinds, reader) if reader >= 0}
@@ -168,15 +207,21 @@ def test_schedule_never_reads_a_record_whose_write_is_pending(kw):
                 kinds = off_device(s, p.writes, layer)
                 written |= {(k, layer) for k in kinds}
                 assert {(k, layer) for k in kinds if k in (*p.fetches, *p.reads)} <= fetched
-        assert written == {(k, layer) for layer in range(s.num_layers) for k in off_device(s, p.writes, layer)}
+        assert written == {
+            (k, layer) for layer in range(s.num_layers) for k in off_device(s, p.writes, layer)
+        }
 
 
 @many
 @given(schedules, st.integers(0, 3))
 def test_operations_of_a_tick_are_of_the_layer_that_their_lag_says(kw, late):
-    """Ticks follow each other, each computes one layer, and a lag is the distance to the tick that computes with the record."""
+    """Ticks follow each other, each computes one layer, and a lag is the distance to the tick that
+    computes with the record.
+    """
     s = build_schedule(
-        **kw, stores_late=0 if kw["device_layers"] else min(late, kw["num_layers"]), record_bytes=dict.fromkeys(KINDS, 1)
+        **kw,
+        stores_late=0 if kw["device_layers"] else min(late, kw["num_layers"]),
+        record_bytes=dict.fromkeys(KINDS, 1),
     )
     for p in s.phases:
         own = ("update",) if p.name == "update" else ("compute",)
@@ -187,11 +232,20 @@ def test_operations_of_a_tick_are_of_the_layer_that_their_lag_says(kw, late):
         for tick, ops in p.ticks():
             assert len({(op.verb, op.record, op.number) for op in ops}) == len(ops), "done twice"
             for op in ops:
-                if 0 <= tick - op.lag < s.num_layers and (tick >= 0 or op.verb == "fetch") and p.first != op.number:
+                if (
+                    0 <= tick - op.lag < s.num_layers
+                    and (tick >= 0 or op.verb == "fetch")
+                    and p.first != op.number
+                ):
                     assert layers[tick - op.lag] == op.number, (p.name, tick, op)
         # What a device loads, it loads once a phase; what it stores, once.
         for lane, verbs in (("up", ("fetch", "load")), ("down", ("store",))):
-            moved = [(op.record, op.number) for _, ops in p.ticks() for op in ops if op.verb in verbs and op.lane == lane]
+            moved = [
+                (op.record, op.number)
+                for _, ops in p.ticks()
+                for op in ops
+                if op.verb in verbs and op.lane == lane
+            ]
             assert len(moved) == len(set(moved))
             assert p.moved(lane) == len(moved)
 
@@ -199,7 +253,11 @@ def test_operations_of_a_tick_are_of_the_layer_that_their_lag_says(kw, late):
 def test_records_are_stored_as_many_ticks_late_as_asked_for():
     options = {"tiers": {"opt_state": "pinned_host"}, "record_bytes": {"opt_state": 10}}
     phase = build_schedule(5, 1, stores_late=3, **options).phase("update")
-    assert (phase.store.tolist(), phase.drain.tolist(), phase.stores_late) == ([-1, -1, -1, 0, 1], [2, 3, 4], 3)
+    assert (phase.store.tolist(), phase.drain.tolist(), phase.stores_late) == (
+        [-1, -1, -1, 0, 1],
+        [2, 3, 4],
+        3,
+    )
     assert "writes opt_state 3 ticks late" in phase.note()
     assert phase.peak_bytes == 3 * 10 + 10  # the records that wait, and the one that is updated
     with pytest.raises(ValueError, match="stores_late=6: 0 to 5"):
@@ -261,12 +319,18 @@ def test_schedule_parts_the_peak_of_its_layers_from_that_of_its_drain(kw, sizes)
 
 def test_schedule_counts_the_pieces_that_are_updated_after_the_last_layer():
     sizes = {"params": 0, "opt_state": 30, "grads": 0, "derivative": 0, "gathered": 0}
-    tiers = {"params": "device", "grads": "device", "opt_state": "pinned_host", "activations": "device"}
+    tiers = {
+        "params": "device",
+        "grads": "device",
+        "opt_state": "pinned_host",
+        "activations": "device",
+    }
     pieces = EndsMove(END_PIECES, num_bytes=(100,), counts=(2,))
-    phase = build_schedule(4, 1, tiers=tiers, update="in_backward", stores_late=1, ends=[pieces], record_bytes=sizes).phase(
-        "backward"
-    )
-    # Room for the last layer's record; a piece that is loaded, one that is made of it, and one that is stored a tick late.
+    phase = build_schedule(
+        4, 1, tiers=tiers, update="in_backward", stores_late=1, ends=[pieces], record_bytes=sizes
+    ).phase("backward")
+    # Room for the last layer's record; a piece that is loaded, one that is made of it, and one that
+    # is stored a tick late.
     assert phase.drain_peak_bytes == 30 + 3 * 100
     assert phase.layers_peak_bytes == 30 + 30
     assert phase.peak_bytes == phase.drain_peak_bytes
@@ -276,7 +340,9 @@ def test_schedule_counts_the_parameters_that_are_gathered_after_an_update():
     sizes = {"params": 7, "opt_state": 30, "grads": 10, "derivative": 11, "gathered": 0}
     tiers = dict.fromkeys(("params", "grads", "opt_state", "activations"), "device")
     peaks = [
-        build_schedule(4, 1, tiers=tiers, update="in_backward", regathers=gathers, record_bytes=sizes)
+        build_schedule(
+            4, 1, tiers=tiers, update="in_backward", regathers=gathers, record_bytes=sizes
+        )
         .phase("backward")
         .peak_bytes
         for gathers in (False, True)
@@ -296,19 +362,26 @@ def test_schedule_budget_is_exact_and_its_advice_fits(kw, sizes, less):
             build_schedule(**kw, record_bytes=sizes, budget_bytes=budget)
         message = str(error.value)
         peaks = {
-            (ahead, d): build_schedule(**kw | {"distance": d, "gather_ahead": ahead}, record_bytes=sizes).peak_bytes
+            (ahead, d): build_schedule(
+                **kw | {"distance": d, "gather_ahead": ahead}, record_bytes=sizes
+            ).peak_bytes
             for ahead in {kw["gather_ahead"], False}
             for d in range(kw["distance"] + 1)
         }
         fits = [key for key in peaks if peaks[key] <= budget]
         if fits:  # the distance is given up before gather_ahead is, and no more of it than needed
             ahead, distance = max(fits)
-            assert f"prefetch_distance={distance} fits, with {peaks[ahead, distance]} bytes" in message
+            assert (
+                f"prefetch_distance={distance} fits, with {peaks[ahead, distance]} bytes" in message
+            )
             assert ("; gather_ahead=False with" in message) == (ahead != kw["gather_ahead"])
             advised = kw | {"distance": distance, "gather_ahead": ahead}
             build_schedule(**advised, record_bytes=sizes, budget_bytes=budget)
         else:
-            assert f"nothing fits: prefetch_distance=0 with gather_ahead=False needs {peaks[False, 0]} bytes" in message
+            assert (
+                f"nothing fits: prefetch_distance=0 with gather_ahead=False needs {peaks[False, 0]} bytes"
+                in message
+            )
             assert message.endswith(f" {peaks[False, 0] - budget} more")
 
 
@@ -363,7 +436,11 @@ def test_schedule_timeline_shows_every_layer_in_every_lane(kw):
         assert cells.keys() == expected.keys()
         for name, cell in cells.items():
             assert len(cell) == len(ticks)
-            shown = [c for i, c in enumerate(cell) if c != "." and (not name.startswith("slot") or c != cell[i - 1] or i == 0)]
+            shown = [
+                c
+                for i, c in enumerate(cell)
+                if c != "." and (not name.startswith("slot") or c != cell[i - 1] or i == 0)
+            ]
             assert shown == expected[name]
         for tick in range(s.num_layers):
             column = ticks.index(str(tick))
@@ -382,12 +459,15 @@ def test_schedule_svg_shows_every_layer_in_every_lane(kw):
     width, height = int(root.get("width")), int(root.get("height"))
     groups = {g.get("id"): g for g in root.iter(f"{SVG}g") if g.get("id")}
     legend = {
-        t.text: r.get("fill") for r, t in zip(*(groups["legend"].findall(SVG + tag) for tag in ("rect", "text")), strict=True)
+        t.text: r.get("fill")
+        for r, t in zip(
+            *(groups["legend"].findall(SVG + tag) for tag in ("rect", "text")), strict=True
+        )
     }
     for p in s.phases:
-        assert [int(t.text) for t in groups[f"{p.name}-tick"].findall(f"{SVG}text")[1:]][-s.num_layers :] == [
-            *range(s.num_layers)
-        ]
+        assert [int(t.text) for t in groups[f"{p.name}-tick"].findall(f"{SVG}text")[1:]][
+            -s.num_layers :
+        ] == [*range(s.num_layers)]
         for name, layers in lanes_of(s, p).items():
             boxes = groups[f"{p.name}-{name.replace(' ', '-')}"].findall(f"{SVG}g")
             assert [box.findtext(f"{SVG}text") for box in boxes] == layers
@@ -395,7 +475,9 @@ def test_schedule_svg_shows_every_layer_in_every_lane(kw):
             for box in boxes:
                 *stripes, frame = box.findall(f"{SVG}rect")
                 kinds = box.findtext(f"{SVG}title", "").partition(": ")[2].split(", ")[1:]
-                assert [stripe.get("fill") for stripe in stripes] == [legend[kind] for kind in kinds]
+                assert [stripe.get("fill") for stripe in stripes] == [
+                    legend[kind] for kind in kinds
+                ]
                 x, y, w, h = (float(frame.get(key)) for key in ("x", "y", "width", "height"))
                 assert right < x  # boxes of a lane do not overlap
                 right = x + w
@@ -447,7 +529,9 @@ def test_schedule_prints_a_row_for_each_tick_and_preload(kw):
     for p in s.phases:
         ticks = [row for row in rows if row[0] == p.name and row[1] != "before"]
         for column, field in ((2, "fetch"), (4, "consume"), (5, "layer"), (6, "store")):
-            assert [-1 if row[column] == "-" else int(row[column]) for row in ticks] == getattr(p, field).tolist()
+            assert [-1 if row[column] == "-" else int(row[column]) for row in ticks] == getattr(
+                p, field
+            ).tolist()
 
 
 def test_schedule_golden_ring_of_two():
@@ -464,7 +548,9 @@ def test_schedule_golden_ring_of_two():
 
 def test_schedule_golden_bytes():
     sizes = {"params": 1, "gathered": 8, "grads": 20, "opt_state": 300, "activations": 4000}
-    s = build_schedule(4, 1, tiers=dict.fromkeys(KINDS, "pinned_host"), device_layers=1, record_bytes=sizes)
+    s = build_schedule(
+        4, 1, tiers=dict.fromkeys(KINDS, "pinned_host"), device_layers=1, record_bytes=sizes
+    )
     flights = s.in_flight()
     assert flights["forward"].tolist() == [1 + 1 + 8 + 4000] * 3 + [1 + 8 + 4000]
     assert flights["backward"].tolist() == [4001 + 4001 + 8 + 20] * 3 + [4001 + 8 + 20]
@@ -492,13 +578,22 @@ def test_schedule_with_the_device_alone_moves_nothing():
         ({"num_layers": 2.0}, "num_layers=2.0: an int"),
         ({"distance": -1}, "distance=-1: 0 or more"),
         ({"distance": False}, "distance=False: an int"),
-        ({"tiers": {"params": "disk"}}, r"tiers\['params'\]='disk': known tiers are device, pinned_host, nvme"),
-        ({"tiers": {"weights": "nvme"}}, "tiers has 'weights': known are params, frozen, grads, opt_state, activations"),
+        (
+            {"tiers": {"params": "disk"}},
+            r"tiers\['params'\]='disk': known tiers are device, pinned_host, nvme",
+        ),
+        (
+            {"tiers": {"weights": "nvme"}},
+            "tiers has 'weights': known are params, frozen, grads, opt_state, activations",
+        ),
         ({"update": "in_forward"}, "update='in_forward': 'after_backward' or 'in_backward'"),
         ({"device_layers": 4}, "device_layers=4: 0 to 3"),
         ({"device_layers": -1}, "device_layers=-1: 0 to 3"),
         ({"device_layers": True}, "device_layers=True: an int"),
-        ({"record_bytes": {"param": 1}}, "record_bytes has 'param': known are gathered, derivative"),
+        (
+            {"record_bytes": {"param": 1}},
+            "record_bytes has 'param': known are gathered, derivative",
+        ),
         ({"record_bytes": {"params": -1}}, r"record_bytes\['params'\]=-1: 0 or more"),
         ({"budget_bytes": 10}, "budget_bytes=10 needs record_bytes"),
         ({"budget_bytes": 1.5, "record_bytes": {}}, "budget_bytes=1.5: an int"),
@@ -511,7 +606,10 @@ def test_schedule_refuses_bad_input(kw, message):
 
 def test_schedule_refuses_what_it_does_not_hold():
     s = build_schedule(3, update="in_backward")
-    with pytest.raises(ValueError, match="'update': a schedule with update='in_backward' has the phases forward, backward"):
+    with pytest.raises(
+        ValueError,
+        match="'update': a schedule with update='in_backward' has the phases forward, backward",
+    ):
         s.phase("update")
     with pytest.raises(ValueError, match="this schedule holds no bytes"):
         s.in_flight()

@@ -1,4 +1,6 @@
-"""Schedules whose layers hold tiles: every tile is fetched as often as it is used, in time, and bytes are bounded."""
+"""Schedules whose layers hold tiles: every tile is fetched as often as it is used, in time, and
+bytes are bounded.
+"""
 
 import collections
 
@@ -27,7 +29,12 @@ def build(layers, distance, groups, update="after_backward", **options):
 groups_of = st.dictionaries(st.sampled_from(["mlp", "qkv", "out"]), st.integers(2, 5), min_size=1)
 
 
-@given(st.integers(1, 4), st.integers(0, 6), groups_of, st.sampled_from(["after_backward", "in_backward"]))
+@given(
+    st.integers(1, 4),
+    st.integers(0, 6),
+    groups_of,
+    st.sampled_from(["after_backward", "in_backward"]),
+)
 def test_every_tile_moves_once_a_loop_in_order(layers, distance, groups, update):
     schedule = build(layers, distance, groups, update)
     kinds = [kind for kind in TIERS if kind != "activations"]
@@ -41,28 +48,50 @@ def test_every_tile_moves_once_a_loop_in_order(layers, distance, groups, update)
             assert counted[Move(params, record)] == 2  # forward, backward
             assert counted[Move(params, record, True)] == counted[Move(state, record, True)] == 1
             assert counted[Move(state, record)] == 1
-            assert counted[Move(grads, record)] == counted[Move(grads, record, True)] == (1 if stored else 0)
-        first = [move.layer for move in moves if move.kind == tiles_kind("params", name) and not move.writes]
+            assert (
+                counted[Move(grads, record)]
+                == counted[Move(grads, record, True)]
+                == (1 if stored else 0)
+            )
+        first = [
+            move.layer
+            for move in moves
+            if move.kind == tiles_kind("params", name) and not move.writes
+        ]
         assert first[: layers * count] == list(range(layers * count))
         assert sorted(first[layers * count :]) == list(range(layers * count))
-        # a tile of layer l is read while the layers before it in backward are done: last layer first
-        assert [record // count for record in first[layers * count :: count]] == list(range(layers))[::-1]
-    for at, move in enumerate(moves):  # nothing is written before it is read for the last time, but what is read after
+        # a tile of layer l is read while the layers before it in backward are done: last layer
+        # first
+        assert [record // count for record in first[layers * count :: count]] == list(
+            range(layers)
+        )[::-1]
+    for at, move in enumerate(
+        moves
+    ):  # nothing is written before it is read for the last time, but what is read after
         if move.writes and not move.kind.startswith(("grads", "activations")):
             assert move._replace(writes=False) in moves[:at]
 
 
-@given(st.integers(1, 4), st.integers(0, 6), groups_of, st.sampled_from(["after_backward", "in_backward"]))
+@given(
+    st.integers(1, 4),
+    st.integers(0, 6),
+    groups_of,
+    st.sampled_from(["after_backward", "in_backward"]),
+)
 def test_bytes_in_flight_are_those_of_a_layer_and_of_one_group(layers, distance, groups, update):
     schedule = build(layers, distance, groups, update)
-    plain = build_schedule(layers, distance, tiers=TIERS, update=update, record_bytes=BYTES | {"activations": 5})
+    plain = build_schedule(
+        layers, distance, tiers=TIERS, update=update, record_bytes=BYTES | {"activations": 5}
+    )
     for name, total in plain.in_flight().items():
         if name != "update":
             most = max(loops.phase(name).peak_bytes for loops in schedule.tiles)
             np.testing.assert_array_equal(schedule.in_flight()[name], total + most)
     assert schedule.peak_bytes == max(int(total.max()) for total in schedule.in_flight().values())
     if update == "after_backward":
-        assert {name for name in schedule.in_flight() if "/" in name} == {f"update/{name}" for name in groups}
+        assert {name for name in schedule.in_flight() if "/" in name} == {
+            f"update/{name}" for name in groups
+        }
 
 
 def test_a_tile_takes_the_same_bytes_however_many_there_are():
@@ -76,14 +105,22 @@ def test_the_loops_of_a_group_go_over_the_tiles_of_a_layer_or_of_all_layers():
     assert loops.phase("forward").layer.tolist() == [0, 1, 2, 3]
     assert loops.phase("backward").layer.tolist() == [3, 2, 1, 0]
     assert loops.phase("update").layer.tolist() == list(range(12))
-    assert "update/mlp, after the layers: fetches params" not in str(schedule)  # masters take the parameters' place
-    assert "update/mlp, after the layers: fetches grads, opt_state; writes opt_state, params" in str(schedule)
+    assert "update/mlp, after the layers: fetches params" not in str(
+        schedule
+    )  # masters take the parameters' place
+    assert (
+        "update/mlp, after the layers: fetches grads, opt_state; writes opt_state, params"
+        in str(schedule)
+    )
 
 
 def test_a_budget_tells_the_distance_that_fits():
     peak = build(4, 2, {"mlp": 4}).peak_bytes
     assert build(4, 2, {"mlp": 4}, budget_bytes=peak).distance == 2
-    with pytest.raises(ValueError, match=r"budget_bytes=\d+: prefetch_distance=2 puts \d+ bytes .* prefetch_distance=1 fits"):
+    with pytest.raises(
+        ValueError,
+        match=r"budget_bytes=\d+: prefetch_distance=2 puts \d+ bytes .* prefetch_distance=1 fits",
+    ):
         build(4, 2, {"mlp": 4}, budget_bytes=peak - 1)
     with pytest.raises(ValueError, match="nothing fits"):
         build(4, 2, {"mlp": 4}, budget_bytes=20)

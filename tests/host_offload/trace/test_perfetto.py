@@ -1,4 +1,6 @@
-"""A trace holds each transfer and each wait once, in a form that Perfetto opens; of a long one the end is kept."""
+"""A trace holds each transfer and each wait once, in a form that Perfetto opens; of a long one the
+end is kept.
+"""
 
 import functools
 import gzip
@@ -34,13 +36,29 @@ MOVES = tuple(Move("p", layer, writes) for layer in range(LAYERS) for writes in 
 
 @st.composite
 def transfers(draw):
-    """Reads and writes of two kinds on two devices; their times are sums of 1/1024 s, so that many coincide."""
+    """Reads and writes of two kinds on two devices; their times are sums of 1/1024 s, so that many
+    coincide.
+    """
     found = []
     for number in range(draw(st.integers(0, 40))):
         queued, wait, seconds = (draw(st.integers(least, 40)) / 1024 for least in (0, 0, 1))
-        place = {"kind": draw(st.sampled_from(["p", "q"])), "rank": draw(st.integers(0, 1)), "layer": number}
+        place = {
+            "kind": draw(st.sampled_from(["p", "q"])),
+            "rank": draw(st.integers(0, 1)),
+            "layer": number,
+        }
         name = draw(st.sampled_from(["read", "write"]))
-        found.append(Event(name, **place, number=number, start=queued + wait, seconds=seconds, queued=queued, num_bytes=number))
+        found.append(
+            Event(
+                name,
+                **place,
+                number=number,
+                start=queued + wait,
+                seconds=seconds,
+                queued=queued,
+                num_bytes=number,
+            )
+        )
     return found
 
 
@@ -66,11 +84,16 @@ def test_transfers_that_overlap_have_lanes_of_their_own(events):
         own = [s for s in drawn if (s["pid"], s["cat"]) == (pid, track)]
         most = max(sum(a["ts"] <= b["ts"] < a["ts"] + a["dur"] for a in own) for b in own)
         assert len(tids) <= most
-    for name, sizes in (("transfers queued", lambda e: 1), ("bytes in flight", lambda e: e.num_bytes)):
+    for name, sizes in (
+        ("transfers queued", lambda e: 1),
+        ("bytes in flight", lambda e: e.num_bytes),
+    ):
         values = [e["args"] for e in trace["traceEvents"] if e["ph"] == "C" and e["name"] == name]
         for direction in ("read", "write"):
             own = [e for e in events if e.name == direction]
-            most = max((sum(sizes(a) for a in own if a.queued <= b.queued < a.end) for b in own), default=0)
+            most = max(
+                (sum(sizes(a) for a in own if a.queued <= b.queued < a.end) for b in own), default=0
+            )
             assert max((v[direction] for v in values), default=0) == most
             assert not values or values[-1][direction] == 0
 
@@ -154,7 +177,14 @@ def test_a_trace_of_an_engine_is_what_its_statistics_say(engine, tmp_path, caplo
     }  # fmt: skip
     traces.check_runs(trace, dict(zip(names, (MOVES, MOVES[::2], MOVES), strict=True)), [0, 3])
     for name, stats in zip(names, found, strict=True):
-        traces.check_sums(trace, name, stats.bytes_read, stats.bytes_written, sum(stats.stall_seconds.values()), stats.misses)
+        traces.check_sums(
+            trace,
+            name,
+            stats.bytes_read,
+            stats.bytes_written,
+            sum(stats.stall_seconds.values()),
+            stats.misses,
+        )
 
 
 @pytest.mark.parametrize("engine", [0, 1], indirect=True)
@@ -200,7 +230,9 @@ def test_a_trace_ends_with_the_error_that_ends_its_steps(engine, tmp_path):
     after = step(engine, recorder)
     engine.reset()
     engine.take_stats()
-    assert step(engine, recorder).num_events == after.num_events  # what the failed one moved is not in it
+    assert (
+        step(engine, recorder).num_events == after.num_events
+    )  # what the failed one moved is not in it
     with recorder.trace(tmp_path / "none.json", lambda: None, {}):
         pass
     assert traces.slices(json.loads((tmp_path / "none.json").read_text()), "steps") == []
@@ -229,7 +261,10 @@ def test_a_long_trace_keeps_its_last_runs_and_says_so(engine, tmp_path, monkeypa
 def test_one_trace_at_a_time(engine, tmp_path):
     recorder = Recorder(1)
     with recorder.trace(tmp_path / "a.json", lambda: engine, {}):
-        with pytest.raises(ValueError, match="traced already"), recorder.trace(tmp_path / "b.json", lambda: engine, {}):
+        with (
+            pytest.raises(ValueError, match="traced already"),
+            recorder.trace(tmp_path / "b.json", lambda: engine, {}),
+        ):
             pass
         step(engine, recorder)
     assert len(traces.slices(json.loads((tmp_path / "a.json").read_text()), "steps")) == 1

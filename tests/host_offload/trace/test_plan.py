@@ -1,4 +1,6 @@
-"""A planned transfer starts when the plan lets it, one after the other; what was late has the cause that it had."""
+"""A planned transfer starts when the plan lets it, one after the other; what was late has the cause
+that it had.
+"""
 
 import itertools
 
@@ -28,7 +30,9 @@ from host_offload.trace.plan import (
 SIZE = 4096
 
 
-def made(number, move, wanted, until=None, *, queued=None, start=None, end=None, rank=0, ahead=True):
+def made(
+    number, move, wanted, until=None, *, queued=None, start=None, end=None, rank=0, ahead=True
+):
     """Return the wait for a record and its transfer."""
     until = wanted if until is None else until
     name = "write" if move.writes else "read"
@@ -36,12 +40,25 @@ def made(number, move, wanted, until=None, *, queued=None, start=None, end=None,
     wait = Event(name=f"{name}_wait", start=wanted, seconds=until - wanted, queued=wanted, **place)
     start, end = until if start is None else start, until if end is None else end
     queued = start if queued is None else queued
-    return [wait, Event(name=name, start=start, seconds=end - start, queued=queued, num_bytes=SIZE, ahead=ahead, **place)]
+    return [
+        wait,
+        Event(
+            name=name,
+            start=start,
+            seconds=end - start,
+            queued=queued,
+            num_bytes=SIZE,
+            ahead=ahead,
+            **place,
+        ),
+    ]
 
 
 @st.composite
 def runs_of_a_program(draw):
-    """Two or three runs of a step, perhaps with one of other moves between, whose waits and transfers take any time."""
+    """Two or three runs of a step, perhaps with one of other moves between, whose waits and
+    transfers take any time.
+    """
     kinds = draw(st.sets(st.sampled_from(KINDS), min_size=1))
     schedule = build_schedule(
         draw(st.integers(1, 12)),
@@ -51,7 +68,9 @@ def runs_of_a_program(draw):
     )
     moves = moves_of(StepPlan({"": schedule}), kinds)
     other = tuple(move for move in moves if move.kind == "params" and not move.writes)
-    names = draw(st.sampled_from([("step", "step"), ("step", "step", "step"), ("step", "eval", "step")]))
+    names = draw(
+        st.sampled_from([("step", "step"), ("step", "step", "step"), ("step", "eval", "step")])
+    )
     duration = st.floats(1e-3, 1.0)
     runs, now, number = [], 100.0, 0
     for name in names:
@@ -62,9 +81,26 @@ def runs_of_a_program(draw):
             waits = draw(st.sampled_from([0.0, 0.5]))
             seconds = draw(duration)
             end = now + waits if not move.writes else now + waits + 2 * seconds
-            events += made(number, move, now, now + waits, queued=end - 2 * seconds, start=end - seconds, end=end)
+            events += made(
+                number,
+                move,
+                now,
+                now + waits,
+                queued=end - 2 * seconds,
+                start=end - seconds,
+                end=end,
+            )
             now += waits
-        runs.append(Run(name=name, moves=planned, start=start, end=now, events=events, num_events=len(events)))
+        runs.append(
+            Run(
+                name=name,
+                moves=planned,
+                start=start,
+                end=now,
+                events=events,
+                num_events=len(events),
+            )
+        )
         now += draw(duration)
     return runs
 
@@ -83,18 +119,26 @@ def test_planned_reads_start_when_the_window_lets_them(runs, distance):
     ]
     assert [p.wanted for p in planned] == sorted(p.wanted for p in planned)
     for writes in (False, True):
-        row = sorted((p for p in planned if p.move.writes == writes), key=lambda p: (p.start, p.run, p.turn))
+        row = sorted(
+            (p for p in planned if p.move.writes == writes), key=lambda p: (p.start, p.run, p.turn)
+        )
         for a, b in itertools.pairwise(row):
             assert a.start + a.seconds <= b.start + 1e-9  # one after the other
     for p in planned:
         if p.move.writes:
             assert p.start >= p.wanted
             continue
-        before = [w for w in planned if w.move == Move(p.move.kind, p.move.layer, True) and (w.run, w.turn) < (p.run, p.turn)]
+        before = [
+            w
+            for w in planned
+            if w.move == Move(p.move.kind, p.move.layer, True) and (w.run, w.turn) < (p.run, p.turn)
+        ]
         assert all(w.start + w.seconds <= p.start + 1e-9 for w in before)
         if not distance:
             assert p.start >= p.wanted
-        elif p.start < p.wanted:  # it is read ahead, in its run or in the one before: the engine's window would do so
+        elif (
+            p.start < p.wanted
+        ):  # it is read ahead, in its run or in the one before: the engine's window would do so
             now = p.start
             within = p.run if now >= runs[p.run].start else p.run - 1
             assert runs[within].moves == runs[p.run].moves
@@ -106,13 +150,18 @@ def test_planned_reads_start_when_the_window_lets_them(runs, distance):
             waiting = {
                 (q.move.kind, q.move.layer)
                 for q in planned
-                if not q.move.writes and q is not p and (q.start, q.run, q.turn) < (now, p.run, p.turn) and q.wanted > now
+                if not q.move.writes
+                and q is not p
+                and (q.start, q.run, q.turn) < (now, p.run, p.turn)
+                and q.wanted > now
             }
             assert p.move in list(window.ahead(waiting))
 
 
 def test_planned_moves_of_a_small_step_by_hand():
-    """Two layers are read, and written back, a second after each other; a read takes half a second, a write one."""
+    """Two layers are read, and written back, a second after each other; a read takes half a second,
+    a write one.
+    """
     moves = tuple(Move("p", layer, writes) for layer in (0, 1) for writes in (False, True))
     runs, number = [], 0
     for start in (10.0, 20.0):
@@ -125,22 +174,50 @@ def test_planned_moves_of_a_small_step_by_hand():
             end = now + stall + (seconds if move.writes else 0)
             events += made(number, move, now, now + stall, start=end - seconds, end=end)
             now += stall
-        runs.append(Run(name="step", moves=moves, start=start, end=now, events=events, num_events=len(events)))
+        runs.append(
+            Run(
+                name="step",
+                moves=moves,
+                start=start,
+                end=now,
+                events=events,
+                num_events=len(events),
+            )
+        )
     planned = planned_of(runs, 1)
-    assert [p.wanted for p in planned] == [11, 12, 13, 14, 21, 22, 23, 24]  # as if layer 1 had been there
+    assert [p.wanted for p in planned] == [
+        11,
+        12,
+        13,
+        14,
+        21,
+        22,
+        23,
+        24,
+    ]  # as if layer 1 had been there
     assert [p.seconds for p in planned] == [0.5, 1, 0.5, 1] * 2
-    # Layer 0 of the second step may start when layer 1 was asked for (13), since its write is over then; layer 1 of a step when
-    # layer 0 was asked for, and of the second step not before its write of the first, which is long over.
+    # Layer 0 of the second step may start when layer 1 was asked for (13), since its write is over
+    # then; layer 1 of a step when layer 0 was asked for, and of the second step not before its
+    # write of the first, which is long over.
     assert [p.start for p in planned] == [10, 12, 11, 14, 13, 22, 21, 24]
 
 
 def test_planned_bytes_are_those_of_all_devices_and_unmade_moves_are_planned_too():
     moves = (Move("p", 0), Move("p", 1), Move("p", 1, True))
-    events = made(1, moves[0], 1.0, start=0.0, end=1.0) + made(2, moves[0], 1.0, start=0.0, end=2.0, rank=1)
-    events += made(3, moves[1], 3.0, start=2.0, end=3.0) + made(4, moves[1], 3.0, start=2.0, end=4.0, rank=1)
-    planned = planned_of([Run(name="step", moves=moves, start=0.0, end=5.0, events=events, num_events=8)], 1)
+    events = made(1, moves[0], 1.0, start=0.0, end=1.0) + made(
+        2, moves[0], 1.0, start=0.0, end=2.0, rank=1
+    )
+    events += made(3, moves[1], 3.0, start=2.0, end=3.0) + made(
+        4, moves[1], 3.0, start=2.0, end=4.0, rank=1
+    )
+    planned = planned_of(
+        [Run(name="step", moves=moves, start=0.0, end=5.0, events=events, num_events=8)], 1
+    )
     assert [p.num_bytes for p in planned] == [2 * SIZE] * 3
-    assert [p.seconds for p in planned[:2]] == [2.0, 2.0]  # 16 KiB in the 4 seconds in which some read was under way
+    assert [p.seconds for p in planned[:2]] == [
+        2.0,
+        2.0,
+    ]  # 16 KiB in the 4 seconds in which some read was under way
     assert planned[2].seconds == 0  # nothing was written: its rate is not known
 
 
@@ -163,11 +240,14 @@ LATE = {
     # wanted at 10 and there at 12, the disk having rested from 0 to 9
     ASKED_TOO_LATE: made(1, READ, 10.0, 12.0, queued=9.0, start=9.0),
     # the same, but the disk wrote something else from 1 to 9.5
-    DISK_BUSY: made(1, READ, 10.0, 12.0, queued=9.0, start=9.5) + made(2, OTHER, 1.0, start=1.0, end=9.5),
+    DISK_BUSY: made(1, READ, 10.0, 12.0, queued=9.0, start=9.5)
+    + made(2, OTHER, 1.0, start=1.0, end=9.5),
     # its own write was over at 10.5
-    STILL_WRITTEN: made(1, READ, 10.0, 12.0, queued=10.5, start=10.5) + made(2, WRITE, 1.0, start=9.0, end=10.5),
+    STILL_WRITTEN: made(1, READ, 10.0, 12.0, queued=10.5, start=10.5)
+    + made(2, WRITE, 1.0, start=9.0, end=10.5),
     # a write that waited until the one before it was over
-    EARLIER_WRITES: made(1, WRITE, 10.0, 12.0, start=12.0, end=13.0) + made(2, OTHER, 1.0, start=9.0, end=11.9),
+    EARLIER_WRITES: made(1, WRITE, 10.0, 12.0, start=12.0, end=13.0)
+    + made(2, OTHER, 1.0, start=9.0, end=11.9),
     # a wait, but not for the disk: the write before was over long ago
     "": made(1, WRITE, 10.0, 10.1, start=12.0, end=13.0) + made(2, OTHER, 1.0, start=5.0, end=6.0),
 }
@@ -185,17 +265,28 @@ def test_late_records_have_their_cause(cause):
 
 
 def test_late_records_of_another_device_or_kind_are_no_cause():
-    """A write of the same record on another device ends within the wait, and one of another kind on this device."""
-    others = made(2, WRITE, 1.0, start=9.0, end=10.5, rank=1) + made(3, Move("q", 3, True), 1.0, start=9.0, end=10.5)
-    for events in (made(1, WRITE, 10.0, 12.0, end=13.0) + others, made(1, READ, 10.0, 12.0, queued=9.0, start=9.5) + others):
+    """A write of the same record on another device ends within the wait, and one of another kind on
+    this device.
+    """
+    others = made(2, WRITE, 1.0, start=9.0, end=10.5, rank=1) + made(
+        3, Move("q", 3, True), 1.0, start=9.0, end=10.5
+    )
+    for events in (
+        made(1, WRITE, 10.0, 12.0, end=13.0) + others,
+        made(1, READ, 10.0, 12.0, queued=9.0, start=9.5) + others,
+    ):
         run = Run(name="step", moves=(), start=0.0, events=events, num_events=6)
         use: Use = uses_of([run])[-1]
         assert use.number == 1
-        assert Causes(transfers_of(events), 0.0).of(use).cause == ("" if use.move.writes else ASKED_TOO_LATE)
+        assert Causes(transfers_of(events), 0.0).of(use).cause == (
+            "" if use.move.writes else ASKED_TOO_LATE
+        )
 
 
 def test_intervals_are_united():
     found = Intervals([(5, 6), (1, 3), (2, 4), (4, 4.5)])
     assert found.seconds == 4.5
-    assert [found.covered(*span) for span in [(0, 10), (2, 5.5), (4.5, 5), (3, 3.5), (7, 9), (3, 1)]] == [4.5, 3, 0, 0.5, 0, 0]
+    assert [
+        found.covered(*span) for span in [(0, 10), (2, 5.5), (4.5, 5), (3, 3.5), (7, 9), (3, 1)]
+    ] == [4.5, 3, 0, 0.5, 0, 0]
     assert Intervals([]).covered(0, 1) == 0

@@ -1,4 +1,6 @@
-"""matmul: every implementation equals numpy in float64, in value and gradient; bad input; which implementation runs."""
+"""matmul: every implementation equals numpy in float64, in value and gradient; bad input; which
+implementation runs.
+"""
 
 import dataclasses
 import functools
@@ -31,7 +33,11 @@ IN_PAIRS = Config(block_m=128, block_n=128, num_stages=2, num_cores=2, cluster_n
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    shape: tuple[int, int, int] = (130, 64, 128)  # M, N, K: 2 tiles of the smallest blocks, which use their slots again
+    shape: tuple[int, int, int] = (
+        130,
+        64,
+        128,
+    )  # M, N, K: 2 tiles of the smallest blocks, which use their slots again
     num_weights: int = 1
     activation: str | None = None
     has_bias: bool = False
@@ -56,7 +62,9 @@ class Case:
             tuple(draw((m, n), self.accumulate) for _ in of_each) if self.accumulate else (),
         )
 
-    def call(self, implementation: str | None, x: Any, weights: Any, biases: Any, accumulates: Any) -> jax.Array:
+    def call(
+        self, implementation: str | None, x: Any, weights: Any, biases: Any, accumulates: Any
+    ) -> jax.Array:
         return matmul(
             x,
             weights if self.num_weights == 2 else weights[0],
@@ -103,14 +111,18 @@ FORMS = [
 def test_matmul_of_each_form_and_dtype_equals_float64_in_value_and_gradient(case, dtype):
     out = case.out and dtype
     for implementation in ("reference", "xla"):
-        dataclasses.replace(case, shape=(33, 17, 40), dtype=dtype, out=out).check(implementation, gradient=True)
+        dataclasses.replace(case, shape=(33, 17, 40), dtype=dtype, out=out).check(
+            implementation, gradient=True
+        )
 
 
 @pytest.mark.parametrize(
     ("case", "gradient"),
     [
         pytest.param(
-            Case(shape=(130, 192, 128), config=dataclasses.replace(SMALL, block_n=128, num_cores=2)),  # 2 x 2 tiles
+            Case(
+                shape=(130, 192, 128), config=dataclasses.replace(SMALL, block_n=128, num_cores=2)
+            ),  # 2 x 2 tiles
             False,
             marks=pytest.mark.exhaustive,
         ),
@@ -131,10 +143,25 @@ def test_matmul_of_each_form_and_dtype_equals_float64_in_value_and_gradient(case
             False,
             marks=pytest.mark.exhaustive,
         ),
-        # Clusters of two, along M: 3 groups of tiles, of which the second block has 2 rows; 3 steps in 2 slots.
-        (Case(shape=(130, 192, 192), config=dataclasses.replace(SMALL, num_cores=2, cluster_m=2)), False),
+        # Clusters of two, along M: 3 groups of tiles, of which the second block has 2 rows; 3 steps
+        # in 2 slots.
+        (
+            Case(
+                shape=(130, 192, 192), config=dataclasses.replace(SMALL, num_cores=2, cluster_m=2)
+            ),
+            False,
+        ),
         # And along N: in the third group the second block is wholly outside.
-        (Case(shape=(40, 320, 128), num_weights=2, activation="silu", accumulate="float32", config=IN_PAIRS), True),
+        (
+            Case(
+                shape=(40, 320, 128),
+                num_weights=2,
+                activation="silu",
+                accumulate="float32",
+                config=IN_PAIRS,
+            ),
+            True,
+        ),
     ],
     ids=str,
 )
@@ -161,7 +188,11 @@ def test_matmul_over_tiles_of_k_accumulated_in_place_equals_the_whole(races):
 
 
 def test_matmul_called_outside_of_jit_leaves_what_it_accumulates_to_as_it_was(races):
-    x, w, total = jnp.ones((8, 64), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16), jnp.full((8, 64), 3.0)
+    x, w, total = (
+        jnp.ones((8, 64), jnp.bfloat16),
+        jnp.ones((64, 64), jnp.bfloat16),
+        jnp.full((8, 64), 3.0),
+    )
     with races():
         y = matmul(x, w, accumulate=total, implementation="mosaic", config=SMALL)
     np.testing.assert_array_equal(y, np.full((8, 64), 67.0))
@@ -176,10 +207,15 @@ def test_matmul_of_shards_has_the_gradient_of_the_whole():
     def loss(in_shards, *arrays):
         f = functools.partial(case.call, "xla")
         if in_shards:
-            f = jax.shard_map(f, mesh=mesh, in_specs=(P("data"), P(), P(), P("data")), out_specs=P("data"))
+            f = jax.shard_map(
+                f, mesh=mesh, in_specs=(P("data"), P(), P(), P("data")), out_specs=P("data")
+            )
         return (f(*arrays).astype(jnp.float32) ** 2).sum()
 
-    whole, shards = (jax.jit(jax.grad(functools.partial(loss, in_shards), argnums=(0, 1, 2)))(*arrays) for in_shards in (0, 1))
+    whole, shards = (
+        jax.jit(jax.grad(functools.partial(loss, in_shards), argnums=(0, 1, 2)))(*arrays)
+        for in_shards in (0, 1)
+    )
     expected = jax.tree.map(lambda a: np.asarray(a, np.float64), whole)
     float64.assert_close(shards, expected, TOLERANCE["bfloat16"])
 
@@ -200,7 +236,9 @@ def test_the_race_detector_sees_a_product_of_memory_that_is_being_written(races)
                 plgpu.wgmma(acc_ref, x_smem, x_smem)
                 return acc_ref[...]
 
-            out_smem[...] = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((64, 64), jnp.float32)).astype(x.dtype)
+            out_smem[...] = pl.run_scoped(
+                product, plgpu.WGMMAAccumulatorRef((64, 64), jnp.float32)
+            ).astype(x.dtype)
             plgpu.copy_smem_to_gmem(out_smem, out_gmem)
 
     if not jax.__version__.startswith("0.10."):
@@ -220,13 +258,20 @@ def test_the_race_detector_sees_a_product_of_memory_that_is_being_written(races)
         jax.block_until_ready(kernel(x))
 
 
-X, W, GATED = jnp.ones((4, 8), jnp.bfloat16), jnp.ones((8, 6), jnp.bfloat16), (jnp.ones((8, 6), jnp.bfloat16),) * 2
+X, W, GATED = (
+    jnp.ones((4, 8), jnp.bfloat16),
+    jnp.ones((8, 6), jnp.bfloat16),
+    (jnp.ones((8, 6), jnp.bfloat16),) * 2,
+)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((X, jnp.ones((9, 6), jnp.bfloat16)), r"w is \[9, 6\], and x is \[4, 8\]: \[8, 6\] is needed"),
+        (
+            (X, jnp.ones((9, 6), jnp.bfloat16)),
+            r"w is \[9, 6\], and x is \[4, 8\]: \[8, 6\] is needed",
+        ),
         ((X, W[0]), r"w is \[6\]"),
         ((X, W[0, 0]), r"w is \[\]"),
         ((X[0, 0], W), r"x is bfloat16\[\]: \[..., K\]"),
@@ -237,7 +282,10 @@ X, W, GATED = jnp.ones((4, 8), jnp.bfloat16), jnp.ones((8, 6), jnp.bfloat16), (j
         ((X, W, None, None, jnp.ones((4, 5))), r"accumulate is \[4, 5\].*\[4, 6\] is needed"),
         ((X, GATED, jnp.ones(6)), r"1 of bias for 2 of w"),
         ((X, (W, W, W)), r"3 weights: one, or two"),
-        ((X, W, None, None, None, "triton"), r"'triton' is unknown: choose from mosaic, xla, reference, or None"),
+        (
+            (X, W, None, None, None, "triton"),
+            r"'triton' is unknown: choose from mosaic, xla, reference, or None",
+        ),
     ],
 )
 def test_matmul_of_bad_input_says_what_is_needed(arguments, message):
@@ -249,7 +297,10 @@ def test_matmul_of_bad_input_says_what_is_needed(arguments, message):
 def test_matmul_kernel_named_for_another_gpu_than_hopper_is_refused(kind):
     with (
         on_gpu(kind),
-        pytest.raises(NotImplementedError, match=f"needs a Hopper GPU .* for gpu '{kind}'; choose xla, reference"),
+        pytest.raises(
+            NotImplementedError,
+            match=f"needs a Hopper GPU .* for gpu '{kind}'; choose xla, reference",
+        ),
     ):
         jax.eval_shape(lambda: matmul(X, W, implementation="mosaic"))
 
@@ -273,7 +324,12 @@ def test_matmul_kernel_named_on_a_cpu_is_refused():
 @pytest.mark.parametrize(
     ("x", "w", "out", "message"),
     [
-        (X.astype(jnp.float32), W.astype(jnp.float32), None, "multiplies bfloat16 and float16, not float32"),
+        (
+            X.astype(jnp.float32),
+            W.astype(jnp.float32),
+            None,
+            "multiplies bfloat16 and float16, not float32",
+        ),
         (X, W, jnp.float16, "the result is bfloat16 or float32, not float16"),
         (X[:0], W, None, "dims of 0"),
     ],
@@ -283,7 +339,9 @@ def test_matmul_kernel_named_for_what_it_has_no_code_for_is_refused(x, w, out, m
         jax.eval_shape(lambda: matmul(x, w, implementation="mosaic", preferred_element_type=out))
 
 
-@pytest.mark.parametrize("kind", ["NVIDIA H100 80GB HBM3", "NVIDIA H200 141GB HBM3e", "NVIDIA GH200 480GB", "NVIDIA H20"])
+@pytest.mark.parametrize(
+    "kind", ["NVIDIA H100 80GB HBM3", "NVIDIA H200 141GB HBM3e", "NVIDIA GH200 480GB", "NVIDIA H20"]
+)
 def test_matmul_kernel_named_for_a_hopper_gpu_is_traced(kind):
     with on_gpu(kind):
         jaxpr = jax.make_jaxpr(lambda: matmul(X, W, implementation="mosaic"))()
@@ -310,7 +368,9 @@ def test_matmul_on_hopper_is_xlas_until_a_measurement_says_otherwise(caplog):
 
 
 def test_matmul_dispatch_raises_where_nothing_serves():
-    with pytest.raises(NotImplementedError, match="no implementation serves: not mosaic: a; not xla: b"):
+    with pytest.raises(
+        NotImplementedError, match="no implementation serves: not mosaic: a; not xla: b"
+    ):
         dispatch.resolve("op", None, {"mosaic": "a", "xla": "b"}, {})
 
 
@@ -341,7 +401,9 @@ def test_matmul_config_that_does_not_fit_is_refused(sizes, message):
     accumulate=st.sampled_from([None, jnp.bfloat16, jnp.float32]),
     num_cores=st.sampled_from([114, 132]),
 )
-def test_matmul_config_chosen_fits_and_leaves_no_stage_out(m, n, num_weights, out, bias, accumulate, num_cores):
+def test_matmul_config_chosen_fits_and_leaves_no_stage_out(
+    m, n, num_weights, out, bias, accumulate, num_cores
+):
     problem = Problem(
         m=m,
         n=n,

@@ -1,4 +1,6 @@
-"""The matmul kernel compiled for an H200 that is not there: tensor core instructions, registers, memory."""
+"""The matmul kernel compiled for an H200 that is not there: tensor core instructions, registers,
+memory.
+"""
 
 import itertools
 import re
@@ -54,7 +56,9 @@ def test_matmul_kernel_for_h200_multiplies_on_tensor_cores_without_spills(
     compile_for_h200, shape, dtype, num_weights, activation, bias, accumulate, out, config
 ):
     def f(x, w, bias, accumulate):
-        return matmul(x, w, bias, activation, accumulate, "mosaic", preferred_element_type=out, config=config)
+        return matmul(
+            x, w, bias, activation, accumulate, "mosaic", preferred_element_type=out, config=config
+        )
 
     report = compile_for_h200(f, *terms(shape, dtype, num_weights, bias, accumulate))
     assert report.count("HGMMA") >= 4 * num_weights  # 64 of K in steps of 16
@@ -76,16 +80,24 @@ def test_matmul_kernel_for_h200_multiplies_on_tensor_cores_without_spills(
         pytest.param(2, BF16, Config(num_stages=2, cluster_m=2), id="gated-in-place"),
     ],
 )
-def test_matmul_kernel_for_h200_in_clusters_shares_loads_without_spills(compile_for_h200, num_weights, accumulate, config):
+def test_matmul_kernel_for_h200_in_clusters_shares_loads_without_spills(
+    compile_for_h200, num_weights, accumulate, config
+):
     def f(x, w, bias, accumulate):
-        return matmul(x, w, bias, "silu" if num_weights == 2 else None, accumulate, "mosaic", config=config)
+        return matmul(
+            x, w, bias, "silu" if num_weights == 2 else None, accumulate, "mosaic", config=config
+        )
 
     report = compile_for_h200(f, *terms((4096, 4096, 4096), BF16, num_weights, None, accumulate))
     shared, loads = report.count("UTMALDG.4D.MULTICAST"), report.count("UTMALDG.4D")
-    each = num_weights if config.cluster_m == 2 else 1  # loads of a step that are shared: of the weights, or of x
+    each = (
+        num_weights if config.cluster_m == 2 else 1
+    )  # loads of a step that are shared: of the weights, or of x
     if accumulate is None:
         assert shared
-        assert shared * (1 + num_weights) == loads * each  # however often the assembler unrolls the step
+        assert (
+            shared * (1 + num_weights) == loads * each
+        )  # however often the assembler unrolls the step
     else:  # what is accumulated is loaded, too, and shared by none
         assert each <= shared < loads
     assert report.count("HGMMA") >= 4 * num_weights
@@ -94,10 +106,16 @@ def test_matmul_kernel_for_h200_in_clusters_shares_loads_without_spills(compile_
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("product", matmul_sweep.swept(small=False), ids=lambda product: product.name)
+@pytest.mark.parametrize(
+    "product", matmul_sweep.swept(small=False), ids=lambda product: product.name
+)
 def test_every_size_of_the_sweep_compiles_for_h200_without_spills(compile_for_h200, product):
     first = matmul_sweep.tiles_and_clusters(product.problem, 132)
-    others = [vary(product.problem, c) for c in first[:3] for vary in (matmul_sweep.fewer_cores, matmul_sweep.other_depths)]
+    others = [
+        vary(product.problem, c)
+        for c in first[:3]
+        for vary in (matmul_sweep.fewer_cores, matmul_sweep.other_depths)
+    ]
     case = product.case()
     total = case.arrays[-1] if case.accumulates else None
     for config in dict.fromkeys([*first, *itertools.chain(*others)]):
@@ -118,7 +136,9 @@ def test_matmul_gradient_for_h200_runs_one_kernel_and_leaves_products_to_cublas(
 
 
 @pytest.mark.parametrize("checks", [True, False])
-def test_matmul_for_h200_in_shard_map_is_one_kernel_a_shard_in_place_where_jax_lets_it(h200_compiler, checks):
+def test_matmul_for_h200_in_shard_map_is_one_kernel_a_shard_in_place_where_jax_lets_it(
+    h200_compiler, checks
+):
     mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=8, fsdp=8)
     specs = (P("fsdp"), P(), P("fsdp"))
 
@@ -127,10 +147,17 @@ def test_matmul_for_h200_in_shard_map_is_one_kernel_a_shard_in_place_where_jax_l
 
     arrays = [
         jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-        for shape, dtype, spec in zip(((8192, 512), (512, 1024), (8192, 1024)), (BF16, BF16, F32), specs, strict=True)
+        for shape, dtype, spec in zip(
+            ((8192, 512), (512, 1024), (8192, 1024)), (BF16, BF16, F32), specs, strict=True
+        )
     ]
     sharded = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P("fsdp"), check_vma=checks)
-    compiled = jax.jit(sharded, donate_argnums=2).trace(*arrays).lower(lowering_platforms=("cuda",)).compile()
+    compiled = (
+        jax.jit(sharded, donate_argnums=2)
+        .trace(*arrays)
+        .lower(lowering_platforms=("cuda",))
+        .compile()
+    )
     hlo = compiled.as_text() or ""
     assert hlo.count('custom_call_target="mosaic_gpu_v2"') == 1
     assert ("output_to_operand_aliasing" in hlo) == (not checks)
@@ -148,4 +175,6 @@ def test_matmul_accumulated_for_h200_into_donated_memory_takes_no_other(compile_
     assert "output_to_operand_aliasing" in donated.hlo
     assert donated.temp_bytes == 0
     assert " copy(" not in donated.hlo
-    assert " copy(" in compile_for_h200(f, *arrays).hlo  # the control: memory that is kept is copied
+    assert (
+        " copy(" in compile_for_h200(f, *arrays).hlo
+    )  # the control: memory that is kept is copied

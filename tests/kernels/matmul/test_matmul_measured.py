@@ -1,4 +1,6 @@
-"""The table of measurements: its form, which calls a row speaks for, and what None and named kernels take from it."""
+"""The table of measurements: its form, which calls a row speaks for, and what None and named
+kernels take from it.
+"""
 
 import dataclasses
 import json
@@ -21,17 +23,38 @@ SIZES = Config(block_m=128, block_n=128, num_stages=3, num_cores=CORES, cluster_
 
 def row(m=1024, n=512, k=256, ratio=0.9, **changes):
     """Return a made-up row: no measurement."""
-    terms = {"out_dtype": BF16, "bias_dtype": None, "accumulate_dtype": None, "num_weights": 1, "dtype": BF16}
-    problem = Problem(m=m, n=n, k=k, **{name: changes.pop(name, value) for name, value in terms.items()})
-    about = {"device": "NVIDIA H200", "jax": "0.12.0", "date": "2026-01-01", "chip": "H200", "num_cores": CORES}
+    terms = {
+        "out_dtype": BF16,
+        "bias_dtype": None,
+        "accumulate_dtype": None,
+        "num_weights": 1,
+        "dtype": BF16,
+    }
+    problem = Problem(
+        m=m, n=n, k=k, **{name: changes.pop(name, value) for name, value in terms.items()}
+    )
+    about = {
+        "device": "NVIDIA H200",
+        "jax": "0.12.0",
+        "date": "2026-01-01",
+        "chip": "H200",
+        "num_cores": CORES,
+    }
     times = {"seconds": ratio * 1e-3, "xla_seconds": 1e-3, "jax_seconds": None}
-    return measured.Row(problem=problem, **{"activation": None, "config": SIZES} | about | times | changes)
+    return measured.Row(
+        problem=problem, **{"activation": None, "config": SIZES} | about | times | changes
+    )
 
 
 ROWS = (
     row(activation="silu", num_weights=2, bias_dtype=jnp.dtype(jnp.float32)),
     row(m=3, ratio=1.5, jax_seconds=2e-3),
-    row(num_cores=132, config=Config(num_stages=3), accumulate_dtype=jnp.dtype(jnp.float32), out_dtype=jnp.dtype(jnp.float32)),
+    row(
+        num_cores=132,
+        config=Config(num_stages=3),
+        accumulate_dtype=jnp.dtype(jnp.float32),
+        out_dtype=jnp.dtype(jnp.float32),
+    ),
 )
 
 
@@ -50,7 +73,9 @@ def test_new_rows_take_the_places_of_those_of_the_same_problem():
 
 def with_fields(**changes):
     fields = json.loads(measured.dump(ROWS[1:2]))["rows"][0]
-    return json.dumps({"rows": [{name: value for name, value in (fields | changes).items() if value != "absent"}]})
+    return json.dumps(
+        {"rows": [{name: value for name, value in (fields | changes).items() if value != "absent"}]}
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,9 +98,15 @@ def with_fields(**changes):
         (with_fields(jax=""), "jax: text is needed"),
         (with_fields(config={"block_m": 128}), "config is without"),
         (with_fields(config=dataclasses.asdict(SIZES) | {"raster": 1.5}), "an object of integers"),
-        (with_fields(config=dataclasses.asdict(SIZES) | {"num_stages": 6, "block_n": 256}), "bytes of shared memory"),
+        (
+            with_fields(config=dataclasses.asdict(SIZES) | {"num_stages": 6, "block_n": 256}),
+            "bytes of shared memory",
+        ),
         (with_fields(num_cores=64), "config has num_cores=108, and the chip 64"),
-        (json.dumps({"rows": json.loads(with_fields())["rows"] * 2}), "row 1: an earlier row has the same chip"),
+        (
+            json.dumps({"rows": json.loads(with_fields())["rows"] * 2}),
+            "row 1: an earlier row has the same chip",
+        ),
     ],
 )
 def test_a_table_of_another_form_is_refused_with_the_row(text, message):
@@ -109,7 +140,11 @@ def test_a_row_speaks_for_its_own_problem_and_a_larger_m_below_twice_its_own(m, 
     serving = measured.find(rows, problem, None, target)
     assert (serving and serving.problem.m) == found
     assert measured.find(rows, problem, "gelu", target) is None
-    for other in ({"num_cores": 132}, {"kind": "NVIDIA GH200 480GB"}, {"kind": "NVIDIA H100 80GB HBM3"}):
+    for other in (
+        {"num_cores": 132},
+        {"kind": "NVIDIA GH200 480GB"},
+        {"kind": "NVIDIA H100 80GB HBM3"},
+    ):
         assert measured.find(rows, problem, None, dataclasses.replace(target, **other)) is None
 
 
@@ -130,7 +165,11 @@ def test_matmul_of_none_takes_the_kernel_with_its_sizes_where_the_table_says_tha
     configs = []
     kernel = mosaic.matmul
     monkeypatch.setattr(measured, "table", lambda: (row(ratio=ratio),))
-    monkeypatch.setattr(mosaic, "matmul", lambda form, config, *a, **o: configs.append(config) or kernel(form, config, *a, **o))
+    monkeypatch.setattr(
+        mosaic,
+        "matmul",
+        lambda form, config, *a, **o: configs.append(config) or kernel(form, config, *a, **o),
+    )
     x, w = jnp.ones((m, 256), BF16), jnp.ones((256, 512), BF16)
     with on_gpu(kind):
         jaxpr = jax.make_jaxpr(lambda: matmul(x, w))()
@@ -144,30 +183,49 @@ def test_matmul_of_none_takes_the_kernel_with_its_sizes_where_the_table_says_tha
 def test_matmul_of_none_takes_xlas_form_under_vmap_whatever_the_table_says(monkeypatch, axes):
     monkeypatch.setattr(measured, "table", lambda: (row(activation="silu"),))
     rng = np.random.default_rng(0)
-    one = tuple(jnp.asarray(rng.standard_normal(shape), BF16) for shape in ((1024, 256), (256, 512)))
-    batch = tuple(array if axis is None else jnp.stack([array, -array]) for array, axis in zip(one, axes, strict=True))
+    one = tuple(
+        jnp.asarray(rng.standard_normal(shape), BF16) for shape in ((1024, 256), (256, 512))
+    )
+    batch = tuple(
+        array if axis is None else jnp.stack([array, -array])
+        for array, axis in zip(one, axes, strict=True)
+    )
 
     def program(implementation):
         def loss(x, w):
             y = matmul(x, w, activation="silu", implementation=implementation)
             return jnp.sum(y.astype(jnp.float32) ** 2), y
 
-        return jax.vmap(lambda x, w: (loss(x, w), jax.jit(jax.grad(loss, (0, 1), has_aux=True))(x, w)), axes)
+        return jax.vmap(
+            lambda x, w: (loss(x, w), jax.jit(jax.grad(loss, (0, 1), has_aux=True))(x, w)), axes
+        )
 
     with on_gpu("NVIDIA H200"):
         assert "mpmd_map" in str(jax.make_jaxpr(lambda x, w: matmul(x, w, activation="silu"))(*one))
-        programs = [jax.make_jaxpr(program(implementation))(*batch) for implementation in (None, "xla")]
+        programs = [
+            jax.make_jaxpr(program(implementation))(*batch) for implementation in (None, "xla")
+        ]
     assert "mpmd_map" not in str(programs[0])
     if axes == (0, None):  # CPUs have no other product of a batch that sums bfloat16 in float32
-        for result, expected in zip(*(jex.jaxpr_as_fun(jaxpr)(*batch) for jaxpr in programs), strict=True):
-            np.testing.assert_array_equal(np.asarray(result, np.float32), np.asarray(expected, np.float32))
+        for result, expected in zip(
+            *(jex.jaxpr_as_fun(jaxpr)(*batch) for jaxpr in programs), strict=True
+        ):
+            np.testing.assert_array_equal(
+                np.asarray(result, np.float32), np.asarray(expected, np.float32)
+            )
 
 
-def test_a_named_kernel_has_the_sizes_of_the_table_and_elsewhere_those_of_the_closed_form(monkeypatch):
+def test_a_named_kernel_has_the_sizes_of_the_table_and_elsewhere_those_of_the_closed_form(
+    monkeypatch,
+):
     configs = []
     kernel = mosaic.matmul
     monkeypatch.setattr(measured, "table", lambda: (row(ratio=1.5),))
-    monkeypatch.setattr(mosaic, "matmul", lambda form, config, *a, **o: configs.append(config) or kernel(form, config, *a, **o))
+    monkeypatch.setattr(
+        mosaic,
+        "matmul",
+        lambda form, config, *a, **o: configs.append(config) or kernel(form, config, *a, **o),
+    )
     with on_gpu("NVIDIA H200"):
         for m in (1024, 512):
             x, w = jnp.ones((m, 256), BF16), jnp.ones((256, 512), BF16)

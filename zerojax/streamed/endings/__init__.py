@@ -11,9 +11,10 @@
     Delayed         store g[l] on the host; take over what it     the other leaves
                     made of layer l's gradient of the last step
 
-An ending carries values through the loop of backward. All carry the sum of squares of the gradients so far. `StoredGrads` also
-carries the stacks of gradients, and `InBackward` the state that it is updating. Clipping is exact: gradients are scaled when
-those of all layers are known. An update in backward comes before that, and so it cannot clip.
+An ending carries values through the loop of backward. All carry the sum of squares of the gradients
+so far. `StoredGrads` also carries the stacks of gradients, and `InBackward` the state that it is
+updating. Clipping is exact: gradients are scaled when those of all layers are known. An update in
+backward comes before that, and so it cannot clip.
 
     interface       of endings, and what backward hands to them
     stored          WholeTree, ByLayers, and GradsAlone, which updates nothing

@@ -23,7 +23,8 @@ def end_beside_drain(
     loss: Array,
     ok: Array,
 ) -> FlatState:
-    """Update leaves while the record that was updated last is stored; each group is stored while the next one is loaded.
+    """Update leaves while the record that was updated last is stored; each group is stored while
+    the next one is loaded.
 
     Leaves that are larger than the record are updated after the others, in pieces.
 
@@ -51,13 +52,17 @@ def end_beside_drain(
         for turn, group in enumerate(groups):
             stored = dict[int, list[Array]]()
             for i in group:
-                states, stored[i] = update.updated_end(states, i, ready(grads[i]), loaded[i], loss, ok)
+                states, stored[i] = update.updated_end(
+                    states, i, ready(grads[i]), loaded[i], loss, ok
+                )
             if turn + 1 < len(groups):
                 stored, following = jax.lax.optimization_barrier((stored, states))
                 loaded = load(following, groups[turn + 1])
             for i, values in stored.items():
                 specs = record_specs(records, (i,))
-                states = with_ends(records, states, {i: [s.store(v) for s, v in zip(specs, values, strict=True)]})
+                states = with_ends(
+                    records, states, {i: [s.store(v) for s, v in zip(specs, values, strict=True)]}
+                )
         return states
 
     states = one_trip(number, body, states, plan.mesh)

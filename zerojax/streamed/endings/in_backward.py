@@ -38,9 +38,11 @@ class UpdatedState:
       squares: f32[], the sum of squares of the unscaled gradients so far.
       states: of layers whose backward is over, after the step.
       token: orders the callbacks of the host's update.
-      pending: of each stack whose stores are late, by the first of its leaves, what is not stored yet (`LateRecord`).
+      pending: of each stack whose stores are late, by the first of its leaves, what is not stored
+        yet (`LateRecord`).
       handed: layers that the host updates, and whose parameters were not taken yet.
-      ends: updated records of leaves whose gradients the head completed, by leaf, which the first tick stores.
+      ends: updated records of leaves whose gradients the head completed, by leaf, which the first
+        tick stores.
       head: what of such leaves is updated in pieces, or None.
     """
 
@@ -72,7 +74,8 @@ class _HeadPieces:
 class InBackward:
     """A layer is updated in the tick that makes its gradient, which is never stored.
 
-    A gradient that is not finite stops the updates from there on; those of later layers are done. Hence no loss scaling.
+    A gradient that is not finite stops the updates from there on; those of later layers are done.
+    Hence no loss scaling.
     """
 
     ends_first = False
@@ -89,20 +92,31 @@ class InBackward:
             loaded = {i: self.record_update.load_end(states, i) for i in self.plan.early_ends}
         return y, loaded
 
-    def begin(self, state: TrainState, head: HeadDone, grads: list[Array], token: Array) -> UpdatedState:
+    def begin(
+        self, state: TrainState, head: HeadDone, grads: list[Array], token: Array
+    ) -> UpdatedState:
         del grads
         plan, states = self.plan, self.records.flat(state)
         complete = dict(zip(plan.ends, head.grads, strict=True))
         done = (*plan.early_ends, *plan.head_pieces)
         of_head = {i: _rounded(plan.reduced([complete[i]], [i])[0]) for i in done}
-        squares, ends = plan.squares(list(of_head.values()), list(of_head), state), dict[int, list[Array]]()
+        squares, ends = (
+            plan.squares(list(of_head.values()), list(of_head), state),
+            dict[int, list[Array]](),
+        )
         ok = jnp.isfinite(squares)
         for i in plan.early_ends:
-            states, ends[i] = self.record_update.updated_end(states, i, plan.mean(of_head[i]), head.loaded[i], head.loss, ok)
+            states, ends[i] = self.record_update.updated_end(
+                states, i, plan.mean(of_head[i]), head.loaded[i], head.loss, ok
+            )
         cut = {i: pieces.split(of_head[i]) for i, pieces in plan.head_pieces.items()}
         states = with_pieces(self.records, states, plan.head_pieces, Pieces.split)
-        lags = {stack.blocks: stack.schedule.phase("backward").stores_late for stack in plan.of_stacks}
-        pending = {part[0]: self._late(part).empty(states, lag) for part, lag in lags.items() if lag}
+        lags = {
+            stack.blocks: stack.schedule.phase("backward").stores_late for stack in plan.of_stacks
+        }
+        pending = {
+            part[0]: self._late(part).empty(states, lag) for part, lag in lags.items() if lag
+        }
         pieces = _HeadPieces(cut, ok) if cut else None
         return UpdatedState(head.loss, None, squares, states, token, pending, ends, head=pieces)
 
@@ -123,15 +137,26 @@ class InBackward:
         if not part or part[0] not in carried.pending:
             return None
         pending = carried.pending[part[0]]
-        return Crossing(self._late(part), self.plan.link_groups(part), now, pending, carried.states, ends)
+        return Crossing(
+            self._late(part), self.plan.link_groups(part), now, pending, carried.states, ends
+        )
 
     def params(self, state: TrainState, carried: UpdatedState) -> list[Array]:
         del state
-        # Those that are being updated. Reads of the stacks of before the step would make XLA keep a copy of them.
+        # Those that are being updated. Reads of the stacks of before the step would make XLA keep a
+        # copy of them.
         return [carried.states.params[i] for i in self.plan.stacked]
 
-    def use(self, state: TrainState, carried: UpdatedState, record: RecordGrads) -> tuple[UpdatedState, Any]:
-        plan, records, states, now, part = self.plan, self.records, carried.states, record.now, record.part
+    def use(
+        self, state: TrainState, carried: UpdatedState, record: RecordGrads
+    ) -> tuple[UpdatedState, Any]:
+        plan, records, states, now, part = (
+            self.plan,
+            self.records,
+            carried.states,
+            record.now,
+            record.part,
+        )
         crossing, landing, fetched = record.crossing, record.landing, list[Array]()
         if crossing is None:
             opt = records.read_opt(states, part, now.index())
@@ -142,24 +167,37 @@ class InBackward:
         # The gathered layer is at hand: its shard is cut out of it, and not fetched again.
         old = plan.on_shards(record.params, part) if states.master is None else []
         squares = carried.squares + plan.squares(record.grads, part, state)
-        # Neither clipped nor checked against the layers that are still to come: the norm is known when all are updated.
-        # A sum that is not finite stays so: no later layer of this step is updated either.
-        shared, mean, ok = records.shared_of(states), [plan.mean(g) for g in record.grads], jnp.isfinite(squares)
-        weights, opt, landing = self.record_update.update(part, mean, old + opt, shared, carried.loss, ok, landing)
+        # Neither clipped nor checked against the layers that are still to come: the norm is known
+        # when all are updated. A sum that is not finite stays so: no later layer of this step is
+        # updated either.
+        shared, mean, ok = (
+            records.shared_of(states),
+            [plan.mean(g) for g in record.grads],
+            jnp.isfinite(squares),
+        )
+        weights, opt, landing = self.record_update.update(
+            part, mean, old + opt, shared, carried.loss, ok, landing
+        )
         if crossing is None:
             states = records.write_layer(states, part, now.index(), weights, opt)
             return dataclasses.replace(carried, states=states, squares=squares), landing
         # What was updated stays on the device: a later tick stores it.
         states, updated = kept_for_later(records, states, part, now.layer, weights, opt)
         states, of_pieces = self._updated_pieces(carried, record, states, shared)
-        pending = carried.pending | {part[0]: [*carried.pending[part[0]][1:], [*updated, *of_pieces]]}
+        pending = carried.pending | {
+            part[0]: [*carried.pending[part[0]][1:], [*updated, *of_pieces]]
+        }
         landing = None if now.fetch is None else [*fetched, *(landing or ())]
-        return dataclasses.replace(carried, states=states, squares=squares, pending=pending), landing
+        return dataclasses.replace(
+            carried, states=states, squares=squares, pending=pending
+        ), landing
 
     def _updated_pieces(
         self, carried: UpdatedState, record: RecordGrads, states: FlatState, shared: Sequence[Array]
     ) -> tuple[FlatState, list[Array]]:
-        """Update the tick's pieces of the head's leaves; returns the states, and what a later tick stores."""
+        """Update the tick's pieces of the head's leaves; returns the states, and what a later tick
+        stores.
+        """
         crossing, crossed, now = record.crossing, record.crossed, record.now
         assert crossing is not None
         assert crossed is not None
@@ -171,17 +209,25 @@ class InBackward:
 
             def move(grad: Array, loaded: list[Array], i: int = i) -> tuple[Array, list[Array]]:
                 mean = [self.plan.mean(grad)]
-                (weight,), opt, _ = self.record_update.update((i,), mean, loaded, shared, carried.loss, head.ok)
+                (weight,), opt, _ = self.record_update.update(
+                    (i,), mean, loaded, shared, carried.loss, head.ok
+                )
                 return weight, opt
 
             states, of_leaf = update_piece(late, crossing, crossed, i, grad, move, states)
             updated += of_leaf
         return states, updated
 
-    def drain(self, stack: StackPlan, number: int, layer: Array, carried: UpdatedState) -> UpdatedState:
+    def drain(
+        self, stack: StackPlan, number: int, layer: Array, carried: UpdatedState
+    ) -> UpdatedState:
         part = stack.blocks
-        states, pending = self._late(part).drain(carried.states, number, layer, carried.pending[part[0]])
-        return dataclasses.replace(carried, states=states, pending=carried.pending | {part[0]: pending})
+        states, pending = self._late(part).drain(
+            carried.states, number, layer, carried.pending[part[0]]
+        )
+        return dataclasses.replace(
+            carried, states=states, pending=carried.pending | {part[0]: pending}
+        )
 
     def grads(self, carried: UpdatedState) -> list[Array]:
         del carried
@@ -190,20 +236,32 @@ class InBackward:
     def norm(self, result: BackwardResult[UpdatedState]) -> Array:
         """Return the global norm of the gradients."""
         ends = self._late_ends(result)
-        return jnp.sqrt(result.carried.squares + self.plan.squares(list(ends.values()), list(ends), result.state))
+        return jnp.sqrt(
+            result.carried.squares
+            + self.plan.squares(list(ends.values()), list(ends), result.state)
+        )
 
     def _late_ends(self, result: BackwardResult[UpdatedState]) -> dict[int, Array]:
-        """Return the gradients of the leaves that are no stack of layers, but for those that were updated before backward."""
+        """Return the gradients of the leaves that are no stack of layers, but for those that were
+        updated before backward.
+        """
         grads = dict(zip(self.plan.ends, result.ends, strict=True))
         return {i: grads[i] for i in self.plan.late_ends}
 
     def end(self, result: BackwardResult[UpdatedState]) -> Result:
-        plan, update, states, norm = self.plan, self.record_update, result.carried.states, self.norm(result)
+        plan, update, states, norm = (
+            self.plan,
+            self.record_update,
+            result.carried.states,
+            self.norm(result),
+        )
         ends, ok = self._late_ends(result), jnp.isfinite(norm)
         if plan.drained is not None:
             part = plan.drained.blocks
             pending = result.carried.pending[part[0]]
-            states = end_beside_drain(plan, update, states, self._late(part), pending, ends, plan.mean, result.loss, ok)
+            states = end_beside_drain(
+                plan, update, states, self._late(part), pending, ends, plan.mean, result.loss, ok
+            )
         else:
             shared = self.records.shared_of(states)
             states = update.update_ends(states, ends, shared, result.loss, ok, plan.mean)
@@ -212,7 +270,9 @@ class InBackward:
 
 
 def _rounded(grad: Array) -> Array:
-    """Return a gradient rounded to its dtype: XLA may leave that out where a gradient is used as soon as it is made."""
+    """Return a gradient rounded to its dtype: XLA may leave that out where a gradient is used as
+    soon as it is made.
+    """
     if grad.dtype == jnp.float32:
         return grad
     bits = jnp.finfo(grad.dtype)

@@ -1,4 +1,6 @@
-"""What a streamed step does with gradients: the interface of its endings, and what backward hands to them."""
+"""What a streamed step does with gradients: the interface of its endings, and what backward hands
+to them.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -28,7 +30,8 @@ class BackwardResult(Generic[Carried]):
       loss: f32[], the mean over microbatches.
       carried: by backward.
       ends: summed gradients of the leaves that are no stack of layers.
-      begin: i32[] zero, known when backward may begin: the update, too, comes after what it waits for.
+      begin: i32[] zero, known when backward may begin: the update, too, comes after what it waits
+        for.
     """
 
     state: TrainState
@@ -80,7 +83,9 @@ class GradsTaker(Protocol[Carried]):
     """What takes the gradients as backward makes them."""
 
     def load_ends(self, state: TrainState, y: Any) -> tuple[Any, dict[int, list[Array]]]:
-        """Return the head's input, and the records of leaves whose gradients the head completes, loaded beside it."""
+        """Return the head's input, and the records of leaves whose gradients the head completes,
+        loaded beside it.
+        """
         ...
 
     def begin(self, state: TrainState, head: HeadDone, grads: list[Array], token: Array) -> Carried:
@@ -88,7 +93,9 @@ class GradsTaker(Protocol[Carried]):
         ...
 
     def split_ends(self, carried: Carried) -> tuple[Carried, dict[int, list[Array]]]:
-        """Return what backward carries, and apart from it the updated records that its first tick stores."""
+        """Return what backward carries, and apart from it the updated records that its first tick
+        stores.
+        """
         ...
 
     def params(self, state: TrainState, carried: Carried) -> list[Array]:
@@ -99,15 +106,20 @@ class GradsTaker(Protocol[Carried]):
         """Take one record's gradients; returns what is carried on, and `landing`."""
         ...
 
-    def crossing(self, carried: Carried, now: Tick, part: Sequence[int], ends: Mapping[int, list[Array]]) -> Crossing | None:
-        """Return what crosses the link beside the products of a tick, if it is more than the record that lands.
+    def crossing(
+        self, carried: Carried, now: Tick, part: Sequence[int], ends: Mapping[int, list[Array]]
+    ) -> Crossing | None:
+        """Return what crosses the link beside the products of a tick, if it is more than the record
+        that lands.
 
         `ends` are records of leaves that are no stack of layers, which the tick stores.
         """
         ...
 
     def drain(self, stack: StackPlan, number: int, layer: Array, carried: Carried) -> Carried:
-        """Store a record after the last tick of a run of layers, if stores are late; the layer as an int and as an i32[]."""
+        """Store a record after the last tick of a run of layers, if stores are late; the layer as
+        an int and as an i32[].
+        """
         ...
 
     def grads(self, carried: Carried) -> list[Array]:
@@ -127,14 +139,27 @@ class Ending(GradsTaker[Carried], Protocol[Carried]):
 
 
 def closed(
-    update: RecordUpdate, result: BackwardResult[Any], states: FlatState, norm: Array, pending: Pending | None = None
+    update: RecordUpdate,
+    result: BackwardResult[Any],
+    states: FlatState,
+    norm: Array,
+    pending: Pending | None = None,
 ) -> Result:
     """Move the shared scalars on and finish the step."""
     ok, state = jnp.isfinite(norm), result.state
     records = update.records
-    # The count of steps and other shared scalars advance once a step, however many records it updated.
+    # The count of steps and other shared scalars advance once a step, however many records it
+    # updated.
     states = records.with_shared(states, update.shared(states, result.loss, ok))
-    return finish(state, *records.trees(state, states), result.loss, norm, ok, update.layout.config.loss_scaling, pending)
+    return finish(
+        state,
+        *records.trees(state, states),
+        result.loss,
+        norm,
+        ok,
+        update.layout.config.loss_scaling,
+        pending,
+    )
 
 
 def loss_scale(state: TrainState) -> Array:

@@ -1,10 +1,12 @@
-"""Endings whose optimizer runs on the host: each hands gradients to callbacks of `zerojax.optim.HostUpdate`.
+"""Endings whose optimizer runs on the host: each hands gradients to callbacks of
+`zerojax.optim.HostUpdate`.
 
     HostInBackward    a layer is updated in the tick of backward that makes its gradient
     OnHost            gradients wait for the norm, on the device or on the host; then each layer is updated
     Delayed           gradients wait on the host for the next step, and are used while that one computes
 
-The callbacks of a device must run in one order. Each takes a token and returns one, and the endings hand it on.
+The callbacks of a device must run in one order. Each takes a token and returns one, and the endings
+hand it on.
 """
 
 import dataclasses
@@ -18,7 +20,14 @@ import jax.numpy as jnp
 from zerojax.optim import HostUpdate, RecordUpdate, clip_factor
 from zerojax.state import Pending, TrainState
 from zerojax.streamed.endings.in_backward import InBackward, UpdatedState
-from zerojax.streamed.endings.interface import BackwardResult, HeadDone, RecordGrads, Result, closed, loss_scale
+from zerojax.streamed.endings.interface import (
+    BackwardResult,
+    HeadDone,
+    RecordGrads,
+    Result,
+    closed,
+    loss_scale,
+)
 from zerojax.streamed.endings.stored import GradStacks, StoredGrads
 from zerojax.streamed.phases import Tick, run_phase
 from zerojax.streamed.plan import StreamedPlan
@@ -33,43 +42,66 @@ class HostInBackward(InBackward):
         super().__init__(plan, update)
         self.host = host
 
-    def begin(self, state: TrainState, head: HeadDone, grads: list[Array], token: Array) -> UpdatedState:
+    def begin(
+        self, state: TrainState, head: HeadDone, grads: list[Array], token: Array
+    ) -> UpdatedState:
         carried = super().begin(state, head, grads, token)
-        # Neither clipped nor unscaled: the norm is not known before all layers are updated, and there is no loss scale.
+        # Neither clipped nor unscaled: the norm is not known before all layers are updated, and
+        # there is no loss scale.
         shared, one = self.records.shared_of(carried.states), jnp.float32(1)
         scalars = self.host.scalars(shared, head.loss, one, one)
         return dataclasses.replace(carried, scalars=scalars, handed=self.host.nothing_handed())
 
-    def use(self, state: TrainState, carried: UpdatedState, record: RecordGrads) -> tuple[UpdatedState, Any]:
+    def use(
+        self, state: TrainState, carried: UpdatedState, record: RecordGrads
+    ) -> tuple[UpdatedState, Any]:
         assert carried.scalars is not None
         squares = carried.squares + self.plan.squares(record.grads, record.part, state)
         # The gathered layer is at hand: its shard is cut out of it, and not read again.
         old = self.plan.on_shards(record.params, record.part) if self.host.needs_weights else []
         grads, landing = record.grads, record.landing
-        if record.now.lands_first:  # the new parameters are written to the stacks that it comes from
+        if (
+            record.now.lands_first
+        ):  # the new parameters are written to the stacks that it comes from
             grads, landing = jax.lax.optimization_barrier((grads, landing))
         states, token, handed = self.host.update_layer(
-            carried.states, record.part, record.now.layer, grads, old, jnp.isfinite(squares), carried.scalars, carried.token,
+            carried.states,
+            record.part,
+            record.now.layer,
+            grads,
+            old,
+            jnp.isfinite(squares),
+            carried.scalars,
+            carried.token,
             carried.handed,
-        )  # fmt: skip
-        return dataclasses.replace(carried, states=states, squares=squares, token=token, handed=handed), landing
+        )
+        return dataclasses.replace(
+            carried, states=states, squares=squares, token=token, handed=handed
+        ), landing
 
     def end(self, result: BackwardResult[UpdatedState]) -> Result:
         carried, norm = result.carried, self.norm(result)
         assert carried.scalars is not None
         ok = jnp.isfinite(norm)
-        states, _ = self.host.update_ends(carried.states, result.ends, ok, carried.scalars, carried.token, carried.handed)
+        states, _ = self.host.update_ends(
+            carried.states, result.ends, ok, carried.scalars, carried.token, carried.handed
+        )
         return closed(self.record_update, result, states, norm)
 
 
 class OnHost(StoredGrads):
-    """The host updates every layer when the norm is known. Gradients wait on the device, or stashed in host memory."""
+    """The host updates every layer when the norm is known.
+
+    Gradients wait on the device, or stashed in host memory.
+    """
 
     def __init__(self, plan: StreamedPlan, update: RecordUpdate, host: HostUpdate) -> None:
         super().__init__(plan)
         self.record_update, self.records, self.host = update, update.records, host
 
-    def begin(self, state: TrainState, head: HeadDone, grads: list[Array], token: Array) -> GradStacks:
+    def begin(
+        self, state: TrainState, head: HeadDone, grads: list[Array], token: Array
+    ) -> GradStacks:
         carried = super().begin(state, head, grads, token)
         # Callbacks keep the gradients, so that the loop of backward carries no stacks of them.
         return dataclasses.replace(carried, grads=[]) if self.host.stashes else carried
@@ -77,15 +109,22 @@ class OnHost(StoredGrads):
     def store(self, carried: GradStacks, record: RecordGrads) -> GradStacks:
         if self.host.stashes:
             return dataclasses.replace(
-                carried, token=self.host.stash(record.part, record.now.layer, record.grads, carried.token)
+                carried,
+                token=self.host.stash(record.part, record.now.layer, record.grads, carried.token),
             )
         return super().store(carried, record)
 
-    def of_layers(self, result: BackwardResult[GradStacks], tick: Callable[[Sequence[int], Any, Tick], Any], carry: Any) -> Any:
+    def of_layers(
+        self,
+        result: BackwardResult[GradStacks],
+        tick: Callable[[Sequence[int], Any, Tick], Any],
+        carry: Any,
+    ) -> Any:
         """Run `tick(leaves, carry, now)` for the layers of every run."""
         for stack in self.plan.of_stacks:
             phase, run = stack.schedule.phase("update"), partial(tick, stack.blocks)
-            # Nothing is fetched to the device: the callbacks work on host memory, and on the disk's buffers.
+            # Nothing is fetched to the device: the callbacks work on host memory, and on the disk's
+            # buffers.
             carry = run_phase(
                 phase,
                 result.begin,
@@ -102,63 +141,98 @@ class OnHost(StoredGrads):
         norm = self.norm(result)
         ok, states = jnp.isfinite(norm), records.flat(state)
         scalars = host.scalars(
-            records.shared_of(states), result.loss, clip_factor(norm, self.config.clip_norm), loss_scale(state)
+            records.shared_of(states),
+            result.loss,
+            clip_factor(norm, self.config.clip_norm),
+            loss_scale(state),
         )
 
         def tick(part: Sequence[int], carry: Any, now: Tick) -> Any:
             states, token, handed = carry
-            # Stashed gradients wait in host memory or on disk, where the kernels find them by layer.
+            # Stashed gradients wait in host memory or on disk, where the kernels find them by
+            # layer.
             grads = [] if host.stashes else self.read_grads(result.carried, part, now.layer)
             old = records.read_params(states, part, now.layer) if host.needs_weights else []
-            return host.update_layer(states, part, now.layer, grads, old, ok, scalars, token, handed), now.landing
+            return host.update_layer(
+                states, part, now.layer, grads, old, ok, scalars, token, handed
+            ), now.landing
 
-        states, token, handed = self.of_layers(result, tick, (states, result.carried.token, host.nothing_handed()))
+        states, token, handed = self.of_layers(
+            result, tick, (states, result.carried.token, host.nothing_handed())
+        )
         states, _ = host.update_ends(states, result.ends, ok, scalars, token, handed)
         return closed(self.record_update, result, states, norm)
 
 
 class Delayed(OnHost):
-    """The host works on the gradients of the step before while this one computes (ZeRO-Offload, section 5.2).
+    """The host works on the gradients of the step before while this one computes (ZeRO-Offload,
+    section 5.2).
 
-    A layer is used for the last time in its tick of backward. That tick takes over its new parameters, which have come up the
-    link meanwhile. Parameters in host memory are taken over after the step (`HostBinding.exchange`).
+    A layer is used for the last time in its tick of backward. That tick takes over its new
+    parameters, which have come up the link meanwhile. Parameters in host memory are taken over
+    after the step (`HostBinding.exchange`).
     """
 
-    def begin(self, state: TrainState, head: HeadDone, grads: list[Array], token: Array) -> GradStacks:
+    def begin(
+        self, state: TrainState, head: HeadDone, grads: list[Array], token: Array
+    ) -> GradStacks:
         carried, params = super().begin(state, head, grads, token), self.records.flat(state).params
-        return dataclasses.replace(carried, params={} if self.host.params_away else {i: params[i] for i in self.plan.stacked})
+        return dataclasses.replace(
+            carried,
+            params={} if self.host.params_away else {i: params[i] for i in self.plan.stacked},
+        )
 
     def params(self, state: TrainState, carried: GradStacks) -> list[Array]:
-        # Those that are being written. Reads of the stacks of before the step would make XLA keep a copy of them.
-        return [carried.params[i] for i in self.plan.stacked] if carried.params else super().params(state, carried)
+        # Those that are being written. Reads of the stacks of before the step would make XLA keep a
+        # copy of them.
+        return (
+            [carried.params[i] for i in self.plan.stacked]
+            if carried.params
+            else super().params(state, carried)
+        )
 
-    def use(self, state: TrainState, carried: GradStacks, record: RecordGrads) -> tuple[GradStacks, Any]:
+    def use(
+        self, state: TrainState, carried: GradStacks, record: RecordGrads
+    ) -> tuple[GradStacks, Any]:
         carried, landing = super().use(state, carried, record)
         if not carried.params:
             return carried, landing
         assert state.pending is not None
         # After the gradients were handed over, and so after the layer's last use.
-        params, token = self.host.install(carried.params, record.part, record.now.layer, state.pending, carried.token)
+        params, token = self.host.install(
+            carried.params, record.part, record.now.layer, state.pending, carried.token
+        )
         return dataclasses.replace(carried, params=params, token=token), landing
 
     def end(self, result: BackwardResult[GradStacks]) -> Result:
         plan, records, host, state = self.plan, self.records, self.host, result.state
         pending = state.pending
         assert pending is not None
-        # Of this step's gradients. Those that were taken over were clipped by the norm of the step before.
+        # Of this step's gradients. Those that were taken over were clipped by the norm of the step
+        # before.
         norm = self.norm(result)
         token, states = host.stash_ends(result.ends, result.carried.token), records.flat(state)
         if not host.params_away:
             params, token = host.install(
-                dict(enumerate(states.params)) | result.carried.params, plan.ends, jnp.int32(0), pending, token
+                dict(enumerate(states.params)) | result.carried.params,
+                plan.ends,
+                jnp.int32(0),
+                pending,
+                token,
             )
             states = dataclasses.replace(states, params=[params[i] for i in range(len(params))])
         host.finish(states, pending, token)
-        # The next step applies these gradients, so what belongs to them goes along: loss, clipping factor and loss scale, and
-        # the optimizer's scalars of this step, which `closed` then advances in the state.
-        scalars = jnp.stack([result.loss, clip_factor(norm, self.config.clip_norm), loss_scale(state)])
-        # The arrays are handed on as they are: callbacks have put this step's gradients into their memory.
-        next_pending = Pending(pending.grads, records.shared_of(states), scalars, jnp.isfinite(norm))
+        # The next step applies these gradients, so what belongs to them goes along: loss, clipping
+        # factor and loss scale, and the optimizer's scalars of this step, which `closed` then
+        # advances in the state.
+        scalars = jnp.stack(
+            [result.loss, clip_factor(norm, self.config.clip_norm), loss_scale(state)]
+        )
+        # The arrays are handed on as they are: callbacks have put this step's gradients into their
+        # memory.
+        next_pending = Pending(
+            pending.grads, records.shared_of(states), scalars, jnp.isfinite(norm)
+        )
         return closed(self.record_update, result, states, norm, next_pending)
 
 

@@ -11,7 +11,15 @@ import optax
 
 from host_offload.schedule import Phase
 from zerojax.models import BLOCKS
-from zerojax.optim import Crossing, LateRecord, Pending, RecordUpdate, build_update, clip_factor, kept_for_later
+from zerojax.optim import (
+    Crossing,
+    LateRecord,
+    Pending,
+    RecordUpdate,
+    build_update,
+    clip_factor,
+    kept_for_later,
+)
 from zerojax.state import (
     FlatState,
     Index,
@@ -38,10 +46,12 @@ class GradStacks:
     """What backward carries where gradients are stored.
 
     Attributes:
-      grads: a stack of each stacked leaf, on the device, in host memory or OnDisk; none where callbacks stash them.
+      grads: a stack of each stacked leaf, on the device, in host memory or OnDisk; none where
+        callbacks stash them.
       squares: f32[], the sum of squares of the unscaled gradients so far.
       token: orders the callbacks of the host's update.
-      params: of a delayed update, the stacks of parameters on the device, by leaf; new where a layer's backward is over.
+      params: of a delayed update, the stacks of parameters on the device, by leaf; new where a
+        layer's backward is over.
     """
 
     grads: list[Any]
@@ -65,26 +75,38 @@ class StoredGrads:
     def split_ends(self, carried: GradStacks) -> tuple[GradStacks, dict[int, list[Array]]]:
         return carried, {}
 
-    def begin(self, state: TrainState, head: HeadDone, grads: list[Array], token: Array) -> GradStacks:
+    def begin(
+        self, state: TrainState, head: HeadDone, grads: list[Array], token: Array
+    ) -> GradStacks:
         del state, head
-        # Stacks in host memory come from outside of the program, which writes them in place; the others are made here.
-        return GradStacks(grads if self.plan.grads_in_memory else self.plan.empty_grads(), jnp.float32(0), token)
+        # Stacks in host memory come from outside of the program, which writes them in place; the
+        # others are made here.
+        return GradStacks(
+            grads if self.plan.grads_in_memory else self.plan.empty_grads(), jnp.float32(0), token
+        )
 
     def params(self, state: TrainState, carried: GradStacks) -> list[Array]:
         del carried
         return jax.tree.leaves(state.params[BLOCKS], is_leaf=is_stored)
 
-    def use(self, state: TrainState, carried: GradStacks, record: RecordGrads) -> tuple[GradStacks, Any]:
-        # Squares are summed while the gradients are at hand, so no stack is read a second time for the norm.
+    def use(
+        self, state: TrainState, carried: GradStacks, record: RecordGrads
+    ) -> tuple[GradStacks, Any]:
+        # Squares are summed while the gradients are at hand, so no stack is read a second time for
+        # the norm.
         squares = carried.squares + self.plan.squares(record.grads, record.part, state)
         return dataclasses.replace(self.store(carried, record), squares=squares), record.landing
 
     def store(self, carried: GradStacks, record: RecordGrads) -> GradStacks:
         plan, part = self.plan, record.part
-        after = write_layer(pick(plan.grads, part), plan.pick(carried.grads, part), record.now.layer, record.grads)
+        after = write_layer(
+            pick(plan.grads, part), plan.pick(carried.grads, part), record.now.layer, record.grads
+        )
         return dataclasses.replace(carried, grads=plan.put(carried.grads, part, after))
 
-    def crossing(self, carried: GradStacks, now: Tick, part: Sequence[int], ends: Mapping[int, list[Array]]) -> Crossing | None:
+    def crossing(
+        self, carried: GradStacks, now: Tick, part: Sequence[int], ends: Mapping[int, list[Array]]
+    ) -> Crossing | None:
         del carried, now, part, ends
         return None
 
@@ -99,27 +121,36 @@ class StoredGrads:
 
     def norm(self, result: BackwardResult[GradStacks]) -> Array:
         """Return the global norm of the unscaled gradients."""
-        # The squares of the ends come last: a tied embedding's gradient is complete only when backward is over.
-        return jnp.sqrt(result.carried.squares + self.plan.squares(result.ends, self.plan.ends, result.state))
+        # The squares of the ends come last: a tied embedding's gradient is complete only when
+        # backward is over.
+        return jnp.sqrt(
+            result.carried.squares + self.plan.squares(result.ends, self.plan.ends, result.state)
+        )
 
 
 class GradsAlone(StoredGrads):
     """Nothing is updated: the stored gradients are what is wanted. They are on the device."""
 
-    def use(self, state: TrainState, carried: GradStacks, record: RecordGrads) -> tuple[GradStacks, Any]:
+    def use(
+        self, state: TrainState, carried: GradStacks, record: RecordGrads
+    ) -> tuple[GradStacks, Any]:
         del state
         return self.store(carried, record), record.landing
 
     def tree(self, result: BackwardResult[GradStacks]) -> Any:
         """Return the unscaled mean gradients, float32, like the trained parameters."""
         plan = self.plan
-        grads = dict(zip((*plan.stacked, *plan.ends), [*result.carried.grads, *result.ends], strict=True))
+        grads = dict(
+            zip((*plan.stacked, *plan.ends), [*result.carried.grads, *result.ends], strict=True)
+        )
         mean = [plan.unscaled(grads[i], result.state) for i in range(len(grads))]
         return jax.tree.unflatten(jax.tree.structure(plan.layout.abstract_params), mean)
 
 
 class WholeTree(StoredGrads):
-    """Everything that the optimizer reads is on the device: any optimizer runs, once, on whole trees."""
+    """Everything that the optimizer reads is on the device: any optimizer runs, once, on whole
+    trees.
+    """
 
     def __init__(self, plan: StreamedPlan, tx: optax.GradientTransformation) -> None:
         super().__init__(plan)
@@ -128,27 +159,35 @@ class WholeTree(StoredGrads):
     def end(self, result: BackwardResult[GradStacks]) -> Result:
         plan = self.plan
         # By index, because the update takes the leaves in the order of the parameter tree.
-        grads = dict(zip((*plan.stacked, *plan.ends), [*result.carried.grads, *result.ends], strict=True))
+        grads = dict(
+            zip((*plan.stacked, *plan.ends), [*result.carried.grads, *result.ends], strict=True)
+        )
         tree = jax.tree.structure(result.state.params)
-        # Still scaled: the update of whole trees divides by the loss scale itself, then takes the norm and clips.
+        # Still scaled: the update of whole trees divides by the loss scale itself, then takes the
+        # norm and clips.
         mean = [plan.mean(grads[i]) for i in range(len(grads))]
         return self.update(result.state, result.loss, jax.tree.unflatten(tree, mean))
 
 
 class ByLayers(StoredGrads):
-    """The update is a loop over layers, and over each group's tiles, whose records come from where they rest and go back."""
+    """The update is a loop over layers, and over each group's tiles, whose records come from where
+    they rest and go back.
+    """
 
     def __init__(self, plan: StreamedPlan, update: RecordUpdate) -> None:
         super().__init__(plan)
         self.record_update, self.records = update, update.records
-        # The layer updated first is the one whose gradient was stored last: on disk that write is done meanwhile.
+        # The layer updated first is the one whose gradient was stored last: on disk that write is
+        # done meanwhile.
         self.ends_first = plan.layout.disk is not None
 
     def end(self, result: BackwardResult[GradStacks]) -> Result:
         plan, update, records, state = self.plan, self.record_update, self.records, result.state
         # What the update fetches first comes after backward, not before it.
         begin, squares = wait_for(result.begin, result.carried.squares, plan.mesh)
-        result = dataclasses.replace(result, carried=dataclasses.replace(result.carried, squares=squares))
+        result = dataclasses.replace(
+            result, carried=dataclasses.replace(result.carried, squares=squares)
+        )
         norm = self.norm(result)
         ok, factor = jnp.isfinite(norm), clip_factor(norm, self.config.clip_norm)
 
@@ -163,46 +202,62 @@ class ByLayers(StoredGrads):
         ends = dict(zip(plan.ends, result.ends, strict=True))
         if self.ends_first:
             states = update.update_ends(states, ends, shared, result.loss, ok, ready)
-            # The engine was told that the layers' records come after those of the ends (`step_moves`).
+            # The engine was told that the layers' records come after those of the ends
+            # (`step_moves`).
             if (token := records.end_token(states)) is not None:
                 begin, _ = wait_for(begin, token, plan.mesh)
-        # Of each run the layers' records, then all L T tiles of each group: as the engine reads ahead (`moves_of`).
+        # Of each run the layers' records, then all L T tiles of each group: as the engine reads
+        # ahead (`moves_of`).
         loops = []
         for stack in plan.of_stacks:
             on_device = stack.run.device_layers
             phase, is_last = stack.schedule.phase("update"), stack is plan.drained
             follows = bool(loops) and not stack.run.starts_stack
-            loops.append(UpdateLoop(phase, begin, stack.blocks, on_device, is_last=is_last, follows=follows))
+            loops.append(
+                UpdateLoop(phase, begin, stack.blocks, on_device, is_last=is_last, follows=follows)
+            )
             for group, tiles in stack.loops:
                 loops.append(UpdateLoop(tiles.phase("update"), begin, group.leaves, 0, TileNumber))
         tokens, pending = list[Array](), Pending()
         for number, loop in enumerate(loops):
-            if tokens:  # the engine reads and writes records in one order, so loops over them may not be exchanged
+            # the engine reads and writes records in one order, so loops over them may not be
+            # exchanged
+            if tokens:
                 loop = dataclasses.replace(loop, begin=wait_for(loop.begin, tokens, plan.mesh)[0])
             elif loop.follows and plan.grads_away and loops[number - 1].part:
                 loop, states = self._after(loop, loops[number - 1], states)
             states, pending = self.update_records(result, states, loop, ready, ok)
-            # A loop with nothing on disk has no tokens: the next one waits for those of the loop before it.
+            # A loop with nothing on disk has no tokens: the next one waits for those of the loop
+            # before it.
             tokens = records.tokens(states, loop.part) or tokens
         if plan.drained is not None:
             late = LateRecord(records, plan.drained.blocks)
-            states = end_beside_drain(plan, update, states, late, pending, ends, ready, result.loss, ok)
+            states = end_beside_drain(
+                plan, update, states, late, pending, ends, ready, result.loss, ok
+            )
         elif not self.ends_first:
             states = update.update_ends(states, ends, shared, result.loss, ok, ready)
         return closed(update, result, states, norm)
 
-    def _after(self, loop: "UpdateLoop", before: "UpdateLoop", states: FlatState) -> tuple["UpdateLoop", FlatState]:
-        """Return a loop over layers of the stack of the loop before it: what it fetches first comes after that one.
+    def _after(
+        self, loop: "UpdateLoop", before: "UpdateLoop", states: FlatState
+    ) -> tuple["UpdateLoop", FlatState]:
+        """Return a loop over layers of the stack of the loop before it: what it fetches first comes
+        after that one.
 
-        What it fetches of the state does, since the loop before it returns the state. Gradients are only read.
+        What it fetches of the state does, since the loop before it returns the state. Gradients are
+        only read.
         """
         mesh = self.plan.mesh
         if not adds_order(mesh):
             begin, states = jax.lax.optimization_barrier((loop.begin, states))
             return dataclasses.replace(loop, begin=begin), states
-        # XLA for CPUs drops barriers (`wait_for`): there the least of what the loop before it wrote last is read.
+        # XLA for CPUs drops barriers (`wait_for`): there the least of what the loop before it wrote
+        # last is read.
         least = min(before.part, key=lambda i: math.prod(self.plan.leaves[i].record_shape))
-        written = self.records.params[least].read(states.params[least], before.at(jnp.int32(before.phase.layer[-1])))
+        written = self.records.params[least].read(
+            states.params[least], before.at(jnp.int32(before.phase.layer[-1]))
+        )
         return dataclasses.replace(loop, begin=wait_for(loop.begin, written, mesh)[0]), states
 
     def update_records(
@@ -241,9 +296,14 @@ class ByLayers(StoredGrads):
                 states, old = self._cross(late, now, pending, states)
                 grads = self.read_grads(result.carried, part, now.layer)
             mean = [ready(g) for g in grads]
-            weights, opt, landing = self.record_update.update(part, mean, old, shared, result.loss, ok, now.landing)
+            weights, opt, landing = self.record_update.update(
+                part, mean, old, shared, result.loss, ok, now.landing
+            )
             if late is None:
-                return (records.write_layer(states, part, now.index(loop.at), weights, opt), pending), landing
+                return (
+                    records.write_layer(states, part, now.index(loop.at), weights, opt),
+                    pending,
+                ), landing
             states, updated = kept_for_later(records, states, part, now.layer, weights, opt)
             return (states, [*pending[1:], updated]), None
 
@@ -252,30 +312,45 @@ class ByLayers(StoredGrads):
             return late.drain(carry[0], number, layer, carry[1])
 
         return run_phase(
-            loop.phase, loop.begin, (states, pending), tick, mesh=self.plan.mesh,
-            slices_host=records.slices_host, fetch=lambda carry, layer: ring.fetch(carry[0], layer),
-            device_layers=loop.on_device, drain=drain, drains_last=not loop.is_last,
-        )  # fmt: skip
+            loop.phase,
+            loop.begin,
+            (states, pending),
+            tick,
+            mesh=self.plan.mesh,
+            slices_host=records.slices_host,
+            fetch=lambda carry, layer: ring.fetch(carry[0], layer),
+            device_layers=loop.on_device,
+            drain=drain,
+            drains_last=not loop.is_last,
+        )
 
-    def _cross(self, late: LateRecord, now: Tick, pending: Pending, states: FlatState) -> tuple[FlatState, list[Array]]:
-        """Load the record of a tick while an earlier one is stored; returns the states, and what `update` reads."""
+    def _cross(
+        self, late: LateRecord, now: Tick, pending: Pending, states: FlatState
+    ) -> tuple[FlatState, list[Array]]:
+        """Load the record of a tick while an earlier one is stored; returns the states, and what
+        `update` reads.
+        """
         crossing = Crossing(late, self.plan.update_groups(), now, pending, states)
         crossed = crossing.cross()
         states, (opt, _) = crossing.states_of(crossed), crossing.loaded(crossed)
-        old = self.records.read_params(states, late.part, now.layer) if states.master is None else []
+        old = (
+            self.records.read_params(states, late.part, now.layer) if states.master is None else []
+        )
         return states, old + opt
 
 
 class _Ring:
     """What an update fetches ahead of a record, and what it reads in the record's own tick."""
 
-    def __init__(self, ending: ByLayers, carried: GradStacks, loop: "UpdateLoop", states: FlatState) -> None:
+    def __init__(
+        self, ending: ByLayers, carried: GradStacks, loop: "UpdateLoop", states: FlatState
+    ) -> None:
         plan = ending.plan
         self.ending, self.records, self.carried, self.loop = ending, ending.records, carried, loop
         self.grads_away = plan.grads_away
         self.old_away = states.master is None and plan.params_away
-        # A ring holds records of one form. Where some layers fetch gradients or parameters, and their state is on the device,
-        # no layer's optimizer state is part of the record.
+        # A ring holds records of one form. Where some layers fetch gradients or parameters, and
+        # their state is on the device, no layer's optimizer state is part of the record.
         some_on_device = loop.on_device and (self.old_away or plan.grads_away)
         self.opt_ahead = plan.config.opt_state != "device" and not some_on_device
 
@@ -287,7 +362,9 @@ class _Ring:
         return record + (self.records.read_opt(states, part, at) if self.opt_ahead else [])
 
     def take(self, states: FlatState, now: Tick) -> tuple[list[Array], list[Array]]:
-        """Return the gradients of a tick's record and what `RecordUpdate.update` reads, in the order of `fetch`."""
+        """Return the gradients of a tick's record and what `RecordUpdate.update` reads, in the
+        order of `fetch`.
+        """
         part, here, record = self.loop.part, now.index(self.loop.at), list(now.record or [])
         num, old = len(part), list[Array]()
         if self.grads_away:
@@ -298,7 +375,11 @@ class _Ring:
             old, record = record[:num], record[num:]
         elif states.master is None:
             old = self.records.read_params(states, part, here)
-        opt = record if self.opt_ahead and not now.on_device else self.records.read_opt(states, part, here)
+        opt = (
+            record
+            if self.opt_ahead and not now.on_device
+            else self.records.read_opt(states, part, here)
+        )
         return grads, old + opt
 
 
@@ -312,7 +393,8 @@ class UpdateLoop:
       part: the leaves of a record.
       on_device: layers whose optimizer state stays on the device.
       at: number of a record -> its index.
-      is_last: whether the last record is stored with the leaves that are no stack of layers, where stores are late.
+      is_last: whether the last record is stored with the leaves that are no stack of layers, where
+        stores are late.
       follows: whether the loop before it is over layers of the same stack.
     """
 
