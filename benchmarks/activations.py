@@ -5,8 +5,7 @@ simulated devices.
     python benchmarks/activations.py --parts kept paper                                       # some of them
 
     kept         bytes a layer keeps for backward on each device, from the stacks that compiled loops carry, beside the closed
-                 form `zerojax.memory.layer_activation_bytes` and that of Korthikanti et al.
-                 (arXiv:2205.05198)
+                 form `zerojax.memory.layer_activation_bytes` and that of Korthikanti et al. (arXiv:2205.05198)
     paper        both closed forms for the four models of that paper, at tensor 8
     collectives  bytes of whole operands by mesh axis, of one compiled step
     time         step time beside fsdp alone with the same global batch: rounds in which each program runs in turn, one process

@@ -2,10 +2,10 @@
 and a disk that does nothing.
 
 What is left is what a callback does in Python: which record, its buffer, the calls of the driver,
-  and to wake the thread that
-does the rest. While it runs, the GPU gets no new work. The copies alone (what is asked for, and the
-driver) are told apart from the whole. Threads run beside it, as soon as they are woken, and their
-share of the interpreter is in both figures. A driver's call is one of two:
+and to wake the thread that does the rest. While it runs, the GPU gets no new work. The copies alone
+(what is asked for, and the driver) are told apart from the whole. Threads run beside it, as soon as
+they are woken, and their share of the interpreter is in both figures. A driver's call is one of
+two:
 
     python     a function of Python that does nothing, and keeps the interpreter
     c          a function of C that does nothing, by ctypes: another thread may take the interpreter in each, as in a real one

@@ -6,9 +6,8 @@ step.
     python benchmarks/equivalence.py --disk --where prefetch_distance=1     # those of which something rests on disk
 
 The cases are those of tests/streamed/matrix.py, 10 steps on 4 simulated devices each, in an order
-  shuffled by a fixed seed: a
-run that is cut short has seen an even choice of them, and the table says how many. For each value
-of each axis it tells the largest differences seen.
+shuffled by a fixed seed: a run that is cut short has seen an even choice of them, and the table
+says how many. For each value of each axis it tells the largest differences seen.
 """
 
 import argparse

@@ -5,9 +5,8 @@ seconds, wear of the disk.
     JAX_PLATFORMS=cpu python benchmarks/fine_tuning.py --only 8B --compile   # and each step compiled for an H200
 
 Nothing of a model is made: `zerojax.hf.model_of` reads a config.json that is written here, with the
-  sizes of Llama 3.1, and
-`zj.plan` chooses tiers and recomputation. Seconds are predicted at the rates of the machines below,
-of which no run has confirmed any.
+sizes of Llama 3.1, and `zj.plan` chooses tiers and recomputation. Seconds are predicted at the
+rates of the machines below, of which no run has confirmed any.
 """
 
 import argparse

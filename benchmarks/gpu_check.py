@@ -8,12 +8,12 @@ same numbers, peak memory.
     python benchmarks/gpu_check.py --compile-only --chip h100               # for a GPU that is not there
 
 Parts run apart, on one machine or on several, and join: each writes `PART.jsonl` in --out, line by
-  line as its checks find
-something, so that a run that is cut off loses nothing that it had found. A part keeps its own
-limit. Where fewer seconds are left than a check needs, it runs in its short form: a step has 8
-layers at most and no profile, and what other checks have found when their time is over stays. Only
-a check with no time even to start is listed as not run. One that crashes or hangs takes its process
-with it, and no other check. What lacks a package or a device says so, and fails nothing.
+line as its checks find something, so that a run that is cut off loses nothing that it had found. A
+part keeps its own limit. Where fewer seconds are left than a check needs, it runs in its short
+form: a step has 8 layers at most and no profile, and what other checks have found when their time
+is over stays. Only a check with no time even to start is listed as not run. One that crashes or
+hangs takes its process with it, and no other check. What lacks a package or a device says so, and
+fails nothing.
 
 Steps have as many layers as the device's memory and the host's have room for, and a row says so
 where they are fewer. Each process pins as much host memory as its programs keep there, and never
@@ -23,8 +23,7 @@ once and kept in `rates.json` in --out, which later parts read.
     first             records by both forms of index, copies alone and beside products, both ways at once, a short streamed step
     groups            8 layers of it, whose records cross the link in 2, 4, 6 and 10 groups (`ZeroConfig.link_groups`)
     steps-*           a Llama of 6.7 B: 16K and 32K tokens, with its states in a mode; seconds, idle share, bytes over the link
-                      by copies and by kernels, peak memory, a profile kept as a file, beside what
-                      `hlo.simulate` predicts
+                      by copies and by kernels, peak memory, a profile kept as a file, beside what `hlo.simulate` predicts
     disks             3.9 B with everything on the host, on a RAM disk and on a disk
     kernels           each op of pallas_kernels beside XLA's
     sweep             the fastest sizes of matmul's kernel, beside XLA's form and JAX's own kernel

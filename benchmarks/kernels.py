@@ -130,7 +130,7 @@ def peaks(small: bool) -> dict[str, float]:
     shows, of random numbers.
 
     Equal numbers switch fewer transistors: a GPU at its power limit multiplies ones 13 % faster
-      than random numbers.
+    than random numbers.
     """
 
     def best(f: Callable[[Any], Any], x: Any) -> float:

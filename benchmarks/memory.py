@@ -4,10 +4,9 @@
     python benchmarks/memory.py --save benchmarks/results/NAME.md
 
 For each stage and form of the model: bytes that the compiled step takes as arguments and beside
-  them, the most bytes of
-gathered parameters that are live at once, and elements that collectives move over the number of
-parameters. The program to beat is plain GSPMD: the same loss and state, parameters split as at
-stage 3, and XLA left to choose its collectives. Needs zerojax[aot].
+them, the most bytes of gathered parameters that are live at once, and elements that collectives
+move over the number of parameters. The program to beat is plain GSPMD: the same loss and state,
+parameters split as at stage 3, and XLA left to choose its collectives. Needs zerojax[aot].
 """
 
 import os

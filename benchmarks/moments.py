@@ -4,10 +4,9 @@ stochastic and nearest rounding.
     python benchmarks/moments.py --save benchmarks/results/moments_cpu2_202611.md
 
 The three settings start from the same weights and see the same batches, for several seeds of the
-  weights: a difference counts
-where it is beyond what another seed makes. Rounding to nearest is no setting of zerojax; it is here
-to show what the random numbers are for. The text is the source of Python's standard library
-(examples/text_data.py).
+weights: a difference counts where it is beyond what another seed makes. Rounding to nearest is no
+setting of zerojax; it is here to show what the random numbers are for. The text is the source of
+Python's standard library (examples/text_data.py).
 """
 
 import argparse

@@ -9,8 +9,7 @@ Every contender trains the same GPT from the same weights on the same tokens, in
 own, on one device with all cores (torch: one rank with as many threads). A round runs each of them
 once, and
 
-    slowdown = time of a step with state on disk / time of the same framework's step in memory, of
-    the same round
+    slowdown = time of a step with state on disk / time of the same framework's step in memory, of the same round
 
 so that neither a slow minute of the machine nor a faster compiler counts for either. Both sides
 pass the page cache by O_DIRECT; the bytes in the table are those that the kernel counts at the disk
@@ -18,8 +17,7 @@ for each process (/proc/self/io). Losses of all contenders must agree at every s
 status is 1.
 
 Measure on an idle machine: where other work takes a core, torch's threads spin while they wait for
-  each other, and plain torch
-takes many times as long, unless OMP_WAIT_POLICY=passive is set.
+each other, and plain torch takes many times as long, unless OMP_WAIT_POLICY=passive is set.
 
 DeepSpeed keeps activations in memory. So does the contender "state on disk", whose parameters and
 optimizer state are there, and whose gradients, of a layer at a time, rest nowhere. "all on disk"

@@ -1,10 +1,9 @@
 """Planned bytes beside those of programs compiled for 1, 8 and 64 H200s that are not there.
 
     JAX_PLATFORMS=cpu python benchmarks/planned_memory.py            # 12 configs, two sizes; about a minute
-    JAX_PLATFORMS=cpu python benchmarks/planned_memory.py --only nvme JAX_PLATFORMS=cpu python
-    benchmarks/planned_memory.py --drawn 30 # sizes and configs by chance, for 1 and 8 GPUs
-    JAX_PLATFORMS=cpu python benchmarks/planned_memory.py --measured # plans of the steps that an
-    H200 has run
+    JAX_PLATFORMS=cpu python benchmarks/planned_memory.py --only nvme
+    JAX_PLATFORMS=cpu python benchmarks/planned_memory.py --drawn 30 # sizes and configs by chance, for 1 and 8 GPUs
+    JAX_PLATFORMS=cpu python benchmarks/planned_memory.py --measured # plans of the steps that an H200 has run
 
 Each config is planned from numbers alone, every field fixed, and its step compiled. Of the compiled
 program the device's bytes are its arguments, temporaries, and results that are not donated; bytes

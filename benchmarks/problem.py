@@ -80,8 +80,7 @@ def weight(p: Problem, name: str) -> np.ndarray:
     GPT-2's deviations.
 
     With precision "bf16" they are numbers of bf16: DeepSpeed makes its float32 masters from the
-      rounded weights, and masters
-    that begin between two such numbers learn faster at first.
+    rounded weights, and masters that begin between two such numbers learn faster at first.
     """
     shape, kind = shapes(p)[name], name.split(".")[-2]
     if name.endswith("bias"):

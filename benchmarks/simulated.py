@@ -10,13 +10,11 @@ The file that `--save` names has a section for each version of jax; that of the 
 put in its place. Products are cuBLAS's, since XLA cannot choose tiles of its own without a GPU.
 
 The model is that of Llama 7B: 32 layers x 4096, 32 heads, 11008 in the MLP, 32000 tokens, sequences
-  of 2048, bf16, AdamW,
-layers recomputed in backward; its attention is cuDNN's, its loss has no logits. With `--autotune`
-the settings of the schedule are tried for each of some sizes of Llama (`zj.autotune`). Needs
-zerojax[aot].
+of 2048, bf16, AdamW, layers recomputed in backward; its attention is cuDNN's, its loss has no
+logits. With `--autotune` the settings of the schedule are tried for each of some sizes of Llama
+(`zj.autotune`). Needs zerojax[aot].
 
-    python benchmarks/simulated.py --graphs --chip h100 --save
-    benchmarks/results/graphs_h100_aot_202611.md
+    python benchmarks/simulated.py --graphs --chip h100 --save benchmarks/results/graphs_h100_aot_202611.md
 
 With `--graphs` each step is compiled without CUDA graphs, as by default, and with
 `cuda_graphs=True`: how many bytes of the link are then copied by nodes of graphs, and what is

@@ -5,10 +5,9 @@
     python benchmarks/streaming.py --save benchmarks/results/NAME.md
 
 Every program trains the same GPT, in one process, in turns: a round runs each once, and a ratio is
-  taken within a round, so
-that a slow minute of the machine falls on all. On a CPU host memory and device memory are the same,
-so the ratio is what streaming costs by itself: slices, copies, loops. What a link costs only a GPU
-tells: benchmarks/gpu_check.py.
+taken within a round, so that a slow minute of the machine falls on all. On a CPU host memory and
+device memory are the same, so the ratio is what streaming costs by itself: slices, copies, loops.
+What a link costs only a GPU tells: benchmarks/gpu_check.py.
 
 Of a step from disk the table also tells the time that its bytes take at the disk's own speed,
 measured before the rounds (plain preadv and pwritev), what devices waited for the disk on average,

@@ -1,9 +1,8 @@
 """Bytes of text files as training windows, through grain.
 
 The default corpus needs no download: the source files of the Python standard library that runs this
-  script. Files stand in the
-order of their paths; a file is held out by a checksum of its path, so the split does not change
-when files come or go.
+script. Files stand in the order of their paths; a file is held out by a checksum of its path, so
+the split does not change when files come or go.
 """
 
 import pathlib

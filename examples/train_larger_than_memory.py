@@ -3,18 +3,16 @@
     python examples/train_larger_than_memory.py --swap-dir /mnt/disk        # 9.5 GB of states in 3 GB
 
 The script first sets a limit on its own memory, RLIMIT_AS: the kernel then refuses every allocation
-  that would take the
-process's address space beyond it, libraries, buffers, XLA's temporaries and all, whatever the
-machine has. Then it trains with parameters, gradients, optimizer state and activations on disk,
-layer by layer. `--tier device` keeps everything in memory instead, and shows that the limit is one:
-it fails where the states are larger.
+that would take the process's address space beyond it, libraries, buffers, XLA's temporaries and
+all, whatever the machine has. Then it trains with parameters, gradients, optimizer state and
+activations on disk, layer by layer. `--tier device` keeps everything in memory instead, and shows
+that the limit is one: it fails where the states are larger.
 
 RLIMIT_AS is the strictest limit that Linux has for one process, and XLA on a CPU can live under it:
-  it reserves no address
-space ahead. What counts although it is no memory are libraries (0.8 GB with jax 0.10), the stacks
-of threads (8 MB each; XLA has several a core) and malloc's arenas, 64 MB reserved for each thread
-that allocates, of which the script allows two. RLIMIT_DATA counts neither libraries nor arenas, and
-so would allow more.
+it reserves no address space ahead. What counts although it is no memory are libraries (0.8 GB with
+jax 0.10), the stacks of threads (8 MB each; XLA has several a core) and malloc's arenas, 64 MB
+reserved for each thread that allocates, of which the script allows two. RLIMIT_DATA counts neither
+libraries nor arenas, and so would allow more.
 """
 
 import ctypes

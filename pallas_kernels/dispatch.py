@@ -6,14 +6,12 @@
 - `"reference"` is the op in float32, for comparison.
 
 A named one serves or raises: no call falls back behind its caller's back, for a kernel that does
-  not run is a surprise in a
-profile, or none at all. `None` means "choose for me", and each choice is logged once, with its
-reason.
+not run is a surprise in a profile, or none at all. `None` means "choose for me", and each choice is
+logged once, with its reason.
 
 The question is asked while a program is traced, of the device that the program is for: that of the
-  mesh in its arguments'
-shardings, else of the mesh in scope (`jax.set_mesh`), else JAX's default device. So a program for
-GPUs that are not there gets the kernels that it would get beside them.
+mesh in its arguments' shardings, else of the mesh in scope (`jax.set_mesh`), else JAX's default
+device. So a program for GPUs that are not there gets the kernels that it would get beside them.
 """
 
 import dataclasses

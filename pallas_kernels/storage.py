@@ -140,7 +140,7 @@ def encode(w: jax.Array, layout: Layout, implementation: Implementation | None =
     whole.
 
     Errors and what is not finite: see `quantize` and `quantize_nf4`. On several devices call it in
-      `jax.shard_map`.
+    `jax.shard_map`.
 
     Args:
       w: the leaf, a shard of it or a stack of either, `[.., *shape]`: bfloat16, float16 or float32.

@@ -1,17 +1,22 @@
 """The `zerojax` command: closed forms, predictions from compiled programs, figures of machines, and
 what a checkpoint holds.
 
-zerojax memory --params 7.5e9 --shards 64 --precision bf16 zerojax memory --layers 48 --hidden 6144
---heads 64 --seq 2048 --shards 2 --tensor 8 --sequence-parallel --activations selective zerojax
-simulate PROGRAM.txt --link 50e9 zerojax bench-io FOLDER zerojax machines zerojax probe --swap-dir
-FOLDER --out machine.toml zerojax plan --params 1T --layers 128 --hidden 25600 --heads 256 --seq
-1024 --batch 7 --machine dgx2 zerojax inspect CHECKPOINTS zerojax export CHECKPOINTS OUT --format
-safetensors --dtype bfloat16 zerojax export CHECKPOINTS OUT --format hf --like FOLDER --merge-lora
+    zerojax memory --params 7.5e9 --shards 64 --precision bf16
+    zerojax memory --layers 48 --hidden 6144 --heads 64 --seq 2048 --shards 2 --tensor 8
+        --sequence-parallel --activations selective
+    zerojax simulate PROGRAM.txt --link 50e9
+    zerojax bench-io FOLDER
+    zerojax machines
+    zerojax probe --swap-dir FOLDER --out machine.toml
+    zerojax plan --params 1T --layers 128 --hidden 25600 --heads 256 --seq 1024 --batch 7
+        --machine dgx2
+    zerojax inspect CHECKPOINTS
+    zerojax export CHECKPOINTS OUT --format safetensors --dtype bfloat16
+    zerojax export CHECKPOINTS OUT --format hf --like FOLDER --merge-lora
 
 What a command is given, or finds on the machine, may be wrong: it then prints one line and exits
-  with status 2. With
-ZEROJAX_TRACEBACK=1 in the environment it raises the error instead. Any other error is a fault of
-the program's own, and always shows where it comes from.
+with status 2. With ZEROJAX_TRACEBACK=1 in the environment it raises the error instead. Any other
+error is a fault of the program's own, and always shows where it comes from.
 """
 
 import os

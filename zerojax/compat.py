@@ -73,8 +73,7 @@ def streams_of(version: str) -> str:
     (`zerojax.hlo.simulate`).
 
     "turns": to four streams in turn, so that loads wait for stores; before 0.12. "direction": each
-      direction of the link has a
-    stream of its own.
+    direction of the link has a stream of its own.
     """
     return "turns" if version_numbers(version) < (0, 12) else "direction"
 

@@ -1,9 +1,8 @@
 """What the user chooses: one frozen dataclass, validated once.
 
 A field is data for the builder, not a switch: the stage is a row of `zerojax.sharding.STAGES`, the
-  precision a row of
-`zerojax.precision.PRECISIONS`, and a tier a place. What this version does not build yet is refused
-here, by name.
+precision a row of `zerojax.precision.PRECISIONS`, and a tier a place. What this version does not
+build yet is refused here, by name.
 """
 
 import dataclasses

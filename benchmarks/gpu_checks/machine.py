@@ -1,7 +1,7 @@
 """What there is to run on: a GPU and its memory, host memory as several files tell it, disks.
 
 It is looked up once, by a process that ends: whoever starts JAX on a GPU takes memory of it, which
-  workers then lack.
+workers then lack.
 """
 
 import dataclasses
@@ -166,9 +166,8 @@ def host_limit() -> int | None:
     """Return the bytes of host memory that there are, or None.
 
     A virtual machine may add memory as it is taken: its MemTotal then is below what its control
-      group is promised. The larger
-    one of both is not believed: a limit above what a machine has says nothing of it.
-      `--host-memory` says what there will be.
+    group is promised. The larger one of both is not believed: a limit above what a machine has says
+    nothing of it. `--host-memory` says what there will be.
     """
     return min(
         (size for size in (meminfo("MemTotal"), group_limit()) if size is not None), default=None

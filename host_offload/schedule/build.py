@@ -10,9 +10,8 @@ reads and writes; only kinds off the device count. Everything else follows from 
     fetch[t]    take t + distance, into the slot that take t has just emptied
 
 What a tick does changes at few ticks: where the ring runs out, where layers begin whose state stays
-  on the device, and at both
-ends. Between them all indices are linear in the tick, so a phase is a few loops however many layers
-it has.
+on the device, and at both ends. Between them all indices are linear in the tick, so a phase is a
+few loops however many layers it has.
 
 Bytes in flight never fall as the distance grows, so the largest distance that fits a budget is
 found by bisection.

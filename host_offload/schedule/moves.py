@@ -2,15 +2,14 @@
 read may start: pure functions.
 
 A step is a fixed sequence of **moves**, repeated: it follows from the `Schedule`. A read may start
-  early, but not before
-the last write of its record that precedes it,
+early, but not before the last write of its record that precedes it,
 
     start(i)  >  max { j < i : moves[j] writes the record of moves[i] }
 
 with the sequence repeated, since the next step follows this one: the first layers of the next
-  forward are read while
-this step ends, but only records whose update has been handed over. Of each kind only the next
-`distance` reads may start, or the buffers would fill with records that are needed last.
+forward are read while this step ends, but only records whose update has been handed over. Of each
+kind only the next `distance` reads may start, or the buffers would fill with records that are
+needed last.
 
 A `Window` follows one device through the sequence. Callbacks of a program may come in another order
 where nothing orders them (two kinds read in one tick), so a move is looked for among the next few.
@@ -170,8 +169,7 @@ class Window:
         that may start.
 
         A later read that may start must not take the buffer of an earlier one that may not start
-          yet: what a loop writes last,
-        the next loop often reads first.
+        yet: what a loop writes last, the next loop often reads first.
 
         Args:
           waiting: (kind, layer) of the records that were read, or are being read, and are not used

@@ -5,8 +5,7 @@
     op       one thing that a trip does with one record
 
 What a step computes, moves and holds is read off this list: the compiled loops, the moves of the
-  disk, bytes in flight and over
-the link, seconds, tables and pictures.
+disk, bytes in flight and over the link, seconds, tables and pictures.
 
 An operation has a **verb** and runs in a **lane**, which does one thing after another:
 

@@ -34,10 +34,9 @@ while it computes layer[t]: two layers are whole, `first` = layer[0] is taken be
 last tick takes nothing.
 
 Dependencies: a computation waits for its take, a take for the fetch of d ticks ago, a fetch for the
-  take from its slot. A
-fetch waits for no store of its own loop: a loop reads a record before it writes it, and reads no
-  record that it has written.
-What an earlier loop wrote is complete before a later one begins.
+take from its slot. A fetch waits for no store of its own loop: a loop reads a record before it
+writes it, and reads no record that it has written. What an earlier loop wrote is complete before a
+later one begins.
 
     phase     reads ahead (`fetches`)       reads in the tick (`reads`)   writes (`writes`)
     forward   params, frozen                                              activations
@@ -46,17 +45,16 @@ What an earlier loop wrote is complete before a later one begins.
     update    grads, opt_state, params*                                   opt_state, params
 
 Only kinds off the device count. params*: where parameters have no float32 masters beside them, they
-  are themselves what is
-updated. The optimizer state of layers 0 .. device_layers-1 may stay on the device (a fractional
-offload): the update phase visits these layers last, and fetches nothing for them unless another
-kind is off the device. In backward the optimizer state is read in the tick that uses it: that copy
-hides behind the tick's own derivative, and so takes no slot.
+are themselves what is updated. The optimizer state of layers 0 .. device_layers-1 may stay on the
+device (a fractional offload): the update phase visits these layers last, and fetches nothing for
+them unless another kind is off the device. In backward the optimizer state is read in the tick that
+uses it: that copy hides behind the tick's own derivative, and so takes no slot.
 
 **Late stores.** What is updated may be stored some ticks later: with a lag of 1, tick t stores what
-  tick t - 1 updated,
-store[t] = layer[t-1], in the other direction than its loads, and in backward beside its own
-products. The first tick then stores nothing, and the record of the last one is stored after the
-loop (`drain`). Such an update phase has no ring: a tick loads the record that it updates.
+tick t - 1 updated, store[t] = layer[t-1], in the other direction than its loads, and in backward
+beside its own products. The first tick then stores nothing, and the record of the last one is
+stored after the loop (`drain`). Such an update phase has no ring: a tick loads the record that it
+updates.
 
 **Ends.** Leaves that are no stack of layers are updated beside such a phase. What only the head
 uses has its gradient before backward, in whose first tick nothing else is stored: it is loaded

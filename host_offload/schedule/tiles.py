@@ -12,9 +12,8 @@ computed, gathered or in the ring. The rest of a layer is one record, as always.
     update    one record                                  a loop of its own after that of the layers, L T ticks
 
 The ring of a group is filled when its loop begins, and empty when it ends: tiles are fetched ahead
-  within a layer. A group's
-loop may run twice in a tick of backward, where something computed from its result has to be
-computed again.
+within a layer. A group's loop may run twice in a tick of backward, where something computed from
+its result has to be computed again.
 """
 
 import dataclasses

@@ -6,7 +6,7 @@ one tick. Ticks are drawn equally long, because their order is known and their s
 box shows what may overlap, never for how long. Ticks below 0 come before the loop.
 
 The text fits a terminal: of a long strip it shows both ends. The SVG shows everything and needs no
-  file beside it.
+file beside it.
 """
 
 import html

@@ -9,12 +9,11 @@ Either sums each gradient in float32 and rounds it once. In products of 2 T D V 
 and backward are 4 or 5, where the program that keeps its logits needs 3.
 
 What is chosen: one pass, then the largest tiles, as long as the temporary arrays take less than a
-  twentieth of the whole
-logits in the inputs' dtype, or 128 MiB, less than which is not worth a second pass. So the memory
-of logits is gone whatever the shape; in 16 bits one pass fits where D is below about V / 50. It is
-not taken with tiles of 512 columns: each tile reads and writes dx, 8 T D bytes for 6 T D v
-operations, which on an H200 (4.8 TB/s, 989 TFLOP/s) are 0.27 and 0.13 of the time of its products
-for v of 1024 and 2048, and 0.54 for 512, where a second pass costs a third.
+twentieth of the whole logits in the inputs' dtype, or 128 MiB, less than which is not worth a
+second pass. So the memory of logits is gone whatever the shape; in 16 bits one pass fits where D is
+below about V / 50. It is not taken with tiles of 512 columns: each tile reads and writes dx, 8 T D
+bytes for 6 T D v operations, which on an H200 (4.8 TB/s, 989 TFLOP/s) are 0.27 and 0.13 of the time
+of its products for v of 1024 and 2048, and 0.54 for 512, where a second pass costs a third.
 """
 
 import dataclasses

@@ -1,12 +1,12 @@
 """Sizes of the Hopper kernels' blocks, by shape.
 
 A block of the GPU works on ROWS tokens (for dw: columns of the vocabulary), half of them a
-  warpgroup, and takes D in parts of
-COLUMNS. Forward's tile of logits is as wide as the registers allow. Backward's slopes are narrower,
-for their width times `num_slopes` is what a block adds up before it reads and writes its float32
-sums: per element of a gradient and group 8 bytes, and 2 of the operand that it owns, for 4 * width
-* num_slopes operations. With 4 of 128, that is a byte of memory for 205 operations, where an H200
-(4.8 TB/s, 989 TFLOP/s) does 206 in the time of one: less would be bound by memory.
+warpgroup, and takes D in parts of COLUMNS. Forward's tile of logits is as wide as the registers
+allow. Backward's slopes are narrower, for their width times `num_slopes` is what a block adds up
+before it reads and writes its float32 sums: per element of a gradient and group 8 bytes, and 2 of
+the operand that it owns, for 4 * width * num_slopes operations. With 4 of 128, that is a byte of
+memory for 205 operations, where an H200 (4.8 TB/s, 989 TFLOP/s) does 206 in the time of one: less
+would be bound by memory.
 
 Into how many parts forward's vocabulary is cut: at least as many as let the tokens of the blocks
 that run together stay in half of the L2 cache, then the least of whole waves times tiles a part, a

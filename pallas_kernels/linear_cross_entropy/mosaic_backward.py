@@ -2,9 +2,8 @@
 memory alone.
 
 A block owns rows of the gradient and sweeps the dim that is summed over: for dx it owns tokens and
-  sweeps the vocabulary, for
-dw it owns columns of the vocabulary and sweeps tokens (`sweep`). It goes by groups of `num_slopes`
-tiles, each `width` wide:
+sweeps the vocabulary, for dw it owns columns of the vocabulary and sweeps tokens (`sweep`). It goes
+by groups of `num_slopes` tiles, each `width` wide:
 
     for each group:
       for i in tiles:  z = sum_k x[t, k] w[k, v];  s_i = slope(z) -> shared memory, 16 bits

@@ -5,10 +5,9 @@
     loss[t] = lse - (1 - e) z[t, y_t] - e / V sum_v z[t, v] + k lse^2
 
 for the label y_t: cross entropy to a label that keeps 1 - e and spreads e evenly over the
-  vocabulary (label smoothing, Szegedy
-et al., arXiv:1512.00567), with the penalty k lse^2 that keeps the normaliser near 1 (z-loss, PaLM,
-arXiv:2204.02311, section 5) and the cap on logits of Gemma 2 (arXiv:2408.00118, section 2). A token
-of a negative label counts nothing: its loss is 0.
+vocabulary (label smoothing, Szegedy et al., arXiv:1512.00567), with the penalty k lse^2 that keeps
+the normaliser near 1 (z-loss, PaLM, arXiv:2204.02311, section 5) and the cap on logits of Gemma 2
+(arXiv:2408.00118, section 2). A token of a negative label counts nothing: its loss is 0.
 
 The slope of a token's loss, which kernels spell out,
 

@@ -16,9 +16,8 @@ the float32 sums afterwards. In float16, whose numbers end at 6e-8, that is not 
 probabilities of a vocabulary of 1e5: there slopes are multiplied by 2^12 too.
 
 Tiles of dims that blocks do not divide: the last starts early enough to be whole and overlaps the
-  one before, so that no array
-is padded, which would be a copy. In a tile, `fresh` are the places that were not in the one before;
-the others count nothing, and are not written.
+one before, so that no array is padded, which would be a copy. In a tile, `fresh` are the places
+that were not in the one before; the others count nothing, and are not written.
 """
 
 import dataclasses

@@ -6,11 +6,10 @@ shared memory `block_k` at a time, `num_stages` steps ahead, as many as fit. Of 
 half of `block_n`.
 
 Which tile: the least of a closed form in cycles, not a measurement. For each step a tile multiplies
-  for `m * n * k / 2048`
-cycles (4096 floating point operations a cycle and core) and loads for `(m + n) * k * 2 / 64` (64
-bytes a cycle and core from the L2 cache); the longer of them counts, then whole waves of tiles over
-all cores. So large tiles are taken until the last wave is too empty. A smaller tile must save 5 %,
-for each tile also begins and ends, which the form does not count.
+for `m * n * k / 2048` cycles (4096 floating point operations a cycle and core) and loads for `(m +
+n) * k * 2 / 64` (64 bytes a cycle and core from the L2 cache); the longer of them counts, then
+whole waves of tiles over all cores. So large tiles are taken until the last wave is too empty. A
+smaller tile must save 5 %, for each tile also begins and ends, which the form does not count.
 """
 
 import dataclasses

@@ -2,12 +2,10 @@
 and where None takes it.
 
 A row is one problem on one chip: the sizes of the kernel that were fastest in a sweep, and seconds
-  of a call of it, of XLA's
-form, and of JAX's own kernel where that serves. `benchmarks/kernels.py sweep` writes rows, beside a
-GPU.
+of a call of it, of XLA's form, and of JAX's own kernel where that serves. `benchmarks/kernels.py
+sweep` writes rows, beside a GPU.
 
-    {"chip": "H200", "num_cores": 132, "m": 8192, .., "config": {..}, "seconds": .., "xla_seconds":
-    .., "jax_seconds": .., ..}
+    {"chip": "H200", "num_cores": 132, "m": 8192, .., "config": {..}, "seconds": .., "xla_seconds": .., "jax_seconds": .., ..}
 
 A row speaks for calls on its chip with as many cores, of its N and K, weights, dtypes and
 activation, and of M from its own up to, and without, twice that: a larger M leaves less of the last

@@ -1,20 +1,18 @@
 """`matmul` for Hopper, in Pallas Mosaic GPU: loads, products and epilogue at the same time.
 
 A block has three warpgroups. One loads: the tensor memory accelerator (TMA) copies `block_k`
-  columns of x and rows of each
-weight into one of `num_stages` slots of shared memory. Two multiply, each `block_m / 2` rows: wgmma
-reads both operands from shared memory and sums in float32 registers. Two barriers a slot order
-them: `full`, on which the copies arrive, and `empty`, on which each multiplying warpgroup arrives
-when the product that read the slot has ended; that is one product later, so that one is always in
-flight.
+columns of x and rows of each weight into one of `num_stages` slots of shared memory. Two multiply,
+each `block_m / 2` rows: wgmma reads both operands from shared memory and sums in float32 registers.
+Two barriers a slot order them: `full`, on which the copies arrive, and `empty`, on which each
+multiplying warpgroup arrives when the product that read the slot has ended; that is one product
+later, so that one is always in flight.
 
     loader     s:  wait empty[s - num_stages];  x[tile, s], w[s, tile] -> slot
     multiplier s:  wait full[s];  acc += x @ w;  wait for product s - 1;  arrive empty[s - 1]
 
 The grid is as large as the GPU (persistent): each block goes through tiles of the result, in an
-  order that keeps neighbours
-together. Steps are counted through, over all tiles, so while a tile ends (activation, stores) the
-loader fills the slots with the first steps of the next one.
+order that keeps neighbours together. Steps are counted through, over all tiles, so while a tile
+ends (activation, stores) the loader fills the slots with the first steps of the next one.
 
 Two blocks may form a cluster (`cluster_m`, `cluster_n`): they have neighbouring tiles, go through
 them in step, and what both read is loaded once. Each of the two loads half of it and TMA writes
@@ -28,14 +26,13 @@ accumulated come by TMA, asked for before the products start, so they are there 
 result leaves by TMA, two chunks in flight.
 
 Edges: M may be any multiple of 8, and N and K any of 64. TMA gives zeros outside of an array, and
-  writes nothing there. Others
-are padded with zeros before the kernel, which copies the operand, and for M and N the result; JAX's
-transform for swizzled memory takes no other.
+writes nothing there. Others are padded with zeros before the kernel, which copies the operand, and
+for M and N the result; JAX's transform for swizzled memory takes no other.
 
 What is accumulated is overwritten by the result where both have one dtype (the first of two): XLA
-  aliases both, and copies only
-if its old value is used again. Each chunk is read before it is written, by the same warpgroup. JAX
-does this through a Ref, and has none that varies over axes of a shard_map.
+aliases both, and copies only if its old value is used again. Each chunk is read before it is
+written, by the same warpgroup. JAX does this through a Ref, and has none that varies over axes of a
+shard_map.
 """
 
 import functools

@@ -5,9 +5,8 @@
     x[M_rows, K_summed] @ w[K_summed, N] -> y[P_summed, M_rows, N]     each device's part of the sum: sum(y, 0) is the product
 
 No collective in either: who wants the product adds the parts up, after as many products as were
-  added to them. Only what
-runs forward is inside. The derivative's products are XLA's, on whole arrays, and the partitioner
-has their sums over devices as those of any dense layer.
+added to them. Only what runs forward is inside. The derivative's products are XLA's, on whole
+arrays, and the partitioner has their sums over devices as those of any dense layer.
 """
 
 import dataclasses

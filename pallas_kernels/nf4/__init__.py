@@ -10,12 +10,11 @@ magnitudes are themselves kept in 8 bits (the paper's double quantisation). With
 block it would be 0.5625 bytes an element; it is 0.516.
 
 What there was already, and why this is written all the same: bitsandbytes is CUDA for torch, one
-  mean for all scales of an
-array, a table of 256 values for the scales, and blocks of the flattened array, which lie across the
-shards of a split one. qwix has the 16 values in jnp, without the second quantisation. Here blocks
-and their groups lie along the last dim, so that a shard has the blocks of the whole array, and
-every implementation returns the same bits on every device. The 16 values and the rule for the
-nearest are those of bitsandbytes.
+mean for all scales of an array, a table of 256 values for the scales, and blocks of the flattened
+array, which lie across the shards of a split one. qwix has the 16 values in jnp, without the second
+quantisation. Here blocks and their groups lie along the last dim, so that a shard has the blocks of
+the whole array, and every implementation returns the same bits on every device. The 16 values and
+the rule for the nearest are those of bitsandbytes.
 """
 
 import dataclasses

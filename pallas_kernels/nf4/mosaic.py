@@ -9,9 +9,8 @@ two tiles of elements side by side, and no element changes its thread:
     quantize:    x[64, 0:32], x[64, 32:64] -> largest[64], codes[64, 32]
 
 Threads cannot look a value up in registers: to dequantize, selects choose among the 16 values, 10
-  an element as compiled. By
-arithmetic, at 64 a cycle and core, they take longer than the memory does; a lookup by bytes (PTX
-prmt) would take less.
+an element as compiled. By arithmetic, at 64 a cycle and core, they take longer than the memory
+does; a lookup by bytes (PTX prmt) would take less.
 """
 
 import functools

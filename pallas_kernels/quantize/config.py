@@ -5,8 +5,8 @@ holds, for each of `num_warpgroups`, `num_stages` tiles that are loaded or on th
 of results, of which one may be on its way out.
 
 Which sizes: 4 warpgroups or 3 where they fit with 2 stages, for they hide each other's waits and
-  arithmetic, then 2, then one
-with 2 stages; and as many stages as fit. With B the size of blocks, what is on its way to a core is
+arithmetic, then 2, then one with 2 stages; and as many stages as fit. With B the size of blocks,
+what is on its way to a core is
 
     num_warpgroups * num_stages * 64 * B * itemsize      bytes
 

@@ -13,14 +13,12 @@ copies out need, waits for all of them: only then is the tile's memory given to 
 grid is as large as the GPU (persistent).
 
 To quantize, a tile is read twice from shared memory, 128 columns at a time, so that few of it are
-  in registers: for the largest
-magnitude of each row, which 4 threads have and exchange, and for the codes. The arithmetic is the
-reference's own.
+in registers: for the largest magnitude of each row, which 4 threads have and exchange, and for the
+codes. The arithmetic is the reference's own.
 
 Edges: G may be any multiple of 8. TMA gives zeros outside of an array, and writes nothing there.
-  Other G are padded with zeros
-before the kernel, which copies the array, and so does what takes them off the result; JAX's
-transform for swizzled memory takes no other.
+Other G are padded with zeros before the kernel, which copies the array, and so does what takes them
+off the result; JAX's transform for swizzled memory takes no other.
 """
 
 import functools

@@ -27,7 +27,7 @@ done about it:
   counts as zeros, and in others an element that small has no part in any result.
 
 The random bits are a hash of the key, the block and the column, and no stream: an element's bits
-  depend on nothing else.
+depend on nothing else.
 """
 
 import dataclasses

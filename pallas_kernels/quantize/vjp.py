@@ -1,10 +1,9 @@
 """`quantize` and `dequantize` have no derivative, and say so.
 
 Rounding is flat where it is not a step: its derivative is 0, which is no use, and in its place the
-  field puts what a use needs.
-A quantised copy that is sent (ZeRO++, arXiv:2306.10209) or kept (8-bit optimizers,
-arXiv:2110.02861) stands outside of what is differentiated; training that is aware of its
-quantisation passes cotangents straight through (Bengio et al., arXiv:1308.3432):
+field puts what a use needs. A quantised copy that is sent (ZeRO++, arXiv:2306.10209) or kept (8-bit
+optimizers, arXiv:2110.02861) stands outside of what is differentiated; training that is aware of
+its quantisation passes cotangents straight through (Bengio et al., arXiv:1308.3432):
 
     x + stop_gradient(dequantize(quantize(x), x.dtype) - x)
 

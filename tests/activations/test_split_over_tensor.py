@@ -2,8 +2,7 @@
 that splits nothing.
 
 Relative differences allowed after 5 steps: of losses; of a parameter, over its leaf's largest; of
-  all, over how they moved. In
-16 bits a leaf whose gradients are rounding alone says nothing.
+all, over how they moved. In 16 bits a leaf whose gradients are rounding alone says nothing.
 
     float32     2e-6     1e-5     1e-4
     bfloat16    1e-3     -        4e-2

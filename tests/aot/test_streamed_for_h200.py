@@ -2,7 +2,7 @@
 collectives, overlap.
 
 The layers are MLPs of three 4096 x 4096 matrices in bfloat16, on few tokens: activations are small
-  beside them.
+beside them.
 """
 
 import collections

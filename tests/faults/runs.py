@@ -4,10 +4,9 @@ was told and what is left.
     LD_PRELOAD=shim.so python runs.py shim.so FOLDER TOYS FIRST_SEED SECONDS RUNS OUT
 
 A run is one operation under one plan of faults. Runs come in episodes: an episode is a training run
-  with a directory of
-checkpoints, in which steps 1 and 2 are saved (`episode.py`). Its toy (`trained.py`), its settings,
-its operations and their faults follow from its seed. After each operation nothing fails, and these
-are checked:
+with a directory of checkpoints, in which steps 1 and 2 are saved (`episode.py`). Its toy
+(`trained.py`), its settings, its operations and their faults follow from its seed. After each
+operation nothing fails, and these are checked:
 
     wrong number    what was returned without an error is, bit for bit, what it is without faults: state, loss, weights, files
     lost            each saved step is whole, bit for bit; the newest of them is at least the newest whose save was confirmed;

@@ -53,7 +53,7 @@ def lose_data(mount: pathlib.Path, files: Iterable[pathlib.Path]) -> None:
     """Let the bytes of some files on a file system of `ext4` be unreadable from now on.
 
     What the kernel has in memory stays readable: all names, and the bytes of other files that were
-      just written or read.
+    just written or read.
     """
     os.sync()
     for file in files:

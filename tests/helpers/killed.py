@@ -9,7 +9,7 @@ and over.
     FOLDER/swap     of the tier nvme
 
 The first line it prints is "ready STEP", once its programs are compiled: the step that it goes on
-  from.
+from.
 """
 
 import os

@@ -2,9 +2,8 @@
 thread of its own.
 
 Addresses are those of host memory, and a copy reads its source when it runs, not when it is queued:
-  what is not ordered by
-events, or waited for, moves the wrong bytes. Stream 0 stands for a program that is not queued: its
-  calls run at once.
+what is not ordered by events, or waited for, moves the wrong bytes. Stream 0 stands for a program
+that is not queued: its calls run at once.
 """
 
 import ctypes

@@ -1,9 +1,8 @@
 """Schedules made by hand, whose times can be computed by hand.
 
 An array is bf16[1000,1000], 2e6 bytes. A product of two is 2e9 FLOPs. The rates make each of these
-  take 2 s: a product, a copy
-of an array over the link, and a kernel that reads one over it. What is not told a rate takes next
-to no time.
+take 2 s: a product, a copy of an array over the link, and a kernel that reads one over it. What is
+not told a rate takes next to no time.
 """
 
 import dataclasses

@@ -62,7 +62,7 @@ def test_dropout_masks_agree_on_recompute(activations):
     losses after a step.
 
     Gradient descent, since Adam makes a step of what is rounding alone: a bias of the keys has no
-      gradient.
+    gradient.
     """
     model, data, tx = (
         (gpt.layered_gpt(C), tokens(3), optax.sgd(0.5))

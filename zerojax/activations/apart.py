@@ -2,15 +2,15 @@
 derivative, and the derivative.
 
 A fused attention kernel is one equation, a custom_vjp, whose rule saves what it needs: its output
-  and the logsumexp of its
-rows. So is a loop, whose derivative reads what each of its iterations made. Differentiated where
-backward runs, such an equation would run forward a second time. Taken apart
+and the logsumexp of its rows. So is a loop, whose derivative reads what each of its iterations
+made. Differentiated where backward runs, such an equation would run forward a second time. Taken
+apart
 
     forward    outs, kept = F(operands)
     backward   d_operands = B(operands, outs, kept, d_outs)
 
 its forward runs once. Of a loop each iteration keeps what a layer would: the results of its
-  products.
+products.
 """
 
 import dataclasses

@@ -1,10 +1,9 @@
 """Which values of a traced layer are kept from forward to backward; the others are computed again.
 
 Backward reads more values than it need be given. Kept are results of equations that cost something
-  to repeat: products,
-convolutions, look-ups, sorts, loops, kernels. What elementwise, layout, cast and reduction
-equations make of these is computed again, random masks included. In units of s b h bytes (s tokens
-of b sequences of width h in 16 bits, a heads), a GPT's layer keeps
+to repeat: products, convolutions, look-ups, sorts, loops, kernels. What elementwise, layout, cast
+and reduction equations make of these is computed again, random masks included. In units of s b h
+bytes (s tokens of b sequences of width h in 16 bits, a heads), a GPT's layer keeps
 
     save         20 + 4 a s / h    the layer's input 2, qkv 6, scores in float32 4 a s / h, attention's output 2, its projection
                                    2, the hidden layer 8
@@ -19,9 +18,8 @@ each operator reads.
     remat        nothing but the layer's input
 
 Nothing that is computed from parameters alone is ever kept: backward has the gathered layer. So
-  ZeRO-3's bound of memory holds
-in every mode. Attention is found by its form: two products with batch dims of data with data, one
-  feeding the other.
+ZeRO-3's bound of memory holds in every mode. Attention is found by its form: two products with
+batch dims of data with data, one feeding the other.
 """
 
 import collections
@@ -95,8 +93,7 @@ def depending(program: FlatJaxpr, data: Iterable[int]) -> set[int]:
     """Return the slots that depend on data, those of the inputs among them.
 
     A slice of a stack of parameters is a parameter, also at an index that is data: no layer is kept
-      because it was chosen so.
-    Rows that a look-up takes of a table are activations.
+    because it was chosen so. Rows that a look-up takes of a table are activations.
     """
     of_data = set(data)
     for i in program.instructions:

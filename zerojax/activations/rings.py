@@ -8,12 +8,10 @@ way to its neighbour:
     row        y[B, T_t, H] = h[B, T, F_t] V[F_t, H]     step n: multiply a piece of h, add it to the sum that came
 
 A permute moves one piece, B T H / t elements, so a ring moves what the collective does: (t - 1) / t
-  of B T H on each device.
-The transposes are spelt out, as rings of the other kind:
+of B T H on each device. The transposes are spelt out, as rings of the other kind:
 
     column     dz[B, T_t, H] = dy W^T around a ring, as of a row product. Beside the same products the pieces of z come around
-               once more: a gathered value is never kept. Then dW = z^T dy. Where backward computes
-                 the layer again, they came
+               once more: a gathered value is never kept. Then dW = z^T dy. Where backward computes the layer again, they came
                around for that already.
     row        dh[B, T, F_t] = dy[B, T_t, H] V^T around a ring, as of a column product; its pieces of dy are put together. Then
                dV = h^T dy.

@@ -4,10 +4,8 @@
     scatter    y[B, T, H]{U_tensor} -> y[B, T_tensor, H]     a reduce_scatter; of a cotangent an all_gather
 
 Both spell out their transposes: from forward constraints alone the partitioner would gather
-  cotangents anew for each product
-that reads them. A gathered value is never kept for backward, and of a scatter the result is:
-  `is_gather` and `is_scatter` tell
-whoever chooses what is kept.
+cotangents anew for each product that reads them. A gathered value is never kept for backward, and
+of a scatter the result is: `is_gather` and `is_scatter` tell whoever chooses what is kept.
 """
 
 from collections.abc import Sequence

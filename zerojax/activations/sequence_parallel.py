@@ -20,9 +20,8 @@ where the rules do not tell what is split, the partitioner decides: the values a
 put in, since both operations only say where a value is.
 
 A rematerialised region is entered. A loop over tiles has its operand gathered before it and its
-  result scattered after it: its
-products are computed for [t_tensor, ...] entries, one of each device, so that nothing is reduced
-inside of the loop.
+result scattered after it: its products are computed for [t_tensor, ...] entries, one of each
+device, so that nothing is reduced inside of the loop.
 
 With `overlap` a gather and its products, or a product and its scatter, become one ring
 (`zerojax.activations.rings`), where all of them are plain products of which it is known how they

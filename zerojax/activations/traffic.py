@@ -9,10 +9,9 @@ each device has a part of the sum, y{U_tensor}, and the partitioner adds the par
     the rings of `zerojax.activations.rings`       permute
 
 Parts are added once, however many equations read a value, and sums of parts are added before:
-  cotangents of the queries, keys
-and values make one all_reduce. So in a derivative these are Megatron's collectives, those of
-sequence parallelism, and those of an embedding and a head that are split by the vocabulary; and
-what is computed again is sent again.
+cotangents of the queries, keys and values make one all_reduce. So in a derivative these are
+Megatron's collectives, those of sequence parallelism, and those of an embedding and a head that are
+split by the vocabulary; and what is computed again is sent again.
 
 A ring sends of n bytes n (t-1)/t in a gather or a scatter, twice that in an all_reduce, and n in
 each permute. Where the rules of flow leave a choice, a value is taken to be split as what it meets.

@@ -1,8 +1,7 @@
 """What `program.memory` returns: bytes by tier and kind, bytes sent, and bytes over the host link.
 
 Two kinds of bytes are kept apart: the arguments of the compiled step, which must equal what XLA
-  reports, and the memory that
-the step takes beside them while it runs.
+reports, and the memory that the step takes beside them while it runs.
 """
 
 import dataclasses
@@ -22,30 +21,25 @@ class MemoryReport:
         step. While it runs there are also
 
           - "grads": between backward and update.
-          - "unreduced": what each device's own sums, of reduce_every="step", take beside those
-            shards.
-          - "activations": between forward and backward; of a streamed step, those of all
-            microbatches.
+          - "unreduced": what each device's own sums, of reduce_every="step", take beside those shards.
+          - "activations": between forward and backward; of a streamed step, those of all microbatches.
           - "gathered": the largest layer or leaf held whole; two layers with gather_ahead.
-          - "in_flight": other records on their way between tiers, and a layer's gradient before it
-            is stored, in the tick that holds the most. With "gathered" it is the peak of the
-            schedule.
-          - "slots": on a GPU, where records of the nvme tier, and what an update on the host is
-            given and makes, are on their way beside the program.
+          - "in_flight": other records on their way between tiers, and a layer's gradient before it is stored, in the tick that
+            holds the most. With "gathered" it is the peak of the schedule.
+          - "slots": on a GPU, where records of the nvme tier, and what an update on the host is given and makes, are on their
+            way beside the program.
 
-        Gradients and activations of a streamed step in "pinned_host" are arguments too, as are the
-        "pending" gradients of a delayed update. No argument are the gradients that callbacks keep
-        for an update on the host, "stashed", the parameters that a delayed one makes beside the old
-        ones, "made", and the "buffers" of the nvme tier and, on a GPU, of the update on the host.
-        On disk the masters are part of "opt_state", and bytes are those of files.
+        Gradients and activations of a streamed step in "pinned_host" are arguments too, as are the "pending" gradients of a
+        delayed update. No argument are the gradients that callbacks keep for an update on the host, "stashed", the
+        parameters that a delayed one makes beside the old ones, "made", and the "buffers" of the nvme tier and, on a
+        GPU, of the update on the host. On disk the masters are part of "opt_state", and bytes are those of files.
       collectives: bytes that each device sends, by collective: "all_gather", "reduce_scatter",
-        "all_reduce" and so on of states and gradients, and of activations over `tensor`
-        "tensor_all_gather", "tensor_reduce_scatter", "tensor_all_reduce" and "tensor_permute".
+      "all_reduce" and so on of states
+        and gradients, and of activations over `tensor` "tensor_all_gather",
+        "tensor_reduce_scatter", "tensor_all_reduce" and "tensor_permute".
       host_link: bytes that cross each device's link to the host in a step: "to_device" and
-        "to_host".
-      callback_link: those of them that callbacks move, for an update on the host and for the nvme
-        tier.
-      num_params: P, tensor-parallel shards counted once.
+      "to_host". callback_link: those of them that callbacks move, for an update on the host and for
+      the nvme tier. num_params: P, tensor-parallel shards counted once.
     """
 
     tiers: Mapping[str, Mapping[str, int]]

@@ -1,8 +1,7 @@
 """Bytes that a resident step takes beside its arguments, and moves over the link.
 
 All layers are on the device, so what comes and goes is the optimizer: where its state is elsewhere,
-  the update runs leaf by
-leaf.
+the update runs leaf by leaf.
 """
 
 from collections.abc import Mapping

@@ -8,8 +8,7 @@ again, and lines that cannot be read move to `metrics.dropped.jsonl`. The shorte
 beside the old one and renamed, so a kill at any moment leaves one of them whole.
 
 The disk of a log may fill up while the training goes on: lines that could not be written stay in
-  memory and are written
-with a later step.
+memory and are written with a later step.
 """
 
 import contextlib

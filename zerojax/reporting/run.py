@@ -1,8 +1,7 @@
 """A training run that is seen: its figures on the terminal, in TensorBoard or Weights & Biases, and
 on one page at its end.
 
-    with zj.Run("runs/gpt", program=program, memory=program.memory(batch), steps=1000,
-    tokens=batch_size * seq) as run:
+    with zj.Run("runs/gpt", program=program, memory=program.memory(batch), steps=1000, tokens=batch_size * seq) as run:
         state = program.init(key)                     # with a bar, on a terminal
         for step in range(1, 1001):
             state, metrics = program.step(state, batch)

@@ -66,8 +66,8 @@ class Guarded:
     """A writer whose failures end neither the training nor the other writers.
 
     A failure is logged once. If the writer can be opened again, that is tried a minute later: a
-      full disk may have room by
-    then. The figures in between are missing there, and are in `metrics.jsonl`.
+    full disk may have room by then. The figures in between are missing there, and are in
+    `metrics.jsonl`.
     """
 
     def __init__(

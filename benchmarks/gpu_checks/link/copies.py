@@ -10,9 +10,8 @@ counter:
     both   load U[order[i]], and store at W[order[i]] what the tick before loaded: while one array is read another is written
 
 Beside them run products that nothing but the loop ties to the copies: as few as let a copy be the
-  longer of the two, which
-tells the link's speed beside products, or as many as take longer than it, which tells what copies
-cost products.
+longer of the two, which tells the link's speed beside products, or as many as take longer than it,
+which tells what copies cost products.
 """
 
 import dataclasses

@@ -2,10 +2,10 @@
 was predicted.
 
 The steps that are timed are those of the program whose HLO and thunks are read: it is compiled
-  once, with a dump. Seconds are
-the median of a few steps, each waited for. Idle share and overlap come from a profile of more of
-them, run back to back. What `hlo.simulate` predicts of the same program stands beside it twice: at
-the rates that it assumes, and at those that "rates" found on this machine.
+once, with a dump. Seconds are the median of a few steps, each waited for. Idle share and overlap
+come from a profile of more of them, run back to back. What `hlo.simulate` predicts of the same
+program stands beside it twice: at the rates that it assumes, and at those that "rates" found on
+this machine.
 """
 
 import dataclasses
@@ -344,7 +344,7 @@ def check_step(case: Callable[[Context], Case]) -> Callable[[Context], Iterator[
     state on.
 
     More tokens take more memory: a program that no longer fits is built again, with fewer layers
-      and a new state.
+    and a new state.
     """
 
     def rows(context: Context) -> Iterator[Row]:
