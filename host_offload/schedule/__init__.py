@@ -11,11 +11,13 @@ from host_offload.schedule.moves import Window as Window
 from host_offload.schedule.moves import horizon_of as horizon_of
 from host_offload.schedule.moves import moves_of as moves_of
 from host_offload.schedule.ops import END_PIECES as END_PIECES
+from host_offload.schedule.ops import EVERY_LEAF as EVERY_LEAF
 from host_offload.schedule.ops import HEAD as HEAD
 from host_offload.schedule.ops import HEAD_PIECES as HEAD_PIECES
 from host_offload.schedule.ops import LANES as LANES
 from host_offload.schedule.ops import LATE_ENDS as LATE_ENDS
 from host_offload.schedule.ops import LAYERS as LAYERS
+from host_offload.schedule.ops import Loop as Loop
 from host_offload.schedule.ops import Op as Op
 from host_offload.schedule.ops import Record as Record
 from host_offload.schedule.schedule import ON_DISK as ON_DISK

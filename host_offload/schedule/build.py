@@ -219,16 +219,26 @@ def build_schedule(
             raise ValueError(
                 f"budget_bytes={budget_bytes}: prefetch_distance={distance} with gather_ahead={gather_ahead} puts "
                 f"{schedule.peak_bytes} bytes in flight on a device, {schedule.peak_bytes - budget_bytes} more; "
-                + advise(build, distance, gather_ahead, budget_bytes)
+                + advise(build, distance, (True, False) if gather_ahead else (False,), budget_bytes)
             )
     return schedule
 
 
 def advise(
-    build: Callable[[int, bool], HasPeak], distance: int, gather_ahead: bool, budget_bytes: int
+    build: Callable[[int, bool], HasPeak],
+    distance: int,
+    gather_ahead: Sequence[bool],
+    budget_bytes: int,
 ) -> str:
-    """Return a change of the schedule with which it fits a budget."""
-    for ahead in (True, False) if gather_ahead else (False,):
+    """Return a change of the schedule that makes it fit a budget, as a clause for an error message.
+
+    Args:
+      build: builds the schedule of a prefetch distance and a `gather_ahead`.
+      distance: the distance that does not fit.
+      gather_ahead: choices in order of preference, the one that does not fit first.
+      budget_bytes: most bytes in flight on a device.
+    """
+    for ahead in gather_ahead:
         fits = (
             bisect.bisect_right(
                 range(distance + 1), budget_bytes, key=lambda d: build(d, ahead).peak_bytes
@@ -236,10 +246,14 @@ def advise(
             - 1
         )
         if fits >= 0:
-            off = "gather_ahead=False with " if gather_ahead and not ahead else ""
+            off = "" if ahead == gather_ahead[0] else f"gather_ahead={ahead} with "
             return f"{off}prefetch_distance={fits} fits, with {build(fits, ahead).peak_bytes} bytes"
-    least = build(0, False).peak_bytes
-    return f"nothing fits: prefetch_distance=0 with gather_ahead=False needs {least} bytes, {least - budget_bytes} more"
+    ahead = gather_ahead[-1]
+    least = build(0, ahead).peak_bytes
+    return (
+        f"nothing fits: prefetch_distance=0 with gather_ahead={ahead} needs {least} bytes, "
+        f"{least - budget_bytes} more"
+    )
 
 
 def build_ends(

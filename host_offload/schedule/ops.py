@@ -44,6 +44,8 @@ MOVES: tuple[str, ...] = ("up", "down", "read", "write")
 """Lanes in which records cross the link to host memory, or go to and from the disk."""
 LAYERS = "layers"
 """`Record.leaves` of a layer's one record."""
+EVERY_LEAF = "every_leaf"
+"""`Record.leaves` of all parameters, where an optimizer updates them as one tree."""
 HEAD, HEAD_PIECES, LATE_ENDS, END_PIECES = "head", "head_pieces", "late_ends", "end_pieces"
 """`Record.leaves` of leaves that are no stack of layers, where they are updated beside backward or
 update.

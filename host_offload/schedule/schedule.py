@@ -312,10 +312,11 @@ class Phase:
         Raises:
           ValueError: no lane is given, or one in which no record moves.
         """
-        if not lanes or not set(lanes) <= set(MOVES):
-            raise ValueError(
-                f"moved{lanes}: records move in the lanes {', '.join(map(repr, MOVES))}"
-            )
+        if not lanes or any(lane not in MOVES for lane in lanes):
+            known, wrong = ", ".join(map(repr, MOVES)), ", ".join(map(repr, lanes))
+            raise ValueError(f"moved({wrong}): give one or more of the lanes {known}")
+        if called not in (None, True, False):
+            raise ValueError(f"called={called!r}: True, False or None is needed")
         total = 0
         for loop in self.loops:
             on_disk = {op.record: op.num_bytes for op in loop.ops if op.verb in ("read", "write")}

@@ -22,12 +22,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from host_offload.schedule.ops import END_PIECES, HEAD, HEAD_PIECES, LATE_ENDS, LAYERS, Loop, Op
+from host_offload.schedule.ops import (
+    END_PIECES,
+    EVERY_LEAF,
+    HEAD,
+    HEAD_PIECES,
+    LATE_ENDS,
+    LAYERS,
+    Loop,
+    Op,
+)
 from host_offload.schedule.schedule import Phase, Schedule
 from host_offload.schedule.tiles import TiledSchedule
 
 _UNSTACKED = {
     "ends": "embed, head",
+    EVERY_LEAF: "all parameters",
     HEAD: "head, small leaves",
     HEAD_PIECES: "head, in pieces",
     LATE_ENDS: "embed, head",
@@ -110,36 +120,50 @@ class StepPlan:
         return f"<StepPlan of {', '.join(phases)}; print it for a table>"
 
     def __str__(self) -> str:
-        count = self.num_microbatches
-        each = "" if count == 1 else f"; a layer computes its {count} microbatches in one tick"
-        head = (
-            f"at most {self.peak_bytes:,} bytes in flight on a device, in {self.peak[0]}{each}"
-            if self.peak_bytes
-            else ""
-        )
-        columns = f"{'phase':<22} {'ticks':>11} {'operation':<14} {'of':<28} {'numbers':>11} {'lane':<8} {'bytes':>16}"
-        lines = [*([head] if head else []), columns]
+        names = ("phase", "ticks", "operation", "of", "numbers", "lane", "bytes", "")
+        rows: list[tuple[str, ...]] = [names]
         for part in self.parts:
             for depth, loop, op in _operations(part.phase):
-                lines.append(self._line(_title(part), depth, loop, op))
+                # Parameters that every device has already are not gathered.
+                if op.verb != "gather" or op.num_bytes:
+                    rows.append(self._row(_title(part), depth, loop, op))
+        widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
+        lines = [self._head()] if self.peak_bytes else []
+        for phase, ticks, verb, record, numbers, lane, size, lag in rows:
+            cells = [
+                phase.ljust(widths[0]),
+                ticks.rjust(widths[1]),
+                verb.ljust(widths[2]),
+                record.ljust(widths[3]),
+                numbers.rjust(widths[4]),
+                lane.ljust(widths[5]),
+                size.rjust(widths[6]),
+                lag,
+            ]
+            lines.append("  ".join(cells).rstrip())
         return "\n".join(lines)
 
-    def _line(self, phase: str, depth: int, loop: Loop, op: Op) -> str:
-        """Return the line of an operation, `depth` loops over tiles inside of the phase's own loop."""
-        leaves = self.names.get(op.record.leaves) or _UNSTACKED.get(
-            op.record.leaves, op.record.leaves
-        )
-        record = op.record.kind if op.record.leaves == LAYERS else f"{op.record.kind} of {leaves}"
-        ticks, numbers = f"{loop.start}", f"{op.number}"
+    def _head(self) -> str:
+        """Return the first line of a table."""
+        phase, num_bytes = self.peak
+        head = f"at most {num_bytes:,} bytes in flight on a device, in {phase}"
+        if self.num_microbatches > 1:
+            head += f"; a layer computes its {self.num_microbatches} microbatches in one tick"
+        return head
+
+    def _row(self, phase: str, depth: int, loop: Loop, op: Op) -> tuple[str, ...]:
+        """Return the cells of an operation, `depth` loops over tiles inside of the phase's loop."""
+        record, ticks, numbers = op.record.kind, f"{loop.start}", f"{op.number}"
+        if op.record.leaves != LAYERS:
+            leaves = self.names.get(op.record.leaves)
+            record += f" of {leaves or _UNSTACKED.get(op.record.leaves, op.record.leaves)}"
         if loop.trips > 1:
             ticks += f" .. {loop.stop - 1}"
             numbers += f" .. {op.number + loop.step * (loop.trips - 1)}"
+        if depth:
+            ticks = f"tile {ticks}"
         size = f"{op.num_bytes:,}" if op.num_bytes else "-"
-        verb = "  " * depth + op.verb
-        line = (
-            f"{phase:<22} {ticks:>11} {verb:<14} {record:<28} {numbers:>11} {op.lane:<8} {size:>16}"
-        )
-        return line if not op.lag else f"{line}  {_lag(op)}"
+        return phase, ticks, "  " * depth + op.verb, record, numbers, op.lane, size, _lag(op)
 
     def moved(self, *lanes: str, called: bool | None = None) -> int:
         """Return the bytes that cross some lanes of a device in a step.
@@ -164,9 +188,14 @@ class StepPlan:
           ValueError: no step has a phase of that name.
         """
         known = (*_BEFORE_UPDATE, "update", "ends")
-        if name not in known:
-            raise ValueError(f"phase {name!r}: a step has the phases {', '.join(known)}")
-        return max((part.phase.peak_bytes for part in self.parts if part.name == name), default=0)
+        titles = [_title(part) for part in self.parts]
+        if name not in (*known, *titles):
+            raise ValueError(
+                f"phase {name!r}: this step has {', '.join(dict.fromkeys(titles))}, and steps have "
+                f"{', '.join(known)}"
+            )
+        peaks = [part.phase.peak_bytes for part in self.parts if name in (part.name, _title(part))]
+        return max(peaks, default=0)
 
     @functools.cached_property
     def peak(self) -> tuple[str, int]:
@@ -277,7 +306,9 @@ def _title(part: Part) -> str:
 
 
 def _lag(op: Op) -> str:
-    """Return the lag of an operation in words."""
+    """Return the lag of an operation in words; "" if it has none."""
+    if not op.lag:
+        return ""
     if op.verb == "host_update":
         return "since the step began"
     ticks = "1 tick" if abs(op.lag) == 1 else f"{abs(op.lag)} ticks"

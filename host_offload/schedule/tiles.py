@@ -222,6 +222,6 @@ def build_tiled_schedule(
         raise ValueError(
             f"budget_bytes={budget_bytes}: prefetch_distance={distance} puts {schedule.peak_bytes} bytes in flight on a "
             f"device, {schedule.peak_bytes - budget_bytes} more; "
-            + advise(build, distance, False, budget_bytes)
+            + advise(build, distance, (False,), budget_bytes)
         )
     return schedule

@@ -153,6 +153,41 @@ def test_records_are_not_copied_out_of_stacks_on_the_device():
     assert "dynamic_slice_config" in on_host
 
 
+@pytest.mark.xdist_group("h200")
+@pytest.mark.by_default("embedding alone")
+@pytest.mark.parametrize(
+    ("vocab", "has_norm", "config"),
+    [
+        pytest.param(4096, False, {"opt_state": H}, id="embedding alone"),
+        pytest.param(4096, True, {"opt_state": H, "params": H, "update": "in_backward"}, id="norm"),
+        pytest.param(1024, False, {"opt_state": H}, id="small"),
+    ],
+)
+def test_embedding_and_head_larger_than_a_layer_cross_the_link_once(vocab, has_norm, config):
+    """The compiled copies are what the step's list of operations says, also of leaves in pieces."""
+    width = 512
+    model = zj.LayeredModel(
+        4,
+        lambda k: {"table": jnp.ones((vocab, width))},
+        lambda p, b, k: p["table"][b["tokens"]],
+        lambda k: {"w": jnp.ones((width, width)), "v": jnp.ones((width, width))},
+        lambda p, x, k: x + jnp.tanh(x @ p["w"]) @ p["v"],
+        lambda k: {"out": jnp.ones((width, vocab))} | ({"n": jnp.ones(width)} if has_norm else {}),
+        lambda p, e, x, b, k: jnp.mean((x * p.get("n", 1) @ p["out"]) ** 2),
+    )
+    config = zj.ZeroConfig(precision="bf16", **config)
+    mesh = aot.gpu_mesh("h200", gpus_per_host=1)
+    program = zj.build_train_step(model, optax.adamw(1e-3), config, mesh)
+    copies, operations = program.host_copies(BATCH), program.operations(BATCH)
+    listed = {"to_device": operations.moved("up"), "to_host": operations.moved("down")}
+    assert listed == program.memory(BATCH).host_link
+    for way, num_bytes in listed.items():
+        compiled = sum(
+            move.num_bytes * move.times for move in copies.moves if move.direction == way
+        )
+        assert compiled == num_bytes, (way, compiled, num_bytes)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.xdist_group("h200")
 def test_a_resident_step_moves_nothing():

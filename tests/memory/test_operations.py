@@ -101,7 +101,7 @@ def test_a_table_names_leaves_and_says_what_a_tick_computes(tmp_path):
         in table
     )
     assert "params of ['embed']['table']" in table
-    assert " 1 tick ahead" in table
+    assert "  1 tick ahead" in table
     assert " 1 ticks" not in table
     assert repr(operations).startswith(
         "<StepPlan of embed, forward, head, backward, embed_backward, update, ends"
@@ -111,13 +111,15 @@ def test_a_table_names_leaves_and_says_what_a_tick_computes(tmp_path):
 def test_lanes_and_phases_that_do_not_exist_are_refused(tmp_path):
     with build(AWAY, tmp_path) as program:
         operations = program.operations(toys.batches(1)[0])
-    for lanes in ((), ("upp",), ("network",), ("up", "compute")):
+    for lanes in ((), ("upp",), ("network",), ("up", "compute"), (["up"],), (None,)):
         with pytest.raises(
-            ValueError, match="records move in the lanes 'up', 'down', 'read', 'write'"
+            ValueError, match="one or more of the lanes 'up', 'down', 'read', 'write'"
         ):
             operations.moved(*lanes)
+    with pytest.raises(ValueError, match="called='yes': True, False or None is needed"):
+        operations.moved("up", called="yes")
     with pytest.raises(
-        ValueError, match=r"phase 'forwards': a step has the phases embed, forward, .*, ends"
+        ValueError, match=r"phase 'forwards': this step has embed, forward, .*, ends"
     ):
         operations.peak_of("forwards")
     assert operations.peak_of("forward") > 0
@@ -144,6 +146,34 @@ def test_a_resident_step_says_where_its_bytes_are():
             == program.memory(batch).tiers["device"]["in_flight"]
             > 0
         )
+
+
+def test_a_resident_step_lists_its_update_once():
+    batch = toys.batches(1)[0]
+    models = {"layers": toys.layered(), "leaves": toys.unrolled()}
+    for name, model in models.items():
+        config = zj.ZeroConfig(stage=1)
+        with zj.build_train_step(model, optax.adamw(1e-3), config, mesh_of(2)) as program:
+            operations = program.operations(batch)
+        verbs = [
+            op.verb for part in operations.parts for _, ops in part.phase.ticks() for op in ops
+        ]
+        assert verbs.count("update") == 1, name
+        assert "update" in str(operations)
+        assert " gather " not in str(operations)
+        assert ("head" in [part.name for part in operations.parts]) == (name == "layers")
+
+
+def test_advice_keeps_what_makes_the_step_stream():
+    """`gather_ahead=False` is no advice where it alone makes the step stream."""
+    fields = {"stage": 3, "gather_ahead": True}
+    model, tx = toys.layered(), optax.adamw(1e-3)
+    with zj.build_train_step(model, tx, zj.ZeroConfig(**fields), mesh_of(2)) as program:
+        most = program.operations(toys.batches(1)[0]).peak_bytes
+    config = zj.ZeroConfig(**fields, device_budget_bytes=most - 1)
+    with pytest.raises(ValueError, match=f"device_budget_bytes={most - 1}: ") as found:
+        zj.build_train_step(model, tx, config, mesh_of(2))
+    assert "gather_ahead=False" not in str(found.value)
 
 
 def test_late_stores_are_an_int():

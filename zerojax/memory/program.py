@@ -122,7 +122,7 @@ def steps_of_program(records: StateRecords, step: object, abstract_batch: Any) -
     if isinstance(step, StreamedStep):
         return streamed_steps(step, abstract_batch)
     if isinstance(step, ResidentStep):
-        steps = steps_of_leaves(records, {} if step.update is None else step.update.num_pieces())
+        steps = steps_of_leaves(records, None if step.update is None else step.update.num_pieces())
         return dataclasses.replace(
             steps, stacks=step.stacks
         )  # forward and backward: the update is leaf by leaf

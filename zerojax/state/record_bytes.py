@@ -4,7 +4,18 @@ takes them.
 
 from collections.abc import Callable, Container, Mapping, Sequence
 
-from host_offload.schedule import ON_DISK, EndLeaf, HostUpdate, StepPlan, build_ends
+from host_offload.schedule import (
+    EVERY_LEAF,
+    ON_DISK,
+    EndLeaf,
+    HostUpdate,
+    Loop,
+    Op,
+    Phase,
+    Record,
+    StepPlan,
+    build_ends,
+)
 from zerojax.config import ZeroConfig
 from zerojax.sharding import FSDP, STAGES, LeafSpec, Spec, local_elements, stored_spec
 from zerojax.state.records import RecordSpec
@@ -198,16 +209,22 @@ def host_update(config: ZeroConfig, has_master: bool) -> HostUpdate | None:
     )
 
 
-def steps_of_leaves(records: StateRecords, pieces: Mapping[int, int]) -> StepPlan:
-    """Return everything that a resident step does: leaf by leaf, since none is a stack of layers
-    that come and go.
+def steps_of_leaves(records: StateRecords, pieces: Mapping[int, int] | None) -> StepPlan:
+    """Return the unstacked part of a resident step: its update, and the embedding and head.
 
     Args:
-      records: how the state rests.
-      pieces: in how many pieces the device updates each leaf, by leaf; 1 where a leaf is missing.
+      records: how the state is stored.
+      pieces: number of pieces in which the device updates each leaf, by leaf; 1 where a leaf is
+        missing. None: the whole tree is updated at once, on the device.
     """
     layout = records.layout
     host = host_update(layout.config, layout.has_master)
     names = {str(i): leaf.name for i, leaf in enumerate(layout.all_leaves)}
-    ends = build_ends(end_leaves(records, (), pieces), layout.has_master, host)
-    return StepPlan({}, ends, names=names, num_microbatches=layout.config.num_microbatches)
+    phases = build_ends(end_leaves(records, (), pieces or {}), layout.has_master, host)
+    if pieces is None:
+        tree = Op("update", Record("opt_state", EVERY_LEAF), 0, "compute")
+        phases["ends"] = Phase(name="ends", loops=(Loop(0, 1, 1, (tree,)),))
+    if layout.num_layers is None:
+        # A plain Model has neither embedding nor head.
+        phases = {"ends": phases["ends"]}
+    return StepPlan({}, phases, names=names, num_microbatches=layout.config.num_microbatches)

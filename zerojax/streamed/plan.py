@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from host_offload.schedule import (
+    END_PIECES,
     LATE_ENDS,
     Move,
     Schedule,
@@ -31,6 +32,7 @@ from host_offload.schedule import (
     stacked_schedule,
 )
 from zerojax.compat import most_link_groups, num_update_groups
+from zerojax.config import streams
 from zerojax.grads import Derivative, float32_grads, reduced, unreduced_grads, unreduced_sharding
 from zerojax.models import LayeredModel, StackModel, stacks_of
 from zerojax.optim import HostUpdate, RecordUpdate, unused_grads, used
@@ -331,11 +333,14 @@ class StreamedPlan:
 
         phase, peak = build(distance, ahead).peak
         if peak > budget:
+            # A step may stream for nothing but `gather_ahead`.
+            is_needed = not streams(dataclasses.replace(config, gather_ahead=False))
+            choices = (True,) if ahead and is_needed else (True, False) if ahead else (False,)
             counted = "with what this batch keeps off the device for backward, " if kept else ""
             raise ValueError(
                 f"device_budget_bytes={budget}: {counted}prefetch_distance={distance} with gather_ahead={ahead} puts {peak} "
                 f"bytes in flight on a device, in {phase}, {peak - budget} more; "
-                + advise(build, distance, ahead, budget)
+                + advise(build, distance, choices, budget)
             )
 
     def steps(self, loops: Loops, ends_first: bool, kept: Kept | None = None) -> StepPlan:
@@ -365,11 +370,12 @@ class StreamedPlan:
         if loops is not None:
             pairs = zip(schedules.items(), loops, strict=True)
             schedules = {name: with_tiles(schedule, inside) for (name, schedule), inside in pairs}
-        is_beside = any(
-            phase.stores_late for schedule in schedules.values() for phase in schedule.phases
-        )
-        late = self.drained is not None and is_beside
-        beside = {*self.early_ends, *self.head_pieces, *(self.late_ends if late else ())}
+        phases = [phase for schedule in schedules.values() for phase in schedule.phases]
+        beside = {*self.early_ends, *self.head_pieces}
+        if any(
+            phase.ticks_of(name, "load") for phase in phases for name in (LATE_ENDS, END_PIECES)
+        ):
+            beside |= set(self.late_ends)
         pieces = {} if self.update is None else self.update.num_pieces()
         leaves, host = (
             end_leaves(self.state_records, beside, pieces),
