@@ -341,7 +341,7 @@ def _repeated(part: str) -> Iterator[int]:
 def _devices(
     env: Mapping[str, str], on_node: int | None, local: int | None
 ) -> tuple[int, ...] | None:
-    """Return the devices of a process, as numbers among those that it sees; None for all.
+    """Return the devices of a process, as numbers among its visible devices; None for all.
 
     Args:
       env: with CUDA_VISIBLE_DEVICES.
