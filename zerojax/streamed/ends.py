@@ -115,7 +115,7 @@ class Ends:
     def embed_all(self, ends: Any, batch: Any, keys: Any, state: Any) -> tuple[Any, Any, Any]:
         """Return the first layer's input, and the states before and after the embedding.
 
-        All three are of all microbatches. The states are those of embedding and head. Both are kept
+        All three are of all microbatches. The states belong to embedding and head. Both are kept
         for
         each microbatch: the head reads the state that the embedding of its microbatch left, and
         backward
