@@ -60,7 +60,7 @@ def sends_rows(
 ) -> bool:
     """Return whether sending rows is possible and takes fewer elements than reducing the table.
 
-    The rows are those of a device's own batch shard. They are sent to the shards of the table's
+    The rows are from a device's own batch shard. They are sent to the shards of the table's
     gradient.
 
     Args:

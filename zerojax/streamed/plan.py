@@ -478,7 +478,7 @@ class StreamedPlan:
           part: indices of the record's leaves, with frozen leaves last.
           index: index of the record.
         """
-        # Two kinds of records, each of which is one fetch from disk.
+        # Trainable and frozen leaves are separate records: each is one fetch from disk.
         kinds = (
             [i for i in part if not self.leaves[i].frozen],
             [i for i in part if self.leaves[i].frozen],
@@ -567,7 +567,7 @@ class StreamedPlan:
     def zero_grads(self, indices: Sequence[int]) -> list[Array]:
         """Return zeros in which the gradients of some leaves are summed over microbatches.
 
-        The leaves are those of one record, or unstacked leaves.
+        The leaves belong to one record, or are unstacked.
         """
         lead = (num_batch_shards(self.mesh),) if self.layout.reduces_once else ()
         shapes = [(*lead, *self.leaves[i].record_shape) for i in indices]

@@ -133,7 +133,7 @@ class RunFacts:
     def tiers(self, config: ZeroConfig) -> dict[str, str]:
         """Return the tier of each kind of record.
 
-        A kind of which the layers have no arrays counts as "device", so nothing is fetched.
+        A kind without arrays counts as "device", so nothing is fetched.
         """
         kinds = ("params", "grads", "opt_state")
         trained = {kind: getattr(config, kind) if self.is_trained else "device" for kind in kinds}

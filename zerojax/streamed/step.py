@@ -255,7 +255,7 @@ class StreamedStep:
         return tuple(move for move in found if move.kind.split(".")[0] in ("params", "frozen"))
 
     def grads_moves(self) -> tuple[Move, ...]:
-        """Return the disk moves of `grads`, in order: those of forward and backward.
+        """Return the disk moves of `grads`, in order: forward and backward alone.
 
         The step must keep its gradients on the device.
         """
