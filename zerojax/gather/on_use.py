@@ -387,7 +387,7 @@ class GatherInterpreter:
         sources = union(list(lazies.values()))
         if (size := total_bytes(sources)) > self.rule.region_bytes:
             for z in lazies.values():
-                self.note(z, f"in one equation, {size} bytes at once")
+                self.note(z, f"in one equation, {size} bytes at the same time")
         outs = gathered(self.rule, equations, sources, [self.slots[ref] for ref in data])
         self.slots.update(zip(results, outs, strict=True))
         self.done.update(group)

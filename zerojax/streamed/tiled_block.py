@@ -419,8 +419,9 @@ def _check_uses(
                     f"{names[leaf]} is a stack of tiles, whose records are tiles in a streamed "
                     f"step, but the block uses it in {i.eqn.primitive.name!r}: use it in one "
                     "loop of zerojax.tiling only, as TiledDense and TiledMLP do, outside "
-                    "jax.checkpoint, nnx.remat, scan, cond and vmap; or leave it out of the model's "
-                    "`tiles` (dataclasses.replace(model, tiles=False)), so that it is fetched in one piece"
+                    "jax.checkpoint, nnx.remat, scan, cond and vmap; or leave it out of the "
+                    "model's `tiles` (dataclasses.replace(model, tiles=False)), so that it is "
+                    "fetched in one piece"
                 )
             loop_uses.setdefault(leaf, []).append(mark[0])
     for ref in program.outputs:
