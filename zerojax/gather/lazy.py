@@ -284,10 +284,8 @@ def move_spec(eqn: jex.JaxprEqn, spec: Spec, position: int = 0) -> Spec | None:
     """Return the spec of an equation's result, or None if it cannot run shard by shard.
 
     This table, and not the partitioner, decides whether an equation runs on the shard before the
-    gather
-    or after it. A move before the gather costs 1/N of its work, and a cast there halves the
-    gathered
-    bytes.
+    gather or after it. A move before the gather costs 1/N of its work, and a cast there halves the
+    gathered bytes.
 
     Args:
       eqn: an equation with a sharded operand at `position`; all other operands are scalar

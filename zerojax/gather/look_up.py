@@ -85,8 +85,7 @@ def look_up(
     """Apply a look-up to a gathered table.
 
     Backward sends rows to the shards of the table's gradient if that takes fewer bytes than
-    reducing
-    the full table.
+    reducing the full table.
 
     Args:
       eqn: the look-up (`is_look_up`).

@@ -197,8 +197,7 @@ class GatherInterpreter:
         """Keep a param-only equation lazy.
 
         It becomes a move of the shard, or is reduced on the shard, or is postponed to the units
-        that use
-        it.
+        that use it.
         """
         eqn, operands = instruction.eqn, tuple(self.read(ref) for ref in instruction.ins)
         lazies = list(dict.fromkeys(o for o in operands if isinstance(o, Lazy)))
@@ -263,9 +262,9 @@ class GatherInterpreter:
         """Return the indices of the equations that share a unit with the use at `first`.
 
         A group holds cheap equations and at most one matrix product. After the product it holds
-        only linear
-        equations, whose derivatives do not need the product's result, so backward repeats nothing
-        expensive. A group ends with a use of a parameter, and gathers at most the budget.
+        only linear equations, whose derivatives do not need the product's result, so backward
+        repeats nothing expensive. A group ends with a use of a parameter, and gathers at most the
+        budget.
         """
         instructions = self.program.instructions
         group, last_use = [first], 1
@@ -304,16 +303,13 @@ class GatherInterpreter:
         """Return the indices of two custom derivatives that must share one unit, and those between.
 
         The second one reads the result and the parameter of the first one, at index `first`. If
-        there is no
-        such second one, the result is `[first]`.
+        there is no such second one, the result is `[first]`.
 
         Weights are quantized to 8-bit floats in this way (flax.linen.fp8_ops). The product reads
-        the
-        quantized weight in forward and the weight in backward. No cotangent reaches the quantized
-        weight,
-        yet the rule that computed it returns the new scale as a gradient. JAX skips a rule inside a
-        checkpoint if no cotangent reaches the checkpoint's results, so both equations share one
-        checkpoint.
+        the quantized weight in forward and the weight in backward. No cotangent reaches the
+        quantized weight, yet the rule that computed it returns the new scale as a gradient. JAX
+        skips a rule inside a checkpoint if no cotangent reaches the checkpoint's results, so both
+        equations share one checkpoint.
         """
         instructions = self.program.instructions
         if not instructions[first].eqn.primitive.name.startswith("custom_vjp"):
@@ -488,8 +484,7 @@ def _reduced(lazy: Lazy) -> Lazy:
     """Compute a small value from shards, without a gather, and return it as a source of its own.
 
     The equations mean the same on sharded arrays; the partitioner adds the psum. Their inputs are
-    kept
-    for backward, and their intermediate values are not.
+    kept for backward, and their intermediate values are not.
     """
     sources = lazy.sources
 

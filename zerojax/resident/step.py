@@ -181,10 +181,16 @@ class ResidentStep:
     def grads(
         self, state: TrainState, batch: Any, scratch: dict[str, list[Any]]
     ) -> tuple[tuple[Any, Any], dict[str, list[Any]]]:
-        """Return ((loss or dict of loss and metrics, gradients), scratch) of one step.
+        """Return the loss and the gradients of one step, without an update.
 
-        The gradients are unscaled and float32. The loss and metrics have the form that `eval`
-        returns.
+        Args:
+          state: the state.
+          batch: global batch.
+          scratch: returned unchanged.
+
+        Returns:
+          ((loss, gradients), scratch). The loss has the form that `eval` returns; the gradients are
+          unscaled and float32.
         """
         result = build_grads(self.model, self.layout, self.evaluated)(state, batch)
         scale = None if state.loss_scale is None else state.loss_scale.scale
@@ -338,8 +344,7 @@ def build_grads(
         """Return the gradients of scale * loss, and a tuple of further results.
 
         The tuple holds the state that its gradient replaces, the loss, the metrics, and the model
-        state
-        after it.
+        state after it.
         """
         batch, key, rest, whole = data
         trained, frozen, overwritten = params

@@ -1,8 +1,7 @@
 """Where saved activations are stored until backward: on the device, in host memory or on disk.
 
 `zerojax.streamed.residuals` decides which values of a layer are saved and which are recomputed.
-This
-module gives each saved value, and the layer's input, a `RecordSpec`. Forward fills a stack
+This module gives each saved value, and the layer's input, a `RecordSpec`. Forward fills a stack
 `[L, ...]` of each, over the L layers of a run, and backward reads it:
 
     device         the stack is created inside the program
@@ -10,9 +9,8 @@ module gives each saved value, and the layer's input, a `RecordSpec`. Forward fi
     nvme           records of the kind "activations"; only the layer's input can be on disk
 
 With `partition_activations`, arrays that `tensor` does not already shard are stored sharded over
-it:
-forward keeps a slice, which moves no data, and backward gathers it (ZeRO-R's Pa; arXiv:1910.02054,
-section 6.1).
+it: forward keeps a slice, which moves no data, and backward gathers it (ZeRO-R's Pa;
+arXiv:1910.02054, section 6.1).
 
     computed  x[B_(data, fsdp), T, H]
     stored    x[B_(data, fsdp), T_tensor, H]
@@ -85,8 +83,7 @@ class ResidualPlan:
         """Display name of each array, in the order of `records`.
 
         A leaf of the input is "x" and a path. A residual has the name that the model gave it, or
-        its number
-        and the equation that computes it.
+        its number and the equation that computes it.
         """
         return (*self.x_names, *self.block.labels)
 
@@ -104,13 +101,24 @@ class ResidualPlan:
         return tuple(i for i in self.away if self.records[i].disk_records is None)
 
     def fetch(self, stacks: Sequence[Any], layer: Array) -> list[Array]:
-        """Return one layer's arrays that are stored off the device."""
+        """Return one layer's arrays that are stored off the device.
+
+        Args:
+          stacks: stacks of all saved arrays, in the order of `records`.
+          layer: i32[], number of the layer in its stack of layers.
+        """
         return read_layer(
             pick(self.records, self.away), pick(stacks, self.away), self._index(layer)
         )
 
     def read(self, stacks: Sequence[Any], fetched: Sequence[Array], layer: Array) -> list[Array]:
-        """Return all arrays of one layer, given the arrays that `fetch` returned."""
+        """Return all arrays of one layer, given the arrays that `fetch` returned.
+
+        Args:
+          stacks: stacks of all saved arrays, in the order of `records`.
+          fetched: the layer's arrays that are stored off the device.
+          layer: i32[], number of the layer in its stack of layers.
+        """
         away, index = dict(zip(self.away, fetched, strict=True)), self._index(layer)
         return [
             away[i] if i in away else _row_major(r.read(stacks[i], index), r.mesh)
@@ -120,7 +128,14 @@ class ResidualPlan:
     def write(
         self, stacks: Sequence[Any], layer: Any, x: Any, values: Sequence[Array]
     ) -> list[Any]:
-        """Return the stacks with one layer's input and residuals written to them."""
+        """Return the stacks with one layer's input and residuals written to them.
+
+        Args:
+          stacks: stacks of all saved arrays, in the order of `records`.
+          layer: number of the layer in its stack of layers.
+          x: the layer's input.
+          values: the block's residuals.
+        """
         # Constrained to their specs outside the stacks, so that the partitioner does not shard a
         # value's computation to match its storage.
         return write_layer(
@@ -490,8 +505,7 @@ def _row_major(value: Array, mesh: Mesh) -> Array:
     """Constrain a slice of a stack to the layout of the stack, on a single device.
 
     Otherwise XLA may choose the layout that the first product wants, and copy the full stack into
-    it
-    before the loop. On several devices, XLA's partitioner would gather a value with such a
+    it before the loop. On several devices, XLA's partitioner would gather a value with such a
     constraint.
     """
     is_free = value.ndim < 2 or mesh.devices.size > 1

@@ -2,8 +2,7 @@
 
 Their leaves, the "ends", are unstacked. They are loaded once per step and stay on the device until
 it ends. At stage 3 each leaf is gathered where it is used, as in the resident step. The gradients
-of
-head and embedding are added, since both may use a tied embedding.
+of head and embedding are added, since both may use a tied embedding.
 """
 
 from collections.abc import Callable
@@ -116,10 +115,8 @@ class Ends:
         """Return the first layer's input, and the states before and after the embedding.
 
         All three are of all microbatches. The states belong to embedding and head. Both are kept
-        for
-        each microbatch: the head reads the state that the embedding of its microbatch left, and
-        backward
-        runs the embedding again with the state that it read.
+        for each microbatch: the head reads the state that the embedding of its microbatch left, and
+        backward runs the embedding again with the state that it read.
         """
 
         def one(state: Any, piece: Any) -> tuple[Any, Any]:

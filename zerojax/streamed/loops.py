@@ -338,8 +338,7 @@ class StackLoops:
         """Derive one layer, overlapped with the next layer's gather and all transfers.
 
         Returns (gradients, the input's cotangent, the context's cotangent, next layer gathered,
-        record in
-        flight, further arrays that crossed the host link).
+        record in flight, further arrays that crossed the host link).
         """
         plan, stack, count = self.plan, self.stack, self.microbatches.count
         params = self._params(full, count)

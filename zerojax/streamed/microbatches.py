@@ -3,8 +3,7 @@
 With several microbatches, dim 0 of every array that depends on data counts them, and a function of
 one microbatch runs in a loop over it. A layer's gradients are summed over that loop in float32,
 since sums in 16 bits would lose the smaller terms. A single microbatch has no such dim, no loop,
-and
-gradients in their own dtype.
+and gradients in their own dtype.
 """
 
 import dataclasses

@@ -80,10 +80,8 @@ def run_phase(
     """Run the ticks of a phase as loops.
 
     Consecutive ticks with the same operations (fetch or not, take or not) run in one loop, so that
-    no
-    record is fetched in vain. A single tick is also a loop, of one iteration, that XLA does not
-    inline.
-    Otherwise XLA would start its gathers and fetches at the top of the program.
+    no record is fetched in vain. A single tick is also a loop, of one iteration, that XLA does not
+    inline. Otherwise XLA would start its gathers and fetches at the top of the program.
 
     Args:
       phase: the operations, which decide what is compiled.
@@ -193,9 +191,8 @@ def _fetch_all(
     Returns [num, ...] of each leaf, or the record itself for a single layer.
 
     On GPUs, loops fetch the records, so that copy engines move them. XLA for CPUs would copy a
-    stack
-    that such a loop reads and a later loop writes, so on CPUs each record is fetched outside of a
-    loop.
+    stack that such a loop reads and a later loop writes, so on CPUs each record is fetched outside
+    of a loop.
     """
     single = len(layers) == 1
     if adds_order(mesh):
@@ -228,8 +225,7 @@ def _linear_parts(numbers: Sequence[int]) -> list[tuple[int, int, int]]:
     """Split a sequence into the fewest arithmetic progressions, as (start, stop, step).
 
     Start and stop are positions in the sequence; in each part, every number is `step` after the
-    previous
-    one.
+    previous one.
     """
     parts: list[tuple[int, int, int]] = []
     start = 0
@@ -247,12 +243,10 @@ def _added(begin: Array, mesh: Mesh, slices_host: bool) -> Array | None:
     """Return `begin` if it is added to record numbers, or None if they use the loop counter alone.
 
     For copy engines to move records in host memory, XLA for GPUs has to know the records'
-    addresses. In
-    all other cases `begin` is added. On CPUs it keeps the order of loops. On GPUs it hides the
-    address:
-    XLA would copy records out of stacks on the device at known addresses and keep the copies. With
-    these
-    copies, a step of 4 layers that updates in backward takes 17 % more bytes.
+    addresses. In all other cases `begin` is added. On CPUs it keeps the order of loops. On GPUs it
+    hides the address: XLA would copy records out of stacks on the device at known addresses and
+    keep the copies. With these copies, a step of 4 layers that updates in backward takes 17 % more
+    bytes.
     """
     return begin if adds_order(mesh) or not slices_host else None
 

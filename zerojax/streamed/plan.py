@@ -8,9 +8,8 @@ and the `StackPlan` of each run of layers (`zerojax.state.runs`). A plan does li
 gathers records, and computes means and squares of gradients.
 
 The schedule (`zerojax.streamed.schedules`) covers the records of layers. The plan adds two things
-to
-it: the unstacked leaves (`ends`), and the loops over tiles inside a tick, which are known once the
-block is traced.
+to it: the unstacked leaves (`ends`), and the loops over tiles inside a tick, which are known once
+the block is traced.
 """
 
 import dataclasses
@@ -260,8 +259,7 @@ class StreamedPlan:
         """Return how each gradient is stored from backward to update.
 
         Gradients on disk are declared here. They are not part of the state, since they only live
-        from
-        backward to update.
+        from backward to update.
 
         Args:
           tier: tier of the layers' gradients.
@@ -390,8 +388,7 @@ class StreamedPlan:
         """Return the number of groups into which a record's arrays are split in backward.
 
         One group is loaded while another is stored. Each turn needs products of its own, and
-        backward has
-        three for each matrix.
+        backward has three for each matrix.
 
         Args:
           part: indices of the record's leaves.
@@ -546,8 +543,7 @@ class StreamedPlan:
         """Constrain a gathered record to stay gathered in the body of a loop over microbatches.
 
         Otherwise, XLA after 0.10 may pass shards into a loop that follows a loop over layers, and
-        gather
-        them in each of its iterations.
+        gather them in each of its iterations.
         """
         at = [named(self.mesh, without_axis(self.params[i].spec, FSDP)) for i in part]
         return [

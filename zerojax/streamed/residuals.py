@@ -11,9 +11,8 @@ keeps, in the order of the block's program, the first is "#0". The program is th
 and tier, and so are the numbers. A value named by its number is kept like a marked one.
 
 With "save", forward runs an equation with its own derivative rule, such as a fused attention
-kernel,
-once, and the values that its rule saves are residuals. Random masks agree in both runs since keys
-are functions of (step, layer).
+kernel, once, and the values that its rule saves are residuals. Random masks agree in both runs
+since keys are functions of (step, layer).
 """
 
 import functools

@@ -1,11 +1,10 @@
 """The schedule of a streamed step: which record of each run of layers moves at which tick.
 
 It also says which unstacked leaves (`ends`) move during these ticks. These leaves are updated
-during
-backward as far as their gradients are known. Leaves that the head completes are updated before
-backward's first tick (`early_ends`); large ones in pieces, one piece per tick (`head_pieces`). The
-remaining unstacked leaves are updated after backward's last tick; large ones in pieces
-(`cut_ends`).
+during backward as far as their gradients are known. Leaves that the head completes are updated
+before backward's first tick (`early_ends`); large ones in pieces, one piece per tick
+(`head_pieces`). The remaining unstacked leaves are updated after backward's last tick; large ones
+in pieces (`cut_ends`).
 """
 
 import dataclasses
@@ -148,8 +147,7 @@ class RunFacts:
         - One array of a record is loaded while another is stored, so a record needs two arrays.
         - Records on disk are moved by the engine, which has its own order.
         - Parameters that are fetched in the tick that takes them are read before its products, so
-          no product
-          overlaps their store.
+          no product overlaps their store.
         - Without masters, an update would also have to load the parameters if they are off the
           device.
         """
@@ -311,8 +309,14 @@ def early_ends(records: StateRecords, runs: Sequence[LayerRun]) -> tuple[int, ..
     """Return leaves that only the head uses, together no larger than a layer's record.
 
     Their gradients are complete before the layers' backward. In the first tick of an update in
-    backward
-    with late stores, no layer's record waits to be stored.
+    backward with late stores, no layer's record waits to be stored.
+
+    Args:
+      records: how the state is stored.
+      runs: the runs of layers, in order.
+
+    Returns:
+      Indices of the leaves; empty unless the last run updates in backward and stores late.
     """
     layout = records.layout
     if layout.config.update != "in_backward" or not _stores_late(records, runs[-1]):
@@ -330,10 +334,17 @@ def head_pieces(
     """Return how the leaves that only the head uses, except `early_ends`, are cut into pieces.
 
     All have the same number of pieces. Each of the first ticks of backward updates one piece during
-    its
-    layer, and the next tick stores it. So there are at most as many pieces as layers, and no piece
-    is
-    larger than a layer's record.
+    its layer, and the next tick stores it. So there are at most as many pieces as layers, and no
+    piece is larger than a layer's record.
+
+    Args:
+      records: how the state is stored.
+      runs: the runs of layers, in order.
+      update: the update by records, or None.
+
+    Returns:
+      The pieces of each leaf, by its index; empty unless the last run updates in backward and
+      stores late.
     """
     early = early_ends(records, runs)
     if (
@@ -371,15 +382,18 @@ def cut_ends(
 ) -> dict[int, int]:
     """Return the number of pieces of each leaf that is updated in pieces after the layers.
 
-    A leaf is cut if it takes longer to cross the link than a layer's record, and is not among
-    `pieces`
-    (the result of `head_pieces`).
-
     The last layer's record is stored before these leaves, and the first piece is then loaded alone.
-    A
-    leaf as large as that record is loaded in full while it is stored. A larger leaf would keep the
-    link
-    idle.
+    A leaf as large as that record is loaded in full while it is stored. A larger leaf would keep
+    the link idle, so it is cut.
+
+    Args:
+      records: how the state is stored.
+      runs: the runs of layers, in order.
+      update: the update by records, or None.
+      pieces: leaves that backward updates in pieces (`head_pieces`); these are not cut here.
+
+    Returns:
+      The number of pieces, by the leaf's index.
     """
     layout, in_backward = records.layout, records.layout.config.update == "in_backward"
     run = runs[0 if in_backward else -1]

@@ -13,18 +13,15 @@ They do so in explicit loops inside one jit:
 The step never differentiates through a transfer: backward is a separate loop, which takes the
 derivative of one layer at a time (`residuals`). Order and prefetches are operations of
 `host_offload.schedule`. Every tier runs the same loops (ZeRO-Infinity, arXiv:2104.07857, section
-5),
-and the tier of a record does not change any number.
+5), and the tier of a record does not change any number.
 
 Microbatches run inside a tick. A layer is fetched and gathered once in forward and once in backward
 for all of them, its gradient is complete at the end of its tick, and its optimizer state crosses
-the
-link once per step. The price is that the layers' inputs of all microbatches are kept at the same
-time; `activations="pinned_host"` moves them off the device.
+the link once per step. The price is that the layers' inputs of all microbatches are kept at the
+same time; `activations="pinned_host"` moves them off the device.
 
 If a block has stacks of tiles, a layer's record holds its other leaves, and each tile is a record
-of
-its own. A tile is fetched, gathered, used and released inside the layer's tick, where the block
+of its own. A tile is fetched, gathered, used and released inside the layer's tick, where the block
 loops over tiles (`tiled_block`). Its gradient is also taken there, so no device ever holds a full
 layer (memory-centric tiling, ZeRO-Infinity, section 5.1.3).
 
@@ -35,8 +32,7 @@ another: forward from the first stack to the last, backward from the last to the
 `enter` computes its input from the output of the previous stack. Backward recomputes it and derives
 it; a context's cotangents are summed over the stack's layers. Segments of a stack, each of which
 saves different values for backward (`zerojax.state.runs`), have separate loops and share the
-stack's
-context.
+stack's context.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -287,10 +283,16 @@ class StreamedStep:
     def grads(
         self, state: TrainState, batch: Any, scratch: Scratch
     ) -> tuple[tuple[Any, Any], Scratch]:
-        """Return ((loss or dict of loss and metrics, gradients), scratch) of one step.
+        """Return the loss and the gradients of one step, without an update.
 
-        The gradients are unscaled and float32. The loss and metrics have the form that `eval`
-        returns.
+        Args:
+          state: the state.
+          batch: global batch.
+          scratch: stacks in host memory that live from forward to backward.
+
+        Returns:
+          ((loss, gradients), scratch). The loss has the form that `eval` returns; the gradients are
+          unscaled and float32.
         """
         ending = GradsAlone(self.plan)
         batch, keys = self._split(state, batch)

@@ -7,9 +7,8 @@ The caller runs these loops.
                                            uses a tile's gradient in the iteration that computes it
 
 A gradient of a stack of tiles is therefore never an array. Microbatches are dim 0 of all arrays
-that
-depend on data. A segment runs for one microbatch after another. A loop over tiles runs once for all
-of them, so that each tile is fetched and gathered once.
+that depend on data. A segment runs for one microbatch after another. A loop over tiles runs once
+for all of them, so that each tile is fetched and gathered once.
 """
 
 import dataclasses
@@ -200,8 +199,7 @@ class TiledBlock:
         """Return the gradients of the untiled leaves, and the cotangents of x and the context.
 
         With several microbatches, dim 0 of all arrays that depend on data counts them. The
-        context's
-        cotangents are None unless they are wanted.
+        context's cotangents are None unless they are wanted.
 
         Args:
           params: the block's leaves, gathered; None for stacks of tiles.

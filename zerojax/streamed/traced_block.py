@@ -2,15 +2,13 @@
 
 A layer runs twice: in forward, and again inside its own derivative. The second run replaces each
 value that was saved by its residual. Instructions that only led to a residual are then dead code
-and
-are not recomputed:
+and are not recomputed:
 
     forward     y, residuals = block(p, x)
     backward    dp, dx       = vjp(block with each residual put in its place)(dy)
 
 The operation `put` does this: its result is the residual, and its derivative is that of the value
-it
-replaces.
+it replaces.
 """
 
 import dataclasses

@@ -19,9 +19,8 @@
 
 An ending carries values through the loop of backward. All endings carry the sum of squares of the
 gradients so far. `StoredGrads` also carries the stacks of gradients, and `InBackward` the state
-that
-it updates. Clipping is exact: gradients are scaled after all layers' gradients are known. An update
-in backward runs before that, so it cannot clip.
+that it updates. Clipping is exact: gradients are scaled after all layers' gradients are known. An
+update in backward runs before that, so it cannot clip.
 
     interface       the interface of endings, and the inputs that backward gives them
     stored          WholeTree, ByLayers, and GradsAlone, which updates nothing

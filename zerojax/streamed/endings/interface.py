@@ -84,13 +84,21 @@ class GradsTaker(Protocol[Carried]):
         """Return the head's input, and records loaded during the head, by leaf.
 
         These are records of leaves whose gradients the head completes.
+
+        Args:
+          state: the state before the step.
+          y: the head's input.
         """
         ...
 
     def begin(self, state: TrainState, head: HeadDone, grads: list[Array], token: Array) -> Carried:
         """Return the value that backward carries.
 
-        `grads` are the stacks of gradients in host memory, if any.
+        Args:
+          state: the state before the step.
+          head: results of the head.
+          grads: stacks of gradients in host memory, if any.
+          token: token that orders the callbacks of the host update.
         """
         ...
 
@@ -103,7 +111,13 @@ class GradsTaker(Protocol[Carried]):
         ...
 
     def use(self, state: TrainState, carried: Carried, record: RecordGrads) -> tuple[Carried, Any]:
-        """Use one record's gradients; return the carried value and `landing`."""
+        """Use one record's gradients; return the carried value and `landing`.
+
+        Args:
+          state: the state before the step.
+          carried: the value that backward carries.
+          record: the record's gradients and parameters.
+        """
         ...
 
     def crossing(
@@ -111,14 +125,22 @@ class GradsTaker(Protocol[Carried]):
     ) -> Crossing | None:
         """Return the transfers during a tick's products, or None if only `landing` is in flight.
 
-        `ends` are records of unstacked leaves that the tick stores.
+        Args:
+          carried: the value that backward carries.
+          now: the tick.
+          part: indices of the leaves of the tick's record.
+          ends: records of unstacked leaves that the tick stores, by leaf.
         """
         ...
 
     def drain(self, stack: StackPlan, number: int, layer: Array, carried: Carried) -> Carried:
         """Store a record after the last tick of a run of layers, if records are stored late.
 
-        The layer is given as an int (`number`) and as an i32[] (`layer`).
+        Args:
+          stack: the run of layers.
+          number: number of the layer, as an int.
+          layer: i32[], the same number.
+          carried: the value that backward carries.
         """
         ...
 

@@ -180,12 +180,9 @@ class Delayed(OnHost):
     """Ending that leaves its gradients to the next step.
 
     The host applies them while that step computes (delayed update; ZeRO-Offload, section 5.2). A
-    layer
-    is used for the last time in its tick of backward. That tick installs the layer's new
-    parameters,
-    which have crossed the link in the meantime. Parameters in host memory are exchanged after the
-    step
-    (`HostBinding.exchange`).
+    layer is used for the last time in its tick of backward. That tick installs the layer's new
+    parameters, which have crossed the link in the meantime. Parameters in host memory are exchanged
+    after the step (`HostBinding.exchange`).
     """
 
     def begin(

@@ -264,8 +264,7 @@ class ByLayers(StoredGrads):
         """Order a loop's first fetches after the loop before it, over layers of the same stack.
 
         Fetches of the state are already ordered, since the loop before it returns the state.
-        Gradients are
-        only read.
+        Gradients are only read.
         """
         mesh = self.plan.mesh
         if not adds_order(mesh):
