@@ -182,7 +182,7 @@ def test_what_it_cannot_do_is_refused() -> None:
         program.kept(toys.batches(1)[0])
     tiled = tiled_toys.model()
     with pytest.raises(
-        NotImplementedError, match="for layers whose tiles rest off the device: use 'save'"
+        NotImplementedError, match="for layers whose tiles are stored off the device: use 'save'"
     ):
         build(tiled, activations="everything", params=HOST)
 

@@ -71,7 +71,7 @@ def test_a_budget_of_the_peak_is_enough_and_a_byte_less_is_not(case, tmp_path):
     # The bytes of what is kept off the device for backward are known with a batch.
     with (
         build(less, tmp_path) as program,
-        pytest.raises(ValueError, match=told.format("with what this batch keeps .*, ")),
+        pytest.raises(ValueError, match=told.format("with this batch.s saved activations .*, ")),
     ):
         program.memory(batch)
 

@@ -242,7 +242,7 @@ def test_gradients_that_are_not_on_the_device_are_refused(name, value):
     program = zj.build_train_step(dense(), TX, config, zj.make_mesh(fsdp=8))
     with pytest.raises(
         NotImplementedError,
-        match=rf"program.grads is not built.*{name}='{value}'.*build a program with",
+        match=rf"program.grads is not supported.*{name}='{value}'.*build a program with",
     ):
         program.grads(program.init(jax.random.key(0)), {})
 

@@ -469,7 +469,7 @@ WRONG = {
     ),
     "number": (
         lambda: build(activations="remat", saved_names=("#2",)).check(toys.batches(1)[0]),
-        r"name \['#2'\], and of the block activations='save' keeps 2 values, #0 to #1",
+        r"name \['#2'\], but in the block activations='save' keeps 2 values, #0 to #1",
     ),
 }  # fmt: skip
 

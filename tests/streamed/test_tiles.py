@@ -398,7 +398,7 @@ def test_stacks_used_in_another_way_are_refused_by_name(wrong, why):
 
 def test_a_loop_whose_stacks_are_not_named_is_refused():
     tiles = TILED | {"second": False}
-    why = r"loop 2 of the block runs over 2 tiles of 2 stacks, of which the model's `tiles` names none"
+    why = r"loop 2 of the block runs over 2 tiles of 2 stacks, but the model's `tiles` names none of them"
     with pytest.raises(ValueError, match=why):
         build(zj.ZeroConfig(stage=3, params=HOST), {"fsdp": 2}, model(tiles)).check(batches(1)[0])
 
@@ -414,7 +414,7 @@ def test_stacks_of_one_loop_are_held_together():
     built = dataclasses.replace(model(True, stochastic=False, block=block), init_block=init)
     with pytest.raises(
         ValueError,
-        match=r"loop 0 of the block runs over 2 tiles of 2 stacks, .* held in 2 places: all stacks",
+        match=r"loop 0 of the block runs over 2 tiles of 2 stacks, .* held in 2 places: name all stacks",
     ):
         build(zj.ZeroConfig(stage=3, params=HOST), {"fsdp": 2}, built).check(batches(1)[0])
 

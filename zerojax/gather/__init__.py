@@ -1,5 +1,6 @@
-"""Gather on use: ZeRO-3 for any traced loss, by an interpreter that gathers each parameter where it
-meets data.
+"""Gather on use: ZeRO-3 for any traced loss.
+
+An interpreter gathers each parameter where it meets data.
 """
 
 from zerojax.gather.lazy import Rule as Rule

@@ -3,14 +3,13 @@
     forward    W[D_fsdp, F]   -> W[D, F]            an all_gather of the compute dtype
     backward   g[D, F]{U_fsdp} -> g[D_fsdp, F]      a reduce_scatter ({U_x}: unreduced over axis x)
 
-Both directions are sharding constraints and nothing else; XLA turns them into collectives. The
-transpose of `with_sharding_constraint` constrains the cotangent to the *same* sharding, which for a
-gather would be an all_reduce, so the derivative is spelt out: it constrains the tangent, hence the
+Both directions are only sharding constraints, which XLA turns into collectives. The transpose of
+`with_sharding_constraint` constrains the cotangent to the *same* sharding, which for a gather would
+be an all_reduce. The derivative is therefore written out: it constrains the tangent, and hence the
 cotangent, to the shard (ZeRO, section 5.2; arXiv:1910.02054).
 
-The same operation serves every stage: where the parameter is stored whole (stages 0 to 2) the
-  forward constraint is
-the identity and only the cotangent is moved to where its stage keeps it.
+Every stage uses this operation. If a parameter is stored unsharded (stages 0 to 2), the forward
+constraint is the identity, and only the cotangent moves to where its stage stores it.
 """
 
 import jax
@@ -25,7 +24,7 @@ def gather(x: jax.Array, stored: Spec, whole: Spec, cotangent: Spec, mesh: Mesh)
     Args:
       x: the parameter as stored, of any shape.
       stored: spec of `x` before the gather.
-      whole: spec of the result, which is `stored` less the `fsdp` axis.
+      whole: spec of the result: `stored` without the `fsdp` axis.
       cotangent: spec to which the gradient of `x` is reduced.
       mesh: the device mesh.
 
@@ -37,8 +36,8 @@ def gather(x: jax.Array, stored: Spec, whole: Spec, cotangent: Spec, mesh: Mesh)
         return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, PartitionSpec(*spec)))
 
     def forward(shard: jax.Array) -> jax.Array:
-        # The inner constraint pins the operand: else the partitioner may carry `whole` back to what
-        # makes the shard.
+        # The inner constraint pins the operand. Without it, the partitioner may propagate `whole`
+        # back to the operation that computes the shard.
         return shard if stored == whole else constrain(constrain(shard, stored), whole)
 
     op = jax.custom_jvp(forward)
@@ -47,9 +46,9 @@ def gather(x: jax.Array, stored: Spec, whole: Spec, cotangent: Spec, mesh: Mesh)
     def op_jvp(
         primals: tuple[jax.Array], tangents: tuple[jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        # The transpose of a constraint is the same constraint, on the cotangent. A custom_vjp would
-        # do as well, but a scan cannot see through it that a residual is its own input, and would
-        # stack a copy of every layer.
+        # The transpose of a constraint is the same constraint on the cotangent. A custom_vjp would
+        # be correct too, but a scan could not see through it that a residual is one of its own
+        # inputs, and would stack a copy for every layer.
         return forward(*primals), constrain(tangents[0], cotangent)
 
     return op(x)

@@ -1,12 +1,11 @@
-"""Parameters that are not gathered yet: the values with which gather-on-use computes until a
-parameter meets data.
+"""Parameters that are not gathered yet, and the values computed from them.
 
-A `Shard` is a parameter leaf as stored, and the moves that lead from it to the value in question:
-casts, transposes and other equations that act on a shard as they do on the whole (`move_spec`
-decides which). A `Lazy` is any value that is computed from shards alone: a weight, its transpose, a
-weight-normed or LoRA-merged matrix. Those shards are its sources.
+A `Shard` is a parameter leaf as stored, plus the moves that lead from it to the value in question:
+casts, transposes and other equations that act on a shard as they do on the unsharded array
+(`move_spec` decides which). A `Lazy` is any value computed from shards alone, such as a weight, its
+transpose, or a weight-normed or LoRA-merged matrix. Those shards are its sources.
 
-`gathered` gathers sources and runs a function of the whole values as one unit. At stage 3 the
+`gathered` gathers sources and runs a function of the gathered values as one unit. At stage 3 the
 gathers wait for the unit's data, and backward gathers and computes again.
 """
 
@@ -27,25 +26,28 @@ from zerojax.sharding import Spec, without_axis
 
 Array = jax.Array
 KEPT = jax.checkpoint_policies.save_only_these_names(LSE)
-"""Checkpoint policy of a unit that backward computes again. It saves the logsumexp of a tiled loss,
-one number for each token. Without it backward would compute the tiles of logits twice: once for the
-logsumexp, once for the gradient."""
+"""Checkpoint policy of a unit that backward recomputes.
+
+It saves the logsumexp of a tiled loss, one number per token. Without it backward would compute the
+tiles of logits twice: once for the logsumexp, once for the gradient.
+"""
 HERE = object()
-"""Stands for the shard among the operands of a Move."""
+"""Placeholder for the shard among the operands of a Move."""
 
 
-# eq=False: compared and hashed by identity, since arrays can be neither, and Shards and Nodes are
-# keys.
+# eq=False: Shards and Nodes are dictionary keys. They compare and hash by identity because arrays
+# support neither comparison by value nor hashing.
 @dataclasses.dataclass(frozen=True, eq=False)
 class Move:
-    """A cast, layout or elementwise equation. It acts on a shard as on the whole, so it may come
-    before the gather or after it.
+    """A cast, layout or elementwise equation that can run before or after the gather.
+
+    It acts on a shard as it does on the unsharded array.
 
     Attributes:
       eqn: the equation.
-      operands: its operands, HERE and scalars.
-      stored: spec of the shard after it.
-      cotangent: spec of the gradient after it.
+      operands: its operands: HERE and scalars.
+      stored: spec of the shard after the equation.
+      cotangent: spec of the gradient after the equation.
     """
 
     eqn: jex.JaxprEqn
@@ -54,6 +56,7 @@ class Move:
     cotangent: Spec
 
     def __call__(self, value: Array) -> Array:
+        """Apply the equation to the shard `value`."""
         return bind(self.eqn, [value if o is HERE else o for o in self.operands])[0]
 
 
@@ -63,9 +66,9 @@ class Shard:
 
     Attributes:
       path: the leaf's name.
-      value: the shard, in the compute dtype; all that is kept for backward.
+      value: the shard, in the compute dtype; the only array that is kept for backward.
       root_stored: spec of the shard.
-      root_cotangent: spec of its gradient.
+      root_cotangent: spec of the shard's gradient.
       moves: equations between the shard and the value.
     """
 
@@ -87,20 +90,20 @@ class Shard:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole value that a gather makes, before the moves that come after it."""
+        """Bytes of the gathered array, before the moves that follow the gather."""
         aval = self._avals[self._num_moves_before]
         return aval.size * aval.dtype.itemsize
 
     @property
     def _avals(self) -> list[Any]:
-        """What there is between two moves, from the shard on."""
+        """The shard, then its abstract value after each move."""
         return [self.value, *(m.eqn.outvars[0].aval for m in self.moves)]
 
     @property
     def _num_moves_before(self) -> int:
-        """How many moves come before the gather, which is made where the value is narrowest."""
-        # A narrowing cast comes first, since it halves the bytes sent. Of equal widths the last
-        # wins: more work on the shard.
+        """Number of moves before the gather, which happens where the value is narrowest."""
+        # A narrowing cast comes first, since it halves the bytes sent. Among equal widths the last
+        # one wins: more of the work is done on the shard.
         avals = self._avals
         return min(range(len(avals)), key=lambda i: (avals[i].dtype.itemsize, -i))
 
@@ -112,7 +115,7 @@ class Shard:
         return value
 
     def gathered(self, mesh: Mesh, axis: str) -> Array:
-        """Return the whole value, gathered where it is narrowest between two moves."""
+        """Return the unsharded value, gathered at the move where the dtype is narrowest."""
         narrowest = self._num_moves_before
         before = dataclasses.replace(self, moves=self.moves[:narrowest])
         value = gather(
@@ -125,7 +128,7 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Node:
-    """A postponed equation over parameters alone: its operands are Lazy values and constants."""
+    """A postponed equation over parameters alone; its operands are Lazy values and constants."""
 
     eqn: jex.JaxprEqn
     operands: tuple[Any, ...]
@@ -147,11 +150,12 @@ class Whole:
     """
 
     def __init__(self, sources: dict[Shard, Array]) -> None:
+        """Start from the gathered array of each source."""
         self.sources = sources
         self.results: dict[Node, list[Any]] = {}
 
     def value(self, lazy: Lazy) -> Any:
-        """Return `lazy` as an array. Not recursive: a chain of equations may be long."""
+        """Return `lazy` as an array. Iterative, since a chain of equations may be long."""
         if lazy.node is None:
             return self.sources[lazy.sources[0]]
         pending = [lazy.node]
@@ -163,12 +167,12 @@ class Whole:
                 if isinstance(o, Lazy) and o.node and o.node not in self.results
             ]
             if missing:
-                # Visited again once its operands are there.
+                # Visited again once its operands are computed.
                 pending += missing
             elif node not in self.results:
                 self.results[node] = bind(node.eqn, [self._operand(o) for o in node.operands])
             else:
-                # Computed just now, or for another reader before.
+                # Computed just now, or earlier for another reader.
                 pending.pop()
         return self._operand(lazy)
 
@@ -189,9 +193,10 @@ class Rule:
     Attributes:
       mesh: the device mesh.
       axis: the mesh axis that is gathered.
-      remat: True where gathered values must not live from forward to backward (stage 3).
-      budget_bytes: bytes that neighbouring uses may gather together.
-      region_bytes: a rematerialised region of at most so many bytes is gathered at its top.
+      remat: whether gathered values must not live from forward to backward (stage 3).
+      budget_bytes: gathered bytes that neighbouring uses may share in one unit.
+      region_bytes: largest size of a rematerialised region that is gathered at its top, in gathered
+        bytes of its parameters.
       report: called with a sentence for each parameter that is gathered before it is used.
     """
 
@@ -203,7 +208,7 @@ class Rule:
     report: Callable[[str], None]
 
     def gather(self, source: Shard) -> Array:
-        """Return the whole value of `source`."""
+        """Return the gathered value of `source`."""
         return source.gathered(self.mesh, self.axis)
 
 
@@ -213,7 +218,7 @@ def union(lazies: Sequence[Lazy]) -> tuple[Shard, ...]:
 
 
 def total_bytes(sources: Sequence[Shard]) -> int:
-    """Return the bytes that the distinct sources take once gathered."""
+    """Return the bytes of the distinct sources after the gather."""
     return sum(s.num_bytes for s in dict.fromkeys(sources))
 
 
@@ -224,16 +229,17 @@ def gathered(
     data: Sequence[Any],
     checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
 ) -> Any:
-    """Return body(whole values of the sources, data); at stage 3 tied to the data, and repeated in
-    backward.
+    """Return body(gathered values of the sources, data).
+
+    At stage 3 the gathers wait for the data, and backward repeats them.
 
     Args:
       rule: how to gather.
-      body: the function.
-      sources: what it reads of the parameters.
-      data: what else it reads.
-      checkpoint: the transformation that rematerialises; jax.checkpoint of all but KEPT where the
-        rule asks for it by default.
+      body: the function to run.
+      sources: the shards that `body` reads.
+      data: the other values that `body` reads.
+      checkpoint: the transformation that rematerialises. The default is jax.checkpoint with policy
+        KEPT if `rule.remat`, and the identity otherwise.
     """
 
     def run(shards: list[Array], data: Sequence[Any]) -> Any:
@@ -247,8 +253,8 @@ def gathered(
 
     if checkpoint is None:
         checkpoint = functools.partial(jax.checkpoint, policy=KEPT) if rule.remat else lambda f: f
-    # A checkpoint keeps its arguments, so the shards are what backward keeps. The whole values are
-    # made inside.
+    # A checkpoint keeps its arguments, so only the shards are kept for backward. The gathered
+    # values are computed inside.
     return checkpoint(run)([s.value for s in sources], data)
 
 
@@ -261,30 +267,31 @@ def _wait(shards: list[Array], data: list[Array]) -> list[Array]:
 def _wait_jvp(
     primals: tuple[Any, Any], tangents: tuple[Any, Any]
 ) -> tuple[list[Array], list[Array]]:
-    # The barrier's own rule would give tangents to data that has none, behind a stop_gradient.
+    # The barrier's own rule would give tangents to data that has none (behind a stop_gradient).
     return _wait(*primals), tangents[0]
 
 
 def tie(shards: list[Array], data: Sequence[Any]) -> list[Array]:
-    """Make `shards` wait for `data`. Random keys are left out: the barrier takes plain arrays."""
+    """Make `shards` wait for `data`.
+
+    Random keys in `data` are skipped: the barrier takes only plain arrays.
+    """
     plain = [v for v in data if not jnp.issubdtype(v.dtype, jax.dtypes.extended)]
     return _wait(shards, plain) if plain else shards
 
 
 def move_spec(eqn: jex.JaxprEqn, spec: Spec, position: int = 0) -> Spec | None:
-    """Return the spec of an equation's result, or None where the equation does not act shard by
-    shard.
+    """Return the spec of an equation's result, or None if it cannot run shard by shard.
 
-    This table, and not the partitioner, decides where an equation goes: before the gather, on the
-      shard, or after it. A move
-    in front of the gather costs 1/N of its work, and a cast there halves the bytes that are
-    gathered.
+    This table, and not the partitioner, decides whether an equation runs on the shard before the
+    gather or after it. A move before the gather costs 1/N of its work, and a cast there halves the
+    gathered bytes.
 
     Args:
-      eqn: an equation of which operand `position` is sharded, and every other one a scalar
-        constant.
-      spec: of that operand.
-      position: its index.
+      eqn: an equation with a sharded operand at `position`; all other operands are scalar
+        constants.
+      spec: spec of the sharded operand.
+      position: index of the sharded operand.
     """
     name, params = eqn.primitive.name, eqn.params
     before: Any = eqn.invars[position].aval
@@ -296,15 +303,16 @@ def move_spec(eqn: jex.JaxprEqn, spec: Spec, position: int = 0) -> Spec | None:
         return tuple(spec[d] for d in params["permutation"])
     if name == "squeeze":
         return tuple(s for d, s in enumerate(spec) if d not in params["dimensions"])
-    # A slice along a split dim would need other devices' shards. Along any other dim each shard is
-    # sliced alike.
+    # A slice along a sharded dim would need other devices' shards. Along any other dim, each shard
+    # is sliced in the same way.
     if name in ("slice", "dynamic_slice") and all(
         s is None or old[d] == new[d] for d, s in enumerate(spec)
     ):
         return spec
     if name == "broadcast_in_dim":
         old_dims = dict(zip(params["broadcast_dimensions"], range(len(old)), strict=True))
-        # A broadcast that grows comes after the gather, which would otherwise send the copies too.
+        # A broadcast that enlarges the array comes after the gather, which would otherwise send the
+        # copies too.
         grows = any(new[d] != (old[old_dims[d]] if d in old_dims else 1) for d in range(len(new)))
         return (
             None
@@ -312,7 +320,8 @@ def move_spec(eqn: jex.JaxprEqn, spec: Spec, position: int = 0) -> Spec | None:
             else tuple(spec[old_dims[d]] if d in old_dims else None for d in range(len(new)))
         )
     if name == "reshape" and params.get("dimensions") is None:
-        # Dims of 1 may come and go. Any other reshape may merge a split dim with its neighbour.
+        # Dims of 1 may be added or removed. Any other reshape may merge a sharded dim with its
+        # neighbour.
         long_dims = [(n, s) for n, s in zip(old, spec, strict=True) if n != 1]
         split_ones = any(s for n, s in zip(old, spec, strict=True) if n == 1)
         if split_ones or [n for n, _ in long_dims] != [n for n in new if n != 1]:

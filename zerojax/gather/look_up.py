@@ -1,23 +1,23 @@
-"""The gradient of a look-up: rows travel to the shards of the table, so that no device sums a whole
-table.
+"""The gradient of a look-up: rows are sent to the table's shards, so no device sums the full table.
 
-    forward    y[B_(data, fsdp), H] = table[ids[B_(data, fsdp)]]             of the gathered table[V, H]
-    backward   g[B_(data, fsdp), H] -> g[B_data, H_fsdp]                     an all_to_all of rows
-               sum over rows in float32 -> [V, H_fsdp]{U_data}               a scatter, local
-               -> table's shard, reduced over `data`                         an all_to_all of 1/N of the table
+    forward    y[B_(data, fsdp), H] = table[ids[B_(data, fsdp)]]   from the gathered table[V, H]
+    backward   g[B_(data, fsdp), H] -> g[B_data, H_fsdp]           an all_to_all of rows
+               sum over rows in float32 -> [V, H_fsdp]{U_data}     a scatter, local
+               -> table's shard, reduced over `data`               an all_to_all of 1/N of the table
 
-Left to itself the partitioner sums a whole table [V, H] on each device and reduce_scatters it. For
-a table that is also the output matrix that is the second reduction of the same V H elements. The
-two cannot be added first: a sum over devices is no value that a program may hold, so each is
-reduced where it is made, at either end of backward. If they could, the head's whole gradient would
-stay in memory through all of backward. Rows need neither: a device sends R H + V H / N elements,
-for R rows of its own, where the reduction takes V H.
+By default the partitioner sums a full table [V, H] on each device and reduce_scatters it. If the
+table is also the output matrix, that is the second reduction of the same V H elements. The two
+gradients cannot be added first: a program cannot hold an unfinished sum over devices as a value, so
+each is reduced where it is computed, at either end of backward. If they could be added, the head's
+full gradient would stay in memory through all of backward. Sending rows avoids both: a device sends
+R H + V H / N elements for its R rows, where the reduction takes V H.
 
-Where a device has so many rows that these are more, the whole table is reduced, and its gradient is
-constrained to be whole before a shard is cut from it. Without that the shard's sharding would reach
-the scatter. If H is split (where N does not divide V, as GPT-2's 50,257), the partitioner would
-then weigh sending rows from `(data, fsdp)` to `fsdp` in one move, which it can do only by gathering
-all of them, and would warn of "Involuntary full rematerialization".
+If a device has so many rows that sending them takes more elements, the full table is reduced, and
+its gradient is constrained to be unsharded before a shard is cut from it. Without that constraint
+the shard's sharding would propagate to the scatter. If H is sharded (because N does not divide V,
+as with GPT-2's 50,257), the partitioner would then consider sending rows from `(data, fsdp)` to
+`fsdp` in one move. It can only do that by gathering all rows, and it would warn of "Involuntary
+full rematerialization".
 """
 
 import math
@@ -36,8 +36,9 @@ Array = jax.Array
 
 
 def is_look_up(eqn: jex.JaxprEqn) -> bool:
-    """Tell whether an equation takes whole rows of a matrix: `table[ids]`, or `jnp.take(table, ids,
-    axis=0)`.
+    """Return whether an equation takes full rows of a matrix.
+
+    Examples are `table[ids]` and `jnp.take(table, ids, axis=0)`.
     """
     if eqn.primitive.name != "gather":
         return False
@@ -57,34 +58,39 @@ def is_look_up(eqn: jex.JaxprEqn) -> bool:
 def sends_rows(
     table: tuple[int, ...], ids: tuple[int, ...], cotangent: Spec, mesh: Mesh, axis: str
 ) -> bool:
-    """Tell whether rows can be sent to the shards of a table's gradient, and are fewer than the
-    table has.
+    """Return whether sending rows is possible and takes fewer elements than reducing the table.
+
+    The rows are from a device's own batch shard. They are sent to the shards of the table's
+    gradient.
 
     Args:
-      table: its shape, (V, H).
-      ids: shape of the indices, whose dim 0 is taken for the batch and whose last holds one index.
+      table: shape of the table, (V, H).
+      ids: shape of the indices; dim 0 is taken as the batch, and the last dim holds one index.
       cotangent: spec of the table's gradient.
       mesh: the device mesh.
       axis: the ZeRO axis.
     """
     shards, (rows, width) = mesh.shape[axis], table
-    # The user's own split of a table (tensor parallelism) is left to the partitioner.
+    # A table that the user already shards (tensor parallelism) is left to the partitioner.
     if any(without_axis(cotangent, axis)) or width % shards or ids[0] % num_batch_shards(mesh):
         return False
-    # Of elements over `width`: own rows, and a shard of the table, against the whole table.
+    # Elements, divided by `width`: the device's rows plus a shard of the table, against the full
+    # table.
     return math.prod(ids[:-1]) / num_batch_shards(mesh) + rows / shards < rows
 
 
 def look_up(
     eqn: jex.JaxprEqn, table: Array, ids: Array, cotangent: Spec, mesh: Mesh, axis: str
 ) -> Array:
-    """Apply a look-up to a gathered table; its gradient arrives at the table's shards by rows,
-    where that takes fewer bytes.
+    """Apply a look-up to a gathered table.
+
+    Backward sends rows to the shards of the table's gradient if that takes fewer bytes than
+    reducing the full table.
 
     Args:
       eqn: the look-up (`is_look_up`).
       table: [V, H], gathered.
-      ids: i32[B, ..., 1], rows to take.
+      ids: i32[B, ..., 1], indices of the rows.
       cotangent: spec of the table's gradient.
       mesh: the device mesh.
       axis: the ZeRO axis.
@@ -94,7 +100,7 @@ def look_up(
     """
     whole = without_axis(cotangent, axis)
     if not sends_rows(table.shape, ids.shape, cotangent, mesh, axis):
-        # Whole here, and cut where the table was gathered.
+        # Unsharded here, and cut into shards where the table was gathered.
         return bind(eqn, [gather(table, whole, whole, whole, mesh), ids])[0]
     shape, dtype = table.shape, table.dtype
 
@@ -122,19 +128,19 @@ def _sum_rows(
     mesh: Mesh,
     axis: str,
 ) -> Array:
-    """Return the gradient of a table[V, H], with spec `cotangent`, from that of the rows taken."""
+    """Return the gradient of table[V, H], with spec `cotangent`, from the gradient of its rows."""
     replicas = mesh.shape[DATA]
 
     def constrain(value: Array, *spec: Any) -> Array:
         return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, PartitionSpec(*spec)))
 
     def by_replica(value: Array) -> Array:
-        # A dim for `data`: sums of different replicas are then different elements, and are added
-        # where this code says.
+        # A dim for `data` makes the sums of different replicas different elements, so they are
+        # added where this code says.
         return constrain(value.reshape(replicas, -1, *value.shape[1:]), *BATCH_AXES)
 
     def scatter(ids: Array, g: Array) -> Array:
-        # The look-up's own transpose, so that it treats ids out of range as the look-up does.
+        # The look-up's own transpose, which treats ids out of range as the look-up does.
         (table,) = jax.linear_transpose(
             lambda t: bind(eqn, [t, ids])[0], jax.ShapeDtypeStruct(shape, g.dtype)
         )(g)
@@ -143,12 +149,12 @@ def _sum_rows(
     g, ids = by_replica(g), constrain(by_replica(ids), DATA)
     g = constrain(
         g, DATA, *(None,) * (g.ndim - 2), axis
-    )  # [data, B, ..., H_fsdp]: sent in the dtype in which it came
-    # A device now adds the rows of all of its ZeRO group, N times as many as its own: a frequent
-    # token's sum in bfloat16 would stop growing.
+    )  # [data, B, ..., H_fsdp]: sent in the cotangent's own dtype
+    # A device now adds the rows of its full ZeRO group, N times as many as its own. In bfloat16 the
+    # sum of a frequent token would stop growing.
     sums = jax.vmap(scatter)(ids, g.astype(jnp.promote_types(dtype, jnp.float32)))
     sums = constrain(sums, DATA, None, axis).astype(dtype)
     sums = constrain(sums, DATA, *cotangent)
-    # lax.reduce, since jnp.sum would widen 16 bits, and send twice the bytes.
+    # lax.reduce, since jnp.sum would widen 16-bit values and send twice the bytes.
     total = jax.lax.reduce(sums, jnp.zeros((), dtype), jax.lax.add, (0,))
     return constrain(total, *cotangent)

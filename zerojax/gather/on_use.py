@@ -1,37 +1,37 @@
 """Gather on use: ZeRO-3 for any traced loss, without an edit to the model.
 
-The loss is traced once. An interpreter walks its jaxpr, and a sharded parameter stays sharded, as a
+The loss is traced once. An interpreter walks its jaxpr. A sharded parameter stays sharded, as a
 `Lazy` value, through casts and layout operations until an equation combines it with data. That
-equation becomes a rematerialised unit
+equation becomes a rematerialised unit:
 
     unit(shards, data) = eqn(all_gather(barrier(shards, data)), data)          under jax.checkpoint
 
-Two things bound memory, and the unit has both. The barrier makes the gather wait for its layer's
-input, else the scheduler hoists every gather to the top of the program. The rematerialisation keeps
-the gathered value from being a residual, else autodiff keeps the whole model alive between forward
-and backward; backward gathers again, which is the third P of ZeRO-3's 3P elements a step
-(arXiv:1910.02054, section 7.2.2).
+Bounding memory takes two things, and the unit has both. The barrier makes the gather wait for its
+layer's input; without it, the scheduler hoists every gather to the top of the program. The
+rematerialisation keeps the gathered value from becoming a residual; without it, autodiff keeps the
+full model alive between forward and backward. Backward gathers again, which is the third P of
+ZeRO-3's 3P elements per step (arXiv:1910.02054, section 7.2.2).
 
-What the interpreter knows:
+How the interpreter treats each kind of equation:
 
-- param-only equations (a scaled weight, a LoRA sum, weight norm) stay lazy: casts, layout and
-  elementwise ones act on the shard, the rest run inside each unit that uses them; a sum over a
-  parameter (a penalty in the loss) is taken on the shard;
-- a slice of a stacked parameter, at a fixed or computed index, is taken while it is sharded;
-- `jit` is inlined; `scan`, `cond` and rematerialised regions are entered, so a stack of layers
-  `W[L, D_fsdp, F]` that is scanned is sliced while sharded and gathered layer by layer;
-- a rematerialised region (`jax.checkpoint`, `nnx.remat`, `nn.remat`) is a layer: its parameters are
-  gathered when its input is there, and again in its recomputation, unless it holds more than half
-  of the model, or keeps all that costs (`zerojax.activations.keep_products`): then its equations
-  are units;
-- a look-up in a table sends the gradient of its rows to the table's shards, where these are fewer
-  (`zerojax.gather.look_up`);
-- a custom derivative is one equation: its operands are gathered for it, its rule is kept;
-- neighbouring uses share one unit, hence one barrier and collectives that XLA can combine, while
-  the unit gathers no more than `budget_bytes` and repeats no matrix product
-  (`GatherInterpreter.group`);
-- what it does not know (`while_loop`, `shard_map`, a carry) gets its parameters gathered just
-  before, and is reported.
+- Param-only equations (a scaled weight, a LoRA sum, weight norm) stay lazy. Casts, layout and
+  elementwise equations act on the shard. The rest run inside each unit that uses them. A sum over a
+  parameter (a penalty in the loss) is computed on the shard.
+- A slice of a stacked parameter, at a fixed or computed index, is taken while it is sharded.
+- `jit` is inlined. `scan`, `cond` and rematerialised regions are entered, so a scanned stack of
+  layers `W[L, D_fsdp, F]` is sliced while sharded and gathered layer by layer.
+- A rematerialised region (`jax.checkpoint`, `nnx.remat`, `nn.remat`) counts as a layer: its
+  parameters are gathered when its input is available, and again when it is recomputed. A region
+  that holds more than half of the model, or that keeps all expensive values
+  (`zerojax.activations.keep_products`), is instead split into units, one per equation or group.
+- A look-up in a table sends the gradient of its rows to the table's shards if that takes fewer
+  bytes (`zerojax.gather.look_up`).
+- A custom derivative is one equation: its operands are gathered for it, and its rule is kept.
+- Neighbouring uses share one unit, and hence one barrier and collectives that XLA can combine, as
+  long as the unit gathers at most `budget_bytes` and repeats no matrix product
+  (`GatherInterpreter.group`).
+- For anything else (`while_loop`, `shard_map`, a carry), parameters are gathered just before it,
+  and the gather is reported.
 """
 
 import dataclasses
@@ -96,14 +96,14 @@ def gather_on_use(
     Args:
       loss: any traceable function.
       params: tree of shards in the compute dtype.
-      *args: further arguments, which are data.
+      *args: further arguments of `loss`, treated as data.
       stored: spec of each leaf, by `jax.tree_util.keystr`.
-      cotangents: spec of each leaf's gradient.
+      cotangents: spec of each leaf's gradient, by `jax.tree_util.keystr`.
       rule: how to gather.
 
     Returns:
-      What `loss` returns. Differentiable with respect to `params`; gradients arrive with the specs
-      in `cotangents`.
+      The result of `loss`. It is differentiable with respect to `params`; gradients arrive with the
+      specs in `cotangents`.
     """
     program, out_shape = trace(loss, params, *args)
     inputs: list[Any] = []
@@ -115,35 +115,40 @@ def gather_on_use(
 
 
 class GatherInterpreter:
-    """The interpreter for one jaxpr. Slots hold arrays, or Lazy values."""
+    """An interpreter of one jaxpr. Its slots hold arrays or Lazy values."""
 
     def __init__(self, rule: Rule, program: FlatJaxpr, args: Sequence[Any]) -> None:
+        """Bind `args`, arrays or Lazy values, to the inputs of `program`."""
         self.rule, self.program = rule, program
         self.slots: dict[int, Any] = dict(zip(self.program.inputs, args, strict=True))
         self.done: set[int] = set()
-        self.constants: set[int] = set()  # slots that depend on nothing
+        self.constants: set[int] = set()  # slots that depend on no input
 
     def run(self) -> list[Array]:
+        """Run all instructions and return the program's results, gathered."""
         index = 0
         while index < len(self.program.instructions):
-            # `group` and `unit` do some instructions ahead of their turn.
+            # `group` and `unit` run some instructions early.
             if index not in self.done:
                 self.step(index)
             index += 1
         return [self.gather_now(self.read(ref), "returned") for ref in self.program.outputs]
 
     def read(self, ref: Any) -> Any:
+        """Return the value of a slot or constant: an array or a Lazy."""
         return read(ref, self.slots)
 
     def write(self, instruction: Instruction, outs: Sequence[Any]) -> None:
+        """Store the results of an instruction in its slots."""
         self.slots.update(zip(instruction.outs, outs, strict=True))
 
     def step(self, index: int) -> None:
+        """Run the instruction at `index`, alone or together with the following instructions."""
         instruction = self.program.instructions[index]
         values = [self.read(ref) for ref in instruction.ins]
         if not any(isinstance(v, Lazy) for v in values):
             self.write(instruction, bind(instruction.eqn, values))
-            # Such a value (an iota, an epsilon) is no data: an equation that reads it beside
+            # A constant (an iota, an epsilon) is not data: an equation that reads constants and
             # parameters stays param-only.
             if self.constants.issuperset(instruction.reads):
                 self.constants.update(instruction.outs)
@@ -154,31 +159,34 @@ class GatherInterpreter:
         elif instruction.eqn.primitive.name in ENTERED["gather_on_use"]:
             self.write(instruction, self.enter(instruction.eqn, values))
         else:
-            # A custom derivative is never entered, since that would lose its rule; it is no reason
-            # for a report.
+            # A custom derivative is never entered, since that would lose its rule. Gathering before
+            # it is expected, so it is not reported.
             if instruction.has_jaxpr and not instruction.eqn.primitive.name.startswith("custom_"):
                 for z in values:
                     if isinstance(z, Lazy):
                         self.note(
                             z,
-                            f"before {instruction.eqn.primitive.name}, which gather-on-use does not enter",
+                            f"before {instruction.eqn.primitive.name}, which gather-on-use does "
+                            "not enter",
                         )
             self.unit(self.group(index))
 
     def note(self, lazy: Lazy, why: str) -> None:
+        """Report that the sources of `lazy` are gathered early, and why."""
         if self.rule.remat:
             self.rule.report(f"{', '.join(s.path for s in lazy.sources)}: gathered {why}")
 
     def gather_now(self, value: Any, why: str) -> Any:
-        """Return `value` as an array, gathering it here and now if it is lazy."""
+        """Return `value` as an array, gathering it immediately if it is lazy."""
         if not isinstance(value, Lazy):
             return value
         self.note(value, f"where it is {why}")
         return Whole({s: self.rule.gather(s) for s in value.sources}).value(value)
 
     def is_param_only(self, instruction: Instruction) -> bool:
+        """Return whether all non-constant operands of an instruction are Lazy values."""
         name = instruction.eqn.primitive.name
-        # A postponed equation runs once in each unit that uses it, and an effect would happen as
+        # A postponed equation runs once in each unit that uses it. An effect would be repeated as
         # often.
         if instruction.eqn.effects or (instruction.has_jaxpr and not name.startswith("custom_")):
             return False
@@ -186,28 +194,31 @@ class GatherInterpreter:
         return bool(slots) and all(isinstance(self.slots.get(slot), Lazy) for slot in slots)
 
     def defer(self, instruction: Instruction) -> None:
-        """Keep a param-only equation lazy: moved to the shard, reduced on the shard, or postponed
-        to the units that use it.
+        """Keep a param-only equation lazy.
+
+        It becomes a move of the shard, or is reduced on the shard, or is postponed to the units
+        that use it.
         """
         eqn, operands = instruction.eqn, tuple(self.read(ref) for ref in instruction.ins)
         lazies = list(dict.fromkeys(o for o in operands if isinstance(o, Lazy)))
-        # Only an equation of one source and scalars has a single shard on which it can run.
+        # Only an equation with one source and otherwise scalars has a single shard on which it can
+        # run.
         if len(lazies) == 1 and lazies[0].node is None:
             others = [o for o in operands if o is not lazies[0]]
             if all(jnp.ndim(o) == 0 for o in others) and self.move(
                 instruction, operands, lazies[0]
             ):
                 return
-        # Postponed: each unit that uses it computes it anew, from whole values.
+        # Postponed: each unit that uses it recomputes it from gathered values.
         node = Node(eqn, operands)
         results = [Lazy(union(lazies), node, i) for i in range(len(instruction.outs))]
-        # Small enough to be kept: then no unit gathers the sources for it.
+        # If the result is small enough to be kept, no unit gathers the sources for it.
         if len(results) == 1 and self.shrinks(eqn, lazies):
             results = [_reduced(results[0])]
         self.write(instruction, results)
 
     def move(self, instruction: Instruction, operands: tuple[Any, ...], lazy: Lazy) -> bool:
-        """Append an equation to its one source's moves, if it acts shard by shard."""
+        """Append an equation to its source's moves and return True if it acts shard by shard."""
         eqn, source, here = instruction.eqn, lazy.sources[0], operands.index(lazy)
         stored, cotangent = (
             move_spec(eqn, source.stored, here),
@@ -221,8 +232,9 @@ class GatherInterpreter:
         return True
 
     def shrinks(self, eqn: jex.JaxprEqn, lazies: Sequence[Lazy]) -> bool:
-        """Tell whether a param-only result is so small, beside its sources, that it is better kept
-        than computed again.
+        """Return whether a param-only result is small enough to keep instead of recompute.
+
+        It is if its bytes are at most an eighth of its gathered sources' bytes.
         """
         if eqn.primitive.name not in REDUCTIONS and eqn.primitive.name != "dot_general":
             return False
@@ -230,9 +242,7 @@ class GatherInterpreter:
         return 8 * out.size * out.dtype.itemsize <= total_bytes(union(lazies))
 
     def slices_shard(self, instruction: Instruction) -> bool:
-        """Tell whether an equation takes a slice, at an index that is data, of dims that are not
-        sharded.
-        """
+        """Return whether an equation slices unsharded dims of a shard at a computed index."""
         operand = instruction.ins[0] if instruction.eqn.primitive.name == "dynamic_slice" else None
         lazy = self.slots.get(operand) if isinstance(operand, int) else None
         if not isinstance(lazy, Lazy) or lazy.node is not None:
@@ -251,16 +261,17 @@ class GatherInterpreter:
     def group(self, first: int) -> list[int]:
         """Return the indices of the equations that share a unit with the use at `first`.
 
-        A group holds cheap equations and at most one product; after the product only linear
-        equations, whose derivatives do not need its result, so that backward repeats nothing that
-        costs. It ends with a use, and gathers at most the budget.
+        A group holds cheap equations and at most one matrix product. After the product it holds
+        only linear equations, whose derivatives do not need the product's result, so backward
+        repeats nothing expensive. A group ends with a use of a parameter, and gathers at most the
+        budget.
         """
         instructions = self.program.instructions
         group, last_use = [first], 1
         sources = dict.fromkeys(self.sources_of(instructions[first]))
         after_product = instructions[first].eqn.primitive.name in PRODUCTS
-        # Nothing is known of such an equation (a custom derivative, a kernel), so it shares its
-        # recomputation with no other.
+        # Nothing is known about such an equation (a custom derivative, a kernel), so it does not
+        # share its recomputation with other equations.
         if not after_product and instructions[first].eqn.primitive.name not in CHEAP:
             return self.derivatives(first)
         for index in range(first + 1, len(instructions)):
@@ -271,7 +282,7 @@ class GatherInterpreter:
                 self.done.add(index)
                 continue
             new_sources = self.sources_of(instruction)
-            # Left to `step`, which slices the shard. Inside a unit the whole stack would be
+            # Left to `step`, which slices the shard. Inside a unit the full stack would be
             # gathered.
             if self.slices_shard(instruction):
                 break
@@ -289,13 +300,16 @@ class GatherInterpreter:
         return group[:last_use]
 
     def derivatives(self, first: int) -> list[int]:
-        """Return the index of a custom derivative, and those up to another one that reads its
-        result and its parameter.
+        """Return the indices of two custom derivatives that must share one unit, and those between.
 
-        That is how weights are quantized to 8-bit floats (flax.linen.fp8_ops): the product reads
-        the quantized weight, and in backward the weight. No cotangent reaches the quantized one,
-        and the rule that made it returns the new scale as a gradient all the same. JAX runs no rule
-        of a checkpoint to whose results no cotangent comes, so both share one.
+        The second one reads the result and the parameter of the first one, at index `first`. If
+        there is no such second one, the result is `[first]`.
+
+        Weights are quantized to 8-bit floats in this way (flax.linen.fp8_ops). The product reads
+        the quantized weight in forward and the weight in backward. No cotangent reaches the
+        quantized weight, yet the rule that computed it returns the new scale as a gradient. JAX
+        skips a rule inside a checkpoint if no cotangent reaches the checkpoint's results, so both
+        equations share one checkpoint.
         """
         instructions = self.program.instructions
         if not instructions[first].eqn.primitive.name.startswith("custom_vjp"):
@@ -317,40 +331,38 @@ class GatherInterpreter:
             used = {s.path for s in self.sources_of(instruction)}
             if is_derivative and made.intersection(instruction.reads) and used and used <= paths:
                 return group
-            if used:  # another parameter: left to its own unit
+            if used:  # another parameter gets its own unit
                 break
         return [first]
 
     def sources_of(self, instruction: Instruction) -> tuple[Shard, ...]:
+        """Return the distinct sources that an instruction reads."""
         values = [self.slots.get(slot) for slot in instruction.reads]
         return union([v for v in values if isinstance(v, Lazy)])
 
     def table_of(self, instruction: Instruction) -> Shard | None:
-        """Return the sharded table of which an equation takes rows, or None."""
+        """Return the sharded table in which an equation looks up rows, or None."""
         lazy = self.slots.get(instruction.reads[0]) if instruction.reads else None
         if not isinstance(lazy, Lazy) or lazy.node is not None or not is_look_up(instruction.eqn):
             return None
         source = lazy.sources[0]
-        # Of a replicated table the gradient is reduced whole: no rows go anywhere.
+        # A replicated table's gradient is reduced unsharded, so no rows are sent.
         return (
             source if without_axis(source.cotangent, self.rule.axis) != source.cotangent else None
         )
 
     def unit(self, group: list[int]) -> None:
-        """Run the equations of `group` as one rematerialised unit over the gathered parameters they
-        use.
-        """
+        """Run the equations of `group` as one rematerialised unit over the parameters they use."""
         instructions = [self.program.instructions[i] for i in group]
         inner_slots = {out for i in instructions for out in i.outs}
-        # What the group reads from outside of it: lazy values, whose sources the unit gathers, and
-        # data.
+        # The group's inputs: lazy values, whose sources the unit gathers, and data.
         refs = dict.fromkeys(
             slot for i in instructions for slot in i.reads if slot not in inner_slots
         )
         lazies = {ref: self.slots[ref] for ref in refs if isinstance(self.slots[ref], Lazy)}
         data = [ref for ref in refs if ref not in lazies]
-        # What nobody reads after the unit is no result of it, so it is not kept for backward
-        # either.
+        # A value that is not read after the unit is not one of its results, so it is not kept for
+        # backward either.
         results = [out for out in inner_slots if self.program.last_read.get(out, -1) > group[-1]]
 
         def equations(whole: Whole, values: Sequence[Any]) -> list[Any]:
@@ -371,7 +383,7 @@ class GatherInterpreter:
         sources = union(list(lazies.values()))
         if (size := total_bytes(sources)) > self.rule.region_bytes:
             for z in lazies.values():
-                self.note(z, f"in one equation, {size} bytes at once")
+                self.note(z, f"in one equation, {size} bytes at the same time")
         outs = gathered(self.rule, equations, sources, [self.slots[ref] for ref in data])
         self.slots.update(zip(results, outs, strict=True))
         self.done.update(group)
@@ -379,12 +391,12 @@ class GatherInterpreter:
     # --- control flow --------------------------------------------------------------------------
 
     def enter(self, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
-        """Apply an equation whose jaxprs are entered, some of whose operands are lazy."""
+        """Interpret the jaxprs of an equation that has Lazy operands."""
         if eqn.primitive.name == "scan":
             return self.scan(eqn, values)
         if eqn.primitive.name == REMAT:
             return self.region(eqn, values)
-        # A branch gathers what it uses.
+        # Each branch gathers the parameters that it uses.
         index, *operands = values
         index = self.gather_now(index, "a cond's predicate")
         branches = [self.inside(region, operands) for region in regions_of(eqn)]
@@ -393,7 +405,7 @@ class GatherInterpreter:
     def inside(self, region: Region, operands: Sequence[Any]) -> Function:
         """Return a function of the data among `operands` that interprets a region.
 
-        It closes over the lazy operands.
+        It closes over the Lazy operands.
         """
 
         def run(data: Sequence[Any]) -> list[Any]:
@@ -404,10 +416,10 @@ class GatherInterpreter:
         return run
 
     def scan(self, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
-        """Enter a scan: loop-invariant parameters stay sharded, stacked ones are sliced so."""
+        """Enter a scan; constants stay sharded, and stacked parameters are sliced while sharded."""
         (region,) = regions_of(eqn)
         consts, carry, xs = region.split(values)
-        # A carry is replaced by what the body returns, so it cannot stay a shard.
+        # The body replaces a carry, so a carry cannot stay a shard.
         carry = [self.gather_now(v, "a scan's carry") for v in carry]
         stacks = [self.stack(v) for v in xs]
 
@@ -422,37 +434,39 @@ class GatherInterpreter:
         return rebind_scan(eqn, body, [*consts, *carry, *arrays])
 
     def stack(self, value: Any) -> Any:
-        """Return an operand that is scanned over: still lazy, if its shards can be sliced."""
+        """Return a scanned operand, still lazy if its shards can be sliced."""
         if not isinstance(value, Lazy):
             return value
         source = value.sources[0]
-        # An iteration takes one index of dim 0. If that is split, only some devices have the slice.
+        # An iteration takes one index of dim 0. If dim 0 is sharded, only some devices have the
+        # slice.
         if value.node is None and not source.stored[0] and not source.cotangent[0]:
             return value
         return self.gather_now(value, "scanned over a dim that is sharded or computed")
 
     def region(self, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
-        """Enter a rematerialised region: its gathers wait for its input.
+        """Enter a rematerialised region, whose gathers wait for its input.
 
-        If it is most of the model, it is run unit by unit.
+        A region with most of the model's parameters runs unit by unit.
         """
         (region,) = regions_of(eqn)
         sources = union([v for v in values if isinstance(v, Lazy)])
-        # A region this large would hold most of the model whole if it were gathered at its top.
-        # One that keeps what costs is no layer that is run again, and may be a whole model. The
-        # equations of both are units.
+        # A region this large would hold most of the model unsharded if it were gathered at its top.
+        # A region that keeps all expensive values is not a recomputed layer, and may be the full
+        # model. In both cases its equations become units.
         is_large = total_bytes(sources) > self.rule.region_bytes
         if self.rule.remat and (eqn.params["policy"] is keeps or is_large):
             return checkpointed(eqn, self.inside(region, values), _is_gather)(_data(values))
 
-        # the region itself is repeated in backward
+        # The region itself is repeated in backward.
         rule = dataclasses.replace(self.rule, remat=False)
 
         def run(shards: list[Array], data: list[Any]) -> list[Any]:
             shards = tie(shards, data) if self.rule.remat else shards
             pairs = zip(sources, shards, strict=True)
             inputs = {s: dataclasses.replace(s, value=value) for s, value in pairs}
-            # Inside, values start from sources. What was computed from them is made whole here.
+            # Inside, values start from sources. Values computed from sources outside are computed
+            # here from gathered sources.
             postponed = union([v for v in values if isinstance(v, Lazy) and v.node is not None])
             whole = Whole({s: self.rule.gather(inputs[s]) for s in postponed})
 
@@ -469,8 +483,8 @@ class GatherInterpreter:
 def _reduced(lazy: Lazy) -> Lazy:
     """Compute a small value from shards, without a gather, and return it as a source of its own.
 
-    The equations mean the same on sharded arrays; the partitioner adds the psum. What they read is
-    kept for backward, not what they make on the way.
+    The equations mean the same on sharded arrays; the partitioner adds the psum. Their inputs are
+    kept for backward, and their intermediate values are not.
     """
     sources = lazy.sources
 
@@ -492,7 +506,7 @@ def _data(values: Sequence[Any]) -> list[Any]:
 
 
 def _slice_of(stack: Any, value: Any) -> Any:
-    """Return an iteration's slice: the slice of a shard is a shard, without the layer dim."""
+    """Return an iteration's slice; the slice of a shard is a shard without the layer dim."""
     if not isinstance(stack, Lazy):
         return value
     source = stack.sources[0]
@@ -500,9 +514,9 @@ def _slice_of(stack: Any, value: Any) -> Any:
 
 
 def _is_gather(name: str, params: dict[str, Any]) -> bool:
-    """Return whether an equation may be part of a gather, which a policy would save whole.
+    """Return whether an equation may be part of a gather, which a policy would save unsharded.
 
-    A gather is its constraints where it is differentiated, and one call where it is not, behind a
-    stop_gradient.
+    A gather appears as its constraints where it is differentiated, and as one call where it is not
+    (behind a stop_gradient).
     """
     return name in ("sharding_constraint", "custom_jvp_call", "optimization_barrier")

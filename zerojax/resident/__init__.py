@@ -1,4 +1,4 @@
-"""The resident step: all layers are on the device for the whole step."""
+"""The resident step: all layers stay on the device for the full step."""
 
 from zerojax.resident.step import ResidentStep as ResidentStep
 from zerojax.resident.step import build_grads as build_grads

@@ -1,17 +1,19 @@
-"""What a loss keeps whose layers are not known: its trace is cut into segments, and each is taken
-for a layer.
+"""Saved activations of a loss whose layers are unknown: its trace is cut into segments.
 
-    remat    a segment keeps what crosses the cuts
-    save     it keeps besides what costs something to make again (`zerojax.activations.kept`)
+Each segment is treated as a layer:
 
-A program that makes T bytes of intermediate values, with x bytes live at a cut, keeps K x + T / K
-bytes in K segments; the sum is least for segments of sqrt(T x) bytes (Chen et al.,
-arXiv:1604.06174). Cuts are made where little is live, which in a residual network is between its
-branches: at such a point only the stream x crosses. Each segment but the last is a `jax.checkpoint`
-region, so gather-on-use takes it for a layer: gathered at its top, and again in its recomputation.
+    remat    a segment saves the values that cross the cuts
+    save     it also saves the values that are expensive to recompute (`zerojax.activations.kept`)
 
-A scan of the model's own is not cut: its body becomes the segment. Regions that the model
-rematerialises itself stay.
+A program that computes T bytes of intermediate values, with x bytes live at a cut, saves
+K x + T / K bytes in K segments. The sum is least for segments of sqrt(T x) bytes (Chen et al.,
+arXiv:1604.06174). Cuts are made where few bytes are live. In a residual network that is between its
+branches, where only the stream x crosses. Each segment but the last is a `jax.checkpoint` region,
+so gather-on-use treats it as a layer: it gathers the segment's parameters at its top, and again in
+its recomputation.
+
+A scan in the model is not cut: its body becomes the segment. Regions that the model rematerialises
+itself stay as they are.
 """
 
 import math
@@ -36,20 +38,19 @@ from zerojax.jaxprs import (
 )
 
 SLACK = 1.25
-"""A cut may hold so many times the least live bytes."""
+"""Largest bytes live at a cut, as a multiple of the least live bytes."""
 _OWN = ("scan", REMAT)
 
 
 def keep_by_segments(
     loss: Callable[..., Any], mode: str = "remat", splits: Splits | None = None
 ) -> Callable[..., Any]:
-    """Return `loss(params, batch, *data)`, each segment of which keeps something from forward to
-    backward.
+    """Return `loss(params, batch, *data)` with each segment saving values for backward.
 
     Args:
-      loss: the leaves of its batch have one dim 0.
+      loss: the loss to cut; all leaves of its batch have the same dim 0.
       mode: "save" or "remat".
-      splits: with "save", what is kept is split as it says; without, as the partitioner chooses.
+      splits: how saved values are sharded with mode "save"; None leaves it to the partitioner.
     """
 
     def segmented(params: Any, *data: Any) -> Any:
@@ -66,8 +67,9 @@ def keep_by_segments(
 
 
 def _run(program: FlatJaxpr, slots: dict[int, Any], num_params: int, keeper: Keeper | None) -> None:
-    """Evaluate `program`: what depends on parameters alone first, then the segments, of which
-    `keeper` says what is kept.
+    """Evaluate `program`: equations of parameters alone first, then the segments.
+
+    `keeper` decides which values the segments save.
     """
     of_params = set(program.inputs[:num_params])
     data: list[tuple[int, Instruction]] = []
@@ -84,8 +86,8 @@ def _run(program: FlatJaxpr, slots: dict[int, Any], num_params: int, keeper: Kee
         own = instructions[0].eqn.primitive.name if len(instructions) == 1 else ""
         if own == "scan" and keeper is None:
             _scan(instructions[0], slots)
-        # Backward of the last segment follows its forward at once: to compute it again would save
-        # nothing. With a policy a checkpoint refuses callbacks, and would print twice.
+        # Backward of the last segment follows its forward immediately, so recomputing it would save
+        # no memory. A checkpoint with a policy refuses callbacks, and would repeat debug prints.
         elif (
             (number == len(pieces) - 1 and keeper is None)
             or (own in _OWN and own != "scan")
@@ -105,7 +107,8 @@ def _region(
     """Evaluate one segment under jax.checkpoint."""
     instructions, last = [i for _, i in piece], piece[-1][0]
     results = {out for i in instructions for out in i.outs}
-    # A region is a function of what it reads from outside, and returns what is read after it.
+    # A region is a function of the values that it reads from outside, and returns the values that
+    # are read after it.
     reads = list(
         dict.fromkeys(
             ref
@@ -131,7 +134,7 @@ def _scan(i: Instruction, slots: dict[int, Any]) -> None:
     """Evaluate a scan with its body under jax.checkpoint."""
     values = [read(ref, slots) for ref in i.ins]
     (region,) = regions_of(i.eqn)
-    # In a scan forward and backward are loops of their own, whose equations XLA cannot merge: no
+    # In a scan, forward and backward are separate loops, whose equations XLA cannot merge, so no
     # barriers are needed.
     checkpoint = partial(jax.checkpoint, prevent_cse=False)
     outs = rebind_scan(i.eqn, region.flatten().run, values, around=checkpoint)
@@ -141,12 +144,15 @@ def _scan(i: Instruction, slots: dict[int, Any]) -> None:
 def segments(
     program: FlatJaxpr, data: Sequence[tuple[int, Instruction]]
 ) -> list[list[tuple[int, Instruction]]]:
-    """Cut the data-dependent instructions, given with their indices in the program, into
-    consecutive segments.
+    """Cut the data-dependent instructions into consecutive segments.
+
+    Args:
+      program: the flattened program.
+      data: its data-dependent instructions, each with its index in the program.
     """
     out_bytes = [sum(_num_bytes(v) for v in i.eqn.outvars) for _, i in data]
-    # The bytes that are live after each equation: a value lives from the equation that makes it to
-    # the last that reads it.
+    # Bytes that are live after each equation: a value lives from the equation that computes it to
+    # the last one that reads it.
     live: list[int] = []
     now, dying = 0, {}
     for index, i in data:
@@ -159,17 +165,17 @@ def segments(
         live.append(now)
     heavy = [p for p, (_, i) in enumerate(data) if i.eqn.primitive.name in PRODUCTS or i.has_jaxpr]
     regions = {p for p, (_, i) in enumerate(data) if i.eqn.primitive.name in _OWN}
-    # Cuts lie between the first and the last heavy equation. Outside, where only tokens or a scalar
-    # may be live, the least would be one that no cut between layers comes near.
+    # Cuts are only made between the first and the last heavy equation. Outside, only tokens or a
+    # scalar may be live, and no cut between layers comes near such a minimum.
     inside = range(heavy[0], heavy[-1]) if len(heavy) > 1 else range(0)
     least = min((live[p] for p in inside if live[p]), default=0)
-    # The T of the module's docstring is what is made in all, its x the least that is live.
+    # In the module docstring's terms: T is the sum of all results, and x the least live bytes.
     target = math.sqrt(sum(out_bytes) * least)
     pieces: list[list[tuple[int, Instruction]]] = [[]]
     piece_bytes = 0
     for p, item in enumerate(data):
-        # A region that the model rematerialises is a segment by itself: inside of another it would
-        # be computed a third time.
+        # A region that the model rematerialises is a segment by itself. Inside another segment it
+        # would be computed a third time.
         if p in regions and pieces[-1]:
             pieces.append([])
             piece_bytes = 0

@@ -1,16 +1,20 @@
-"""The resident step: every layer on the device for the whole step; the optimizer state may rest
-elsewhere.
+"""The resident step: all layers stay on the device for the full step.
 
-    for each microbatch:                      a scan; one pass where there is one microbatch
-        loss, g = value_and_grad(loss)(params)      parameters gathered on use (stage 3)
-        g: reduce_scatter to its shard              where it is made (stages 1 to 3), in reduce_dtype
-        sum += g                                    float32, sharded; with reduce_every="step" each device's own
-    g = reduce_scatter(sum)                         once, with reduce_every="step"
-    norm, clip, tx.update, apply               on shards: whole trees, or leaf by leaf where the state is off the device
-    params = cast(master)                      all_gather below stage 3
+Only the optimizer state may be stored elsewhere.
 
-How parameters are gathered is handed in, and the update is of `zerojax.optim`. The stage is read
-from `zerojax.sharding.STAGES` and nowhere else.
+    for each microbatch:                      a scan; a single pass if there is one microbatch
+        loss, g = value_and_grad(loss)(params)    parameters gathered on use (stage 3)
+        g: reduce_scatter to its shard            where it is computed (stages 1 to 3), in
+                                                  reduce_dtype
+        sum += g                                  float32, sharded; with reduce_every="step",
+                                                  each device's own sum
+    g = reduce_scatter(sum)                   once, with reduce_every="step"
+    norm, clip, tx.update, apply              on shards: full trees, or leaf by leaf if the
+                                              state is off the device
+    params = cast(master)                     all_gather below stage 3
+
+The caller passes in how parameters are gathered. The update is from `zerojax.optim`. The stage's
+rules come only from `zerojax.sharding.STAGES`.
 """
 
 import dataclasses
@@ -66,14 +70,14 @@ Array = jax.Array
 
 
 class ResidentStep:
-    """The equations of one resident step over a model, an optimizer and a layout.
+    """The equations of one resident step of a model, an optimizer and a layout.
 
     Attributes:
-      records: how the state rests.
-      update: the update leaf by leaf, where the optimizer's state rests off the device, else None.
+      records: how the state is stored.
+      update: the leaf-by-leaf update if the optimizer state is stored off the device, else None.
       host: the update on the host, or None.
       schedule: the order in which layers are computed; a Model counts as one layer.
-      objective: the loss over whole parameters, before any gather is inserted.
+      objective: the loss as a function of unsharded parameters, before any gather is inserted.
     """
 
     def __init__(
@@ -84,8 +88,15 @@ class ResidentStep:
         update: RecordUpdate | None,
         gather: Callable[..., Any],
     ) -> None:
-        """Evaluate the model through `gather(function, params, *args)`, which takes parameters as
-        they are stored.
+        """Build the step.
+
+        Args:
+          model: the model.
+          tx: the optimizer.
+          records: how the state is stored.
+          update: the leaf-by-leaf update, or None if full trees are updated.
+          gather: evaluates the model: `gather(function, params, *args)` takes parameters as stored
+            and gathers them.
         """
         self.model, self.tx, self.records, self.update, self._gather = (
             model,
@@ -127,7 +138,7 @@ class ResidentStep:
     def step(
         self, state: TrainState, batch: Any, scratch: dict[str, list[Any]]
     ) -> tuple[tuple[TrainState, dict[str, list[Any]]], dict[str, Array]]:
-        """Run one step; there is no scratch."""
+        """Run one step; `scratch` is returned unchanged."""
         result = build_grads(self.model, self.layout, self.evaluated)(state, batch)
         after, metrics = self._update()(state, result.loss, result.grads)
         after = with_loss_scale(state, after, any_fault(result.metrics))
@@ -145,18 +156,19 @@ class ResidentStep:
         )
 
     def evaluated(self, params: Any, batch: Any, key: Any, model_state: Any) -> tuple[Terms, Any]:
-        """Return the objective over parameters as stored, their gradients reduced to where the
-        stage keeps them.
+        """Return the objective of parameters as stored, and the model state after it.
+
+        Gradients are reduced to where the stage stores them.
         """
         return self._gather(self._stored_objective, params, batch, key, model_state)
 
     def eval(self, params: Any, model_state: Any, batch: Any) -> Array | dict[str, Array]:
-        """Return the loss of a batch, without keys; where there are metrics, a dict of both."""
+        """Return the loss of a batch, without random keys; if there are metrics, a dict of both."""
         terms, _ = self.evaluated(params, batch, None, model_state)
         return evaluation(terms.value(), divided(terms.metrics))
 
     def apply(self, params: Any, model_state: Any, batch: Any) -> Any:
-        """Return what the model's `predict` does, without keys."""
+        """Return the result of the model's `predict`, without random keys."""
         layout, model = self.layout, self.model
         model = layout.decoding(model) if isinstance(model, LayeredModel) else model
         predict = build_predict(model, ActivationSpec(layout.mesh).constrain)
@@ -169,8 +181,16 @@ class ResidentStep:
     def grads(
         self, state: TrainState, batch: Any, scratch: dict[str, list[Any]]
     ) -> tuple[tuple[Any, Any], dict[str, list[Any]]]:
-        """Return (what `eval` returns, of a step) and the unscaled gradients, float32; and the
-        scratch.
+        """Return the loss and the gradients of one step, without an update.
+
+        Args:
+          state: the state.
+          batch: global batch.
+          scratch: returned unchanged.
+
+        Returns:
+          ((loss, gradients), scratch). The loss has the form that `eval` returns; the gradients are
+          unscaled and float32.
         """
         result = build_grads(self.model, self.layout, self.evaluated)(state, batch)
         scale = None if state.loss_scale is None else state.loss_scale.scale
@@ -178,7 +198,7 @@ class ResidentStep:
         return (evaluation(result.loss, divided(result.metrics)), grads), scratch
 
     def check_grads(self) -> None:
-        """Do nothing: every resident step has its gradients on the device."""
+        """Accept every config: all resident steps have their gradients on the device."""
 
     def abstract_scratch(self, abstract_batch: Any) -> dict[str, list[Any]]:
         """Return no stacks: gradients and activations stay on the device."""
@@ -186,18 +206,16 @@ class ResidentStep:
         return {}
 
     def records_written(self, abstract_batch: Any) -> Sequence[DiskRecords]:
-        """Return no records: what rests on disk is state, and there before the step."""
+        """Return no records: only state is stored on disk, and it exists before the step."""
         del abstract_batch
         return ()
 
     def moves(self) -> tuple[Move, ...]:
-        """Return what a step reads from disk and writes to it: the leaves of the state, one after
-        the other.
-        """
+        """Return the disk reads and writes of a step, one leaf of the state after another."""
         return self._moves()
 
     def eval_moves(self) -> tuple[Move, ...]:
-        """Return the same of an evaluation."""
+        """Return the disk reads of an evaluation."""
         return self._moves(("embed",))
 
     def _moves(self, phases: tuple[str, ...] | None = None) -> tuple[Move, ...]:
@@ -209,7 +227,7 @@ class ResidentStep:
         )
 
     def grads_moves(self) -> tuple[Move, ...]:
-        """Return no moves: parameters are on the device, and the optimizer's state is not read."""
+        """Return no moves: parameters are on the device, and the optimizer state is not read."""
         return ()
 
 
@@ -220,20 +238,21 @@ def plain_objective(
     *,
     as_stored: bool = False,
 ) -> Objective:
-    """Return the objective over whole parameters, before any gather is inserted.
+    """Return the objective as a function of unsharded parameters, before any gather is inserted.
 
     Args:
       model: the model.
-      layout: of its state.
-      modes: what the layers of a stack keep, by its name; by default `activations`.
-      as_stored: whether a layered model takes parameters as they rest, some of them in 8 or 4 bits
+      layout: layout of the model's state.
+      modes: `activations` mode of each stack of layers, by the stack's name; missing stacks use the
+        config's mode.
+      as_stored: whether a layered model takes parameters as stored, some of them in 8 or 4 bits
         (`Layout.decoding`).
     """
     mode, constrain = layout.config.activations, ActivationSpec(layout.mesh).constrain
     if isinstance(model, Model):
         assert isinstance(mode, str)  # segments need layers (`zerojax.config.check_unlayered`)
-        # A checkpoint runs no rule whose results nothing reads, and these rules return new scales
-        # as gradients all the same.
+        # A checkpoint skips derivative rules whose results are not read, but these rules must run:
+        # they return new scales as gradients.
         if mode == "everything" or (
             mode == "save" and _overwritten(layout.abstract_arrays.model_state)[0] is not None
         ):
@@ -246,7 +265,7 @@ def plain_objective(
     stacks = {stack.name: stack.in_tree for stack in layout.stacks}
 
     def region(function: Callable[..., Any], stack: str) -> Callable[..., Any]:
-        # A scan's body is compiled apart from its derivative's, so there is nothing for CSE to
+        # A scan's body is compiled separately from its derivative's body, so CSE has nothing to
         # merge, and no barrier is needed.
         kept = modes.get(stack, mode)
         if kept == "everything":
@@ -266,10 +285,14 @@ def plain_objective(
 
 
 def splits_of(layout: Layout, leaves: Sequence[Leaf], lead: int = 0) -> Splits | None:
-    """Return how some parameters are split by tensor parallelism, without their first `lead` dims;
-    None where nothing is.
+    """Return how tensor parallelism shards some parameters, or None if it shards nothing.
 
-    A leaf that rests encoded is decoded where it is used: nothing is said of it.
+    An encoded leaf has no known sharding here, since it is decoded where it is used.
+
+    Args:
+      layout: layout of the state.
+      leaves: the parameter leaves.
+      lead: number of leading dims to leave out.
     """
     if layout.mesh.shape[TENSOR] == 1:
         return None
@@ -280,26 +303,28 @@ def splits_of(layout: Layout, leaves: Sequence[Leaf], lead: int = 0) -> Splits |
 
 
 def stored_objective(model: Model | LayeredModel, layout: Layout) -> Objective:
-    """Return the objective over parameters as they rest, some of them in 8 or 4 bits; before any
-    gather, likewise.
+    """Return the objective of parameters as stored, before any gather is inserted.
+
+    Some of the parameters may be stored in 8 or 4 bits; they are decoded where they are used.
     """
     if isinstance(model, LayeredModel):
         return plain_objective(
             layout.decoding(model), layout, as_stored=True
         )  # each layer decodes its own
     objective = plain_objective(model, layout)
-    # Outside of all that is rematerialised: a region takes postponed weights as it takes shards.
+    # Decoding stays outside of rematerialised regions: a region takes postponed weights as it takes
+    # shards.
     return lambda params, *args: objective(layout.decode(params), *args)
 
 
 class Gradients(NamedTuple):
-    """What a step knows before its update.
+    """Results of a step before its update.
 
     Attributes:
-      loss: f32[], of the whole batch.
-      grads: its gradients, float32, on the update's shards.
-      metrics: of the model's own, not divided yet.
-      model_state: after the step.
+      loss: f32[], loss of the full batch.
+      grads: float32 gradients, on the update's shards.
+      metrics: the model's own metrics, not divided yet.
+      model_state: the model's state after the step.
     """
 
     loss: Array
@@ -311,13 +336,15 @@ class Gradients(NamedTuple):
 def build_grads(
     model: Model | LayeredModel, layout: Layout, objective: Objective
 ) -> Callable[[TrainState, Any], Gradients]:
-    """Return `grads(state, batch)`, the gradients of a step."""
+    """Return `grads(state, batch)`, which computes a step's `Gradients`."""
     stage = STAGES[layout.config.stage]
     grads_at, count = layout.param_shardings(stage.opt_state), layout.config.num_microbatches
 
     def derivative(scale: Array, data: Any, params: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Return the gradients of scale * loss, and (the state that replaces itself, loss, metrics,
-        state after).
+        """Return the gradients of scale * loss, and a tuple of further results.
+
+        The tuple holds the state that its gradient replaces, the loss, the metrics, and the model
+        state after it.
         """
         batch, key, rest, whole = data
         trained, frozen, overwritten = params
@@ -335,7 +362,7 @@ def build_grads(
 
     derive = float32_grads(derivative, layout.platform) if layout.reduces_in_float32 else derivative
     derive = unreduced_grads(derive, layout.mesh) if layout.reduces_once else derive
-    # Where the sums over microbatches are held: on the update's shards, or each device's own.
+    # Sums over microbatches are on the update's shards, or each device holds its own.
     whole_at = layout.param_shardings(False)
     own_at = (
         jax.tree.map(lambda at: unreduced_sharding(layout.mesh, at.spec), whole_at)
@@ -352,12 +379,13 @@ def build_grads(
         data, params = (batch, key, rest, whole), (state.params, state.frozen, overwritten)
         grads, (replaced, value, metrics, after) = derive(scale, data, params)
         after = after if replaced is None else {**after, OVERWRITTEN: replaced}
-        # On the shards of the update: XLA can then reduce by reduce_scatter, and keeps no whole
-        # gradients.
+        # Constrained to the update's shards so that XLA can use reduce_scatter and keeps no
+        # unsharded gradients.
         return Gradients(value, jax.lax.with_sharding_constraint(grads, sums_at), metrics, after)
 
     def grads(state: TrainState, batch: Any) -> Gradients:
-        # Of (key, step) alone: a restored run draws the masks that it would have drawn.
+        # The key depends only on (key, step): a restored run draws the same masks as the original
+        # run.
         key = jax.random.fold_in(state.key, state.step) if model.stochastic else None
         if count > 1:
             return accumulated(state, batch, key)
@@ -369,7 +397,7 @@ def build_grads(
 
         def inputs(piece: tuple[Any, Array]) -> tuple[Any, Any]:
             microbatch, index = piece
-            # The numbers that the streamed step folds in, so that both draw the same masks.
+            # The streamed step folds in the same numbers, so both draw the same masks.
             return ActivationSpec(layout.mesh).constrain(
                 microbatch
             ), None if key is None else jax.random.fold_in(key, index)
@@ -396,8 +424,8 @@ def build_grads(
         zeros = jax.tree.map(
             lambda a: jnp.zeros((*lead, *a.shape), jnp.float32), layout.abstract_params
         )
-        # What a scan carries has one sharding: unless its start is on shards, the sums may be held
-        # whole.
+        # A scan's carry has one sharding. Unless its initial value is sharded, XLA may hold the
+        # sums unsharded.
         zeros = jax.lax.with_sharding_constraint(zeros, sums_at)
         (value, grads, after), metrics = jax.lax.scan(
             body, (jnp.float32(0), zeros, state.model_state), pieces
@@ -412,7 +440,7 @@ def build_grads(
 
 
 def _overwritten(model_state: Any) -> tuple[Any, Any]:
-    """Return the part of a model's state that its gradient replaces, or None, and the rest."""
+    """Return the part of a model's state that its gradient replaces, or None; and the rest."""
     if not isinstance(model_state, dict) or OVERWRITTEN not in model_state:
         return None, model_state
     return model_state[OVERWRITTEN], {

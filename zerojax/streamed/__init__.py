@@ -1,4 +1,4 @@
-"""The streamed step: layers come to the device one after the other, are used, and leave it."""
+"""The streamed step: layers are loaded to the device one after another, used and released."""
 
 from zerojax.streamed.activations import ResidualPlan as ResidualPlan
 from zerojax.streamed.loops import StackLoops as StackLoops

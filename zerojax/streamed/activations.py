@@ -1,21 +1,23 @@
-"""Where the values that forward keeps of each layer rest until backward: on the device, in host
-memory or on disk.
+"""Where saved activations are stored until backward: on the device, in host memory or on disk.
 
-`zerojax.streamed.residuals` decides which values of a layer are kept and which are recomputed. Here
-each of them, and the layer's input, gets a `RecordSpec`, and forward fills a stack `[L, ...]` of
-it, of the L layers of a run, that backward reads:
+`zerojax.streamed.residuals` decides which values of a layer are saved and which are recomputed.
+This module gives each saved value, and the layer's input, a `RecordSpec`. Forward fills a stack
+`[L, ...]` of each, over the L layers of a run, and backward reads it:
 
-    device         the stack is made inside of the program
+    device         the stack is created inside the program
     pinned_host    the stack is an argument of the program, donated and returned
-    nvme           records of the kind "activations"; only the layer's input can be there
+    nvme           records of the kind "activations"; only the layer's input can be on disk
 
-With `partition_activations` what `tensor` does not split already rests split over it: forward keeps
-a slice, which moves nothing, and backward gathers it (ZeRO-R's Pa; arXiv:1910.02054, section 6.1).
+With `partition_activations`, arrays that `tensor` does not already shard are stored sharded over
+it: forward keeps a slice, which moves no data, and backward gathers it (ZeRO-R's Pa;
+arXiv:1910.02054, section 6.1).
 
-    whole x[B_(data, fsdp), T, H]  ->  rests as x[B_(data, fsdp), T_tensor, H]  ->  whole x[B_(data, fsdp), T, H]
+    computed  x[B_(data, fsdp), T, H]
+    stored    x[B_(data, fsdp), T_tensor, H]
+    gathered  x[B_(data, fsdp), T, H]
 
-All of it follows from the shapes of a batch (`BlockTracer.plan_residuals`). Where tiles are
-records, the traced block is also cut at its loops over tiles (`zerojax.streamed.tiled_block`).
+All of this follows from the shapes of a batch (`BlockTracer.plan_residuals`). If tiles are records,
+the traced block is also cut at its loops over tiles (`zerojax.streamed.tiled_block`).
 """
 
 import dataclasses
@@ -43,21 +45,26 @@ Scratch = dict[str, list[Array]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ResidualPlan:
-    """What forward keeps of each layer for backward.
+    """The arrays that forward saves of each layer for backward, and how they are stored.
+
+    With several microbatches, dim 0 of each array counts them.
 
     Attributes:
       block: the traced block, which returns and reads the residuals.
-      records: how each array rests: the leaves of the layer's input, then the block's residuals.
-        Microbatches, where there are several, are dim 0 of each.
-      shapes: ShapeDtypeStruct of each.
-      x_names: "x" and a path of each leaf of the layer's input.
-      x_tree: structure of the layer's input.
-      lead: dims of each that come before a microbatch's own: 1 where there are several.
-      whole: of each that rests split over `tensor` and is gathered for backward, its spec without
-        that; else None.
-      replicated: of each, why it rests whole although activations are to be split, or None.
-      tiled: the block cut at its loops over tiles, if tiles are records.
-      first: number of the run's first layer in its stack, where the stacks of what is kept begin.
+      records: how each array is stored: first the leaves of the layer's input, then the block's
+        residuals.
+      shapes: ShapeDtypeStruct of each array.
+      x_names: "x" and a path for each leaf of the layer's input.
+      x_tree: tree structure of the layer's input.
+      lead: number of leading dims before a microbatch's own dims: 1 with several microbatches, else
+        0.
+      whole: for each array that is stored sharded over `tensor` and gathered for backward, its spec
+        without `tensor`; None for other arrays.
+      replicated: for each array, why it is stored unsharded although activations are to be
+        partitioned, or None.
+      tiled: the block cut at its loops over tiles, if tiles are records; else None.
+      first: index in the stack of layers of the run's first layer, where the stacks of saved arrays
+        begin.
     """
 
     block: TracedBlock
@@ -73,32 +80,45 @@ class ResidualPlan:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of each array "x" and a path, the name that the model gave it, or its number and the
-        equation that makes it.
+        """Display name of each array, in the order of `records`.
+
+        A leaf of the input is "x" and a path. A residual has the name that the model gave it, or
+        its number and the equation that computes it.
         """
         return (*self.x_names, *self.block.labels)
 
     @property
     def away(self) -> tuple[int, ...]:
-        """Indices of the arrays that rest off the device."""
+        """Indices of the arrays that are stored off the device."""
         return tuple(i for i, r in enumerate(self.records) if r.is_away)
 
     @property
     def in_memory(self) -> tuple[int, ...]:
         """Indices of the arrays in host memory.
 
-        XLA reads and writes these; callbacks move those on disk.
+        XLA reads and writes these arrays; callbacks move arrays on disk.
         """
         return tuple(i for i in self.away if self.records[i].disk_records is None)
 
     def fetch(self, stacks: Sequence[Any], layer: Array) -> list[Array]:
-        """Return one layer's arrays that rest off the device."""
+        """Return one layer's arrays that are stored off the device.
+
+        Args:
+          stacks: stacks of all saved arrays, in the order of `records`.
+          layer: i32[], number of the layer in its stack of layers.
+        """
         return read_layer(
             pick(self.records, self.away), pick(stacks, self.away), self._index(layer)
         )
 
     def read(self, stacks: Sequence[Any], fetched: Sequence[Array], layer: Array) -> list[Array]:
-        """Return all arrays of one layer, given those that `fetch` returned."""
+        """Return all arrays of one layer, given the arrays that `fetch` returned.
+
+        Args:
+          stacks: stacks of all saved arrays, in the order of `records`.
+          fetched: the layer's arrays that are stored off the device.
+          layer: i32[], number of the layer in its stack of layers.
+        """
         away, index = dict(zip(self.away, fetched, strict=True)), self._index(layer)
         return [
             away[i] if i in away else _row_major(r.read(stacks[i], index), r.mesh)
@@ -108,9 +128,16 @@ class ResidualPlan:
     def write(
         self, stacks: Sequence[Any], layer: Any, x: Any, values: Sequence[Array]
     ) -> list[Any]:
-        """Return the stacks with one layer's input and residuals in them."""
-        # Stated whole, so that the partitioner does not split what computes a value because of how
-        # it is kept.
+        """Return the stacks with one layer's input and residuals written to them.
+
+        Args:
+          stacks: stacks of all saved arrays, in the order of `records`.
+          layer: number of the layer in its stack of layers.
+          x: the layer's input.
+          values: the block's residuals.
+        """
+        # Constrained to their specs outside the stacks, so that the partitioner does not shard a
+        # value's computation to match its storage.
         return write_layer(
             self.records,
             stacks,
@@ -119,22 +146,26 @@ class ResidualPlan:
         )
 
     def _index(self, layer: Any) -> Any:
-        """Return where in the stacks a layer is, by its number: linear in it, as it is in the
-        counter of a loop.
+        """Return the index of a layer in the stacks.
+
+        It is linear in the layer's number, as the layer's number is in the counter of a loop.
         """
         return layer - self.first if self.first else layer
 
     def split(self, values: Sequence[Array]) -> tuple[Any, list[Array]]:
-        """Return the layer's input, and the block's residuals, whole, of one microbatch or of all."""
-        # Both ends are stated: without the first, the partitioner might gather the stack that a
-        # value is a slice of.
+        """Return the layer's input and the block's residuals, gathered, from `values`.
+
+        The values are of one microbatch or of all.
+        """
+        # Both ends of the gather are constrained. Without the first constraint, the partitioner
+        # might gather the full stack instead of its slice.
         triples = zip(values, self.records, self.whole, strict=True)
         split = [v if whole is None else _constrain(v, r.mesh, r.spec) for v, r, whole in triples]
         count, values = self.x_tree.num_leaves, self._stated_whole(split)
         return jax.tree.unflatten(self.x_tree, values[:count]), values[count:]
 
     def _stated_whole(self, values: Sequence[Array]) -> list[Array]:
-        """Return values with the specs that they have outside of the stacks, where those differ."""
+        """Constrain each value to its spec outside the stacks, if its stored spec differs."""
         pairs = zip(values, self.records, self.whole, strict=True)
         return [
             value if spec is None else _constrain(value, record.mesh, spec)
@@ -143,23 +174,29 @@ class ResidualPlan:
 
 
 class BlockTracer:
-    """Traces the block of a run of layers over the shapes of a batch: what forward saves of it, and
-    its loops over tiles.
+    """Traces the block of a run of layers over the shapes of a batch.
+
+    It chooses the values that forward saves, and finds the block's loops over tiles.
 
     Attributes:
-      stack: the run, of whose stack the block is.
-      traced: the block cut at its loops over tiles, as a step was last traced, if tiles are
-        records.
-      traced_eval: the same of an evaluation.
+      stack: the run of layers that share the block.
+      traced: the block of the most recently traced step, cut at its loops over tiles, if tiles are
+        records; else None.
+      traced_eval: the block of the most recently traced evaluation, cut in the same way; else None.
     """
 
     def __init__(self, stack: StackPlan, plan: StreamedPlan) -> None:
+        """Check that the run's `activations` mode is supported.
+
+        Raises:
+          NotImplementedError: activations="everything" and tiles off the device.
+        """
         self.stack, self.model, self.plan = stack, stack.model, plan
         self.layout, self.mesh, self.config = plan.layout, plan.mesh, plan.config
         if stack.groups and stack.run.segment.activations == "everything":
             raise NotImplementedError(
-                "activations='everything' is not built in this version for layers whose tiles rest off the device: use 'save', "
-                "or keep params on the device"
+                "activations='everything' is not supported for layers whose tiles are stored off "
+                "the device: use 'save', or keep params on the device"
             )
         self.traced: TiledBlock | None = None
         self.traced_eval: TiledBlock | None = None
@@ -172,12 +209,13 @@ class BlockTracer:
         )
 
     def block_tree(self, leaves: Sequence[Any]) -> Any:
-        """Return a block's parameters, decoded, of its leaves gathered."""
+        """Return a block's parameters, decoded, from its gathered leaves."""
         return self.layout.decode(jax.tree.unflatten(self.stack.tree, leaves))
 
     def operands(self, full: Sequence[Array]) -> list[Any]:
-        """Return a block's leaves as it is called with, in the order of its tree: None for stacks
-        of tiles.
+        """Return the leaves with which a block is called, in the order of its tree.
+
+        Stacks of tiles are None.
         """
         leaves = self.stack.without_tiles(full)
         return (
@@ -187,10 +225,14 @@ class BlockTracer:
         )
 
     def abstract_call(self, x: Any, inputs: LayerInputs, count: int) -> tuple[Any, Any, Any, Given]:
-        """Return the shapes of a block's arguments, from those of the first layer's input, of
-        `count` microbatches.
+        """Return the shapes of a block's arguments for one microbatch: (params, x, key, given).
+
+        Args:
+          x: shapes of the first layer's input, of all microbatches.
+          inputs: shapes of the other inputs, of all microbatches.
+          count: number of microbatches.
         """
-        # The block is traced for one microbatch, whose arrays have no dim of microbatches.
+        # The block is traced for one microbatch, so its arrays have no microbatch dim.
         lead = int(count > 1)
 
         def one(tree, lead):
@@ -200,7 +242,7 @@ class BlockTracer:
         return self._block(), one(x, lead), one(inputs.keys, lead), given
 
     def abstract_added(self, x: Any, inputs: LayerInputs, count: int) -> Loss | None:
-        """Return the shapes of what a block adds to the loss of one microbatch."""
+        """Return the shapes of a block's addition to the loss of one microbatch, or None."""
         return check_block(self.model, *self.abstract_call(x, inputs, count)).loss
 
     def _run_block(self, params: Any, x: Any, key: Any, given: Given) -> tuple[Any, Loss | None]:
@@ -215,8 +257,7 @@ class BlockTracer:
             params, x, key, given
         )
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(given.state)[0]]
-        # The state is the last that is given, and one that is returned as it came is the same
-        # variable.
+        # The state's leaves are the last inputs. A leaf returned unchanged is the same variable.
         pairs = zip(
             paths,
             closed.jaxpr.outvars,
@@ -227,14 +268,22 @@ class BlockTracer:
             jax.tree_util.keystr(path) for path, after, before in pairs if after is not before
         ]:
             raise ValueError(
-                f"the block changes its state {', '.join(changed)}, and a streamed step runs blocks that only read theirs: use "
-                "a layer without running statistics (LayerNorm, RMSNorm, GroupNorm), or keep all of the model on the device, "
-                "with activations='everything', 'save' or 'remat', and partition_activations=False"
+                f"the block changes its state {', '.join(changed)}, but a streamed step only "
+                "supports blocks that read their state: use a layer without running statistics "
+                "(LayerNorm, RMSNorm, GroupNorm), or keep the full model on the device, with "
+                "activations='everything', 'save' or 'remat', and partition_activations=False"
             )
 
     def plan_residuals(self, x: Any, inputs: LayerInputs, count: int) -> ResidualPlan:
-        """Choose what forward saves, from the shapes of the first layer's input, of `count`
-        microbatches.
+        """Choose the values that forward saves.
+
+        Args:
+          x: shapes of the first layer's input, of all microbatches.
+          inputs: shapes of the other inputs of the layers.
+          count: number of microbatches.
+
+        Raises:
+          ValueError: the block changes its state, or does not fit its inputs and outputs.
         """
         with in_stack(self.stack.name):
             return self._plan_residuals(x, inputs, count)
@@ -245,12 +294,12 @@ class BlockTracer:
         check_block(self.model, *args)
         self._check_state(*args)
         config, segment = self.config, self.stack.run.segment
-        # `activations` names a mode of recomputation, or a tier. A tier moves the layer's input,
-        # and all else is recomputed.
+        # `activations` names a recomputation mode or a tier. With a tier, the layer's input is
+        # stored there and everything else is recomputed.
         mode = segment.activations if segment.activations in MODES else "remat"
         layer, tiled = self._cut(args, count, mode, segment.saved_names, segment.offloaded_names)
-        # The leaves of the input come first, then the residuals: `ResidualPlan.split` takes them
-        # apart in this order.
+        # The leaves of the input come first, then the residuals: `ResidualPlan.split` separates
+        # them in this order.
         leaves, x_tree = jax.tree.flatten(x_one)
         tier = segment.activations if segment.activations not in MODES else "device"
         tiers = [tier] * len(leaves) + [
@@ -262,14 +311,14 @@ class BlockTracer:
         )
         batch_size = _batch_size(leaves)
         known = [*(None,) * len(leaves), *self._specs(layer, args)]
-        lead = (count,) if count > 1 else ()  # [M, ...] where there are several microbatches
+        lead = (count,) if count > 1 else ()  # [M, ...] with several microbatches
         records, whole, replicated = list[RecordSpec](), list[Spec | None](), list[str | None]()
         for n, (a, tier) in enumerate(zip((*leaves, *layer.shapes), tiers, strict=True)):
             of, dims = stream if n < len(leaves) else spec, (None,) * len(lead)
             split = None
             if config.partition_activations and self.mesh.shape[TENSOR] > 1:
                 if known[n] is None and a.shape[:1] != (batch_size,):
-                    split = LeafSpec((), (), "how it is split otherwise is not known")
+                    split = LeafSpec((), (), "its sharding over other axes is unknown")
                 else:
                     split = _split_over_tensor(
                         a.shape, known[n] or of.given(a.shape, batch_size), self.mesh
@@ -292,7 +341,7 @@ class BlockTracer:
             for path, _ in jax.tree_util.tree_flatten_with_path(x_one)[0]
         ]
         # The leaves of x are one record: they are written together and read together, and no step
-        # reads those of another.
+        # reads the leaves of another step.
         if tier == "nvme" and self.layout.disk is not None:
             of_x, num = records[: len(leaves)], self.stack.num_layers
             specs, kind = [r.spec for r in of_x], self.stack.run.activations_kind
@@ -302,8 +351,8 @@ class BlockTracer:
             records[: len(leaves)] = [
                 dataclasses.replace(r, disk_records=disk_records) for r in of_x
             ]
-        # `tile_loops` reads it: what the disk is told to read ahead follows from the loops that the
-        # block really has.
+        # `tile_loops` reads `traced`: the disk's read-ahead order follows from the loops that the
+        # block contains.
         self.traced = tiled
         return ResidualPlan(
             layer,
@@ -319,8 +368,8 @@ class BlockTracer:
         )
 
     def _specs(self, layer: TracedBlock, args: tuple[Any, Any, Any, Given]) -> list[Spec | None]:
-        """Return how each residual is split; None where the partitioner has a choice."""
-        if self.mesh.shape[TENSOR] == 1:  # then it has none: all are split as the batch is
+        """Return the spec of each residual, or None where the partitioner has a choice."""
+        if self.mesh.shape[TENSOR] == 1:  # no choice: all residuals are split like the batch
             return [None] * len(layer.residuals)
         _, x, key, given = args
         spec, size = ActivationSpec(self.mesh), _batch_size(jax.tree.leaves(x))
@@ -341,8 +390,9 @@ class BlockTracer:
         saved: Sequence[str] = (),
         offloaded: Sequence[str] = (),
     ) -> tuple[TracedBlock, TiledBlock | None]:
-        """Trace the block over abstract arguments; cut it at its loops over tiles if tiles are
-        records.
+        """Trace the block over abstract arguments.
+
+        If tiles are records, also cut it at its loops over tiles.
         """
         plan, stack = self.plan, self.stack
         frozen = [plan.leaves[i].frozen for i in stack.operands]
@@ -352,8 +402,8 @@ class BlockTracer:
             "of_context": self.model.enter is not None,
         }
         options["transform"] = plan.derivative
-        # Rings keep a gathered value or send it again, by the mode: then the program is not the
-        # same in every mode.
+        # The mode decides whether rings keep a gathered value or send it again, so the program
+        # differs between modes.
         options["numbers"] = not (self.config.tensor_overlap and self.mesh.shape[TENSOR] > 1)
         layer = plan_layer(self._run_block, *args, mode, saved, offloaded, **options)
         if not stack.groups:
@@ -362,16 +412,21 @@ class BlockTracer:
             jax.tree_util.keystr(path)
             for path, _ in jax.tree_util.tree_flatten_with_path(args[0])[0]
         ]
-        # A group's indices count the leaves of the whole model; the block's trace knows those of
-        # one layer.
+        # A group's indices count the leaves of the full model, but the block's trace has only the
+        # leaves of one layer.
         groups = [[stack.operands.index(i) for i in group.weights] for group in stack.groups]
         tiled = TiledBlock(layer, groups, names, count, args)
         return layer, tiled
 
     def stacks(self, residuals: ResidualPlan, scratch: Sequence[Array]) -> list[Array]:
-        """Return the empty stacks that forward fills, given those in host memory."""
-        # Stacks in host memory are arguments, donated: what a program allocates itself, XLA makes
-        # on the device first.
+        """Return the empty stacks that forward fills.
+
+        Args:
+          residuals: the arrays to save.
+          scratch: the stacks in host memory, in the order of `residuals.in_memory`.
+        """
+        # Stacks in host memory are donated arguments, since XLA would first create a stack that the
+        # program allocates on the device.
         in_memory = dict(zip(residuals.in_memory, scratch, strict=True))
         pairs = enumerate(zip(residuals.records, residuals.shapes, strict=True))
         lead = (self.stack.num_layers,)
@@ -380,8 +435,9 @@ class BlockTracer:
         ]
 
     def without_residuals(self, x: Any, inputs: LayerInputs) -> TiledBlock | None:
-        """Return the block of a pass that saves nothing, of one microbatch, cut at its loops, if
-        tiles are records.
+        """Return the block of a pass that saves nothing, cut at its loops over tiles.
+
+        The block is traced for one microbatch. The result is None if tiles are not records.
         """
         if not self.stack.groups:
             return None
@@ -389,8 +445,9 @@ class BlockTracer:
         return self.traced_eval
 
     def eval_loops(self) -> dict[str, list[tuple[TileLoops, str]]]:
-        """Return the loops over tiles that a tick of an evaluation's forward runs, which was
-        traced.
+        """Return the loops over tiles in a forward tick of the evaluation that was last traced.
+
+        The result maps the phase to (loops, phase of these loops), and is empty before a trace.
         """
         loops, traced = [tiles for _, tiles in self.stack.loops], self.traced_eval
         return (
@@ -400,19 +457,17 @@ class BlockTracer:
         )
 
     def tile_loops(self) -> dict[str, list[tuple[TileLoops, str]]]:
-        """Return the loops over tiles that a tick of each phase runs, in order, and which of their
-        phases each is.
+        """Return the loops over tiles in a tick of each phase of a step, in order.
+
+        The result maps each phase to pairs of loops and the phase of these loops.
         """
         loops = [tiles for _, tiles in self.stack.loops]
-        if (
-            self.traced is None
-        ):  # no batch was seen: as a block without recomputation would have them
+        if self.traced is None:  # no batch yet: assume a block without recomputation
             return {
                 "forward": [(g, "forward") for g in loops],
                 "backward": [(g, "backward") for g in reversed(loops)],
             }
-        # Backward also runs a loop forward, where its result is needed to recompute what comes
-        # after it.
+        # Backward also runs a loop forward if its result is needed to recompute later values.
         backward = [
             (loops[g], "backward" if derived else "forward")
             for g, derived in self.traced.backward_loops
@@ -424,12 +479,13 @@ class BlockTracer:
 
 
 def _split_over_tensor(shape: tuple[int, ...], spec: Spec, mesh: Mesh) -> LeafSpec:
-    """Return how what is kept rests split over `tensor` besides: in its sequence, else as the rule
-    for parameters has it.
+    """Return the spec of a saved activation that is also sharded over `tensor`.
+
+    It is sharded along the sequence if possible, else by the rule for parameters.
 
     Args:
-      shape: of one microbatch's activation.
-      spec: how it is split otherwise.
+      shape: shape of one microbatch's activation.
+      spec: its sharding over the other axes.
       mesh: the device mesh, with several devices along `tensor`.
     """
     if any(TENSOR in axes_of(entry) for entry in spec):
@@ -440,21 +496,22 @@ def _split_over_tensor(shape: tuple[int, ...], spec: Spec, mesh: Mesh) -> LeafSp
 
 
 def _constrain(value: Array, mesh: Mesh, spec: Spec) -> Array:
-    """Return a value with a spec, of one microbatch also where the spec is that of all."""
+    """Constrain a value of one microbatch or of all to a spec of all microbatches."""
     own = PartitionSpec(*spec[len(spec) - value.ndim :])
     return jax.lax.with_sharding_constraint(value, named(mesh, own))
 
 
 def _row_major(value: Array, mesh: Mesh) -> Array:
-    """Return a slice of a stack in the layout of the stack, on one device.
+    """Constrain a slice of a stack to the layout of the stack, on a single device.
 
-    Else XLA may choose the layout that the first product wants, and copy the whole stack into it
-    before the loop. On several devices its partitioner would gather what is so constrained.
+    Otherwise XLA may choose the layout that the first product wants, and copy the full stack into
+    it before the loop. On several devices, XLA's partitioner would gather a value with such a
+    constraint.
     """
     is_free = value.ndim < 2 or mesh.devices.size > 1
     return value if is_free else with_layout_constraint(value, Layout(tuple(range(value.ndim))))
 
 
 def _batch_size(leaves: Sequence[Any]) -> int:
-    """Return the rows of a microbatch, from the leaves of a layer's input."""
+    """Return the number of rows of a microbatch, from the leaves of a layer's input."""
     return leaves[0].shape[0] if leaves[0].shape else 0

@@ -1,9 +1,8 @@
-"""The ends of a streamed model: the embedding before its layers, the head after them, and the
-derivatives of both.
+"""Embedding and head of a streamed model, and the derivatives of both.
 
-Their leaves are no stack of layers. They are loaded once a step, and stay on the device until it
-ends. Stage 3 gathers each where it is used, as in the resident step. The gradients of head and
-embedding are added, since both may use a tied embedding.
+Their leaves, the "ends", are unstacked. They are loaded once per step and stay on the device until
+it ends. At stage 3 each leaf is gathered where it is used, as in the resident step. The gradients
+of head and embedding are added, since both may use a tied embedding.
 """
 
 from collections.abc import Callable
@@ -43,14 +42,14 @@ Array = jax.Array
 
 
 class HeadResult(NamedTuple):
-    """What the head makes of all microbatches.
+    """Results of the head for all microbatches.
 
     Attributes:
-      loss: f32[], of all of them.
-      dy: cotangent of its input; None for leaves that are not floating.
-      grads: summed gradients of the leaves of the ends.
-      metrics: of the head, summed and not divided yet.
-      state: of the ends, after the step.
+      loss: f32[], loss over all microbatches.
+      dy: cotangent of the head's input; None for leaves that are not floating.
+      grads: summed gradients of the unstacked leaves.
+      metrics: metrics of the head, summed and not divided yet.
+      state: state of embedding and head after the step.
     """
 
     loss: Array
@@ -61,7 +60,7 @@ class HeadResult(NamedTuple):
 
 
 class Ends:
-    """Embedding and head of a model, as functions of their leaves: a tree `{"embed", "head"}`."""
+    """Embedding and head of a model, as functions of a tree `{"embed", "head"}` of their leaves."""
 
     def __init__(
         self,
@@ -70,18 +69,19 @@ class Ends:
         microbatches: Microbatches,
         gather: Callable[..., Any],
     ) -> None:
-        """Evaluate both through `gather(function, leaves, *args)`, which gathers the leaves and
-        reduces their gradients.
+        """Evaluate embedding and head through `gather(function, leaves, *args)`.
+
+        `gather` gathers the leaves and reduces their gradients.
         """
         self.model, self.plan, self.microbatches, self.mesh = model, plan, microbatches, plan.mesh
         self._gather, self.activations = gather, ActivationSpec(plan.mesh)
         self._models = {
             stack.name: stack.model for stack in stacks_of(model)
-        }  # whose `enter` may decode
+        }  # their `enter` may decode
 
     def load(self, params: Any) -> Any:
-        """Return the leaves, sharded, on the device."""
-        # OnDisk leaves are leaves here: `RecordSpec.load` reads them.
+        """Return the leaves of embedding and head, sharded, on the device."""
+        # An OnDisk counts as one leaf, which `RecordSpec.load` reads.
         leaves, tree = jax.tree.flatten(_without_blocks(params), is_leaf=is_stored)
         in_tree = [i for i in self.plan.layout.in_tree if not self.plan.leaves[i].is_stacked]
         return jax.tree.unflatten(
@@ -89,14 +89,12 @@ class Ends:
         )
 
     def _split(self, ends: Any) -> tuple[Any, Any]:
-        """Return the trained and the frozen leaves, each as a tree with None in the place of the
-        others.
-        """
+        """Return two trees, of trainable and of frozen leaves, with None for the other leaves."""
         flags = self.plan.layout.flags
         return split_frozen(None if flags is None else _without_blocks(flags), ends)
 
     def context(self, batch: Any) -> Any:
-        """Return what all blocks read of all microbatches, or None."""
+        """Return the context that all blocks read, of all microbatches, or None."""
         if self.model.context is None:
             return None
         constrain = self.activations.constrain
@@ -105,7 +103,7 @@ class Ends:
         )
 
     def embed(self, ends: Any, batch: Any, key: Any, state: Any) -> tuple[Any, Any]:
-        """Return the first layer's input, of one microbatch, and the state of the ends."""
+        """Return the first layer's input of one microbatch, and the state of embedding and head."""
         batch = self.activations.constrain(batch)
         key = key_of(key, embed_number(self.model))
         x, state = self._gather(
@@ -114,11 +112,11 @@ class Ends:
         return self.activations.constrain(x), state
 
     def embed_all(self, ends: Any, batch: Any, keys: Any, state: Any) -> tuple[Any, Any, Any]:
-        """Return the first layer's input, of all microbatches, and the state of the ends before and
-        after each of them.
+        """Return the first layer's input, and the states before and after the embedding.
 
-        The head of a microbatch reads the embedding's state as its own embedding left it, and
-        backward runs the embedding again with what it read: so both are kept for each.
+        All three are of all microbatches. The states belong to embedding and head. Both are kept
+        for each microbatch: the head reads the state that the embedding of its microbatch left, and
+        backward runs the embedding again with the state that it read.
         """
 
         def one(state: Any, piece: Any) -> tuple[Any, Any]:
@@ -132,8 +130,9 @@ class Ends:
     def _in_order(
         self, function: Callable[[Any, Any], tuple[Any, Any]], carry: Any, pieces: Any
     ) -> tuple[Any, Any]:
-        """Apply `function(carry, piece)` to one microbatch after the other; returns what is
-        carried, and their results.
+        """Apply `function(carry, piece)` to one microbatch after another.
+
+        Returns the final carry and the stacked results.
         """
         return (
             function(carry, pieces)
@@ -144,8 +143,14 @@ class Ends:
     def abstract_inputs(
         self, abstract_params: Any, abstract_state: Any, abstract_batch: Any
     ) -> list[Any]:
-        """Return the shapes of (what comes before a stack, the first layer's input, `LayerInputs`),
-        of each run of layers.
+        """Return the shapes of the inputs of each run of layers, of all microbatches.
+
+        Each entry is (input of the stack's `enter`, input of the first layer, `LayerInputs`).
+
+        Args:
+          abstract_params: shapes of the parameters.
+          abstract_state: shapes of the model state.
+          abstract_batch: shapes of the batch.
         """
 
         def first(params: Any, model_state: Any, batch: Any) -> Any:
@@ -159,7 +164,8 @@ class Ends:
                     inputs.append(inputs[-1])
                     continue
                 before = x
-                # A block returns what it takes, so that its stack's input stands for its output.
+                # A block's output has the shape of its input, so this stack's input stands for its
+                # output.
                 x, context = self.enter(stack, ends, before, batch, keys)
                 inputs.append((before, x, self.inputs(stack, context, keys, model_state)))
             return inputs
@@ -170,20 +176,26 @@ class Ends:
         return jax.eval_shape(first, *args, abstract_batch)
 
     def inputs(self, stack: StackPlan, context: Any, keys: Any, model_state: Any) -> LayerInputs:
-        """Return what the layers of a stack read of all microbatches, given their context."""
+        """Return the inputs that all layers of a stack read, of all microbatches."""
         of_blocks = None if model_state is None else stack.stack.of(model_state.get(BLOCKS))
         return LayerInputs(keys, context, per_layer_arrays(stack.model), of_blocks)
 
     def enter(self, stack: StackPlan, ends: Any, x: Any, batch: Any, keys: Any) -> tuple[Any, Any]:
-        """Return the first layer's input and the context of a stack, of all microbatches, of what
-        came before it.
+        """Return the first layer's input and the context of a stack, of all microbatches.
+
+        Args:
+          stack: the run of layers that starts the stack.
+          ends: the leaves of embedding and head, sharded.
+          x: output of the previous stack, or of the embedding.
+          batch: the microbatches.
+          keys: their random keys, or None.
         """
         if stack.model.enter is None:
             return x, self.context(batch)
         return self.microbatches.each(partial(self._enter, stack, ends), x, batch, keys)
 
     def _enter(self, stack: StackPlan, ends: Any, x: Any, batch: Any, key: Any) -> tuple[Any, Any]:
-        """Return the same of one microbatch."""
+        """Return the first layer's input and the context of a stack, of one microbatch."""
         model = self._models[stack.name]
         key = key_of(key, enter_number(self.model, stack.stack))
 
@@ -192,7 +204,7 @@ class Ends:
 
         with in_stack(stack.name):
             made = self._gather(enter, ends, x, self.activations.constrain(batch), key)
-        # What depends on no argument comes out of a gathered function as a number.
+        # A result that depends on no argument leaves a gathered function as a number.
         return self.activations.constrain(jax.tree.map(jnp.asarray, made))
 
     def enter_grads(
@@ -206,10 +218,19 @@ class Ends:
         d_context: Any,
         g_ends: list[Array],
     ) -> tuple[Any, list[Array]]:
-        """Return the cotangent of what came before a stack, and the gradients of the ends with
-        those of its `enter`.
+        """Return the cotangent of a stack's `enter` input, and the gradients of embedding and head.
 
-        As the embedding, it is computed again.
+        `enter` is recomputed, as the embedding is.
+
+        Args:
+          stack: the run of layers that starts the stack.
+          ends: the leaves of embedding and head, sharded.
+          x: the input of `enter`.
+          batch: the microbatches.
+          keys: their random keys, or None.
+          dx: cotangent of the first layer's input.
+          d_context: cotangent of the context.
+          g_ends: gradients of the unstacked leaves so far; the gradients of `enter` are added.
         """
         if stack.model.enter is None:
             return dx, g_ends
@@ -240,7 +261,7 @@ class Ends:
         return dx, [a + b for a, b in zip(g_ends, grads, strict=True)]
 
     def head(self, ends: Any, x: Any, batch: Any, key: Any, state: Any) -> tuple[Loss, Any]:
-        """Return the loss of one microbatch, and the state of the ends."""
+        """Return the loss of one microbatch, and the state of embedding and head."""
         key = key_of(key, head_number(self.model))
 
         def loss(p: Any, x: Any, b: Any, k: Any, s: Any) -> tuple[Loss, Any]:
@@ -249,7 +270,7 @@ class Ends:
         return self._gather(loss, ends, x, batch, key, state)
 
     def predict(self, ends: Any, x: Any, batch: Any, state: Any) -> Any:
-        """Return the outputs of one microbatch."""
+        """Return the model's outputs for one microbatch."""
 
         def outputs(p: Any, x: Any, b: Any, s: Any) -> Any:
             return call_predict(self.model, p["head"], p["embed"], x, b, s)
@@ -259,17 +280,16 @@ class Ends:
     def head_and_grads(
         self, ends: Any, y: Any, batch: Any, keys: Any, scale: Array, states: Any
     ) -> HeadResult:
-        """Return the loss of all microbatches, its derivative, that of scale * loss, and what the
-        head returned besides.
+        """Return the loss of all microbatches, the derivative of scale * loss, metrics and state.
 
         Args:
-          ends: sharded.
+          ends: the leaves of embedding and head, sharded.
           y: the last layer's output, of all microbatches.
-          batch: of all microbatches.
-          keys: likewise.
-          scale: of the loss, f32[].
-          states: of the ends after each embedding; the head's own is passed on from one microbatch
-            to the next.
+          batch: the microbatches.
+          keys: their random keys, or None.
+          scale: f32[], loss scale.
+          states: states of embedding and head after each microbatch's embedding; the head's own
+            part is passed on from one microbatch to the next instead.
         """
         count = self.microbatches.count
         trained, frozen = self._split(ends)
@@ -300,7 +320,7 @@ class Ends:
                     value = with_blocks(loss, None).value(whole, count)
                     return value, (value, loss.metrics, after)
 
-                # Not jax.grad, which takes no complex y.
+                # jax.vjp, since jax.grad does not accept a complex y.
                 value, pullback, aux = jax.vjp(loss, trained, floating(y), has_aux=True)
                 # Small float16 cotangents would vanish without the scale.
                 g, dy = pullback(scale.astype(value.dtype))
@@ -326,7 +346,7 @@ class Ends:
         )
         if count == 1:
             return HeadResult(value, dy, g, metrics, after)
-        # Of the ends' states the last is that of after the step.
+        # The last microbatch's state is the state after the step.
         return HeadResult(
             jnp.sum(value) / count, dy, g, summed(metrics), jax.tree.map(lambda a: a[-1], after)
         )
@@ -334,11 +354,18 @@ class Ends:
     def embed_grads(
         self, ends: Any, batch: Any, keys: Any, dx: Any, states: Any, g_ends: list[Array]
     ) -> list[Array]:
-        """Add the embedding's gradients to those of the head.
+        """Add the embedding's gradients to the head's.
 
-        The embedding is computed again rather than its residuals held through the whole step: it is
-          a look-up. `states` are
-        those of before each microbatch.
+        The embedding is a look-up, so it is recomputed instead of keeping its residuals for the
+        full step.
+
+        Args:
+          ends: the leaves of embedding and head, sharded.
+          batch: the microbatches.
+          keys: their random keys, or None.
+          dx: cotangent of the embedding's output.
+          states: states of embedding and head before each microbatch.
+          g_ends: gradients of the unstacked leaves so far.
         """
         trained, frozen = self._split(ends)
 
@@ -352,8 +379,8 @@ class Ends:
             g, _ = self.plan.derivative(derivative)(dx, (batch, key, state), (trained, frozen))
             return self._reduced(g), None
 
-        # Several microbatches are added to the head's gradients one by one, in float32; a single
-        # one in its own dtype.
+        # With several microbatches, each is added to the head's gradients in float32. A single
+        # microbatch's gradients are added in their own dtype.
         if self.microbatches.count > 1:
             g_ends = self.microbatches.fold(one, g_ends, dx, batch, keys, states)[0]
             return (
@@ -364,7 +391,7 @@ class Ends:
         return [a + b for a, b in zip(g_ends, one(dx, batch, keys, states)[0], strict=True)]
 
     def _reduced(self, grads: Any) -> list[Array]:
-        """Return gradients of the leaves where they are summed."""
+        """Return gradients of the leaves, placed where they are summed."""
         return self.plan.summed_at(jax.tree.leaves(grads), self.plan.ends)
 
 
@@ -373,10 +400,10 @@ def _without_blocks(params: Any) -> Any:
 
 
 def ends_state(model_state: Any) -> Any:
-    """Return the part of a model's state that is of its ends, or None."""
+    """Return the part of a model's state that belongs to embedding and head, or None."""
     return None if model_state is None else _without_blocks(model_state)
 
 
 def _part(state: Any, name: str) -> Any:
-    """Return a part of the ends' state, or None."""
+    """Return one part of the state of embedding and head, or None."""
     return None if state is None else state.get(name)

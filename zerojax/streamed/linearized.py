@@ -1,13 +1,13 @@
-"""The block of a layer that keeps everything: `activations="everything"`.
+"""The block of a layer that saves everything: `activations="everything"`.
 
 The block is linearized in forward, and backward is the pullback that `jax.vjp` returns:
 
-    forward     y, residuals = block(p, x)      the residuals are what the pullback reads
-    backward    dp, dx       = pullback(dy)     nothing is computed again
+    forward     y, residuals = block(p, x)      the pullback reads the residuals
+    backward    dp, dx       = pullback(dy)     nothing is recomputed
 
-A residual that depends on parameters alone, such as a transposed weight, is not kept but computed
-again, because backward has the gathered layer. So ZeRO-3's bound on memory holds in this mode, too.
-Random keys are computed again as well.
+Two kinds of residuals are recomputed instead of saved. A residual that depends on parameters alone,
+such as a transposed weight, can be recomputed because backward has the gathered layer, so ZeRO-3's
+memory bound applies to this mode too. Random keys are recomputed as well.
 """
 
 import dataclasses
@@ -25,13 +25,13 @@ from zerojax.streamed.traced_block import Block, TracedBlock, names_of
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LinearizedBlock(TracedBlock):
-    """A traced block whose program also computes what the pullback reads.
+    """A traced block whose program also computes the values that the pullback reads.
 
     Attributes:
-      read_by_pullback: the leaves of the pullback: slots of the program, or constants.
+      read_by_pullback: leaves of the pullback: slots of the program, or constants.
       structure: tree structure of the pullback.
-      repeated: the instructions that backward runs again: those of leaves that are neither inputs
-        nor residuals.
+      repeated: instructions that backward runs again, to compute leaves that are neither inputs nor
+        residuals.
     """
 
     read_by_pullback: tuple[Ref, ...] = ()
@@ -40,9 +40,10 @@ class LinearizedBlock(TracedBlock):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The source of each residual.
+        """Source of each residual: its name, or the equation that computes it.
 
-        Numbers count the values that "save" keeps, which are those of another program.
+        There are no numbers here: they count the values that "save" keeps, which belong to another
+        program.
         """
         return self.sources
 
@@ -63,13 +64,13 @@ class LinearizedBlock(TracedBlock):
 def linearized(
     traced: TracedBlock, block: Block, args: tuple[Any, Any, Any, Given], offloaded: Collection[str]
 ) -> LinearizedBlock:
-    """Linearize a block, and keep all that the pullback reads.
+    """Linearize a block and save every value that the pullback reads.
 
     Args:
-      traced: the block, with any residuals.
+      traced: the traced block, with any residuals.
       block: the function that was traced.
       args: its abstract arguments.
-      offloaded: names that the block marks, of values to keep in host memory.
+      offloaded: names that the block marks whose values are kept in host memory.
     """
     structures: list[Any] = []
 

@@ -1,5 +1,6 @@
-"""The loops of a streamed step over one run of layers: forward, and backward, which derives one
-layer at a time.
+"""The loops of a streamed step over one run of layers: forward and backward.
+
+Backward derives one layer at a time.
 """
 
 import dataclasses
@@ -24,21 +25,21 @@ from zerojax.streamed.tile_runner import TileRunner
 
 Array = jax.Array
 Block = Callable[[Any, Any, Any, Given], tuple[Any, Loss | None, list[Array]]]
-"""One layer of one microbatch: (params, x, key, given) -> (y, what it adds to the loss, residuals).
-"""
+"""One layer of one microbatch: (params, x, key, given) -> (y, addition to the loss, residuals)."""
 
 
 class StackLoops:
     """The loops over one run of layers.
 
     Attributes:
-      plan: of the step.
-      stack: the layers, and their schedule.
-      microbatches: of a step; an evaluation has one.
-      tracer: of the block.
+      plan: plan of the step.
+      stack: the layers and their schedule.
+      microbatches: microbatches of a step; an evaluation has one.
+      tracer: tracer of the layers' block.
     """
 
     def __init__(self, plan: StreamedPlan, stack: StackPlan, microbatches: Microbatches) -> None:
+        """Build the loops over the layers of `stack`."""
         self.plan, self.stack, self.microbatches = plan, stack, microbatches
         self.config, self.mesh = plan.config, plan.mesh
         self.tracer = BlockTracer(stack, plan)
@@ -57,16 +58,17 @@ class StackLoops:
         """Run the layers, first layer first.
 
         Args:
-          blocks: the model's stacked parameters, trained and frozen.
+          blocks: the model's stacked parameters, trainable and frozen.
           x: the first layer's input.
-          inputs: what all layers read.
+          inputs: the other inputs of all layers.
           begin: i32[] zero, known when the loops may begin.
-          residuals: what to save, and how; None in an evaluation, which has one microbatch.
-          stacks: of it, empty.
+          residuals: the arrays to save and how they are stored; None in an evaluation, which has
+            one microbatch.
+          stacks: empty stacks for the saved arrays.
 
         Returns:
-          The last layer's output, `stacks`, filled, and what the layers add to the loss, a mean
-          over microbatches, or None.
+          The last layer's output, the filled `stacks`, and the layers' addition to the loss (a mean
+          over microbatches), or None.
         """
         plan, stack, phase = self.plan, self.stack, self.stack.schedule.phase("forward")
         microbatches = Microbatches(self.mesh, 1) if residuals is None else self.microbatches
@@ -96,13 +98,11 @@ class StackLoops:
                 )
                 y, landing = microbatches.constrain(y), now.landing
             if residuals is not None:
-                stacks = residuals.write(
-                    stacks, now.layer, x, values
-                )  # x is the input of this layer
+                stacks = residuals.write(stacks, now.layer, x, values)  # x is this layer's input
             return (y, next_full, stacks, _accumulated(total, added, microbatches.count)), landing
 
-        # With gather_ahead a tick is handed its layer gathered: the first one has no tick before it
-        # that does so.
+        # With gather_ahead, the previous tick gathers a tick's layer. The first tick has no
+        # previous tick, so its layer is gathered here.
         first = None
         if self.config.gather_ahead:
             record = fetch_first(
@@ -135,12 +135,13 @@ class StackLoops:
         next_full: Any,
         microbatches: Microbatches,
     ) -> tuple[Any, Loss | None, list[Array], Any, Any]:
-        """Return a layer's output, what it adds to the loss, residuals, the next layer, gathered,
-        and the record on its way.
+        """Run one layer, overlapped with the next layer's gather and the record in flight.
+
+        Returns (output, addition to the loss, residuals, next layer gathered, record in flight).
         """
         params = self._params(full, microbatches.count)
-        # Several microbatches are a loop inside of the tick: in its body this work would be done
-        # for each of them.
+        # Several microbatches are a loop inside the tick. In the loop's body this work would be
+        # repeated for each of them.
         work = (
             (next_full if now.takes_record else None, now.landing)
             if microbatches.count == 1
@@ -161,12 +162,14 @@ class StackLoops:
         return y, added, values, *_after(work, done, next_full, now)
 
     def _params(self, full: list[Array], count: int) -> Callable[[], Any]:
-        """Return what returns a block's parameters, of its leaves gathered, in the body of a loop
-        over `count` microbatches.
+        """Return a function that returns a block's parameters, given its gathered leaves.
+
+        The function is called in the body of a loop over `count` microbatches.
         """
         stack = self.stack
         params = self.tracer.block_tree(stack.without_tiles(full))
-        if count == 1 or self.plan.layout.encodings:  # those would be decoded for each microbatch
+        # encoded weights would be decoded for each microbatch
+        if count == 1 or self.plan.layout.encodings:
             return lambda: params
         return lambda: self.tracer.block_tree(
             stack.without_tiles(self.plan.whole(full, stack.layer))
@@ -195,31 +198,32 @@ class StackLoops:
         """Run the layers' derivatives, last layer first.
 
         Args:
-          taker: of the gradients.
-          state: before the step.
-          inputs: what all layers read.
+          taker: consumer of the gradients.
+          state: the state before the step.
+          inputs: the other inputs of all layers.
           begin: i32[] zero, known when the loops may begin.
-          residuals: what forward saved, and how.
-          stacks: of it.
-          dy: cotangent of the last output.
-          d_context: that of the context, of the layers of the stack after these, in float32; None
-            where there are none.
-          carried: by the taker.
+          residuals: the arrays that forward saved and how they are stored.
+          stacks: the stacks of these arrays.
+          dy: cotangent of the last layer's output.
+          d_context: float32 cotangent of the context from the layers of this stack that follow this
+            run; None if there are none.
+          carried: the value that the taker carries through backward.
 
         Returns:
-          The cotangents of the first layer's input, and of the context's floating leaves where they
-          depend on parameters, in float32, and `carried`.
+          The cotangent of the first layer's input; the float32 cotangents of the context's floating
+          leaves if they depend on parameters; and `carried`.
         """
         plan, stack, ahead = self.plan, self.stack, self.config.gather_ahead
         phase = stack.schedule.phase("backward")
-        num_params = len(plan.away(stack.layer))  # a fetched record: parameters, then residuals
+        # a fetched record holds parameters, then residuals
+        num_params = len(plan.away(stack.layer))
         frozen, stores_late = plan.frozen_stacks(state), phase.stores_late
 
         def params(carried: Any) -> list[Any]:
             return [*taker.params(state, carried), *frozen]
 
         def fetch(carry: Any, layer: Array) -> list[Array]:
-            # The stacks of residuals are only read in this phase, so the loop does not carry them.
+            # The loop does not carry the stacks of residuals, since this phase only reads them.
             return plan.read_params(
                 params(carry[-1]), plan.away(stack.layer), layer
             ) + residuals.fetch(stacks, layer)
@@ -240,7 +244,7 @@ class StackLoops:
                 )
 
             full, next_full = self._turn(full, now, take)
-            # With gather_ahead the record taken is the next layer's, and so are its residuals.
+            # With gather_ahead, the record taken holds the next layer's parameters and residuals.
             arrived = record[num_params:]
             fetched, next_fetched = (
                 (fetched, arrived if now.takes_record else fetched) if ahead else (arrived, None)
@@ -254,7 +258,7 @@ class StackLoops:
                     )
                 if (
                     now.fetch is not None
-                ):  # the trained parameters cross with the record that is updated
+                ):  # the trainable parameters cross with the record that is updated
                     now = dataclasses.replace(now, landing=fetch_besides(carried, now.fetch))
                 derived = self._derive_block(
                     residuals, full, values, inputs, dx, d_added, now, next_full, crossing
@@ -269,7 +273,7 @@ class StackLoops:
                     residuals, full, values, inputs, dx, d_added, tiles, use
                 )
                 landing, carried = now.landing, tiles.carried
-            # Summed over layers in float32, which each read the same context.
+            # All layers read the same context, so its cotangents are summed over layers in float32.
             d_context = jax.tree.map(lambda d, a: d + a.astype(d.dtype), d_context, of_context)
             trained = full[: len(stack.blocks)]
             carried, landing = taker.use(
@@ -282,13 +286,13 @@ class StackLoops:
         def drain(number: int, layer: Array, carry: Any) -> Any:
             return (*carry[:-1], taker.drain(stack, number, layer, carry[-1]))
 
-        # Not carried by the loops: the first tick alone uses them.
+        # The loops do not carry `ends`, since only the first tick uses them.
         carried, ends = taker.split_ends(carried)
-        # What the layers add is part of the loss as it is: its derivative is the scale.
+        # The layers' addition is part of the loss, so its derivative is the loss scale.
         d_added = loss_scale(state) if residuals.block.adds else None
         first = fetched = None
         if ahead:
-            # The layer of the first tick is gathered before the loop, and its residuals come with
+            # The first tick's layer is gathered before the loop, and its residuals are loaded with
             # it.
             record = fetch_first(
                 phase, begin, partial(fetch, (carried,)), self.mesh, plan.state_records.slices_host
@@ -331,8 +335,10 @@ class StackLoops:
         next_full: Any,
         crossing: Crossing | None,
     ) -> tuple[list[Array], Any, Any, Any, Any, Crossed | None]:
-        """Return a layer's gradients, its input's, its context's, the next layer, gathered, the
-        record on its way, and what crossed the link besides.
+        """Derive one layer, overlapped with the next layer's gather and all transfers.
+
+        Returns (gradients, the input's cotangent, the context's cotangent, next layer gathered,
+        record in flight, further arrays that crossed the host link).
         """
         plan, stack, count = self.plan, self.stack, self.microbatches.count
         params = self._params(full, count)
@@ -377,10 +383,11 @@ class StackLoops:
         crossed = crossed if work is None else done[2]
         if plan.layout.reduces_once:
             grads = plan.reduced(grads, stack.blocks)
-        # What uses the gradients waits for dx, so that they are reduced beside the products that
-        # are left.
+        # Consumers of the gradients wait for dx, so that the gradients are reduced during the
+        # remaining products.
         grads, dx = jax.lax.optimization_barrier((grads, dx))
-        if count > 1:  # else what runs beside the microbatches' loop would start after it
+        # otherwise the work overlapped with the microbatches' loop would start after it
+        if count > 1:
             grads, next_full, landing = jax.lax.optimization_barrier((grads, next_full, landing))
         return grads, dx, d_context, next_full, landing, crossed
 
@@ -395,10 +402,9 @@ class StackLoops:
         tiles: TileRunner,
         use: Any,
     ) -> tuple[list[Array], Any, Any]:
-        """Return the gradients of a layer's leaves that are no tiles, its input's and its
-        context's.
+        """Return the gradients of a layer's untiled leaves, and cotangents of input and context.
 
-        `use` takes those of each tile.
+        `use` takes the gradients of each tile.
         """
         plan, microbatches = self.plan, self.microbatches
         assert residuals.tiled is not None
@@ -417,26 +423,28 @@ class StackLoops:
             partial(tiles.run, use=use),
             plan.zero_grads(blocks) if microbatches.count > 1 else [],
         )
-        # What uses the gradients waits for dx, as in `_derive_block`.
+        # Consumers of the gradients wait for dx, as in `_derive_block`.
         grads, dx = jax.lax.optimization_barrier(
             (plan.reduced(grads, blocks), microbatches.constrain(dx))
         )
         return grads, dx, microbatches.constrain(d_context)
 
     def _turn(self, full: Any, now: Tick, take: Callable[[], Any]) -> tuple[list[Array], Any]:
-        """Return this tick's gathered layer, and what the next tick is handed: its own, gathered
-        meanwhile, or None.
+        """Return this tick's gathered layer, and the next tick's layer, gathered, or None.
+
+        Only gather_ahead gathers the next tick's layer.
         """
         if not self.config.gather_ahead:
             return self.plan.gather(take(), self.stack.layer), None
-        # A tick that takes no record hands its own layer on: what a loop carries keeps its shape.
+        # A tick that takes no record passes its own layer on, since the loop's carry must keep its
+        # shape.
         return full, (self.plan.gather(take(), self.stack.layer) if now.takes_record else full)
 
 
 def _turn(crossing: Crossing, number: int, operands: Any, work: Any) -> tuple[Any, Any]:
-    """Take a turn in front of a product.
+    """Move one group of arrays across the host link before a product.
 
-    The last one also waits for the next layer, gathered, and the record that lands.
+    The last turn also waits for the next layer's gather and the record in flight.
     """
     next_full, landing, crossed = work
     if number < crossing.num_turns - 1:
@@ -447,18 +455,21 @@ def _turn(crossing: Crossing, number: int, operands: Any, work: Any) -> tuple[An
 
 
 def _after(work: Any, done: Any, next_full: Any, now: Tick) -> tuple[Any, Any]:
-    """Return the next gathered layer and the record on its way, from what ran beside a tick's
-    products.
+    """Return the next gathered layer and the record in flight.
+
+    Both overlapped with a tick's products.
     """
     if work is None:
         return next_full, now.landing
-    # A tick that takes no record had no gather to run beside its products: it hands on what it has.
+    # A tick that takes no record had no gather to overlap with its products, and passes on its own
+    # layer.
     return (done[0] if work[0] is not None else next_full), done[1]
 
 
 def _accumulated(total: Loss | None, added: Loss | None, count: int) -> Loss | None:
-    """Return what the layers so far add to the loss, with one layer's, of `count` microbatches: a
-    mean, and sums of metrics.
+    """Return the loss addition of the layers so far plus that of one more layer.
+
+    Totals are means over the `count` microbatches; metrics are sums.
     """
     if total is None or added is None:
         return None

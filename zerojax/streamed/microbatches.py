@@ -1,9 +1,9 @@
-"""The microbatches of a streamed step, the random keys of its layers, and what these read besides.
+"""The microbatches of a streamed step, the random keys of its layers, and the layers' other inputs.
 
-Where there are several, dim 0 of whatever depends on data counts them, and a function of one
-microbatch runs in a loop over it. A layer's gradients are summed over that loop: in float32, as
-sums in 16 bits would lose the smaller terms. A single microbatch has no such dim, no loop, and
-gradients in their own dtype.
+With several microbatches, dim 0 of every array that depends on data counts them, and a function of
+one microbatch runs in a loop over it. A layer's gradients are summed over that loop in float32,
+since sums in 16 bits would lose the smaller terms. A single microbatch has no such dim, no loop,
+and gradients in their own dtype.
 """
 
 import dataclasses
@@ -23,19 +23,20 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Microbatches:
-    """Functions of one microbatch, applied to all of a step.
+    """Applies functions of one microbatch to all microbatches of a step.
 
     Attributes:
       mesh: the device mesh.
-      count: microbatches of a step.
+      count: number of microbatches per step.
     """
 
     mesh: Mesh
     count: int
 
     def each(self, function: Callable[..., Any], *trees: Any) -> Any:
-        """Apply `function` to every microbatch: dim 0 of the trees where there are several."""
-        # A loop and not a vmap: intermediate values are there for one microbatch at a time.
+        """Apply `function` to every microbatch: dim 0 of the trees if there are several."""
+        # A loop, not a vmap, so that the intermediate values of only one microbatch are live at a
+        # time.
         return (
             function(*trees) if self.count == 1 else jax.lax.map(lambda one: function(*one), trees)
         )
@@ -47,15 +48,17 @@ class Microbatches:
         *trees: Any,
         between: Sequence[Callable[[list[Array]], list[Array]]] = (),
     ) -> tuple[list[Array], Any]:
-        """Sum over microbatches the first result of `function`, in float32 where there are several;
-        return the second.
+        """Sum the first result of `function` over microbatches.
+
+        Returns the sum and the second results. The sum is float32 if there are several
+        microbatches.
 
         Args:
-          function: of one microbatch.
+          function: function of one microbatch.
           total: the sum so far.
-          *trees: microbatches are dim 0 of them, where there are several.
-          between: of several microbatches, what is done with the sum after each of len(between) + 1
-            equal parts but the last.
+          *trees: arguments of `function`, with microbatches as dim 0 if there are several.
+          between: functions that update the sum. Several microbatches are divided into len(between)
+            + 1 equal parts, and `between[n]` runs after part n.
         """
         if self.count == 1:
             return function(*trees)
@@ -78,10 +81,10 @@ class Microbatches:
         return total, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outs)
 
     def split(self, batch: Any, key: Any) -> tuple[Any, Any]:
-        """Return the microbatches and their keys."""
+        """Return the microbatches of a batch, and a random key for each or None."""
         if self.count == 1:
             return batch, key
-        # The numbers that the resident step folds in, so that both draw the same masks.
+        # The resident step folds in the same numbers, so both draw the same masks.
         keys = (
             None
             if key is None
@@ -90,9 +93,7 @@ class Microbatches:
         return split_microbatches(batch, self.count), keys
 
     def repeated(self, tree: Any) -> Any:
-        """Return what is the same for all microbatches with a dim of them in front, where there are
-        several.
-        """
+        """Repeat a tree that is the same for all microbatches along dim 0, if there are several."""
         return (
             tree
             if self.count == 1
@@ -108,20 +109,20 @@ class Microbatches:
         )
 
     def constrain(self, x: Any) -> Any:
-        """Keep the activations of all microbatches split as the batch is."""
+        """Constrain the activations of all microbatches to the batch's sharding."""
         return ActivationSpec(self.mesh, self.count).constrain_all(x)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerInputs:
-    """What all layers of a step read.
+    """Inputs that all layers of a step read.
 
     Attributes:
-      keys: of the microbatches, or None.
-      context: of the microbatches, or None.
+      keys: random keys of the microbatches, or None.
+      context: context of the microbatches, or None.
       per_layer: `model.per_layer`, arrays [L, ...], or None.
-      state: of the blocks, [L, ...], or None; only read.
+      state: state of the blocks, [L, ...], or None; it is only read.
     """
 
     keys: Any = None
@@ -130,15 +131,13 @@ class LayerInputs:
     state: Any = None
 
     def given(self, context: Any, layer: Array) -> Given:
-        """Return what one layer is given of one microbatch, by its context."""
-        # On the device: no index of a slice of host memory is derived from it.
+        """Return one layer's inputs for one microbatch, given the microbatch's context."""
+        # These arrays are on the device. The index computed here is not used to slice host memory.
         take = lambda a: jax.lax.dynamic_index_in_dim(a, layer, 0, keepdims=False)  # noqa: E731
         return Given(context, jax.tree.map(take, self.per_layer), jax.tree.map(take, self.state))
 
     def given_all(self, layer: Array, microbatches: Microbatches) -> Given:
-        """Return what one layer is given of all microbatches, which are dim 0 of everything where
-        there are several.
-        """
+        """Return one layer's inputs for all microbatches, which are dim 0 if there are several."""
         one = self.given(self.context, layer)
         return Given(
             one.context, microbatches.repeated(one.layer), microbatches.repeated(one.state)
@@ -146,5 +145,5 @@ class LayerInputs:
 
 
 def key_of(key: Any, layer: int | Array) -> Any:
-    """Return the key of one layer, or None."""
+    """Return the random key of one layer, or None."""
     return None if key is None else jax.random.fold_in(key, layer)

@@ -1,6 +1,4 @@
-"""One phase of a streamed step: a loop over ticks, with a ring of records on their way to the
-device.
-"""
+"""One phase of a streamed step: a loop over ticks, with a ring of records in flight."""
 
 import dataclasses
 import functools
@@ -17,9 +15,7 @@ from zerojax.state import Index, OnDevice, adds_order
 
 Array = jax.Array
 Drain = Callable[[int, Array, Any], Any]
-"""Stores a record after the last tick of a phase: (number of the layer, the same as an i32[],
-carry) -> carry.
-"""
+"""Stores a record after a phase's last tick: (layer as int, layer as i32[], carry) -> carry."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,20 +25,21 @@ class Tick:
     Attributes:
       layer: i32[], the layer computed; in an update, the record updated; in a loop over tiles, the
         tile.
-      consume: i32[], the layer whose record is taken; read it only if `takes_record`.
+      consume: i32[], the layer whose record is taken; only valid if `takes_record`.
       record: the record taken out of the ring, or None if nothing was fetched ahead.
-      landing: the record on its way, or None; a tick returns it.
+      landing: the record in flight, or None; a tick returns it.
       takes_record: whether a record is taken in this tick.
       on_device: whether the layer's optimizer state stays on the device.
-      fetch: i32[], the layer whose record the tick fetches itself, if stores are late; else None.
-      stored: i32[], the layer that an earlier tick updated and this tick stores
-        (`Phase.stores_late`); else None.
-      stores_ends: whether it stores the records of unstacked leaves whose gradients the head
-        completed.
-      loads_pieces: whether it loads and updates a piece of larger leaves of the head.
-      stores_pieces: whether it stores the piece that the same earlier tick updated.
       lands_first: whether the phase writes the stacks that it fetches from, so that the tick's
         writes wait for `landing`.
+      fetch: i32[], the layer whose record the tick fetches itself, if records are stored late; else
+        None.
+      stored: i32[], the layer that an earlier tick updated and this tick stores
+        (`Phase.stores_late`); else None.
+      stores_ends: whether the tick stores the records of unstacked leaves whose gradients the head
+        completed.
+      loads_pieces: whether the tick loads and updates one piece of the larger leaves of the head.
+      stores_pieces: whether the tick stores the piece that the same earlier tick updated.
     """
 
     layer: Any
@@ -59,8 +56,10 @@ class Tick:
     stores_pieces: bool = False
 
     def index(self, at: Callable[[Any], Index] = lambda layer: layer) -> Index:
-        """Return the index of the record in stacks of optimizer state, given that of a layer or
-        tile by its number.
+        """Return the index of the record in stacks of optimizer state.
+
+        Args:
+          at: maps the number of a layer or tile to its index in stacks that are off the device.
         """
         return OnDevice(self.layer) if self.on_device else at(self.layer)
 
@@ -80,26 +79,29 @@ def run_phase(
 ) -> Any:
     """Run the ticks of a phase as loops.
 
-    Consecutive ticks that do the same things (fetch or not, take or not) run in one loop, so that
-    nothing is fetched in vain. A single tick is a loop too, of one trip, that XLA does not inline:
-    XLA would start its gathers and fetches at the top of the program.
+    Consecutive ticks with the same operations (fetch or not, take or not) run in one loop, so that
+    no record is fetched in vain. A single tick is also a loop, of one iteration, that XLA does not
+    inline. Otherwise XLA would start its gathers and fetches at the top of the program.
 
     Args:
       phase: the operations, which decide what is compiled.
       begin: i32[] zero, known when the phase may begin (`wait_for`).
-      carry: whatever the ticks pass on.
+      carry: value that the ticks pass on.
       tick: `tick(carry, now) -> (carry, landing)`. It may tie `now.landing` to an operation
-        (`beside`): the transfer then ends before that operation, and overlaps what comes earlier.
-      mesh: of the program.
+        (`beside`): the transfer then ends before that operation and overlaps earlier ones.
+      mesh: the device mesh.
       slices_host: whether records are slices of host memory (`StateRecords.slices_host`).
       fetch: `fetch(carry, layer) -> record`, the arrays that are fetched ahead.
-      device_layers: layers whose optimizer state stays on the device.
-      drain: `drain(number, layer, carry) -> carry` stores a record after the last tick, if stores
-        are late: that of a layer, by its number as an int and as an i32[].
-      drains_last: whether the last record is stored, too; else the caller stores it.
+      device_layers: number of layers whose optimizer state stays on the device.
+      drain: `drain(number, layer, carry) -> carry`, called after the last tick if records are
+        stored late; it stores the record of a layer, given as an int and as an i32[].
+      drains_last: whether the last record is stored here too; otherwise the caller stores it.
+
+    Returns:
+      The final carry.
     """
     num_slots = len(phase.preload)
-    single = num_slots == 1  # one slot is carried as it is
+    single = num_slots == 1  # a single slot is carried without a slot dim
 
     def take(slots: Array, slot: Array) -> Array:
         return jax.lax.dynamic_index_in_dim(slots, slot, 0, keepdims=False)
@@ -112,8 +114,7 @@ def run_phase(
         ring = _fetch_all(
             phase.preload.tolist(), begin, functools.partial(fetch, carry), mesh, slices_host
         )
-    # No index says that the loops come after what `begin` waits for, so the values that they carry
-    # do.
+    # No index orders the loops after the values that `begin` waits for, so the carried values do.
     carry, ring, begin = jax.lax.optimization_barrier((carry, ring, begin))
     added = _added(begin, mesh, slices_host)
     for loop in _tick_loops(phase, device_layers):
@@ -124,8 +125,8 @@ def run_phase(
             layer = index("layer")
             consume = index("consume") if kind.takes else layer
             record, landing, lands_first, fetched = None, None, False, None
-            # Record number n of the ring is in slot n mod d. What a tick fetches fills the slot
-            # that it takes from.
+            # Record number n of the ring is in slot n mod d. The record that a tick fetches fills
+            # the slot that the tick takes from.
             slot = jax.lax.rem(t, jnp.int32(max(1, num_slots)))
             if kind.takes and kind.from_ring:
                 record = ring if single else [take(r, slot) for r in ring]
@@ -133,10 +134,10 @@ def run_phase(
                 fetched = index("fetch")
             elif kind.fetches and ring is not None:
                 landing = fetch(carry, index("fetch"))
-                # A stack that is read and written in one tick: unless the write waits for the read,
+                # A stack may be read and written in one tick. Unless the write waits for the read,
                 # XLA copies the stack.
                 lands_first = bool(set(phase.fetches) & set(phase.writes))
-            # Without a ring a record is fetched in the tick that takes it.
+            # Without a ring, a record is fetched in the tick that takes it.
             elif kind.fetches:
                 record = fetch(carry, consume)
             stored = index("store") if phase.stores_late and kind.stores else None
@@ -156,7 +157,7 @@ def run_phase(
             )
             carry, landed = tick(carry, now)
             if landed is not None:
-                # After the record was taken: this is the slot that it was in.
+                # The record was taken out of this slot before.
                 ring = (
                     landed
                     if single
@@ -185,11 +186,13 @@ def _fetch_all(
     mesh: Mesh,
     slices_host: bool,
 ) -> list[Array]:
-    """Fetch the records of some layers; returns [num, ...] of each leaf, or the record of a single
-    layer.
+    """Fetch the records of `layers`.
 
-    On GPUs they are fetched in loops, so that copy engines move them. XLA for CPUs would copy the
-    stacks that such a loop reads and that a later loop writes: there each is fetched by itself.
+    Returns [num, ...] of each leaf, or the record itself for a single layer.
+
+    On GPUs, loops fetch the records, so that copy engines move them. XLA for CPUs would copy a
+    stack that such a loop reads and a later loop writes, so on CPUs each record is fetched outside
+    of a loop.
     """
     single = len(layers) == 1
     if adds_order(mesh):
@@ -210,7 +213,7 @@ def _fetch_all(
     lead = () if single else (len(layers),)
     shapes = jax.eval_shape(fetch, jax.ShapeDtypeStruct((), jnp.int32))
     ring = [jnp.zeros((*lead, *a.shape), a.dtype) for a in shapes]
-    # The loops start when `begin` is known, and not at the top of the program.
+    # The loops start when `begin` is known, not at the top of the program.
     ring, begin = jax.lax.optimization_barrier((ring, begin))
     added = _added(begin, mesh, slices_host)
     for start, stop, step in _linear_parts(layers):
@@ -219,8 +222,10 @@ def _fetch_all(
 
 
 def _linear_parts(numbers: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return (start, stop, step) of the fewest parts of a sequence in which each number is `step`
-    after the one before it.
+    """Split a sequence into the fewest arithmetic progressions, as (start, stop, step).
+
+    Start and stop are positions in the sequence; in each part, every number is `step` after the
+    previous one.
     """
     parts: list[tuple[int, int, int]] = []
     start = 0
@@ -235,37 +240,36 @@ def _linear_parts(numbers: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def _added(begin: Array, mesh: Mesh, slices_host: bool) -> Array | None:
-    """Return `begin` if it is added to the numbers of records, or None if they depend on the loop's
-    counter alone.
+    """Return `begin` if it is added to record numbers, or None if they use the loop counter alone.
 
-    XLA for GPUs has to know the addresses of records in host memory, so that copy engines move
-    them. Elsewhere `begin` is added. On CPUs it keeps the order of loops. On GPUs it hides the
-    address: XLA copies records out of stacks on the device at addresses that it knows, and holds
-    the copies. A step of 4 layers that updates in backward takes 17 % more bytes with them.
+    For copy engines to move records in host memory, XLA for GPUs has to know the records'
+    addresses. In all other cases `begin` is added. On CPUs it keeps the order of loops. On GPUs it
+    hides the address: XLA would copy records out of stacks on the device at known addresses and
+    keep the copies. With these copies, a step of 4 layers that updates in backward takes 17 % more
+    bytes.
     """
     return begin if adds_order(mesh) or not slices_host else None
 
 
 def _linear(first: int, step: int, start: int, t: Array, added: Array | None) -> Array:
-    """Return the number of a record in tick t, if it is `first` in tick `start` and `step` more in
-    each tick after it.
-    """
+    """Return the record number of tick t: `first` in tick `start`, `step` more in each tick."""
     number = jnp.int32(first - step * start) + jnp.int32(step) * t
     return number if added is None else number + added
 
 
 @dataclasses.dataclass(frozen=True)
 class _TickKind:
-    """What the ticks of one loop have in common.
+    """Properties that the ticks of one loop share.
 
     Attributes:
-      fetches: a record is fetched.
-      takes: a record is taken.
-      from_ring: it was fetched in an earlier tick.
-      on_device: the layer's optimizer state stays on the device.
-      stores: a record is stored.
-      stores_ends: so are leaves that the head completed.
-      loads_pieces, stores_pieces: as of `Tick`.
+      fetches: whether a record is fetched.
+      takes: whether a record is taken.
+      from_ring: whether the record taken was fetched in an earlier tick.
+      on_device: whether the layer's optimizer state stays on the device.
+      stores: whether a record is stored.
+      stores_ends: whether the leaves that the head completed are stored.
+      loads_pieces: whether one piece of the larger leaves of the head is loaded and updated.
+      stores_pieces: whether a piece that an earlier tick updated is stored.
     """
 
     fetches: bool
@@ -283,11 +287,11 @@ class _TickLoop:
     """A loop that is compiled.
 
     Attributes:
-      kind: what its ticks have in common.
+      kind: properties that its ticks share.
       start: the first tick.
       stop: the tick after the last one.
-      step: what each tick adds to the numbers below.
-      numbers: of the first tick: the "layer" computed, and if there is one the layer taken
+      step: difference between the numbers of consecutive ticks.
+      numbers: numbers of the first tick: the "layer" computed and, if present, the layer taken
         ("consume"), fetched ("fetch") and stored late ("store").
     """
 
@@ -298,13 +302,11 @@ class _TickLoop:
     numbers: Mapping[str, int]
 
     def index(self, name: str, t: Array, added: Array | None) -> Array:
-        """Return a number in tick t; see `_added`."""
+        """Return one of the numbers in tick t; see `_added`."""
         return _linear(self.numbers[name], self.step, self.start, t, added)
 
     def goes_on_in(self, other: "_TickLoop") -> bool:
-        """Return whether another loop does the same in the ticks after these, with the layers that
-        follow.
-        """
+        """Return whether `other` continues this loop with the next ticks and layers."""
         moved = self.step * (self.stop - self.start)
         numbers = {name: number + moved for name, number in self.numbers.items()}
         mine = (self.kind, self.stop, self.step, numbers)
@@ -312,9 +314,7 @@ class _TickLoop:
 
 
 def _tick_loops(phase: Phase, device_layers: int) -> list[_TickLoop]:
-    """Return the loops that are compiled: those of the phase's operations, of which equal ones are
-    one loop.
-    """
+    """Return the loops to compile: the phase's loops, with equal consecutive loops merged."""
     found: list[_TickLoop] = []
     for loop in phase.main:
         start, ops = loop.start, loop.ops
@@ -325,8 +325,8 @@ def _tick_loops(phase: Phase, device_layers: int) -> list[_TickLoop]:
             takes=int(phase.consume[start]) >= 0,
             from_ring=int(phase.use_slot[start]) >= 0,
             on_device=on_device,
-            # Where stores are not late, each tick of a phase does store, or what it stores is on
-            # the device as its state is.
+            # If records are not stored late, each tick of a phase stores one, or the record is on
+            # the device together with its state.
             stores=not phase.stores_late or any(_moves(op, LAYERS, "store") for op in ops),
             stores_ends=any(_moves(op, HEAD, "store") for op in ops),
             loads_pieces=any(_moves(op, HEAD_PIECES, "load") for op in ops),

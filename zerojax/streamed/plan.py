@@ -1,14 +1,15 @@
-"""How the records of a streamed step rest and move: specs, tiers, dtypes of every leaf, and what
-the disk is told of them.
+"""How the records of a streamed step are stored and moved.
+
+A plan holds the specs, tiers and dtypes of every leaf, and lists the disk moves for read-ahead.
 
 A layer's record of a kind is its shards of that kind on one device. The loops
 (`zerojax.streamed.loops`) and the endings (`zerojax.streamed.endings`) both read a `StreamedPlan`,
-and of each run of layers (`zerojax.state.runs`) its `StackPlan`. It computes little: it gathers a
-record, and takes means and squares of gradients.
+and the `StackPlan` of each run of layers (`zerojax.state.runs`). A plan does little computation: it
+gathers records, and computes means and squares of gradients.
 
-The schedule (`zerojax.streamed.schedules`) has the records of layers. Two things are added to it:
-the ends, which are the leaves that are no stack of layers, and the loops over tiles inside of a
-tick, which are known when the block was traced.
+The schedule (`zerojax.streamed.schedules`) covers the records of layers. The plan adds two things
+to it: the unstacked leaves (`ends`), and the loops over tiles inside a tick, which are known once
+the block is traced.
 """
 
 import dataclasses
@@ -68,24 +69,25 @@ from zerojax.tiling import marked
 
 Array = jax.Array
 Kept = Mapping[str, Mapping[str, int]]
-"""Bytes that one layer of each run of layers keeps off the device for backward: `record_bytes` by
-the run's name.
+"""Bytes that one layer of each run saves off the device for backward.
+
+They have the form of `record_bytes`, by the run's name.
 """
 Loops = Sequence[Mapping[str, Sequence[tuple[TileLoops, str]]]]
-"""Of each run of layers, the loops over tiles of a tick of each phase."""
+"""Loops over tiles in a tick of each phase, for each run of layers."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StackPlan:
-    """One run of layers of a stack, all of them or a segment, and their schedule.
+    """One run of layers of a stack (all layers or a segment) and its schedule.
 
     Attributes:
-      stack: of the model.
-      run: which of its layers, and what they keep.
-      schedule: of its loops.
-      operands: the leaves of a block as it is called, in the order of its tree; of one that rests
-        encoded, its first array.
-      tree: structure of a block's parameters.
+      stack: the model's stack of layers.
+      run: the layers of the stack that belong to the run, and their saved activations.
+      schedule: schedule of the run's loops.
+      operands: leaves with which a block is called, in the order of its tree; an encoded leaf is
+        represented by its first array.
+      tree: tree structure of a block's parameters.
     """
 
     stack: StackModel
@@ -101,39 +103,37 @@ class StackPlan:
 
     @property
     def name(self) -> str:
-        """The name of the stack, "" of the only one."""
+        """The name of the stack; "" if it is the only one."""
         return self.leaves.name
 
     @property
     def model(self) -> LayeredModel:
-        """The model with this stack alone."""
+        """The model with only this stack."""
         return self.stack.model
 
     @property
     def num_layers(self) -> int:
-        """Layers of the run."""
+        """Number of layers in the run."""
         return self.run.num_layers
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Indices of the trained leaves of which a layer's record holds one layer."""
+        """Indices of the trainable leaves whose shards form a layer's record."""
         return self.leaves.blocks
 
     @property
     def layer(self) -> tuple[int, ...]:
-        """The leaves whose parameters are fetched together: `blocks`, and the frozen ones beside
-        them.
-        """
+        """Indices of leaves whose parameters are fetched together: `blocks`, then frozen ones."""
         return (*self.leaves.blocks, *self.leaves.frozen_blocks)
 
     @property
     def groups(self) -> tuple[TileGroup, ...]:
-        """Those of stacks of tiles, whose records are tiles."""
+        """The groups of tile stacks whose records are tiles."""
         return self.leaves.groups
 
     @property
     def loops(self) -> list[tuple[TileGroup, TileLoops]]:
-        """The groups, and the loops over their tiles."""
+        """The groups of tile stacks, each with the loops over its tiles."""
         return (
             list(zip(self.groups, self.schedule.tiles, strict=True))
             if isinstance(self.schedule, TiledSchedule)
@@ -142,18 +142,18 @@ class StackPlan:
 
     @property
     def drains_beside_ends(self) -> bool:
-        """Whether the record that is updated last is stored while leaves that are no stack of
-        layers are loaded.
-        """
+        """Whether the record that is updated last is stored while unstacked leaves are loaded."""
         return any(phase.ticks_of(LATE_ENDS, "load") for phase in self.schedule.phases)
 
     def number(self, layer: Any) -> Any:
-        """Return the number of one of its layers among those of all stacks, of which keys are made."""
+        """Return the number of one of its layers among all stacks' layers, used for random keys."""
         return layer + self.stack.first if self.stack.first else layer
 
     def without_tiles(self, leaves: Sequence[Array]) -> list[Any]:
-        """Return a block's leaves in the order of its tree where those of `layer` are given: None
-        for stacks of tiles.
+        """Return a block's leaves in the order of its tree, with None for stacks of tiles.
+
+        Args:
+          leaves: the leaves of `layer`, in its order.
         """
         by_index = dict(zip(self.layer, leaves, strict=True))
         return [by_index.get(i) for i in self.leaves.in_tree]
@@ -163,37 +163,38 @@ class StreamedPlan:
     """Records, tiers and schedule of one streamed step.
 
     Attributes:
-      count: microbatches.
-      stream: how what a layer takes and returns is split, of one microbatch.
-      state_records: how the state rests.
-      leaves: the parameter leaves, those that are trained before those that are frozen
-        (`Layout.all_leaves`).
-      update: the update by records, or None where the whole tree is updated on the device.
-      unused: indices of the leaves whose gradients the optimizer never uses: no part of the norm.
-      host: the host's update, or None.
-      of_stacks: what is of each run of layers, in order: of each stack, or of each segment.
-      schedule: of the step.
-      stacked: the trained leaves of all stacks of layers, in order.
-      ends: the other trained ones.
-      early_ends: those of them that are updated before backward of the layers, and stored in its
-        first tick.
-      head_pieces: those that are updated in pieces in the ticks of backward, and how they are cut.
-      late_ends: the others.
-      cut_ends: those of the late ones that are larger than a layer's record, and in how many pieces
-        they are updated.
-      drained: the run whose last record is stored while these are loaded, or None.
-      stacks: all stacks of parameters: `stacked`, then those that are frozen.
-      params: how each parameter rests.
-      grads: how each gradient rests from backward to update.
-      params_away: whether trained parameters rest off the device.
-      grads_away: whether gradients rest off the device.
-      grads_in_memory: whether they rest in stacks in host memory, which XLA writes and reads.
+      count: number of microbatches.
+      stream: sharding of a layer's input and output, for one microbatch.
+      state_records: how the state is stored.
+      leaves: the parameter leaves, trainable leaves first, then frozen ones (`Layout.all_leaves`).
+      update: the update by records, or None if the full tree is updated on the device.
+      unused: indices of the leaves whose gradients the optimizer never uses; the norm leaves them
+        out.
+      host: the update on the host, or None.
+      of_stacks: plan of each run of layers, in order.
+      schedule: schedule of the step.
+      stacked: indices of the trainable leaves of all stacks of layers, in order.
+      ends: indices of the trainable unstacked leaves.
+      early_ends: unstacked leaves updated before the layers' backward and written back in its first
+        tick.
+      head_pieces: unstacked leaves updated in pieces during the ticks of backward, and how they are
+        cut.
+      late_ends: the remaining unstacked leaves.
+      cut_ends: late_ends larger than a layer's record, and their number of pieces.
+      drained: the run whose last record is stored while late_ends are loaded, or None.
+      stacks: indices of all stacked parameters: `stacked`, then frozen ones.
+      params: how each parameter is stored.
+      grads: how each gradient is stored from backward to update.
+      params_away: whether trainable parameters are stored off the device.
+      grads_away: whether gradients are stored off the device.
+      grads_in_memory: whether gradients are stored in stacks in host memory, which XLA writes and
+        reads.
     """
 
     def __init__(
         self, model: LayeredModel, state_records: StateRecords, update: RecordUpdate | None
     ) -> None:
-        """Check that the step can be streamed.
+        """Plan the step and check that it can be streamed.
 
         Raises:
           ValueError: the schedule exceeds `device_budget_bytes`.
@@ -219,7 +220,7 @@ class StreamedPlan:
         self.stacked, self.ends = layout.stacked, layout.ends
         grads_tier = (
             "device" if on_host else config.grads
-        )  # as far as the loops know: callbacks stash them
+        )  # The loops keep gradients on the device; callbacks stash them.
         self.grads = self._store_grads(grads_tier)
         runs, models = runs_of(layout), {stack.name: stack for stack in stacks_of(model)}
         self._runs = runs
@@ -249,24 +250,26 @@ class StreamedPlan:
         self.host = None
         if self.update is not None and on_host:
             stashes = after_backward and (config.grads != "device" or config.delayed_update)
-            # An update on the host moves whole layers (`whole_layers`), so that no record of a
-            # gradient is a tile.
+            # An update on the host moves full layers (`whole_layers`), so gradient records are
+            # never tiles.
             on_disk = {
                 i: self.grads[i] for i in layout.blocks if self.grads[i].disk_records is not None
             }
             self.host = HostUpdate(self.update, stashes=stashes, summed=self.count, on_disk=on_disk)
 
     def _store_grads(self, tier: str) -> list[RecordSpec]:
-        """Return how each gradient is stored from backward to update, `tier` being that of the
-        layers' gradients.
+        """Return how each gradient is stored from backward to update.
 
-        Gradients on the disk are declared here. They are no part of the state: they live from
-          backward to the update.
+        Gradients on disk are declared here. They are not part of the state, since they only live
+        from backward to update.
+
+        Args:
+          tier: tier of the layers' gradients.
         """
         layout, config = self.layout, self.config
         grads = list[RecordSpec]()
         for record, leaf in zip(self.state_records.grads, layout.leaves, strict=True):
-            # Gradients of embedding and head stay on the device: both add to them.
+            # Gradients of embedding and head stay on the device, since both add to them.
             grads.append(dataclasses.replace(record, tier=tier if leaf.is_stacked else "device"))
         if layout.disk is None or config.grads != "nvme" or config.update == "in_backward":
             return grads
@@ -278,7 +281,7 @@ class StreamedPlan:
                     (group.kind("grads"), stack.num_layers * group.num_tiles, group.leaves)
                 )
         for kind, count, part in kinds:
-            if not part:  # all of it is frozen
+            if not part:  # all its leaves are frozen
                 continue
             disk_records = layout.disk.declare(
                 kind,
@@ -296,8 +299,9 @@ class StreamedPlan:
     def _plan_schedules(
         self, distance: int, gather_ahead: bool, kept: Kept | None = None
     ) -> dict[str, Schedule]:
-        """Return the schedule of each run of layers by name, given what their layers keep for
-        backward.
+        """Return the schedule of each run of layers by its name.
+
+        `kept` is the bytes that each run's layers save for backward, if known.
         """
         return plan_schedules(
             self.state_records,
@@ -314,8 +318,8 @@ class StreamedPlan:
         """Raise ValueError if a step has more bytes in flight than `device_budget_bytes`.
 
         Args:
-          kept: what one layer of each run keeps for backward; empty before there is a batch.
-          loops: see `steps`.
+          kept: bytes that one layer of each run saves for backward; empty before there is a batch.
+          loops: loops over tiles, as in `steps`.
         """
         config = self.config
         budget, distance, ahead = (
@@ -333,23 +337,23 @@ class StreamedPlan:
 
         phase, peak = build(distance, ahead).peak
         if peak > budget:
-            # A step may stream for nothing but `gather_ahead`.
+            # `gather_ahead` alone may be what makes the step stream.
             is_needed = not streams(dataclasses.replace(config, gather_ahead=False))
             choices = (True,) if ahead and is_needed else (True, False) if ahead else (False,)
-            counted = "with what this batch keeps off the device for backward, " if kept else ""
+            counted = "with this batch's saved activations off the device, " if kept else ""
             raise ValueError(
-                f"device_budget_bytes={budget}: {counted}prefetch_distance={distance} with gather_ahead={ahead} puts {peak} "
-                f"bytes in flight on a device, in {phase}, {peak - budget} more; "
-                + advise(build, distance, choices, budget)
+                f"device_budget_bytes={budget}: {counted}prefetch_distance={distance} with "
+                f"gather_ahead={ahead} puts {peak} bytes in flight on a device, in {phase}, "
+                f"{peak - budget} over the budget; " + advise(build, distance, choices, budget)
             )
 
     def steps(self, loops: Loops, ends_first: bool, kept: Kept | None = None) -> StepPlan:
-        """Return everything that a step does.
+        """Return all operations of a step.
 
         Args:
-          loops: over tiles, of each run of layers.
+          loops: loops over tiles, for each run of layers.
           ends_first: whether the unstacked leaves are updated before the layers.
-          kept: what one layer of each run keeps for backward, where that is known.
+          kept: bytes that one layer of each run saves for backward, if known.
 
         Raises:
           ValueError: more bytes are in flight than `device_budget_bytes`.
@@ -364,8 +368,9 @@ class StreamedPlan:
     def _step_plan(
         self, schedules: Mapping[str, Schedule], loops: Loops | None, ends_first: bool
     ) -> StepPlan:
-        """Return everything that a step does, given the schedules of its layers; without `loops`,
-        with the usual loops.
+        """Return all operations of a step, given the schedules of its layers.
+
+        Without `loops`, the schedules' default loops over tiles are used.
         """
         if loops is not None:
             pairs = zip(schedules.items(), loops, strict=True)
@@ -386,10 +391,13 @@ class StreamedPlan:
         return StepPlan(schedules, ends, ends_first, names, self.count)
 
     def link_groups(self, part: Sequence[int]) -> int:
-        """Return in how many groups the arrays of a record are in backward, of which one is loaded
-        while another one is stored.
+        """Return the number of groups into which a record's arrays are split in backward.
 
-        Each turn needs products of its own: backward has three of each matrix.
+        One group is loaded while another is stored. Each turn needs products of its own, and
+        backward has three for each matrix.
+
+        Args:
+          part: indices of the record's leaves.
         """
         if self.config.link_groups is not None:
             return self.config.link_groups
@@ -398,14 +406,16 @@ class StreamedPlan:
         )
 
     def update_groups(self) -> int:
-        """Return the same of an update after backward, where no products part the turns."""
+        """Return the number of groups into which an update after backward splits a record's arrays.
+
+        There are no products between the turns.
+        """
         return self.config.link_groups or num_update_groups()
 
     def end_groups(self) -> list[list[int]]:
-        """Return those of `late_ends` that are not cut in groups: one leaf, or as many as are
-        together no larger than a layer.
+        """Bin the uncut `late_ends`, largest first, into groups no larger than a layer's record.
 
-        The largest leaf comes first.
+        A single leaf may be larger.
         """
         assert self.drained is not None
         return end_groups(
@@ -413,10 +423,11 @@ class StreamedPlan:
         )
 
     def derivative(self, derivative: Derivative) -> Derivative:
-        """Return a derivative whose gradients are summed in `reduce_dtype`; each device's own where
-        they are reduced once.
+        """Return a derivative whose gradients are summed in `reduce_dtype`.
+
+        With `reduces_once` it returns each device's own sums.
         """
-        # A loop over tiles stays one equation, at which a block is cut.
+        # A loop over tiles stays one equation, where a block can be cut.
         is_loop = lambda eqn: marked(eqn) is not None  # noqa: E731
         if self.layout.reduces_in_float32:
             derivative = float32_grads(derivative, self.layout.platform, is_loop)
@@ -431,7 +442,7 @@ class StreamedPlan:
         return self.layout.grad_dtype(index)
 
     def grad_shape(self, index: int) -> jax.ShapeDtypeStruct:
-        """Return the gradient of a leaf, of one layer or tile where it is stacked."""
+        """Return shape and dtype of a leaf's gradient; for a stacked leaf, of one layer or tile."""
         return jax.ShapeDtypeStruct(self.leaves[index].record_shape, self.grad_dtype(index))
 
     def empty(self, record: RecordSpec, a: Any, lead: Sequence[int]) -> Any:
@@ -444,35 +455,33 @@ class StreamedPlan:
         )
 
     def empty_grads(self) -> list[Any]:
-        """Return empty stacks for the gradients of `stacked`."""
+        """Return empty stacks for the gradients of the `stacked` leaves."""
         return [
             self.empty(self.grads[i], self.grad_shape(i), self.leaves[i].lead_shape)
             for i in self.stacked
         ]
 
     def abstract_stack(self, record: RecordSpec, a: Any, lead: Sequence[int]) -> Any:
-        """Return the shape and sharding of a stack [*lead, ...] of a record where it rests."""
+        """Return the shape and sharding of a stack [*lead, ...] of a record in its tier."""
         sharding = named(self.mesh, (*(None,) * len(lead), *record.spec), record.tier)
         return jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype, sharding=sharding)
 
     def abstract_grads(self) -> list[Any]:
-        """Return shapes and shardings of the stacks for the gradients of `stacked`, where they
-        rest.
-        """
+        """Return shapes and shardings of the `stacked` leaves' gradients, in their tiers."""
         return [
             self.abstract_stack(self.grads[i], self.grad_shape(i), self.leaves[i].lead_shape)
             for i in self.stacked
         ]
 
     def read_params(self, stacks: Sequence[Any], part: Sequence[int], index: Index) -> list[Array]:
-        """Return one layer's, or tile's, shards, on the device.
+        """Return the shards of one layer or tile, on the device.
 
         Args:
-          stacks: of `stacks`.
-          part: indices of the leaves of the record; those that are frozen come last.
-          index: of the record.
+          stacks: stacks of parameters, in the order of `self.stacks`.
+          part: indices of the record's leaves, with frozen leaves last.
+          index: index of the record.
         """
-        # Two kinds of records: each is one fetch from disk.
+        # Trainable and frozen leaves are separate records: each is one fetch from disk.
         kinds = (
             [i for i in part if not self.leaves[i].frozen],
             [i for i in part if self.leaves[i].frozen],
@@ -484,16 +493,19 @@ class StreamedPlan:
         ]
 
     def away(self, part: Sequence[int]) -> tuple[int, ...]:
-        """Return those of some leaves whose parameters rest off the device: what is fetched of a
-        record.
-        """
+        """Return the leaves of `part` whose parameters are off the device, and are fetched."""
         return tuple(i for i in part if self.params[i].is_away)
 
     def take_params(
         self, stacks: Sequence[Any], part: Sequence[int], fetched: Sequence[Array], index: Index
     ) -> list[Array]:
-        """Return what `read_params` does, given what was fetched of the record: its leaves of
-        `away`.
+        """Return the shards of one layer or tile, given its fetched arrays.
+
+        Args:
+          stacks: stacks of parameters, in the order of `self.stacks`.
+          part: indices of the record's leaves, with frozen leaves last.
+          fetched: shards of the leaves `away(part)`.
+          index: index of the record.
         """
         if not (away := self.away(part)):
             return self.read_params(stacks, part, index)
@@ -503,42 +515,41 @@ class StreamedPlan:
         return [arrays[i] for i in part]
 
     def weight_stacks(self, blocks: Any) -> list[Any]:
-        """Return the stacks of parameters in the order of `stacks`, of the tree of all layers'
-        parameters.
+        """Return the stacks of parameters in the order of `stacks`.
+
+        `blocks` is the tree of all layers' parameters.
         """
         in_tree = [i for i in self.layout.in_tree if self.leaves[i].is_stacked]
         by_index = dict(zip(in_tree, jax.tree.leaves(blocks, is_leaf=is_stored), strict=True))
         return [by_index[i] for i in self.stacks]
 
     def frozen_stacks(self, state: TrainState) -> list[Any]:
-        """Return those of `stacks` that are frozen."""
+        """Return the frozen stacks of parameters, in the order of `self.stacks`."""
         if state.frozen is None:
             return []
         leaves = jax.tree.leaves(state.frozen, is_leaf=is_stored)
         return [leaves[i - len(self.layout.leaves)] for i in self.stacks[len(self.stacked) :]]
 
     def pick(self, stacks: Sequence[Any], part: Sequence[int]) -> list[Any]:
-        """Return those of `stacks`, which are of `stacks` or of `stacked`, that belong to a part of
-        it.
-        """
+        """Return the arrays of `part`; `stacks` is ordered like `self.stacks` or `self.stacked`."""
         return [stacks[self.stacks.index(i)] for i in part]
 
     def put(self, stacks: Sequence[Any], part: Sequence[int], values: Sequence[Any]) -> list[Any]:
-        """Return `stacks` with `values` in place of a part."""
+        """Return `stacks`, ordered like `self.stacked`, with `values` for the leaves of `part`."""
         by_index = dict(zip(part, values, strict=True))
         return [by_index.get(i, stack) for i, stack in zip(self.stacked, stacks, strict=True)]
 
     def gather(self, shards: Sequence[Array], part: Sequence[int]) -> list[Array]:
-        """All_gather a record, of some leaves: W[D_fsdp, F] -> W[D, F]."""
+        """All_gather the shards of some leaves of a record: W[D_fsdp, F] -> W[D, F]."""
         return [
             self._gather(shard, self.params[i].spec) for i, shard in zip(part, shards, strict=True)
         ]
 
     def whole(self, gathered: Sequence[Array], part: Sequence[int]) -> list[Array]:
-        """Return what `gather` returned, for the body of a loop over microbatches.
+        """Constrain a gathered record to stay gathered in the body of a loop over microbatches.
 
-        XLA after 0.10 may else take shards into a loop that follows a loop over layers, and gather
-        in each of its turns.
+        Otherwise, XLA after 0.10 may pass shards into a loop that follows a loop over layers, and
+        gather them in each of its iterations.
         """
         at = [named(self.mesh, without_axis(self.params[i].spec, FSDP)) for i in part]
         return [
@@ -550,21 +561,24 @@ class StreamedPlan:
         whole = without_axis(spec, FSDP)
         if whole == spec:
             return shard
-        # Both ends are stated: without the first, GSPMD might gather what the shard was cut from.
+        # Both ends are constrained. Without the first constraint, GSPMD might gather the array from
+        # which the shard was cut.
         shard = jax.lax.with_sharding_constraint(shard, named(self.mesh, spec))
         return jax.lax.with_sharding_constraint(shard, named(self.mesh, whole))
 
     def zero_grads(self, indices: Sequence[int]) -> list[Array]:
-        """Return where the gradients of one record's leaves, or of unstacked leaves, are summed
-        over microbatches.
+        """Return zeros in which the gradients of some leaves are summed over microbatches.
+
+        The leaves belong to one record, or are unstacked.
         """
         lead = (num_batch_shards(self.mesh),) if self.layout.reduces_once else ()
         shapes = [(*lead, *self.leaves[i].record_shape) for i in indices]
         return self.summed_at([jnp.zeros(shape, jnp.float32) for shape in shapes], indices)
 
     def summed_at(self, grads: Sequence[Array], indices: Sequence[int]) -> list[Array]:
-        """Return gradients where they are summed over microbatches: on their shards, or each
-        device's own.
+        """Constrain gradients to where they are summed over microbatches.
+
+        They are summed on their shards, or each device sums its own.
         """
         if not self.layout.reduces_once:
             return self.on_shards(grads, indices)
@@ -572,13 +586,13 @@ class StreamedPlan:
             unreduced_sharding(self.mesh, without_axis(self.grads[i].spec, FSDP)) for i in indices
         ]
         return [
-            # What a loop over tiles returns itself has no rows.
+            # Results of a loop over tiles have no row dim.
             jax.lax.with_sharding_constraint(g, sharding) if g.ndim == len(sharding.spec) else g
             for g, sharding in zip(grads, at, strict=True)
         ]
 
     def reduced(self, grads: Sequence[Array], indices: Sequence[int]) -> list[Array]:
-        """Return what was summed over microbatches on the shards of the optimizer state."""
+        """Return gradients summed over microbatches, on the shards of the optimizer state."""
         if not self.layout.reduces_once:
             return self.on_shards(grads, indices)
         shapes = [self.leaves[i].record_shape for i in indices]
@@ -591,8 +605,9 @@ class StreamedPlan:
         ]
 
     def on_shards(self, grads: Sequence[Array], indices: Sequence[int]) -> list[Array]:
-        """Return one layer's, or unstacked leaves', gradients or weights, on the shards of the
-        optimizer state.
+        """Constrain gradients or weights to the shards of the optimizer state.
+
+        They belong to one layer, or to unstacked leaves.
         """
         return [
             jax.lax.with_sharding_constraint(g, self.grads[i].sharding)
@@ -610,8 +625,12 @@ class StreamedPlan:
         return grad if state.loss_scale is None else grad / state.loss_scale.scale
 
     def squares(self, grads: Sequence[Array], part: Sequence[int], state: TrainState) -> Array:
-        """Return the sum of squares of unscaled gradients of some leaves, of those that the
-        optimizer uses: f32[].
+        """Return the sum of squares of the unscaled gradients that the optimizer uses: f32[].
+
+        Args:
+          grads: gradients of some leaves, summed over microbatches.
+          part: indices of these leaves.
+          state: the state, which holds the loss scale.
         """
         grads = used(grads, part, self.unused)
         return sum((jnp.sum(jnp.square(self.unscaled(g, state))) for g in grads), jnp.float32(0))
@@ -624,14 +643,15 @@ def _stack_plan(stack: StackModel, run: LayerRun, schedule: Schedule, layout: La
     return StackPlan(stack, run, schedule, operands, tree)
 
 
-# --- what is read from disk and written to it -----------------------------------------------------
+# --- disk reads and writes ------------------------------------------------------------------------
 
 
 def moves(
     plan: StreamedPlan, steps: StepPlan, phases: Collection[str] | None = None
 ) -> tuple[Move, ...]:
-    """Return the moves of a step, or of some of its phases: the engine reads ahead in the order of
-    the program.
+    """Return the disk moves of a step, or of some of its phases, in program order.
+
+    The engine reads ahead in this order.
     """
     if plan.layout.disk is None:
         return ()
@@ -642,9 +662,7 @@ def moves(
 def with_tiles(
     schedule: Schedule, loops: Mapping[str, Sequence[tuple[TileLoops, str]]]
 ) -> Schedule:
-    """Return a schedule with the loops over tiles that a tick of each phase runs, as its block was
-    traced.
-    """
+    """Return a schedule with the loops over tiles of its traced block, by phase."""
     if not isinstance(schedule, TiledSchedule):
         return schedule
     return schedule.with_tiles(

@@ -1,18 +1,18 @@
-"""The residuals of one layer: which values forward keeps, which ones backward recomputes, and the
-derivative given these.
+"""The residuals of one layer: which values forward saves and which ones backward recomputes.
 
-Where the kept values rest until backward is decided by `zerojax.streamed.activations`.
+This module also gives the layer's derivative from the residuals. `zerojax.streamed.activations`
+decides where the saved values are stored until backward.
 
-How forward returns residuals and backward reads them is in `zerojax.streamed.traced_block`, and
-with "everything" in `zerojax.streamed.linearized`. Which values are residuals is decided in
-`zerojax.activations`; besides, whatever the model marks by `jax.ad_checkpoint.checkpoint_name` and
-the user names, in every mode. What a model does not mark has a number: of the values that "save"
+`zerojax.streamed.traced_block` defines how forward returns residuals and backward reads them; for
+"everything" it is `zerojax.streamed.linearized`. `zerojax.activations` decides which values are
+residuals. In every mode, values that the model marks by `jax.ad_checkpoint.checkpoint_name` and the
+user names are residuals too. Values without a mark have a number: among the values that "save"
 keeps, in the order of the block's program, the first is "#0". The program is the same in every mode
-and tier, and so are its numbers; a value that is named by its number is kept as a marked one is.
+and tier, and so are the numbers. A value named by its number is kept like a marked one.
 
-With "save" an equation that has a derivative of its own, such as a fused attention kernel, runs
-forward once, and what its rule saves is a residual. Random masks agree in both runs since keys are
-functions of (step, layer).
+With "save", forward runs an equation with its own derivative rule, such as a fused attention
+kernel, once, and the values that its rule saves are residuals. Random masks agree in both runs
+since keys are functions of (step, layer).
 """
 
 import functools
@@ -58,25 +58,26 @@ def plan_layer(
     """Trace a block and choose its residuals.
 
     Args:
-      block: of the layer.
+      block: the block of the layer.
       params: abstract parameters of one layer.
       x: abstract activations.
-      key: abstract key, or None.
-      given: what it reads besides, abstract.
+      key: abstract random key, or None.
+      given: abstract other inputs of the block.
       mode: one of MODES.
-      saved: names and numbers to keep on the device.
-      offloaded: names and numbers to keep in host memory.
+      saved: names and numbers of values to keep on the device.
+      offloaded: names and numbers of values to keep in host memory.
       tiled: whether loops over tiles stay equations (`zerojax.tiling.loops`).
-      frozen: whether each leaf of the parameters is; empty: none.
-      of_context: whether the derivative is that of the context, too.
-      transform: of the derivative.
-      numbers: whether values have numbers: the block's program is the same in every mode.
+      frozen: for each parameter leaf, whether it is frozen; empty if none is.
+      of_context: whether to derive with respect to the context, too.
+      transform: transformation of the derivative.
+      numbers: whether values have numbers; they do if the block's program is the same in every
+        mode.
     """
     args = (params, x, key, given)
     trace = _Trace(block, args, tiled, frozen, of_context, transform, numbers)
     if mode == "everything":
         return linearized(trace.read_by_backward({}, (), is_open=False), block, args, offloaded)
-    # What the user names is kept in every mode; the mode adds its own.
+    # Values that the user names are kept in every mode; the mode adds its own.
     asked = trace.asked([*saved, *offloaded])
     chosen = trace.of_mode(mode) | {slot: trace.avals[slot] for slot in asked}
     to_host = {slot for slot, name in asked.items() if name in offloaded}
@@ -86,12 +87,12 @@ def plan_layer(
 
 
 class _Trace:
-    """A block, traced, of which residuals are chosen.
+    """A traced block whose residuals are to be chosen.
 
     Attributes:
-      program: flattened.
-      slots: that its equations make.
-      names: name and aval of those that the block marks.
+      program: the flattened program.
+      slots: slots that its equations compute.
+      names: name and aval of each slot that the block marks.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class _Trace:
         transform: Callable[[Derivative], Derivative],
         has_numbers: bool,
     ) -> None:
-        """Trace a block; arguments are those of `plan_layer`."""
+        """Trace a block; the arguments are as in `plan_layer`."""
         closed, out = jax.make_jaxpr(block, return_shape=True)(*args)
         self.args, self.of_context, self.transform, self.has_numbers = (
             args,
@@ -123,13 +124,11 @@ class _Trace:
         )
         num_params = len(jax.tree.leaves(args[0]))
         self.frozen = tuple(frozen) or (False,) * num_params
-        self._data = self.program.inputs[
-            num_params:
-        ]  # slots of x, the key and what is given besides
+        self._data = self.program.inputs[num_params:]  # slots of x, key and given
 
     @functools.cached_property
     def opened(self) -> tuple[FlatJaxpr, dict[int, Apart]]:
-        """The program with equations taken apart, and these."""
+        """The program with equations taken apart, and these equations."""
         return self._opened[:2]
 
     @functools.cached_property
@@ -142,15 +141,17 @@ class _Trace:
 
     @functools.cached_property
     def avals(self) -> dict[int, Any]:
-        """Of all that may be kept, by slot: what costs, what is kept of equations taken apart, and
-        what has a name.
+        """Avals of all values that may be kept, by slot.
+
+        These are the expensive values, the values kept for equations taken apart, and the marked
+        values.
         """
         return (
             self._costly | self._opened[2] | {slot: aval for slot, (_, aval) in self.names.items()}
         )
 
     def numbered(self) -> tuple[int, ...]:
-        """Return the slots that "save" keeps where nothing is named, in the order of the program."""
+        """Return the slots that "save" keeps if nothing is named, in program order."""
         return self._numbered if self.has_numbers else ()
 
     @functools.cached_property
@@ -159,7 +160,7 @@ class _Trace:
         return tuple(slot for i in self.opened[0].instructions for slot in i.outs if slot in kept)
 
     def asked(self, user_names: Sequence[str]) -> dict[int, str]:
-        """Return the slots that the user names, by a mark or by a number, each with that name."""
+        """Return the slots that the user names, by mark or by number, each with that name."""
         asked = {slot: name for slot, (name, _) in self.names.items() if name in user_names}
         numbers = {name: number for name in user_names if (number := number_of(name)) is not None}
         return asked | {
@@ -167,7 +168,7 @@ class _Trace:
         }
 
     def of_mode(self, mode: str) -> dict[int, Any]:
-        """Return the slots that a mode may keep, with avals."""
+        """Return the slots that a mode may keep, with their avals."""
         if mode == "remat":
             return {}
         if mode == "save":
@@ -182,11 +183,11 @@ class _Trace:
     def read_by_backward(
         self, chosen: Mapping[int, Any], to_host: Collection[int], is_open: bool
     ) -> TracedBlock:
-        """Return the block with those of the chosen slots as residuals that its derivative reads.
+        """Return the block whose residuals are the chosen slots that its derivative reads.
 
         Args:
-          chosen: slots, with avals.
-          to_host: those of them that are kept in host memory.
+          chosen: candidate slots, with avals.
+          to_host: the candidate slots that are kept in host memory.
           is_open: whether equations are taken apart.
         """
         program, apart = self.opened if is_open else (self.program, {})
@@ -214,8 +215,8 @@ class _Trace:
                 self.numbered,
             )
 
-        # With all of them in place the derivative is traced once; those that it does not read are
-        # not saved.
+        # The derivative is traced once with all candidates in place. Candidates that it does not
+        # read are not saved.
         every = layer(list(chosen))
         read = _read_by_backward(every, *self.args)
         return layer([slot for slot, is_read in zip(every.residuals, read, strict=True) if is_read])
@@ -224,14 +225,18 @@ class _Trace:
 def check_names(
     blocks: Sequence[TracedBlock], saved: Sequence[str], offloaded: Sequence[str], where: str = ""
 ) -> None:
-    """Raise ValueError for a name to keep that no block marks, of a model's stacks, and for a
-    number that no value has.
+    """Raise ValueError for unknown names or numbers of values to keep.
+
+    A name is unknown if no block of a model's stacks marks it, a number if no value has it.
 
     Args:
-      blocks: of the layers.
-      saved: names and numbers to keep on the device.
-      offloaded: likewise in host memory.
-      where: which layers these are, " of layers 0-7".
+      blocks: the blocks of the layers.
+      saved: names and numbers of values to keep on the device.
+      offloaded: names and numbers of values to keep in host memory.
+      where: which layers these are, such as " of layers 0-7".
+
+    Raises:
+      ValueError: a name or number is unknown.
     """
     marked = frozenset[str]().union(*(block.marked for block in blocks))
     numbers = {
@@ -239,25 +244,34 @@ def check_names(
     }
     if missing := sorted({*saved, *offloaded} - marked - numbers.keys()):
         raise ValueError(
-            f"saved_names and offloaded_names{where} name {missing}, which the block does not mark; it marks "
-            f"{sorted(marked) or 'none'} (jax.ad_checkpoint.checkpoint_name(value, name))"
+            f"saved_names and offloaded_names{where} name {missing}, which the block does not "
+            f"mark; it marks {sorted(marked) or 'none'} "
+            "(jax.ad_checkpoint.checkpoint_name(value, name))"
         )
     count = max((len(block.numbered()) for block in blocks), default=0) if numbers else 0
     if unknown := sorted(name for name, number in numbers.items() if number >= count):
         known = f"{count} values, #0 to #{count - 1}" if count else "no value"
         raise ValueError(
-            f"saved_names and offloaded_names{where} name {unknown}, and of the block activations='save' keeps {known}: "
-            "program.kept(batch) lists them"
+            f"saved_names and offloaded_names{where} name {unknown}, but in the block "
+            f"activations='save' keeps {known}: program.kept(batch) lists them"
         )
 
 
 def derivative_jaxpr(
     layer: TracedBlock, params: Any, x: Any, key: Any, given: Given
 ) -> jex.ClosedJaxpr:
-    """Return `layer.backward` traced over abstract arguments, of (params, x, key, given, residuals,
-    dy, d_added).
+    """Return `layer.backward` traced over abstract arguments.
+
+    Its inputs are (params, x, key, given, residuals, dy, d_added).
+
+    Args:
+      layer: the traced block.
+      params: abstract parameters of one layer.
+      x: abstract input of the layer.
+      key: abstract random key, or None.
+      given: abstract other inputs of the block.
     """
-    # x stands for dy too: a block returns what it takes.
+    # x stands for dy too, since a block's output has the shape of its input.
     d_added = jax.ShapeDtypeStruct((), jnp.float32) if layer.adds else None
     return jax.make_jaxpr(layer.backward)(
         params, x, key, given, list(layer.shapes), floating(x), d_added

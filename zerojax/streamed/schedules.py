@@ -1,10 +1,10 @@
-"""The schedule of a streamed step: of each run of layers, which record moves at which tick, and
-which leaves move beside.
+"""The schedule of a streamed step: which record of each run of layers moves at which tick.
 
-Leaves that are no stack of layers, the ends, are updated beside backward as far as their gradients
-are known. Those that the head completes are updated before its first tick (`early_ends`), large
-ones in pieces, one in a tick (`head_pieces`). The others are updated after its last tick, large
-ones likewise in pieces (`cut_ends`).
+It also says which unstacked leaves (`ends`) move during these ticks. These leaves are updated
+during backward as far as their gradients are known. Leaves that the head completes are updated
+before backward's first tick (`early_ends`); large ones in pieces, one piece per tick
+(`head_pieces`). The remaining unstacked leaves are updated after backward's last tick; large ones
+in pieces (`cut_ends`).
 """
 
 import dataclasses
@@ -54,14 +54,15 @@ def plan_schedules(
 
     Args:
       records: how the state is stored.
-      runs: of layers.
-      cut: the leaves that are updated in pieces after the layers, and in how many.
-      pieces: `head_pieces`.
-      grads: how each trained leaf's gradient is stored from backward to update.
-      distance: in ticks, of the prefetch.
-      gather_ahead: whether the next layer is gathered while one computes.
-      kept: what one layer of each run keeps off the device for backward, by the run's name: sizes
-        of "activations" and "activations_on_disk". Missing ones are not known yet.
+      runs: the runs of layers.
+      cut: number of pieces of each leaf that is updated in pieces after the layers.
+      pieces: the result of `head_pieces`.
+      grads: how each trainable leaf's gradient is stored from backward to update.
+      distance: prefetch distance, in ticks.
+      gather_ahead: whether the next layer is gathered while the current one computes.
+      kept: bytes that one layer of each run saves off the device for backward, by the run's name,
+        with the keys "activations" and "activations_on_disk"; empty or without a run if its bytes
+        are not known yet.
     """
     schedules = dict[str, Schedule]()
     for run in runs:
@@ -87,34 +88,33 @@ def plan_schedules(
 
 
 def _stored_grads(grads: Sequence[RecordSpec], part: Sequence[int]) -> RecordSpec | None:
-    """Return how the gradients of a record are stored; None if none of its leaves is trained."""
+    """Return how a record's gradients are stored; None if it has no trainable leaves."""
     return grads[part[0]] if part else None
 
 
 LAG = 1
-"""Ticks from the update of a record to its store, where stores are late.
+"""Ticks from the update of a record to its store, if records are stored late.
 
-The device holds as many records that wait.
+The device holds this many records that wait to be stored.
 """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What the schedule of a run of layers depends on, besides the config and the bytes of its
-    records.
+    """Inputs of a run's schedule, in addition to the config and the bytes of its records.
 
     Attributes:
-      num_layers: of the run.
-      first_layer: number of its first layer in its stack.
-      device_layers: layers of the stack whose optimizer state stays on the device.
-      activations: tier of what a layer keeps off the device for backward, or "device".
-      frozen: tier of frozen parameters, "device" where there are none.
-      is_trained: whether anything of a layer is trained.
-      num_arrays: of a record of optimizer state, masters included.
-      num_tiles: T of each group of tiles whose records are tiles, by name.
-      has_master: parameters have float32 masters.
-      both_ways: copy engines move both directions of the link at once.
-      is_split: states are split over more than one device.
+      num_layers: number of layers in the run.
+      first_layer: index of the run's first layer in its stack.
+      device_layers: number of layers of the stack whose optimizer state stays on the device.
+      activations: tier of a layer's saved activations that are off the device, or "device".
+      frozen: tier of frozen parameters; "device" if there are none.
+      is_trained: whether a layer has trainable leaves.
+      num_arrays: number of arrays in a record of optimizer state, including masters.
+      num_tiles: number of tiles T of each group whose records are tiles, by the group's name.
+      has_master: whether parameters have float32 masters.
+      both_ways: whether copy engines move data in both directions of the link at the same time.
+      is_split: whether the state is sharded over more than one device.
     """
 
     num_layers: int
@@ -130,22 +130,26 @@ class RunFacts:
     is_split: bool = True
 
     def tiers(self, config: ZeroConfig) -> dict[str, str]:
-        """Return where the records rest: a kind of which no layer has anything is fetched by
-        nobody.
+        """Return the tier of each kind of record.
+
+        A kind without arrays counts as "device", so nothing is fetched.
         """
         kinds = ("params", "grads", "opt_state")
         trained = {kind: getattr(config, kind) if self.is_trained else "device" for kind in kinds}
         return trained | {"activations": self.activations, "frozen": self.frozen}
 
     def stores_late(self, config: ZeroConfig) -> int:
-        """Return how many ticks after its update a record is stored, while another one is loaded;
-        0: in its own tick.
+        """Return how many ticks after its update a record is stored, while another is loaded.
 
-        Only copy engines move both directions at once. An array of a record is loaded while another
-        one is stored, so that there must be two. Records on disk are moved by the engine, which has
-        its own order. Parameters that are fetched in the tick that takes them are read before its
-        products, and there is nothing to store them beside. An update would have to load parameters
-        that are their own masters, too, where they rest off the device.
+        0 means that a record is stored in its own tick. Late stores have several conditions:
+
+        - Only copy engines move data in both directions at the same time.
+        - One array of a record is loaded while another is stored, so a record needs two arrays.
+        - Records on disk are moved by the engine, which has its own order.
+        - Parameters that are fetched in the tick that takes them are read before its products, so
+          no product overlaps their store.
+        - Without masters, an update would also have to load the parameters if they are off the
+          device.
         """
         tiers = self.tiers(config)
         if config.update == "in_backward":
@@ -179,14 +183,13 @@ def run_schedule(
     """Return the schedule of the loops over a run of layers.
 
     Args:
-      config: of the step.
-      facts: of the run.
-      record_bytes: of one layer, as `host_offload.schedule.build_schedule` takes them.
-      tile_bytes: of a tile of each group.
-      ends: leaves that are no stack of layers and are updated beside this run, if its stores are
-        late.
-      distance: in the place of the config's.
-      gather_ahead: likewise.
+      config: config of the step.
+      facts: facts of the run.
+      record_bytes: bytes of one layer's records, as in `host_offload.schedule.build_schedule`.
+      tile_bytes: bytes of the records of one tile, for each group of tiles.
+      ends: unstacked leaves that are updated during this run, if its records are stored late.
+      distance: prefetch distance, in ticks; None uses the config's.
+      gather_ahead: whether the next layer is gathered ahead; None uses the config's.
     """
     options: dict[str, Any] = {
         "tiers": facts.tiers(config),
@@ -218,8 +221,8 @@ def run_schedule(
 def facts_of(records: StateRecords, run: LayerRun) -> RunFacts:
     """Return the facts of a run of layers of a program."""
     layout, stack, segment = records.layout, run.stack, run.segment
-    # What a user's names keep in host memory is fetched with its layer, as a layer's input in host
-    # memory would be. Where its input rests off the device anyway, that is the tier, by which bytes
+    # Values that the user's names keep in host memory are fetched with their layer, like a layer's
+    # input in host memory. If the input is off the device anyway, its tier decides how the bytes
     # are counted.
     kept = (
         "pinned_host"
@@ -252,9 +255,7 @@ def _ends_beside(
     cut: Mapping[int, int],
     pieces: Mapping[int, Pieces],
 ) -> list[EndsMove]:
-    """Return the leaves that are no stack of layers and are updated beside one of the runs, where
-    its stores are late.
-    """
+    """Return the unstacked leaves that are updated during one of the runs, if it stores late."""
     layout = records.layout
     moved: list[EndsMove] = []
 
@@ -268,13 +269,13 @@ def _ends_beside(
         )
         moved.append(EndsMove(leaves, stored, tuple(counts), loaded))
 
-    # Backward begins with the last run, which stores what the head completed.
+    # Backward begins with the last run, which stores the leaves that the head completed.
     early = early_ends(records, runs)
     if run is runs[-1] and early:
         add(HEAD, [early])
     if run is runs[-1] and pieces:
         add(HEAD_PIECES, [list(pieces)], [next(iter(pieces.values())).count])
-    # It ends with the first one. An update ends with the last one.
+    # Backward ends with the first run, and an update ends with the last run.
     others = [i for i in layout.ends if i not in (*early, *cut, *pieces)]
     if run is runs[0 if layout.config.update == "in_backward" else -1]:
         if others:
@@ -285,15 +286,14 @@ def _ends_beside(
 
 
 def end_groups(layout: Layout, ends: Sequence[int], blocks: Sequence[int]) -> list[list[int]]:
-    """Return some leaves in groups, of which each is one leaf, or as many as are together no larger
-    than a layer's record.
+    """Bin leaves, largest first, into groups no larger than a layer's record.
 
-    The largest leaf comes first.
+    A single leaf may be larger.
 
     Args:
-      layout: of the leaves.
-      ends: leaves that are no stack of layers.
-      blocks: the leaves of a layer's record.
+      layout: layout of the leaves.
+      ends: indices of unstacked leaves.
+      blocks: indices of the leaves of a layer's record.
     """
     sizes = {i: math.prod(layout.leaves[i].record_shape) for i in (*ends, *blocks)}
     most, groups, filled = sum(sizes[i] for i in blocks), list[list[int]](), 0
@@ -306,11 +306,17 @@ def end_groups(layout: Layout, ends: Sequence[int], blocks: Sequence[int]) -> li
 
 
 def early_ends(records: StateRecords, runs: Sequence[LayerRun]) -> tuple[int, ...]:
-    """Return leaves that the head alone uses, as many as are together no larger than a layer's
-    record.
+    """Return leaves that only the head uses, together no larger than a layer's record.
 
-    Their gradients are complete before backward of the layers. In its first tick no layer's record
-    waits to be stored, where an update in backward stores late.
+    Their gradients are complete before the layers' backward. In the first tick of an update in
+    backward with late stores, no layer's record waits to be stored.
+
+    Args:
+      records: how the state is stored.
+      runs: the runs of layers, in order.
+
+    Returns:
+      Indices of the leaves; empty unless the last run updates in backward and stores late.
     """
     layout = records.layout
     if layout.config.update != "in_backward" or not _stores_late(records, runs[-1]):
@@ -325,11 +331,20 @@ def early_ends(records: StateRecords, runs: Sequence[LayerRun]) -> tuple[int, ..
 def head_pieces(
     records: StateRecords, runs: Sequence[LayerRun], update: RecordUpdate | None
 ) -> dict[int, Pieces]:
-    """Return how leaves are cut that the head alone uses, and that are not among `early_ends`: all
-    into equally many pieces.
+    """Return how the leaves that only the head uses, except `early_ends`, are cut into pieces.
 
-    Each of the first ticks of backward updates one piece beside its layer, and the next one stores
-    it. So there are at most as many as there are layers, and none is larger than a layer's record.
+    All have the same number of pieces. Each of the first ticks of backward updates one piece during
+    its layer, and the next tick stores it. So there are at most as many pieces as layers, and no
+    piece is larger than a layer's record.
+
+    Args:
+      records: how the state is stored.
+      runs: the runs of layers, in order.
+      update: the update by records, or None.
+
+    Returns:
+      The pieces of each leaf, by its index; empty unless the last run updates in backward and
+      stores late.
     """
     early = early_ends(records, runs)
     if (
@@ -354,7 +369,7 @@ def head_pieces(
 
 
 def _head_leaves(layout: Layout) -> list[int]:
-    """Return the trained leaves that the head alone uses."""
+    """Return the trainable leaves that only the head uses."""
     tree = jax.tree.unflatten(jax.tree.structure(layout.abstract_params), range(len(layout.leaves)))
     return jax.tree.leaves(tree["head"])
 
@@ -365,13 +380,20 @@ def cut_ends(
     update: RecordUpdate | None,
     pieces: Mapping[int, Pieces],
 ) -> dict[int, int]:
-    """Return in how many pieces leaves are updated that take longer to cross the link than a
-    layer's record, by leaf.
+    """Return the number of pieces of each leaf that is updated in pieces after the layers.
 
-    They are none of `head_pieces`, which `pieces` are.
+    The last layer's record is stored before these leaves, and the first piece is then loaded alone.
+    A leaf as large as that record is loaded in full while it is stored. A larger leaf would keep
+    the link idle, so it is cut.
 
-    The last layer's record is stored before them, and the first piece is then loaded alone. Beside
-    that record a leaf of its size is loaded as a whole. A larger one would let the link wait.
+    Args:
+      records: how the state is stored.
+      runs: the runs of layers, in order.
+      update: the update by records, or None.
+      pieces: leaves that backward updates in pieces (`head_pieces`); these are not cut here.
+
+    Returns:
+      The number of pieces, by the leaf's index.
     """
     layout, in_backward = records.layout, records.layout.config.update == "in_backward"
     run = runs[0 if in_backward else -1]

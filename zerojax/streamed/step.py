@@ -1,38 +1,38 @@
-"""The streamed step: a LayeredModel whose layers come to the device one after the other, in
-explicit loops inside one jit.
+"""The streamed step: the layers of a LayeredModel visit the device one after another.
 
-    forward    for t:  p = take(l[t]); start fetching l[t+d];  x[l+1] = block(all_gather(p), x[l]);  keep x[l]
+They do so in explicit loops inside one jit:
+
+    forward    for t:  p = take(l[t]); start fetching l[t+d];  x[l+1] = block(all_gather(p), x[l]);
+                       save x[l]
     head       loss, dx = value_and_grad(head)
     backward   for t:  p, x = take(l[t]); ...;  g, dx = vjp(block)(dx);  g = reduce_scatter(g)
-               update layer l here, its optimizer state fetched along with it (in_backward), or
+               update layer l here, with its optimizer state fetched along with it (in_backward), or
                store g
     update     for t:  g, w, s = take(l[t]);  scale by the global norm;  update;  write back
 
-Nothing is differentiated through a transfer: backward is a loop of its own, which takes the
-  derivative of one layer at a time
-(`residuals`). Order and prefetches are operations of `host_offload.schedule`. Every tier runs the
-same loops (ZeRO-Infinity, arXiv:2104.07857, section 5), and where the bytes rest does not change a
-number.
+The step never differentiates through a transfer: backward is a separate loop, which takes the
+derivative of one layer at a time (`residuals`). Order and prefetches are operations of
+`host_offload.schedule`. Every tier runs the same loops (ZeRO-Infinity, arXiv:2104.07857, section
+5), and the tier of a record does not change any number.
 
-Microbatches run inside a tick: a layer is fetched and gathered once in forward and once in backward
-  for all of them, its
-gradient is complete at the end of its tick, and its optimizer state crosses the link once a step.
-The price is that the layers' inputs are kept for all microbatches at once;
-`activations="pinned_host"` moves them off the device.
+Microbatches run inside a tick. A layer is fetched and gathered once in forward and once in backward
+for all of them, its gradient is complete at the end of its tick, and its optimizer state crosses
+the link once per step. The price is that the layers' inputs of all microbatches are kept at the
+same time; `activations="pinned_host"` moves them off the device.
 
-Of a block with stacks of tiles a layer's record is what else it has, and each tile is a record of
-its own: it is fetched, gathered, used and released inside the layer's tick, where the block loops
-over tiles (`tiled_block`), and its gradient is taken there, so that no device ever holds a whole
+If a block has stacks of tiles, a layer's record holds its other leaves, and each tile is a record
+of its own. A tile is fetched, gathered, used and released inside the layer's tick, where the block
+loops over tiles (`tiled_block`). Its gradient is also taken there, so no device ever holds a full
 layer (memory-centric tiling, ZeRO-Infinity, section 5.1.3).
 
-With `gather_ahead` a tick gathers the layer of the next one while it computes its own.
+With `gather_ahead` a tick gathers the next tick's layer while it computes its own.
 
-Several stacks, such as an encoder and a decoder, have loops of their own (`loops`), which run one
-after the other: forward from the first stack to the last, backward from the last to the first. What
-a stack's `enter` makes of the output of the stack before it is made again in backward, and so is
-its derivative; a context's cotangents are summed over the stack's layers. Segments of a stack, each
-of which keeps other values for backward (`zerojax.state.runs`), have loops of their own and share
-its context.
+Several stacks, such as an encoder and a decoder, have separate loops (`loops`), which run one after
+another: forward from the first stack to the last, backward from the last to the first. A stack's
+`enter` computes its input from the output of the previous stack. Backward recomputes it and derives
+it; a context's cotangents are summed over the stack's layers. Segments of a stack, each of which
+saves different values for backward (`zerojax.state.runs`), have separate loops and share the
+stack's context.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -80,15 +80,15 @@ Array = jax.Array
 
 
 class _Pass(NamedTuple):
-    """What forward through one run of layers leaves for backward.
+    """Results of forward through one run of layers that backward needs.
 
     Attributes:
-      loops: over the run.
-      y: what its stack enters: output of the stack before it, or of the embedding, of all
+      loops: loops over the run.
+      y: input of the stack's `enter`: the output of the previous stack, or of the embedding, of all
         microbatches.
-      inputs: what its layers read.
-      residuals: what was saved, and how.
-      stacks: of it.
+      inputs: the other inputs of the layers.
+      residuals: the arrays that were saved and how they are stored.
+      stacks: the stacks of these arrays.
     """
 
     loops: StackLoops
@@ -99,13 +99,13 @@ class _Pass(NamedTuple):
 
 
 class _Derived(NamedTuple):
-    """What forward and backward of a step make.
+    """Results of forward and backward of a step.
 
     Attributes:
-      backward: for the ending.
-      own: the model's metrics, not divided yet.
-      ends_state: of the model's ends, after the step.
-      scratch: as it goes out.
+      backward: the result for the ending.
+      own: the model's own metrics, not divided yet.
+      ends_state: state of embedding and head after the step.
+      scratch: the stacks in host memory to return.
     """
 
     backward: BackwardResult[Any]
@@ -118,12 +118,12 @@ class StreamedStep:
     """The step, and the evaluation, of a model whose layers are streamed.
 
     Attributes:
-      update: the update by record, or None where whole trees are updated on the device.
-      plan: the records, where they rest, and the schedule.
-      microbatches: of a step; an evaluation has one.
+      update: the update by record, or None if full trees are updated on the device.
+      plan: the records, their tiers, and the schedule.
+      microbatches: microbatches of a step; an evaluation has one.
       ends: embedding and head.
-      ending: what becomes of the gradients.
-      loops: over each run of layers, in order.
+      ending: consumer of the gradients.
+      loops: loops over each run of layers, in order.
     """
 
     def __init__(
@@ -137,12 +137,12 @@ class StreamedStep:
         """Build the step.
 
         Args:
-          model: whose layers come and go.
+          model: the model whose layers are streamed.
           tx: the optimizer.
-          state_records: how the state rests.
-          update: the update by record, or None where whole trees are updated on the device.
+          state_records: how the state is stored.
+          update: the update by record, or None if full trees are updated on the device.
           gather: `gather(function, params, *args)` evaluates a function of stored parameters and
-            gathers them on use: those of embedding and head, since layers are gathered by the step
+            gathers them on use; it is used for embedding and head, since the step gathers layers
             itself.
         """
         layout = state_records.layout
@@ -159,10 +159,11 @@ class StreamedStep:
             StackLoops(self.plan, stack, self.microbatches) for stack in self.plan.of_stacks
         )
 
-    # --- what a step needs, from shapes alone -----------------------------------------------------
+    # --- requirements of a step, from shapes alone
+    # ----------------------------------------------------
 
     def abstract_residuals(self, abstract_batch: Any) -> list[ResidualPlan]:
-        """Return what forward saves of a batch, of a layer of each run."""
+        """Return the arrays that forward saves of one layer of each run, from a batch's shapes."""
         state = self.layout.abstract_arrays
         entered = self.ends.abstract_inputs(
             self.layout.join(state), state.model_state, abstract_batch
@@ -175,8 +176,9 @@ class StreamedStep:
         return plans
 
     def _check_names(self, blocks: Sequence[TracedBlock]) -> None:
-        """Raise ValueError for a name that a segment's block does not mark, or the block of no
-        stack.
+        """Raise ValueError for a name to keep that no block marks.
+
+        A segment's names must be marked by the segment's own block.
         """
         runs = [stack.run for stack in self.plan.of_stacks]
         if not runs[0].is_segment:
@@ -188,9 +190,7 @@ class StreamedStep:
             )
 
     def abstract_entered(self, abstract_batch: Any) -> list[Any]:
-        """Return the shapes of what the `enter` of stacks is given, and of the contexts that it
-        makes, of a batch.
-        """
+        """Return the shapes of (input, context) of each stack's `enter`, from a batch's shapes."""
         state = self.layout.abstract_arrays
         entered = self.ends.abstract_inputs(
             self.layout.join(state), state.model_state, abstract_batch
@@ -230,19 +230,19 @@ class StreamedStep:
         )
 
     def steps(self, kept: Mapping[str, Mapping[str, int]] | None = None) -> StepPlan:
-        """Return everything that a step does, in order; see `StreamedPlan.steps`."""
+        """Return all operations of a step, in order; see `StreamedPlan.steps`."""
         return self.plan.steps(
             [loops.tracer.tile_loops() for loops in self.loops], self.ending.ends_first, kept
         )
 
     def moves(self) -> tuple[Move, ...]:
-        """Return what a step reads from disk and writes to it, in order."""
+        """Return the disk reads and writes of a step, in order."""
         return moves(self.plan, self.steps())
 
     def eval_moves(self) -> tuple[Move, ...]:
-        """Return the same of an evaluation: parameters alone.
+        """Return the disk reads of an evaluation, in order.
 
-        A step's forward also writes activations.
+        An evaluation reads parameters alone. A step's forward also writes activations.
         """
         steps = self.plan.steps(
             [loops.tracer.eval_loops() for loops in self.loops], self.ending.ends_first
@@ -251,8 +251,9 @@ class StreamedStep:
         return tuple(move for move in found if move.kind.split(".")[0] in ("params", "frozen"))
 
     def grads_moves(self) -> tuple[Move, ...]:
-        """Return the same of `grads`: forward and backward alone, of a step that keeps gradients on
-        the device.
+        """Return the disk moves of `grads`, in order: forward and backward alone.
+
+        The step must keep its gradients on the device.
         """
         return moves(self.plan, self.steps(), ("embed", "forward", "backward"))
 
@@ -264,9 +265,12 @@ class StreamedStep:
         """Run one step.
 
         Args:
-          state: donated.
+          state: the state; donated.
           batch: global batch.
           scratch: stacks in host memory that live from forward to update; donated and returned.
+
+        Returns:
+          ((state after the step, scratch), metrics).
         """
         batch, keys = self._split(state, batch)
         run = self._derive(state, batch, keys, scratch, self.ending, self._first_token(state))
@@ -279,8 +283,16 @@ class StreamedStep:
     def grads(
         self, state: TrainState, batch: Any, scratch: Scratch
     ) -> tuple[tuple[Any, Any], Scratch]:
-        """Return (what `eval` returns, of a step) and the unscaled gradients, float32; and the
-        scratch.
+        """Return the loss and the gradients of one step, without an update.
+
+        Args:
+          state: the state.
+          batch: global batch.
+          scratch: stacks in host memory that live from forward to backward.
+
+        Returns:
+          ((loss, gradients), scratch). The loss has the form that `eval` returns; the gradients are
+          unscaled and float32.
         """
         ending = GradsAlone(self.plan)
         batch, keys = self._split(state, batch)
@@ -291,7 +303,7 @@ class StreamedStep:
         ), run.scratch
 
     def check_grads(self) -> None:
-        """Raise NotImplementedError where gradients are not stored on the device."""
+        """Raise NotImplementedError if gradients are not stored on the device."""
         for name, needed in (
             ("update", "after_backward"),
             ("update_on", "device"),
@@ -299,13 +311,15 @@ class StreamedStep:
         ):
             if (value := getattr(self.config, name) or needed) != needed:
                 raise NotImplementedError(
-                    f"program.grads is not built in this version with {name}={value!r}: it returns the gradients that a step "
-                    f"stores on the device; build a program with {name}={needed!r}, where they fit"
+                    f"program.grads is not supported with {name}={value!r}: it returns gradients "
+                    "that a step stores on the device; build a program with "
+                    f"{name}={needed!r} if they fit"
                 )
 
     def _split(self, state: TrainState, batch: Any) -> tuple[Any, Any]:
-        """Return the microbatches of a step and their keys."""
-        # Of (key, step) alone: a restored run draws the masks that it would have drawn.
+        """Return the microbatches of a step and their random keys."""
+        # The key depends only on (key, step): a restored run draws the same masks as the original
+        # run.
         key = jax.random.fold_in(state.key, state.step) if self.model.stochastic else None
         return self.microbatches.split(batch, key)
 
@@ -318,10 +332,11 @@ class StreamedStep:
         taker: GradsTaker[Any],
         token: Array,
     ) -> "_Derived":
-        """Run forward, head and backward, whose gradients go to `taker`; `token` is what its
-        callbacks wait for.
+        """Run forward, head and backward, and pass the gradients to `taker`.
+
+        Its callbacks wait for `token`.
         """
-        # Before the layers, as the disk was told (`step_moves`).
+        # Before the layers, in the order of the disk's read-ahead (`moves`).
         params, begin = self.layout.join(state), jnp.int32(0)
         ends = self.ends.load(params)
         before = ends_state(state.model_state)
@@ -333,7 +348,7 @@ class StreamedStep:
         )
         entered, inputs = y, LayerInputs()
         for loops in self.loops:
-            # what these layers fetch first may overlap the end of those before them, and no more
+            # The first fetches of these layers may only overlap the end of the previous layers.
             if passes:
                 begin, y = wait_for(begin, y, self.mesh)
             x = y
@@ -350,7 +365,7 @@ class StreamedStep:
             y, stacks, added = loops.forward(params[BLOCKS], x, inputs, begin, residuals, stacks)
             passes.append(_Pass(loops, entered, inputs, residuals, stacks))
             all_added.append(added)
-        # What backward fetches first may overlap the head, and not the layers.
+        # Backward's first fetches may overlap the head, but not the layers.
         begin, y = wait_for(begin, y, self.mesh)
         y, loaded = taker.load_ends(state, y)
         head = self.ends.head_and_grads(ends, y, batch, keys, loss_scale(state), read_by_head)
@@ -378,7 +393,8 @@ class StreamedStep:
                     stack, ends, done.y, batch, keys, dx, of_enter, g_ends
                 )
         g_ends = self.ends.embed_grads(ends, batch, keys, dx, states, g_ends)
-        # Scratch goes out as it came in, so that the next step is given the same host memory.
+        # Scratch is returned in the order in which it was passed in, so that the next step gets the
+        # same host memory.
         in_memory = [done.stacks[i] for done in passes for i in done.residuals.in_memory]
         scratch = {"grads": taker.grads(carried), "residuals": in_memory}
         return _Derived(
@@ -386,8 +402,9 @@ class StreamedStep:
         )
 
     def eval(self, params: Any, model_state: Any, batch: Any) -> Any:
-        """Return the loss of a batch, without keys, as one microbatch; where there are metrics, a
-        dict of both.
+        """Return the loss of a batch; if there are metrics, a dict of both.
+
+        The batch is one microbatch, without random keys.
         """
         ends, y, added, state = self._eval_layers(params, model_state, batch)
         loss, _ = self.ends_of_eval.head(ends, y, batch, None, state)
@@ -395,15 +412,19 @@ class StreamedStep:
         return evaluation(value, divided(own))
 
     def apply(self, params: Any, model_state: Any, batch: Any) -> Any:
-        """Return what the model's `predict` does, without keys, as one microbatch."""
+        """Return the result of the model's `predict` for a batch.
+
+        The batch is one microbatch, without random keys.
+        """
         ends, y, _, state = self._eval_layers(params, model_state, batch)
         return self.ends_of_eval.predict(ends, y, batch, state)
 
     def _eval_layers(
         self, params: Any, model_state: Any, batch: Any
     ) -> tuple[Any, Any, Loss | None, Any]:
-        """Return the leaves of the ends, the last layer's output, what the layers add to the loss,
-        and the ends' state.
+        """Return (leaves of embedding and head, last layer's output, loss addition, state).
+
+        The loss addition is the layers', and the state belongs to embedding and head.
         """
         ends = self.ends.load(params)
         y, state = self.ends_of_eval.embed(ends, batch, None, ends_state(model_state))
@@ -414,15 +435,16 @@ class StreamedStep:
             if loops.stack.run.starts_stack:
                 y, context = self.ends_of_eval.enter(loops.stack, ends, y, batch, None)
                 inputs = self.ends_of_eval.inputs(loops.stack, context, None, model_state)
-            # Nothing is saved, so there are no stacks to fill.
+            # An evaluation saves nothing, so there are no stacks to fill.
             y, _, added = loops.forward(params[BLOCKS], y, inputs, begin, None, [])
             all_added.append(added)
         added = together(all_added)
         return ends, y, added, state
 
     def _first_token(self, state: TrainState) -> Array:
-        """Return what orders the callbacks of the host's update; starts the one that the step
-        before left, if any.
+        """Return the token that orders the callbacks of the host update.
+
+        Also starts the delayed update that the previous step left, if any.
         """
         if self.host is None:
             return jnp.int32(0)
@@ -433,14 +455,14 @@ class StreamedStep:
 
 
 def _as_context(d_context: Any, context: Any) -> Any:
-    """Return cotangents of a context, summed in float32, in the dtypes of its leaves."""
+    """Return a context's cotangents, summed in float32, in the dtypes of its leaves."""
     if d_context is None:
         return None
     return jax.tree.map(lambda d, a: d.astype(a.dtype), d_context, floating(context))
 
 
 def _with_added(loss: Array, metrics: Any, added: Loss | None) -> tuple[Array, Any]:
-    """Return the loss and the metrics of a head with those of the layers."""
+    """Return the head's loss and metrics with the layers' additions."""
     if added is None:
         return loss, metrics
     return loss + added.total, joined(metrics, dict(added.metrics))

@@ -1,11 +1,11 @@
-"""The loops over tiles inside of one tick of the streamed step.
+"""The loops over tiles inside one tick of the streamed step.
 
     forward    for k:  w = all_gather(take(l, k));  start fetching tile k+d;  y += f(w, x)
     backward   for k:  w = all_gather(take(l, k));  ...;  dw, dx_k = vjp(f)(dy);  dx += dx_k
                        g = reduce_scatter(dw):  update tile k of layer l here, or store g
 
-A tile is fetched and gathered once for all microbatches. Cotangents of what all tiles read are
-summed in float32.
+A tile is fetched and gathered once for all microbatches. Cotangents of operands that all tiles read
+are summed in float32.
 """
 
 import dataclasses
@@ -26,16 +26,17 @@ from zerojax.streamed.tiled_block import TileLoopCall
 
 Array = jax.Array
 OnRecordGrads = Callable[[Any, RecordGrads], tuple[Any, Any]]
-"""Takes a tile's gradient: (carried, record) -> (carried, landing), with what the ending carries
-through backward.
+"""Consumes a tile's gradient: (carried, record) -> (carried, landing).
+
+`carried` is the value that the ending carries through backward.
 """
 
 
 class TileRunner:
-    """Runs the loops of one tick.
+    """Runs the loops over tiles of one tick.
 
     Attributes:
-      carried: by the ending, so far.
+      carried: the value that the ending carries, after the loops so far.
     """
 
     def __init__(
@@ -48,16 +49,16 @@ class TileRunner:
         stacks: Callable[[Any], Sequence[Any]],
         carried: Any = None,
     ) -> None:
-        """Run loops of a tick.
+        """Prepare to run the loops of a tick.
 
         Args:
-          plan: of the step.
-          stack: of which the layer is.
-          microbatches: of the step.
+          plan: plan of the step.
+          stack: the run of layers.
+          microbatches: microbatches of the step.
           begin: i32[] zero, known when the loops may begin.
           now: the tick.
-          stacks: of parameters, as a function of what is carried.
-          carried: by the ending, in backward.
+          stacks: function from the carried value to the stacks of parameters.
+          carried: the value that the ending carries through backward; None in forward.
         """
         self.plan, self.stack, self.microbatches, self.begin, self.now = (
             plan,
@@ -67,10 +68,10 @@ class TileRunner:
             now,
         )
         self.stacks, self.carried = stacks, carried
-        self._before: Array | None = None  # a result of the last loop
+        self._before: Array | None = None  # a result of the previous loop
 
     def run(self, call: TileLoopCall, use: OnRecordGrads | None = None) -> list[Any]:
-        """Run a loop; returns its result, or the wanted cotangents of its operands."""
+        """Run a loop; return its result, or the wanted cotangents of its operands."""
         group, loops = self.stack.loops[call.group]
         return (
             self._derive(call, group, loops, use)
@@ -92,8 +93,8 @@ class TileRunner:
                 return beside(one, (y,), now.landing)
             return microbatches.each(one, y, *each), now.landing
 
-        # y[num_out, ...], or y[M, num_out, ...] of several microbatches, filled or added to tile by
-        # tile.
+        # y[num_out, ...], or y[M, num_out, ...] with several microbatches, filled or added to tile
+        # by tile.
         y = jnp.zeros(
             loop.out.shape if microbatches.count == 1 else (microbatches.count, *loop.out.shape),
             loop.out.dtype,
@@ -105,8 +106,8 @@ class TileRunner:
     ) -> list[Array]:
         loop, microbatches = call.loop, self.microbatches
         assert call.dy is not None
-        # Two kinds of cotangents: of what all tiles read, summed over the tiles; of parts, of which
-        # a tile reads one slice.
+        # Two kinds of cotangents: operands that all tiles read have a sum over tiles; in parts,
+        # each tile reads one slice.
         shared_x = [p for p, wanted in enumerate(call.wanted) if wanted and p not in loop.parts]
         parts = [p for p, wanted in enumerate(call.wanted) if wanted and p in loop.parts]
         lead = () if microbatches.count == 1 else (microbatches.count,)
@@ -114,8 +115,7 @@ class TileRunner:
         def zeros(p: int, dtype: Any) -> Array:
             operand = call.operands[p]
             assert operand is not None
-            # An operand that depends on no data has no dim of microbatches, and its cotangent has
-            # one all the same.
+            # An operand that depends on no data has no microbatch dim, but its cotangent has one.
             shape = (
                 operand[0].shape
                 if microbatches.count == 1 or operand[1]
@@ -123,13 +123,13 @@ class TileRunner:
             )
             return jnp.zeros(shape, dtype)
 
-        # Cotangents of parameters that are no tiles are of gradients.
+        # Cotangents of untiled parameters become part of gradients.
         in_float32 = [
             of_params and self.plan.layout.reduces_in_float32 for of_params in call.of_params
         ]
         sums = [zeros(p, jnp.float32) for p in shared_x]
-        # A part is read by one tile alone: its cotangents are put side by side, nothing is summed,
-        # and their dtype stays.
+        # Only one tile reads each slice of a part. Its cotangents are placed side by side and not
+        # summed, so their dtype stays.
         slices = [zeros(p, jnp.float32 if in_float32[p] else _dtype(call, p)) for p in parts]
         each = [o[0] for o in call.operands if o is not None and o[1]]
         # A cotangent that depends on no data is the same for each microbatch.
@@ -173,7 +173,7 @@ class TileRunner:
                 )
                 if (
                     self.plan.layout.reduces_once
-                ):  # a tile's gradient alone is used here; the block adds up the others
+                ):  # only a tile's gradient is used here; the block adds up the other gradients
                     grads = {p: g if p in trained else jnp.sum(g, 0) for p, g in grads.items()}
                 dw, dx, d_slices = (
                     [(grads | cotangents)[p] for p in at] for at in (trained, shared_x, parts)
@@ -188,8 +188,8 @@ class TileRunner:
                 )
                 return total, (sums, slices)
 
-            # Several microbatches are dim 0 of all of these: a scan over it takes the cotangents of
-            # one, and returns them.
+            # With several microbatches, dim 0 of all these arrays counts them: a scan takes the
+            # cotangents of one microbatch and returns them.
             inputs, landing = (sums, slices, dy, each), now.landing
             if microbatches.count == 1:
                 (grads, cotangents), landing = beside(
@@ -198,12 +198,12 @@ class TileRunner:
             else:
                 grads, cotangents = jax.lax.scan(one, self.plan.zero_grads(group.leaves), inputs)
             grads = self.plan.reduced(grads, group.leaves)
-            # As for a layer: what uses the gradients waits for what is computed besides.
+            # As for a layer, consumers of the gradients wait for the cotangents.
             grads, cotangents = jax.lax.optimization_barrier((grads, cotangents))
-            # An ending reads and writes records, and this one is a tile: its index is that of the
-            # layer and that of the tile.
+            # An ending reads and writes records. Here the record is a tile, whose index consists of
+            # the layer and the tile.
             now = dataclasses.replace(now, layer=Tile(self.now.layer, now.layer, group.num_tiles))
-            if group.leaves:  # else all of the group is frozen, and there is nothing to use
+            if group.leaves:  # otherwise all of the group is frozen
                 by_index = dict(zip(self._in_tree(group), full, strict=True))
                 record = RecordGrads(
                     now, group.leaves, grads, [by_index[i] for i in group.leaves], landing
@@ -239,7 +239,7 @@ class TileRunner:
             )
 
         def take(carry: Any, now: Tick) -> tuple[Any, Any]:
-            # Parameters that rest on the device pass through no ring: the tile is sliced here.
+            # Parameters on the device do not pass through a ring: the tile is sliced here.
             index = Tile(self.now.layer, now.consume, group.num_tiles)
             shards = self.plan.take_params(
                 self.stacks(carried(carry)), group.weights, now.record or [], index
@@ -249,17 +249,17 @@ class TileRunner:
         begin, mesh, slices_host = self.begin, self.plan.mesh, self.plan.state_records.slices_host
         if (
             self._before is not None and self.plan.layout.disk is not None
-        ):  # the disk sees one order
+        ):  # the disk needs one order
             begin, _ = wait_for(begin, self._before, mesh)
         after = run_phase(
             loops.phase(phase), begin, carry, take, mesh=mesh, slices_host=slices_host, fetch=read
         )
-        # Any result will do: all results of a loop are there at once.
+        # Any result will do: all results of a loop are available at the same time.
         self._before = jax.tree.leaves(after)[0]
         return after
 
     def _gather(self, group: TileGroup, now: Tick) -> list[Array]:
-        """Return a tile's leaves, gathered, in the order of the tree: that of the loop's operands."""
+        """Return a tile's leaves, gathered, in tree order, as the loop's operands are."""
         assert now.record is not None
         by_index = dict(
             zip(group.weights, self.plan.gather(now.record, group.weights), strict=True)
@@ -279,8 +279,9 @@ def _dtype(call: TileLoopCall, position: int) -> Any:
 def _operands(
     call: TileLoopCall, full: Sequence[Array], each: Sequence[Any], tile: Array
 ) -> list[Any]:
-    """Return what the unit takes of one microbatch: `full` in place of stacks, a slice of each
-    part.
+    """Return the operands of one tile's unit for one microbatch.
+
+    `full` takes the place of stacks of tiles, and each part is reduced to one slice.
     """
     of_data, stacks, values = iter(each), iter(full), []
     for p, operand in enumerate(call.operands):
@@ -288,7 +289,7 @@ def _operands(
             values.append(next(stacks))
             continue
         value = next(of_data) if operand[1] else operand[0]
-        # A part has an entry for each tile, of which the unit takes this tile's.
+        # A part has one entry per tile.
         values.append(
             jax.lax.dynamic_index_in_dim(value, tile, 0, keepdims=False)
             if p in call.loop.parts

@@ -1,14 +1,14 @@
-"""A block that runs without its stacks of tiles: it is cut at its loops over tiles, and the caller
-runs these loops.
+"""A block that runs without its stacks of tiles: it is cut at its loops over tiles.
 
-    forward    y  = block(p, x)                 segments of equations between loops, as the block has them
-    backward   dp, dx = vjp(block)(dy)          traced once; the derivative of a loop is a loop, which uses a tile's gradient in
-                                                the iteration that makes it
+The caller runs these loops.
 
-A gradient of a stack of tiles is therefore never an array. Microbatches are dim 0 of all that
-  depends on data: a segment runs
-for one after the other, and a loop over tiles runs once for all of them, so that each tile is
-fetched and gathered once.
+    forward    y  = block(p, x)            segments of equations between loops, in the block's order
+    backward   dp, dx = vjp(block)(dy)     traced once; the derivative of a loop is a loop, which
+                                           uses a tile's gradient in the iteration that computes it
+
+A gradient of a stack of tiles is therefore never an array. Microbatches are dim 0 of all arrays
+that depend on data. A segment runs for one microbatch after another. A loop over tiles runs once
+for all of them, so that each tile is fetched and gathered once.
 """
 
 import dataclasses
@@ -27,8 +27,7 @@ from zerojax.tiling import TileLoop, marked
 Array = jax.Array
 Slots = dict[int, Any]
 Mark = tuple[int, bool]
-"""The number of the loop over tiles that an equation is, and whether it is that loop's derivative.
-"""
+"""Number of a loop over tiles, and whether the equation is that loop's derivative."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +36,15 @@ class TileLoopCall:
 
     Attributes:
       loop: the loop, as the block has it.
-      group: index of the group whose tiles it uses.
-      is_backward: whether its derivative is meant.
-      operands: those of the loop, stacks of tiles being None; each with whether microbatches are
-        its dim 0.
-      dy: likewise the cotangent of its result, or None.
-      wanted: of a derivative, whether the cotangent of each operand is.
-      of_params: whether each operand is made of parameters alone: its cotangent is of a gradient,
-        and may come in float32.
+      group: index of the group whose tiles the loop uses.
+      is_backward: whether to run the loop's derivative.
+      operands: operands of the loop, each with whether its dim 0 counts microbatches; None for
+        stacks of tiles.
+      dy: cotangent of the loop's result, with whether its dim 0 counts microbatches; None in
+        forward.
+      wanted: for each operand, whether a derivative returns its cotangent.
+      of_params: for each operand, whether it depends on parameters alone; its cotangent is then
+        part of a gradient, and may be float32.
     """
 
     loop: TileLoop
@@ -57,8 +57,9 @@ class TileLoopCall:
 
 
 RunLoop = Callable[[TileLoopCall], Sequence[Any]]
-"""Runs a loop; returns its result alone, or the wanted cotangents, each with microbatches as dim 0
-where there are several.
+"""Runs a loop; returns its result, or the wanted cotangents.
+
+Each has microbatches as dim 0 if there are several.
 """
 
 
@@ -67,10 +68,10 @@ class _CutProgram:
     """A program cut at its loops.
 
     Attributes:
-      program: flattened.
-      items: segments of instructions, and single ones that are loops.
-      marks: for each item which loop it is; None of a segment.
-      read: for each item the slots that later ones read.
+      program: the flattened program.
+      items: segments of instructions, and single instructions that are loops.
+      marks: for each item, the loop that it is; None for a segment.
+      read: for each item, the slots that later items read.
       outputs: slots that are wanted.
     """
 
@@ -82,12 +83,13 @@ class _CutProgram:
 
 
 class TiledBlock:
-    """One block, traced, with its residuals, for one record of parameters and groups of tiles.
+    """One traced block with its residuals, for one record of parameters and groups of tiles.
 
     Attributes:
       layer: the traced block.
-      forward_loops: the groups whose loops a forward tick runs, in order.
-      backward_loops: of a backward tick, each with whether it is the loop's derivative.
+      forward_loops: groups whose loops a forward tick runs, in order.
+      backward_loops: groups whose loops a backward tick runs, in order, each with whether it is the
+        loop's derivative.
     """
 
     def __init__(
@@ -102,13 +104,13 @@ class TiledBlock:
 
         Args:
           layer: the traced block.
-          groups: for each group its leaves among those of the block's parameters.
-          names: of the block's leaves, for errors.
-          count: microbatches.
+          groups: for each group, positions of its leaves among the block's parameters.
+          names: names of the block's leaves, for errors.
+          count: number of microbatches.
           args: abstract (params, x, key, given) of one microbatch.
 
         Raises:
-          ValueError: a stack of tiles that is not used in one loop over tiles of its group alone.
+          ValueError: a stack of tiles is not used in exactly one loop over tiles of its group.
         """
         self.layer, self.groups, self.count = layer, tuple(map(tuple, groups)), count
         self.tiled = {leaf for group in self.groups for leaf in group}
@@ -128,12 +130,13 @@ class TiledBlock:
         self._forward = _cut(program, outputs, forward_loop)
         closed = derivative_jaxpr(layer, *args)
         backward = flatten(closed.jaxpr, closed.consts, lambda eqn: marked(eqn) is not None)
-        # Frozen leaves have no gradient: the outputs are those of the others, then that of x, then
-        # that of the context.
+        # The outputs are the gradients of the trainable leaves, then the cotangents of x, then
+        # the cotangents of the context.
         trained = [leaf for leaf in range(self.num_params) if not layer.frozen[leaf]]
         self.output_of = {leaf: place for place, leaf in enumerate(trained)}
         self.num_grads, of_tiles = len(trained), {self.output_of.get(leaf) for leaf in self.tiled}
-        # The gradients of stacks of tiles are no outputs: the loops that make them also use them.
+        # The gradients of stacks of tiles are not outputs: the loops that compute them also use
+        # them.
         grad_refs = [
             ref
             for i, ref in enumerate(backward.outputs)
@@ -154,20 +157,23 @@ class TiledBlock:
         for leaf in self.tiled & self.output_of.keys():
             if program.outputs[self.output_of[leaf]] not in of_loops:
                 raise ValueError(
-                    f"{names[leaf]}: its gradient is not that of one loop over tiles alone"
+                    f"{names[leaf]} is a stack of tiles, but its gradient does not come from "
+                    "exactly one loop over tiles: use it in one loop of zerojax.tiling only"
                 )
 
     def forward(
         self, params: Sequence[Any], x: Any, key: Any, given: Given, run: RunLoop
     ) -> tuple[Any, Loss | None, list[Array]]:
-        """Return y, what is added to the loss, and the residuals.
+        """Return the output y, the addition to the loss, and the residuals.
+
+        With several microbatches, dim 0 of x, key, given and the results counts them.
 
         Args:
-          params: the block's leaves, gathered; stacks of tiles are None.
-          x: the layer's input; microbatches are dim 0 where there are several.
-          key: of the layer, likewise, or None.
-          given: of the layer, likewise.
-          run: runs loops.
+          params: the block's leaves, gathered; None for stacks of tiles.
+          x: the layer's input.
+          key: the layer's random keys, or None.
+          given: the layer's other inputs.
+          run: function that runs loops over tiles.
         """
         shared, each = self._run(self._forward, params, jax.tree.leaves((x, key, given)), run, {})[
             :2
@@ -190,19 +196,21 @@ class TiledBlock:
         run: RunLoop,
         totals: Sequence[Array],
     ) -> tuple[list[Array], Any, Any]:
-        """Return the gradients of the leaves that are no stacks of tiles, of x, and of the context
-        where it is wanted.
+        """Return the gradients of the untiled leaves, and the cotangents of x and the context.
+
+        With several microbatches, dim 0 of all arrays that depend on data counts them. The
+        context's cotangents are None unless they are wanted.
 
         Args:
-          params: as in `forward`.
-          x: likewise.
-          key: likewise.
-          given: likewise.
-          residuals: likewise.
-          dy: likewise.
-          d_added: likewise.
-          run: likewise.
-          totals: float32 zeros for these gradients, where there are several microbatches.
+          params: the block's leaves, gathered; None for stacks of tiles.
+          x: the layer's input.
+          key: the layer's random keys, or None.
+          given: the layer's other inputs.
+          residuals: the residuals that forward returned.
+          dy: cotangent of y.
+          d_added: cotangent of the addition to the loss; None if there is none.
+          run: function that runs loops over tiles.
+          totals: float32 zeros for the gradients of the untiled leaves; empty with one microbatch.
         """
         # In the order of the arguments with which backward was traced.
         data = jax.tree.leaves((x, key, given, list(residuals), dy, d_added))
@@ -212,7 +220,7 @@ class TiledBlock:
         if self.count > 1:
             of_x = outputs[
                 self.num_grads :
-            ]  # what is a gradient of x too is needed of each microbatch
+            ]  # a gradient that is also a cotangent of x is needed for each microbatch
             pairs = [(outputs[i], total) for i, total in zip(rest, totals, strict=True)]
             sums = {ref: total for ref, total in pairs if isinstance(ref, int) and ref not in of_x}
         shared, each, sums = self._run(self._backward, params, data, run, sums)
@@ -221,8 +229,9 @@ class TiledBlock:
         return grads, *jax.tree.unflatten(self.dx_tree, dx)
 
     def _total(self, ref: Any, shared: Slots, each: Slots, sums: Slots) -> Array:
-        """Return the sum over microbatches of a gradient: of a segment, of a loop, or the same for
-        each. Several in float32.
+        """Return the sum over microbatches of a gradient, float32 if there are several.
+
+        The gradient comes from a segment or a loop, or is the same for each microbatch.
         """
         if isinstance(ref, int) and ref in sums:
             return sums[ref]
@@ -233,7 +242,7 @@ class TiledBlock:
         return value if self.count == 1 else value.astype(jnp.float32) * self.count
 
     def _value(self, ref: Any, shared: Slots, each: Slots) -> Any:
-        """Return a result that there is one of for each microbatch."""
+        """Return a result that has one value per microbatch."""
         if isinstance(ref, int) and ref in each:
             return each[ref]
         value = shared[ref] if isinstance(ref, int) else jnp.asarray(ref.value)
@@ -247,11 +256,13 @@ class TiledBlock:
         run: RunLoop,
         sums: Slots,
     ) -> tuple[Slots, Slots, Slots]:
-        """Run a program; returns the slots that do not depend on data, those that do, and the sums
-        that were made.
+        """Run a program.
+
+        Returns the slots that do not depend on data, the slots that do, and the sums that were
+        computed.
         """
         inputs = cut.program.inputs
-        # The first inputs are parameters, and all others depend on data.
+        # The first inputs are parameters; all other inputs depend on data.
         shared: Slots = {slot: p for slot, p in zip(inputs, params, strict=False) if p is not None}
         each: Slots = dict(zip(inputs[len(params) :], data, strict=True))
         sum_slots: set[int] = set()
@@ -266,15 +277,15 @@ class TiledBlock:
                     of_data.update(i.outs)
                     instructions.append(i)
                 else:
-                    # Of parameters alone: computed once for all microbatches.
+                    # Depends on parameters alone: computed once for all microbatches.
                     evaluate([i], shared)
             if instructions:
                 sum_slots |= of_data & sums.keys()
                 # A gradient that is only summed is not kept for each microbatch.
                 later = of_data & (read | (cut.outputs - sums.keys()))
                 sums = self._segment(instructions, of_data, later, shared, each, sums)
-        # A total that no segment added to still holds zeros: `_total` finds that gradient among the
-        # other slots.
+        # A total to which no segment added is still zero: `_total` finds that gradient in the other
+        # slots.
         return shared, each, {slot: sums[slot] for slot in sum_slots}
 
     def _segment(
@@ -286,15 +297,15 @@ class TiledBlock:
         each: Slots,
         sums: Slots,
     ) -> Slots:
-        """Run equations that depend on data, for one microbatch after the other; returns the sums.
+        """Run equations that depend on data, for one microbatch after another; return the sums.
 
         Args:
           instructions: the equations.
-          outs: slots that they make.
-          later: those of them that are read later, of each microbatch.
+          outs: slots that the equations compute.
+          later: slots in `outs` that are read later, with one value per microbatch.
           shared: slots that do not depend on data.
-          each: slots that do; those of `later` are added.
-          sums: over microbatches, so far.
+          each: slots that depend on data; the slots of `later` are added.
+          sums: sums over microbatches so far.
         """
         needs = sorted({slot for i in instructions for slot in i.reads if slot in each})
         totals, read_later = sorted(outs & sums.keys()), sorted(later)
@@ -306,8 +317,8 @@ class TiledBlock:
             return total, [slots[slot] for slot in read_later]
 
         values = [each[slot] for slot in needs]
-        # The scan runs over microbatches. Values that depend on no data are closed over, and so not
-        # repeated for each.
+        # The scan runs over microbatches. It closes over values that depend on no data, so they are
+        # not repeated for each.
         run = one if self.count == 1 else lambda total, values: jax.lax.scan(one, total, values)
         total, after = run([sums[slot] for slot in totals], values)
         each.update(zip(read_later, after, strict=True))
@@ -334,7 +345,7 @@ class TiledBlock:
         operands = tuple(
             None if p in loop.tiles else operand(ref) for p, ref in enumerate(i.ins[:count])
         )
-        # Only floating operands have cotangents, which the derivative returns in their order.
+        # Only floating operands have cotangents, which the derivative returns in operand order.
         avals: list[Any] = [var.aval for var in i.eqn.invars[:count]]
         floating = [p for p, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.floating)]
         outs = dict(zip(floating, i.outs, strict=True)) if is_backward else {}
@@ -351,12 +362,13 @@ class TiledBlock:
 def _cut(
     program: FlatJaxpr, outputs: Sequence[int], mark_of: Callable[[Instruction], Mark | None]
 ) -> _CutProgram:
-    """Cut a program at its loops over tiles; drops what is not needed for `outputs` or a loop's
-    derivative.
+    """Cut a program at its loops over tiles.
+
+    Instructions that neither `outputs` nor a loop's derivative needs are dropped.
     """
 
     def is_root(i: Instruction) -> bool:
-        # A derivative is kept though no output may read it: its tiles are updated in it.
+        # A loop's derivative is kept even if no output reads it, since it updates the loop's tiles.
         mark = mark_of(i)
         return bool(i.eqn.effects) or (mark is not None and mark[1])
 
@@ -370,8 +382,7 @@ def _cut(
             marks.append(mark)
         items[-1].append(i)
     read, later = [], set[int]()
-    # From the last item to the first: what the items behind this one read is what it has to hand
-    # on.
+    # From the last item to the first: an item has to pass on the slots that later items read.
     for item in reversed(items):
         read.append(frozenset(later))
         later.update(slot for i in item for slot in i.reads)
@@ -390,9 +401,9 @@ def _check_uses(
     """Return the group that each loop uses.
 
     Raises:
-      ValueError: a stack of tiles that is not used in one loop over tiles of its group alone.
+      ValueError: a stack of tiles is not used in exactly one loop over tiles of its group.
     """
-    # First, every use of a stack is as the stack of tiles of a loop.
+    # First check: a stack is only used as the stack of tiles of a loop.
     leaf_of: dict[Any, int] = {program.inputs[leaf]: leaf for group in groups for leaf in group}
     loop_uses: dict[int, list[int]] = {}
     for i in program.instructions:
@@ -403,28 +414,35 @@ def _check_uses(
                 continue
             if mark is None or position not in stacks:
                 raise ValueError(
-                    f"{names[leaf]} is a stack of tiles, whose records are tiles in a streamed step, but the block uses it in "
-                    f"{i.eqn.primitive.name!r}: it may be used in one loop of zerojax.tiling alone, as TiledDense and TiledMLP "
-                    "do, which is not inside of jax.checkpoint, nnx.remat, scan, cond or vmap; or leave it "
-                    "out of the model's `tiles` (dataclasses.replace(model, tiles=False)), and it is fetched whole"
+                    f"{names[leaf]} is a stack of tiles, whose records are tiles in a streamed "
+                    f"step, but the block uses it in {i.eqn.primitive.name!r}: use it in one "
+                    "loop of zerojax.tiling only, as TiledDense and TiledMLP do, outside "
+                    "jax.checkpoint, nnx.remat, scan, cond and vmap; or leave it out of the "
+                    "model's `tiles` (dataclasses.replace(model, tiles=False)), so that it is "
+                    "fetched in one piece"
                 )
             loop_uses.setdefault(leaf, []).append(mark[0])
     for ref in program.outputs:
         if ref in leaf_of:
-            raise ValueError(f"{names[leaf_of[ref]]} is a stack of tiles, and the block returns it")
-    # Then, the leaves of a group are used together, in one loop, once: tile k of all of them is one
-    # record.
+            raise ValueError(
+                f"{names[leaf_of[ref]]} is a stack of tiles, but the block returns it: leave it "
+                "out of the model's `tiles`, or do not return it"
+            )
+    # Second check: the leaves of a group are used together, in one loop, once, since tile k of all
+    # of them is one record.
     group_of: dict[int, int] = {}
     for number, group in enumerate(groups):
         loops_of = {tuple(loop_uses.get(leaf, ())) for leaf in group}
         if len(loops_of) > 1 or len(next(iter(loops_of))) != 1:
             uses = {names[leaf]: loop_uses.get(leaf, []) for leaf in group}
             raise ValueError(
-                f"stacks of tiles that one module holds are used together in one loop, once in a block, but these are used by "
-                f"loops {uses}: hold them in modules of their own, or leave them out of the model's `tiles`"
+                "the stacks of tiles of one module must be used together in one loop, once in a "
+                f"block, but these are used by loops {uses}: hold them in separate modules, or "
+                "leave them out of the model's `tiles`"
             )
         group_of[next(iter(loops_of))[0]] = number
-    # Last, a loop uses the stacks of one group and no others: it fetches one record a tile.
+    # Third check: a loop uses the stacks of exactly one group, since it fetches one record per
+    # tile.
     for number, loop in enumerate(loops):
         users = [
             group for group in groups if any(number in loop_uses.get(leaf, ()) for leaf in group)
@@ -432,8 +450,9 @@ def _check_uses(
         if len(users) != 1 or len(users[0]) != loop.sizes[1]:
             named = [names[leaf] for group in users for leaf in group]
             raise ValueError(
-                f"loop {number} of the block runs over {loop.num_tiles} tiles of {loop.sizes[1]} stacks, of which the model's "
-                f"`tiles` names {named or 'none'}, held in {len(users)} places: all stacks of a loop are named there, held "
-                "together, and neither cast nor changed before it"
+                f"loop {number} of the block runs over {loop.num_tiles} tiles of {loop.sizes[1]} "
+                f"stacks, but the model's `tiles` names {named or 'none'} of them, held in "
+                f"{len(users)} places: name all stacks of a loop there, hold them together, and "
+                "do not cast or change them before the loop"
             )
     return group_of

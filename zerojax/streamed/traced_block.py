@@ -1,14 +1,14 @@
-"""One traced layer: its forward, which returns its residuals too, and the derivative given these.
+"""One traced layer: a forward that also returns residuals, and a derivative that reads them.
 
-A layer runs twice: in forward, and again inside of its own derivative. The second run puts each
-  residual in place of the value
-that it computes. Whatever only led to a residual is then dead code, and is not computed again:
+A layer runs twice: in forward, and again inside its own derivative. The second run replaces each
+value that was saved by its residual. Instructions that only led to a residual are then dead code
+and are not recomputed:
 
     forward     y, residuals = block(p, x)
     backward    dp, dx       = vjp(block with each residual put in its place)(dy)
 
-`put` is the operation that does so: its result is the residual, and its derivative is that of the
-value it replaces.
+The operation `put` does this: its result is the residual, and its derivative is that of the value
+it replaces.
 """
 
 import dataclasses
@@ -25,12 +25,12 @@ from zerojax.models import Given, Loss, floating, merged
 from zerojax.tiling import TileLoop
 
 Block = Callable[[Any, Any, Any, Given], tuple[Any, Loss | None]]
-"""`block(params, x, key, given)` returns the activations, and what it adds to the loss or None."""
+"""`block(params, x, key, given)` returns the activations, and its addition to the loss or None."""
 
 
 @jax.custom_jvp
 def put(computed: jax.Array, saved: jax.Array) -> jax.Array:
-    """Return `saved`; the derivative is that of `computed`."""
+    """Return `saved`, with the derivative of `computed`."""
     del computed
     return saved
 
@@ -39,32 +39,33 @@ def put(computed: jax.Array, saved: jax.Array) -> jax.Array:
 def _put_jvp(
     primals: tuple[jax.Array, jax.Array], tangents: tuple[Any, Any]
 ) -> tuple[jax.Array, Any]:
-    # The primal itself: linearisation sees through a custom_jvp only if its rule returns that.
+    # Return the primal itself: linearisation only sees through a custom_jvp if its rule does.
     return primals[1], tangents[0]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedBlock:
-    """One layer, traced: its forward, which returns its residuals too, and its backward.
+    """One layer, traced: its forward, which also returns residuals, and its backward.
 
     Attributes:
       program: the block over (params, x, key, given), flattened.
-      structures: tree structures of what it returns: activations, and what it adds to the loss or
+      structures: tree structures of the block's results: activations, and addition to the loss or
         None.
-      residuals: the slots of the values that forward returns for backward, in order.
-      offloaded: for each of them, whether the user asked for host memory.
-      shapes: ShapeDtypeStruct of each of them.
+      residuals: slots of the values that forward returns for backward, in order.
+      offloaded: for each residual, whether the user asked for host memory.
+      shapes: ShapeDtypeStruct of each residual.
       loops: the loops over tiles that are equations of the program, by the slot of their result, in
         order.
       apart: the equations of the program that are taken apart, by the slot of their first result.
-      frozen: whether each leaf of params is: it has no gradient.
-      of_context: whether the derivative is that of the context, too.
+      frozen: for each parameter leaf, whether it is frozen and has no gradient.
+      of_context: whether to derive with respect to the context, too.
       marked: the names that the block marks.
-      transform: of the derivative, which takes (cotangents, data, params) and returns (gradients,
-        others).
-      sources: of each residual: the name that the block gives it, or the equation that makes it.
-      numbered: returns the slots that have numbers, in their order. It traces the block's
-        derivative when it is first called.
+      transform: transformation of the derivative, which takes (cotangents, data, params) and
+        returns (gradients, other results).
+      sources: for each residual, the name that the block gives it, or the equation that computes
+        it.
+      numbered: function that returns the slots with numbers, in order; its first call traces the
+        block's derivative.
     """
 
     program: FlatJaxpr
@@ -83,7 +84,7 @@ class TracedBlock:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Of each residual its number, if it has one, and its source."""
+        """Label of each residual: its number, if it has one, and its source."""
         numbers = {slot: f"#{number} " for number, slot in enumerate(self.numbered())}
         return tuple(
             numbers.get(slot, "") + source
@@ -92,13 +93,13 @@ class TracedBlock:
 
     @property
     def adds(self) -> bool:
-        """Whether it adds to the loss."""
+        """Whether the block adds to the loss."""
         return self.structures[1].num_leaves > 0
 
     def forward(
         self, params: Any, x: Any, key: Any, given: Given
     ) -> tuple[Any, Loss | None, list[jax.Array]]:
-        """Return y, what is added to the loss, and the residuals."""
+        """Return the output y, the addition to the loss, and the residuals."""
         slots = self._run(params, x, key, given, None)
         return *self.outputs([read(ref, slots) for ref in self.program.outputs]), [
             slots[slot] for slot in self.residuals
@@ -114,20 +115,19 @@ class TracedBlock:
         dy: Any,
         d_added: Any,
     ) -> tuple[Any, Any, Any]:
-        """Return the gradients of the trained parameters, and of the floating leaves of x and of
-        the context.
+        """Return the gradients of trainable parameters and the cotangents of x and the context.
 
-        None is in the place of other leaves, and of the context where no derivative of it is
+        Leaves without a derivative are None. The context's cotangents are None unless they are
         wanted.
 
         Args:
-          params: gathered.
+          params: the layer's parameters, gathered.
           x: the layer's input.
-          key: of the layer, or None.
-          given: of the layer.
-          residuals: of forward.
+          key: the layer's random key, or None.
+          given: the layer's other inputs.
+          residuals: the residuals that forward returned.
           dy: cotangent of y; None for leaves that are not floating.
-          d_added: f32[], that of what is added to the loss; None where nothing is.
+          d_added: f32[], cotangent of the addition to the loss; None if there is none.
         """
         data, cotangents = (x, key, given, residuals), (dy, d_added)
         grads, (dx, d_context) = self.transform(self._derivative)(cotangents, data, params)
@@ -152,13 +152,13 @@ class TracedBlock:
             y, added = self.outputs([read(ref, slots) for ref in self.program.outputs])
             return floating(y), None if added is None else added.total.astype(jnp.float32)
 
-        # Residuals are constants here: `put` hands their cotangents to the values that they
+        # Residuals are constants here: `put` passes their cotangents to the values that they
         # replace.
         grads, dx, d_context = jax.vjp(run, trained, floating(x), context)[1](cotangents)
         return jax.tree.unflatten(tree, grads), (dx, d_context)
 
     def outputs(self, leaves: Sequence[Any]) -> tuple[Any, Loss | None]:
-        """Return the results of a program over the block, as the block returns them."""
+        """Return a program's flat results in the structures that the block returns."""
         y_tree, added_tree = self.structures
         count = y_tree.num_leaves
         return jax.tree.unflatten(y_tree, leaves[:count]), jax.tree.unflatten(
@@ -168,7 +168,10 @@ class TracedBlock:
     def _run(
         self, params: Any, x: Any, key: Any, given: Given, residuals: dict[int, jax.Array] | None
     ) -> dict[int, Any]:
-        """Return all slots; `residuals` are by slot, and None in forward."""
+        """Return the values of all slots.
+
+        `residuals` are by slot, and None in forward.
+        """
         slots: dict[int, Any] = dict(
             zip(self.program.inputs, jax.tree.leaves((params, x, key, given)), strict=True)
         )
@@ -181,7 +184,7 @@ class TracedBlock:
                     zip(i.outs, self._run_apart(apart, i.outs, values, residuals), strict=True)
                 )
                 continue
-            # A loop over tiles stays one equation, also in the derivative, so that `TiledBlock` can
+            # A loop over tiles stays one equation, even in the derivative, so that `TiledBlock` can
             # cut the trace there.
             number = numbers.get(first)
             outs = (
@@ -205,15 +208,13 @@ class TracedBlock:
         values: list[Any],
         residuals: dict[int, jax.Array] | None,
     ) -> list[Any]:
-        """Return the results of an equation that is taken apart, and what is kept for its
-        derivative.
-        """
-        # Its derivative is that of `derivable`. What runs forward may have none: a kernel such as
-        # cuDNN's attention.
+        """Return the results of a taken-apart equation, and the values kept for its derivative."""
+        # Its derivative is that of `derivable`. The forward computation may have none: a kernel
+        # such as cuDNN's attention.
         outs, kept = apart.forward(values if residuals is None else jax.lax.stop_gradient(values))
         if residuals is None:
             return [*outs, *kept]
-        # What was kept takes the place of what is computed here, which nothing reads then.
+        # The kept values replace the values computed here, which then have no readers.
         saved = [
             residuals.get(slot, value) for slot, value in zip(slots, [*outs, *kept], strict=True)
         ]
@@ -224,7 +225,7 @@ class TracedBlock:
 
 
 def names_of(program: FlatJaxpr) -> dict[int, tuple[str, Any]]:
-    """Return name and aval of each slot that `checkpoint_name` marks."""
+    """Return the name and aval of each slot that `checkpoint_name` marks."""
     return {
         i.outs[0]: (i.eqn.params["name"], i.eqn.outvars[0].aval)
         for i in program.instructions

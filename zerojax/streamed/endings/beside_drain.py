@@ -1,4 +1,4 @@
-"""The update of leaves that are no stack of layers, beside the store of the last layer's record."""
+"""The update of unstacked leaves while the last layer's record is stored."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -23,21 +23,24 @@ def end_beside_drain(
     loss: Array,
     ok: Array,
 ) -> FlatState:
-    """Update leaves while the record that was updated last is stored; each group is stored while
-    the next one is loaded.
+    """Update unstacked leaves while the record that was updated last is stored.
 
-    Leaves that are larger than the record are updated after the others, in pieces.
+    Each group of leaves is stored while the next group is loaded. Leaves larger than the record are
+    updated last, in pieces.
 
     Args:
-      plan: of the step.
-      update: of records.
-      states: all leaves.
+      plan: plan of the step.
+      update: the update by records.
+      states: all leaves of the state.
       late: how the record that was updated last is stored.
       pending: that record.
-      grads: by leaf.
-      ready: a gradient -> the one to update with, float32.
-      loss: f32[].
+      grads: gradients of the leaves to update, by leaf.
+      ready: function from a gradient to the float32 gradient to update with.
+      loss: f32[], loss of the step.
       ok: bool[], whether to update at all.
+
+    Returns:
+      All leaves of the state after the update.
     """
     records, groups, last = update.records, plan.end_groups(), plan.drained
     assert last is not None

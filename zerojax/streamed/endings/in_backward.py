@@ -1,4 +1,4 @@
-"""The ending that updates a layer in the tick that makes its gradient."""
+"""The ending that updates a layer in the tick that computes its gradient."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -30,20 +30,20 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class UpdatedState:
-    """What backward carries where it updates.
+    """The value that backward carries if it updates.
 
     Attributes:
-      loss: f32[].
-      scalars: of the host's kernels, or None.
+      loss: f32[], loss of the step.
+      scalars: scalars of the host's kernels, or None.
       squares: f32[], the sum of squares of the unscaled gradients so far.
-      states: of layers whose backward is over, after the step.
-      token: orders the callbacks of the host's update.
-      pending: of each stack whose stores are late, by the first of its leaves, what is not stored
-        yet (`LateRecord`).
-      handed: layers that the host updates, and whose parameters were not taken yet.
-      ends: updated records of leaves whose gradients the head completed, by leaf, which the first
-        tick stores.
-      head: what of such leaves is updated in pieces, or None.
+      states: all leaves of the state; layers that backward has passed are already updated.
+      token: orders the callbacks of the host update.
+      pending: for each stack that stores late, by the first of its leaves, the updated arrays that
+        are not stored yet (`LateRecord`).
+      handed: layers passed to the host update whose parameters are not taken yet.
+      ends: updated records of leaves whose gradients the head completed, by leaf; the first tick
+        stores them.
+      head: leaves of the head that are updated in pieces, or None.
     """
 
     loss: Array
@@ -60,11 +60,11 @@ class UpdatedState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _HeadPieces:
-    """What leaves that the head completed are updated with, a piece in a tick.
+    """Inputs of the update of the head's leaves, one piece per tick.
 
     Attributes:
-      grads: of them, by leaf, as `Pieces.split` returns them.
-      ok: bool[], whether to update: the same for all pieces of a leaf.
+      grads: gradients of these leaves, by leaf, as `Pieces.split` returns them.
+      ok: bool[], whether to update; it is the same for all pieces of a leaf.
     """
 
     grads: dict[int, Array]
@@ -72,22 +72,24 @@ class _HeadPieces:
 
 
 class InBackward:
-    """A layer is updated in the tick that makes its gradient, which is never stored.
+    """Ending that updates a layer in the tick that computes its gradient, which is never stored.
 
-    A gradient that is not finite stops the updates from there on; those of later layers are done.
-    Hence no loss scaling.
+    A gradient that is not finite stops the updates from its layer on, but later layers are already
+    updated. Loss scaling is therefore not possible.
     """
 
     ends_first = False
 
     def __init__(self, plan: StreamedPlan, update: RecordUpdate) -> None:
+        """Update with `update` by the records of `plan`."""
         self.plan, self.record_update, self.records = plan, update, update.records
 
     def load_ends(self, state: TrainState, y: Any) -> tuple[Any, dict[int, list[Array]]]:
+        """Load the records of `early_ends` during the head."""
         states = self.records.flat(state)
         loaded = dict[int, list[Array]]()
         if self.plan.early_ends:
-            # They cross the link beside the head, and not beside the layers before it.
+            # They cross the link during the head, and not during the layers before it.
             y, states = jax.lax.optimization_barrier((y, states))
             loaded = {i: self.record_update.load_end(states, i) for i in self.plan.early_ends}
         return y, loaded
@@ -95,6 +97,7 @@ class InBackward:
     def begin(
         self, state: TrainState, head: HeadDone, grads: list[Array], token: Array
     ) -> UpdatedState:
+        """Update the leaves that the head completed, and return the value that backward carries."""
         del grads
         plan, states = self.plan, self.records.flat(state)
         complete = dict(zip(plan.ends, head.grads, strict=True))
@@ -121,7 +124,10 @@ class InBackward:
         return UpdatedState(head.loss, None, squares, states, token, pending, ends, head=pieces)
 
     def _late(self, part: Sequence[int]) -> LateRecord:
-        """Return what crosses the link in the ticks of the layers with some leaves."""
+        """Return the late record of the layers with the leaves `part`.
+
+        The last run's record includes the pieces of the head's leaves.
+        """
         plan, last = self.plan, self.plan.of_stacks[-1]
         if part != last.blocks or not plan.head_pieces:
             return LateRecord(self.records, part)
@@ -129,11 +135,13 @@ class InBackward:
         return LateRecord(self.records, part, plan.head_pieces, last.run.stop - count)
 
     def split_ends(self, carried: UpdatedState) -> tuple[UpdatedState, dict[int, list[Array]]]:
+        """Take the updated records of `early_ends` out of the carried value."""
         return dataclasses.replace(carried, ends={}), carried.ends
 
     def crossing(
         self, carried: UpdatedState, now: Tick, part: Sequence[int], ends: Mapping[int, list[Array]]
     ) -> Crossing | None:
+        """Return the transfers of late stores during a tick's products, or None."""
         if not part or part[0] not in carried.pending:
             return None
         pending = carried.pending[part[0]]
@@ -142,14 +150,16 @@ class InBackward:
         )
 
     def params(self, state: TrainState, carried: UpdatedState) -> list[Array]:
+        """Return the stacks of parameters that backward updates."""
         del state
-        # Those that are being updated. Reads of the stacks of before the step would make XLA keep a
-        # copy of them.
+        # The stacks that are being updated. If backward read the stacks from before the step, XLA
+        # would keep a copy of them.
         return [carried.states.params[i] for i in self.plan.stacked]
 
     def use(
         self, state: TrainState, carried: UpdatedState, record: RecordGrads
     ) -> tuple[UpdatedState, Any]:
+        """Update one record with its gradients."""
         plan, records, states, now, part = (
             self.plan,
             self.records,
@@ -164,12 +174,12 @@ class InBackward:
             assert record.crossed is not None
             states = crossing.states_of(record.crossed)
             opt, fetched = crossing.loaded(record.crossed)
-        # The gathered layer is at hand: its shard is cut out of it, and not fetched again.
+        # Cut the shard out of the gathered layer instead of fetching it again.
         old = plan.on_shards(record.params, part) if states.master is None else []
         squares = carried.squares + plan.squares(record.grads, part, state)
-        # Neither clipped nor checked against the layers that are still to come: the norm is known
-        # when all are updated. A sum that is not finite stays so: no later layer of this step is
-        # updated either.
+        # Gradients are neither clipped nor checked against the layers still to come, since the norm
+        # is known only after all are updated. A sum that is not finite stays so: no later layer of
+        # this step is updated either.
         shared, mean, ok = (
             records.shared_of(states),
             [plan.mean(g) for g in record.grads],
@@ -181,7 +191,7 @@ class InBackward:
         if crossing is None:
             states = records.write_layer(states, part, now.index(), weights, opt)
             return dataclasses.replace(carried, states=states, squares=squares), landing
-        # What was updated stays on the device: a later tick stores it.
+        # The updated record stays on the device until a later tick stores it.
         states, updated = kept_for_later(records, states, part, now.layer, weights, opt)
         states, of_pieces = self._updated_pieces(carried, record, states, shared)
         pending = carried.pending | {
@@ -195,8 +205,9 @@ class InBackward:
     def _updated_pieces(
         self, carried: UpdatedState, record: RecordGrads, states: FlatState, shared: Sequence[Array]
     ) -> tuple[FlatState, list[Array]]:
-        """Update the tick's pieces of the head's leaves; returns the states, and what a later tick
-        stores.
+        """Update the tick's pieces of the head's leaves.
+
+        Returns the states, and the arrays that a later tick stores.
         """
         crossing, crossed, now = record.crossing, record.crossed, record.now
         assert crossing is not None
@@ -221,6 +232,7 @@ class InBackward:
     def drain(
         self, stack: StackPlan, number: int, layer: Array, carried: UpdatedState
     ) -> UpdatedState:
+        """Store the record of a layer after the last tick of its run."""
         part = stack.blocks
         states, pending = self._late(part).drain(
             carried.states, number, layer, carried.pending[part[0]]
@@ -230,6 +242,7 @@ class InBackward:
         )
 
     def grads(self, carried: UpdatedState) -> list[Array]:
+        """Return no stacks: gradients are never stored."""
         del carried
         return []
 
@@ -242,13 +255,12 @@ class InBackward:
         )
 
     def _late_ends(self, result: BackwardResult[UpdatedState]) -> dict[int, Array]:
-        """Return the gradients of the leaves that are no stack of layers, but for those that were
-        updated before backward.
-        """
+        """Return the gradients of the unstacked leaves that were not updated before, by leaf."""
         grads = dict(zip(self.plan.ends, result.ends, strict=True))
         return {i: grads[i] for i in self.plan.late_ends}
 
     def end(self, result: BackwardResult[UpdatedState]) -> Result:
+        """Update the remaining unstacked leaves and finish the step."""
         plan, update, states, norm = (
             self.plan,
             self.record_update,
@@ -270,8 +282,9 @@ class InBackward:
 
 
 def _rounded(grad: Array) -> Array:
-    """Return a gradient rounded to its dtype: XLA may leave that out where a gradient is used as
-    soon as it is made.
+    """Return a gradient rounded to its dtype.
+
+    XLA may leave the rounding out if a gradient is used as soon as it is computed.
     """
     if grad.dtype == jnp.float32:
         return grad

@@ -1,6 +1,4 @@
-"""What a streamed step does with gradients: the interface of its endings, and what backward hands
-to them.
-"""
+"""The interface of a streamed step's endings, and the inputs that backward gives them."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -18,20 +16,19 @@ Array = jax.Array
 
 Result = tuple[TrainState, dict[str, Array]]
 Carried = TypeVar("Carried")
-"""What backward carries for an ending: a pytree."""
+"""The value that backward carries for an ending: a pytree."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BackwardResult(Generic[Carried]):
-    """What is known when backward is over.
+    """Results of backward.
 
     Attributes:
-      state: before the step.
+      state: the state before the step.
       loss: f32[], the mean over microbatches.
-      carried: by backward.
-      ends: summed gradients of the leaves that are no stack of layers.
-      begin: i32[] zero, known when backward may begin: the update, too, comes after what it waits
-        for.
+      carried: the value that backward carried for the ending.
+      ends: summed gradients of the unstacked leaves.
+      begin: i32[] zero, known when backward may begin; the update must not start before it either.
     """
 
     state: TrainState
@@ -43,12 +40,12 @@ class BackwardResult(Generic[Carried]):
 
 @dataclasses.dataclass(frozen=True)
 class HeadDone:
-    """What is known when the head is done and backward of the layers begins.
+    """Values known after the head, when the layers' backward begins.
 
     Attributes:
       loss: f32[], the mean over microbatches.
-      grads: of the leaves that are no stack of layers, as far as the head made them.
-      loaded: what `GradsTaker.load_ends` loaded.
+      grads: the head's contribution to the gradients of the unstacked leaves.
+      loaded: records that `GradsTaker.load_ends` loaded, by leaf.
     """
 
     loss: Array
@@ -58,16 +55,17 @@ class HeadDone:
 
 @dataclasses.dataclass(frozen=True)
 class RecordGrads:
-    """What a tick of backward makes of a record, a layer or a tile of one.
+    """Results of a backward tick for one record (a layer, or a tile of a layer).
 
     Attributes:
       now: the tick; `now.layer` is the record's index.
       part: indices of the record's leaves.
-      grads: summed over microbatches, on their shards.
-      params: of these leaves, gathered.
-      landing: what this tick fetches.
-      crossing: what crosses the link beside the tick's products, where stores are late.
-      crossed: what came of it.
+      grads: gradients summed over microbatches, on their shards.
+      params: parameters of these leaves, gathered.
+      landing: the record that this tick fetches.
+      crossing: transfers over the host link during the tick's products, if records are stored late;
+        else None.
+      crossed: result of these transfers, or None.
     """
 
     now: Tick
@@ -80,22 +78,32 @@ class RecordGrads:
 
 
 class GradsTaker(Protocol[Carried]):
-    """What takes the gradients as backward makes them."""
+    """Consumer of the gradients as backward computes them."""
 
     def load_ends(self, state: TrainState, y: Any) -> tuple[Any, dict[int, list[Array]]]:
-        """Return the head's input, and the records of leaves whose gradients the head completes,
-        loaded beside it.
+        """Return the head's input, and records loaded during the head, by leaf.
+
+        These are records of leaves whose gradients the head completes.
+
+        Args:
+          state: the state before the step.
+          y: the head's input.
         """
         ...
 
     def begin(self, state: TrainState, head: HeadDone, grads: list[Array], token: Array) -> Carried:
-        """Return what backward carries; `grads` are the stacks in host memory, if any."""
+        """Return the value that backward carries.
+
+        Args:
+          state: the state before the step.
+          head: results of the head.
+          grads: stacks of gradients in host memory, if any.
+          token: token that orders the callbacks of the host update.
+        """
         ...
 
     def split_ends(self, carried: Carried) -> tuple[Carried, dict[int, list[Array]]]:
-        """Return what backward carries, and apart from it the updated records that its first tick
-        stores.
-        """
+        """Return the carried value, and the updated records that backward's first tick stores."""
         ...
 
     def params(self, state: TrainState, carried: Carried) -> list[Array]:
@@ -103,22 +111,36 @@ class GradsTaker(Protocol[Carried]):
         ...
 
     def use(self, state: TrainState, carried: Carried, record: RecordGrads) -> tuple[Carried, Any]:
-        """Take one record's gradients; returns what is carried on, and `landing`."""
+        """Use one record's gradients; return the carried value and `landing`.
+
+        Args:
+          state: the state before the step.
+          carried: the value that backward carries.
+          record: the record's gradients and parameters.
+        """
         ...
 
     def crossing(
         self, carried: Carried, now: Tick, part: Sequence[int], ends: Mapping[int, list[Array]]
     ) -> Crossing | None:
-        """Return what crosses the link beside the products of a tick, if it is more than the record
-        that lands.
+        """Return the transfers during a tick's products, or None if only `landing` is in flight.
 
-        `ends` are records of leaves that are no stack of layers, which the tick stores.
+        Args:
+          carried: the value that backward carries.
+          now: the tick.
+          part: indices of the leaves of the tick's record.
+          ends: records of unstacked leaves that the tick stores, by leaf.
         """
         ...
 
     def drain(self, stack: StackPlan, number: int, layer: Array, carried: Carried) -> Carried:
-        """Store a record after the last tick of a run of layers, if stores are late; the layer as
-        an int and as an i32[].
+        """Store a record after the last tick of a run of layers, if records are stored late.
+
+        Args:
+          stack: the run of layers.
+          number: number of the layer, as an int.
+          layer: i32[], the same number.
+          carried: the value that backward carries.
         """
         ...
 
@@ -128,13 +150,13 @@ class GradsTaker(Protocol[Carried]):
 
 
 class Ending(GradsTaker[Carried], Protocol[Carried]):
-    """How a step uses gradients."""
+    """A consumer of gradients that also finishes the step."""
 
     ends_first: bool
-    """Whether the leaves that are no stack of layers are updated before the layers."""
+    """Whether the unstacked leaves are updated before the layers."""
 
     def end(self, result: BackwardResult[Carried]) -> Result:
-        """Finish the step."""
+        """Finish the step; return the state after it and the metrics."""
         ...
 
 
@@ -145,11 +167,22 @@ def closed(
     norm: Array,
     pending: Pending | None = None,
 ) -> Result:
-    """Move the shared scalars on and finish the step."""
+    """Advance the shared scalars and finish the step.
+
+    Args:
+      update: the update by records.
+      result: results of backward.
+      states: all leaves of the state after the update.
+      norm: f32[], global norm of the gradients; the step is skipped if it is not finite.
+      pending: gradients of a delayed update that the next step applies, or None.
+
+    Returns:
+      The state after the step, and the metrics.
+    """
     ok, state = jnp.isfinite(norm), result.state
     records = update.records
-    # The count of steps and other shared scalars advance once a step, however many records it
-    # updated.
+    # The step count and other shared scalars advance once per step, regardless of the number of
+    # records.
     states = records.with_shared(states, update.shared(states, result.loss, ok))
     return finish(
         state,
@@ -163,5 +196,5 @@ def closed(
 
 
 def loss_scale(state: TrainState) -> Array:
-    """Return the scale of the loss: 1 where there is none."""
+    """Return the scale of the loss, f32[]; 1 if there is none."""
     return jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale

@@ -1,12 +1,13 @@
-"""Endings whose optimizer runs on the host: each hands gradients to callbacks of
-`zerojax.optim.HostUpdate`.
+"""Endings that pass gradients to callbacks of `zerojax.optim.HostUpdate`, an update on the host.
 
-    HostInBackward    a layer is updated in the tick of backward that makes its gradient
-    OnHost            gradients wait for the norm, on the device or on the host; then each layer is updated
-    Delayed           gradients wait on the host for the next step, and are used while that one computes
+    HostInBackward    a layer is updated in the tick of backward that computes its gradient
+    OnHost            gradients wait for the norm, on the device or on the host; then each layer
+                      is updated
+    Delayed           gradients wait on the host for the next step, and the host uses them while
+                      that step computes
 
-The callbacks of a device must run in one order. Each takes a token and returns one, and the endings
-hand it on.
+The callbacks of a device must run in one order. Each callback takes a token and returns one, and
+the endings pass it on.
 """
 
 import dataclasses
@@ -36,18 +37,23 @@ Array = jax.Array
 
 
 class HostInBackward(InBackward):
-    """A layer is updated on the host in the tick that makes its gradient, which is never stored."""
+    """Ending whose host update of a layer runs in the tick that computes its gradient.
+
+    Gradients are never stored.
+    """
 
     def __init__(self, plan: StreamedPlan, update: RecordUpdate, host: HostUpdate) -> None:
+        """Update on the host with `host`."""
         super().__init__(plan, update)
         self.host = host
 
     def begin(
         self, state: TrainState, head: HeadDone, grads: list[Array], token: Array
     ) -> UpdatedState:
+        """Return the value that backward carries, with the scalars of the host's kernels."""
         carried = super().begin(state, head, grads, token)
-        # Neither clipped nor unscaled: the norm is not known before all layers are updated, and
-        # there is no loss scale.
+        # Gradients are neither clipped nor unscaled: the norm is known only after all layers are
+        # updated, and there is no loss scale.
         shared, one = self.records.shared_of(carried.states), jnp.float32(1)
         scalars = self.host.scalars(shared, head.loss, one, one)
         return dataclasses.replace(carried, scalars=scalars, handed=self.host.nothing_handed())
@@ -55,14 +61,15 @@ class HostInBackward(InBackward):
     def use(
         self, state: TrainState, carried: UpdatedState, record: RecordGrads
     ) -> tuple[UpdatedState, Any]:
+        """Pass one layer's gradients to the host, which updates the layer."""
         assert carried.scalars is not None
         squares = carried.squares + self.plan.squares(record.grads, record.part, state)
-        # The gathered layer is at hand: its shard is cut out of it, and not read again.
+        # Cut the shard out of the gathered layer instead of reading it again.
         old = self.plan.on_shards(record.params, record.part) if self.host.needs_weights else []
         grads, landing = record.grads, record.landing
         if (
             record.now.lands_first
-        ):  # the new parameters are written to the stacks that it comes from
+        ):  # the new parameters are written to the stacks from which `landing` is fetched
             grads, landing = jax.lax.optimization_barrier((grads, landing))
         states, token, handed = self.host.update_layer(
             carried.states,
@@ -80,6 +87,7 @@ class HostInBackward(InBackward):
         ), landing
 
     def end(self, result: BackwardResult[UpdatedState]) -> Result:
+        """Update the unstacked leaves on the host and finish the step."""
         carried, norm = result.carried, self.norm(result)
         assert carried.scalars is not None
         ok = jnp.isfinite(norm)
@@ -90,23 +98,26 @@ class HostInBackward(InBackward):
 
 
 class OnHost(StoredGrads):
-    """The host updates every layer when the norm is known.
+    """Ending whose host update of all layers runs after the norm is known.
 
-    Gradients wait on the device, or stashed in host memory.
+    Until then, gradients are kept on the device or stashed in host memory.
     """
 
     def __init__(self, plan: StreamedPlan, update: RecordUpdate, host: HostUpdate) -> None:
+        """Update on the host with `host`."""
         super().__init__(plan)
         self.record_update, self.records, self.host = update, update.records, host
 
     def begin(
         self, state: TrainState, head: HeadDone, grads: list[Array], token: Array
     ) -> GradStacks:
+        """Return the value that backward carries; it has no gradients if callbacks stash them."""
         carried = super().begin(state, head, grads, token)
         # Callbacks keep the gradients, so that the loop of backward carries no stacks of them.
         return dataclasses.replace(carried, grads=[]) if self.host.stashes else carried
 
     def store(self, carried: GradStacks, record: RecordGrads) -> GradStacks:
+        """Store one record's gradients, or stash them on the host."""
         if self.host.stashes:
             return dataclasses.replace(
                 carried,
@@ -120,10 +131,10 @@ class OnHost(StoredGrads):
         tick: Callable[[Sequence[int], Any, Tick], Any],
         carry: Any,
     ) -> Any:
-        """Run `tick(leaves, carry, now)` for the layers of every run."""
+        """Run `tick(leaves, carry, now)` for the layers of every run; return the final carry."""
         for stack in self.plan.of_stacks:
             phase, run = stack.schedule.phase("update"), partial(tick, stack.blocks)
-            # Nothing is fetched to the device: the callbacks work on host memory, and on the disk's
+            # Nothing is fetched to the device: the callbacks use host memory and the disk's
             # buffers.
             carry = run_phase(
                 phase,
@@ -137,6 +148,7 @@ class OnHost(StoredGrads):
         return carry
 
     def end(self, result: BackwardResult[GradStacks]) -> Result:
+        """Update all layers and the unstacked leaves on the host, and finish the step."""
         records, host, state = self.records, self.host, result.state
         norm = self.norm(result)
         ok, states = jnp.isfinite(norm), records.flat(state)
@@ -165,17 +177,18 @@ class OnHost(StoredGrads):
 
 
 class Delayed(OnHost):
-    """The host works on the gradients of the step before while this one computes (ZeRO-Offload,
-    section 5.2).
+    """Ending that leaves its gradients to the next step.
 
-    A layer is used for the last time in its tick of backward. That tick takes over its new
-    parameters, which have come up the link meanwhile. Parameters in host memory are taken over
+    The host applies them while that step computes (delayed update; ZeRO-Offload, section 5.2). A
+    layer is used for the last time in its tick of backward. That tick installs the layer's new
+    parameters, which have crossed the link in the meantime. Parameters in host memory are exchanged
     after the step (`HostBinding.exchange`).
     """
 
     def begin(
         self, state: TrainState, head: HeadDone, grads: list[Array], token: Array
     ) -> GradStacks:
+        """Return the value that backward carries, with the stacks of parameters on the device."""
         carried, params = super().begin(state, head, grads, token), self.records.flat(state).params
         return dataclasses.replace(
             carried,
@@ -183,8 +196,9 @@ class Delayed(OnHost):
         )
 
     def params(self, state: TrainState, carried: GradStacks) -> list[Array]:
-        # Those that are being written. Reads of the stacks of before the step would make XLA keep a
-        # copy of them.
+        """Return the stacks of parameters that backward updates."""
+        # The stacks that are being written. If backward read the stacks from before the step, XLA
+        # would keep a copy of them.
         return (
             [carried.params[i] for i in self.plan.stacked]
             if carried.params
@@ -194,22 +208,24 @@ class Delayed(OnHost):
     def use(
         self, state: TrainState, carried: GradStacks, record: RecordGrads
     ) -> tuple[GradStacks, Any]:
+        """Stash one layer's gradients, then install its new parameters."""
         carried, landing = super().use(state, carried, record)
         if not carried.params:
             return carried, landing
         assert state.pending is not None
-        # After the gradients were handed over, and so after the layer's last use.
+        # This runs after the gradients are stashed, and so after the layer's last use.
         params, token = self.host.install(
             carried.params, record.part, record.now.layer, state.pending, carried.token
         )
         return dataclasses.replace(carried, params=params, token=token), landing
 
     def end(self, result: BackwardResult[GradStacks]) -> Result:
+        """Hand this step's gradients to the next step, and finish the step."""
         plan, records, host, state = self.plan, self.records, self.host, result.state
         pending = state.pending
         assert pending is not None
-        # Of this step's gradients. Those that were taken over were clipped by the norm of the step
-        # before.
+        # The norm of this step's gradients. The update that was installed used the norm of the
+        # previous step.
         norm = self.norm(result)
         token, states = host.stash_ends(result.ends, result.carried.token), records.flat(state)
         if not host.params_away:
@@ -222,13 +238,12 @@ class Delayed(OnHost):
             )
             states = dataclasses.replace(states, params=[params[i] for i in range(len(params))])
         host.finish(states, pending, token)
-        # The next step applies these gradients, so what belongs to them goes along: loss, clipping
-        # factor and loss scale, and the optimizer's scalars of this step, which `closed` then
-        # advances in the state.
+        # The next step applies these gradients and needs this step's loss, clipping factor, loss
+        # scale and optimizer scalars. `closed` then advances the scalars in the state.
         scalars = jnp.stack(
             [result.loss, clip_factor(norm, self.config.clip_norm), loss_scale(state)]
         )
-        # The arrays are handed on as they are: callbacks have put this step's gradients into their
+        # The arrays are passed on unchanged: callbacks have written this step's gradients to their
         # memory.
         next_pending = Pending(
             pending.grads, records.shared_of(states), scalars, jnp.isfinite(norm)

@@ -43,15 +43,15 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GradStacks:
-    """What backward carries where gradients are stored.
+    """The value that backward carries if gradients are stored.
 
     Attributes:
-      grads: a stack of each stacked leaf, on the device, in host memory or OnDisk; none where
-        callbacks stash them.
+      grads: a stack for each stacked leaf, on the device, in host memory or OnDisk; empty if
+        callbacks stash gradients.
       squares: f32[], the sum of squares of the unscaled gradients so far.
-      token: orders the callbacks of the host's update.
-      params: of a delayed update, the stacks of parameters on the device, by leaf; new where a
-        layer's backward is over.
+      token: orders the callbacks of the host update.
+      params: stacks of parameters on the device, by leaf, for a delayed update; layers that
+        backward has passed have new parameters.
     """
 
     grads: list[Any]
@@ -61,43 +61,50 @@ class GradStacks:
 
 
 class StoredGrads:
-    """Gradients are stored until all are known."""
+    """Base of the endings that store gradients until all are known."""
 
     ends_first = False
 
     def __init__(self, plan: StreamedPlan) -> None:
+        """Store gradients as `plan` says."""
         self.plan, self.config = plan, plan.config
 
     def load_ends(self, state: TrainState, y: Any) -> tuple[Any, dict[int, list[Array]]]:
+        """Load no records during the head."""
         del state
         return y, {}
 
     def split_ends(self, carried: GradStacks) -> tuple[GradStacks, dict[int, list[Array]]]:
+        """Return no records to store in the first tick."""
         return carried, {}
 
     def begin(
         self, state: TrainState, head: HeadDone, grads: list[Array], token: Array
     ) -> GradStacks:
+        """Return the value that backward carries, with empty stacks of gradients."""
         del state, head
-        # Stacks in host memory come from outside of the program, which writes them in place; the
-        # others are made here.
+        # Stacks in host memory are passed to the program, which writes them in place; other stacks
+        # are created here.
         return GradStacks(
             grads if self.plan.grads_in_memory else self.plan.empty_grads(), jnp.float32(0), token
         )
 
     def params(self, state: TrainState, carried: GradStacks) -> list[Array]:
+        """Return the stacks of parameters from before the step."""
         del carried
         return jax.tree.leaves(state.params[BLOCKS], is_leaf=is_stored)
 
     def use(
         self, state: TrainState, carried: GradStacks, record: RecordGrads
     ) -> tuple[GradStacks, Any]:
-        # Squares are summed while the gradients are at hand, so no stack is read a second time for
-        # the norm.
+        """Store one record's gradients and add their squares."""
+        # Squares are summed while the gradients are available, so no stack is read a second time
+        # for the norm.
         squares = carried.squares + self.plan.squares(record.grads, record.part, state)
         return dataclasses.replace(self.store(carried, record), squares=squares), record.landing
 
     def store(self, carried: GradStacks, record: RecordGrads) -> GradStacks:
+        """Write one record's gradients to their stacks."""
         plan, part = self.plan, record.part
         after = write_layer(
             pick(plan.grads, part), plan.pick(carried.grads, part), record.now.layer, record.grads
@@ -107,38 +114,43 @@ class StoredGrads:
     def crossing(
         self, carried: GradStacks, now: Tick, part: Sequence[int], ends: Mapping[int, list[Array]]
     ) -> Crossing | None:
+        """Return None: only `landing` is in flight during a tick's products."""
         del carried, now, part, ends
         return None
 
     def drain(self, stack: StackPlan, number: int, layer: Array, carried: GradStacks) -> GradStacks:
-        raise AssertionError(f"gradients are not stored late: {stack.name}, {number}")
+        """Raise AssertionError: gradients are never stored late."""
+        raise AssertionError(f"gradients are never stored late: {stack.name}, {number}")
 
     def grads(self, carried: GradStacks) -> list[Array]:
+        """Return the stacks of gradients in host memory, or none."""
         return carried.grads if self.plan.grads_in_memory else []
 
     def read_grads(self, carried: GradStacks, part: Sequence[int], index: Index) -> list[Array]:
+        """Return the stored gradients of one record, on the device."""
         return read_layer(pick(self.plan.grads, part), self.plan.pick(carried.grads, part), index)
 
     def norm(self, result: BackwardResult[GradStacks]) -> Array:
         """Return the global norm of the unscaled gradients."""
-        # The squares of the ends come last: a tied embedding's gradient is complete only when
-        # backward is over.
+        # The squares of the unstacked leaves are added last: a tied embedding's gradient is
+        # complete only after backward.
         return jnp.sqrt(
             result.carried.squares + self.plan.squares(result.ends, self.plan.ends, result.state)
         )
 
 
 class GradsAlone(StoredGrads):
-    """Nothing is updated: the stored gradients are what is wanted. They are on the device."""
+    """Ending that updates nothing and returns the gradients, stored on the device."""
 
     def use(
         self, state: TrainState, carried: GradStacks, record: RecordGrads
     ) -> tuple[GradStacks, Any]:
+        """Store one record's gradients."""
         del state
         return self.store(carried, record), record.landing
 
     def tree(self, result: BackwardResult[GradStacks]) -> Any:
-        """Return the unscaled mean gradients, float32, like the trained parameters."""
+        """Return the unscaled mean gradients, float32, as a tree like the trainable parameters."""
         plan = self.plan
         grads = dict(
             zip((*plan.stacked, *plan.ends), [*result.carried.grads, *result.ends], strict=True)
@@ -148,42 +160,48 @@ class GradsAlone(StoredGrads):
 
 
 class WholeTree(StoredGrads):
-    """Everything that the optimizer reads is on the device: any optimizer runs, once, on whole
-    trees.
+    """Ending that runs any optimizer once, on full trees.
+
+    Everything that the optimizer reads is on the device.
     """
 
     def __init__(self, plan: StreamedPlan, tx: optax.GradientTransformation) -> None:
+        """Build the update of the full tree with `tx`."""
         super().__init__(plan)
         self.update = build_update(tx, plan.layout)
 
     def end(self, result: BackwardResult[GradStacks]) -> Result:
+        """Update the full tree and finish the step."""
         plan = self.plan
         # By index, because the update takes the leaves in the order of the parameter tree.
         grads = dict(
             zip((*plan.stacked, *plan.ends), [*result.carried.grads, *result.ends], strict=True)
         )
         tree = jax.tree.structure(result.state.params)
-        # Still scaled: the update of whole trees divides by the loss scale itself, then takes the
+        # Still scaled: the update of full trees divides by the loss scale itself, then computes the
         # norm and clips.
         mean = [plan.mean(grads[i]) for i in range(len(grads))]
         return self.update(result.state, result.loss, jax.tree.unflatten(tree, mean))
 
 
 class ByLayers(StoredGrads):
-    """The update is a loop over layers, and over each group's tiles, whose records come from where
-    they rest and go back.
+    """Ending that updates in a loop over layers, and over each group's tiles.
+
+    Each record is loaded from its tier and stored back.
     """
 
     def __init__(self, plan: StreamedPlan, update: RecordUpdate) -> None:
+        """Update with `update` by the records of `plan`."""
         super().__init__(plan)
         self.record_update, self.records = update, update.records
-        # The layer updated first is the one whose gradient was stored last: on disk that write is
-        # done meanwhile.
+        # The layer updated first is the layer whose gradient was stored last. On disk, that write
+        # finishes while the unstacked leaves are updated.
         self.ends_first = plan.layout.disk is not None
 
     def end(self, result: BackwardResult[GradStacks]) -> Result:
+        """Update the records of all layers and the unstacked leaves, and finish the step."""
         plan, update, records, state = self.plan, self.record_update, self.records, result.state
-        # What the update fetches first comes after backward, not before it.
+        # The update's first fetches must come after backward.
         begin, squares = wait_for(result.begin, result.carried.squares, plan.mesh)
         result = dataclasses.replace(
             result, carried=dataclasses.replace(result.carried, squares=squares)
@@ -192,22 +210,23 @@ class ByLayers(StoredGrads):
         ok, factor = jnp.isfinite(norm), clip_factor(norm, self.config.clip_norm)
 
         def ready(grad: Array) -> Array:
-            # Unscale first, then clip: `factor` is made of the norm of unscaled gradients.
+            # Unscale first, then clip: `factor` is computed from the norm of unscaled gradients.
             grad = plan.unscaled(grad, state)
             return grad if self.config.clip_norm is None else grad * factor
 
         states = records.flat(state)
-        # Every record is updated with the scalars of before the step; `closed` moves them on, once.
+        # Every record is updated with the scalars from before the step; `closed` advances them
+        # once.
         shared = records.shared_of(states)
         ends = dict(zip(plan.ends, result.ends, strict=True))
         if self.ends_first:
             states = update.update_ends(states, ends, shared, result.loss, ok, ready)
-            # The engine was told that the layers' records come after those of the ends
-            # (`step_moves`).
+            # The engine's read-ahead expects the layers' records after the unstacked leaves
+            # (`zerojax.streamed.plan.moves`).
             if (token := records.end_token(states)) is not None:
                 begin, _ = wait_for(begin, token, plan.mesh)
-        # Of each run the layers' records, then all L T tiles of each group: as the engine reads
-        # ahead (`moves_of`).
+        # For each run, the layers' records, then all L T tiles of each group, in the order in which
+        # the engine reads ahead (`moves_of`).
         loops = []
         for stack in plan.of_stacks:
             on_device = stack.run.device_layers
@@ -220,15 +239,15 @@ class ByLayers(StoredGrads):
                 loops.append(UpdateLoop(tiles.phase("update"), begin, group.leaves, 0, TileNumber))
         tokens, pending = list[Array](), Pending()
         for number, loop in enumerate(loops):
-            # the engine reads and writes records in one order, so loops over them may not be
-            # exchanged
+            # The engine reads and writes records in one order, so loops over records on disk must
+            # not be reordered.
             if tokens:
                 loop = dataclasses.replace(loop, begin=wait_for(loop.begin, tokens, plan.mesh)[0])
             elif loop.follows and plan.grads_away and loops[number - 1].part:
                 loop, states = self._after(loop, loops[number - 1], states)
             states, pending = self.update_records(result, states, loop, ready, ok)
-            # A loop with nothing on disk has no tokens: the next one waits for those of the loop
-            # before it.
+            # A loop with nothing on disk has no tokens: the next loop waits for the tokens of the
+            # loop before it.
             tokens = records.tokens(states, loop.part) or tokens
         if plan.drained is not None:
             late = LateRecord(records, plan.drained.blocks)
@@ -242,18 +261,17 @@ class ByLayers(StoredGrads):
     def _after(
         self, loop: "UpdateLoop", before: "UpdateLoop", states: FlatState
     ) -> tuple["UpdateLoop", FlatState]:
-        """Return a loop over layers of the stack of the loop before it: what it fetches first comes
-        after that one.
+        """Order a loop's first fetches after the loop before it, over layers of the same stack.
 
-        What it fetches of the state does, since the loop before it returns the state. Gradients are
-        only read.
+        Fetches of the state are already ordered, since the loop before it returns the state.
+        Gradients are only read.
         """
         mesh = self.plan.mesh
         if not adds_order(mesh):
             begin, states = jax.lax.optimization_barrier((loop.begin, states))
             return dataclasses.replace(loop, begin=begin), states
-        # XLA for CPUs drops barriers (`wait_for`): there the least of what the loop before it wrote
-        # last is read.
+        # XLA for CPUs drops barriers (`wait_for`), so the smallest array that the loop before it
+        # wrote last is read.
         least = min(before.part, key=lambda i: math.prod(self.plan.leaves[i].record_shape))
         written = self.records.params[least].read(
             states.params[least], before.at(jnp.int32(before.phase.layer[-1]))
@@ -271,14 +289,14 @@ class ByLayers(StoredGrads):
         """Update the records of one loop.
 
         Args:
-          result: of backward.
-          states: all leaves.
-          loop: over the records.
-          ready: a stored gradient -> the one to update with.
+          result: results of backward.
+          states: all leaves of the state.
+          loop: the loop over the records.
+          ready: function from a stored gradient to the gradient to update with.
           ok: bool[], whether to update at all.
 
         Returns:
-          The states, and the last record if it is stored late, with the unstacked leaves.
+          The states, and the last record if it is stored late, together with the unstacked leaves.
         """
         records, part, late = self.records, loop.part, None
         shared = records.shared_of(states)
@@ -327,8 +345,9 @@ class ByLayers(StoredGrads):
     def _cross(
         self, late: LateRecord, now: Tick, pending: Pending, states: FlatState
     ) -> tuple[FlatState, list[Array]]:
-        """Load the record of a tick while an earlier one is stored; returns the states, and what
-        `update` reads.
+        """Load a tick's record while an earlier one is stored.
+
+        Returns the states, and the arrays that `update` reads.
         """
         crossing = Crossing(late, self.plan.update_groups(), now, pending, states)
         crossed = crossing.cross()
@@ -340,7 +359,7 @@ class ByLayers(StoredGrads):
 
 
 class _Ring:
-    """What an update fetches ahead of a record, and what it reads in the record's own tick."""
+    """Splits a record's arrays into fetched-ahead arrays and arrays read in the record's tick."""
 
     def __init__(
         self, ending: ByLayers, carried: GradStacks, loop: "UpdateLoop", states: FlatState
@@ -349,21 +368,23 @@ class _Ring:
         self.ending, self.records, self.carried, self.loop = ending, ending.records, carried, loop
         self.grads_away = plan.grads_away
         self.old_away = states.master is None and plan.params_away
-        # A ring holds records of one form. Where some layers fetch gradients or parameters, and
-        # their state is on the device, no layer's optimizer state is part of the record.
+        # A ring holds records of one form. If some layers fetch gradients or parameters but have
+        # their optimizer state on the device, the optimizer state is not part of any layer's
+        # record.
         some_on_device = loop.on_device and (self.old_away or plan.grads_away)
         self.opt_ahead = plan.config.opt_state != "device" and not some_on_device
 
     def fetch(self, states: FlatState, number: Array) -> list[Array]:
-        """Fetch a record by its number."""
+        """Fetch the arrays of a record that are fetched ahead, by the record's number."""
         part, at = self.loop.part, self.loop.at(number)
         record = self.ending.read_grads(self.carried, part, at) if self.grads_away else []
         record += self.records.read_params(states, part, at) if self.old_away else []
         return record + (self.records.read_opt(states, part, at) if self.opt_ahead else [])
 
     def take(self, states: FlatState, now: Tick) -> tuple[list[Array], list[Array]]:
-        """Return the gradients of a tick's record and what `RecordUpdate.update` reads, in the
-        order of `fetch`.
+        """Return the gradients of a tick's record, and the arrays that `RecordUpdate.update` reads.
+
+        The order is that of `fetch`.
         """
         part, here, record = self.loop.part, now.index(self.loop.at), list(now.record or [])
         num, old = len(part), list[Array]()
@@ -388,14 +409,13 @@ class UpdateLoop:
     """A loop of the update over records.
 
     Attributes:
-      phase: of the schedule.
+      phase: phase of the schedule.
       begin: i32[] zero, known when the loop may begin.
-      part: the leaves of a record.
-      on_device: layers whose optimizer state stays on the device.
-      at: number of a record -> its index.
-      is_last: whether the last record is stored with the leaves that are no stack of layers, where
-        stores are late.
-      follows: whether the loop before it is over layers of the same stack.
+      part: indices of a record's leaves.
+      on_device: number of layers whose optimizer state stays on the device.
+      at: function from a record's number to its index.
+      is_last: whether the last record, if stored late, is stored with the unstacked leaves.
+      follows: whether the previous loop is over layers of the same stack.
     """
 
     phase: Phase
