@@ -6,9 +6,9 @@
     x -> x[R_(data, fsdp), B / R, T, D]                     R batch shards; local
     g[R_(data, fsdp), D, F] = for each r: dot(x[r], dy[r])  local, and sum(g, 0) is the gradient
 
-So M microbatches add R rows M times, and one reduction at the end sends as much as each of M
-reductions would have sent. A partitioner has no such value: if an equation leaves a sum over
-devices pending, it reduces immediately. So a derivative is traced, and rewritten backwards from its
+So M microbatches add R rows M times, and one reduction at the end replaces M reductions. A
+partitioner has no such value: if an equation leaves a sum over devices pending, it reduces
+immediately. So a derivative is traced, and rewritten backwards from its
 gradients, as in `zerojax.grads.float32_grads`:
 
     sums over the batch    dot_general, convolutions, reduce_sum, scatter-add: mapped over R pieces
@@ -20,7 +20,7 @@ gradients, as in `zerojax.grads.float32_grads`:
 
 Loops, branches and rematerialized regions are entered: gradients that a loop carries or stacks have
 rows. The loss and everything that forward computes stay the same: random masks, statistics over a
-batch, numbers of counted tokens.
+batch, token counts.
 
 A sum is exact whichever dim is cut into R pieces, and it is local if that dim is the batch dim. The
 position of the batch dim is followed from dim 0 of the arguments (`zerojax.activations.flow`). A

@@ -1,4 +1,4 @@
-"""Optimizer updates (whole tree, record by record, on the host) and what belongs to them.
+"""Optimizer updates (full tree, record by record, on the host) and what belongs to them.
 
 Also bfloat16 moments, moving averages of the weights, and learning rates for the metrics.
 """

@@ -49,8 +49,8 @@ class RecordUpdate:
         """Check that the optimizer can be applied to one record at a time.
 
         Raises:
-          ValueError: the optimizer cannot be applied so; the message names the setting that needs
-            it.
+          ValueError: the optimizer cannot be applied to single records; the message names the
+            setting that needs it.
         """
         layout = records.layout
         self.records, self.layout, self.mesh = records, layout, layout.mesh
@@ -76,7 +76,7 @@ class RecordUpdate:
         return self.rule
 
     def pieces(self, index: int, most: int = MOST_PIECES) -> Pieces | None:
-        """Return how an unstacked leaf is cut into pieces, or None if it is updated as one.
+        """Return how an unstacked leaf is cut into pieces, or None if it stays in one piece.
 
         Args:
           index: index of the unstacked leaf.
@@ -91,7 +91,8 @@ class RecordUpdate:
     def num_pieces(self) -> dict[int, int]:
         """Return {index of an unstacked leaf: number of pieces in which the device updates it}.
 
-        1 means that the leaf is updated as one. The mapping is empty if the host runs the update.
+        1 means that the leaf is updated in one piece. The mapping is empty if the host runs the
+        update.
         """
         if self.layout.config.update_on == "host":
             return {}

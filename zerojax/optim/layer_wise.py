@@ -102,7 +102,7 @@ def by_layer(
     An elementwise optimizer that makes decisions from shapes becomes an
     `ElementwiseTransformation`, and an optimizer whose rule needs full leaves of a layer becomes a
     `LayerTransformation`. An optimizer that combines layers or leaves, or that already treats
-    stacks so, is returned unchanged.
+    stacks in this way, is returned unchanged.
 
     Args:
       tx: the optimizer.

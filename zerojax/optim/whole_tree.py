@@ -43,7 +43,7 @@ def global_norm(grads: Any) -> jax.Array:
 
 
 def clip_factor(norm: jax.Array, clip_norm: float | None) -> jax.Array:
-    """Return the factor that clips gradients to a global norm of `clip_norm`: f32[].
+    """Return the factor that limits the global norm of gradients to `clip_norm`: f32[].
 
     Args:
       norm: f32[], global norm of the gradients.
