@@ -11,15 +11,14 @@ as a moment: 4 bytes per parameter in storage, and 4 bytes per parameter in each
 link of its tier.
 
 It is written as a step towards w', not as `decay ema + (1 - decay) w'`: the float32 nearest to
-0.9999 is too small by 1.7e-8, which is 1.7e-4 of 1 - decay. Over 30 000 steps the second form
-drifted from the exact average by 1.6e-4 of its value (mean over 2048 elements, against float64),
-and this form by 3e-8.
+0.9999 is too small by 1.7e-8, which is 1.7e-4 of 1 - decay. After 30 000 steps the second form was
+off by 1.6e-4 of the average (mean over 2048 elements, against float64), and this form by 3e-8.
 
-With `moments="bfloat16"` the average stays float32. In a test, weights of 0.02 took a random walk
-for 20 000 steps, and the average with decay 0.9999 moved by 0.058. Rounding to nearest lost 99 % of
-that, because a step of 1e-4 of the distance is below half a unit of bfloat16. Stochastic rounding
-was off by 0.0025, and with decay 0.99 by 59 % of the average's distance from the weights, which is
-the quantity that the average exists for.
+With `moments="bfloat16"` the average stays float32. Over 20 000 steps in which weights of 0.02
+walked, the average with decay 0.9999 moved by 0.058. Rounding to nearest lost 99 % of that, because
+a step of 1e-4 of the distance is below half a unit of bfloat16. Stochastic rounding was off by
+0.0025, and with decay 0.99 by 59 % of the average's distance from the weights, which is the
+quantity that the average exists for.
 """
 
 import math
