@@ -11,8 +11,8 @@ as a moment: 4 bytes per parameter in storage, and 4 bytes per parameter in each
 link of its tier.
 
 It is written as a step towards w', not as `decay ema + (1 - decay) w'`: the float32 nearest to
-0.9999 is too small by 1.7e-8, which is 1.7e-4 of 1 - decay. After 30 000 steps the second form was
-off by 1.6e-4 of the average (mean over 2048 elements, against float64), and this form by 3e-8.
+0.9999 is too small by 1.7e-8, which is 1.7e-4 of 1 - decay. After 30 000 steps that form was off
+by 1.6e-4 of the average (mean over 2048 elements, against float64), and the step by 3e-8.
 
 With `moments="bfloat16"` the average stays float32. Over 20 000 steps in which weights of 0.02
 walked, the average with decay 0.9999 moved by 0.058. Rounding to nearest lost 99 % of that, because
