@@ -371,7 +371,7 @@ def test_a_shared_state_that_a_stack_changes_is_refused_by_its_path():
 
 
 def test_where_layers_cannot_be_shown_a_stored_number_is_an_error_by_leaf():
-    leaf = re.escape("['blocks']['up'] (3, 8, 12), of a layer (8, 12)")
+    leaf = re.escape("['blocks']['up'] (3, 8, 12), one layer (8, 12)")
     with pytest.raises(ValueError, match=f"decides from shapes.*{leaf}"):
         applied(clipped(scaled_by_state(by_fan_in)))
 
@@ -404,7 +404,7 @@ COMBINES = {
 @pytest.mark.by_default("mask", "muon")
 @pytest.mark.parametrize("name", COMBINES)
 def test_where_layers_cannot_be_shown_the_leaves_are_named(name):
-    leaf = re.escape("['blocks']['b'] (3, 12), of a layer (12,)")
+    leaf = re.escape("['blocks']['b'] (3, 12), one layer (12,)")
     with pytest.raises(ValueError, match=f"decides from shapes.*{leaf}"):
         applied(COMBINES[name])
 
@@ -414,7 +414,7 @@ def test_sizes_that_are_read_of_stacks_are_logged_by_leaf(caplog):
     with caplog.at_level(logging.WARNING, "zerojax"):
         assert applied(tx) is tx
     assert "reads sizes" in caplog.text
-    assert "['blocks']['up'] (3, 8, 12), of a layer (8, 12)" in caplog.text
+    assert "['blocks']['up'] (3, 8, 12), one layer (8, 12)" in caplog.text
     assert "head" not in caplog.text
 
 

@@ -255,7 +255,7 @@ def test_a_number_takes_the_place_of_a_scalar_of_the_optimizers_state():
         jnp.float32,
         program.shardings.opt_state.hyperparams["learning_rate"],
     )
-    numbers = "a finite number that float32 holds is needed"
+    numbers = "it must be a finite number that float32 can hold"
     path = r"\.opt_state\.hyperparams\['learning_rate'\]"
     for wrong in (
         math.nan, 1e39, 1e-50, True, "0.1", np.array([1e-3]), jnp.ones(1), 1 + 2j, jnp.complex64(1), np.ma.masked, 10**400,

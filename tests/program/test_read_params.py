@@ -123,7 +123,7 @@ def test_leaves_on_disk_count_as_parameters_and_take_part_in_no_arithmetic(tmp_p
         ):
             with pytest.raises(
                 (TypeError, ValueError, AttributeError),
-                match=r"rests on disk.*program\.iter_params\(state\)",
+                match=r"is stored on disk.*program\.iter_params\(state\)",
             ):
                 compute()
         copied = jax.tree.map(lambda leaf: leaf.copy(), state)

@@ -441,9 +441,9 @@ def test_of_threads_that_use_one_state_each_waits_for_the_other(programs, call):
 def test_a_leaf_on_disk_is_no_array_and_is_not_copied(programs):
     state = programs("ours").init(jax.random.key(0))
     for use in (np.asarray, copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match=r"rests on disk.*program\.iter_params\(state\)"):
+        with pytest.raises(TypeError, match=r"is stored on disk.*program\.iter_params\(state\)"):
             use(jax.tree.leaves(state.params, is_leaf=is_stored)[0])
-    with pytest.raises(TypeError, match="rests on disk"):
+    with pytest.raises(TypeError, match="is stored on disk"):
         pickle.dumps(state)
 
 

@@ -456,7 +456,7 @@ WRONG = {
     ),
     "boundary": (
         lambda: build(encoder_decoder.model(), activations=(S(1), S(2), S(2))),
-        r"activations\[1\] has the layers 1 to 2 of the model, and stack 'encoder' ends with layer 1: .*give 1 layers",
+        r"activations\[1\] covers layers 1 to 2 of the model, but stack 'encoder' ends with layer 1: .*give 1 layers",
     ),
     "unlayered": (lambda: build(toys.unrolled(), activations=(S(3),)), r"activations=\(Segment.*works layer by layer"),
     "budget": (

@@ -335,7 +335,7 @@ def test_what_moves_whole_layers_says_so(fields, caplog):
     ):
         assert not hasattr(program.schedule, "tiles")
     assert (
-        "moves whole layers: stacks of tiles are fetched and gathered with the rest of their layer"
+        "moves full layers: stacks of tiles are fetched and gathered with the rest of their layer"
         in caplog.text
     )
 
@@ -427,9 +427,9 @@ def test_stacks_of_one_loop_are_held_together():
         (TILED | {"scale": 0}, r"tiles holds 0 for \['scale'\]"),
         (
             TILED | {"first": 3},
-            r"tiles holds 3 for \['first'\].*: so many along the first dim do not divide them",
+            r"tiles holds 3 for \['first'\].*: the number along the first dim must divide them",
         ),
-        (TILED | {"mix": True}, r"hold.* are used together, but differ in their tiles: .*16"),
+        (TILED | {"mix": True}, r"in one module are used together, but differ in their number of tiles: .*16"),
     ],
 )
 def test_tiles_that_do_not_fit_are_refused_at_build_time(tiles, why):

@@ -1,5 +1,7 @@
-"""Derivatives rewritten after JAX made them: sums in float32, each device's own sums, and work
-beside their products.
+"""Derivatives rewritten after JAX traced them.
+
+Gradients are summed in float32, or kept as each device's own sums, and other work overlaps the
+products.
 """
 
 from zerojax.grads.beside import Turn as Turn

@@ -1,18 +1,18 @@
-"""Run work beside a function's matrix products: transfers and collectives that only something later
-needs.
+"""Overlap a function's matrix products with transfers and collectives that are needed only later.
 
-XLA's scheduler starts a collective or a copy as late as the first use of its result allows. What
-only the next layer needs would start where this layer ends, and overlap nothing. So its result is
-tied to a product of this layer by a barrier, and it overlaps the products before that one.
+XLA's scheduler starts a collective or a copy as late as the first use of its result allows. A
+result that only the next layer needs would start where this layer ends, and overlap nothing. So a
+barrier ties the result to a product of this layer, and the work overlaps the products before that
+product.
 
-Work that has to be done in turns, such as reading one group of arrays while another is written and
-the other way round, is started turn by turn: the products are cut into as many parts of equal FLOPs
-as there are turns.
+Some work must be done in turns, such as reading one group of arrays while another is written, and
+then the reverse. Such work is started turn by turn: the products are cut into as many parts of
+equal FLOPs as there are turns. With three turns a, b and c:
 
-    turns of 3    | start a | products | wait for a, start b | products | wait for b, start c | products |
+    | start a | products | wait for a, start b | products | wait for b, start c | products |
 
-The function is evaluated equation by equation, so that a barrier can be put in front of one of
-them.
+The function is evaluated equation by equation, so that a barrier can be put in front of any
+equation.
 """
 
 import itertools
@@ -27,41 +27,40 @@ from zerojax.jaxprs import Instruction, evaluate, flops_of, trace
 SHARE_OF_WAIT = 3 / 5
 """Share of FLOPs after which a product waits for the work.
 
-What is tied to the last product could start only before it.
+Work tied to the last product might start only just before it.
 """
 
 Turn = Callable[[Any, Any], tuple[Any, Any]]
-"""(operands of a product, work so far) -> the same: a barrier between both, then what is started
-there.
-"""
+"""(operands of a product, work so far) -> the same two: a barrier between them, then new work."""
 
 
 def beside(
     function: Callable[..., Any], args: tuple[Any, ...], work: Any, turns: Sequence[Turn] = ()
 ) -> tuple[Any, Any]:
-    """Return `function(*args)`, and `work`, after all turns.
+    """Return `function(*args)`, and `work` after all turns.
 
     Args:
-      function: whose products the work runs beside.
-      args: of it.
-      work: what was started; a pytree.
-      turns: each is taken in front of a product, after its share of FLOPs. Without any, the work is
-        done when `SHARE_OF_WAIT` of the FLOPs are.
+      function: function whose products overlap the work.
+      args: arguments of the function.
+      work: pytree of the results of the started work.
+      turns: turns to take; each is taken before a product, after its share of FLOPs. Without turns,
+        a product after `SHARE_OF_WAIT` of the FLOPs waits for the work.
     """
     if not turns and not jax.tree.leaves(work):
         return function(*args), work
     program, out = trace(function, *args)
     slots: dict[int, Any] = dict(zip(program.inputs, jax.tree.leaves(args), strict=True))
-    # XLA drops what nothing reads, such as the last product of a forward pass that is computed
-    # again for its gradients. Turns in front of it would have no products between them.
+    # XLA drops equations whose results are not read, such as the last product of a forward pass
+    # that is recomputed for its gradients. Turns before such a product would have no products
+    # between them.
     live = program.live(program.outputs, is_root=lambda i: bool(i.eqn.effects))
     places = _places(live, turns)
-    made: list[int] = []  # results of the function, since the last turn
+    made: list[int] = []  # results of the function since the last turn
     for number, i in enumerate(live):
         for turn in places.pop(number, ()):
-            # The product waits for the turn, since its operands pass the same barrier. So do
-            # results of the function: XLA would else put products that nothing waits for, such as
-            # gradients of weights, behind the last turn.
+            # The product waits for the turn because its operands pass the same barrier. So do
+            # results of the function: otherwise XLA would move products that nothing waits for,
+            # such as weight gradients, after the last turn.
             tied = [*i.reads, *(made if turns else ())]
             operands, work = turn({ref: slots[ref] for ref in tied}, work)
             slots.update(operands)
@@ -72,19 +71,24 @@ def beside(
         ]
     for turn in (
         turn for some in places.values() for turn in some
-    ):  # of a function without products
+    ):  # for a function without products
         _, work = turn({}, work)
     leaves = [slots[ref] if isinstance(ref, int) else ref.value for ref in program.outputs]
     return jax.tree.unflatten(jax.tree.structure(out), leaves), work
 
 
 def wait(operands: Any, work: Any) -> tuple[Any, Any]:
-    """Tie a product to all of the work: a turn that starts nothing."""
+    """Tie a product to all of the work: a turn that starts nothing.
+
+    Args:
+      operands: operands of the product.
+      work: pytree of the results of the started work.
+    """
     return jax.lax.optimization_barrier((operands, work))
 
 
 def _places(instructions: Sequence[Instruction], turns: Sequence[Turn]) -> dict[int, list[Turn]]:
-    """Return the turns in front of each instruction; those that found no product, at -1."""
+    """Return the turns before each instruction; the turns without a product are at -1."""
     sizes = [flops_of(i.eqn) for i in instructions]
     products = [n for n, size in enumerate(sizes) if size]
     if not products:
@@ -103,10 +107,14 @@ def _places(instructions: Sequence[Instruction], turns: Sequence[Turn]) -> dict[
 
 
 def equal_parts(sizes: Sequence[float], num_parts: int) -> list[int]:
-    """Return where parts of a sequence begin, without the first: parts as equal as can be, by the
-    sum of their squares.
+    """Return where the parts of a sequence begin, without the first part's beginning.
 
-    There are fewer parts where there are fewer than `num_parts` sizes.
+    The parts minimize the sum of the squares of their sizes. There are fewer parts if there are
+    fewer than `num_parts` sizes.
+
+    Args:
+      sizes: sizes of the elements, in order.
+      num_parts: maximum number of parts.
     """
     sums = [0.0, *itertools.accumulate(sizes)]
     # least[n]: (sum of squares, beginnings) of the first n sizes, in the parts so far.

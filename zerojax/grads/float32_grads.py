@@ -1,28 +1,31 @@
-"""Gradients that are summed, returned and reduced over devices in float32, while all else stays in
-16 bits.
+"""Sum, return and reduce gradients in float32, while all other computation stays in 16 bits.
 
-    x[B, D], dy[B, F]: bf16    g = dot(x, dy)             f32 sums, rounded: g[D, F]{U_fsdp}: bf16, then reduced in bf16
-                               g = dot(x, dy) -> f32      the sums as they are: g[D, F]{U_fsdp}: f32, then reduced in f32
+    x[B, D], dy[B, F]: bf16    g = dot(x, dy)             f32 sums, rounded: g[D, F]{U_fsdp} bf16,
+                                                          then reduced in bf16
+                               g = dot(x, dy) -> f32      unrounded sums: g[D, F]{U_fsdp} f32,
+                                                          then reduced in f32
 
-A sum over devices follows the equation that leaves it to be done, in that equation's dtype: to cast
-a gradient afterwards comes too late. So a derivative is traced, and rewritten from its gradients
-backwards. A gradient is wanted in float32, and so is what it is computed from by casts, layout,
-sums and constraints, up to the equations that sum over data:
+A sum over devices follows the equation that leaves it pending, in that equation's dtype: casting a
+gradient afterwards is too late. So a derivative is traced, and rewritten backwards from its
+gradients. A gradient is wanted in float32. So are the values that it is computed from by casts,
+layout, sums and constraints, up to the equations that sum over data:
 
-    dot_general, ragged_dot, conv     preferred_element_type=float32; its operands stay as they are
-    reduce_sum                        of the bf16 cotangent, or of its product with a value, in float32 (biases, scales)
-    scatter-add                       of bf16 rows into float32 (look-ups)
+    dot_general, ragged_dot, conv     preferred_element_type=float32; operands are unchanged
+    reduce_sum                        sums a bf16 cotangent, or its product with a value, in float32
+                                      (biases, scales)
+    scatter-add                       adds bf16 rows into float32 (lookups)
 
-Loops, branches, rematerialised regions and `jax.shard_map` are entered: what a scan carries of a
-gradient, or stacks, is float32, and so is the psum of a spelt-out reduction. Sums of several uses
-of a parameter are float32. Rules of custom derivatives are equations like others, since they are
-there once the derivative is traced.
+Loops, branches, rematerialized regions and `jax.shard_map` are entered: gradients that a scan
+carries or stacks are float32, and so is the psum of an explicit reduction. If a parameter is used
+several times, its gradients are added in float32. The rules of custom derivatives are ordinary
+equations, because the derivative has already been traced.
 
-Only what depends on cotangents is rewritten. So the loss, and all that forward computes, is bit for
-bit what it was.
+Only values that depend on cotangents are rewritten. So the loss, and everything that forward
+computes, stays the same bit for bit.
 
-What is not known (a kernel, a `while_loop`) makes its gradient in its own dtype, which is cast:
-what it sums, and what the partitioner sums over devices right after it, is summed as it comes.
+An unknown equation (a kernel, a `while_loop`) makes its gradient in its own dtype, which is then
+cast. Sums inside it, and the reduction over devices that the partitioner puts right after it, keep
+that dtype.
 """
 
 from collections.abc import Sequence
@@ -77,7 +80,10 @@ _LINEAR = _LAYOUT | {
     "dynamic_slice",
     "dynamic_update_slice",
 }
-"""Linear in a cotangent, and the same equation in float32. Floating operands have one dtype."""
+"""Equations that are linear in a cotangent and work in float32 unchanged.
+
+Their floating operands have the same dtype.
+"""
 _PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"})
 
 
@@ -89,13 +95,14 @@ def float32_grads(
     """Return a derivative whose gradients are summed in float32.
 
     Args:
-      derivative: with which a pullback is called.
-      platform: on which the program runs, such as "cpu".
-      is_opaque: whether a `jit` is to stay one equation; its results are returned as it makes them.
+      derivative: `derivative(cotangents, data, params) -> (gradients, others)`.
+      platform: platform on which the program runs, such as "cpu".
+      is_opaque: function that says whether a `jit` stays one equation; its results keep their
+        dtype.
 
     Returns:
-      A function of the same arguments. It returns `others` as they are. Floating leaves of the
-      gradients that are narrower than float32 are float32.
+      A function of the same arguments. It returns `others` unchanged. Floating gradients narrower
+      than float32 are returned in float32.
     """
 
     def run(cotangents: Any, data: Any, params: Any) -> Any:
@@ -119,17 +126,17 @@ def _dtype(value: Any) -> Any:
 
 
 def _is_narrow(dtype: Any) -> bool:
-    """Tell whether a dtype is a floating one below float32."""
+    """Return whether a dtype is a floating dtype narrower than float32."""
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
 
 
 def _widened(value: Any) -> Any:
-    """Return a value in float32, if its dtype is a narrower floating one."""
+    """Return a value in float32 if its dtype is a narrower floating dtype."""
     return jnp.asarray(value).astype(jnp.float32) if _is_narrow(_dtype(value)) else value
 
 
 def _summed_dims(i: Instruction) -> tuple[int, ...] | None:
-    """Return the dims over which an instruction sums, or None where it is no sum."""
+    """Return the dims over which an instruction sums, or None if it is not a sum."""
     name, params = i.eqn.primitive.name, i.eqn.params
     if name == "reduce_sum":
         return tuple(params["axes"])
@@ -143,7 +150,7 @@ def _summed_dims(i: Instruction) -> tuple[int, ...] | None:
 
 
 def _sums_ones(i: Instruction) -> bool:
-    """Tell whether an instruction sums over dims of length 1 alone, and so changes the layout only."""
+    """Return whether an instruction sums only over dims of length 1, a change of layout."""
     dims = _summed_dims(i)
     if dims is None:
         return False
@@ -152,11 +159,11 @@ def _sums_ones(i: Instruction) -> bool:
 
 
 class Float32GradRewriter(GradRewriter):
-    """The rewriting of one jaxpr, whose other form is float32.
+    """Rewrites one jaxpr so that its gradients are float32.
 
     Attributes:
-      platform: on which the program runs.
-      wanted: slots to have in float32, each with whether what it is made of is followed.
+      platform: platform on which the program runs.
+      wanted: slots to compute in float32, each with whether their operands are followed too.
     """
 
     def __init__(
@@ -169,16 +176,17 @@ class Float32GradRewriter(GradRewriter):
         platform: str,
         dtypes: Sequence[Any] | None = None,
     ) -> None:
-        """Choose what to have in float32, given which of the outputs.
+        """Choose the values to compute in float32, given the wanted outputs.
 
         Args:
           program: the jaxpr.
           cotangents: slots that depend on cotangents.
           data: slots that depend on data.
           outputs: whether each result is to be float32.
-          is_opaque: see `float32_grads`.
-          platform: on which the program runs.
-          dtypes: of the inputs in the program, if some are given in float32; else theirs.
+          is_opaque: whether a `jit` stays one equation, see `float32_grads`.
+          platform: platform on which the program runs.
+          dtypes: dtypes of the inputs in the program, if some are given in float32 instead; None
+            for the dtypes of the given values.
         """
         super().__init__(program, cotangents, data, outputs, is_opaque)
         self.platform, self._input_dtypes = platform, dtypes
@@ -192,8 +200,8 @@ class Float32GradRewriter(GradRewriter):
             for ref, is_wide in pairs
             if is_wide and isinstance(ref, int) and ref in cotangents
         }
-        # What reads a slot comes after what makes it, so that all is known of a result when its
-        # maker is looked at.
+        # A slot's readers come after its maker, so all readers of a result are known when its maker
+        # is visited.
         for i in reversed(program.instructions):
             if any(self.wanted.get(out) for out in i.outs):
                 for slot, is_followed in self._made_of(i):
@@ -203,9 +211,7 @@ class Float32GradRewriter(GradRewriter):
     # --- which slots ------------------------------------------------------------------------------
 
     def _made_of(self, i: Instruction) -> list[tuple[int, bool]]:
-        """Return the operands that are wanted in float32 for a result to be, each with whether it
-        is followed.
-        """
+        """Return the operands wanted in float32 for a result, each with whether it is followed."""
         name, of_cotangents = (
             i.eqn.primitive.name,
             [slot for slot in i.reads if slot in self.cotangents],
@@ -220,8 +226,9 @@ class Float32GradRewriter(GradRewriter):
         if name in _LINEAR or _sums_ones(i):
             return [(slot, True) for slot in of_cotangents]
         if name in _PRODUCTS:
-            # With data it is a sum over data. With parameters it leads on to one that a parameter
-            # was made of, as in LoRA: the cotangent is then that of a merged parameter.
+            # A product with data is a sum over data. A product with parameters leads on to an
+            # operand that a parameter was made of, as in LoRA: the cotangent is then the cotangent
+            # of a merged parameter.
             return [] if self._reads_data(i) else [(slot, True) for slot in of_cotangents]
         if _summed_dims(i) is not None:
             return self._summed(i.ins[0])
@@ -234,8 +241,10 @@ class Float32GradRewriter(GradRewriter):
         return any(slot in self.data and slot not in self.cotangents for slot in i.reads)
 
     def _summed(self, ref: Ref) -> list[tuple[int, bool]]:
-        """Return what is wanted of an operand that is summed: all, if it is a sum over data itself;
-        else its last product.
+        """Return what to compute in float32 for a summed operand.
+
+        It is the operand and its origins if the operand is itself a sum over data, else only its
+        last product.
         """
         if not isinstance(ref, int) or ref not in self.cotangents:
             return []
@@ -245,10 +254,10 @@ class Float32GradRewriter(GradRewriter):
         return [(ref, False)] if maker is not None and maker.eqn.primitive.name == "mul" else []
 
     def _is_sum(self, slot: int) -> bool:
-        """Tell whether a cotangent is a sum over data, and not of data itself.
+        """Return whether a cotangent is a sum over data, and not a cotangent of data.
 
-        Products that make cotangents of data multiply by parameters, or they have batch dims, as
-        those of attention.
+        Products that make cotangents of data multiply by parameters, or have batch dims, as in
+        attention.
         """
         maker = self.makers.get(slot)
         if maker is None:
@@ -263,31 +272,35 @@ class Float32GradRewriter(GradRewriter):
     # --- their values -----------------------------------------------------------------------------
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
+        """Return the results, in float32 if `outputs` says so."""
         dtypes = self._input_dtypes or [_dtype(value) for value in inputs]
         self._dtypes.update(zip(self.program.inputs, dtypes, strict=True))
         return super().run(inputs)
 
     def has_form(self, slot: int, value: Any) -> bool:
+        """Return whether a slot's value is wider than in the program."""
         return _dtype(value) != self._dtypes[slot]
 
     def as_plain(self, slot: int, value: Any) -> Any:
+        """Cast a float32 value to its dtype in the program."""
         return value.astype(self._dtypes[slot])
 
     def as_output(self, ref: Ref) -> Any:
+        """Return a result in float32."""
         return _widened(self.best(ref))
 
     def best(self, ref: Ref) -> Any:
-        """Return a value in float32 where it was made so, else as the program has it."""
+        """Return a value in float32 if it was computed so, else as the program computes it."""
         if isinstance(ref, int) and ref in self.formed_values:
             return self.formed_values[ref]
         return self.plain(ref)
 
     def is_wide(self, ref: Ref) -> bool:
-        """Return whether a value was made in float32 that is narrower in the program."""
+        """Return whether a value was computed in float32 but is narrower in the program."""
         return isinstance(ref, int) and ref in self.formed_values
 
     def inside(self, i: Instruction, region: Region) -> "Float32GradRewriter":
-        """Return the rewriting of a region of an instruction, whose results are those of both."""
+        """Return the rewriting of one region of an instruction; both have the same results."""
         avals: list[Any] = [v.aval for v in region.jaxpr.invars]
         return Float32GradRewriter(
             *self.flatten_region(i, region),
@@ -304,6 +317,8 @@ class Float32GradRewriter(GradRewriter):
         return bind(i.eqn, [_widened(self.best(ref)) for ref in i.ins])
 
     def by_position(self, i: Instruction) -> list[Any]:
+        """Apply an equation whose result k depends only on operand k, in float32 if wanted."""
+
         def value(ref: Ref, out: int) -> Any:
             return _widened(self.best(ref)) if out in self.wanted else self.plain(ref)
 
@@ -311,26 +326,26 @@ class Float32GradRewriter(GradRewriter):
         return bind(i.eqn, [value(ref, out) for ref, out in pairs])
 
     def convert(self, i: Instruction) -> list[Any]:
-        """Leave out what rounds: a cast of float32, or of what was made in it."""
+        """Skip casts that would round a float32 value."""
         value, after = self.best(i.ins[0]), jnp.dtype(i.eqn.params["new_dtype"])
         if _dtype(value) == jnp.float32 and (_is_narrow(after) or after == jnp.float32):
             return [value]
         return bind(i.eqn, [value])
 
     def product(self, i: Instruction) -> list[Any]:
-        """Return a product as it was summed.
+        """Return a product's unrounded float32 sums.
 
-        Its operands stay as they are, unless they are sums in float32 themselves.
+        Its operands are unchanged, unless they are float32 sums themselves.
         """
         aval: Any = i.eqn.outvars[0].aval
         params, dtype = i.eqn.params, aval.dtype
-        # The result of a named algorithm has the dtype that the algorithm says.
+        # A named algorithm determines the dtype of its result.
         is_named = not isinstance(params.get("precision"), tuple | jax.lax.Precision | None)
         if is_named or not (_is_narrow(dtype) or dtype == jnp.float32):
             return self.apply_plain(i)
         values = [self.plain(ref) for ref in i.ins]
-        # Operands of 32 bits have the same values, and cost more. XLA:CPU multiplies in float32
-        # anyway, and refuses a product of 16 bits that returns 32, over several dims, where a
+        # Operands of 32 bits have the same values but cost more. XLA:CPU multiplies in float32
+        # anyway. It also rejects a 16-bit product with a 32-bit result over several dims that a
         # transpose follows.
         if self.platform == "cpu" or any(self.is_wide(ref) for ref in i.ins):
             values = [_widened(self.best(ref)) for ref in i.ins]
@@ -338,22 +353,27 @@ class Float32GradRewriter(GradRewriter):
         return bind(i.eqn.replace(params=params), values)
 
     def reduce(self, i: Instruction) -> list[Any]:
+        """Apply a sum with float32 operands; apply other reductions unchanged."""
         dims = _summed_dims(i)
         if dims is None:
             return self.apply_plain(i)
         value, first = (jnp.asarray(_widened(self.best(ref))) for ref in i.ins)
-        # Not the equation itself: its parameters hold an addition in its own dtype.
+        # The equation itself cannot be bound: its parameters contain an addition in its own dtype.
         return [jax.lax.reduce(value, first, jax.lax.add, dims)]
 
     def scatter_add(self, i: Instruction) -> list[Any]:
+        """Apply a scatter-add with float32 operands."""
         total, ids, rows = (self.best(ref) for ref in i.ins)
         names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
         options = {name: i.eqn.params[name] for name in names}
-        # not the equation itself, as above
+        # the equation itself cannot be bound, as in `reduce`
         return [jax.lax.scatter_add(_widened(total), ids, _widened(rows), **options)]
 
     def enter(self, i: Instruction) -> list[Any]:
-        """Rewrite what an instruction holds. A loop carries sums over its iterations in float32."""
+        """Rewrite the regions of an instruction.
+
+        A loop carries sums over its iterations in float32.
+        """
         regions = regions_of(i.eqn)
         values = [self.plain(ref) for ref in i.ins]
         for position, out in zip(regions[0].carried, i.outs, strict=False):

@@ -1,13 +1,13 @@
-"""Derivatives that are rewritten after JAX traced them, from their gradients backwards.
+"""Rewrite derivatives after JAX traced them, backwards from their gradients.
 
-Some values of the traced derivative take another form: float32 in place of 16 bits, or a row for
-each device in place of a reduced sum. A rewriting of a jaxpr is made in two passes:
+Some values of the traced derivative get another form: float32 instead of 16 bits, or one row per
+device instead of a reduced sum. A jaxpr is rewritten in two passes:
 
-    backwards    from the gradients that are wanted so: which values are made in the other form
-    forwards     equations that make such a value are applied by rules; others as they are
+    backwards    from the wanted gradients: which values are made in the other form
+    forwards     equations that make such a value are applied by rules, all others unchanged
 
-A value that is read in the form that it does not have is converted, once. Control flow is entered
-(`zerojax.jaxprs.regions`): each of its jaxprs is rewritten the same way, and bound again.
+If a value is read in a form that it does not have, it is converted, once. Control flow is entered
+(`zerojax.jaxprs.regions`): each of its jaxprs is rewritten in the same way and bound again.
 """
 
 import dataclasses
@@ -21,22 +21,22 @@ import jax.numpy as jnp
 from zerojax.jaxprs import FlatJaxpr, Instruction, Ref, Region, bind, trace
 
 Derivative = Callable[[Any, Any, Any], tuple[Any, Any]]
-"""`derivative(cotangents, data, params) -> (gradients, others)`, of trees of arrays."""
+"""`derivative(cotangents, data, params) -> (gradients, others)`, on trees of arrays."""
 IsOpaque = Callable[[jex.JaxprEqn], bool]
-"""Whether a `jit` is to stay one equation. Its results are returned as it makes them."""
+"""Returns whether a `jit` stays one equation. Its results keep the form that it gives them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TracedDerivative:
-    """A derivative, traced.
+    """A traced derivative.
 
     Attributes:
-      program: over the leaves of (cotangents, data, params).
-      leaves: these leaves.
+      program: the program over the leaves of (cotangents, data, params).
+      leaves: the leaves of (cotangents, data, params).
       cotangents: slots of the cotangents.
       data: slots of the data.
       is_grad: whether each result is a gradient.
-      structure: tree of the results.
+      structure: tree structure of the results.
     """
 
     program: FlatJaxpr
@@ -66,27 +66,27 @@ class TracedDerivative:
         )
 
     def rewritten(self, rewriter: "GradRewriter") -> Any:
-        """Return the results as a rewriting makes them."""
+        """Return the results that a rewriter computes."""
         results = [jnp.asarray(a) for a in rewriter.run(self.leaves)]
         return jax.tree.unflatten(self.structure, results)
 
 
 Rules = Mapping[str, Callable[[Any, Instruction], Sequence[Any]]]
-"""By primitive, a method of a `GradRewriter` that applies an instruction."""
+"""{primitive: method of a `GradRewriter` that applies an instruction}."""
 
 
 class GradRewriter:
-    """The rewriting of one jaxpr. A subclass says what the other form is, and which values have it.
+    """Rewrites one jaxpr. A subclass defines the other form, and which values have it.
 
     Attributes:
       program: the jaxpr.
       cotangents: slots that depend on cotangents.
-      data: slots that depend on data. What is in neither set is made of parameters and constants.
+      data: slots that depend on data. Slots in neither set depend only on parameters and constants.
       outputs: whether each result is to have the other form.
-      is_opaque: whether a `jit` is one equation.
+      is_opaque: whether a `jit` stays one equation.
       makers: the instruction that makes each slot.
-      rewritten: slots that are made in the other form, if there is a rule; set by a subclass.
-      rules: what is done, by primitive, with an instruction that makes such a slot.
+      rewritten: slots that are made in the other form if there is a rule; set by a subclass.
+      rules: method that applies an instruction which makes such a slot, by primitive.
     """
 
     rewritten: Set[int]
@@ -100,6 +100,7 @@ class GradRewriter:
         outputs: Sequence[bool],
         is_opaque: IsOpaque,
     ) -> None:
+        """Keep the arguments, and find the maker of each slot."""
         self.program, self.cotangents, self.data = program, cotangents, data
         self.outputs = outputs
         self.makers = {out: i for i in program.instructions for out in i.outs}
@@ -116,11 +117,11 @@ class GradRewriter:
     # --- given by a subclass -------------------------------------------------------------------
 
     def has_form(self, slot: int, value: Any) -> bool:
-        """Return whether the value that was made for a slot has the other form."""
+        """Return whether the value made for a slot has the other form."""
         raise NotImplementedError
 
     def as_plain(self, slot: int, value: Any) -> Any:
-        """Convert a value in the other form to that of the program."""
+        """Convert a value in the other form to the program's form."""
         raise NotImplementedError
 
     def as_output(self, ref: Ref) -> Any:
@@ -130,7 +131,7 @@ class GradRewriter:
     # --- values --------------------------------------------------------------------------------
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
-        """Return the results, in the other form if `outputs` says so."""
+        """Return the results, each in the other form if `outputs` says so."""
         self.plain_values: dict[int, Any] = {}
         self.formed_values: dict[int, Any] = {}
         self._write(self.program.inputs, inputs)
@@ -151,15 +152,15 @@ class GradRewriter:
         return self.by_default(i) if rule is None else rule(self, i)
 
     def by_default(self, i: Instruction) -> list[Any]:
-        """Apply an instruction that makes a value in the other form, if it has no rule."""
+        """Apply an instruction that makes a value in the other form but has no rule."""
         return self.apply_plain(i)
 
     def apply_plain(self, i: Instruction) -> list[Any]:
-        """Apply an instruction as it is."""
+        """Apply an instruction unchanged."""
         return bind(i.eqn, [self.plain(ref) for ref in i.ins])
 
     def plain(self, ref: Ref) -> Any:
-        """Return a value in the form that the program has it in."""
+        """Return a value in the program's form."""
         if not isinstance(ref, int):
             return ref.value
         if ref not in self.plain_values:
@@ -172,6 +173,6 @@ class GradRewriter:
             values_of_form[slot] = value
 
     def _is_made_opaque(self, ref: Ref) -> bool:
-        """Return whether an opaque equation made a value: its caller chooses the form then."""
+        """Return whether an opaque equation made a value, whose form its caller then chooses."""
         maker = self.makers.get(ref) if isinstance(ref, int) else None
         return maker is not None and self.is_opaque(maker.eqn)

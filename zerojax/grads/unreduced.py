@@ -1,29 +1,31 @@
-"""Gradients that stay each device's own sums: nothing is reduced until somebody adds them up.
+"""Keep gradients as each device's own sums, which are reduced only when the caller adds them up.
 
-    g[D, F]{U_(data, fsdp)}    the sum over devices that is left to be done, held as an array: one row for each device's batch
+    g[D, F]{U_(data, fsdp)}    a pending sum over devices, held as an array: one row per device
 
     x[B_(data, fsdp), T, D], dy[B_(data, fsdp), T, F]
-    x -> x[R_(data, fsdp), B / R, T, D]                        R devices with a batch of their own; local
-    g[R_(data, fsdp), D, F] = for each r: dot(x[r], dy[r])     local, and sum(g, 0) is the gradient
+    x -> x[R_(data, fsdp), B / R, T, D]                     R batch shards; local
+    g[R_(data, fsdp), D, F] = for each r: dot(x[r], dy[r])  local, and sum(g, 0) is the gradient
 
-So M microbatches add R rows M times, and one reduction at the end sends what M reductions sent. A
-partitioner has no such value of its own: where an equation leaves a sum over devices, it reduces
-right behind it. So a derivative is traced, and rewritten from its gradients backwards, as in
-`zerojax.float32_grads`:
+So M microbatches add R rows M times, and one reduction at the end replaces M reductions. A
+partitioner has no such value: if an equation leaves a sum over devices pending, it reduces
+immediately. So a derivative is traced, and rewritten backwards from its
+gradients, as in `zerojax.grads.float32_grads`:
 
-    sums over the batch       dot_general, convolutions, reduce_sum, scatter-add: mapped over R pieces of what they sum
-    what follows them         linear in the sums: mapped over R
-    what adds to them         a gradient of something else than data, such as a penalty: row 0 holds it
-    `jax.shard_map`           the psum or psum_scatter over the batch's axes is left out, and the result has a row for a device
+    sums over the batch    dot_general, convolutions, reduce_sum, scatter-add: mapped over R pieces
+                           of the summed arrays
+    their users            equations linear in the sums: mapped over R
+    added values           gradients that do not depend on data, such as a penalty's: put in row 0
+    `jax.shard_map`        the psum or psum_scatter over the batch's axes is left out, and the
+                           result has one row per device
 
-Loops, branches and rematerialised regions are entered: what a loop carries of a gradient, or
-  stacks, has rows. The loss and all
-that forward computes is what it was: random masks, statistics over a batch, tokens that count.
+Loops, branches and rematerialized regions are entered: gradients that a loop carries or stacks have
+rows. The loss and everything that forward computes stay the same: random masks, statistics over a
+batch, token counts.
 
-A sum is exact whichever dim is cut into R pieces; it is local where that dim is the batch's. Where
-the batch lies is followed from dim 0 of what comes in (`zerojax.activations.flow`). A sum in which
-it is not found, or that no rule knows (a kernel, a `while_loop`, rows sorted by experts), is
-reduced where it is made, put in row 0, and reported.
+A sum is exact whichever dim is cut into R pieces, and it is local if that dim is the batch dim. The
+position of the batch dim is followed from dim 0 of the arguments (`zerojax.activations.flow`). A
+sum in which the batch dim is not found, or for which there is no rule (a kernel, a `while_loop`,
+rows sorted by experts), is reduced where it is made, put in row 0, and reported.
 """
 
 import dataclasses
@@ -68,17 +70,17 @@ from zerojax.sharding import (
 
 Array = jax.Array
 _Chain = Sequence[tuple[jex.JaxprEqn, Ref]]
-"""Equations of an island, one after the other, each with its operand."""
+"""Consecutive equations of a shard_map body, each with its operand."""
 logger = logging.getLogger("zerojax")
 _REDUCED = frozenset({"psum", "psum_invariant", "reduce_scatter"})
 _MOVED = frozenset({"transpose", "convert_element_type", "copy", "name", "pvary"})
-"""What may stand beside a reduction in an island: it acts on the whole as on a shard."""
+"""Equations that may accompany a reduction in a shard_map: they act alike on arrays and shards."""
 _BILINEAR = frozenset({"mul", "div", "dot_general", "conv_general_dilated"})
-"""A cotangent is one of the operands, and the others are none."""
+"""Equations with exactly one cotangent operand."""
 _ADDITIVE = frozenset(
     {"add", "sub", "add_any", "concatenate", "dynamic_update_slice", "complex", "scatter-add"}
 )
-"""Equations that are linear in all operands together: one without rows counts once."""
+"""Equations that are linear in all operands together: an operand without rows counts once."""
 _LINEAR_IN_SUMS = (
     LINEAR
     | _ADDITIVE
@@ -107,7 +109,7 @@ _LINEAR_IN_SUMS = (
     )
 )
 _ENTERED = ENTERED["unreduced_grads"] - INLINED - {"shard_map"}
-"""Equations whose jaxprs are rewritten. In a `jax.shard_map` only reductions are left out."""
+"""Equations whose jaxprs are rewritten. In a `jax.shard_map`, only reductions are left out."""
 
 
 def unreduced_grads(
@@ -115,19 +117,18 @@ def unreduced_grads(
     mesh: Mesh,
     is_opaque: IsOpaque = lambda eqn: False,
 ) -> Derivative:
-    """Return a derivative whose gradients are each device's own: g[R_(data, fsdp), ...] in place of
-    g[...].
+    """Return a derivative whose gradients are per device: g[R_(data, fsdp), ...] instead of g[...].
 
     Args:
       derivative: `derivative(cotangents, data, params) -> (gradients, others)`. Dim 0 of the first
-        leaf of (cotangents, data) that has one is the batch; other leaves with a dim 0 of that
-        length are split likewise.
-      mesh: the device mesh. R is the size of `data` times that of `fsdp`.
-      is_opaque: whether a `jit` is to stay one equation; gradients that it returns are left as they
-        are.
+        leaf of (cotangents, data) that is not a scalar is the batch; other leaves whose dim 0 has
+        the same length are split in the same way.
+      mesh: the device mesh. R is the size of `data` times the size of `fsdp`.
+      is_opaque: function that says whether a `jit` stays one equation; gradients that it returns
+        are left unchanged.
 
     Returns:
-      A function of the same arguments. Gradients have their dtype; `others` are as they are.
+      A function of the same arguments. Gradients keep their dtype, and `others` are unchanged.
     """
 
     def run(cotangents: Any, data: Any, params: Any) -> Any:
@@ -137,7 +138,7 @@ def unreduced_grads(
         rows = next((shape[0] for shape in shapes[:num_data] if shape), 0)
         rule = _Rule(mesh, rows)
         splits = [rule.given(shape, rows if n < num_data else 0) for n, shape in enumerate(shapes)]
-        # A cotangent of rows is data too: what is summed of it is a sum over the batch.
+        # A cotangent of rows is data too: a sum over it is a sum over the batch.
         pairs = zip(traced.cotangents, splits, strict=False)
         of_data = [*traced.data, *(slot for slot, split in pairs if rule.dim(split) >= 0)]
         rewriter = UnreducedGradRewriter(
@@ -153,7 +154,8 @@ def unreduced_grads(
         results = traced.rewritten(rewriter)
         for what in dict.fromkeys(rule.lifted):
             logger.warning(
-                "reduce_every='step': where %s sums the batch is not known: it is reduced in each microbatch",
+                "reduce_every='step': the dim in which %s sums the batch is unknown, so its result "
+                "is reduced in each microbatch",
                 what,
             )
         return results
@@ -162,11 +164,14 @@ def unreduced_grads(
 
 
 def reduced(value: Array, sharding: NamedSharding) -> Array:
-    """Add up the rows of an unreduced gradient: g[R_(data, fsdp), D, F] -> g[D_fsdp, F], one
-    reduction in its dtype.
+    """Add up the rows of an unreduced gradient: g[R_(data, fsdp), D, F] -> g[D_fsdp, F].
 
-    Over replicas in two steps, a reduce_scatter and an all_reduce of the shards: the partitioner
-      makes one all_reduce of both.
+    It is one reduction, in the gradient's dtype. With replicas it takes two steps, a reduce_scatter
+    and an all_reduce of the shards, because the partitioner would make one all_reduce of both.
+
+    Args:
+      value: the unreduced gradient.
+      sharding: sharding of the result.
     """
     mesh, spec = sharding.mesh, pad_spec(sharding.spec, value.ndim - 1)
     if mesh.shape[DATA] > 1 and without_axis(spec, FSDP) != spec:
@@ -182,20 +187,23 @@ def reduced(value: Array, sharding: NamedSharding) -> Array:
 
 
 def unreduced_sharding(mesh: Mesh, whole: Sequence[Any]) -> NamedSharding:
-    """Return the sharding of an unreduced gradient, given the spec of the whole leaf: its own axes
-    are those of `tensor`.
+    """Return the sharding of an unreduced gradient.
+
+    Args:
+      mesh: the device mesh.
+      whole: partition spec of the unsharded leaf, which can only use the axis `tensor`.
     """
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES, *whole))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    """What is the same for all jaxprs of a derivative.
+    """Properties shared by all jaxprs of a derivative.
 
     Attributes:
       mesh: the device mesh.
-      rows: of a microbatch.
-      lifted: what was reduced where it is made, in words.
+      rows: number of rows of a microbatch.
+      lifted: descriptions of the sums that were reduced where they are made.
     """
 
     mesh: Mesh
@@ -204,38 +212,37 @@ class _Rule:
 
     @property
     def count(self) -> int:
-        """R."""
+        """R, the number of batch shards."""
         return num_batch_shards(self.mesh)
 
     def given(self, shape: tuple[int, ...], rows: int) -> Split:
-        """Return how an argument is split, if dim 0 is the batch where it has so many rows."""
+        """Return how an argument is split; its dim 0 is the batch if it has `rows` rows."""
         is_batch = shape[:1] == (rows,) and rows > 0 and rows % self.count == 0
         return (BATCH_AXES, *((),) * (len(shape) - 1)) if is_batch else ((),) * len(shape)
 
     def dim(self, split: Split) -> int:
-        """Return the dim that is split as the batch is, or -1."""
+        """Return the dim that is split like the batch, or -1."""
         found = [
             d for d, entry in enumerate(split) if entry is not ANY and set(entry) & set(BATCH_AXES)
         ]
         return found[0] if found else -1
 
     def constrain(self, value: Array, *spec: Any) -> Array:
-        """Keep dim 0, the rows, on their devices; other dims are left to the partitioner unless
-        they are given.
+        """Keep dim 0, the rows, on their devices.
+
+        The partitioner chooses the sharding of the other dims unless `spec` gives it.
         """
         rest = spec or (PartitionSpec.UNCONSTRAINED,) * (value.ndim - 1)
         return jax.lax.with_sharding_constraint(value, unreduced_sharding(self.mesh, rest))
 
     def cut(self, value: Any, dim: int) -> Array:
-        """Return an array with its dim `dim` cut into R pieces, which are dim 0: x[B, D] -> x[R, B
-        / R, D].
-        """
+        """Return an array with dim `dim` cut into R pieces, as dim 0: x[B, D] -> x[R, B / R, D]."""
         value = jnp.asarray(value)
         pieces = value.reshape(*value.shape[:dim], self.count, -1, *value.shape[dim + 1 :])
         return self.constrain(jnp.moveaxis(pieces, dim, 0))
 
     def lift(self, value: Any) -> Array:
-        """Return rows whose sum is a value: itself, and zeros."""
+        """Return rows whose sum is `value`: the value itself, and zeros."""
         value = jnp.asarray(value)
         row = jax.lax.broadcasted_iota(jnp.int32, (self.count, *(1,) * value.ndim), 0)
         return self.constrain(jnp.where(row == 0, value[None], jnp.zeros((), value.dtype)))
@@ -246,14 +253,14 @@ def _ndim(v: Any) -> int:
 
 
 class UnreducedGradRewriter(GradRewriter):
-    """The rewriting of one jaxpr, whose other form has a row for each device's batch.
+    """Rewrites one jaxpr so that its gradients have a row for each device's batch.
 
     Attributes:
-      rule: of the derivative.
-      splits: how each slot is split, as far as the batch goes.
-      sums: slots that are sums over the batch, or made of such: they can have rows.
-      lost: slots that may be sums over the batch, made in a way that is not known.
-      own: those of `sums` that are held with rows.
+      rule: properties of the derivative.
+      splits: how each slot is split along the batch's axes.
+      sums: slots that are sums over the batch, or made from such sums: they can have rows.
+      lost: slots that may be sums over the batch, made in an unknown way.
+      own: the slots of `sums` that are held with rows.
     """
 
     def __init__(
@@ -267,7 +274,18 @@ class UnreducedGradRewriter(GradRewriter):
         splits: Sequence[Split],
         given: set[int],
     ) -> None:
-        """Choose what has rows: `given` inputs come so, and `outputs` are wanted so."""
+        """Choose the values that have rows.
+
+        Args:
+          program: the jaxpr.
+          cotangents: slots that depend on cotangents.
+          data: slots that depend on data.
+          outputs: whether each result is wanted with rows.
+          is_opaque: whether a `jit` stays one equation.
+          rule: properties of the derivative.
+          splits: how each input is split along the batch's axes.
+          given: slots of the inputs that have rows.
+        """
         super().__init__(program, cotangents, data, outputs, is_opaque)
         self.rule = rule
         self.splits: dict[int, Split] = dict(zip(program.inputs, splits, strict=True))
@@ -285,8 +303,8 @@ class UnreducedGradRewriter(GradRewriter):
             for ref, is_wanted in pairs
             if is_wanted and isinstance(ref, int) and ref in self.sums
         } | given
-        # What reads a slot comes after what makes it, so that all is known of a result when its
-        # maker is looked at.
+        # A slot's readers come after its maker, so all readers of a result are known when its maker
+        # is visited.
         for i in reversed(program.instructions):
             if not self.own.isdisjoint(i.outs):
                 self.own.update(slot for slot in self._made_of(i) if slot in self.sums)
@@ -298,7 +316,7 @@ class UnreducedGradRewriter(GradRewriter):
         return self.splits[ref] if isinstance(ref, int) else (ANY,) * _ndim(v)
 
     def _is_lost(self, i: Instruction, out: int) -> bool:
-        """Tell whether a result, which is no sum of `sums`, may be one over the batch."""
+        """Return whether a result outside `sums` may be a sum over the batch."""
         if out in self.sums or self.rule.dim(self.splits[out]) >= 0:
             return False
         of_data = [self.splits[slot] for slot in i.reads if slot in self.data]
@@ -307,12 +325,10 @@ class UnreducedGradRewriter(GradRewriter):
         )
 
     def _look_into(self, i: Instruction) -> None:
-        """Find out how the results of an instruction are split that holds jaxprs, and which of them
-        are sums.
-        """
+        """Find how the results of an instruction with jaxprs are split, and which are sums."""
         regions = regions_of(i.eqn)
         carry = regions[0].carried
-        # As what comes in, until it is known what goes round.
+        # The carry starts as split as its initial value, until the body's results are known.
         self.splits |= {
             out: self._split(i.ins[p], i.eqn.invars[p])
             for p, out in zip(carry, i.outs, strict=False)
@@ -327,7 +343,8 @@ class UnreducedGradRewriter(GradRewriter):
                     (split for split in found if self.rule.dim(split) >= 0),
                     found[0] if found else (ANY,) * _ndim(v),
                 )
-                split = ((),) * (_ndim(v) - len(split)) + split  # of what a scan stacks, one slice
+                # for arrays that a scan stacks, this is one slice
+                split = ((),) * (_ndim(v) - len(split)) + split
                 again |= n < len(carry) and self.rule.dim(split) >= 0 > self.rule.dim(
                     self.splits[out]
                 )
@@ -352,8 +369,8 @@ class UnreducedGradRewriter(GradRewriter):
                 tuple(map(axes_of, pad_spec(spec, _ndim(v)))) if s is None else s
                 for s, spec, v in triples
             ]
-        # What is made of data has its rows in dim 0, if it has as many, where the table leaves that
-        # open.
+        # If the table leaves it open, a value made from data is assumed to have its rows in dim 0
+        # if the length fits.
         rows = self.rule.rows if not self.data.isdisjoint(i.reads) else 0
         guessed = [self.rule.given(getattr(v.aval, "shape", ()), rows) for v in i.eqn.outvars]
         return [
@@ -385,8 +402,8 @@ class UnreducedGradRewriter(GradRewriter):
         if self.cut_dims(i) is not None:
             return i.outs
         of_sums = [n for n, ref in enumerate(i.ins) if is_among(ref, self.sums)]
-        # A derivative of the model's own may do anything with a gradient: clip it, divide by its
-        # norm.
+        # A custom derivative of the model may do anything with a gradient: clip it, or divide by
+        # its norm.
         if not of_sums or name not in _LINEAR_IN_SUMS:
             return ()
         if name in _BILINEAR and (len(of_sums) > 1 or (name == "div" and of_sums != [0])):
@@ -396,7 +413,7 @@ class UnreducedGradRewriter(GradRewriter):
         return i.outs
 
     def _made_of(self, i: Instruction) -> list[int]:
-        """Return the operands that have rows where a result has."""
+        """Return the operands that have rows if a result has rows."""
         name = i.eqn.primitive.name
         if name == "optimization_barrier":
             return [
@@ -404,16 +421,15 @@ class UnreducedGradRewriter(GradRewriter):
                 for ref, out in zip(i.ins, i.outs, strict=True)
                 if out in self.own and isinstance(ref, int)
             ]
-        if name in _ENTERED:  # what comes in stays as it is, but sums that go round
+        if name in _ENTERED:  # inputs are unchanged, except carried sums
             pairs = zip((i.ins[p] for p in regions_of(i.eqn)[0].carried), i.outs, strict=False)
             return [ref for ref, out in pairs if out in self.own and isinstance(ref, int)]
         return [] if name == "shard_map" else list(i.reads)
 
     def cut_dims(self, i: Instruction) -> Mapping[int, int] | None:
-        """Return, of a sum over the batch, the dim of each operand that is cut; None of what is no
-        such sum.
+        """Return {operand: dim to cut} for a sum over the batch, else None.
 
-        Operands that are missing are the same for all pieces, but those that a sum starts from
+        Missing operands are the same for all pieces, except the operands that a sum starts from
         (`_starts`).
         """
         name, params = i.eqn.primitive.name, i.eqn.params
@@ -430,7 +446,7 @@ class UnreducedGradRewriter(GradRewriter):
             found = [(a, b) for a, b in pairs if a == self._dim(i, 0) or b == self._dim(i, 1)]
             dims = {0: found[0][0], 1: found[0][1]} if found else {}
         elif name == "conv_general_dilated":
-            # Of a kernel's gradient the batch is the dim of features that both operands have.
+            # In a kernel's gradient, the batch is the feature dim that both operands have.
             numbers = params["dimension_numbers"]
             features = (numbers.lhs_spec[1], numbers.rhs_spec[1])
             is_sum = params["feature_group_count"] == params["batch_group_count"] == 1
@@ -444,8 +460,8 @@ class UnreducedGradRewriter(GradRewriter):
         elif name == "scatter-add":
             numbers = params["dimension_numbers"]
             rows = [d for d in range(len(shapes[2])) if d not in numbers.update_window_dims]
-            # The dims of the indices but the last are those of the rows, in order; batching dims
-            # are no sum.
+            # All dims of the indices except the last correspond to the dims of the rows, in order;
+            # batching dims are not summed.
             of_rows, of_ids = self._dim(i, 2), self._dim(i, 1)
             at = rows.index(of_rows) if of_rows in rows else of_ids if of_ids < len(rows) else -1
             dims = (
@@ -459,12 +475,15 @@ class UnreducedGradRewriter(GradRewriter):
     # --- values -----------------------------------------------------------------------------------
 
     def has_form(self, slot: int, value: Any) -> bool:
+        """Return whether a slot is held with rows."""
         return slot in self.own
 
     def as_plain(self, slot: int, value: Any) -> Any:
+        """Add up the rows of a value."""
         return jnp.sum(value, 0, dtype=value.dtype)
 
     def as_output(self, ref: Ref) -> Any:
+        """Return a result with rows."""
         return self.rows(ref)
 
     def rows(self, ref: Ref) -> Any:
@@ -483,11 +502,11 @@ class UnreducedGradRewriter(GradRewriter):
         region: Region,
         is_own: Sequence[bool],
     ) -> "UnreducedGradRewriter":
-        """Return the rewriting of a region of an instruction of `_ENTERED`.
+        """Return the rewriting of one region of an instruction in `_ENTERED`.
 
         Args:
-          i: the instruction, whose results are those of the region.
-          region: what it holds, or one of several branches.
+          i: the instruction; its results are the results of the region.
+          region: the jaxpr in the instruction, or one of several branches.
           is_own: whether each result is to have rows.
         """
         program, cotangents, data = self.flatten_region(i, region)
@@ -498,9 +517,10 @@ class UnreducedGradRewriter(GradRewriter):
             split = self.splits[ref] if isinstance(ref, int) else (ANY,) * ndim
             if position in region.carried:
                 out = self.splits[i.outs[position - region.carried.start]]
-                # what goes round shows where the batch is, if what comes in does not
+                # the carry's result shows where the batch is, if its initial value does not
                 split = out if self.rule.dim(out) >= 0 else split
-            splits.append(split[len(split) - ndim :])  # of what is scanned over, one slice
+            # for arrays that are scanned over, this is one slice
+            splits.append(split[len(split) - ndim :])
         pairs = zip(region.carried, is_own, strict=False)
         given = {program.inputs[position] for position, own in pairs if own}
         of_slots = (program, cotangents, data, is_own)
@@ -509,7 +529,7 @@ class UnreducedGradRewriter(GradRewriter):
     # --- equations whose result has rows -----------------------------------------------------
 
     def by_default(self, i: Instruction) -> list[Any]:
-        """Apply an equation to each piece of what it sums, or to each row of a sum."""
+        """Apply an equation to each piece of the arrays that it sums, or to each row of a sum."""
         dims, rule = self.cut_dims(i), self.rule
         is_additive = dims is None and i.eqn.primitive.name not in _BILINEAR
         mapped: dict[int, Any] = {}
@@ -523,7 +543,7 @@ class UnreducedGradRewriter(GradRewriter):
                 or (dims is None and _counts_once(i, position))
             ):
                 mapped[position] = self.rows(ref)
-        # Closed over, and not mapped with None: a literal keeps its weak type.
+        # Closed over instead of mapped with None, so that a literal keeps its weak type.
         others = {n: self.plain(ref) for n, ref in enumerate(i.ins) if n not in mapped}
 
         def one(values: dict[int, Any]) -> list[Any]:
@@ -533,9 +553,9 @@ class UnreducedGradRewriter(GradRewriter):
         return [rule.constrain(out) for out in jax.vmap(one)(mapped)]
 
     def convolution(self, i: Instruction) -> list[Any]:
-        """Apply a convolution that sums the batch to each device's part.
+        """Apply a convolution that sums over the batch to each device's part.
 
-        If it were mapped, the partitioner would gather what it sums.
+        If it were mapped, the partitioner would gather the summed arrays.
         """
         dims, rule = self.cut_dims(i), self.rule
         if dims is None:
@@ -557,11 +577,12 @@ class UnreducedGradRewriter(GradRewriter):
         return [run(*(self.plain(ref) for ref in i.ins))]
 
     def barrier(self, i: Instruction) -> list[Any]:
+        """Apply an optimization_barrier; its results in `own` have rows."""
         pairs = zip(i.ins, (out in self.own for out in i.outs), strict=True)
         return bind(i.eqn, [self.rows(ref) if own else self.plain(ref) for ref, own in pairs])
 
     def constraint(self, i: Instruction) -> list[Any]:
-        """Keep what a constraint says of other axes: those of the batch split the rows."""
+        """Keep a constraint's other axes; the batch's axes split the rows."""
         spec = getattr(i.eqn.params["sharding"], "spec", None)
         value = self.rows(i.ins[0])
         if spec is None:
@@ -569,13 +590,16 @@ class UnreducedGradRewriter(GradRewriter):
         return [self.rule.constrain(value, *_without_batch(pad_spec(spec, value.ndim - 1)))]
 
     def enter(self, i: Instruction) -> list[Any]:
-        """Rewrite what an instruction holds. A loop carries sums over its iterations with rows."""
+        """Rewrite the regions of an instruction.
+
+        A loop carries sums over its iterations with rows.
+        """
         regions, is_own = regions_of(i.eqn), [out in self.own for out in i.outs]
         inner = [self.inside(i, region, is_own) for region in regions]
         carried = regions[0].carried
         own_carry = {n for n, own in zip(carried, is_own, strict=False) if own}
         values = [
-            # sums that go round, and everything else
+            # carried sums, and everything else
             self.rows(ref) if n in own_carry else self.plain(ref)
             for n, ref in enumerate(i.ins)
         ]
@@ -590,12 +614,13 @@ class UnreducedGradRewriter(GradRewriter):
         outs = rebind_scan(i.eqn, body, values)
         for n, own in enumerate(is_own):
             if own and n >= len(carried):
-                # Behind the iterations: ys[L, R, ...] -> [R, L, ...]. No data moves on a device
-                # that holds one row.
+                # After the iterations: ys[L, R, ...] -> [R, L, ...]. No data moves if each device
+                # holds one row.
                 outs[n] = constrain(jnp.moveaxis(outs[n], 1, 0))
         return outs
 
     def shard_map(self, i: Instruction) -> list[Any]:
+        """Apply a shard_map; its results in `own` skip the sums over the batch's axes."""
         (region,) = regions_of(i.eqn)
         program, chains = region.flatten(), _reductions(self.rule, i.eqn)
         pairs = zip(i.outs, chains, strict=True)
@@ -636,7 +661,7 @@ class UnreducedGradRewriter(GradRewriter):
 
 
 def _counts_once(i: Instruction, position: int) -> bool:
-    """Tell whether an operand is added: without rows of its own it is put in row 0."""
+    """Return whether an operand is added, so that it is put in row 0 if it has no rows."""
     name = i.eqn.primitive.name
     if name == "select_n":
         return position > 0
@@ -646,9 +671,7 @@ def _counts_once(i: Instruction, position: int) -> bool:
 
 
 def _starts(i: Instruction, position: int) -> bool:
-    """Tell whether a sum starts from an operand, which then counts once and not once for each
-    piece.
-    """
+    """Return whether a sum starts from an operand, which then counts once, not per piece."""
     return (i.eqn.primitive.name, position) in (("scatter-add", 0), ("reduce", 1))
 
 
@@ -661,9 +684,7 @@ def _without_batch(spec: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _reductions(rule: _Rule, eqn: jex.JaxprEqn) -> list[_Chain | None]:
-    """Return, of each result of a shard_map, the chain from a sum over the batch's axes to the
-    result; None where none is.
-    """
+    """Return for each result of a shard_map the chain from a batch sum to the result, or None."""
     (region,) = regions_of(eqn)
     program = region.flatten()
     makers = {out: i for i in program.instructions for out in i.outs}
@@ -677,7 +698,7 @@ def _reductions(rule: _Rule, eqn: jex.JaxprEqn) -> list[_Chain | None]:
             and i.eqn.primitive.name in _MOVED | _REDUCED
         ):
             if i.eqn.primitive.name in _REDUCED:
-                # A scatter that is not tiled drops a dim, which the whole has.
+                # A scatter that is not tiled drops a dim that the full array has.
                 if (
                     not i.eqn.params.get("tiled", True)
                     or i.eqn.params.get("axis_index_groups") is not None
@@ -691,6 +712,6 @@ def _reductions(rule: _Rule, eqn: jex.JaxprEqn) -> list[_Chain | None]:
 
 
 def _axes_of(eqn: jex.JaxprEqn) -> set[str]:
-    """Return the axes over which a reduction in an island sums."""
+    """Return the axes over which a reduction in a shard_map sums."""
     axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
     return set(axes_of(axes))

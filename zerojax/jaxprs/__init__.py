@@ -1,9 +1,9 @@
-"""Traced programs: as flat lists of equations, and what interpreters of them share.
+"""Traced programs as flat lists of equations, and the code that their interpreters share.
 
     flat         `flatten`: a jaxpr as instructions over slots, with nested `jit` calls inlined
-    regions      control flow: the jaxprs in an equation, and the equation with others in it
+    regions      control flow: the jaxprs in an equation, and the equation with other jaxprs in it
     analysis     a fact for every value, followed through equations and control flow
-    entered      the table of what each interpreter enters
+    entered      the table of the equations that each interpreter enters
     primitives   kinds of equations
     parameters   names that differ between versions of jax
     flops        the products in an equation

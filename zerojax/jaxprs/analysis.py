@@ -1,15 +1,15 @@
 """Facts about the values of a program, followed through its equations and its control flow.
 
-An analysis is an abstract interpretation: it gives each value a fact, such as how it is split over
-devices, and each equation turns the facts of its operands into those of its results. A subclass
-says what the facts are, and what one equation does with them. The base class follows them through
-control flow, the same way for all facts:
+An analysis is an abstract interpretation: it gives each value a fact, such as how the value is
+split over devices, and each equation turns the facts of its operands into the facts of its results.
+A subclass defines the facts, and what one equation does with them. The base class follows them
+through control flow, in the same way for all facts:
 
-    calls        the facts of the operands go in, those of the results come out
+    calls        take the facts of the operands, and return the facts of the results
     cond         a result's fact is the join of its facts in all branches
-    scan         a carry's fact is the join over all iterations: its own, joined with what the
-                 body makes of it, until that changes nothing
-    shard_map    facts about whole arrays become facts about shards, and back
+    scan         a carry's fact is the join over all iterations: the fact is joined with the
+                 body's result until it stops changing
+    shard_map    facts about global arrays become facts about shards, and back
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,8 @@ class Analysis(Generic[Fact]):
 
     enters: frozenset[str]
 
-    # --- what a subclass says ------------------------------------------------------------------
+    # --- defined by a subclass
+    # -----------------------------------------------------------------------
 
     def constant(self, value: Any) -> Fact:
         """Return the fact of a constant."""
@@ -43,29 +44,32 @@ class Analysis(Generic[Fact]):
         raise NotImplementedError
 
     def join(self, facts: Sequence[Fact]) -> Fact:
-        """Return the fact of a value that has one of these. Joins must end: see `scan`."""
+        """Return the fact of a value that has one of these facts.
+
+        Repeated joins must stop changing the fact, so that `scan` ends.
+        """
         raise NotImplementedError
 
     def sliced(self, fact: Fact) -> Fact:
-        """Return the fact of one slice along dim 0, given that of the array."""
+        """Return the fact of one slice along dim 0, given the array's fact."""
         raise NotImplementedError
 
     def stacked(self, fact: Fact) -> Fact:
-        """Return the fact of an array of slices along dim 0, given that of a slice."""
+        """Return the fact of an array of slices along dim 0, given a slice's fact."""
         raise NotImplementedError
 
     def of_shards(self, eqn: jex.JaxprEqn, ins: Sequence[Fact]) -> Sequence[Fact]:
-        """Return the facts of a shard_map's operands on one device, given those of the wholes."""
+        """Return the facts of a shard_map's operands on one device, given the global facts."""
         raise NotImplementedError
 
     def of_wholes(self, eqn: jex.JaxprEqn, outs: Sequence[Fact]) -> Sequence[Fact]:
-        """Return the facts of a shard_map's results, given those of their shards."""
+        """Return the facts of a shard_map's results, given the facts of their shards."""
         raise NotImplementedError
 
     # --- programs and control flow -------------------------------------------------------------
 
     def run(self, program: FlatJaxpr, inputs: Sequence[Fact]) -> dict[int, Fact]:
-        """Return the fact of every slot of a program, given those of its inputs."""
+        """Return the fact of every slot of a program, given the facts of its inputs."""
         facts = dict(zip(program.inputs, inputs, strict=True))
         for i in program.instructions:
             ins = [self.read(ref, facts) for ref in i.ins]
@@ -73,7 +77,7 @@ class Analysis(Generic[Fact]):
         return facts
 
     def results(self, program: FlatJaxpr, facts: Mapping[int, Fact]) -> list[Fact]:
-        """Return the facts of a program's results, given those of its slots."""
+        """Return the facts of a program's results, given the facts of its slots."""
         return [self.read(ref, facts) for ref in program.outputs]
 
     def read(self, ref: Ref, facts: Mapping[int, Fact]) -> Fact:
@@ -85,7 +89,7 @@ class Analysis(Generic[Fact]):
         return self.equation(i.eqn, ins)
 
     def equation(self, eqn: jex.JaxprEqn, ins: Sequence[Fact]) -> Sequence[Fact]:
-        """Return the facts of an equation's results, entering what it holds."""
+        """Return the facts of an equation's results, entering the jaxprs in it."""
         name = eqn.primitive.name
         if name not in self.enters or not regions_of(eqn):
             return self.apply(eqn, ins)
@@ -99,7 +103,7 @@ class Analysis(Generic[Fact]):
         return self.region(region, ins)
 
     def region(self, region: Region, ins: Sequence[Fact]) -> list[Fact]:
-        """Return the facts of a region's results, given those of the equation's operands."""
+        """Return the facts of a region's results, given the facts of the equation's operands."""
         program = region.flatten()
         return self.results(program, self.run(program, ins[region.first :]))
 
@@ -109,7 +113,10 @@ class Analysis(Generic[Fact]):
         return [self.join(facts) for facts in zip(*branches, strict=True)]
 
     def scan(self, eqn: jex.JaxprEqn, ins: Sequence[Fact]) -> Sequence[Fact]:
-        """Return the facts of a scan's results. It ends when joins leave the carry as it is."""
+        """Return the facts of a scan's results.
+
+        The iteration ends when joins no longer change the carry's facts.
+        """
         (region,) = regions_of(eqn)
         consts, carry, xs = region.split(ins)
         slices = [self.sliced(fact) for fact in xs]

@@ -1,4 +1,4 @@
-"""Which equations each interpreter of traced programs enters, and which it takes as a whole."""
+"""Which equations each interpreter of traced programs enters, and which it treats as a unit."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -27,13 +27,14 @@ ENTERED: Mapping[str, frozenset[str]] = MappingProxyType(
     keep_products      activations/recompute       x     (3)      (3)     x     x     -        -
     sequence_parallel  activations/sequence_walk   x     (4)       x      -     -     -        -
 
-`jit` is inlined when a program is flattened, except for a call that is to stay one equation. An
-equation that is not entered stays as it is: an analysis knows nothing of its results, and a
-rewriting takes them in the form that the equation makes. Derivatives (float32_grads,
-unreduced_grads) are traced, so that the rules of custom derivatives are equations like others.
+`jit` is inlined when a program is flattened, except for a call that must stay one equation. An
+equation that is not entered is left unchanged: an analysis knows nothing about its results, and a
+rewriter uses them in the form that the equation makes. Derivatives (float32_grads,
+unreduced_grads) are already traced, so the rules of custom derivatives are ordinary equations.
 
-1. Only its reductions: the sums over the batch's axes with which it ends are left out.
+1. Only its reductions: the final sums over the batch's axes are left out.
 2. One unit: its operands are gathered, and its derivative rule is kept.
-3. Taken apart (`zerojax.activations.apart`): its forward runs once, and it keeps what it says.
-4. If it is one product (`zerojax.jaxprs.product_of`).
+3. Taken apart (`zerojax.activations.apart`): its forward runs once, and its own choice of
+   residuals is kept.
+4. Only if it is a single product (`zerojax.jaxprs.product_of`).
 """

@@ -1,10 +1,9 @@
-"""A traced function as a flat list of equations, for code that interprets it or analyses what it
-computes.
+"""A traced function as a flat list of equations, for code that interprets or analyzes it.
 
-`flatten` inlines nested `jit` calls. So equations that run one after the other are neighbours,
+`flatten` inlines nested `jit` calls, so equations that run one after the other are neighbors,
 wherever the author put function boundaries. Variables become integer slots, because two calls of
-one jitted function share their variables. A slot is written once, before it is read. So one pass
-over the instructions answers either question of data flow:
+one jitted function share their variables. A slot is written once, before it is read, so one pass
+over the instructions answers either question about data flow:
 
     program.live(outputs)     backwards: which instructions do these outputs need?
     program.reached(starts)   forwards: which slots depend on these?
@@ -24,12 +23,12 @@ from zerojax.jaxprs.primitives import INLINED
 BY_POSITION = frozenset(
     {"optimization_barrier", "psum", "psum_invariant", "reduce_scatter", "pvary"}
 )
-"""Equations whose result k is made of operand k alone."""
+"""Equations whose result k depends only on operand k."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """An operand that is known: a literal, or a constant of the jaxpr."""
+    """A known operand: a literal, or a constant of the jaxpr."""
 
     value: Any
 
@@ -44,9 +43,9 @@ class Instruction:
 
     Attributes:
       eqn: the equation.
-      ins: its operands.
-      outs: the slots of its results.
-      has_jaxpr: whether it holds a jaxpr, such as the body of a scan.
+      ins: the equation's operands.
+      outs: slots of the equation's results.
+      has_jaxpr: whether the equation holds a jaxpr, such as the body of a scan.
     """
 
     eqn: jex.JaxprEqn
@@ -56,7 +55,7 @@ class Instruction:
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """The slots among its operands."""
+        """The slots among the operands."""
         return tuple(ref for ref in self.ins if isinstance(ref, int))
 
 
@@ -66,9 +65,10 @@ class FlatJaxpr:
 
     Attributes:
       inputs: slots of the arguments.
-      instructions: in the order of the trace, so each slot is written before it is read.
-      outputs: the results.
-      last_read: index of the last instruction that reads a slot; of an output the number of
+      instructions: instructions in the order of the trace, so each slot is written before it is
+        read.
+      outputs: the results, as slots or constants.
+      last_read: index of the last instruction that reads each slot; for an output, the number of
         instructions.
     """
 
@@ -86,9 +86,9 @@ class FlatJaxpr:
         """Return the instructions on which outputs depend, in order.
 
         Args:
-          outputs: slots that are wanted; constants need nothing.
-          is_root: whether an instruction is needed even if nothing reads its results, such as one
-            with an effect.
+          outputs: wanted slots; constants need no instructions.
+          is_root: whether an instruction is needed even if nothing reads its results, such as an
+            instruction with an effect.
           is_followed: whether the instruction that computes an operand is needed too.
         """
         needed = {ref for ref in outputs if isinstance(ref, int)}
@@ -103,10 +103,10 @@ class FlatJaxpr:
         """Return the slots in `starts`, and every slot that is computed from them.
 
         Args:
-          starts: slots.
-          by_result: whether each result of an equation of `BY_POSITION`, and of a
-            `jax.shard_map`, depends on its own operands only: data may go around a ring beside
-            cotangents (`zerojax.activations.rings`). Else it depends on all operands.
+          starts: slots to start from.
+          by_result: whether each result of an equation in `BY_POSITION`, and of a `jax.shard_map`,
+            depends only on its own operands; else it depends on all operands. With rings
+            (`zerojax.activations.rings`), such an equation may hold both data and cotangents.
         """
         reached = set(starts)
         for i in self.instructions:
@@ -129,18 +129,19 @@ class FlatJaxpr:
         values: Sequence[Any],
         evaluator: Callable[[Sequence[Instruction], dict[int, Any]], None] | None = None,
     ) -> list[Any]:
-        """Return the results.
+        """Evaluate the program, and return its results.
 
         Args:
-          values: of the inputs.
-          evaluator: runs instructions, reading and writing slots; by default `evaluate`.
+          values: values of the inputs.
+          evaluator: function that runs instructions, reading and writing slots; `evaluate` by
+            default.
         """
         slots: dict[int, Any] = dict(zip(self.inputs, values, strict=True))
         (evaluator or evaluate)(self.instructions, slots)
         return self.results(slots)
 
     def results(self, slots: Mapping[int, Any]) -> list[Any]:
-        """Return the values of the outputs, given those of all slots."""
+        """Return the values of the outputs, given the values of all slots."""
         return [read(ref, slots) for ref in self.outputs]
 
 
@@ -149,18 +150,18 @@ def flatten(
     consts: Sequence[Any],
     is_opaque: Callable[[jex.JaxprEqn], bool] = lambda eqn: False,
 ) -> FlatJaxpr:
-    """Inline every nested `jit`.
+    """Return a jaxpr as a flat program, with every nested `jit` inlined.
 
     Args:
-      jaxpr: what to flatten.
-      consts: values of its constvars.
-      is_opaque: whether a `jit` is to stay one equation.
+      jaxpr: jaxpr to flatten.
+      consts: values of the jaxpr's constvars.
+      is_opaque: function that says whether a `jit` stays one equation.
     """
     counter = iter(range(1 << 62))
     instructions: list[Instruction] = []
 
     def emit(jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Ref]) -> list[Ref]:
-        # Each call has an environment of its own: two calls of one jitted function share the
+        # Each call has its own environment, because two calls of one jitted function share the
         # jaxpr's variables.
         env: dict[jex.Var, Ref] = {
             v: Constant(c) for v, c in zip(jaxpr.constvars, consts, strict=True)
@@ -196,15 +197,22 @@ def trace(
     *args: Any,
     is_opaque: Callable[[jex.JaxprEqn], bool] = lambda eqn: False,
 ) -> tuple[FlatJaxpr, Any]:
-    """Trace a function; return its program, and the tree of its results' shapes."""
+    """Trace a function; return its program, and the tree of its results' shapes.
+
+    Args:
+      function: function to trace.
+      *args: arguments of the function, concrete or abstract.
+      is_opaque: function that says whether a `jit` stays one equation.
+    """
     closed, out = jax.make_jaxpr(function, return_shape=True)(*args)
     return flatten(closed.jaxpr, closed.consts, is_opaque), out
 
 
 @contextlib.contextmanager
 def _context_of(eqn: jex.JaxprEqn) -> Iterator[None]:
-    """Restore what the equation was traced under: its mesh and compute_on context, and its name in
-    profiles.
+    """Restore the context in which an equation was traced.
+
+    It consists of the mesh, the compute_on context, and the name in profiles.
     """
     with eqn.ctx.manager, jax.named_scope(str(eqn.source_info.name_stack) or "param"):
         yield
@@ -221,10 +229,13 @@ def read(ref: Ref, slots: Mapping[int, Any]) -> Any:
 
 
 def bind(eqn: jex.JaxprEqn, values: Sequence[Any]) -> list[Any]:
-    """Apply one equation. Derivative rules of custom_jvp and custom_vjp stay attached."""
+    """Apply one equation, and return its results.
+
+    Derivative rules of custom_jvp and custom_vjp stay attached.
+    """
     with _context_of(eqn):
-        # A custom derivative's parameters hold jaxprs, and `bind` takes functions: get_bind_params
-        # makes these of them.
+        # The parameters of a custom derivative hold jaxprs, but `bind` takes functions;
+        # get_bind_params converts them.
         out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
@@ -237,8 +248,9 @@ def evaluate(instructions: Sequence[Instruction], slots: dict[int, Any]) -> None
 
 
 def only_live(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` without the equations on which its results do not depend; inside of loops
-    they stay.
+    """Return `function` without the equations on which its results do not depend.
+
+    Such equations inside loops stay.
     """
 
     def run(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The matrix products in an equation: their FLOPs, their dtype, and the one that it is."""
+"""The matrix products in an equation: their FLOPs and dtype, and equations that are one product."""
 
 import math
 from typing import Any
@@ -12,15 +12,16 @@ _FUSED_ATTENTION = {
     "dot_product_attention_fwd_wrapper": 1.0,
     "dot_product_attention_bwd_wrapper": 2.5,
 }
-"""cuDNN's attention: how many times the two products of a forward pass.
+"""cuDNN attention's FLOPs, as a multiple of the two products of a forward pass.
 
-Backward computes the scores again.
+Backward recomputes the scores.
 """
 
 
 def product_of(eqn: jex.JaxprEqn) -> jex.JaxprEqn | None:
-    """Return the dot_general that an equation is, or that a custom derivative holds alone; else
-    None.
+    """Return the dot_general that an equation consists of, or None.
+
+    The equation is a dot_general itself, or a custom derivative with a single dot_general inside.
     """
     if eqn.primitive.name == "dot_general":
         return eqn
@@ -42,12 +43,11 @@ def product_of(eqn: jex.JaxprEqn) -> jex.JaxprEqn | None:
 
 
 def flops_of(eqn: jex.JaxprEqn) -> float:
-    """Return the FLOPs of the products in an equation: of matrices, convolutions and attention, on
-    all devices.
+    """Return the FLOPs of an equation's products, in total over all devices.
 
-    Jaxprs that it holds count: of branches the largest one, of a loop of unknown length one turn.
-      Of a Pallas kernel its cost
-    estimate counts.
+    Products of matrices, convolutions and attention count, including products in the equation's
+    jaxprs: the largest branch counts for a cond, one iteration for a loop of unknown length, and
+    the cost estimate for a Pallas kernel.
     """
     name, params = eqn.primitive.name, eqn.params
     shapes: list[tuple[int, ...]] = [
@@ -81,8 +81,9 @@ def flops_of(eqn: jex.JaxprEqn) -> float:
 
 
 def dtype_of_products(eqn: jex.JaxprEqn) -> Any:
-    """Return the dtype of the operands of an equation's products: in jaxprs that it holds, of those
-    with the most FLOPs.
+    """Return the dtype of the operands of an equation's products.
+
+    If the equation holds jaxprs, the equation with the most FLOPs in them counts.
     """
     while eqn.primitive.name != "pallas_call" and (
         inner := [e for j in jex.jaxprs_in_params(eqn.params) for e in j.eqns]

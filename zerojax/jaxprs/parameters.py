@@ -1,6 +1,6 @@
 """Parameters of equations that hold jaxprs. Names differ between primitives and versions of jax.
 
-They are read here alone, so that a new version of jax is met in one place.
+They are read only here, so that a new version of jax requires changes in one place.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,16 +13,16 @@ JaxprAndConsts = tuple[jex.Jaxpr, Sequence[Any]]
 
 
 def opened(jaxpr: Any) -> JaxprAndConsts:
-    """Return a jaxpr and its constants: some parameters hold both, others a jaxpr without."""
+    """Return a jaxpr and its constants; some parameters hold both, others only a jaxpr."""
     is_closed = isinstance(jaxpr, jex.ClosedJaxpr)
     return (jaxpr.jaxpr, jaxpr.consts) if is_closed else (jaxpr, ())
 
 
 def called(eqn: jex.JaxprEqn) -> JaxprAndConsts | None:
-    """Return the jaxpr of an equation that runs one, on its operands: a call, a loop's body.
+    """Return the jaxpr that an equation runs on its operands, such as a call or a loop's body.
 
     Returns:
-      The jaxpr and its constants. None if there is none, or if it takes other operands.
+      The jaxpr and its constants; None if there is no jaxpr, or if it takes other operands.
     """
     held = (eqn.params.get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
     inner = next((jaxpr for jaxpr in held if isinstance(jaxpr, jex.Jaxpr | jex.ClosedJaxpr)), None)
@@ -37,6 +37,10 @@ def scan_arity(params: Mapping[str, Any], num_operands: int) -> tuple[int, int]:
     """Return how many operands of a scan are constants, and how many are carried.
 
     The remaining operands are scanned over.
+
+    Args:
+      params: parameters of the scan.
+      num_operands: number of operands of the scan.
     """
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
@@ -46,5 +50,8 @@ def scan_arity(params: Mapping[str, Any], num_operands: int) -> tuple[int, int]:
 
 
 def manual_axes(eqn: jex.JaxprEqn) -> frozenset[str]:
-    """Return the mesh axes that a `jax.shard_map` maps over; the partitioner splits the others."""
+    """Return the mesh axes that a `jax.shard_map` maps over.
+
+    The partitioner splits the other axes.
+    """
     return frozenset(eqn.params["newly_manual_axes"])

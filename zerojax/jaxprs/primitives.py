@@ -13,8 +13,7 @@ PRODUCTS = frozenset(
         "dynamic_slice",
     }
 )
-"""Equations that cost too much to repeat in backward, or whose result is data of its own (lookups).
-"""
+"""Equations that are too costly to repeat in backward, or that look up data."""
 LINEAR = frozenset(
     {
         "add",
@@ -78,7 +77,7 @@ ELEMENTWISE = frozenset(
         "clamp",
     }
 )
-"""Equations that act on each element: on a shard as on the whole."""
+"""Equations that act on each element separately, so on a shard as on the full array."""
 CHEAP = (
     LINEAR
     | ELEMENTWISE
@@ -133,19 +132,18 @@ POINTWISE = ELEMENTWISE | {
     "shift_right_logical",
     "shift_right_arithmetic",
 }
-"""Equations whose result at one index reads its operands at that index alone (of a bitcast: where
-it keeps the shape).
+"""Equations whose result at an index reads its operands only at that index.
+
+A bitcast does so if it keeps the shape.
 """
 FILLS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
-"""Equations that turn an array of equal elements into an array of the same elements in another
-shape.
-"""
+"""Equations that turn an array of equal elements into another shape with the same elements."""
 INLINED = frozenset({"jit", "closed_call", "eval_jaxpr"})
-"""Equations that call a jaxpr once, as it is.
+"""Equations that call a jaxpr once, unchanged.
 
-From jax 0.11 on "eval_jaxpr" stands for "closed_call".
+From jax 0.11 on, "eval_jaxpr" replaces "closed_call".
 """
 REMAT = "remat2"
 """The equation that `jax.checkpoint` makes."""
 CUSTOM_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call"})
-"""Equations with a derivative of their own: what `jax.custom_jvp` and `jax.custom_vjp` make."""
+"""Equations with a custom derivative, made by `jax.custom_jvp` and `jax.custom_vjp`."""

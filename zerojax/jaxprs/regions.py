@@ -1,20 +1,21 @@
-"""Equations with control flow: the jaxprs in them, and the equations with others in their place.
+"""Equations with control flow: the jaxprs in them, and how to replace these jaxprs.
 
-An interpreter that enters an equation needs to know which operands each of its jaxprs takes, what
-a loop carries, and how the equation is applied again around something else. That is the same for
-all interpreters:
+An interpreter that enters an equation needs to know which operands each of its jaxprs takes, what a
+loop carries, and how to apply the equation again around other functions. This is the same for all
+interpreters:
 
     regions_of(eqn)                  the jaxprs, each with the operands it takes: a `Region`
     rebind(eqn, functions, values)   the equation with functions in place of its regions
 
     scan         region(*consts, *carry, *slices) -> (*carry, *slices of the stacked results)
     cond         region(*operands without the index), one region for each branch
-    remat        region(*operands); derived already (`rebind_remat`), or not yet (`checkpointed`)
+    remat        region(*operands); already differentiated (`rebind_remat`), or not yet
+                 (`checkpointed`)
     shard_map    region(*shards)
     calls        region(*operands): jit, and the forward function of a custom derivative
 
 An interpreter computes values: it rewrites the regions and binds them again. An analysis
-(`zerojax.jaxprs.analysis`) computes facts: it runs the regions, and joins what they give.
+(`zerojax.jaxprs.analysis`) computes facts: it runs the regions and joins their facts.
 """
 
 import dataclasses
@@ -30,20 +31,20 @@ from zerojax.jaxprs.primitives import REMAT
 
 T = TypeVar("T")
 Function = Callable[[Sequence[Any]], Sequence[Any]]
-"""What takes the place of a region: from the list of its operands to the list of its results."""
+"""Function that replaces a region: from the list of its operands to the list of its results."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """A jaxpr that an equation holds.
+    """A jaxpr inside an equation.
 
     Attributes:
-      jaxpr: the jaxpr. Its results are those of the equation, in order.
-      consts: values of its constvars.
-      first: position of the first operand that it takes: 1 for a branch, behind the index.
-      carried: positions, among the operands it takes, of a loop's carry. The first results are
-        the next carry; the other results of a loop are stacked.
-      is_loop: whether it is the body of a scan.
+      jaxpr: the jaxpr; its results are the equation's results, in order.
+      consts: values of the jaxpr's constvars.
+      first: position of the first operand that the jaxpr takes: 1 for a branch, after the index.
+      carried: positions of a loop's carry among the jaxpr's operands. The first results are the
+        next carry; a loop's other results are stacked.
+      is_loop: whether the jaxpr is the body of a scan.
     """
 
     jaxpr: jex.Jaxpr
@@ -57,7 +58,7 @@ class Region:
         return flatten(self.jaxpr, self.consts, is_opaque)
 
     def split(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-        """Return a scan's operands in three: constants, the carry, and what is scanned over."""
+        """Split a scan's operands into constants, the carry, and the scanned operands."""
         start, stop = self.carried.start, self.carried.stop
         return list(operands[:start]), list(operands[start:stop]), list(operands[stop:])
 
@@ -67,7 +68,7 @@ class Region:
         Args:
           program: the region, flattened.
           ins: operands of the equation.
-          slots: of the program that the equation is in.
+          slots: slots of the program that contains the equation.
         """
         pairs = zip(program.inputs, ins[self.first :], strict=True)
         return {slot for slot, ref in pairs if is_among(ref, slots)}
@@ -78,7 +79,7 @@ class Region:
         Args:
           program: the region, flattened.
           ins: operands of the equation.
-          outside: slots of the program that the equation is in.
+          outside: slots of the program that contains the equation.
         """
         starts = self.inputs_among(program, ins, outside)
         while True:
@@ -93,8 +94,8 @@ class Region:
 def regions_of(eqn: jex.JaxprEqn) -> list[Region]:
     """Return the jaxprs that an equation runs on its operands; none for a `while` or a kernel.
 
-    Ask for equations that the interpreter enters (`zerojax.jaxprs.ENTERED`): the function of a
-    `reduce` takes as many operands as the equation, too.
+    Call it only for equations that the interpreter enters (`zerojax.jaxprs.ENTERED`): the function
+    of a `reduce` also takes as many operands as the equation.
     """
     if eqn.primitive.name == "cond":
         return [Region(*opened(branch), first=1) for branch in eqn.params["branches"]]
@@ -108,11 +109,11 @@ def regions_of(eqn: jex.JaxprEqn) -> list[Region]:
 
 
 def rebind(eqn: jex.JaxprEqn, functions: Sequence[Function], values: Sequence[Any]) -> list[Any]:
-    """Apply a scan, a cond, a `jax.shard_map` or a region that was rematerialised, changed inside.
+    """Apply a scan, cond, `jax.shard_map` or rematerialized region with its regions replaced.
 
     Args:
       eqn: the equation.
-      functions: what takes the place of each of `regions_of(eqn)`.
+      functions: replacements of the regions, in the order of `regions_of(eqn)`.
       values: operands of the equation.
     """
     name = eqn.primitive.name
@@ -133,9 +134,9 @@ def rebind_scan(
 
     Args:
       eqn: the scan.
-      function: takes constants, carry and slices; returns the carry and what is stacked.
+      function: function from constants, carry and slices to the carry and the stacked results.
       values: operands of the scan. Constants may be anything.
-      around: a transformation of the body, such as `jax.checkpoint`.
+      around: transformation of the body, such as `jax.checkpoint`.
     """
     (region,) = regions_of(eqn)
     consts, carry, xs = region.split(values)
@@ -154,10 +155,15 @@ def rebind_cond(
     functions: Sequence[Function],
     values: Sequence[Any],
 ) -> list[Any]:
-    """Choose a branch as a cond does, with other functions in the place of its branches.
+    """Apply a cond with other functions in place of its branches.
 
-    A `jax.lax.platform_dependent` stays one: a platform compiles its own branch alone, and may
-    lack what another one has.
+    A `jax.lax.platform_dependent` stays a platform_dependent: a platform compiles only its own
+    branch, and may lack features that another branch needs.
+
+    Args:
+      eqn: the cond.
+      functions: replacements of the branches.
+      values: operands of the cond; the index comes first.
     """
     index, *operands = values
     branches = [lambda *operands, function=function: function(operands) for function in functions]
@@ -170,9 +176,15 @@ def rebind_cond(
 
 
 def rebind_remat(eqn: jex.JaxprEqn, function: Function, values: Sequence[Any]) -> list[Any]:
-    """Apply a rematerialised region that was differentiated already, with another function in it.
+    """Apply an already differentiated rematerialized region with another function in it.
 
-    It stays the same equation, and no new region: its barriers are placed.
+    It stays the same equation instead of becoming a new region, because its barriers are already
+    placed.
+
+    Args:
+      eqn: the equation.
+      function: replacement of the region.
+      values: operands of the equation.
     """
     closed = jax.make_jaxpr(lambda *values: function(values))(*values)
     inputs = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
@@ -186,7 +198,14 @@ def rebind_shard_map(
     values: Sequence[Any],
     out_specs: Any = None,
 ) -> list[Any]:
-    """Apply a `jax.shard_map` with another function, and other specs of its results if given."""
+    """Apply a `jax.shard_map` with another function, and other specs of its results if given.
+
+    Args:
+      eqn: the shard_map.
+      function: replacement of its function, on shards.
+      values: operands of the shard_map.
+      out_specs: specs of the results; None keeps the equation's specs.
+    """
     params = eqn.params
     mapped = jax.shard_map(
         lambda *shards: tuple(function(shards)),
@@ -204,13 +223,13 @@ def checkpointed(
     function: Callable[..., Any],
     is_never_saved: Callable[[str, dict[str, Any]], bool],
 ) -> Callable[..., Any]:
-    """Return a function under `jax.checkpoint` as a region is that is yet to be differentiated.
+    """Return a function under `jax.checkpoint`, like a region that is not differentiated yet.
 
     Args:
       eqn: the region.
-      function: what takes the place of its function.
-      is_never_saved: given the name and the parameters of an equation, whether the region's policy
-        must not save its result, whatever it says.
+      function: replacement of the region's function.
+      is_never_saved: function of an equation's name and parameters that returns whether the
+        region's policy must not save its result, whatever the policy says.
     """
     policy = eqn.params["policy"]
 

@@ -1,5 +1,6 @@
-"""The update: of the whole tree, by record, and on the host; bfloat16 moments; averages of the
-weights, learning rates.
+"""Optimizer updates (full tree, record by record, on the host) and what belongs to them.
+
+Also bfloat16 moments, moving averages of the weights, and learning rates for the metrics.
 """
 
 from zerojax.optim.by_record import RecordUpdate as RecordUpdate

@@ -1,13 +1,14 @@
-"""The optimizer run record by record: state comes to the device for one layer, or one leaf, is
-updated and goes back in place.
+"""Run the optimizer record by record.
+
+The state of one layer, or of one leaf, is loaded to the device, updated, and stored back in place:
 
     for each layer l:   w, s = read(masters, l), read(opt_state, l)
-                        w, s = update(g[l], w, s)                      elementwise, or by leaf of a layer (`leaf_rule`)
+                        w, s = update(g[l], w, s)    elementwise, or by leaf (`leaf_rule`)
                         write(masters, l, w); write(opt_state, l, s); write(params, l, cast(w))
 
-Leaves that are not stacked (the embedding, the head, every leaf of a Model) are updated one at a
-time, each when the one before is done. Where each record rests, and how it is read and written, is
-known to `zerojax.state.StateRecords`.
+Unstacked leaves (the embedding, the head, every leaf of a Model) are updated one at a time, each
+after the previous one is done. `zerojax.state.StateRecords` knows where each record is stored and
+how to read and write it.
 """
 
 import dataclasses
@@ -36,19 +37,20 @@ Array = jax.Array
 
 
 class RecordUpdate:
-    """The update of part of a program's state.
+    """Updates parts of a program's state.
 
     Attributes:
-      records: how the state rests.
-      rule: the optimizer: elementwise, or a rule for each leaf of a layer.
-      unused: indices of the leaves whose gradients it never uses.
+      records: where each record of the state is stored.
+      rule: the optimizer, either elementwise or as a rule for each leaf of a layer.
+      unused: indices of the leaves whose gradients the optimizer never uses.
     """
 
     def __init__(self, tx: optax.GradientTransformation, records: StateRecords) -> None:
-        """Check that the optimizer may be applied to a record on its own.
+        """Check that the optimizer can be applied to one record at a time.
 
         Raises:
-          ValueError: it may not; names the setting that needs it.
+          ValueError: the optimizer cannot be applied to single records; the message names the
+            setting that needs it.
         """
         layout = records.layout
         self.records, self.layout, self.mesh = records, layout, layout.mesh
@@ -69,13 +71,16 @@ class RecordUpdate:
 
     @property
     def elementwise(self) -> ElementwiseUpdate:
-        """The elementwise optimizer; of an update on the host it always is one."""
+        """The elementwise optimizer. An update on the host always uses an elementwise optimizer."""
         assert isinstance(self.rule, ElementwiseUpdate)
         return self.rule
 
     def pieces(self, index: int, most: int = MOST_PIECES) -> Pieces | None:
-        """Return how a leaf that is no stack of layers is cut, into `most` pieces at most; None: it
-        is updated as a whole.
+        """Return how an unstacked leaf is cut into pieces, or None if it stays in one piece.
+
+        Args:
+          index: index of the unstacked leaf.
+          most: maximum number of pieces.
         """
         return (
             pieces_of(self.records, index, most)
@@ -84,8 +89,10 @@ class RecordUpdate:
         )
 
     def num_pieces(self) -> dict[int, int]:
-        """Return in how many pieces the device updates each leaf that is no stack of layers, by its
-        index: 1 is whole.
+        """Return {index of an unstacked leaf: number of pieces in which the device updates it}.
+
+        1 means that the leaf is updated in one piece. The mapping is empty if the host runs the
+        update.
         """
         if self.layout.config.update_on == "host":
             return {}
@@ -93,8 +100,11 @@ class RecordUpdate:
         return {i: 1 if some is None else some.count for i, some in pieces.items()}
 
     def first_states(self, part: Sequence[int], weights: Sequence[Array]) -> list[Array]:
-        """Return the first optimizer state of one record: of the state leaves that belong to
-        `part`.
+        """Return the initial optimizer state of one record: the state leaves that belong to `part`.
+
+        Args:
+          part: indices of the record's parameter leaves.
+          weights: float32 weights, one for each leaf of `part`.
         """
         if isinstance(self.rule, LeafRule):
             return self.rule.init_part(part, weights)
@@ -109,10 +119,10 @@ class RecordUpdate:
         before = self.records.shared_of(states)
         if isinstance(self.rule, LeafRule):
             after = self.rule.shared_after(before, loss)
-        else:  # a part of no leaves moves the shared scalars alone
+        else:  # an update of no leaves advances only the shared scalars
             *_, after = self.elementwise((), (), (), (), before, loss)
-        # A skipped step is no step to the optimizer: its count, and with it bias corrections and
-        # schedules, stays.
+        # A skipped step does not count as an optimizer step: the step count stays, and with it the
+        # bias corrections and schedules.
         return [jnp.where(ok, a, b) for a, b in zip(after, before, strict=True)]
 
     def update(
@@ -125,22 +135,22 @@ class RecordUpdate:
         ok: Array,
         landing: Any = None,
     ) -> tuple[list[Array], list[Array], Any]:
-        """Update one record: a layer, a tile, an unstacked leaf, or some rows of one.
+        """Update one record: a layer, a tile, an unstacked leaf, or some rows of such a leaf.
 
         Args:
-          part: indices of the leaves of the record.
-          grads: float32, sharded.
-          read: the float32 weights, and then the optimizer state, as `StateRecords.read_opt`
-            returns it.
+          part: indices of the record's parameter leaves.
+          grads: float32 gradients, sharded.
+          read: the float32 weights followed by the optimizer state, as `StateRecords.read_opt`
+            returns them.
           shared: the scalars of the optimizer state before the step.
-          loss: f32[].
+          loss: f32[], the loss of the step.
           ok: bool[], whether to update at all.
-          landing: what the tick fetches from the same stacks, if anything: it is read before the
-            update is written.
+          landing: values that the tick fetches from the same stacks, if any; they are read before
+            the update is written.
 
         Returns:
-          The float32 weights and the optimizer state after the update, to be written now or later,
-          and `landing`.
+          The float32 weights after the update, the optimizer state after the update (both to be
+          written now or later), and `landing`.
         """
         count = len(part)
 
@@ -152,7 +162,7 @@ class RecordUpdate:
             _, read, landing = values
             return list(read[:count]), list(read[count:]), landing
 
-        # An order of reads and writes that XLA does not see makes it copy the whole stack.
+        # If XLA cannot see the order of reads and writes, it copies the entire stack.
         return order_read_before_write(
             ok, move, keep, (list(grads), list(read), landing), self.mesh
         )
@@ -160,9 +170,7 @@ class RecordUpdate:
     def _updated(
         self, part: Sequence[int], grads: Any, before: tuple[Any, Any], shared: Any, loss: Array
     ) -> tuple[list[Array], list[Array]]:
-        """Return the weights and the optimizer state of one record of the leaves in `part` after
-        its update.
-        """
+        """Return the updated weights and optimizer state of the record with the leaves `part`."""
         weights, opt = before
         if isinstance(self.rule, LeafRule):
             weights, opt = self.rule.update_part(
@@ -181,16 +189,18 @@ class RecordUpdate:
         ok: Array,
         ready: Callable[[Array], Array] = lambda grad: grad,
     ) -> FlatState:
-        """Update leaves that are no stack of layers, one after the other; large ones in pieces,
-        where they may be cut.
+        """Update unstacked leaves one after the other, large ones in pieces if they can be cut.
 
         Args:
-          states: all leaves.
-          grads: sharded; by leaf, of some of `Layout.ends`.
+          states: all leaves of the state.
+          grads: sharded gradients of some of `Layout.ends`, by leaf index.
           shared: the scalars of the optimizer state before the step.
-          loss: f32[].
-          ok: bool[].
-          ready: elements of a gradient -> those to update with, float32.
+          loss: f32[], the loss of the step.
+          ok: bool[], whether to update at all.
+          ready: function from elements of a gradient to the float32 elements to update with.
+
+        Returns:
+          The states after the update.
         """
         begin = jnp.int32(0)
         for index, grad in grads.items():
@@ -208,7 +218,8 @@ class RecordUpdate:
 
     def _loaded(self, index: int, param: Any, opt: Sequence[Any], has_master: bool) -> list[Array]:
         loaded = load_leaves(self.records.opt_records((index,)), opt)
-        # A master leads its record. Without one the parameter is the weight.
+        # If there is a master, it comes first in the record. Without one, the parameter is the
+        # weight.
         return loaded if has_master else [self.records.params[index].load(param), *loaded]
 
     def updated_end(
@@ -220,20 +231,20 @@ class RecordUpdate:
         loss: Array,
         ok: Array,
     ) -> tuple[FlatState, list[Array]]:
-        """Update a leaf that is no stack of layers, on the device.
+        """Update an unstacked leaf, on the device.
 
         Args:
-          states: all leaves.
-          index: of the leaf.
-          grad: float32, sharded, the mean over microbatches.
-          loaded: what `load_end` returned.
-          loss: f32[].
+          states: all leaves of the state.
+          index: index of the unstacked leaf.
+          grad: float32 gradient, sharded, the mean over microbatches.
+          loaded: the arrays that `load_end` returned.
+          loss: f32[], the loss of the step.
           ok: bool[], whether to update at all.
 
         Returns:
-          The states, with the parameter where it rests on the device, and what else is to be
-            stored: masters, optimizer state,
-          and the parameter where it rests off the device.
+          The states, in which the parameter is updated if it is stored on the device; and the
+          arrays still to be stored: master, optimizer state, and the parameter if it is stored off
+          the device.
         """
         records = self.records
         weights, after, _ = self.update(
@@ -274,9 +285,7 @@ class RecordUpdate:
 
 
 def update_by_record(update: RecordUpdate) -> Update:
-    """Return the update of a resident step whose optimizer state is off the device: one leaf after
-    the other.
-    """
+    """Return the update of a resident step with offloaded optimizer state: one leaf at a time."""
     records, config = update.records, update.layout.config
 
     def step_update(

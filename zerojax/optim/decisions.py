@@ -1,15 +1,15 @@
-"""What an optimizer decides from shapes: whether it treats a stack of layers as it treats one
-layer.
+"""Find decisions that an optimizer makes from shapes, so that stacks differ from single layers.
 
 A mask `a.ndim >= 2` is true for a layer's matrix `[D, F]` and false for its bias `[F]`. For stacks,
-`[L, D, F]` and `[L, F]`, it is true for both. The user's function makes such a decision out of
-sight. But the optimizer is traced, over the stacks and over one layer, and the traced equations
-show it. Both traces are written in a form without shapes, and compared leaf by leaf:
+`[L, D, F]` and `[L, F]`, it is true for both. Such a decision is made inside the user's function,
+where it cannot be seen. But the optimizer is traced, once over the stacks and once over one layer,
+and the traced equations show it. Both traces are written in a form without shapes and compared leaf
+by leaf:
 
     form(value) = (primitive, parameters that change numbers, forms of the operands)
 
-Equal forms have equal numbers, so two traces share one table. Fills and reshapes are left out: they
-  move no number.
+Values with equal forms are equal, so both traces share one table. Fills and reshapes are left out
+because they do not change any number.
 """
 
 import dataclasses
@@ -33,21 +33,22 @@ _ATTRIBUTES = (
     "mantissa_bits",
     "rounding_method",
 )
-"""Parameters of equations that change the numbers, and do not follow from shapes."""
+"""Equation parameters that change the numbers and do not follow from shapes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Differences:
-    """What an optimizer treats as a stack in another way than as one layer.
+    """What an optimizer treats differently in a stack of layers than in one layer.
 
     Attributes:
-      rules: indices of parameter leaves whose equations differ, or whose first state holds another
-        number.
+      rules: indices of parameter leaves whose equations differ, or whose initial state holds
+        another number.
       constants: indices of parameter leaves whose equations have other constants, such as a leaf's
         size.
       shared_rules: paths of state leaves that belong to no single parameter leaf and whose
         equations differ.
-      shared_constants: paths of such state leaves whose equations have other constants.
+      shared_constants: paths of state leaves that belong to no single parameter leaf and whose
+        equations have other constants.
     """
 
     rules: tuple[int, ...] = ()
@@ -56,6 +57,7 @@ class Differences:
     shared_constants: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
+        """Return whether there is any difference."""
         return bool(self.rules or self.constants or self.shared)
 
     @property
@@ -66,14 +68,14 @@ class Differences:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Traced:
-    """An optimizer over one tree.
+    """An optimizer traced over one tree.
 
     Attributes:
-      init: its traced init, of the parameters.
-      update: its traced update, of (grads, state, params, loss).
-      state: its abstract state.
-      owners: for each leaf of the state the parameter leaf whose path it has, whatever its shape;
-        None: it has no such path.
+      init: the traced init, a function of the parameters.
+      update: the traced update, a function of (grads, state, params, loss).
+      state: the optimizer's abstract state.
+      owners: for each state leaf, the index of the parameter leaf with the same path, whatever its
+        shape; None if there is none.
     """
 
     init: jex.ClosedJaxpr
@@ -91,18 +93,19 @@ class Traced:
 
 
 _Output = tuple[str, int | str]
-"""What a result is: ("update", parameter leaf), ("after", path in the state), or ("first", path in
-the state).
-"""
+"""A result: ("update", parameter leaf), ("after", path in state), or ("first", path in state)."""
 
 
 def differences(stacks: Traced, layer: Traced, stacked: Sequence[bool]) -> Differences:
-    """Return what an optimizer computes in different ways over stacks of layers and over one layer.
+    """Return what an optimizer computes differently over stacks of layers and over one layer.
 
     Args:
-      stacks: the optimizer over the stacks.
-      layer: the optimizer over one layer.
-      stacked: for each parameter leaf whether it is a stack of layers.
+      stacks: the optimizer traced over the stacks.
+      layer: the optimizer traced over one layer.
+      stacked: whether each parameter leaf is a stack of layers.
+
+    Returns:
+      The differences; falsy if there are none.
     """
     num_params = len(stacked)
     of_rules, of_constants = (_unequal(stacks, layer, num_params, reads) for reads in (False, True))
@@ -126,7 +129,7 @@ def differences(stacks: Traced, layer: Traced, stacked: Sequence[bool]) -> Diffe
 
 
 def _unequal(one: Traced, other: Traced, num_params: int, reads_constants: bool) -> set[_Output]:
-    """Return the results that differ, or that one of the two alone has."""
+    """Return the results that differ between two traces, or that exist in only one of them."""
     forms = _Forms(reads_constants)
     found = [_results(traced, num_params, forms) for traced in (one, other)]
     return {
@@ -137,7 +140,7 @@ def _unequal(one: Traced, other: Traced, num_params: int, reads_constants: bool)
 
 
 def _results(traced: Traced, num_params: int, forms: "_Forms") -> dict[_Output, int]:
-    """Return the forms of the updates, of the states after them and of the first states."""
+    """Return the forms of the updates, of the states after them, and of the initial states."""
     params = [("param", n) for n in range(num_params)]
     states = [("state", path) for path in traced.paths]
     grads = [("grad", n) for n in range(num_params)]
@@ -152,7 +155,7 @@ def _results(traced: Traced, num_params: int, forms: "_Forms") -> dict[_Output, 
 
 
 def _by_owner(outputs: set[_Output], owners: Mapping[str, int | None]) -> tuple[set[int], set[str]]:
-    """Divide results into the parameter leaves that they belong to, and the paths of the others."""
+    """Split results into the parameter leaves that own them, and paths without an owner."""
     leaves: set[int] = set()
     shared: set[str] = set()
     for _, name in outputs:
@@ -165,8 +168,10 @@ def _by_owner(outputs: set[_Output], owners: Mapping[str, int | None]) -> tuple[
 
 
 def _owners(traced: Traced, num_params: int) -> dict[str, int | None]:
-    """Return for the path of each state leaf the parameter leaf that has its path, or else alone
-    reads it; None: no leaf.
+    """Return {path of a state leaf: index of its parameter leaf, or None}.
+
+    The parameter leaf is the one with the same path, or else the only one that reads the state
+    leaf.
     """
     program = flatten(traced.update.jaxpr, traced.update.consts)
     slots = program.inputs[num_params : num_params + len(traced.paths)]
@@ -178,8 +183,9 @@ def _owners(traced: Traced, num_params: int) -> dict[str, int | None]:
 
 
 def _readers(program: FlatJaxpr, slot: int, states: Sequence[int]) -> set[int]:
-    """Return the parameter leaves whose updates a state reaches, in this step or, by way of other
-    states, in a later one.
+    """Return the parameter leaves whose updates a state reaches.
+
+    It may reach them in this step or, through other states, in a later step.
     """
     num_params = len(program.outputs) - len(states)
     starts: set[int] = {slot}
@@ -195,14 +201,14 @@ def _readers(program: FlatJaxpr, slot: int, states: Sequence[int]) -> set[int]:
 
 
 class _Forms:
-    """Numbers values: two that are computed alike, whatever the shapes, have the same number."""
+    """Numbers values: values computed in the same way get the same number, whatever the shapes."""
 
     def __init__(self, reads_constants: bool) -> None:
         self._reads_constants = reads_constants
         self._numbers: dict[Hashable, int] = {}
 
     def of(self, program: FlatJaxpr, inputs: Sequence[Hashable]) -> list[int]:
-        """Return the numbers of a program's outputs, given names of its inputs."""
+        """Return the numbers of a program's outputs, given names for its inputs."""
         slots = {
             slot: self._number(name) for slot, name in zip(program.inputs, inputs, strict=True)
         }
@@ -227,7 +233,7 @@ class _Forms:
         return tuple((key, str(value)) for key, value in i.eqn.params.items() if key in _ATTRIBUTES)
 
     def _inside(self, i: Instruction) -> tuple[tuple[int, ...], ...]:
-        """Return the forms of the jaxprs that an equation holds."""
+        """Return the forms of the jaxprs inside an equation."""
         if not i.has_jaxpr or i.eqn.primitive.name in POINTWISE:
             return ()
         inside = []
@@ -251,7 +257,7 @@ def _jaxprs(params: Mapping[str, Any]) -> list[tuple[jex.Jaxpr, Sequence[Any]]]:
 
 
 def _constant(ref: Constant) -> Hashable:
-    """Return a constant as bytes: one that is not a number equals itself, and -0 is not 0."""
+    """Return a constant as bytes, so that NaN equals itself and -0 differs from 0."""
     value = ref.value
     if value is None:
         return "constant"

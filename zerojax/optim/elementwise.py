@@ -1,16 +1,16 @@
-"""An optimizer applied to part of the parameters: one layer, or one leaf.
+"""Apply an optimizer to part of the parameters: one layer, or one leaf.
 
-An optimizer is elementwise where the update of each parameter element, and each element of the
-state that mirrors it, is a function of that element's own gradient, weight and state, and of
-scalars that no gradient reaches (a step count, a learning rate, the loss). Adam, AdamW, Lion and
-momentum are; a global norm, a trust ratio (LAMB) or a factored moment (Adafactor) is not. Only then
-does updating layer by layer, on any device, give what one update of the whole tree gives. It is not
-guessed: the traced update is read equation by equation, and for each value the set of leaves it
-depends on.
+An optimizer is elementwise if two things depend only on an element's own gradient, weight and
+state, and on scalars that no gradient reaches (a step count, a learning rate, the loss): the
+element's update, and each element of the state that mirrors it. Adam, AdamW, Lion and momentum are
+elementwise; a global norm, a trust ratio (LAMB) or a factored moment (Adafactor) is not. Only an
+elementwise optimizer gives the same result layer by layer, on any device, as one update of the full
+tree. This property is proven from the trace: the traced update is read equation by equation, and
+for each value the set of leaves it depends on is followed.
 
 The optimizer is traced over the tree of one layer, whose leaves have no layer dim. So masks and
-labels see the paths, dims and sizes that the model's author wrote. The traced equations are then
-the rule, for a stack, a layer, a tile or some rows alike (`zerojax.elements`).
+labels see the paths, dims and sizes that the model's author wrote. The traced equations then serve
+as the rule for a stack, a layer, a tile and some rows alike (`zerojax.elements`).
 """
 
 import dataclasses
@@ -34,10 +34,10 @@ class ElementwiseUpdate:
     """An elementwise optimizer, and how its state divides over the parameters.
 
     Attributes:
-      params: abstract float32 parameters, stacks of layers among them.
-      opt_map: how its state divides over them.
+      params: abstract float32 parameters, including stacks of layers.
+      opt_map: the owner of each leaf of the optimizer state.
       init: the traced `tx.init`, over the tree of one layer.
-      update: the traced `tx.update`, of (grads, state, params, loss).
+      update: the traced `tx.update`, a function of (grads, state, params, loss).
     """
 
     params: Any
@@ -58,14 +58,15 @@ class ElementwiseUpdate:
 
         Args:
           part: indices of parameter leaves.
-          grads: float32, one for each of `part`: of a stack, a layer, a tile, or some rows.
-          params: float32, of the shapes of `grads`.
-          states: one for each of `opt_map.states_of(part)`, of the shapes of their parameters.
-          shared: one for each of `opt_map.shared`, before the step.
-          loss: f32[].
+          grads: float32 gradients, one for each leaf of `part`: a stack, a layer, a tile, or some
+            rows.
+          params: float32 weights, with the shapes of `grads`.
+          states: one array for each of `opt_map.states_of(part)`, with the shape of its parameter.
+          shared: one scalar for each of `opt_map.shared`, before the step.
+          loss: f32[], the loss of the step.
 
         Returns:
-          New parameters, new states and the shared scalars after the step.
+          New parameters, new states, and the shared scalars after the step.
         """
         updates, states, shared = self.updates(part, grads, params, states, shared, loss)
         weights: Any = optax.apply_updates(list(params), updates)
@@ -80,8 +81,9 @@ class ElementwiseUpdate:
         shared: Sequence[jax.Array],
         loss: jax.Array,
     ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
-        """Return the updates of some leaves, their new states and the shared scalars; arguments as
-        `__call__`.
+        """Return the updates of some leaves, their new states, and the new shared scalars.
+
+        The arguments are the arguments of `__call__`.
         """
         program, num_params = self.update.program, len(self._leaves)
         mirrors, everyone = self.opt_map.states_of(part), self.opt_map.shared
@@ -111,7 +113,12 @@ class ElementwiseUpdate:
         return results[:first], results[first:last], results[last:]
 
     def first_states(self, part: Sequence[int], params: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the first states of some leaves, or of slices of them, in the order of the state."""
+        """Return the initial states of some leaves, or of slices of them, in state order.
+
+        Args:
+          part: indices of parameter leaves.
+          params: float32 weights, one for each leaf of `part`.
+        """
         program, mirrors = self.init.program, self.opt_map.states_of(part)
         inputs = {program.inputs[i]: value for i, value in zip(part, params, strict=True)}
         shapes = {i: jnp.shape(value) for i, value in zip(part, params, strict=True)}
@@ -132,8 +139,7 @@ class ElementwiseUpdate:
 
 
 class ElementwiseTransformation(OwnedTransformation):
-    """An elementwise optimizer over stacks of layers that decides from shapes what it would decide
-    for one layer.
+    """An elementwise optimizer over stacks that makes its shape-based decisions from one layer.
 
     Attributes:
       rule: the rule for each element.
@@ -147,7 +153,7 @@ class ElementwiseTransformation(OwnedTransformation):
 def elementwise_transformation(
     tx: optax.GradientTransformation, rule: ElementwiseUpdate
 ) -> ElementwiseTransformation:
-    """Return the rule of `tx` as an optimizer of the whole tree."""
+    """Return the rule of `tx` as an optimizer of the full tree."""
     opt_map, tree = rule.opt_map, jax.tree.structure(rule.opt_map.abstract)
     every = range(len(jax.tree.leaves(rule.params)))
     owned, everyone = opt_map.states_of(every), opt_map.shared
@@ -184,18 +190,18 @@ def elementwise_update(
     stacked: Sequence[bool],
     beyond: Callable[[], str | None] = lambda: None,
 ) -> ElementwiseUpdate:
-    """Return the optimizer as one that may be applied to parts: one layer of stacked leaves, or one
-    other leaf.
+    """Return an optimizer that can be applied to one layer of stacked leaves, or to one other leaf.
 
     Args:
       tx: the optimizer.
       params: abstract float32 parameters.
-      why: the setting that needs it, for the error.
-      stacked: for each parameter leaf whether it is a stack of layers.
-      beyond: returns what in the optimizer combines layers or leaves, for the error.
+      why: the setting that needs an elementwise optimizer, for the error.
+      stacked: whether each parameter leaf is a stack of layers.
+      beyond: function that returns what in the optimizer combines layers or leaves, or None, for
+        the error.
 
     Raises:
-      ValueError: the optimizer is not elementwise; names the equation and the leaves.
+      ValueError: the optimizer is not elementwise; the message names the equation and the leaves.
     """
     tx = tx.inner if isinstance(tx, ElementwiseTransformation) else tx
     layer = one_layer(params, stacked)
@@ -203,16 +209,17 @@ def elementwise_update(
         state, update = init_opt_state_shape(tx, layer)
         rule = elementwise_rule(tx, params, stacked, state, update)
     except ValueError as error:
-        rule = f"on one layer it fails: {error}"
+        rule = f"it fails on one layer: {error}"
     if isinstance(rule, str):
-        # Of an optimizer that combines leaves, that is the fault: elements of one leaf might be
-        # combined.
+        # If the optimizer combines leaves, report that fault: combining the elements of one leaf
+        # might be supported.
         fault = beyond() or rule
         raise ValueError(
-            f"{why} updates layer by layer, which needs an optimizer whose every element, or every leaf of a layer, is updated "
-            f"by itself, but {fault}; use an elementwise optimizer such as optax.adamw (what optax.clip_by_global_norm does is "
-            "config.clip_norm, what optax.MultiSteps does num_microbatches), or keep params, grads and opt_state on the device "
-            "with update='after_backward'"
+            f"{why} updates one layer at a time, so each element (or each leaf of a layer) must be "
+            f"updated independently, but {fault}. Use an elementwise optimizer such as "
+            "optax.adamw; replace optax.clip_by_global_norm by clip_norm= and optax.MultiSteps by "
+            "num_microbatches=; or keep params, grads and opt_state on the device with "
+            "update='after_backward'"
         )
     return rule
 
@@ -224,14 +231,15 @@ def elementwise_rule(
     state: Any,
     closed: jex.ClosedJaxpr,
 ) -> ElementwiseUpdate | str:
-    """Return an optimizer as a rule for each element, or why it is none.
+    """Return an optimizer as a rule for each element, or the reason why it is not elementwise.
 
     Args:
       tx: the optimizer.
       params: abstract float32 parameters.
-      stacked: for each parameter leaf whether it is a stack of layers.
+      stacked: whether each parameter leaf is a stack of layers.
       state: the optimizer's abstract state over the tree of one layer.
-      closed: its update of that tree, traced: of (grads, state, params, loss).
+      closed: the optimizer's traced update of one layer's tree, a function of (grads, state,
+        params, loss).
     """
     layer = one_layer(params, stacked)
     of_layer = map_opt_state(state, layer)
@@ -242,7 +250,7 @@ def elementwise_rule(
     first = jax.make_jaxpr(tx.init)(layer)
     begins = _Reader(flatten(first.jaxpr, first.consts), range(len(names)), names)
     if (fault := begins.fault(of_layer.owners)) is not None:
-        return f"in its first state {fault}"
+        return f"in its initial state {fault}"
     leaves = jax.tree.leaves(params)
     shapes = [
         a.shape if owner is None else leaves[owner].shape
@@ -267,8 +275,8 @@ def fault_of_update(closed: jex.ClosedJaxpr, opt_map: OptStateMap, params: Any) 
     """Return what in an update is not elementwise, or None.
 
     Args:
-      closed: the update, traced: of (grads, state, params, loss).
-      opt_map: how the state divides over the parameters.
+      closed: the traced update, a function of (grads, state, params, loss).
+      opt_map: the owner of each leaf of the optimizer state.
       params: abstract parameters.
     """
     reader = _reader_of_update(closed, opt_map, _names(params))
@@ -278,13 +286,13 @@ def fault_of_update(closed: jex.ClosedJaxpr, opt_map: OptStateMap, params: Any) 
 def _reader_of_update(
     closed: jex.ClosedJaxpr, opt_map: OptStateMap, names: Sequence[str]
 ) -> "_Reader | str":
-    """Return which leaf each value of an update depends on, or what in it is not elementwise."""
+    """Return the leaf on which each value of an update depends, or what is not elementwise."""
     for name, leaf, owner in zip(opt_map.names, opt_map.leaves, opt_map.owners, strict=True):
         if owner is None and leaf.shape:
-            return f"its state {name} of shape {leaf.shape} mirrors no parameter"
+            return f"its state {name} with shape {leaf.shape} mirrors no parameter"
     program = flatten(closed.jaxpr, closed.consts)
-    # The leaf that each input is of, and the only one that each output may depend on; None is no
-    # leaf.
+    # The leaf that each input belongs to, and the only leaf that each output may depend on. None
+    # means no leaf.
     every = range(len(names))
     reader = _Reader(program, [*every, *opt_map.owners, *every, None], names)
     return reader.fault([*every, *opt_map.owners]) or reader
@@ -298,7 +306,7 @@ class _Reader:
     ) -> None:
         self.program, self.names = program, names
         self.leaf: dict[int, int | None] = dict(zip(program.inputs, reads, strict=True))
-        self.uneven: set[int] = set()  # arrays of no leaf whose elements may differ
+        self.uneven: set[int] = set()  # arrays that depend on no leaf and whose elements may differ
 
     def fault(self, writes: Sequence[int | None]) -> str | None:
         for i in self.program.instructions:
@@ -307,30 +315,33 @@ class _Reader:
         for ref, expected in zip(self.program.outputs, writes, strict=True):
             leaf = self.leaf.get(ref) if isinstance(ref, int) else None
             if leaf is not None and leaf != expected:
-                to = "a state that all leaves share" if expected is None else self.names[expected]
+                to = "a state shared by all leaves" if expected is None else self.names[expected]
                 return f"{self.names[leaf]} enters the update of {to}"
             if isinstance(ref, int) and ref in self.uneven:
-                return "its update holds an array that is no function of the parameters"
+                return "its update contains an array that does not depend on the parameters"
         return None
 
     def step(self, i: Instruction) -> str | None:
         name = i.eqn.primitive.name
         leaves = {self.leaf.get(ref) for ref in i.ins if isinstance(ref, int)} - {None}
         if len(leaves) > 1:
-            return f"{name} combines {' and '.join(sorted(self.names[r] for r in leaves if r is not None))}"
+            return (
+                f"{name} combines "
+                f"{' and '.join(sorted(self.names[r] for r in leaves if r is not None))}"
+            )
         leaf = next(iter(leaves), None)
         avals: list[Any] = [v.aval for v in i.eqn.outvars]
         shapes = [a.shape for a in avals]
         if leaf is None:
-            # Scalars and constants. The elements of an array among them must be equal: the update
-            # of a part sees only some.
+            # Scalars and constants. If one is an array, its elements must be equal, because the
+            # update of a part sees only some of them.
             even = name in POINTWISE | FILLS and not any(self.is_uneven(ref) for ref in i.ins)
             for out, shape in zip(i.outs, shapes, strict=True):
                 self.leaf[out] = None
                 if shape and not even:
                     self.uneven.add(out)
             return None
-        # Else it depends on one leaf alone, and may only act on each of its elements.
+        # The equation depends on exactly one leaf, and must act on each of its elements separately.
         read_avals: list[Any] = [v.aval for v in i.eqn.invars]
         operands = [a.shape for a in read_avals]
         read_shapes = [

@@ -1,10 +1,9 @@
-"""The optimizer's rule for one leaf, divided for the host: scalars that the program computes, and a
-kernel over elements.
+"""Split the optimizer's rule for one leaf: scalars for the program, elements for a host kernel.
 
 The rule is traced. Equations that no array reaches (a schedule, bias corrections, the clipping
-factor) stay in the program, on the device. The others become the kernel. Scalars that the kernel
-reads are sent to it as float32. Random bits would not survive that, so their equations go to the
-kernel, too.
+factor) stay in the program, on the device. The remaining equations become the kernel. Scalars that
+the kernel reads are sent to it as float32. Random bits would not survive that, so equations that
+make them belong to the kernel too.
 """
 
 from collections.abc import Sequence
@@ -21,18 +20,18 @@ Array = jax.Array
 
 
 class HostRule:
-    """The update of one leaf, divided into scalars of the program and a kernel over elements."""
+    """The update of one leaf, split into scalars of the program and a kernel over elements."""
 
     def __init__(
         self, update: RecordUpdate, index: int, grad_dtype: Any, summed: int, casts: bool
     ) -> None:
-        """Divide the update of leaf `index`.
+        """Split the update of leaf `index`.
 
         Args:
-          update: the optimizer by records.
-          index: of a parameter leaf.
-          grad_dtype: in which its gradient is summed.
-          summed: over how many microbatches.
+          update: the update of the program's state by records.
+          index: index of the parameter leaf.
+          grad_dtype: dtype in which the leaf's gradient is summed.
+          summed: number of microbatches whose gradients are summed.
           casts: whether the kernel also makes the parameter in the compute dtype.
         """
         layout, leaf, opt_map = update.layout, update.layout.leaves[index], update.layout.opt_map
@@ -47,8 +46,8 @@ class HostRule:
         def rule(arrays: list[Array], scalars: list[Array]) -> list[Array]:
             grad, old, *before = arrays
             *shared, loss, factor, scale = scalars
-            # The order of the update on the device (mean, loss scale, clipping), and so its
-            # numbers.
+            # The same order as in the update on the device (mean, loss scale, clipping), so that
+            # the numbers are the same.
             grad = grad.astype(jnp.float32)
             grad = grad / summed if summed > 1 else grad
             grad = grad / scale if layout.abstract_state.loss_scale is not None else grad
@@ -60,8 +59,8 @@ class HostRule:
         self.program = flatten(closed.jaxpr, closed.consts)
         self.num_arrays = len(arrays)
         live = self.program.live(self.program.outputs)
-        # Scalars cross as float32, which holds a count of steps, but not 32 random bits: those are
-        # made over there.
+        # Scalars are sent as float32, which can hold a step count but not 32 random bits: the
+        # kernel makes random bits itself.
         wide = [
             out
             for i in live
@@ -69,11 +68,11 @@ class HostRule:
             for out in i.outs
         ]
         varies = self.program.reached([*self.program.inputs[: self.num_arrays], *wide])
-        # An equation that no element reaches is computed once, by the program, and not for every
+        # The program computes an equation that no element reaches once, instead of once for every
         # element of every layer.
         self.elements = [i for i in live if not varies.isdisjoint(i.outs)]
         self.before = [i for i in live if varies.isdisjoint(i.outs)]
-        # What the kernel reads of the program's scalars: each crosses once.
+        # The program's scalars that the kernel reads; each is sent once.
         reads = [ref for i in self.elements for ref in i.ins] + list(self.program.outputs)
         self.crossing = tuple(
             dict.fromkeys(ref for ref in reads if isinstance(ref, int) and ref not in varies)
@@ -85,14 +84,14 @@ class HostRule:
         shapes: dict[int, Any] = {
             out: v.aval for i in self.before for out, v in zip(i.outs, i.eqn.outvars, strict=True)
         }
-        # Arrays whose elements are all equal cross as one number, and the kernel spreads it.
+        # An array whose elements are all equal is sent as one number, and the kernel broadcasts it.
         self.fills = {
             slot: shapes[slot].shape
             for slot in self.crossing
             if slot in shapes and shapes[slot].shape
         }
         abstract_values = [jax.ShapeDtypeStruct((), jnp.float32) for _ in self.crossing]
-        # All cross as float32, and the kernel casts each back to what the rule had.
+        # All scalars are sent as float32, and the kernel casts each back to its dtype in the rule.
         kinds = [shapes[slot].dtype if slot in shapes else dtypes[slot] for slot in self.crossing]
 
         def kernel(arrays: list[Array], values: list[Array]) -> list[Array]:
@@ -108,14 +107,16 @@ class HostRule:
         self.kernel: jex.ClosedJaxpr = jax.make_jaxpr(kernel)(arrays, abstract_values)
 
     def scalars(self, values: Sequence[Array]) -> list[Array]:
-        """Return what crosses from the program to the kernel, f32[] each; `values` are the rule's
-        scalars.
+        """Return the scalars that the program sends to the kernel, f32[] each.
+
+        Args:
+          values: the rule's scalars: shared optimizer state, loss, clipping factor, loss scale.
         """
         slots: dict[int, Any] = dict(
             zip(self.program.inputs[self.num_arrays :], values, strict=True)
         )
         evaluate(self.before, slots)
-        # An array that depends on no array is a scalar broadcast: its elements are equal.
+        # An array that depends on no array is a broadcast scalar: its elements are equal.
         return [
             jnp.ravel(slots[slot])[0].astype(jnp.float32)
             if jnp.size(slots[slot])

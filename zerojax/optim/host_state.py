@@ -1,15 +1,13 @@
-"""The state that an update on the host works on: which arrays, where they rest, and how kernels
-come to their memory.
+"""The state that an update on the host works on, and how kernels reach its memory.
 
-A program for CPUs hands its callbacks the memory of the state as operands. A program for GPUs
-cannot pass host memory to a callback: there the addresses are bound before a step, and compared
-after it. The step donates the state and returns it updated in place, so they are the same; were
-they not, the kernels would have worked on memory that is no longer the state's.
+A program for CPUs passes the state's memory to its callbacks as operands. A program for GPUs cannot
+pass host memory to a callback, so the addresses are bound before a step and compared after it. The
+step donates the state and returns it updated in place, so the addresses are equal. If they
+differed, the kernels would have worked on memory that no longer belongs to the state.
 
-A delayed update has two sets of arrays for gradients, and for parameters where they rest in host
-  memory: the program reads one,
-while callbacks and kernels write the other. They exchange their roles after the step
-(`HostBinding.exchange`).
+A delayed update has two sets of arrays for gradients, and two for parameters stored in host memory:
+the program reads one set while callbacks and kernels write the other. The sets swap roles after the
+step (`HostBinding.exchange`).
 """
 
 import dataclasses
@@ -37,21 +35,21 @@ Array = jax.Array
 
 
 class HostState:
-    """What the kernels read and write of a state.
+    """The arrays of a state that the kernels read and write.
 
     Attributes:
-      order: the parameter leaves in the order of their kernels: those of the layers before the
-        others.
-      stashes: gradients of the layers wait in host memory, or on disk, for their scale.
-      on_disk: how those that wait on disk rest, by the leaf's index.
-      params_away: parameters rest off the device, where kernels write them.
-      needs_weights: float32 weights rest on the device, and are handed over.
-      hands_over: callbacks are handed the memory, as operands.
+      order: indices of the parameter leaves in the order of their kernels, stacked leaves first.
+      stashes: whether the layers' gradients wait in host memory, or on disk, for their scale.
+      on_disk: where gradients that wait on disk are stored, by leaf index.
+      params_away: whether parameters are stored off the device, where kernels write them.
+      needs_weights: whether float32 weights are stored on the device and passed to the kernels.
+      hands_over: whether callbacks receive the memory as operands.
     """
 
     def __init__(
         self, records: StateRecords, *, stashes: bool, on_disk: Mapping[int, RecordSpec]
     ) -> None:
+        """Find the arrays of the state that `records` describes; see the class for arguments."""
         self.records, self.layout, self.mesh, self.config = (
             records,
             records.layout,
@@ -65,7 +63,7 @@ class HostState:
         self.hands_over = self.mesh.devices.flat[0].platform == "cpu"
 
     def arrays(self, states: FlatState, index: int) -> list[Any]:
-        """Return the arrays of a leaf that its kernel works on, of those that rest in host memory."""
+        """Return the arrays in host memory that a leaf's kernel works on."""
         return [
             a
             for a in self._select(states.params, states.master, states.opt, index)
@@ -73,7 +71,7 @@ class HostState:
         ]
 
     def specs(self, index: int) -> list[RecordSpec]:
-        """Return how all of them rest."""
+        """Return the specs of all arrays that a leaf's kernel works on, in memory or on disk."""
         records = self.records
         return self._select(
             records.params, records.master if self.layout.has_master else None, records.opt, index
@@ -82,8 +80,9 @@ class HostState:
     def _select(
         self, params: Sequence[Any], master: Sequence[Any] | None, opt: Sequence[Any], index: int
     ) -> list[Any]:
-        """Return of a leaf the weight, unless it is on the device, the states, and the parameter to
-        cast to, unless it is.
+        """Return a leaf's weight, optimizer state, and the parameter that holds the cast weight.
+
+        The weight and the parameter are left out if they are stored on the device.
         """
         weight = (
             master[index : index + 1]
@@ -98,8 +97,15 @@ class HostState:
     def operands(
         self, states: FlatState, part: Sequence[int], pending: Pending | None
     ) -> tuple[list[Array], list[PartitionSpec]]:
-        """Return the arrays that a callback on some leaves is handed, and their specs; nothing on a
-        GPU.
+        """Return the arrays that a callback on some leaves receives, and their specs.
+
+        Args:
+          states: all leaves of the state.
+          part: indices of the leaves that the callback works on.
+          pending: the pending gradients of a delayed update, or None.
+
+        Returns:
+          Arrays and their partition specs; both lists are empty on a GPU.
         """
         arrays: list[Array] = []
         specs: list[PartitionSpec] = []
@@ -113,38 +119,42 @@ class HostState:
         return arrays, specs
 
     def shard_shape(self, index: int) -> tuple[int, ...]:
-        """Return the shape of one device's part of a leaf, of all layers."""
+        """Return the shape of a leaf's shard on one device, including all layers."""
         return NamedSharding(self.mesh, self._partition(index)).shard_shape(
             self.layout.leaves[index].shape
         )
 
     def grad_dtype(self, index: int) -> Any:
-        """Return the dtype in which a leaf's gradient is handed over."""
+        """Return the dtype in which a leaf's gradient is passed to the kernels."""
         return self.layout.grad_dtype(index)
 
     def _partition(self, index: int) -> PartitionSpec:
-        """Return the spec of a whole leaf, on the shards of the optimizer state."""
+        """Return the partition spec of a full leaf, sharded like the optimizer state."""
         return PartitionSpec(
             *(None,) * self.layout.leaves[index].lead, *self.records.grads[index].spec
         )
 
 
 class HostBinding:
-    """Binds a state's memory to the kernels before a step, and checks the state and the kernels'
-    errors after it.
+    """Binds a state's memory to the kernels before a step, and checks for errors after it.
 
     Attributes:
-      queued: the callbacks of a program for GPUs whose kernels run in workers, or None.
+      queued: the callbacks of a GPU program whose kernels run in workers, or None.
     """
 
     def __init__(self, state: HostState, host: HostLeaves, calls: Calls | None) -> None:
-        """Bind memory of `state` to `host`; `calls` are of its program, where no other part of it
-        counts them.
+        """Bind the memory of `state` to `host`.
+
+        Args:
+          state: the arrays that the kernels read and write.
+          host: the kernels.
+          calls: counter of the program's callbacks; None if another part of the program counts
+            them.
         """
         self.state, self.host, self._calls = state, host, calls
         self.queued: QueuedStep | None = None
-        # Of a delayed update: arrays for this step's gradients, and for the parameters that it
-        # makes in host memory.
+        # For a delayed update: arrays for this step's gradients, and for the parameters that it
+        # writes in host memory.
         self._spare: list[Any] = []
         self._spare_params: list[Any] = []
         self._together = AllProcesses(
@@ -152,22 +162,22 @@ class HostBinding:
         )
 
     def prepare(self, state: TrainState) -> list[int]:
-        """Make room for what a step keeps in host memory, and bind the state's memory where
-        callbacks are not handed it.
+        """Make room for what a step keeps in host memory, and bind the state's memory if necessary.
 
-        Errors of a step that was given up for another reason are forgotten.
+        The memory is bound if callbacks do not receive it as operands. Errors of a step that was
+        abandoned for another reason are discarded.
 
         Returns:
-          The addresses bound of what kernels write.
+          The bound addresses of the arrays that kernels write.
         """
         self.host.take_errors()
         if self._calls is not None:
             self._calls.begin()
         mesh = self.state.mesh
-        # The number by which a program tells its callbacks on which device they are.
+        # The number by which a program's callbacks identify their device.
         positions = {device: n for n, device in enumerate(mesh.devices.flat)}
         local = [positions[d] for d in mesh.local_devices]
-        # Reserved before the step, since a callback must not raise and so cannot report that memory
+        # Reserved before the step: a callback must not raise, so it could not report that memory
         # ran out.
         self._reserve(local)
         if self.queued is not None:
@@ -202,9 +212,11 @@ class HostBinding:
                 self.host.bind_new_params(positions[shard.device], leaf, view(shard.data))
 
     def exchange(self, state: TrainState) -> TrainState:
-        """Return the state after a step with a delayed update: its gradients are the pending ones,
-        and what it made of those before are the parameters, where they rest in host memory. The
-        arrays of both take those of the next step.
+        """Swap the two sets of arrays of a delayed update after a step, and return the new state.
+
+        The step's gradients become the pending gradients. If parameters are stored in host memory,
+        those made from the previous pending gradients become the parameters. The old arrays are
+        kept for the next step.
         """
         if state.pending is None:
             return state
@@ -217,7 +229,7 @@ class HostBinding:
         return dataclasses.replace(state, params=jax.tree.unflatten(tree, made))
 
     def release(self) -> None:
-        """Drop the references to memory."""
+        """Drop the references to the state's memory."""
         self._spare, self._spare_params = [], []
         self.host.release()
 
@@ -233,24 +245,23 @@ class HostBinding:
                 {positions[s.device]: view(s.data) for s in a.addressable_shards} for a in arrays
             ]
             for device in local:
-                # In the order that `arrays` and the kernels have: the pending gradient comes last.
+                # In the order that `arrays` and the kernels use: the pending gradient comes last.
                 views = [shard[device] for shard in shards]
-                if state.pending is not None:  # which kernels only read
+                if state.pending is not None:  # kernels only read it
                     self.host.bind_pending(device, leaf, views.pop())
                 self.host.bind(device, leaf, views)
                 if state.pending is not None and self.state.params_away:
-                    # The parameters, before or behind the others, are read alone: new ones are made
-                    # in other arrays.
+                    # The parameters, first or last in the list, are only read: new ones are made in
+                    # other arrays.
                     views = views[:-1] if self.state.layout.has_master else views[1:]
                 addresses += [v.ctypes.data for v in views]
         return addresses
 
     def check(self, before: list[int], state: TrainState) -> None:
-        """Raise what went wrong in the callbacks of a step, and make sure that the state is the
-        memory they worked on.
+        """Raise a step's callback errors, and check that the step returned the same memory.
 
         Raises:
-          RuntimeError: an update failed, here or in another process, or the step returned other
+          RuntimeError: an update failed, in this or another process, or the step returned other
             memory.
         """
 
@@ -262,12 +273,13 @@ class HostBinding:
             # other memory.
             if self.prepare(state) != before:
                 raise RuntimeError(
-                    "the step returned the optimizer state in other memory than it was given: the update is lost"
+                    "the step returned the optimizer state in other memory than it was given, so "
+                    "the update is lost"
                 )
 
         self._together.do(check)
 
 
 def rest_of(record: RecordSpec) -> Rest:
-    """Return where a leaf of the state rests for the host update: None is host memory."""
+    """Return where a leaf of the state is stored for the host update; None means host memory."""
     return None if record.disk_records is None else OnRecord(record.disk_records.kind, record.leaf)

@@ -1,21 +1,21 @@
-"""Records in host memory that are updated in one tick and stored in a later one, beside the load of
-the next.
+"""Records in host memory that one tick updates and a later tick stores.
 
-A link carries both directions at once. So a tick loads the record that it updates while it stores
-one that an earlier tick updated. No array may be read and written at once: XLA would copy it. The
-arrays of a record, such as its master and its moments, are dealt out to groups of equal bytes, and
-in each turn one group is loaded while another one is stored:
+The store overlaps the load of the next record, because the host link carries both directions at the
+same time: a tick loads the record that it updates while it stores a record that an earlier tick
+updated. No array may be read and written at the same time, or XLA would copy it. So the arrays of a
+record, such as its master and its moments, are dealt out to groups of about equal bytes. In each
+turn one group is loaded while another group is stored:
 
     turn   0             1           2
     load   master[k]     mu[k]       nu[k]
     store  mu[k-1]       nu[k-1]     master[k-1]
 
 A record is a layer of a stack, or a **piece** of an unstacked leaf that is larger than a layer,
-such as an embedding. If such a leaf were loaded as a whole, updated and then stored, one direction
-would be idle while the other one works, and the device would hold all of its state. An elementwise
-optimizer may update some rows by themselves. So the leaf is seen as a stack of K pieces, W[V, D] ->
-W[K, V/K, D]. If dim 0 is split over n shards, each device cuts its own rows, W[V_fsdp, D] ->
-W[n_fsdp, K, V/(n K), D]: no row leaves its device.
+such as an embedding. If such a leaf were loaded in full, updated and then stored, one direction of
+the link would idle while the other works, and the device would hold all of its state. An
+elementwise optimizer can update a subset of the rows on its own. So the leaf is seen as a stack of
+K pieces, W[V, D] -> W[K, V/K, D]. If dim 0 is split over n shards, each device cuts its own rows,
+W[V_fsdp, D] -> W[n_fsdp, K, V/(n K), D], and no row leaves its device.
 """
 
 import dataclasses
@@ -33,29 +33,27 @@ from zerojax.state import FlatState, RecordSpec, StateRecords, read_layer, write
 
 Array = jax.Array
 Move = Callable[[Array, list[Array]], tuple[Array, list[Array]]]
-"""(gradient, [weight, *optimizer state]) of some rows -> the weight, float32, and the optimizer
-state after the update.
-"""
+"""(gradient, [weight, *optimizer state]) of some rows -> (new float32 weight, new state)."""
 
 MOST_PIECES = 32
-"""The most pieces of a leaf.
+"""Maximum number of pieces of a leaf.
 
-Nothing is stored beside the first piece, and nothing is loaded beside the last store.
+Nothing is stored during the first piece's load, and nothing is loaded during the last store.
 """
 LEAST_BYTES = 1 << 20
-"""The fewest bytes of a piece of an array on one device.
+"""Minimum number of bytes per device of one array of a piece.
 
-PCIe 5 moves them in 20 microseconds; a copy takes 3 to start.
+PCIe 5 moves 1 MiB in 20 microseconds; starting a copy takes 3 microseconds.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """How a leaf is cut into rows.
+    """How the rows of a leaf are cut into pieces.
 
     Attributes:
-      count: K, pieces.
-      shards: n, into which dim 0 is split.
+      count: K, the number of pieces.
+      shards: n, the number of shards of dim 0.
     """
 
     count: int
@@ -63,30 +61,40 @@ class Pieces:
 
     @property
     def _lead(self) -> tuple[int, ...]:
-        """The dims in front of the rows of a piece.
+        """The leading dims of a split array, before the rows of a piece.
 
-        A piece's number is the index of the last of them.
+        The last of them is indexed by the piece number.
         """
         return (self.count,) if self.shards == 1 else (self.shards, self.count)
 
     def split(self, array: Array) -> Array:
-        """Return an array [V, ...] as [n, K, V/(n K), ...], in the memory that holds it."""
+        """Return an array [V, ...] as [n, K, V/(n K), ...], or as [K, V/K, ...] if n is 1.
+
+        The result uses the memory of the array.
+        """
         rows = array.shape[0] // (self.shards * self.count)
         return array.reshape(*self._lead, rows, *array.shape[1:])
 
     def join(self, array: Array) -> Array:
-        """Return what `split` took."""
+        """Return the array [V, ...] that `split` was given."""
         dims = len(self._lead) + 1
         return array.reshape(math.prod(array.shape[:dims]), *array.shape[dims:])
 
     def shape(self, array: Any) -> tuple[int, ...]:
-        """Return the shape of a piece of what `split` returned: [V/K, ...]."""
+        """Return the shape of one piece of a split array: [V/K, ...]."""
         lead, rest = array.shape[: len(self._lead) - 1], array.shape[len(self._lead) :]
         return (math.prod(lead) * rest[0], *rest[1:])
 
     def read(self, record: RecordSpec, array: Array, piece: Array) -> Array:
-        """Return a piece of what `split` returned, on the device: [V/K, ...], sharded as the leaf
-        is.
+        """Return one piece of a split array, on the device.
+
+        Args:
+          record: where the array is stored, and how it is sharded.
+          array: array returned by `split`.
+          piece: i32[], number of the piece.
+
+        Returns:
+          The piece [V/K, ...], sharded like the leaf.
         """
         value = jax.lax.dynamic_index_in_dim(array, piece, len(self._lead) - 1, keepdims=False)
         if record.is_away:
@@ -96,7 +104,14 @@ class Pieces:
         return jax.lax.with_sharding_constraint(value, record.sharding)
 
     def write(self, record: RecordSpec, array: Array, piece: Array, value: Array) -> Array:
-        """Return what `split` returned, with another piece."""
+        """Return a split array with one piece replaced.
+
+        Args:
+          record: where the array is stored, and how it is sharded.
+          array: array returned by `split`.
+          piece: i32[], number of the piece.
+          value: new piece [V/K, ...], on the device.
+        """
         value = jax.lax.with_sharding_constraint(value, record.sharding)
         if self.shards > 1:
             value = value.reshape(self.shards, value.shape[0] // self.shards, *value.shape[1:])
@@ -110,11 +125,16 @@ class Pieces:
 
 
 def pieces_of(records: StateRecords, index: int, most: int = MOST_PIECES) -> Pieces | None:
-    """Return how a leaf that is no stack of layers is cut, into `most` pieces at most; None: it
-    crosses the link as a whole.
+    """Return how an unstacked leaf is cut into pieces, or None if it is moved in full.
 
-    It does where no link loads and stores at once; where there is but one array to load; and where
-    rows do not divide into pieces that are worth a copy each.
+    It is moved in full in three cases: the link cannot load and store at the same time; there is
+    only one array to load; or the rows do not divide into pieces large enough to be worth a copy
+    each.
+
+    Args:
+      records: where the state is stored.
+      index: index of the unstacked leaf.
+      most: maximum number of pieces.
     """
     leaf, layout = records.leaves[index], records.layout
     specs, param = records.opt_records((index,)), records.params[index]
@@ -123,7 +143,7 @@ def pieces_of(records: StateRecords, index: int, most: int = MOST_PIECES) -> Pie
     ]
     if layout.has_master:
         itemsizes = [4, *itemsizes]
-    else:  # the parameter is the weight, and loaded
+    else:  # the parameter is the weight, so it is loaded
         specs, itemsizes = [*specs, param], [*itemsizes, leaf.dtype.itemsize]
     loaded = [(r, itemsize) for r, itemsize in zip(specs, itemsizes, strict=True) if r.is_away]
     on_disk = any(r.disk_records is not None for r in (param, *specs))
@@ -140,8 +160,14 @@ def pieces_of(records: StateRecords, index: int, most: int = MOST_PIECES) -> Pie
 
 
 def dealt(sizes: Sequence[int], num_groups: int) -> list[list[int]]:
-    """Deal arrays out to groups of bytes as equal as the largest ones allow; returns the places of
-    each group's arrays.
+    """Deal arrays out to groups whose bytes are as equal as the largest arrays allow.
+
+    Args:
+      sizes: bytes of each array.
+      num_groups: maximum number of groups.
+
+    Returns:
+      For each group, the positions of its arrays in `sizes`.
     """
     groups: list[list[int]] = [[] for _ in range(min(num_groups, len(sizes)))]
     filled = [0] * len(groups)
@@ -153,8 +179,9 @@ def dealt(sizes: Sequence[int], num_groups: int) -> list[list[int]]:
 
 
 def _turns(sizes: Sequence[int]) -> list[list[int]]:
-    """Return the groups with which the turns take least: each takes as long as the larger of what
-    it loads and stores.
+    """Return the groups whose turns take the least time in total.
+
+    A turn takes as long as the larger of its load and its store.
     """
 
     def bytes_of(groups: list[list[int]]) -> int:
@@ -165,23 +192,21 @@ def _turns(sizes: Sequence[int]) -> list[list[int]]:
 
 
 class LateTick(Protocol):
-    """What a tick says of the records that cross the link in it; see
-    `zerojax.streamed.phases.Tick`.
-    """
+    """What a tick says about the records that it moves; see `zerojax.streamed.phases.Tick`."""
 
     @property
     def layer(self) -> Any:
-        """i32[], the layer updated, or the number of a piece."""
+        """The layer that is updated, or the number of a piece, i32[]."""
         ...
 
     @property
     def fetch(self) -> Array | None:
-        """i32[], the layer whose parameters are loaded for a later tick, if any."""
+        """The layer whose parameters are loaded for a later tick, i32[], or None."""
         ...
 
     @property
     def stored(self) -> Array | None:
-        """i32[], the layer stored, if any."""
+        """The layer that is stored, i32[], or None."""
         ...
 
     @property
@@ -197,7 +222,7 @@ class LateTick(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class _PieceTick:
-    """A tick that updates a piece, and no layer."""
+    """A tick that updates only a piece, and no layer."""
 
     layer: Array
     stored: Array | None
@@ -209,12 +234,12 @@ class _PieceTick:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Crossed:
-    """The state, and what was loaded of it, while a tick computes.
+    """The state, and the arrays loaded from it, while a tick computes.
 
     Attributes:
-      states: all leaves, of which the stacks in host memory are written in turns.
-      loaded: what was loaded so far, by its place in the record.
-      ends: records of unstacked leaves, by leaf, which the tick stores; `states` lacks them
+      states: all leaves of the state; the stacks in host memory are written turn by turn.
+      loaded: arrays loaded so far, by position in the record.
+      ends: records of unstacked leaves that the tick stores, by leaf index; `states` lacks them
         meanwhile.
     """
 
@@ -224,16 +249,13 @@ class Crossed:
 
 
 Pending = list[list[Array]]
-"""The arrays of the records that earlier ticks updated and later ticks store, on the device; the
-oldest record first.
-"""
+"""Updated records that later ticks store: arrays on the device, the oldest record first."""
 
 
 class Crossing:
-    """Loads of what a tick updates, and stores of what an earlier tick updated, beside its
-    products.
+    """Loads a tick's record, and stores an earlier tick's record, while the tick computes.
 
-    If parameters are in host memory, the tick loads the ones that a later tick takes.
+    If parameters are in host memory, it also loads the parameters that a later tick uses.
     """
 
     def __init__(
@@ -248,12 +270,13 @@ class Crossing:
         """Plan the turns of a tick.
 
         Args:
-          record: what crosses.
-          num_groups: at most.
+          record: arrays that the tick loads and stores.
+          num_groups: maximum number of groups.
           now: the tick.
-          pending: what earlier ticks updated, on the device.
-          states: all leaves.
-          ends: updated records of unstacked leaves, by leaf, on the device: this tick stores them.
+          pending: records that earlier ticks updated, on the device.
+          states: all leaves of the state.
+          ends: updated records of unstacked leaves, on the device, by leaf index; this tick stores
+            them.
         """
         self.record, self.now, self.pending, self.states, self.ends = (
             record,
@@ -275,14 +298,14 @@ class Crossing:
         return self.turn(0, Crossed(states, {}, {i: [] for i in self.ends}))
 
     def cross(self) -> Crossed:
-        """Take all turns, one after the other, with nothing beside them."""
+        """Take all turns, one after the other, without overlapping computation."""
         crossed = self.begin()
         for number in range(1, self.num_turns):
             crossed = self.turn(number, jax.lax.optimization_barrier(crossed))
         return crossed
 
     def turn(self, number: int, crossed: Crossed) -> Crossed:
-        """Start a turn. What the turns before it started has to be done."""
+        """Start a turn. The loads and stores of the turns before it must be done."""
         record, now = self.record, self.now
         up, down = self.groups[number], self.groups[(number + self.num_turns // 2) % self.num_turns]
         loaded, states = record.load(crossed.states, up, now), crossed.states
@@ -292,7 +315,7 @@ class Crossing:
         return Crossed(states, crossed.loaded | loaded, self._ends_of(number, crossed.ends))
 
     def _ends_of(self, number: int, stored: dict[int, list[Any]]) -> dict[int, list[Any]]:
-        """Start the stores of a turn's share of other leaves.
+        """Start a turn's share of the stores of unstacked leaves.
 
         XLA starts a store as late as its turn allows.
         """
@@ -308,41 +331,36 @@ class Crossing:
         return stored
 
     def states_of(self, crossed: Crossed) -> FlatState:
-        """Return the state, when all turns were taken."""
+        """Return the state after all turns."""
         return with_ends(self.record.records, crossed.states, crossed.ends)
 
     def loaded(self, crossed: Crossed) -> tuple[list[Array], list[Array]]:
-        """Return what was loaded: of the record that is updated, and parameters of the one that is
-        taken later.
-        """
+        """Return the loaded arrays of the updated layer, and loaded parameters of a later layer."""
         record = self.record
         arrays = [crossed.loaded[n] for n in sorted(crossed.loaded) if n < record.num_own]
         return arrays[: record.num_opt], arrays[record.num_opt :]
 
     def loaded_piece(self, crossed: Crossed, leaf: int) -> list[Array]:
-        """Return what was loaded of a piece of a leaf: its master, if there is one, its optimizer
-        state, its parameter.
-        """
+        """Return the loaded arrays of a piece: master (if any), optimizer state, parameter."""
         return [crossed.loaded[n] for n in self.record.places[leaf] if n in crossed.loaded]
 
 
 class LateRecord:
-    """What is loaded, updated, and stored some ticks later: a layer's record, and a piece of each
-    of some unstacked leaves.
+    """The arrays that one tick loads and updates, and a later tick stores.
 
-    Its arrays are the layer's masters, if any, and optimizer state, its parameters if they are in
-    host memory, and then the same arrays of each piece. Piece k belongs to the tick of layer
-    `lowest` + k.
+    They belong to a layer's record and to one piece of each of some unstacked leaves: the layer's
+    masters, if any, and optimizer state; its parameters if they are in host memory; then the same
+    arrays for each piece. Piece k belongs to the tick of layer `lowest` + k.
 
     Attributes:
       records: where the state is stored.
-      part: indices of the leaves of the layer.
-      pieces: how each of the other leaves is cut; the state holds them as `Pieces.split` returns
-        them.
+      part: indices of the layer's leaves.
+      pieces: how each unstacked leaf is cut, by leaf index; the state holds these leaves as
+        `Pieces.split` returns them.
       lowest: the layer whose tick updates piece 0.
-      num_opt: arrays of masters and optimizer state of the layer, which come first.
-      num_own: arrays of the layer.
-      places: of the arrays of each piece, by its leaf.
+      num_opt: number of the layer's masters and optimizer state arrays, which come first.
+      num_own: number of arrays of the layer.
+      places: positions of each piece's arrays, by leaf index.
     """
 
     def __init__(
@@ -352,6 +370,7 @@ class LateRecord:
         pieces: Mapping[int, Pieces] | None = None,
         lowest: int = 0,
     ) -> None:
+        """Lay out the arrays of a layer and of the pieces."""
         self.records, self.part, self.pieces, self.lowest = records, part, pieces or {}, lowest
         self._specs, self.num_opt = record_specs(records, part), len(records.opt_records(part))
         self.num_own, self.places = len(self._specs), dict[int, range]()
@@ -363,12 +382,12 @@ class LateRecord:
             self._specs += specs
 
     def load(self, states: FlatState, places: Sequence[int], now: LateTick) -> dict[int, Array]:
-        """Return the arrays that a tick loads among some places, on the device, by place."""
+        """Return the arrays among `places` that a tick loads, on the device, by position."""
         stacks, loaded = self._stacks(states), dict[int, Array]()
         for n in places:
             if n >= self.num_own:
                 i = self._leaf_of[n]
-                # A parameter whose master is updated is stored alone.
+                # A parameter that has a master is only stored, not loaded.
                 is_weight = states.master is None or n - self.places[i].start < len(
                     self.records.opt_records((i,))
                 )
@@ -383,7 +402,13 @@ class LateRecord:
         return loaded
 
     def store(self, states: FlatState, layer: Array, values: Mapping[int, Array]) -> FlatState:
-        """Return the state with some arrays, by their places, as those of the tick of a layer."""
+        """Return the state with some arrays written for the tick of a layer.
+
+        Args:
+          states: all leaves of the state.
+          layer: i32[], layer of the tick.
+          values: arrays on the device, by position in the record.
+        """
         stacks = self._stacks(states)
         for n, value in values.items():
             if n >= self.num_own:
@@ -407,8 +432,9 @@ class LateRecord:
         )
 
     def num_loaded(self, states: FlatState) -> int:
-        """Return how many arrays a tick loads if it updates pieces alone: not a parameter whose
-        master is updated.
+        """Return how many arrays a tick loads if it updates only pieces.
+
+        A parameter that has a master is not loaded.
         """
         ends = [len(self.records.opt_records((i,))) for i in self.pieces]
         return sum(ends) if states.master is not None else len(self._specs)
@@ -418,7 +444,7 @@ class LateRecord:
         return layer - self.lowest if self.lowest else layer
 
     def empty(self, states: FlatState, lag: int) -> Pending:
-        """Return room for what was updated in the last `lag` ticks and is not stored yet."""
+        """Return zeros for the records of the last `lag` ticks that are not stored yet."""
         stacks, found = self._stacks(states), list[Array]()
         for n, (spec, stack) in enumerate(zip(self._specs, stacks, strict=True)):
             shape = (
@@ -432,14 +458,16 @@ class LateRecord:
     def drain(
         self, states: FlatState, number: int, layer: Array, pending: Pending
     ) -> tuple[FlatState, Pending]:
-        """Store the oldest record after the last tick; returns the states, and the records with the
-        next one first.
+        """Store the oldest pending record after the last tick.
 
         Args:
-          states: all leaves.
-          number: of the layer.
-          layer: the same, i32[].
-          pending: what is not stored yet.
+          states: all leaves of the state.
+          number: number of the layer, as a Python integer.
+          layer: number of the layer, i32[].
+          pending: records that are not stored yet.
+
+        Returns:
+          The states, and the pending records with the next one to store first.
         """
         oldest, *others = pending
         # If there are fewer pieces than layers, the last layers have no piece.
@@ -454,9 +482,7 @@ class LateRecord:
 
 
 def record_specs(records: StateRecords, part: Sequence[int]) -> list[RecordSpec]:
-    """Return the specs of a record's arrays, in its order: masters and optimizer state, then
-    parameters off the device.
-    """
+    """Return the specs of a record's arrays: masters, optimizer state, offloaded parameters."""
     return [*records.opt_records(part), *(records.params[i] for i in _away(records, part))]
 
 
@@ -468,8 +494,12 @@ def record_stacks(records: StateRecords, states: FlatState, part: Sequence[int])
 def with_ends(
     records: StateRecords, states: FlatState, ends: Mapping[int, Sequence[Any]]
 ) -> FlatState:
-    """Return the state with other records of unstacked leaves, in their tiers and in the order of
-    `record_specs`.
+    """Return the state with the records of some unstacked leaves replaced.
+
+    Args:
+      records: where the state is stored.
+      states: all leaves of the state.
+      ends: new arrays in their tiers, by leaf index, in the order of `record_specs`.
     """
     for i, arrays in ends.items():
         num_opt, params = len(records.opt_records((i,))), list(states.params)
@@ -479,8 +509,9 @@ def with_ends(
 
 
 def without_ends(records: StateRecords, states: FlatState, ends: Sequence[int]) -> FlatState:
-    """Return the state without the records of these leaves, so that their old arrays are freed
-    before new ones are made.
+    """Return the state without the records of some leaves.
+
+    Their old arrays can then be freed before new ones are made.
     """
     return with_ends(records, states, {i: [None] * len(record_specs(records, (i,))) for i in ends})
 
@@ -497,8 +528,9 @@ def kept_for_later(
     weights: list[Array],
     opt: list[Array],
 ) -> tuple[FlatState, list[Array]]:
-    """Return the state with a layer's new parameters, if they are on the device, and the record
-    that is stored later.
+    """Return the state and the layer's updated record, which is stored later.
+
+    Parameters stored on the device are written to the state right away.
     """
     params = [records.cast(i, w) for i, w in zip(part, weights, strict=True)]
     if not any(records.params[i].is_away for i in part):  # on the device they are written in place
@@ -518,13 +550,13 @@ def update_piece(
     """Update a tick's piece of an unstacked leaf.
 
     Args:
-      record: what the tick loads.
-      crossing: its turns, all of which were taken.
-      crossed: what they loaded.
-      index: of the leaf.
-      grad: of the leaf, as `Pieces.split` returns it.
-      move: the optimizer.
-      states: all leaves.
+      record: arrays that the tick loads.
+      crossing: the tick's loads and stores; all turns have been taken.
+      crossed: arrays that the turns loaded.
+      index: index of the leaf.
+      grad: gradient of the leaf, as `Pieces.split` returns it.
+      move: the optimizer's update of some rows.
+      states: all leaves of the state.
 
     Returns:
       The states, and the arrays of the piece that a later tick stores.
@@ -553,19 +585,19 @@ def update_in_pieces(
     pieces: Pieces,
     begin: Array,
 ) -> tuple[FlatState, Array]:
-    """Update an unstacked leaf, piece by piece.
+    """Update an unstacked leaf piece by piece.
 
     Args:
       records: where the state is stored.
-      states: all leaves.
-      index: of the leaf.
-      grad: of it, sharded as its optimizer state is.
-      move: the optimizer.
+      states: all leaves of the state.
+      index: index of the leaf.
+      grad: gradient of the leaf, sharded like its optimizer state.
+      move: the optimizer's update of some rows.
       pieces: how the leaf is cut.
-      begin: i32[] zero, known when this may begin.
+      begin: i32[] zero, known when this update may begin.
 
     Returns:
-      The states, and a zero that is known when this is done.
+      The states, and a zero that is known when this update is done.
     """
     record, grads = LateRecord(records, (), {index: pieces}), pieces.split(grad)
     cut = _alone(records, with_pieces(records, states, record.pieces, Pieces.split), index)
@@ -596,7 +628,7 @@ def update_in_pieces(
 
 
 def _alone(records: StateRecords, states: FlatState, index: int) -> FlatState:
-    """Return the state with one unstacked leaf alone: a loop carries no more than it changes."""
+    """Return the state with only one unstacked leaf: a loop should carry only what it changes."""
 
     def only(leaves: Sequence[Any], kept: Sequence[int]) -> list[Any]:
         return [leaf if i in kept else None for i, leaf in enumerate(leaves)]
@@ -613,8 +645,13 @@ def with_pieces(
     cut: Mapping[int, Pieces],
     change: Callable[[Pieces, Array], Array],
 ) -> FlatState:
-    """Return the state with leaves cut into pieces, or joined again, by `Pieces.split` or
-    `Pieces.join`.
+    """Return the state with some leaves changed by `Pieces.split` or `Pieces.join`.
+
+    Args:
+      records: where the state is stored.
+      states: all leaves of the state.
+      cut: how each leaf is cut, by leaf index.
+      change: `Pieces.split` or `Pieces.join`.
     """
     for i, pieces in cut.items():
         params = list(states.params)

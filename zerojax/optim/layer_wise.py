@@ -1,19 +1,20 @@
-"""A rule for each leaf of a layer, applied to stacks of layers, and to one record.
+"""Apply a rule for each leaf of a layer to stacks of layers, and to one record.
 
-Of a LayeredModel such a rule sees what optax would see on separate layers, [D, F] and not [L, D,
-F], in every stage and tier. Where all layers are on the device they are updated together, and at
-stages 1 to 3 the part that needs whole leaves is shared out over the devices that hold the shards,
-layer by layer:
+In a LayeredModel the rule sees what optax would see on separate layers, [D, F] and not [L, D, F],
+in every stage and tier. If all layers are on the device, they are updated together. At stages 1 to
+3 the part that needs full leaves is then divided, layer by layer, among the devices that hold the
+shards:
 
     x[L, D_fsdp, F] -> x[L_fsdp, D, F]      an all_to_all
-    y[L_fsdp, D, F] = vmap(middle)(x)       each device the whole leaves of L / N layers
+    y[L_fsdp, D, F] = vmap(middle)(x)       each device has the full leaves of L / N layers
     y[L_fsdp, D, F] -> y[L, D_fsdp, F]      an all_to_all
 
-An L that N does not divide is filled up with copies of layers, whose results are dropped: a device
-  then works on ceil(L / N).
-Of one layer on its own, as a streamed step has it, the value is gathered, and each device makes the
-result and keeps its shard: what is streamed is one layer, so there is nothing to share out by
-layers. Leaves that are no stack are left to XLA, which partitions products by itself.
+If N does not divide L, the stack is padded with copies of layers, whose results are dropped: a
+device then works on ceil(L / N) layers.
+
+In a streamed step only one layer is on the device, so there are no layers to divide: the value is
+gathered, and each device computes the result and keeps its own shard. Unstacked leaves are left to
+XLA, which partitions their products itself.
 """
 
 import logging
@@ -51,15 +52,15 @@ logger = logging.getLogger("zerojax")
 
 Array = jax.Array
 _SHOWN = 5
-"""Leaves that an error lists."""
+"""Number of leaves that an error lists."""
 _REPAIR = (
-    "decide by path (masks and labels of optax may be trees), or leave out what combines them: config.clip_norm does what "
-    "optax.clip_by_global_norm does, num_microbatches what optax.MultiSteps does"
+    "decide by path (masks and labels of optax may be trees), or remove what combines them: "
+    "replace optax.clip_by_global_norm by clip_norm= and optax.MultiSteps by num_microbatches="
 )
 
 
 class LayerTransformation(OwnedTransformation):
-    """An optimizer over stacks of layers that does to each layer what optax would do to it alone.
+    """An optimizer over stacks that treats each layer as optax would treat it alone.
 
     Attributes:
       rule: the rule for each leaf.
@@ -69,7 +70,12 @@ class LayerTransformation(OwnedTransformation):
 
 
 def layer_transformation(rule: LeafRule, move: Move | None = None) -> LayerTransformation:
-    """Return a rule for each leaf as an optimizer of the whole tree."""
+    """Return a rule for each leaf as an optimizer of the full tree.
+
+    Args:
+      rule: the rule for each leaf of a layer.
+      move: how values reach the devices that hold full leaves; None leaves them where they are.
+    """
     there = Stay() if move is None else move
 
     def update(
@@ -91,24 +97,24 @@ def by_layer(
     on_stacks: tuple[Any, jex.ClosedJaxpr] | ValueError,
     stacked: Sequence[bool],
 ) -> optax.GradientTransformation:
-    """Return an optimizer that treats a stack of layers as it would treat each layer, or `tx` where
-    it does so itself.
+    """Return an optimizer that treats a stack as it would treat each layer alone.
 
-    An elementwise optimizer that decides something from shapes becomes an
-    `ElementwiseTransformation`, and one whose rule needs whole leaves of a layer a
-    `LayerTransformation`. One that combines layers or leaves stays as it is.
+    An elementwise optimizer that makes decisions from shapes becomes an
+    `ElementwiseTransformation`, and an optimizer whose rule needs full leaves of a layer becomes a
+    `LayerTransformation`. An optimizer that combines layers or leaves, or that already treats
+    stacks in this way, is returned unchanged.
 
     Args:
       tx: the optimizer.
       params: abstract float32 parameters.
-      on_stacks: its abstract state over them and its traced update, of (grads, state, params,
-        loss); or why it cannot be traced over them.
-      stacked: for each parameter leaf whether it is a stack of layers.
+      on_stacks: the optimizer's abstract state over `params` and its traced update, a function of
+        (grads, state, params, loss); or the error raised by tracing it over them.
+      stacked: whether each parameter leaf is a stack of layers.
 
     Raises:
-      ValueError: it combines layers or leaves, and decides from shapes: it would treat stacks in
-        another way than layers. Or it reads the shapes of several leaves at once. Or it works on
-        one layer alone, and combines leaves.
+      ValueError: the optimizer combines layers or leaves and also makes decisions from shapes, so
+        that it would treat stacks differently than layers; or it reads the shapes of several leaves
+        at the same time; or it works only on single layers, and combines leaves.
     """
     is_elementwise = not isinstance(on_stacks, ValueError) and _is_elementwise(
         on_stacks[1], on_stacks[0], params
@@ -118,7 +124,7 @@ def by_layer(
     layer = one_layer(params, stacked)
     try:
         layer_state, traced = init_opt_state_shape(tx, layer)
-    except ValueError:  # it takes stacks alone, or nothing
+    except ValueError:  # it works only on stacks, or not at all
         return tx
     of_layer = without_branches(traced)
     found = Differences()
@@ -136,8 +142,9 @@ def by_layer(
         return layer_transformation(by_leaf)
     if isinstance(on_stacks, ValueError):
         raise ValueError(
-            "the optimizer works on one layer's leaves and not on stacks of layers [L, ...], and it cannot be applied layer by "
-            f"layer, because it combines layers or leaves ({by_leaf}); {_REPAIR}. On stacks: {on_stacks}"
+            "the optimizer works on one layer's leaves but not on stacks of layers [L, ...], and "
+            "it cannot be applied layer by layer because it combines layers or leaves "
+            f"({by_leaf}); {_REPAIR}. On stacks: {on_stacks}"
         ) from on_stacks
     _report_differences(found, params, stacked, by_leaf)
     return tx
@@ -150,17 +157,16 @@ def _traced(
     owners = tuple(
         owner_by_path(path, paths) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]
     )
-    # A conditional over the whole tree would make every leaf differ where one does.
+    # With a conditional over the full tree, every leaf would differ if one does.
     return Traced(jax.make_jaxpr(tx.init)(params), without_branches(update), state, owners)
 
 
 def _check_reads_one_leaf(found: Differences, params: Any, stacked: Sequence[bool]) -> None:
-    """Raise ValueError for an optimizer that acts on each leaf by itself, and reads the shapes of
-    others.
+    """Raise ValueError if an optimizer of single leaves reads the shapes of other leaves.
 
-    A layer's tree shows it the sizes of one layer, and stacks show it those of all layers. A leaf
-    that is no stack has one shape in both: what it is updated with differs only where other leaves'
-    shapes enter.
+    One layer's tree shows it the sizes of one layer, and stacks show it the sizes of all layers. An
+    unstacked leaf has the same shape in both, so its update differs only if the shapes of other
+    leaves enter.
     """
     paths = jax.tree_util.tree_flatten_with_path(params)[0]
     crossed = [
@@ -172,22 +178,25 @@ def _check_reads_one_leaf(found: Differences, params: Any, stacked: Sequence[boo
         return
     shared = [f"the optimizer's state {path}" for path in found.shared]
     raise ValueError(
-        "the optimizer reads the shapes of other leaves, such as the number of all parameters: over stacks of layers [L, ...] "
-        f"and over the leaves of one layer it computes another value for {_listed([*crossed, *shared])}; compute the number "
-        "before, and give it to the optimizer as a Python number"
+        "the optimizer reads the shapes of other leaves, such as the number of all parameters: it "
+        "computes different values over stacks of layers [L, ...] and over one layer for "
+        f"{_listed([*crossed, *shared])}; compute the number beforehand and pass it to the "
+        "optimizer as a Python number"
     )
 
 
 def _report_differences(
     found: Differences, params: Any, stacked: Sequence[bool], fault: str
 ) -> None:
-    """Raise ValueError for an optimizer that would treat stacks in another way than layers; log
-    other constants alone.
+    """Raise ValueError for an optimizer that would treat stacks differently than layers.
+
+    If only constants differ, log a warning instead.
     """
     paths = jax.tree_util.tree_flatten_with_path(params)[0]
     has_rules = bool(found.rules or found.shared_rules)
     named = [
-        f"{jax.tree_util.keystr(paths[i][0])} {paths[i][1].shape}, of a layer {paths[i][1].shape[1:]}"
+        f"{jax.tree_util.keystr(paths[i][0])} {paths[i][1].shape}, "
+        f"one layer {paths[i][1].shape[1:]}"
         for i in (found.rules if has_rules else found.constants)
         if stacked[i]
     ]
@@ -198,12 +207,13 @@ def _report_differences(
     shown = _listed(named)
     if has_rules:
         raise ValueError(
-            f"the optimizer decides from shapes, and it combines layers or leaves ({fault}), so it would see stacks of layers "
-            f"[L, ...] and update them in another way than layers: {shown}; {_REPAIR}"
+            f"the optimizer decides from shapes and combines layers or leaves ({fault}), so it "
+            "would see stacks of layers [L, ...] and update them differently than single layers: "
+            f"{shown}; {_REPAIR}"
         )
     logger.warning(
-        "the optimizer reads sizes, and it combines layers or leaves (%s), so it reads those of stacks of layers [L, ...]: %s. "
-        "To let it read a layer's, %s",
+        "the optimizer reads sizes and combines layers or leaves (%s), so it reads the sizes of "
+        "stacks of layers [L, ...]: %s. To let it read the sizes of one layer, %s",
         fault,
         shown,
         _REPAIR,
@@ -224,8 +234,11 @@ def _is_elementwise(update: jex.ClosedJaxpr, opt_state: Any, params: Any) -> boo
 
 
 def shared_out(tx: optax.GradientTransformation, layout: Layout) -> optax.GradientTransformation:
-    """Return an optimizer with its work on whole leaves shared out over the devices that hold their
-    shards.
+    """Return an optimizer whose work on full leaves is divided among the devices with their shards.
+
+    Args:
+      tx: the optimizer; unchanged unless it is a `LayerTransformation` with sharded state.
+      layout: layout of the program's state.
     """
     if not isinstance(tx, LayerTransformation) or not STAGES[layout.config.stage].opt_state:
         return tx
@@ -235,51 +248,66 @@ def shared_out(tx: optax.GradientTransformation, layout: Layout) -> optax.Gradie
 def why_not_by_leaf(
     tx: optax.GradientTransformation, params: Any, stacked: Sequence[bool]
 ) -> str | None:
-    """Return why an optimizer cannot be applied to each leaf of a layer on its own, or None;
-    arguments as `by_layer`.
+    """Return why an optimizer cannot be applied to each leaf of a layer on its own, or None.
+
+    Args:
+      tx: the optimizer.
+      params: abstract float32 parameters.
+      stacked: whether each parameter leaf is a stack of layers.
     """
     layer = one_layer(params, stacked)
     try:
         layer_state, of_layer = init_opt_state_shape(tx, layer)
     except ValueError as error:
-        return f"on one layer it fails: {error}"
+        return f"it fails on one layer: {error}"
     rule = leaf_rule(tx, params, stacked, layer_state, without_branches(of_layer))
     return rule if isinstance(rule, str) else None
 
 
 def check_whole_leaves(layout: Layout) -> None:
-    """Raise ValueError where a program that updates record by record never has a whole leaf of a
-    layer on the device.
+    """Check that a program with a record-by-record update gathers full leaves of a layer.
+
+    Args:
+      layout: layout of the program's state.
+
+    Raises:
+      ValueError: the host runs the update, or layers move tile by tile, so that the device never
+        holds a full leaf of a layer.
     """
-    what = f"{reason(layout.config)} with an optimizer that combines elements of a leaf (Muon, Adafactor, LAMB, ..)"
+    what = (
+        f"{reason(layout.config)} with an optimizer that combines elements of a leaf (Muon, "
+        "Adafactor, LAMB, ..)"
+    )
     if layout.config.update_on == "host":
         raise ValueError(
-            f"{what} and update_on='host': the host updates each device's shard where it rests, element by element; use "
-            "update_on='device', or an elementwise optimizer such as optax.adamw"
+            f"{what} and update_on='host': the host updates each device's shard in place, element "
+            "by element; use update_on='device', or an elementwise optimizer such as optax.adamw"
         )
     if layout.groups:
         group = layout.groups[0]
         raise ValueError(
-            f"{what}: {layout.leaves[group.leaves[0]].name} is moved tile by tile, {group.num_tiles} tiles a layer, and never "
-            "whole; use gather_ahead=True, with which layers move whole, or an elementwise optimizer such as optax.adamw"
+            f"{what}: {layout.leaves[group.leaves[0]].name} is moved tile by tile, "
+            f"{group.num_tiles} tiles a layer, and is never gathered in full; use "
+            "gather_ahead=True, which moves full layers, or an elementwise optimizer such as "
+            "optax.adamw"
         )
 
 
 class _ByLayers:
-    """Values of stacks move to whole leaves of some layers on each device."""
+    """Moves values of stacks so that each device holds full leaves of some layers."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout, self.mesh = layout, layout.mesh
 
     def whole(self, index: int, value: Array) -> Array:
-        """x[L, D_fsdp, F] -> x[L_fsdp, D, F], filled up to a multiple of the devices."""
+        """Return x[L, D_fsdp, F] as x[L_fsdp, D, F], with L padded to a multiple of the devices."""
         spec, leaf = self._spec(index), self.layout.leaves[index]
         if not leaf.is_stacked or not any(spec):
             return value
         axes = _axes(spec)
         layers, devices = value.shape[0], math.prod(self.mesh.shape[a] for a in axes)
         rows = -(-layers // devices) * devices
-        # Copies and not zeros, of which a rule might make NaN.
+        # Padded with copies and not with zeros, for which a rule might compute NaN.
         copies = [value] * (rows // layers) + ([value[: rows % layers]] if rows % layers else [])
         value = jnp.concatenate(copies) if rows > layers else value
         at = _spec_like(spec[1:], leaf.record_shape, value.shape[1:])
@@ -288,7 +316,7 @@ class _ByLayers:
         )
 
     def shard(self, index: int, value: Array, like: Any) -> Array:
-        """y[L_fsdp, D, F] -> y[L, D_fsdp, F], without what it was filled up with."""
+        """Return y[L_fsdp, D, F] as y[L, D_fsdp, F], without the padding."""
         spec, leaf = self._spec(index), self.layout.leaves[index]
         if not leaf.is_stacked or not any(spec):
             return value
@@ -303,22 +331,24 @@ class _ByLayers:
 
 
 class Gathered:
-    """Values of one layer, or of a leaf that is no stack, are gathered, and cut into shards again."""
+    """Gathers values of one layer, or of an unstacked leaf, and shards them again."""
 
     def __init__(self, layout: Layout) -> None:
+        """Use the shardings of `layout`."""
         self.layout, self.mesh = layout, layout.mesh
 
     def whole(self, index: int, value: Array) -> Array:
-        """x[D_fsdp, F] -> x[D, F]."""
+        """Return x[D_fsdp, F] of parameter leaf `index` as x[D, F]."""
         spec, leaf = self._spec(index), self.layout.leaves[index]
         if not any(spec):
             return value
         at = _spec_like(spec, leaf.record_shape, value.shape)
-        # Both ends are stated: else XLA might gather what the value is made of, which is more.
+        # Both ends are constrained: otherwise XLA might gather the inputs of the value, which are
+        # larger.
         return _turned(value, self.mesh, [*([at] if at else []), (None,) * value.ndim])
 
     def shard(self, index: int, value: Array, like: Any) -> Array:
-        """y[D, F] -> y[D_fsdp, F]."""
+        """Return y[D, F] of parameter leaf `index` as y[D_fsdp, F]."""
         del like
         spec, leaf = self._spec(index), self.layout.leaves[index]
         at = _spec_like(spec, leaf.record_shape, value.shape) if any(spec) else None
@@ -336,12 +366,13 @@ def _axes(spec: Spec) -> list[str]:
 
 
 def _spec_like(spec: Spec, shape: Sequence[int], value: Sequence[int]) -> Spec | None:
-    """Return the spec of a value that has a leaf's elements in the leaf's order, but for dims of 1;
-    None of any other.
+    """Return the spec of a value whose elements are a leaf's elements in the leaf's order, or None.
+
+    The value's shape may differ from the leaf's shape only in dims of size 1.
 
     Args:
-      spec: of the leaf.
-      shape: of the leaf.
+      spec: spec of the leaf.
+      shape: shape of the leaf.
       value: shape of the value.
     """
     entries = [entry for entry, n in zip(spec, shape, strict=True) if n != 1]
@@ -359,15 +390,14 @@ def _front(axes: Sequence[str], ndim: int) -> Spec:
 
 
 def _path(spec: Spec, axes: Sequence[str]) -> list[Spec]:
-    """Return specs from a stack's shards to its first dim split by all of `axes`, one mesh axis
-    moved at a time.
+    """Return specs that lead from a stack's shards to dim 0 split by all of `axes`.
 
-    XLA turns the move of one axis into an all_to_all. Several at once it may not, and gather the
-    stack.
+    Each spec moves one mesh axis, which XLA turns into an all_to_all. If several axes moved at the
+    same time, XLA might gather the stack instead.
     """
     path, here = [spec], list(spec)
     moved: list[str] = []
-    # The last axis of a dim first: what is left of it is still a split of that dim.
+    # The last axis of a dim moves first, so that the remaining axes still split that dim.
     for axis in reversed(axes):
         moved = [*moved, axis]
         for d, entry in enumerate(here[1:], 1):
@@ -379,7 +409,7 @@ def _path(spec: Spec, axes: Sequence[str]) -> list[Spec]:
 
 
 def _turned(value: Array, mesh: Mesh, path: Sequence[Spec]) -> Array:
-    """Move a value from shards to shards."""
+    """Move a value through a sequence of shardings."""
     for spec in path:
         value = jax.lax.with_sharding_constraint(value, named(mesh, spec))
     return value

@@ -1,27 +1,27 @@
-"""An optimizer that combines elements of one leaf of one layer, and no more: Muon, Adafactor, LAMB,
-LARS, Novograd.
+"""Apply optimizers that combine elements only within one leaf of one layer.
+
+Examples are Muon, Adafactor, LAMB, LARS and Novograd.
 
     for each layer l, for each leaf i:      u, s = rule_i(g[l, i], s[l, i], w[l, i], scalars)
 
-What a layer's leaf is updated with depends on that leaf of that layer alone, and on what no
-gradient reaches: a count, a learning rate, the loss, constants. Then layers may be updated one
-after the other, on any device, and a leaf of the state belongs to one parameter leaf whatever its
-shape is: a factored moment, a scalar for each matrix. It is proven by tracing, as for elementwise
-optimizers (`zerojax.optim.elementwise`): the update is traced on the tree of one layer, whose
-leaves have no layer dim, and for each value the leaf is followed that it depends on.
+The update of a layer's leaf depends only on that leaf of that layer, and on values that no gradient
+reaches: a count, a learning rate, the loss, constants. So layers can be updated one after the
+other, on any device, and each leaf of the state belongs to one parameter leaf whatever its shape,
+such as a factored moment or a scalar for each matrix. This property is proven by tracing, as for
+elementwise optimizers (`zerojax.optim.elementwise`): the update is traced over the tree of one
+layer, whose leaves have no layer dim, and each value's leaf is followed.
 
-The traced equations themselves are then the rule: those that the results of a leaf need are
-  evaluated on that leaf. Masks and
-labels have seen the paths, dims and sizes of a layer's tree, as optax on separate layers shows
-them. The equations are divided once more, because only some of them need a whole leaf on one
-device:
+The traced equations themselves are then the rule: the equations that a leaf's results need are
+evaluated on that leaf. Masks and labels have seen the paths, dims and sizes of one layer's tree, as
+optax on separate layers shows them. The equations are divided once more, because only some need a
+full leaf on one device:
 
-    before    m = b m + g;  x = m / |m|        elementwise, and sums that partial sums make: on shards
-    middle    y = p(x x^T) x                   products, decompositions, whatever else: on the whole leaf
+    before    m = b m + g;  x = m / |m|        on shards: elementwise, and sums of partial sums
+    middle    y = p(x x^T) x                   on the full leaf: products, decompositions, others
     after     u = -lr (scale y + decay w)      on shards again
 
-So Muon moves one matrix there and one back, and LAMB, Adafactor and clipping by leaf move sums
-alone.
+So Muon gathers one matrix and shards one back, while LAMB, Adafactor and clipping by leaf only move
+sums.
 """
 
 import dataclasses
@@ -50,52 +50,60 @@ from zerojax.jaxprs import (
 Array = jax.Array
 Slots = dict[int, Any]
 _MOVES = frozenset({"reshape", "squeeze", "expand_dims", "transpose"})
-"""Equations that put elements elsewhere."""
+"""Equations that only rearrange elements."""
 _LOCAL = POINTWISE | REDUCTIONS | _MOVES | {"broadcast_in_dim"}
-"""Equations that run on shards: XLA adds partial sums up, and moves no element. (A reshape, where
-it merges no dims.)
+"""Equations that run on shards: XLA adds up partial sums and moves no element.
+
+A reshape runs on shards only if it merges no dims.
 """
 _RANDOM = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"})
 
 
 class Move(Protocol):
-    """How values get to where a whole leaf is worked on, and back."""
+    """Moves values to the devices that work on full leaves, and back."""
 
     def whole(self, index: int, value: Array) -> Array:
-        """Return a value of parameter leaf `index` with its dims on one device; layers may be added
-        at the end.
+        """Return a value of parameter leaf `index` with all its dims gathered on one device.
+
+        Layers may be appended as padding.
         """
         ...
 
     def shard(self, index: int, value: Array, like: Any) -> Array:
-        """Return a value on the shards of its leaf, with as many layers as `like`, the leaf, has."""
+        """Return a value of parameter leaf `index` on the leaf's shards.
+
+        Args:
+          index: index of the parameter leaf.
+          value: value to shard.
+          like: the leaf; the result has as many layers as the leaf.
+        """
         ...
 
 
 class Stay:
-    """Values are left where they are."""
+    """Leaves values where they are."""
 
     def whole(self, index: int, value: Array) -> Array:
-        """Return the value."""
+        """Return the value unchanged."""
         del index
         return value
 
     def shard(self, index: int, value: Array, like: Any) -> Array:
-        """Return the value."""
+        """Return the value unchanged."""
         del index, like
         return value
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Phases:
-    """The equations of one leaf's results.
+    """The equations that produce one leaf's results.
 
     Attributes:
-      before: on shards.
-      middle: on the whole leaf.
-      after: on shards, of what the middle makes.
-      there: slots that the middle reads and does not make.
-      back: slots that it makes, and that are read after it or are results.
+      before: equations that run on shards.
+      middle: equations that run on the full leaf.
+      after: equations that run on shards and depend on the middle's results.
+      there: slots that the middle reads and does not compute.
+      back: slots that the middle computes and that are read after it or are results.
       outputs: the results.
     """
 
@@ -112,13 +120,15 @@ class LeafRule:
     """An optimizer as one rule for each parameter leaf.
 
     Attributes:
-      params: abstract float32 parameters, stacks of layers among them.
-      stacked: for each parameter leaf whether it is a stack of layers, [L, ...].
+      params: abstract float32 parameters, including stacks of layers.
+      stacked: whether each parameter leaf is a stack of layers, [L, ...].
       layer_state: the abstract state over one layer's tree.
-      owners: for each leaf of the state the parameter leaf that it belongs to; None: all share it.
+      owners: for each state leaf, the index of the parameter leaf that it belongs to; None if all
+        leaves share it.
       init: the traced `tx.init` over one layer's tree.
-      update: the traced `tx.update`, of (grads, state, params, loss).
-      leaf_of: the leaf on which each slot of `update` depends; None or missing: no leaf.
+      update: the traced `tx.update`, a function of (grads, state, params, loss).
+      leaf_of: the leaf on which each slot of `update` depends; None or missing if it depends on
+        none.
     """
 
     params: Any
@@ -136,14 +146,21 @@ class LeafRule:
 
     @functools.cached_property
     def whole(self) -> frozenset[int]:
-        """Indices of the parameter leaves whose update needs a whole leaf in one place; the others'
-        runs on shards.
+        """Indices of the parameter leaves whose update needs a full leaf on one device.
+
+        The updates of all other leaves run on shards.
         """
         return frozenset(i for i in range(len(self.stacked)) if self._phases[i].middle)
 
     def moved(self, index: int) -> tuple[int, int]:
-        """Return how many elements of one layer move to where a leaf is whole, and how many come
-        back.
+        """Return how many elements of one layer of a leaf are gathered, and how many sent back.
+
+        Args:
+          index: index of the parameter leaf.
+
+        Returns:
+          Number of gathered elements, and number of elements sent back; both are 0 if the update
+          runs on shards.
         """
         phases, shapes = self._phases[index], self._shapes
         there, back = (
@@ -154,7 +171,7 @@ class LeafRule:
     @functools.cached_property
     def _shapes(self) -> dict[int, tuple[int, ...]]:
         layer = one_layer(self.params, self.stacked)
-        # The inputs but for the loss, and what each equation makes.
+        # The shapes of all inputs except the loss, and of each equation's results.
         given = [tuple(a.shape) for a in jax.tree.leaves((layer, self.layer_state, layer))]
         shapes = dict(zip(self.update.inputs, given, strict=False))
         for i in self.update.instructions:
@@ -169,7 +186,13 @@ class LeafRule:
     # --- one leaf ---------------------------------------------------------------------------------
 
     def first_states(self, index: int, weight: Array, layers: int | None) -> list[Array]:
-        """Return the first state of a parameter leaf: of one layer, or of a stack of `layers`."""
+        """Return the initial state of a parameter leaf.
+
+        Args:
+          index: index of the parameter leaf.
+          weight: float32 weight of one layer or of a stack.
+          layers: number of layers in the stack; None for one layer or an unstacked leaf.
+        """
         program = self.init
         outputs = [program.outputs[j] for j in self.states_of(index)]
         given = {program.inputs[index]: weight}
@@ -181,11 +204,11 @@ class LeafRule:
         return _run(self.init.live(outputs), {}, {}, outputs, None)
 
     def scalars(self, shared: Sequence[Array], loss: Array) -> Slots:
-        """Return the values of what depends on no leaf, by slot.
+        """Return the values that depend on no leaf, by slot.
 
         Args:
           shared: the state that all leaves share, before the step.
-          loss: f32[].
+          loss: f32[], the loss of the step.
         """
         state = self._inputs(1)
         slots = {state[j]: value for j, value in zip(self.shared, shared, strict=True)} | {
@@ -195,7 +218,12 @@ class LeafRule:
         return slots
 
     def shared_after(self, shared: Sequence[Array], loss: Array) -> list[Array]:
-        """Return the state that all leaves share, after a step; arguments as `scalars`."""
+        """Return the state that all leaves share, after a step.
+
+        Args:
+          shared: the state that all leaves share, before the step.
+          loss: f32[], the loss of the step.
+        """
         slots = self.scalars(shared, loss)
         return [
             jnp.asarray(read(self.update.outputs[len(self.stacked) + j], slots))
@@ -212,16 +240,16 @@ class LeafRule:
         layers: int | None,
         move: Move,
     ) -> tuple[Array, list[Array]]:
-        """Return the update of a leaf, and its state after it.
+        """Return the update of a leaf, and the leaf's state after it.
 
         Args:
-          index: of the parameter leaf.
-          grad: float32, of one layer or of a stack of them.
-          weight: float32, likewise.
-          states: one for each of `states_of`, likewise.
-          scalars: from `scalars`.
-          layers: of a stack; None: one layer, or a leaf that is no stack.
-          move: to the whole leaf and back.
+          index: index of the parameter leaf.
+          grad: float32 gradient of one layer or of a stack.
+          weight: float32 weight of one layer or of a stack.
+          states: one array for each of `states_of(index)`, for one layer or for a stack.
+          scalars: values returned by `scalars`.
+          layers: number of layers in the stack; None for one layer or an unstacked leaf.
+          move: how values reach the devices that hold full leaves.
         """
         phases = self._phases[index]
         at_grads, at_states, at_params = (self._inputs(k) for k in range(3))
@@ -232,8 +260,7 @@ class LeafRule:
         values = _advance(phases.before, values, scalars, layers)
         if phases.middle:
             there = {slot: move.whole(index, values[slot]) for slot in phases.there}
-            # As many layers as come back from where the leaf is whole: these may be more than came
-            # from the stack.
+            # The gathered values may have more layers than the stack, because of padding.
             rows = layers if layers is None else next(iter(there.values())).shape[0]
             made = _run(phases.middle, there, scalars, phases.back, rows)
             values |= {
@@ -270,9 +297,7 @@ class LeafRule:
     # --- the whole tree ---------------------------------------------------------------------------
 
     def init_tree(self, params: Any) -> Any:
-        """Return the first state over the whole tree: what belongs to a stack of layers has a layer
-        dim.
-        """
+        """Return the initial state of the full tree; the state of a stack has a layer dim."""
         leaves: list[Any] = [None] * len(self.owners)
         for i, (weight, stacked) in enumerate(
             zip(jax.tree.leaves(params), self.stacked, strict=True)
@@ -287,7 +312,15 @@ class LeafRule:
     def update_tree(
         self, grads: Any, state: Any, params: Any, loss: Array, move: Move
     ) -> tuple[Any, Any]:
-        """Return the updates of the whole tree, and the state after them."""
+        """Return the updates of the full tree, and the state after them.
+
+        Args:
+          grads: float32 gradients.
+          state: the optimizer state before the step.
+          params: float32 weights.
+          loss: f32[], the loss of the step.
+          move: how values reach the devices that hold full leaves.
+        """
         before, (weights, tree) = jax.tree.leaves(state), jax.tree.flatten(params)
         shared = [before[j] for j in self.shared]
         scalars, updates, after = self.scalars(shared, loss), [], list(before)
@@ -317,16 +350,16 @@ class LeafRule:
         loss: Array,
         move: Move,
     ) -> tuple[list[Array], list[Array]]:
-        """Update one record: the leaves of a layer, or one leaf that is no stack.
+        """Update one record: the leaves of one layer, or one unstacked leaf.
 
         Args:
           part: indices of parameter leaves.
-          grads: float32, one for each of `part`, without a layer dim.
-          params: likewise.
-          states: of the state leaves that belong to `part`, in the order of the state.
+          grads: float32 gradients, one for each leaf of `part`, without a layer dim.
+          params: float32 weights, one for each leaf of `part`, without a layer dim.
+          states: the state leaves that belong to `part`, in the order of the state.
           shared: the state that all leaves share, before the step.
-          loss: f32[].
-          move: to the whole leaf and back.
+          loss: f32[], the loss of the step.
+          move: how values reach the devices that hold full leaves.
 
         Returns:
           New parameters and new states.
@@ -344,7 +377,7 @@ class LeafRule:
         return weights, [after[j] for j in owned]
 
     def init_part(self, part: Sequence[int], weights: Sequence[Array]) -> list[Array]:
-        """Return the first states of one record, in the order of the state."""
+        """Return the initial states of one record, in the order of the state."""
         after: dict[int, Array] = {}
         for i, weight in zip(part, weights, strict=True):
             after.update(zip(self.states_of(i), self.first_states(i, weight, None), strict=True))
@@ -354,7 +387,7 @@ class LeafRule:
 def _advance(
     instructions: Sequence[Instruction], values: Slots, scalars: Slots, layers: int | None
 ) -> Slots:
-    """Return `values` and all that equations make of them."""
+    """Return `values` together with all results of the equations."""
     wanted = [slot for i in instructions for slot in i.outs]
     return values | dict(
         zip(wanted, _run(instructions, values, scalars, wanted, layers), strict=True)
@@ -368,8 +401,9 @@ def _run(
     wanted: Sequence[Ref],
     layers: int | None,
 ) -> list[Array]:
-    """Evaluate equations, for each of `layers` by a vmap; what does not depend on the layer has a
-    layer dim, too.
+    """Evaluate equations, with a vmap over `layers` if it is not None.
+
+    With the vmap, results that do not depend on the layer have a layer dim too.
     """
 
     def one(given: Sequence[Array]) -> list[Array]:
@@ -384,21 +418,19 @@ def _run(
 def _divided(
     own: Sequence[Instruction], outputs: Sequence[Ref], leaf_of: Mapping[int, int | None]
 ) -> _Phases:
-    """Divide the equations of a leaf, which make these results, into those before, in and after the
-    middle.
-    """
+    """Divide the equations behind a leaf's results into those before, in and after the middle."""
     made_by = {slot: n for n, i in enumerate(own) for slot in i.outs}
     inputs = [[made_by[slot] for slot in i.reads if slot in made_by] for i in own]
     behind, ahead = _around({n for n, i in enumerate(own) if not _runs_on_shards(i)}, inputs)
-    # What crosses has the leaf's dims in the leaf's order: a transpose on the way to a product is
-    # of the middle, too.
+    # Values that enter or leave the middle have the leaf's dims in the leaf's order, so a transpose
+    # on the way to a product also belongs to the middle.
     needs_whole = {n for n in behind | ahead if own[n].eqn.primitive.name == "transpose"} | (
         behind & ahead
     )
     behind, ahead = _around(needs_whole, inputs)
     middle = behind & ahead
-    # What only moves elements joins the middle on either side: what crosses then has the shape of
-    # the leaf, where it can.
+    # Equations that only move elements join the middle on either side, so that the values that
+    # enter or leave it have the leaf's shape if possible.
     for n, i in enumerate(own):
         if i.eqn.primitive.name in _MOVES and not middle.isdisjoint(inputs[n]):
             middle.add(n)
@@ -420,19 +452,18 @@ def _divided(
         for i in inside
         for slot in i.reads
         if slot not in of_middle and leaf_of.get(slot) is not None
-    )  # in order, each once
+    )  # in order, without duplicates
     later = {slot for i in after for slot in i.reads} | results
     back = [slot for i in inside for slot in i.outs if slot in later]
     return _Phases(before, inside, after, tuple(there), tuple(back), tuple(outputs))
 
 
 def _around(equations: set[int], inputs: Sequence[Sequence[int]]) -> tuple[set[int], set[int]]:
-    """Return the equations that read what some make, and those that make what they read; both with
-    these themselves.
+    """Return the equations downstream of a set, and the equations upstream; both include the set.
 
     Args:
-      equations: numbers of them.
-      inputs: for each equation the numbers of those whose results it reads.
+      equations: numbers of the equations in the set.
+      inputs: for each equation, the numbers of the equations whose results it reads.
     """
     behind, ahead = set(equations), set(equations)
     for n, before in enumerate(inputs):
@@ -456,11 +487,14 @@ def _runs_on_shards(i: Instruction) -> bool:
 
 
 def without_branches(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """Return a traced function whose conditionals compute all their branches and select.
+    """Return a traced function whose conditionals compute all branches and select.
 
-    A conditional over the whole tree, such as Novograd's first step, hides which result depends on
-    which leaf. One whose branches need a whole leaf, or hold loops, stays: it would do in vain what
-    it is there to leave out.
+    A conditional over the full tree, such as Novograd's first step, hides which result depends on
+    which leaf. A conditional stays if its branches need a full leaf or contain loops, because
+    computing all branches would waste the work that it avoids.
+
+    Args:
+      closed: the traced function.
     """
     program = flatten(closed.jaxpr, closed.consts)
     if not any(i.eqn.primitive.name == "cond" for i in program.instructions):
@@ -495,7 +529,7 @@ def without_branches(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
 
 def one_layer(params: Any, stacked: Sequence[bool]) -> Any:
-    """Return the abstract tree of one layer: stacks without their layer dim."""
+    """Return the abstract tree of one layer: stacks lose their layer dim."""
     leaves, tree = jax.tree.flatten(params)
     ones = [
         jax.ShapeDtypeStruct(a.shape[1:] if s else a.shape, a.dtype)
@@ -511,15 +545,15 @@ def leaf_rule(
     state: Any,
     closed: jex.ClosedJaxpr,
 ) -> LeafRule | str:
-    """Return an optimizer as a rule for each leaf of a layer, or what stands against it.
+    """Return an optimizer as a rule for each leaf of a layer, or the reason why that is impossible.
 
     Args:
       tx: the optimizer.
       params: abstract float32 parameters.
-      stacked: for each leaf whether it is a stack of layers.
+      stacked: whether each parameter leaf is a stack of layers.
       state: the optimizer's abstract state over the tree of one layer.
-      closed: its update of that tree, traced and `without_branches`: of (grads, state, params,
-        loss).
+      closed: the optimizer's update of one layer's tree, traced and without branches
+        (`without_branches`), a function of (grads, state, params, loss).
     """
     layer = one_layer(params, stacked)
     update = flatten(closed.jaxpr, closed.consts)
@@ -542,7 +576,8 @@ def leaf_rule(
         }
         if not found:
             break
-        # What is made of one leaf belongs to it. The next round then follows what reads it.
+        # A state leaf computed from one parameter leaf belongs to it. The next iteration then
+        # follows what reads the state leaf.
         owners = [found.get(j, owner) for j, owner in enumerate(owners)]
     begins = _follow(first, list(every), names)
     if begins[2] is not None:
@@ -551,7 +586,7 @@ def leaf_rule(
     pairs = [*zip(ends, [*every, *owners], strict=True), *zip(starts, owners, strict=True)]
     for leaf, expected in pairs:
         if leaf is not None and leaf != expected:
-            to = "a state that all leaves share" if expected is None else names[expected]
+            to = "a state shared by all leaves" if expected is None else names[expected]
             return f"{names[leaf]} enters the update of {to}"
     results = [
         (ref, owner, random) for ref, owner in zip(update.outputs, [*every, *owners], strict=True)
@@ -566,8 +601,10 @@ def leaf_rule(
 
 
 def owner_by_path(path: tuple[Any, ...], params: Sequence[tuple[Any, ...]]) -> int | None:
-    """Return the parameter whose path ends that of a state leaf, as optax builds states; the
-    longest of them.
+    """Return the index of the parameter to which a state leaf belongs by its path, or None.
+
+    Optax builds states so that a state leaf's path ends with its parameter's path. If several
+    parameter paths match, the longest is used.
     """
     index = {p: i for i, p in enumerate(params)}
     return next((index[path[start:]] for start in range(len(path)) if path[start:] in index), None)
@@ -576,8 +613,11 @@ def owner_by_path(path: tuple[Any, ...], params: Sequence[tuple[Any, ...]]) -> i
 def _follow(
     program: FlatJaxpr, reads: Sequence[int | None], names: Sequence[str]
 ) -> tuple[dict[int, int | None], set[int], str | None]:
-    """Return the leaf on which each slot depends, the slots that random numbers reach, and an
-    equation that combines leaves.
+    """Follow which leaf each slot depends on, and which slots random numbers reach.
+
+    Returns:
+      The leaf of each slot, the slots reached by random numbers, and the first equation that
+      combines leaves, or None.
     """
     leaf_of: dict[int, int | None] = dict(zip(program.inputs, reads, strict=True))
     random: set[int] = set()

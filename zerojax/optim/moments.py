@@ -1,33 +1,34 @@
-"""Moments in bfloat16 with stochastic rounding: half the bytes of the optimizer's state, at rest
-and on their way.
+"""Moments in bfloat16 with stochastic rounding: half the bytes of the optimizer's state.
 
-An optimizer is wrapped so that each float32 array of its state that mirrors a parameter rests in
-bfloat16:
+The bytes are halved both in storage and on the links. An optimizer is wrapped so that each float32
+array of its state that mirrors a parameter is stored in bfloat16:
 
     s = widen(state)                                  exact
-    updates, s = tx.update(grads, s, params)          float32, as ever
+    updates, s = tx.update(grads, s, params)          float32, as without the wrapper
     state[k] = high16(bits(s[k]) + r[k])              r[k] uniform in 0 .. 2^16 - 1
 
-The sum carries into the kept half with the probability (dropped half) / 2^16, so the expected value
-of what is stored is s. Rounding to nearest instead would stop a moment: Adam's v moves by a part 1
-- b2 = 0.001 of itself and less in a step, and bfloat16 has steps of 2^-8 to 2^-7 of a value, so
-every small step would be rounded away (Gupta et al., arXiv:1502.02551).
+The sum carries into the upper half with the probability (dropped half) / 2^16, so the expected
+value of the stored number is s. Rounding to nearest instead would freeze a moment: Adam's v changes
+by 1 - b2 = 0.001 of itself or less in a step, and bfloat16 has steps of 2^-8 to 2^-7 of a value, so
+every small change would be rounded away (Gupta et al., arXiv:1502.02551).
 
-The random bits are a hash of what each element has at hand, and no stream of random numbers:
+The random bits are a hash of values that belong to the element. They are not drawn from a stream of
+random numbers:
 
     r = hash(step count, leading bits of the element's gradient, its moments as stored)
 
-Hence an element is rounded alike whatever the mesh, the tier, the layer's place in a stack, and the
-moment and place of its update; a stream by shape or position would not be. A gradient's last bits
-and its sign are left out: programs that fuse differently differ there, and elsewhere the hash would
-turn a last bit into other random numbers for every element. They do so for a few, whose leading
-bits change as well: those moments may then differ by one step of bfloat16.
+So an element is rounded in the same way whatever the mesh, the tier, the layer's position in a
+stack, and the time and place of its update. A stream by shape or position would not have this
+property. A gradient's last bits and its sign are left out of the hash because programs that fuse
+differently also differ there, and a last bit would change the random numbers of every element. A
+few elements still differ, because their leading bits change too: their moments may then differ by
+one step of bfloat16.
 
-What 8 bits do to Adam: the exponent range is float32's, and rounding neither crosses zero nor makes
-  zero of a normal number,
-so v is never negative, and no v vanishes under an m that does not, which would blow up m / (sqrt(v)
-+ eps). Errors of v do add up over its memory of 1 / (1 - b2) steps, to about 0.2 % / sqrt(2 (1 -
-b2)) of v (one standard deviation): 5 % at b2 = 0.999, half of it in the size of the update.
+The effect of 8 bits on Adam: the exponent range is float32's, and rounding neither crosses zero nor
+turns a normal number into zero. So v is never negative, and v never vanishes while m does not,
+which would blow up m / (sqrt(v) + eps). Errors of v do accumulate over its memory of 1 / (1 - b2)
+steps, to about 0.2 % / sqrt(2 (1 - b2)) of v (one standard deviation): 5 % at b2 = 0.999, half of
+it in the size of the update.
 """
 
 from collections.abc import Sequence
@@ -48,8 +49,8 @@ class RoundedState(NamedTuple):
     """State of a wrapped optimizer.
 
     Attributes:
-      step: i32[], updates so far.
-      inner: the optimizer's own state, moments in bfloat16.
+      step: i32[], number of updates so far.
+      inner: the optimizer's own state, with moments in bfloat16.
     """
 
     step: jax.Array
@@ -59,21 +60,21 @@ class RoundedState(NamedTuple):
 def keep_in_bfloat16(
     tx: optax.GradientTransformation, *, nearest: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """Wrap an optimizer so that its moments rest in bfloat16.
+    """Wrap an optimizer so that its moments are stored in bfloat16.
 
-    What is narrowed are float32 arrays of the state that mirror a parameter (same path, same
-      shape): m and v of Adam, the
-    momentum of SGD or Lion. Scalars, factored moments, what the optimizer keeps in another dtype,
-    and what its init makes from the parameters' values (weights of their own, as schedule-free
-    optimizers have) stay as they are.
+    The wrapper narrows float32 state arrays that mirror a parameter (same path, same shape): m and
+    v of Adam, the momentum of SGD or Lion. Scalars, factored moments, arrays that the optimizer
+    keeps in another dtype, and arrays that its init computes from the parameters' values (such as
+    the weights of schedule-free optimizers) stay as they are.
 
     Args:
-      tx: the optimizer. Its update is given the moments in float32.
-      nearest: round to nearest even instead; for comparison, since slow moments then stand still.
+      tx: the optimizer. Its update receives the moments in float32.
+      nearest: whether to round to nearest even instead; only for comparison, because slow moments
+        then stop changing.
 
     Returns:
       A transformation whose state is a `RoundedState`. Its init raises ValueError if the optimizer
-      has no such array.
+      has no array to narrow.
     """
 
     def init(params: Any) -> RoundedState:
@@ -81,8 +82,8 @@ def keep_in_bfloat16(
         owners = _narrowed(tx, params)
         if not owners:
             raise OptimizerError(
-                "moments='bfloat16' narrows float32 moments, arrays that mirror a parameter, and this optimizer has none: "
-                "use moments='float32'"
+                "moments='bfloat16' narrows float32 moments, arrays that mirror a parameter, but "
+                "this optimizer has none: use moments='float32'"
             )
         for j in owners:
             leaves[j] = leaves[j].astype(jnp.bfloat16)  # zeros, or a constant: to nearest, once
@@ -98,8 +99,8 @@ def keep_in_bfloat16(
             updates, jax.tree.unflatten(tree, widened), params, **extra
         )
         after = jax.tree.leaves(inner)
-        # A leaf's moments are rounded together: one hash of an element gives the numbers for all of
-        # them.
+        # A leaf's moments are rounded together: one hash per element provides the random bits of
+        # all of them.
         of_owner: dict[int, list[int]] = {}
         for j, owner in owners.items():
             of_owner.setdefault(owner, []).append(j)
@@ -121,9 +122,7 @@ def keep_in_bfloat16(
 
 
 def _narrowed(tx: optax.GradientTransformation, params: Any) -> dict[int, int]:
-    """Return {index of a state leaf that rests in bfloat16: index of the parameter leaf that it
-    mirrors}.
-    """
+    """Return {index of a state leaf to store in bfloat16: index of the parameter it mirrors}."""
     abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), params)
     program, state = trace(tx.init, abstract)
     of_params = set(program.inputs)
@@ -131,7 +130,7 @@ def _narrowed(tx: optax.GradientTransformation, params: Any) -> dict[int, int]:
         of_params.update(
             i.outs if of_params.intersection(ref for ref in i.ins if isinstance(ref, int)) else ()
         )
-    # A leaf that depends on the values of parameters holds weights of the optimizer's own: it stays
+    # A leaf that depends on the values of parameters holds the optimizer's own weights: it stays
     # float32.
     of_moments = [not (isinstance(out, int) and out in of_params) for out in program.outputs]
     opt_map = map_opt_state(state, abstract)
@@ -145,22 +144,21 @@ def _narrowed(tx: optax.GradientTransformation, params: Any) -> dict[int, int]:
 
 
 def round_stochastically(x: jax.Array, r: jax.Array) -> jax.Array:
-    """Round to one of the two bfloat16 values around each element, to the upper one in magnitude
-    where r carries.
+    """Round each element to one of the two neighboring bfloat16 values.
 
-    Values of bfloat16 stay, as do infinities and NaN. What would round to infinity is rounded to
-    the largest finite value.
+    The result is the neighbor of larger magnitude if adding r carries. Values that bfloat16 can
+    represent stay unchanged, as do infinities and NaN. A value that would round to infinity is
+    rounded to the largest finite value.
 
     Args:
-      x: float32.
-      r: uint32 of the same shape, below 2^16.
+      x: float32 values.
+      r: uint32 random bits below 2^16, of the same shape.
 
     Returns:
-      bfloat16.
+      The rounded values, in bfloat16.
     """
     bits = _bits(x)
-    # Cutting off the low half makes a value of bfloat16, so that the cast at the end rounds
-    # nothing.
+    # Cutting off the low half leaves a bfloat16 value, so the cast at the end does not round.
     up, down = (
         jax.lax.bitcast_convert_type(b & jnp.uint32(HIGH), jnp.float32) for b in (bits + r, bits)
     )
@@ -171,17 +169,17 @@ def random_bits(step: jax.Array, grad: jax.Array, moments: Sequence[jax.Array]) 
     """Return 16 random bits for each moment of each element.
 
     Args:
-      step: i32[], differs in each update.
-      grad: of any float dtype.
-      moments: float32 values of bfloat16, of the shape of `grad`; one or more.
+      step: i32[], a number that differs in each update.
+      grad: gradient in any float dtype.
+      moments: one or more float32 arrays of bfloat16 values, with the shape of `grad`.
 
     Returns:
-      uint32 below 2^16 of that shape, for each moment.
+      For each moment, uint32 numbers below 2^16, with the shape of `grad`.
     """
     # Pieces of 16 bits: the gradient's exponent and leading bits (the shift drops its sign), and
-    # each moment. Two are absorbed at a time.
+    # each moment. Each round absorbs two pieces.
     pieces = [_bits(grad.astype(jnp.float32)) << 1, *map(_bits, moments)]
-    # Plus 1, since 0 is a fixed point of the hash.
+    # Plus 1, because 0 is a fixed point of the hash.
     state = _mix((step.astype(jnp.uint32) + jnp.uint32(1)) * jnp.uint32(GOLDEN))
     for n in range(0, len(pieces), 2):
         word = pieces[n] & jnp.uint32(HIGH)
@@ -200,9 +198,9 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """Return a permutation of 32 bits of which each input bit changes half: murmur3's fmix32 (A.
+    """Permute 32-bit numbers so that each input bit changes half of the output bits.
 
-    Appleby, public domain).
+    This is fmix32 of murmur3 (A. Appleby, public domain).
     """
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)

@@ -1,20 +1,21 @@
 """The optimizer on the host: its equations become kernels, and the step calls them.
 
-The update of one leaf is traced and divided (`zerojax.optim.host_kernel`). What depends on scalars
-alone (a schedule, bias corrections, the clipping factor) is computed by the program, on the device.
-The rest, which is done for each element of gradient, weight and state, becomes a fused loop over
-host memory (`host_offload.host_update`). So any elementwise optimizer runs there, with the numbers
-it has on the device.
+The update of one leaf is traced and split (`zerojax.optim.host_kernel`). The program computes on
+the device what depends only on scalars: a schedule, bias corrections, the clipping factor. The
+remaining work, on each element of gradient, weight and state, becomes a fused loop over host memory
+(`host_offload.host_update`). So any elementwise optimizer runs on the host, with the same numbers
+as on the device.
 
     device                                host
     g[l] = reduce_scatter(dp)    --g-->   g, w, s = ...;  w, s = update(g, w, s);  in place
-    params[l] = cast(w)          <--p--   cast(w)                       4 bytes a parameter in 16 bits
+    params[l] = cast(w)          <--p--   cast(w)           4 bytes per parameter in 16-bit dtypes
 
-Where parameters rest in host memory the kernel writes them there, and nothing is sent up until the
-next step fetches it. Where the state is on disk the host reads a layer's records, updates them in
-their buffers and writes them (`host_offload.host_update.step`):
+If parameters are stored in host memory, the kernel writes them there, and nothing is loaded to the
+device until the next step fetches them. If the state is on disk, the host reads a layer's records,
+updates them in their buffers and writes them back (`host_offload.host_update.step`). Meanwhile the
+device computes other layers, and the disk reads ahead:
 
-    disk:  w[l], s[l]  -->  buffer, in place  -->  disk        while the device computes, and the disk reads ahead, other layers
+    disk:  w[l], s[l]  -->  buffer, in place  -->  disk
 """
 
 import dataclasses
@@ -53,36 +54,40 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Handed:
-    """Layers of a stack whose gradients were handed over, and whose parameters were not taken yet,
-    oldest first.
+    """Layers whose gradients were sent and whose parameters were not fetched yet, oldest first.
 
     Attributes:
-      layers: i32[lag].
-      goes: bool[lag], whether they are updated; False of none.
+      layers: i32[lag], numbers of the layers in their stack.
+      goes: bool[lag], whether each layer is updated; False if an entry holds no layer.
     """
 
     layers: Array
     goes: Array
 
     def then(self, layer: Array, go: Array) -> "Handed":
-        """Return the same without the oldest, and with one more."""
+        """Return a copy without the oldest layer and with one more layer.
+
+        Args:
+          layer: i32[], number of the layer.
+          go: bool[], whether the layer is updated.
+        """
         layers = jnp.concatenate([self.layers[1:], layer[None].astype(jnp.int32)])
         return Handed(layers, jnp.concatenate([self.goes[1:], go[None]]))
 
 
 class HostUpdate:
-    """The update on the host as operations inside the step, which call its kernels.
+    """The update on the host, as operations inside the step that call its kernels.
 
     Attributes:
       state: the memory that the kernels work on.
-      binding: what is done with it around a step.
-      host: the kernels, with what they keep in host memory.
-      stashes: gradients of the layers wait in host memory, or on disk, for their scale.
-      on_disk: how those that wait on disk rest, by the leaf's index.
-      params_away: parameters rest off the device.
-      needs_weights: float32 weights rest on the device, and are handed over.
-      lag: calls between the one that hands over a layer's gradients and the one that takes its
-        parameters; 0: it is the same.
+      binding: operations on that memory before and after a step.
+      host: the kernels, with the arrays that they keep in host memory.
+      stashes: whether the layers' gradients wait in host memory, or on disk, for their scale.
+      on_disk: where gradients that wait on disk are stored, by leaf index.
+      params_away: whether parameters are stored off the device.
+      needs_weights: whether float32 weights are stored on the device and passed to the kernels.
+      lag: number of calls between sending a layer's gradients and fetching its parameters; 0 means
+        that one call does both.
     """
 
     def __init__(
@@ -96,10 +101,10 @@ class HostUpdate:
         """Build the kernels.
 
         Args:
-          update: by records, of the program.
-          stashes: gradients of the layers wait in host memory, or on disk, for their scale.
-          summed: gradients are handed over as sums of so many microbatches.
-          on_disk: how those that wait on disk rest, by the leaf's index.
+          update: the update of the program's state by records.
+          stashes: whether the layers' gradients wait in host memory, or on disk, for their scale.
+          summed: number of microbatches over which the gradients are summed.
+          on_disk: where gradients that wait on disk are stored, by leaf index.
         """
         self.record_update, self.records, self.layout = update, update.records, update.layout
         self.mesh, self.config = update.mesh, update.layout.config
@@ -123,7 +128,7 @@ class HostUpdate:
         self.calls = Calls(list(self.mesh.devices.flat)) if disk is None else disk.swap.calls
         self.binding = HostBinding(self.state, self.host, self.calls if disk is None else None)
         self._step, self._delayed = HostStep(self.host), DelayedStep(self.host, self._ranges())
-        # On a CPU callbacks are handed everything in host memory, and update at once.
+        # On a CPU, callbacks receive all arrays in host memory and update them immediately.
         self.lag = 0 if self.state.hands_over or self.config.delayed_update else LAG
         if not self.state.hands_over:
             self.binding.queued = QueuedStep(
@@ -134,10 +139,10 @@ class HostUpdate:
         weight_on_device, delayed = self.needs_weights, self.config.delayed_update
         states = len(rule.states)
         in_place = self.layout.has_master or not (weight_on_device or delayed)
-        # An aliased result is written over its operand. A weight has a result of its own if it
-        # rests on the device, or if the device still reads it while a delayed update runs. Inputs
-        # are gradient, weight and states, then scalars; outputs are weight and states, then the
-        # cast weight.
+        # An aliased result is written over its operand. A weight has its own result if it is stored
+        # on the device, or if the device still reads it while a delayed update runs. The inputs are
+        # gradient, weight, states, then scalars; the outputs are weight, states, then the cast
+        # weight.
         aliases = [(1 + k, 2 + k) for k in range(states)] + ([(0, 1)] if in_place else [])
         arrays = [True] * (2 + states) + [False] * len(rule.crossing)
         stash = self.on_disk.get(index)
@@ -155,7 +160,7 @@ class HostUpdate:
         )
 
     def parts(self) -> list[PartSpec]:
-        """Return what crosses together on a GPU; nothing of a mesh of CPUs."""
+        """Return the groups of leaves transferred together on a GPU; empty on a mesh of CPUs."""
         if self.state.hands_over:
             return []
         delayed = self.config.delayed_update
@@ -197,21 +202,23 @@ class HostUpdate:
         return specs
 
     def _ranges(self) -> list[range]:
-        """Return the numbers of the kernels of each stack, then of the leaves that are no stack."""
+        """Return the numbers of the kernels of each stack, then of the unstacked leaves."""
         parts = (*(stack.blocks for stack in self.layout.stacks), self.layout.ends)
         return [range(self._first(part), self._first(part) + len(part)) for part in parts if part]
 
     def close(self) -> None:
-        """End the workers, and drop all references to memory; what a later step needs is made
-        again.
+        """Stop the workers, and drop all references to memory.
+
+        A later step rebuilds what it needs.
         """
         if self.binding.queued is not None:
             self.binding.queued.close()
         self.binding.release()
 
     def nothing_handed(self) -> dict[int, Handed]:
-        """Return what is carried through loops in which results lag, by the first leaf of each
-        stack.
+        """Return the initial loop carry for delayed results: {first leaf of a stack: no layers}.
+
+        The mapping is empty if results are not delayed.
         """
         if not self.lag:
             return {}
@@ -219,15 +226,30 @@ class HostUpdate:
         return {stack.blocks[0]: none for stack in self.layout.stacks if stack.blocks}
 
     def scalars(self, shared: Sequence[Array], loss: Array, factor: Array, scale: Array) -> Array:
-        """Return the scalars of every leaf's kernel: f32[n]."""
+        """Return the scalars of all leaves' kernels: f32[n].
+
+        Args:
+          shared: the scalars of the optimizer state before the step.
+          loss: f32[], the loss of the step.
+          factor: f32[], the clipping factor.
+          scale: f32[], the loss scale.
+        """
         values = [v for rule in self.rules for v in rule.scalars([*shared, loss, factor, scale])]
         return jnp.stack(values) if values else jnp.zeros(1, jnp.float32)
 
     def stash(
         self, part: Sequence[int], layer: Array, grads: Sequence[Array], token: Array
     ) -> Array:
-        """Keep the gradients of some leaves, of one layer where they are stacked, in host memory;
-        returns a token.
+        """Keep the gradients of some leaves in host memory or on disk, until they can be scaled.
+
+        Args:
+          part: indices of the leaves.
+          layer: i32[], the layer, if the leaves are stacked.
+          grads: gradients of the leaves, or of one layer of them.
+          token: i32[devices], from the previous callback.
+
+        Returns:
+          The next token.
         """
         records = [self.records.grads[i] for i in part]
         if self.binding.queued is not None:
@@ -240,7 +262,7 @@ class HostUpdate:
         return self._call(callback, (), [layer], None, None, grads, records, token)[1]
 
     def _first(self, part: Sequence[int]) -> int:
-        """Return the number of the first of the kernels of some leaves, which are consecutive."""
+        """Return the number of the first kernel of some leaves; their kernels are consecutive."""
         return self.state.order.index(part[0]) if part else 0
 
     def update_layer(
@@ -255,19 +277,25 @@ class HostUpdate:
         token: Array,
         handed: Mapping[int, Handed],
     ) -> tuple[FlatState, Array, dict[int, Handed]]:
-        """Update one layer. Its parameters on the device are written in the call `lag` layers
-        later, or by `update_ends`.
+        """Update one layer.
+
+        If `lag` is not 0, the layer's parameters on the device are written `lag` layers later, or
+        by `update_ends`.
 
         Args:
-          states: all leaves.
-          part: those of the stack of which the layer is.
-          layer: i32[].
-          grads: sharded, in the dtype in which they were summed; empty where they are stashed.
-          old: float32 weights, where they are on the device.
+          states: all leaves of the state.
+          part: indices of the leaves of the layer's stack.
+          layer: i32[], number of the layer.
+          grads: gradients, sharded, in the dtype in which they were summed; empty if they are
+            stashed.
+          old: float32 weights, if they are on the device.
           go: bool[], whether to update.
-          scalars: from `scalars`.
-          token: orders the callbacks of a device.
-          handed: from `nothing_handed`, or the call before.
+          scalars: vector returned by `scalars`.
+          token: i32[devices], orders the callbacks of a device.
+          handed: layers in flight, from `nothing_handed` or from the previous call.
+
+        Returns:
+          The states, the next token, and the layers in flight.
         """
         handed = dict(handed)
         if not part:
@@ -286,12 +314,21 @@ class HostUpdate:
         params = list(states.params)
         for i, value in zip(part, new, strict=False):
             before = self.records.params[i].read(params[i], layer)
-            # Where there was no update the callback has written nothing to its result.
+            # Without an update, the callback has not written to its result.
             params[i] = self.records.params[i].write(params[i], layer, jnp.where(go, value, before))
         return FlatState(params, states.master, states.opt)
 
     def start(self, states: FlatState, pending: Pending, token: Array) -> Array:
-        """Begin the update that the step before left; returns a token."""
+        """Start the update that the previous step left pending.
+
+        Args:
+          states: all leaves of the state.
+          pending: gradients and scalars of the previous step.
+          token: i32[devices], from the previous callback.
+
+        Returns:
+          The next token.
+        """
         scalars = self.scalars(pending.shared, *pending.scalars)
         ready = pending.ready.astype(jnp.int32)
         if self.binding.queued is not None:
@@ -305,8 +342,11 @@ class HostUpdate:
         )[1]
 
     def stash_ends(self, grads: Sequence[Array], token: Array) -> Array:
-        """Keep the gradients of the leaves that are no stack of layers in host memory; returns a
-        token.
+        """Keep the gradients of the unstacked leaves in host memory, and return the next token.
+
+        Args:
+          grads: gradients of the unstacked leaves.
+          token: i32[devices], from the previous callback.
         """
         return self.stash(self.layout.ends, jnp.int32(0), grads, token)
 
@@ -318,15 +358,14 @@ class HostUpdate:
         pending: Pending,
         token: Array,
     ) -> tuple[dict[int, Array], Array]:
-        """Take over the new parameters of one layer, or of the leaves that are no stack of layers;
-        they rest on the device.
+        """Take over the new parameters of one layer, or of the unstacked leaves, on the device.
 
         Args:
-          params: by index, those of `part` among them.
-          part: leaves of one stack, or all that are no stack.
-          layer: i32[].
-          pending: of the step before.
-          token: orders the callbacks of a device.
+          params: parameters by leaf index, including all of `part`.
+          part: indices of the leaves of one stack, or of all unstacked leaves.
+          layer: i32[], number of the layer.
+          pending: gradients and scalars of the previous step.
+          token: i32[devices], orders the callbacks of a device.
 
         Returns:
           The parameters, and the next token.
@@ -350,13 +389,19 @@ class HostUpdate:
         for i, value in zip(part, new, strict=True):
             record = self.records.params[i]
             before = record.read(params[i], layer) if stacked else params[i]
-            # Before the first step, and after one that was skipped, nothing is pending.
+            # Nothing is pending before the first step, or after a skipped step.
             value = jnp.where(pending.ready, value, before)
             params[i] = record.write(params[i], layer, value) if stacked else record.store(value)
         return params, token
 
     def finish(self, states: FlatState, pending: Pending, token: Array) -> Array:
-        """Wait for the update that `start` began; returns a token."""
+        """Wait for the update that `start` began, and return the next token.
+
+        Args:
+          states: all leaves of the state.
+          pending: gradients and scalars of the previous step.
+          token: i32[devices], from the previous callback.
+        """
         if self.binding.queued is not None:
             return self._call(self.binding.queued.finish, (), [], None, None, (), (), token)[1]
         memory = self.state.operands(states, self.state.order, pending)
@@ -371,14 +416,25 @@ class HostUpdate:
         token: Array,
         handed: Mapping[int, Handed],
     ) -> tuple[FlatState, Array]:
-        """Update every leaf that is no stack of layers, and take what was handed over of the stacks
-        and not taken yet.
+        """Update every unstacked leaf, and fetch the parameters of all layers still in flight.
 
-        The weights on the device, if any, are read from `states`.
+        Weights on the device, if any, are read from `states`.
+
+        Args:
+          states: all leaves of the state.
+          grads: gradients of the unstacked leaves; empty if they are stashed.
+          go: bool[], whether to update.
+          scalars: vector returned by `scalars`.
+          token: i32[devices], orders the callbacks of a device.
+          handed: layers in flight, from the last `update_layer`.
+
+        Returns:
+          The states, and the next token.
         """
         ends = self.layout.ends
         old = [states.params[i] for i in ends] if self.needs_weights else []
-        # Each device hands over the shard that it updates: below stage 3 it has the whole weight.
+        # Each device passes on the shard that it updates: below stage 3 it has the unsharded
+        # weight.
         old = [
             jax.lax.with_sharding_constraint(v, self.records.grads[i].sharding)
             for v, i in zip(old, ends, strict=False)
@@ -400,7 +456,7 @@ class HostUpdate:
         return FlatState(params, states.master, states.opt), token
 
     def _take(self, part: Sequence[int], token: Array) -> tuple[list[Array], Array]:
-        """Take what the oldest update of a part made that was not taken yet."""
+        """Fetch the results of the oldest update of a part that was not fetched yet."""
         assert self.binding.queued is not None
         callback = functools.partial(self.binding.queued.take, first=self._first(part))
         results = () if self.params_away else tuple(part)
@@ -425,7 +481,7 @@ class HostUpdate:
         if self.lag:
             assert self.binding.queued is not None
             queued = functools.partial(self.binding.queued.update, first=self._first(part))
-            # Of leaves that are no stack the results are taken by a call of their own.
+            # A separate call fetches the results of unstacked leaves.
             results = results if part[0] in self.layout.blocks else ()
             of_operands = records * (bool(grads) + bool(old))
             return self._call(
@@ -462,22 +518,23 @@ class HostUpdate:
         """Call back on every device, with its own shards.
 
         Args:
-          callback: takes (context, out, where, token, memory if any, scalars if any, *operands).
-          results: parameter leaves of which it makes one layer's, or a whole leaf's, shards in the
-            compute dtype.
-          where: i32[] each, sent after the device's position in the mesh, and before the token.
-          memory: arrays in host memory, and their specs, or None.
+          callback: function of (context, out, where, token, memory if any, scalars if any,
+            *operands).
+          results: indices of the parameter leaves whose shards it returns in the compute dtype, of
+            one layer if stacked, else of the full leaf.
+          where: i32[] each, sent after the device's position in the mesh and before the token.
+          memory: arrays in host memory and their specs, or None.
           scalars: f32[n], or None.
-          operands: sharded as `records` say.
-          records: one for each operand.
-          token: i32[devices], of the callback before.
-          small: whether the callback makes nothing but a token; by default, if it gets no scalars.
+          operands: arrays, sharded as `records` specify.
+          records: one spec for each operand.
+          token: i32[devices], from the previous callback.
+          small: whether the callback returns only a token; None means if it gets no scalars.
 
         Returns:
           The results, and the next token.
         """
         every = PartitionSpec(self.mesh.axis_names)
-        # Of a stack of layers the callback makes one.
+        # For a stack of layers, the callback returns one layer.
         abstract_results = [
             jax.ShapeDtypeStruct(
                 self.state.shard_shape(i)[int(i in self.layout.blocks) :],
@@ -526,7 +583,7 @@ class HostUpdate:
             check_vma=False,
         )
         positions = jnp.arange(self.mesh.size, dtype=jnp.int32)
-        # Not stacked: from concatenations `zerojax.program.call_order` knows the layers.
+        # Not jnp.stack: `zerojax.program.call_order` recognizes the layers by these concatenations.
         told = (
             jnp.concatenate([value[None].astype(jnp.int32) for value in where])
             if where
@@ -535,8 +592,9 @@ class HostUpdate:
         return island(positions, token, told, arrays, scalars, list(operands))
 
     def first_token(self, state: TrainState) -> Array:
-        """Return the token before a step's first callback, i32[devices]: the number of the state
-        that is on disk, or 0.
+        """Return the token before a step's first callback, i32[devices].
+
+        It is the number of the state on disk, or 0 if the state is not on disk.
         """
         leaves = jax.tree.leaves((state.params, state.master, state.opt_state), is_leaf=is_stored)
         tokens = [leaf.token for leaf in leaves if isinstance(leaf, OnDisk)]

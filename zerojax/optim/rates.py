@@ -1,17 +1,17 @@
-"""The learning rate of a step, for its metrics: read from the optimizer's state, or from its traced
-update.
+"""Find a step's learning rate for its metrics, in the optimizer's state or its traced update.
 
-    optax.inject_hyperparams(optax.adamw)(..)    the state holds it: hyperparams["learning_rate"], as of the last update
-    optax.adamw(schedule)                        the state holds a count, and the update multiplies by -schedule(count)
+    optax.inject_hyperparams(optax.adamw)(..)    the state holds hyperparams["learning_rate"], the
+                                                 rate of the last update
+    optax.adamw(schedule)                        the state holds a count, and the update multiplies
+                                                 by -schedule(count)
 
-Of a schedule the state tells no more than the count, and the function is hidden in a closure. But
-  the update is traced: the
-scalar that follows from this count alone, and by whose negative every gradient that meets it is
-multiplied, is the schedule's value. It is computed from the count before the step, so it is the
-rate of this step. Where the trace does not show one such scalar (a sign that is not flipped, a
-`cond` around the update) nothing is reported.
+With a schedule, the state holds only the count, and the function is hidden in a closure. But the
+update is traced. The schedule's value is the scalar that follows from this count alone and whose
+negative multiplies every gradient that it meets. It is computed from the count before the step, so
+it is the rate of this step. If the trace does not show exactly one such scalar (a sign that is not
+flipped, a `cond` around the update), no rate is reported.
 
-In `optax.partition` (multi_transform) each group has a rate of its own, "learning_rate/<label>".
+With `optax.partition` (multi_transform) each group has its own rate, "learning_rate/<label>".
 """
 
 import dataclasses
@@ -31,12 +31,12 @@ LEARNING_RATE = "learning_rate"
 _SAME = frozenset(
     {"convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy"}
 )
-"""Equations that change a scalar's dtype or shape alone."""
+"""Equations that change only a scalar's dtype or shape."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Scheduled:
-    """A schedule's value: the equations from a count to it."""
+    """A schedule's value: the equations that compute it from a count."""
 
     count: int
     start: int
@@ -46,11 +46,11 @@ class _Scheduled:
 
 @dataclasses.dataclass(frozen=True)
 class LearningRates:
-    """What an optimizer's learning rates are.
+    """The learning rates of an optimizer.
 
     Attributes:
-      held: by the name of a metric, the index of the leaf of the optimizer's state that holds it.
-      scheduled: by the name of a metric, how it follows from a count in that state.
+      held: {name of a metric: index of the optimizer state leaf that holds the rate}.
+      scheduled: {name of a metric: how the rate follows from a count in the optimizer state}.
     """
 
     held: Mapping[str, int]
@@ -62,7 +62,12 @@ class LearningRates:
         return (*self.held, *self.scheduled)
 
     def __call__(self, before: Any, after: Any) -> dict[str, jax.Array]:
-        """Return the metrics, f32[] each, from the optimizer's state before and after a step."""
+        """Return the metrics, f32[] each.
+
+        Args:
+          before: the optimizer's state before the step.
+          after: the optimizer's state after the step.
+        """
         old, new = (jax.tree.leaves(tree, is_leaf=is_stored) for tree in (before, after))
         values: dict[str, Any] = {name: new[j] for name, j in self.held.items()}
         for name, rate in self.scheduled.items():
@@ -73,8 +78,10 @@ class LearningRates:
 
 
 def learning_rates(layout: Layout) -> LearningRates:
-    """Find the learning rates of a program's optimizer: those of `optax.inject_hyperparams`, and
-    those of schedules.
+    """Find the learning rates of an optimizer, from `optax.inject_hyperparams` and schedules.
+
+    Args:
+      layout: layout of the program's state.
     """
     tree = jax.tree.structure(layout.opt_map.abstract)
     indices = jax.tree.unflatten(tree, range(tree.num_leaves))
@@ -93,8 +100,8 @@ def learning_rates(layout: Layout) -> LearningRates:
             index = node.hyperparams[LEARNING_RATE]
             rate = index if layout.opt_map.leaves[index].shape == () else None
         found.setdefault("/".join([LEARNING_RATE, *_labels(path)]), []).append(rate)
-    # A schedule that is no learning rate, such as one of a decay, has None. Of two rates neither is
-    # the one.
+    # A schedule that is not a learning rate, such as a weight decay schedule, gives None. If a name
+    # has two rates, neither is reported.
     rates = {name: [r for r in of_name if r is not None] for name, of_name in found.items()}
     one = {name: of_name[0] for name, of_name in rates.items() if len(of_name) == 1}
     return LearningRates(
@@ -104,7 +111,7 @@ def learning_rates(layout: Layout) -> LearningRates:
 
 
 def _has_rate(node: Any) -> bool:
-    """Tell whether a node of an optimizer's state is one that tells a learning rate."""
+    """Return whether a node of an optimizer's state gives a learning rate."""
     hyperparams = getattr(node, "hyperparams", None)
     return isinstance(node, optax.ScaleByScheduleState) or (
         isinstance(hyperparams, dict) and LEARNING_RATE in hyperparams
@@ -112,7 +119,7 @@ def _has_rate(node: Any) -> bool:
 
 
 def _labels(path: tuple[Any, ...]) -> list[str]:
-    """Return the labels of `optax.partition` on the way to a node of its state."""
+    """Return the labels of `optax.partition` along the path to a node of its state."""
     pairs = itertools.pairwise(path)
     return [
         str(label.key)
@@ -122,11 +129,11 @@ def _labels(path: tuple[Any, ...]) -> list[str]:
 
 
 def _scheduled(layout: Layout, program: FlatJaxpr, count: Any) -> _Scheduled | None:
-    """Return the schedule's value that the update multiplies by the negative of, if there is one.
+    """Return the schedule's value whose negative the update multiplies gradients by, or None.
 
     Args:
-      layout: of the program.
-      program: the traced update, of (grads, state, params, loss).
+      layout: layout of the program's state.
+      program: the traced update, a function of (grads, state, params, loss).
       count: index of the schedule's count in the state.
     """
     num_params, num_states = len(layout.leaves), len(layout.opt_map.leaves)
@@ -146,7 +153,7 @@ def _scheduled(layout: Layout, program: FlatJaxpr, count: Any) -> _Scheduled | N
     values: set[Ref | None] = set()
     for i in program.instructions:
         for ref in i.reads:
-            # Where the scalar meets what is not of this count: the gradients.
+            # Here the scalar meets values that do not follow from this count alone: the gradients.
             if ref in scalars and not others.isdisjoint(i.outs):
                 values.add(
                     _negated(origin(ref), maker)
@@ -163,7 +170,7 @@ def _scheduled(layout: Layout, program: FlatJaxpr, count: Any) -> _Scheduled | N
 
 
 def _negated(ref: Ref | None, maker: Mapping[int, Instruction]) -> Ref | None:
-    """Return x where a value is -x, else None."""
+    """Return x if a value is -x, else None."""
     if not isinstance(ref, int) or ref not in maker:
         return None
     i = maker[ref]

@@ -1,14 +1,16 @@
-"""Which gradients an optimizer never uses: those of weights that it freezes (optax.set_to_zero
-behind a mask or a label).
+"""Find gradients that an optimizer never uses, because it freezes their weights.
 
-    unused = {i : no update depends on grads[i], in this step or by way of the optimizer state in a
-    later one}
+It freezes them with optax.set_to_zero behind a mask or a label.
 
-Such a gradient may be of any size, or NaN, and the weights are the same. So the step leaves it out
-of the global norm, which clipping, `grad_norm` and the check for finite gradients read. It is
-proven, not guessed: an equation of the traced update is taken to use all that it reads. A product
-with 0 uses its operand, since 0 x NaN is NaN; and so does a global norm that the optimizer itself
-takes before it freezes. Moments of a gradient whose update is then set to zero feed moments alone.
+    unused = {i : no update depends on grads[i], in this step or through the optimizer state in a
+              later step}
+
+Such a gradient may have any size, or be NaN, without changing the weights. So the step leaves it
+out of the global norm, which clipping, `grad_norm` and the check for finite gradients read. The
+property is proven from the trace: an equation of the traced update is assumed to use all that it
+reads. A product with 0 uses its operand, because 0 x NaN is NaN. A global norm that the optimizer
+itself computes before it freezes also uses the gradient. The moments of a gradient whose update is
+then set to zero feed only moments.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,7 +26,7 @@ def unused_grads(update: jex.ClosedJaxpr, num_grads: int) -> frozenset[int]:
 
     Args:
       update: the traced `tx.update` of (grads, state, ..) to (updates, state), each flattened.
-      num_grads: leaves of the gradients, and of the updates.
+      num_grads: number of leaves of the gradients, and of the updates.
     """
     program = flatten(update.jaxpr, update.consts)
     after = program.outputs[num_grads:]
@@ -33,7 +35,7 @@ def unused_grads(update: jex.ClosedJaxpr, num_grads: int) -> frozenset[int]:
     while True:
         used = {ref for ref in wanted if isinstance(ref, int)}
         used.update(slot for i in program.live(wanted) for slot in i.reads)
-        # What is used of the state was made by the step before.
+        # A used state leaf was computed by the previous step, so its inputs are used as well.
         found = [n for n, slot in enumerate(state) if slot in used and not is_known[n]]
         if not found:
             return frozenset(
@@ -45,7 +47,11 @@ def unused_grads(update: jex.ClosedJaxpr, num_grads: int) -> frozenset[int]:
 
 
 def used(values: Iterable[Any], indices: Sequence[int], unused: frozenset[int]) -> list[Any]:
-    """Return those of some leaves' values whose gradients are used; `indices` say which leaves they
-    are.
+    """Return the values of the leaves whose gradients are used.
+
+    Args:
+      values: one value for each leaf.
+      indices: the index of each leaf.
+      unused: indices of the leaves whose gradients are never used.
     """
     return [value for value, i in zip(values, indices, strict=True) if i not in unused]

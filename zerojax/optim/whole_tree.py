@@ -1,14 +1,15 @@
-"""The optimizer on sharded state: where optax's state lives, the global norm, and the update.
+"""The optimizer on sharded state: sharding of optax's state, the global norm, and the update.
 
-    norm   = sqrt(sum over leaves and shards of g^2)        exact: XLA adds a psum of one scalar; of gradients that are used
+    norm   = sqrt(sum over leaves and shards of g^2)     exact, over used gradients: XLA adds a psum
+                                                         of one scalar
     g      = g * min(1, clip_norm / norm)
-    master = master + updates(g, opt_state, master)          float32, each device its own shard
-    params = all_gather(cast(master))                        stages 1 and 2; stage 3 gathers on use
+    master = master + updates(g, opt_state, master)      float32, each device its own shard
+    params = all_gather(cast(master))                    stages 1 and 2; stage 3 gathers on use
 
-Every leaf of the optimizer state that mirrors a parameter (same path, same shape) gets that
-parameter's spec; a factored or extra leaf is split by its own shape. Any optax transformation
-works, since each sees whole arrays and XLA moves what crosses shards. One that combines elements of
-a leaf sees a stack of layers layer by layer, its work shared out (`layer_wise`).
+Every optimizer state leaf that mirrors a parameter (same path, same shape) gets that parameter's
+spec; a factored or extra leaf is split by its own shape. Any optax transformation works, because
+each sees global arrays and XLA inserts the communication. An optimizer that combines elements of a
+leaf sees a stack of layers layer by layer, and its work is divided among devices (`layer_wise`).
 """
 
 import dataclasses
@@ -36,16 +37,19 @@ Values = TypeVar("Values")
 def global_norm(grads: Any) -> jax.Array:
     """Return the Euclidean norm over all leaves and shards: f32[]."""
     # In float32, whatever the dtype of the gradients: squares would overflow in float16, and sums
-    # lose terms in bfloat16.
+    # would lose terms in bfloat16.
     squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
     return jnp.sqrt(sum(squares, jnp.float32(0)))
 
 
 def clip_factor(norm: jax.Array, clip_norm: float | None) -> jax.Array:
-    """Return what gradients of global norm `norm` are multiplied by, so that it is at most
-    `clip_norm`: f32[].
+    """Return the factor that limits the global norm of gradients to `clip_norm`: f32[].
+
+    Args:
+      norm: f32[], global norm of the gradients.
+      clip_norm: maximum norm after clipping; None does not clip.
     """
-    # The factor is 1 for a norm of 0: the quotient beside it, which is infinite, is not chosen.
+    # For a norm of 0 the factor is 1: the infinite quotient is not selected.
     return (
         jnp.float32(1) if clip_norm is None else jnp.where(norm < clip_norm, 1.0, clip_norm / norm)
     )
@@ -54,19 +58,20 @@ def clip_factor(norm: jax.Array, clip_norm: float | None) -> jax.Array:
 def update_if(
     finite: jax.Array, update: Callable[[Values], Values], before: Values, platform: str
 ) -> Values:
-    """Return `update(before)` if `finite`, else `before`, bit for bit; without a copy of `before`
-    where it is donated.
+    """Return `update(before)` if `finite`, else `before`, bit for bit.
+
+    Donated input is not copied.
 
     XLA for GPUs fuses a select into the update of each leaf, which then reads and writes in place.
-    XLA for CPUs computes the moments a second time beside the weights instead, from a copy of the
-    old moments: the update takes 4 times as long. A branch is compiled by itself, so there is
-    nothing to merge.
+    XLA for CPUs instead computes the moments a second time together with the weights, from a copy
+    of the old moments, and the update takes 4 times as long. On CPUs a branch is used: it is
+    compiled separately, so nothing is merged.
 
     Args:
-      finite: bool[].
-      update: takes a tree of arrays and returns one of the same shapes.
+      finite: bool[], whether to update.
+      update: function from a tree of arrays to a tree of the same shapes.
       before: the values to update.
-      platform: of the devices, such as "cpu".
+      platform: platform of the devices, such as "cpu".
     """
     if platform == "cpu":
         return jax.lax.cond(finite, update, lambda values: values, before)
@@ -77,8 +82,13 @@ Update = Callable[[TrainState, jax.Array, Any], tuple[TrainState, dict[str, jax.
 
 
 def build_update(tx: optax.GradientTransformation, layout: Layout) -> Update:
-    """Return `update(state, loss, grads) -> (state, metrics)`: unscale, norm, clip, optimizer,
-    cast; on whole trees.
+    """Return `update(state, loss, grads) -> (state, metrics)` on full trees.
+
+    The update unscales the gradients, computes their norm, clips, runs the optimizer, and casts.
+
+    Args:
+      tx: the optimizer.
+      layout: layout of the program's state.
     """
     config, stage, apply = layout.config, STAGES[layout.config.stage], _update_of(tx, layout)
     grads_at, unused = (
@@ -91,8 +101,8 @@ def build_update(tx: optax.GradientTransformation, layout: Layout) -> Update:
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         measured = measure_grads(config, state, grads, unused)
         old = state.params if state.master is None else state.master
-        # Parameters without masters are whole below stage 3: each device updates its own shard of
-        # them.
+        # Parameters without masters are unsharded below stage 3: each device updates its own shard
+        # of them.
         old = jax.lax.with_sharding_constraint(old, grads_at)
 
         def move(before: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -127,8 +137,8 @@ def build_update(tx: optax.GradientTransformation, layout: Layout) -> Update:
 def _update_of(tx: optax.GradientTransformation, layout: Layout) -> Callable[..., tuple[Any, Any]]:
     """Return `apply(grads, opt_state, weights, loss) -> (updates, opt_state)`.
 
-    The optimizer was traced when the layout was built, over the same shapes. That trace serves
-    here, too, unless the work on whole leaves is shared out over devices.
+    The optimizer was traced over the same shapes when the layout was built. That trace is reused
+    here, unless the work on full leaves is divided among devices.
     """
     tx = shared_out(tx, layout)
     if tx is not layout.tx:
@@ -145,13 +155,13 @@ def _update_of(tx: optax.GradientTransformation, layout: Layout) -> Callable[...
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredGrads:
-    """What a step knows of its gradients before it updates.
+    """Gradient norm and scaling factors of a step, measured before the update.
 
     Attributes:
-      norm: f32[], without the loss scale and before clipping.
+      norm: f32[], global norm without the loss scale and before clipping.
       finite: bool[], whether `norm` is finite.
       scale: f32[], the loss scale, or None.
-      factor: f32[], by which clipping multiplies, or None.
+      factor: f32[], the clipping factor, or None.
     """
 
     norm: jax.Array
@@ -160,10 +170,10 @@ class MeasuredGrads:
     factor: jax.Array | None
 
     def scaled(self, grad: jax.Array) -> jax.Array:
-        """Return a gradient, or elements of one, without the loss scale and clipped.
+        """Return a gradient, or elements of one, clipped and without the loss scale.
 
-        To be called where the gradient is used: an array of all scaled gradients would be written
-          and read again.
+        Call it where the gradient is used: an array of all scaled gradients would have to be
+        written and read again.
         """
         if self.scale is not None:
             grad = grad / self.scale
@@ -175,16 +185,16 @@ class MeasuredGrads:
 def measure_grads(
     config: ZeroConfig, state: TrainState, grads: Any, unused: frozenset[int]
 ) -> MeasuredGrads:
-    """Return the norm of the gradients, and what the update multiplies them by.
+    """Return the norm of the gradients, and the factors that the update multiplies them by.
 
     Args:
-      config: of the program.
-      state: before the step.
-      grads: float32.
-      unused: indices of the gradients that the optimizer never uses, which are no part of the norm.
+      config: configuration of the program.
+      state: the state before the step.
+      grads: float32 gradients.
+      unused: indices of the gradients that the optimizer never uses; the norm leaves them out.
     """
-    # Unscale, take the norm, clip, in this order: `clip_norm` bounds the true gradient, and the
-    # metric shows it unclipped.
+    # Unscale, compute the norm, clip, in this order: `clip_norm` bounds the true gradient, and the
+    # metric shows the unclipped norm.
     leaves = used(jax.tree.leaves(grads), range(len(jax.tree.leaves(grads))), unused)
     scale = None if state.loss_scale is None else state.loss_scale.scale
     if scale is not None:
@@ -205,7 +215,19 @@ def finish(
     scaling: LossScaling,
     pending: Any = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Return the state after a step, its counters and loss scale moved on, and the step's metrics."""
+    """Return the state after a step, with counters and loss scale advanced, and the step's metrics.
+
+    Args:
+      state: the state before the step.
+      params: the parameters after the step.
+      master: the float32 masters after the step, or None.
+      opt_state: the optimizer state after the step.
+      value: f32[], the loss.
+      norm: f32[], global norm of the gradients.
+      finite: bool[], whether the step updated the weights.
+      scaling: configuration of dynamic loss scaling.
+      pending: pending gradients of a delayed update, or None.
+    """
     skipped = state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32)
     after = TrainState(
         step=state.step + 1,

@@ -1,4 +1,4 @@
-"""Where every byte of the training state is, and how one record of it is read and written."""
+"""Where each byte of the training state is stored, and how its records are read and written."""
 
 from zerojax.state.check_state import StateCheck as StateCheck
 from zerojax.state.disk_layout import DiskLayout as DiskLayout

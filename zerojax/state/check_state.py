@@ -1,8 +1,8 @@
-"""Checks that a program can take a state: it was not donated, and it has the program's layout.
+"""Check that a program can use a state: it was not donated, and it has the program's layout.
 
-A scalar of the optimizer's state may be a number: users of `optax.inject_hyperparams` write
-`state.opt_state.hyperparams["learning_rate"] = 1e-4`. It becomes an array of the leaf's dtype and
-sharding.
+A scalar of the optimizer's state may be a Python or NumPy number: users of
+`optax.inject_hyperparams` write `state.opt_state.hyperparams["learning_rate"] = 1e-4`. The number
+becomes an array with the leaf's dtype and sharding.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from zerojax.state.layout import Layout
 from zerojax.state.train_state import TrainState, as_arguments, check_is_array, check_is_there
 
 _SHOWN = 3
-"""Leaves that an error lists."""
+"""Number of leaves that an error lists."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +27,11 @@ class _Expected:
     """What a program expects of a leaf.
 
     Attributes:
-      shape: of it.
-      dtype: of it.
-      sharding: of it.
-      is_away: whether it is in host memory.
-      takes_numbers: whether it is a scalar on the device that a number may replace.
+      shape: the leaf's shape.
+      dtype: the leaf's dtype.
+      sharding: the leaf's sharding.
+      is_away: whether the leaf is in host memory.
+      takes_numbers: whether the leaf is a scalar on the device that a number may replace.
     """
 
     shape: tuple[int, ...]
@@ -42,26 +42,28 @@ class _Expected:
 
 
 class StateCheck:
-    """Compares states with a layout before every step, and so keeps what it expects of them."""
+    """Compares states with a layout before every step; the expected values are computed once."""
 
     def __init__(self, layout: Layout) -> None:
+        """Compute what `layout` expects of each leaf."""
         leaves, self._structure = jax.tree.flatten(layout.abstract_state)
         self._expected = [_expected(leaf) for leaf in leaves]
 
     def __call__(
         self, state: TrainState, tell: Callable[[Sequence[str]], None] | None = None
     ) -> TrainState:
-        """Return a state that the program can take: the same one, numbers in the place of scalars
-        made into arrays.
+        """Return a state that the program can use.
+
+        It is the same state, with numbers in place of scalars converted to arrays.
 
         Args:
-          state: to check.
-          tell: called, where numbers took the place of scalars, with a line for each: its path and
+          state: the state to check.
+          tell: called if numbers took the place of scalars, with one line for each: its path and
             its value.
 
         Raises:
-          ValueError: the state was donated, or another program made it, or it is none, or a number
-            is not finite.
+          ValueError: the state was donated, or another program made it, or it is not a TrainState,
+            or a number is not finite.
         """
         check_is_there(state)
         leaves, structure = jax.tree.flatten(as_arguments(state))
@@ -79,19 +81,20 @@ class StateCheck:
                     for is_host in (is_away(leaf), expected.is_away)
                 ]
                 raise ValueError(
-                    f"this state's {_name(state, i)} is {leaf.shape} in {places[0]}, and this program's is {expected.shape} "
-                    f"in {places[1]}: it was made by a program of another model or config"
+                    f"this state's {_name(state, i)} is {leaf.shape} in {places[0]}, and this "
+                    f"program's is {expected.shape} in {places[1]}: the state was made by a "
+                    "program with another model or config"
                 )
         if not made:
             return state
         if tell is not None:
             tell([f"{_name(state, i)} = {shown(leaves[i])}" for i in made])
-        # Leaves on disk count as one in either form of the tree.
+        # A leaf on disk counts as one leaf in both forms of the tree.
         given, tree = jax.tree.flatten(state)
         return jax.tree.unflatten(tree, [made.get(i, leaf) for i, leaf in enumerate(given)])
 
     def _other_structure(self, state: TrainState) -> str:
-        """Return an error that names the leaves which a state lacks, or has beside the program's."""
+        """Return an error that names the leaves that a state lacks or has in excess."""
         given, expected = (
             _names(as_arguments(state)),
             _names(jax.tree.unflatten(self._structure, self._expected)),
@@ -99,11 +102,11 @@ class StateCheck:
         lacks = [name for name in expected if name not in set(given)]
         extra = [name for name in given if name not in set(expected)]
         found = [f"it lacks {_listed(lacks)}"] if lacks else []
-        found += [f"it has {_listed(extra)}, which the program's state has not"] if extra else []
+        found += [f"it has {_listed(extra)}, which the program's state lacks"] if extra else []
         what = f" ({', and '.join(found)})" if found else ""
         return (
-            f"this state is of another structure than this program's{what}: it was made by a program of another config, or "
-            "a value in it was replaced by one that is no number"
+            f"this state has another structure than this program's{what}: it was made by a program "
+            "with another config, or a value in it was replaced by something other than a number"
         )
 
 
@@ -114,9 +117,7 @@ def _expected(leaf: Any) -> _Expected:
 
 
 def _replaces(leaf: Any, expected: _Expected) -> bool:
-    """Return whether a leaf is not the expected scalar itself, so that its value has to be read as
-    a number.
-    """
+    """Return whether a leaf's value must be read as a number: it is not the expected scalar."""
     if not isinstance(leaf, jax.Array):
         return not isinstance(leaf, jax.ShapeDtypeStruct)
     if leaf.shape != ():
@@ -134,18 +135,19 @@ def _scalar(leaf: Any, expected: _Expected, name: Callable[[], str]) -> jax.Arra
     if number is None or not _fits(number, expected.dtype, is_float):
         kind = "finite number" if is_float else "whole number"
         raise ValueError(
-            f"this state's {name()} is {shown(leaf)}: a {kind} that {expected.dtype} holds is needed, or an array of shape () "
-            "with such a number"
+            f"this state's {name()} is {shown(leaf)}: it must be a {kind} that {expected.dtype} "
+            "can hold, or an array of shape () with such a number"
         )
     value = np.asarray(number, expected.dtype)
-    # Without a collective: device_put would compare the value between processes, and fail by an
+    # Without a collective: device_put would compare the value between processes, and fail with an
     # assertion.
     return jax.make_array_from_callback((), expected.sharding, lambda _: value)
 
 
 def _fits(number: float, dtype: Any, is_float: bool) -> bool:
-    """Return whether a dtype holds a number: rounded to it, the number is finite, and 0 only where
-    it was 0.
+    """Return whether a dtype can hold a number.
+
+    After rounding, the number must be finite, and 0 only if it was 0 before.
     """
     if not is_float:
         limits = jnp.iinfo(dtype)
@@ -153,7 +155,7 @@ def _fits(number: float, dtype: Any, is_float: bool) -> bool:
     with np.errstate(over="ignore", under="ignore"):
         rounded = float(np.asarray(number, dtype))
     limits = jnp.finfo(dtype)
-    # XLA takes float32's and bfloat16's subnormal numbers for 0.
+    # XLA flushes subnormal numbers of float32 and bfloat16 to 0.
     least = limits.smallest_subnormal if dtype == jnp.float16 else limits.tiny
     return number == 0 or float(least) <= abs(rounded) <= float(limits.max)
 

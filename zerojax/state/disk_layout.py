@@ -1,12 +1,11 @@
-"""The nvme tier of one program, declared: which records there are, and how many bytes they and
-their buffers take.
+"""Declare the nvme tier of one program: its records, and the bytes they and their buffers take.
 
-Records of a kind hold one layer's leaves on one device. The stacked layers are four kinds,
-"params", "grads", "opt_state" (with the float32 masters) and "activations"; of a leaf that is no
-stack of layers, parameter and state are kinds of one record each: "params.3" and "opt_state.3".
+Each record of a kind holds one layer's leaves on one device. The stacked layers have four kinds:
+"params", "grads", "opt_state" (with the float32 masters) and "activations". Each unstacked leaf has
+its own kinds of one record each for its parameter and its state: "params.3" and "opt_state.3".
 Kinds are declared while programs are built and traced, so that a program can be lowered and its
-bytes counted on a mesh that is not there. Nothing here touches a disk: folder, buffers and threads
-are those of a `zerojax.runtime.SwapSession`.
+bytes counted for a mesh that does not exist on this machine. Nothing here touches a disk: folder,
+buffers and threads belong to a `zerojax.runtime.SwapSession`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,16 +20,17 @@ from zerojax.sharding import Spec
 
 
 class DiskLayout:
-    """Kinds of records of one program.
+    """The kinds of records of one program.
 
     Attributes:
-      config: of the program.
+      config: configuration of the program.
       mesh: the device mesh.
-      swap: what the callbacks of the program's fetches and stores will work on.
-      kinds: what was declared last under each name.
+      swap: the object that the callbacks of the program's fetches and stores work on.
+      kinds: the latest declaration of each kind, by name.
     """
 
     def __init__(self, config: ZeroConfig, mesh: Mesh) -> None:
+        """Start without any kinds."""
         self.config, self.mesh, self.swap = config, mesh, Swap(mesh)
         self.kinds: dict[str, DiskRecords] = {}
 
@@ -48,20 +48,20 @@ class DiskLayout:
         in_turn: bool = False,
         written_once: bool = False,
     ) -> DiskRecords:
-        """Return the records of a kind, the same for the same shapes.
+        """Declare a kind, and return its records: the same object for the same shapes.
 
         Args:
-          kind: name of its folder.
-          num_layers: records on each device.
-          names: of the leaves.
-          shapes: of each leaf of one layer, whole: ShapeDtypeStruct.
-          specs: of each.
-          lifetime: whether they outlive a step.
-          used_by: whether programs fetch and store them, or the host works on them.
-          in_place: whether the host updates them in the buffers into which they are read.
-          in_turn: whether programs use all such kinds one after the other, so that they may share
-            buffers.
-          written_once: whether a state's records stay as they were first written.
+          kind: name of the kind, and of its folder.
+          num_layers: number of records on each device.
+          names: names of the leaves.
+          shapes: unsharded shape of each leaf of one layer, as ShapeDtypeStruct.
+          specs: sharding spec of each leaf.
+          lifetime: whether the records outlive a step.
+          used_by: whether programs fetch and store the records, or the host works on them.
+          in_place: whether the host updates the records in the buffers into which they are read.
+          in_turn: whether programs use all kinds declared so one after the other, which lets them
+            share buffers.
+          written_once: whether the records never change after the first write.
         """
         records = DiskRecords(
             self.swap,
@@ -76,8 +76,8 @@ class DiskLayout:
             in_turn,
             written_once,
         )
-        # Every trace of a step declares its kinds anew. The first object stays as long as its files
-        # are the right ones.
+        # Every trace of a step declares its kinds again. The first object is kept as long as it
+        # fits the files.
         previous = self.kinds.get(kind)
         if previous is not None and previous.has_files_of(records):
             return previous
@@ -85,24 +85,28 @@ class DiskLayout:
         return records
 
     def shared_bytes(self, records: DiskRecords) -> int:
-        """Return the bytes of the buffers that a kind shares with others, or 0 if it has its own."""
+        """Return the bytes of the buffers that a kind shares with others, or 0 if none."""
         sizes = [r.num_bytes for r in self.kinds.values() if r.in_turn]
         size = (
             shared_bytes(sizes, self.config.prefetch_distance, records.in_place)
             if records.in_turn
             else 0
         )
-        # The few records that are larger than the shared buffers have buffers of their own.
+        # The few records that are larger than the shared buffers have their own buffers.
         return size if records.num_bytes <= size else 0
 
     def buffer_bytes(self, kinds: Iterable[DiskRecords]) -> int:
-        """Return the bytes of the buffers of some kinds on one device, to read and to write."""
+        """Return the bytes per device of the read and write buffers of some kinds.
+
+        Args:
+          kinds: records of each kind.
+        """
         distance, shared, unshared = self.config.prefetch_distance, 0, 0
         for records in kinds:
             if size := self.shared_bytes(records):
-                # Counted once for all kinds: they are never in use at the same time. As
-                # `Engine.add` allocates them: `distance` to read ahead, one for the record in use,
-                # and as many to write.
+                # Counted once for all kinds, because they are never in use at the same time. As
+                # `Engine.add` allocates them: `distance` buffers to read ahead, one for the record
+                # in use, and as many to write.
                 shared = 2 * (distance + 1) * size
             else:
                 unshared += (
@@ -112,7 +116,7 @@ class DiskLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on disk of this process's devices."""
+        """Bytes on disk, in total over this process's devices."""
         return len(self.ranks()) * sum(r.num_layers * r.num_bytes for r in self.kinds.values())
 
     def ranks(self) -> list[int]:

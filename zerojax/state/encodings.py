@@ -1,12 +1,12 @@
-"""Frozen weights that rest in 8 or 4 bits: which leaves do, how each is split, and how it is made
-and read.
+"""Frozen weights stored in 8 or 4 bits: which leaves, how each is split, encoded and decoded.
 
-    rest      Encoded(codes[A, (B C)_fsdp], scales[..], ..)       in the place of the leaf W[A, B_fsdp, C]
-    use       decode(all_gather(codes, scales, ..))               W[A, B, C] in the compute dtype, a layer at a time
+    storage   Encoded(codes[A, (B C)_fsdp], scales[..], ..)     replaces the leaf W[A, B_fsdp, C]
+    use       decode(all_gather(codes, scales, ..))             W[A, B, C] in the compute dtype, a
+                                                                layer at a time
 
-Each encoded array is a frozen leaf of its own to whatever stores, moves, gathers, saves or counts
-it. What knows of the weight is where one is made (`Encodings.encode`, of a layer's float32 leaves,
-on each device's shard) and where it is used (`decoded`, of gathered arrays).
+For code that stores, moves, gathers, saves or counts leaves, each encoded array is a frozen leaf of
+its own. Only two places know about the weight: `Encoding.encode` makes the arrays from a layer's
+float32 leaves, on each device's shard, and `decoded` makes weights from gathered arrays.
 `pallas_kernels.storage` is the codec.
 """
 
@@ -35,12 +35,12 @@ class Encoding:
     """How one leaf is encoded.
 
     Attributes:
-      layout: how it lies in its arrays.
-      shape: of the leaf: of one layer, where layers are stacked.
-      spec: of the same as it rests.
+      layout: layout of the leaf's elements in the encoded arrays.
+      shape: shape of the leaf, without the layer dim if it is stacked.
+      spec: sharding spec of the stored leaf, without the layer dim if it is stacked.
       mesh: the device mesh.
       lead: 1 for a stack of layers, else 0.
-      num_layers: of a stack.
+      num_layers: number of layers in the stack; 1 for an unstacked leaf.
     """
 
     layout: storage.Layout
@@ -51,22 +51,25 @@ class Encoding:
     num_layers: int
 
     def encode(self, w: Any) -> Encoded:
-        """Return one layer's leaf, or one that is no stack, encoded: each device its own shard."""
+        """Return a leaf of one layer, or an unstacked leaf, encoded on each device's shard."""
         w = jax.lax.with_sharding_constraint(
             jnp.asarray(w, jnp.float32), named(self.mesh, self.spec)
         )
-        # XLA's form on shards by hand: the partitioner need not see through the reshapes.
+        # The XLA implementation inside shard_map, so that the partitioner need not see through the
+        # reshapes.
         encode = functools.partial(storage.encode, layout=self.layout, implementation="xla")
         out_specs = PartitionSpec(*storage.encoded_spec(self.layout, self.spec))
         specs: dict[str, Any] = {"in_specs": PartitionSpec(*self.spec), "out_specs": out_specs}
         return jax.shard_map(encode, mesh=self.mesh, check_vma=False, **specs)(w)
 
     def encode_here(self, w: np.ndarray) -> list[np.ndarray]:
-        """Return the arrays of a weight, whole, or of some of its layers; on one device of this
-        process.
+        """Return the encoded arrays of an unsharded weight, computed on one device of this process.
+
+        Args:
+          w: the weight, with all or some of its layers.
         """
         device = jax.local_devices()[0]
-        # The program's mesh may be set here, and need not have this device.
+        # The program's mesh may be set here, and need not contain this device.
         with jax.set_mesh(Mesh(np.asarray([device]), ("device",))):
             return [
                 np.asarray(a)
@@ -75,14 +78,17 @@ class Encoding:
 
     @property
     def abstract(self) -> Encoded:
-        """The shapes of its arrays, all layers'."""
+        """The shapes of the encoded arrays, including all layers."""
         return storage.abstract_encoded(
             self.layout, ((self.num_layers,) if self.lead else ()) + self.shape
         )
 
     def leaf_spec(self, spec: LeafSpec, sharded: bool) -> LeafSpec:
-        """Return how the mesh splits each array, given how it would split the leaf, and whether it
-        does.
+        """Return how the mesh splits each encoded array.
+
+        Args:
+          spec: how the mesh would split the leaf.
+          sharded: whether the stored arrays are split over the ZeRO axis.
         """
         base, stored = (
             storage.encoded_spec(self.layout, s)
@@ -103,14 +109,15 @@ def choose_encodings(
     stacked: Sequence[str],
     mesh: Mesh,
 ) -> dict[str, Encoding]:
-    """Return how frozen leaves are encoded, by path. Those that no layout serves keep their dtype,
-    which is logged once.
+    """Return how frozen leaves are encoded, by path.
+
+    Leaves that no layout supports keep their dtype, which is logged once.
 
     Args:
       format: "int8" or "nf4".
-      leaves: the floating frozen ones.
-      specs: as they rest, all dims.
-      stacked: the paths of stacks of layers.
+      leaves: the floating frozen leaves, by path.
+      specs: sharding specs of the stored leaves, including all dims, by path.
+      stacked: paths of the stacks of layers.
       mesh: the device mesh.
     """
     encodings, kept = {}, []
@@ -126,7 +133,8 @@ def choose_encodings(
     if kept:
         path, leaf, why = max(kept, key=lambda item: item[1].size)
         logger.info(
-            "frozen_dtype=%r: %d of %d frozen leaves, %d of %d elements, stay in %s: such as %s: %s",
+            "frozen_dtype=%r: %d of %d frozen leaves, %d of %d elements, stay in %s, such as %s: "
+            "%s",
             format,
             len(kept),
             len(leaves),
@@ -140,12 +148,12 @@ def choose_encodings(
 
 
 def encode_tree(encodings: Mapping[str, Encoding], params: Any, *part: str) -> Any:
-    """Return parameters with `Encoded` in the place of leaves that rest encoded.
+    """Return parameters with `Encoded` nodes in place of the leaves to encode.
 
     Args:
-      encodings: by path.
-      params: the whole tree of a Model; of a LayeredModel a part, such as one layer's.
-      part: the key of that part.
+      encodings: how each encoded leaf is encoded, by path.
+      params: the full tree of a Model, or a part of a LayeredModel's tree, such as one layer.
+      part: keys that lead to the part in the full tree.
     """
     if not encodings:
         return params
@@ -159,19 +167,19 @@ def encode_tree(encodings: Mapping[str, Encoding], params: Any, *part: str) -> A
 
 
 def is_encoded(node: Any) -> bool:
-    """Tell whether a node of a parameter tree is a weight in 8 or 4 bits."""
+    """Return whether a node of a parameter tree is a weight in 8 or 4 bits."""
     return isinstance(node, Encoded)
 
 
 def decoded(params: Any, dtype: Any) -> Any:
-    """Return parameters whose encoded leaves are decoded."""
-    # XLA's form keeps the dims as they are, so that what is split stays so, without communication.
+    """Return parameters with their encoded leaves decoded to `dtype`."""
+    # The XLA implementation keeps the dims, so a split array stays split without communication.
     decode = lambda leaf: storage.decode(leaf, dtype, "xla") if is_encoded(leaf) else leaf  # noqa: E731
     return jax.tree.map(decode, params, is_leaf=is_encoded)
 
 
 def decoding_model(model: LayeredModel, dtype: Any) -> LayeredModel:
-    """Return a model whose functions take encoded leaves, and decode them."""
+    """Return a model whose functions take encoded leaves and decode them to `dtype`."""
 
     def decoding(function: Any) -> Any:
         return lambda p, *args: function(decoded(p, dtype), *args)
@@ -203,9 +211,19 @@ def decoding_model(model: LayeredModel, dtype: Any) -> LayeredModel:
 def check_tiles(
     model: Model | LayeredModel, format: str, encoded: Sequence[str], tiled: Sequence[str]
 ) -> None:
-    """Raise NotImplementedError for stacks of tiles that would be encoded."""
+    """Check that no stack of tiles would be encoded.
+
+    Args:
+      model: the model, for the error.
+      format: "int8" or "nf4".
+      encoded: paths of the encoded leaves.
+      tiled: paths of the stacks of tiles.
+
+    Raises:
+      NotImplementedError: a stack of tiles would be encoded.
+    """
     if both := [path for path in encoded if path in tiled]:
         raise NotImplementedError(
-            f"frozen_dtype={format!r} is not built for frozen stacks of tiles, and {both[0]} is one: leave frozen_dtype=None, "
-            f"or give the {type(model).__name__} no `tiles` for it"
+            f"frozen_dtype={format!r} is not built for frozen stacks of tiles such as {both[0]}: "
+            f"leave frozen_dtype=None, or give the {type(model).__name__} no `tiles` for it"
         )

@@ -1,4 +1,4 @@
-"""Host memory for state that rests there."""
+"""Host memory for offloaded state."""
 
 import math
 from collections.abc import Sequence
@@ -14,34 +14,39 @@ Array = jax.Array
 
 
 def is_away(leaf: Any) -> bool:
-    """Tell whether an abstract leaf rests in host memory."""
+    """Return whether an abstract leaf is stored in host memory."""
     return getattr(leaf.sharding, "memory_kind", None) == "pinned_host"
 
 
 def check_host_reads(mesh: Mesh) -> None:
-    """Test, once a process, that the devices read and write the right records of host memory. CPUs
-    always do.
+    """Test that the devices slice host memory correctly, once per process.
+
+    CPUs are not tested.
 
     Raises:
-      RuntimeError: this device and jaxlib slice host memory at wrong records.
+      RuntimeError: this device and jaxlib read or write the wrong records of host memory.
     """
     if mesh.devices.flat[0].platform != "cpu":
         check_host_slices(mesh.local_devices[0])
 
 
 def crosses_link(mesh: Mesh) -> bool:
-    """Return whether records in host memory cross a link to the device, which carries both
-    directions at once: on GPUs.
+    """Return whether records in host memory are moved over a link to the device: on GPUs.
+
+    Such a link carries both directions at the same time.
     """
     return mesh.devices.flat[0].platform != "cpu"
 
 
 def allocate_all(abstract: Sequence[Any]) -> list[Array]:
-    """Return zeros in host memory, each process its own shards.
+    """Return zeros in host memory; each process allocates its own shards.
+
+    Args:
+      abstract: ShapeDtypeStruct with a sharding for each array.
 
     Raises:
-      RuntimeError: they find no room; says how many bytes were asked for and how to raise the
-        limit.
+      RuntimeError: host memory is too small; the message says how many bytes were requested and how
+        to raise the limit.
     """
     if not abstract:
         return []
@@ -49,7 +54,7 @@ def allocate_all(abstract: Sequence[Any]) -> list[Array]:
     num_bytes = sum(map(_local_bytes, abstract))
     check_host_memory(num_bytes, platform)
     try:
-        # Waited for inside of the try: JAX may raise a failed allocation only then.
+        # The wait is inside the try because JAX may raise a failed allocation only then.
         return jax.block_until_ready([_allocate(leaf) for leaf in abstract])
     except Exception as error:
         if (explained := host_memory_error(error, num_bytes, platform)) is not None:
@@ -66,14 +71,13 @@ def _local_bytes(leaf: Any) -> int:
 
 
 def _allocate(leaf: Any) -> Array:
-    # Shard by shard from numpy: a jitted jnp.zeros would be made on the device first.
+    # Shard by shard from numpy: a jitted jnp.zeros would be created on the device first.
     def zeros(index: Any) -> np.ndarray:
         shape = [len(range(*i.indices(n))) for i, n in zip(index, leaf.shape, strict=True)]
         return np.zeros(shape, leaf.dtype)
 
     array = jax.make_array_from_callback(leaf.shape, leaf.sharding, zeros)
     if next(iter(leaf.sharding.device_set)).platform == "cpu":
-        # The client of CPUs may take numpy's memory for its own, which it then cannot update in
-        # place.
+        # JAX's CPU client may adopt numpy's memory, which it then cannot update in place.
         array = jax.device_put(array, leaf.sharding, may_alias=False)
     return array

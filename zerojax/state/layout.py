@@ -1,6 +1,6 @@
-"""Where every byte of a program's state is: the stage table applied to a parameter tree.
+"""Where each byte of a program's state is stored: the stage table applied to a parameter tree.
 
-A `Layout` is made once, from abstract shapes, before anything is allocated.
+A `Layout` is built once, from abstract shapes, before anything is allocated.
 """
 
 import dataclasses
@@ -83,16 +83,17 @@ logger = logging.getLogger("zerojax")
 
 @dataclasses.dataclass(frozen=True)
 class StackLeaves:
-    """The leaves of one stack of layers, by their indices among `Layout.all_leaves`.
+    """The leaves of one stack of layers, as indices into `Layout.all_leaves`.
 
     Attributes:
-      name: of the stack; "" where a model has one.
-      num_layers: L.
-      blocks: trained, of which a layer's record holds one layer.
-      frozen_blocks: likewise those that are frozen.
-      groups: those whose records are tiles.
-      in_tree: all of them, in the order of the tree.
-      device_layers: layers whose optimizer state stays on the device while `opt_state` is off it.
+      name: name of the stack; "" if the model has only one.
+      num_layers: L, the number of layers.
+      blocks: trainable leaves whose records are layers.
+      frozen_blocks: frozen leaves whose records are layers.
+      groups: groups of leaves whose records are tiles.
+      in_tree: all leaves of the stack, in the order of the tree.
+      device_layers: number of layers whose optimizer state stays on the device when `opt_state` is
+        offloaded.
     """
 
     name: str
@@ -105,16 +106,16 @@ class StackLeaves:
 
     @property
     def parts(self) -> list[tuple[int, ...]]:
-        """The trained leaves by the record that they share: a layer's, then a tile's of each group."""
+        """The trainable leaves by record: a layer's leaves, then a tile's leaves for each group."""
         return [self.blocks, *(group.leaves for group in self.groups)]
 
     @property
     def frozen_parts(self) -> list[tuple[int, ...]]:
-        """The frozen leaves, likewise."""
+        """The frozen leaves by record: a layer's leaves, then a tile's leaves for each group."""
         return [self.frozen_blocks, *(group.frozen for group in self.groups)]
 
     def kind(self, kind: str) -> str:
-        """Return the name of the records of a kind that are this stack's layers."""
+        """Return the name of this stack's layer records of a kind, such as "params"."""
         return layers_kind(kind, self.name)
 
 
@@ -124,34 +125,35 @@ class Layout:
 
     Attributes:
       mesh: the device mesh.
-      config: as given.
+      config: configuration of the program, as given.
       specs: LeafSpec of each parameter, by path.
-      leaves: the parameter leaves that are trained, in the order of the flattened tree.
-      groups: of a streamed step, the groups of leaves whose records are tiles.
-      tx: the optimizer, as it is applied to the whole tree.
-      opt_map: how the optimizer state divides over the leaves.
-      opt_specs: of the optimizer state's leaves.
-      update_jaxpr: the optimizer's update of the whole tree, traced: of (grads, state, params,
-        loss).
-      abstract_params: the tree of the trained parameters in float32 shapes; None in the place of
-        frozen ones.
+      leaves: the trainable parameter leaves, in the order of the flattened tree.
+      groups: groups of leaves whose records are tiles, in a streamed step.
+      tx: the optimizer, in the form that is applied to the full tree.
+      opt_map: the parameter leaf that owns each leaf of the optimizer state.
+      opt_specs: LeafSpec of each leaf of the optimizer state.
+      update_jaxpr: the optimizer's traced update of the full tree, a function of (grads, state,
+        params, loss).
+      abstract_params: tree of the trainable parameters in float32 shapes, with None in place of
+        frozen parameters.
       abstract_arrays: TrainState of ShapeDtypeStruct with shardings, as if nothing were on disk.
-      abstract_state: the same, as a program takes it: leaves of the nvme tier are DiskArgument.
+      abstract_state: TrainState of ShapeDtypeStruct with shardings, as a program takes it: leaves
+        of the nvme tier are DiskArgument.
       shardings: TrainState of NamedSharding.
       replicated: leaves that the ZeRO axis does not split.
-      num_layers: of a LayeredModel, else None; of all its stacks.
-      device_layers: layers of each stack of a LayeredModel whose optimizer state stays on the
-        device while `opt_state` is off it, by its name.
-      disk: the records of the nvme tier, where there is one.
-      frozen: the parameter leaves that are frozen, in the order of the flattened tree.
-      flags: tree of bool over the parameters: which are frozen; None where none is.
-      abstract_whole: the whole parameter tree in the dtypes of compute.
-      places: of each of `all_leaves`, its place in the flattened whole tree.
-      encodings: by path, the frozen leaves that rest in 8 or 4 bits. Each of their arrays is a leaf
-        here, and in `frozen` and `abstract_whole` they are `Encoded` nodes; `flags` counts each as
-        one.
-      stack_layers: L of each stack of a LayeredModel by its name, in order; the name of one alone
-        is "".
+      num_layers: number of layers in all stacks of a LayeredModel; None for a Model.
+      device_layers: number of layers whose optimizer state stays on the device when `opt_state` is
+        offloaded, by the name of the stack.
+      disk: the records of the nvme tier, or None.
+      frozen: the frozen parameter leaves, in the order of the flattened tree.
+      flags: tree of bool over the parameters, true for frozen ones; None if no parameter is frozen.
+      abstract_whole: the full parameter tree, in the compute dtypes.
+      places: position of each of `all_leaves` in the flattened full tree.
+      encodings: frozen leaves stored in 8 or 4 bits, by path. Each encoded array is a leaf here; in
+        `frozen` and `abstract_whole` the weights are `Encoded` nodes, and `flags` counts each
+        weight once.
+      stack_layers: L of each stack of a LayeredModel, in order, by name; the name is "" if the
+        model has only one.
     """
 
     mesh: Mesh
@@ -180,14 +182,15 @@ class Layout:
 
     @functools.cached_property
     def all_leaves(self) -> tuple[Leaf, ...]:
-        """Those that are trained, then those that are frozen: an index of a frozen leaf is one into
-        this.
+        """The trainable leaves, then the frozen leaves.
+
+        Indices of frozen leaves refer to this tuple.
         """
         return self.leaves + self.frozen
 
     @functools.cached_property
     def frozen_ends(self) -> tuple[int, ...]:
-        """Indices of the frozen leaves that are no stack of layers."""
+        """Indices of the unstacked frozen leaves."""
         return self._frozen_of("end")
 
     def _frozen_of(self, role: str) -> tuple[int, ...]:
@@ -195,7 +198,7 @@ class Layout:
 
     @functools.cached_property
     def in_tree(self) -> tuple[int, ...]:
-        """The indices of all leaves in the order of the flattened whole tree."""
+        """The indices of all leaves in the order of the flattened full tree."""
         return tuple(sorted(range(len(self.all_leaves)), key=self.places.__getitem__))
 
     @property
@@ -205,7 +208,7 @@ class Layout:
 
     @property
     def compute_dtype(self) -> Any:
-        """The dtype of the parameters that a model is given."""
+        """The dtype of the parameters that the model receives."""
         return jnp.dtype(PRECISIONS[self.config.precision].compute_dtype)
 
     @property
@@ -215,41 +218,43 @@ class Layout:
 
     @property
     def reduces_in_float32(self) -> bool:
-        """Whether gradients are made and reduced in float32 while compute is in 16 bits."""
+        """Whether gradients are computed and reduced in float32 with a 16-bit compute dtype."""
         return reduces_in_float32(self.config)
 
     @property
     def reduces_once(self) -> bool:
-        """Whether each device sums its own gradients over microbatches, which are reduced at the
-        end.
-        """
+        """Whether devices sum their own gradients over microbatches and reduce them at the end."""
         return reduces_once(self.config) and num_batch_shards(self.mesh) > 1
 
     @property
     def grads_in_float32(self) -> bool:
-        """Whether gradients rest in float32 from backward to update."""
+        """Whether gradients are stored in float32 between backward and update."""
         return grads_in_float32(self.config)
 
     def grad_dtype(self, index: int) -> Any:
-        """Return the dtype in which a trained leaf's gradient rests from backward to update."""
+        """Return the dtype in which a leaf's gradient is stored between backward and update."""
         dtype = self.leaves[index].dtype
         return jnp.promote_types(dtype, jnp.float32) if self.grads_in_float32 else dtype
 
     def encode(self, params: Any, *part: str) -> Any:
-        """Return parameters as they rest: of a Model all, of a LayeredModel those of a part, of one
-        layer or an end.
+        """Return parameters as they are stored, with some leaves encoded.
+
+        Args:
+          params: all parameters of a Model, or a part of a LayeredModel's parameters: one layer,
+            the embedding or the head.
+          part: keys that lead to the part in the full tree.
         """
         return encode_tree(self.encodings, params, *part)
 
     def decode(self, params: Any) -> Any:
-        """Return parameters as a model is given them, from gathered ones that may be encoded."""
+        """Return parameters as the model receives them, from gathered ones that may be encoded."""
         return decoded(params, self.compute_dtype) if self.encodings else params
 
     def decoded_leaves(self, indices: Sequence[int] | None = None) -> list[Leaf]:
-        """Return leaves as a model is given them, in the order of the tree: one for the arrays of
-        each that rests encoded.
+        """Return leaves as the model receives them: one leaf for all arrays of an encoded weight.
 
-        `indices` are of those that are wanted, in that order; None: all.
+        Args:
+          indices: indices into `all_leaves`, in the wanted order; None for all, in tree order.
         """
         leaves = [self.all_leaves[i] for i in (self.in_tree if indices is None else indices)]
         encoded = [leaf.decodes.path for leaf in leaves if leaf.decodes is not None]
@@ -257,7 +262,7 @@ class Layout:
         def is_array_of_one(leaf: Leaf) -> bool:
             return any(leaf.path[: len(path)] == path for path in encoded)
 
-        # The first array of each stands for all of its arrays.
+        # The first array of an encoded weight stands for all of its arrays.
         return [
             leaf.decodes or leaf
             for leaf in leaves
@@ -269,12 +274,12 @@ class Layout:
         return decoding_model(model, self.compute_dtype) if self.encodings else model
 
     def join(self, state: TrainState) -> Any:
-        """Return the whole parameter tree of a state, or of an abstract one."""
+        """Return the full parameter tree of a state, or of an abstract state."""
         return join_frozen(state.params, state.frozen)
 
     @functools.cached_property
     def blocks(self) -> tuple[int, ...]:
-        """Indices of the leaves of which a layer's record holds one layer, of all stacks."""
+        """Indices of the trainable leaves whose records are layers, in all stacks."""
         return tuple(i for i, leaf in enumerate(self.leaves) if leaf.role == "block")
 
     @functools.cached_property
@@ -303,33 +308,30 @@ class Layout:
 
     @functools.cached_property
     def num_params(self) -> int:
-        """Elements of all parameters; of one in 8 or 4 bits those that it is decoded to, and not
-        those of its scales.
+        """Number of parameters.
+
+        Quantized weights count as their decoded elements; scales do not count.
         """
         return sum(math.prod(leaf.shape) for leaf in self.decoded_leaves())
 
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:
-        """Indices of the leaves that are no stack of layers."""
+        """Indices of the unstacked trainable leaves."""
         return tuple(i for i, leaf in enumerate(self.leaves) if leaf.role == "end")
 
     @functools.cached_property
     def stacked(self) -> tuple[int, ...]:
-        """Indices of the stacks of layers: of `blocks` and of all `groups`, of all stacks, in
-        order.
-        """
+        """Indices of the stacked trainable leaves, in `blocks` or `groups`, in order."""
         return tuple(i for i, leaf in enumerate(self.leaves) if leaf.is_stacked)
 
     @property
     def has_master(self) -> bool:
-        """Whether there are float32 masters beside the parameters."""
+        """Whether float32 masters exist in addition to the parameters."""
         return self.abstract_state.master is not None
 
     @property
     def updates_by_record(self) -> bool:
-        """Whether the optimizer is applied to a layer or a leaf at a time: some state rests off the
-        device.
-        """
+        """Whether the optimizer runs by layer or by leaf, because some state is offloaded."""
         return updates_by_parts(self.config)
 
     def block_tree(self, stack: str) -> Any:
@@ -354,11 +356,12 @@ def _param_shardings(
 
 
 def _split(tree: Any, layers: Any, mesh: Mesh) -> Any:
-    """Return a tree of stacked leaves in host memory with their first layers on the device.
+    """Return a tree of stacked leaves in host memory, with the first layers on the device.
 
     Args:
-      tree: of ShapeDtypeStruct with shardings.
-      layers: tree of int of its structure: how many, k; 0 for what is no stack.
+      tree: tree of ShapeDtypeStruct with shardings.
+      layers: tree of int with the same structure: number k of layers on the device, 0 for unstacked
+        leaves.
       mesh: the device mesh.
     """
 
@@ -367,7 +370,7 @@ def _split(tree: Any, layers: Any, mesh: Mesh) -> Any:
             return leaf
         num_layers, *rest = leaf.shape
         on_device = named(mesh, leaf.sharding.spec)
-        # [L, ...] -> [k, ...] on the device, and [L - k, ...] where the leaf rests.
+        # [L, ...] -> [k, ...] on the device, and [L - k, ...] in the leaf's tier.
         return Split(
             jax.ShapeDtypeStruct((layers, *rest), leaf.dtype, sharding=on_device),  # pyright: ignore[reportArgumentType]
             jax.ShapeDtypeStruct((num_layers - layers, *rest), leaf.dtype, sharding=leaf.sharding),  # pyright: ignore[reportArgumentType]
@@ -380,9 +383,7 @@ ByLayer = Callable[
     [optax.GradientTransformation, Any, tuple[Any, jex.ClosedJaxpr] | ValueError, Sequence[bool]],
     optax.GradientTransformation,
 ]
-"""(tx, abstract params, abstract state, traced update, which leaves are stacks of layers) -> the
-optimizer to apply.
-"""
+"""(tx, abstract params, (abstract state, traced update) or error, is stacked) -> optimizer."""
 
 
 def build_layout(
@@ -392,18 +393,18 @@ def build_layout(
     mesh: Mesh,
     by_layer: ByLayer = lambda tx, *_: tx,
 ) -> Layout:
-    """Choose specs and shardings for the whole state, from shapes alone.
+    """Choose specs and shardings for the full state, from shapes alone.
 
     Args:
-      model: whose state it is.
+      model: the model.
       tx: the optimizer.
-      config: of the program.
+      config: configuration of the program.
       mesh: the device mesh.
-      by_layer: chooses how the optimizer is applied to stacks of layers.
+      by_layer: function that chooses how the optimizer is applied to stacks of layers.
 
     Raises:
-      ValueError: no parameters to train, or such as are no numbers, specs that do not fit, an
-        optimizer that cannot run sharded.
+      ValueError: the model has no trainable parameters or parameters that are not numbers, specs do
+        not fit, or the optimizer cannot run sharded.
     """
     stage, precision = STAGES[config.stage], PRECISIONS[config.precision]
     abstract_key = jax.eval_shape(lambda: jax.random.key(0))
@@ -425,7 +426,7 @@ def build_layout(
         min_shard_bytes=config.min_shard_bytes,
     )
 
-    # Shapes: the optimizer's state is over float32 weights, whatever the dtype of compute.
+    # Shapes: the optimizer's state is over float32 weights, whatever the compute dtype.
     compute_dtype = jnp.dtype(precision.compute_dtype)
     whole = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(
@@ -449,7 +450,7 @@ def build_layout(
         )
     else:
         table = build_leaves(model, whole, specs, groups, is_frozen)
-    # Trained leaves come first: whoever updates counts them alone.
+    # Trainable leaves come first, so that an update counts only them.
     places = sorted(range(len(table)), key=lambda place: table[place].frozen)  # sorted is stable
     groups = tuple(_trained_first(group, table, places) for group in groups)
     leaves, frozen_leaves = (
@@ -462,7 +463,7 @@ def build_layout(
     on_stacks = traced_optimizer(tx, master)
     if isinstance(model, LayeredModel) or updates_by_parts(
         config
-    ):  # a Model's whole tree any optimizer updates
+    ):  # any optimizer can update the full tree of a Model
         applied = by_layer(tx, master, on_stacks, [leaf.is_stacked for leaf in leaves])
         if applied is not tx:
             tx = applied
@@ -492,8 +493,8 @@ def build_layout(
             loss_scale=LossScale(scalar, counter, counter) if precision.scales_loss else None,
         )
 
-    # Scalars of the optimizer state stay on the device in every tier: the program computes with
-    # them.
+    # Scalars of the optimizer state stay on the device in every tier, because the program computes
+    # with them.
     shardings = state_of(
         scalar,
         scalar,
@@ -523,10 +524,10 @@ def build_layout(
     if model_state is not None:
         abstract_state = dataclasses.replace(abstract_state, model_state=model_state)
         shardings = jax.tree.map(lambda a: a.sharding, abstract_state)
-    # Then what a config adds: layers of the optimizer state that stay on the device, and an update
-    # that is pending. Rounded twice, since 0.29 * 100 is 28.999999999999996.
+    # Next, what a config adds: layers of the optimizer state that stay on the device, and a pending
+    # update. Rounded twice, because 0.29 * 100 is 28.999999999999996.
     share = config.opt_state_device_fraction
-    # Where no layer is trained, none has state.
+    # A stack without trainable leaves has no state.
     of_stacks = {leaf.stack: leaf.shape[0] for leaf in leaves if leaf.is_stacked}
     device_layers = {
         name: int(round(share * num_layers, 9)) for name, num_layers in of_stacks.items()
@@ -550,7 +551,7 @@ def build_layout(
         pending = _pending(leaves, opt_map, config, mesh)
         abstract_state = dataclasses.replace(abstract_state, pending=pending)
         shardings = jax.tree.map(lambda a: a.sharding, abstract_state)
-    # Last what is on disk, so that `arrays` are all leaves as if they rested in memory.
+    # Leaves on disk come last, so that `arrays` has all leaves as if they were in memory.
     arrays, disk = abstract_state, None
     if uses_disk(config):
         disk = DiskLayout(config, mesh)
@@ -586,12 +587,12 @@ def build_layout(
 
 
 def _check_frozen_config(config: ZeroConfig) -> None:
-    """Raise ValueError for settings of frozen weights where there are none."""
+    """Raise ValueError for settings of frozen weights if the model freezes nothing."""
     for name in ("frozen", "frozen_dtype"):
         if (value := getattr(config, name)) is not None:
             raise ValueError(
-                f"{name}={value!r}, and the model freezes nothing: say which weights are frozen by `frozen` of the Model or "
-                f"LayeredModel, or leave {name}=None"
+                f"{name}={value!r}, and the model freezes nothing: choose the frozen weights with "
+                f"`frozen` of the Model or LayeredModel, or leave {name}=None"
             )
 
 
@@ -603,7 +604,7 @@ def _encodings(
     is_frozen: Sequence[bool],
     mesh: Mesh,
 ) -> dict[str, Encoding]:
-    """Return by path the frozen leaves that are to rest in 8 or 4 bits."""
+    """Return the frozen leaves to store in 8 or 4 bits, by path."""
     if config.frozen_dtype is None:
         return {}
     arrays = jax.tree_util.tree_flatten_with_path(whole)[0]
@@ -640,7 +641,7 @@ def _as_they_rest(
     groups: Sequence[TileGroup],
     sharded: bool,
 ) -> tuple[Any, dict[str, LeafSpec], list[bool], tuple[TileGroup, ...]]:
-    """Return the tree with `Encoded` nodes, its specs and flags, and groups by places in it."""
+    """Return the tree with `Encoded` nodes, its specs and flags, and groups by position in it."""
     arrays, tree = jax.tree.flatten(whole)
     nodes, specs, flags, places = [], {}, [], []
     for leaf, array in zip(given, arrays, strict=True):
@@ -662,9 +663,7 @@ def _as_they_rest(
 def _with_decoded(
     table: Sequence[Leaf], given: Sequence[Leaf], encodings: Mapping[str, Encoding]
 ) -> tuple[Leaf, ...]:
-    """Return the leaves where the first array of each that rests encoded says what it is decoded
-    to.
-    """
+    """Return the leaves, where an encoded weight's first array refers to the decoded leaf."""
     waiting = {leaf.path: leaf for leaf in given if leaf.name in encodings}
     leaves = []
     for leaf in table:
@@ -681,7 +680,7 @@ def _with_decoded(
 
 
 def _trained_first(group: TileGroup, table: Sequence[Leaf], places: Sequence[int]) -> TileGroup:
-    """Return a group by the indices of its leaves, given by their places in the tree."""
+    """Return a group by leaf indices instead of tree positions, trainable leaves before frozen."""
     indices = [places.index(place) for place in group.leaves]
     num_trained = sum(not leaf.frozen for leaf in table)
     trained, frozen = (
@@ -691,9 +690,7 @@ def _trained_first(group: TileGroup, table: Sequence[Leaf], places: Sequence[int
 
 
 def _first_dims(model: Model | LayeredModel, params: Any) -> dict[str, int]:
-    """Return by path the dims that come before those that may be split: that of layers, and that of
-    tiles.
-    """
+    """Return the number of leading dims (layers, tiles) that are never split, by path."""
     if not isinstance(model, LayeredModel):
         return {}
     paths = jax.tree_util.tree_flatten_with_path({BLOCKS: params[BLOCKS]})[0]
@@ -705,15 +702,16 @@ def _first_dims(model: Model | LayeredModel, params: Any) -> dict[str, int]:
 
 
 def _array_tier(tier: str) -> str:
-    """Return the tier of the arrays that a leaf would be if it were not on disk."""
+    """Return the tier that a leaf's array would have if it were not on disk."""
     return "device" if tier == "nvme" else tier
 
 
 def _on_disk(state: TrainState, is_shared: Any, config: ZeroConfig, mesh: Mesh) -> TrainState:
-    """Put DiskArgument in place of the leaves of the nvme tier; scalars that the whole optimizer
-    state shares are none.
+    """Replace the leaves of the nvme tier by DiskArgument.
+
+    Scalars that the full optimizer state shares stay arrays.
     """
-    # One number a device: each orders its own callbacks, and waits for no other device.
+    # One number per device: each device orders its own callbacks and waits for no other device.
     token: Any = jax.ShapeDtypeStruct(
         (mesh.size,), jnp.int32, sharding=named(mesh, (mesh.axis_names,))
     )
@@ -741,8 +739,8 @@ def _on_disk(state: TrainState, is_shared: Any, config: ZeroConfig, mesh: Mesh) 
 def _pending(
     leaves: Sequence[Leaf], opt_map: OptStateMap, config: ZeroConfig, mesh: Mesh
 ) -> Pending:
-    """Return the shapes of a delayed update, the stacked layers' leaves before the others."""
-    # As `Layout.grad_dtype`.
+    """Return the shapes of a delayed update, stacked leaves first."""
+    # The same dtype as `Layout.grad_dtype`.
     dtype = jnp.dtype(
         "float32" if grads_in_float32(config) else PRECISIONS[config.precision].compute_dtype
     )
@@ -771,8 +769,9 @@ def _split_opt_state(
     layers: Mapping[str, int],
     mesh: Mesh,
 ) -> TrainState:
-    """Keep the optimizer state and masters of the first layers of each stack, so many by its name,
-    on the device.
+    """Keep the optimizer state and masters of each stack's first layers on the device.
+
+    `layers` has the number of these layers, by the name of the stack.
     """
     of_leaves = [layers[leaf.stack] if leaf.is_stacked else 0 for leaf in leaves]
 
@@ -805,7 +804,7 @@ def _report(replicated: tuple[Replicated, ...], mesh: Mesh) -> None:
 
 
 def _report_widened(params: Any, config: ZeroConfig) -> None:
-    """Log that parameters which the model makes in 16 bits are kept in float32."""
+    """Log that parameters that the model creates in 16 bits are kept in float32."""
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     narrow = [
         (jax.tree_util.keystr(path), leaf.dtype.name)
@@ -819,8 +818,9 @@ def _report_widened(params: Any, config: ZeroConfig) -> None:
             else f"{PRECISIONS[config.precision].compute_dtype} with float32 masters"
         )
         logger.warning(
-            "%d parameter leaves, such as %s, are made in %s, and kept in %s: precision=%r chooses the dtype, not the model's "
-            "param_dtype, whose 16 bits do but round the first weights; leave it float32",
+            "%d parameter leaves, such as %s, are made in %s, but kept in %s: precision=%r chooses "
+            "the dtype, not the model's param_dtype. 16 bits only round the initial weights, so "
+            "leave param_dtype float32",
             len(narrow),
             narrow[0][0],
             narrow[0][1],
@@ -830,10 +830,10 @@ def _report_widened(params: Any, config: ZeroConfig) -> None:
 
 
 def unit_bytes(layout: Layout) -> tuple[list[int], int]:
-    """Return the gathered bytes of each parameter leaf, and the most that may count as one layer.
+    """Return the gathered bytes of each parameter leaf, and the largest size to treat as one layer.
 
-    A stacked leaf of a LayeredModel counts as one layer's, and a layer is a block. A Model's layers
-    are not known: half of the model is the most that may.
+    For a stacked leaf of a LayeredModel, one layer's bytes are returned, and a layer is a block. A
+    Model's layers are unknown, so half of the model counts as the largest layer.
     """
     sizes: list[int] = []
     blocks: dict[str, int] = {}
@@ -843,5 +843,5 @@ def unit_bytes(layout: Layout) -> tuple[list[int], int]:
             num_bytes //= leaf.shape[0]
             blocks[leaf.stack] = blocks.get(leaf.stack, 0) + num_bytes
         sizes.append(num_bytes)
-    # No less than the largest leaf, such as an embedding, which may be gathered in one piece.
+    # At least the largest leaf, such as an embedding, which may be gathered in one piece.
     return sizes, max(max(blocks.values(), default=0) or sum(sizes) // 2, max(sizes))

@@ -1,14 +1,14 @@
-"""The table of a model's parameter leaves, and which records each of them is part of.
+"""The table of a model's parameter leaves, and the records to which each leaf belongs.
 
-    role     leaf                                                   lead    one record holds
-    block    W[L, ...], a stack of a LayeredModel's layers          1       one layer of all such leaves
-    tile     W[L, T, ...], of a group whose records are tiles       2       one tile of all leaves of its group
-    end      any other: embedding, head, every leaf of a Model      0       the leaf
+    role     leaf                                               lead    one record holds
+    block    W[L, ...], a stack of a LayeredModel's layers      1       one layer of all such leaves
+    tile     W[L, T, ...], in a group whose records are tiles   2       one tile of all its leaves
+    end      embedding, head, every leaf of a Model             0       the leaf
 
-`lead` counts the leading dims that number a leaf's records; what follows them is the shape of one
-record. The table is in the order of the flattened parameter tree, so that an index into it is also
-one into the flattened parameters. Frozen leaves are a table of their own, and their indices go on
-where those of the trained ones end: to whoever updates, there are none.
+`lead` counts the leading dims that number a leaf's records; the remaining dims are the shape of one
+record. The table is in the order of the flattened parameter tree, so an index into it is also an
+index into the flattened parameters. Frozen leaves have their own table, and their indices continue
+after the indices of the trainable leaves. The code that updates weights sees only trainable leaves.
 """
 
 import dataclasses
@@ -30,11 +30,11 @@ class TileGroup:
     """Stacks of tiles that are used together.
 
     Attributes:
-      name: where they are in a layer, such as "mlp".
-      leaves: the indices of those that are trained, in order.
-      num_tiles: T.
-      frozen: of those that are frozen, likewise (`Layout.all_leaves`).
-      stack: of layers, as of a `Leaf`.
+      name: path of the stacks in a layer, such as "mlp".
+      leaves: indices of the trainable stacks, in order.
+      num_tiles: T, the number of tiles in a layer.
+      frozen: indices of the frozen stacks, in order (`Layout.all_leaves`).
+      stack: name of the stack of layers, as in `Leaf`.
     """
 
     name: str
@@ -45,11 +45,11 @@ class TileGroup:
 
     @property
     def weights(self) -> tuple[int, ...]:
-        """All of them: those that are trained, then those that are frozen."""
+        """Indices of all stacks of tiles in the group: trainable, then frozen."""
         return self.leaves + self.frozen
 
     def kind(self, kind: str) -> str:
-        """Return the name of this group's records of a kind."""
+        """Return the name of this group's records of a kind, such as "params"."""
         return tiles_kind(kind, self.name)
 
 
@@ -58,18 +58,19 @@ class Leaf:
     """One parameter leaf.
 
     Attributes:
-      path: in the parameter tree.
+      path: path in the parameter tree.
       name: the path as a string, such as "['blocks']['w']".
-      shape: of all its records together.
-      dtype: in which it is computed; its master is float32. Of frozen integers and booleans, their
-        own.
-      spec: how the mesh splits it, all dims.
-      lead: leading dims that number its records.
-      group: name of its group of tiles, where `lead` is 2.
-      frozen: whether it is read alone: it has no master, gradient or optimizer state.
-      decodes: of the first array of a leaf in 8 or 4 bits, that leaf, which is made of it where it
-        is used: all its records.
-      stack: name of the stack of layers that it is of; "" where there is one, or none.
+      shape: shape of all the leaf's records together.
+      dtype: dtype used in computation; its master is float32. Frozen integers and booleans keep
+        their own dtype.
+      spec: how the mesh splits the leaf, including all dims.
+      lead: number of leading dims that number the leaf's records.
+      group: name of the leaf's group of tiles, if `lead` is 2.
+      frozen: whether the leaf is only read: it has no master, gradient or optimizer state.
+      decodes: the decoded leaf, with all its records, if this leaf is the first array of a weight
+        in 8 or 4 bits; else None.
+      stack: name of the stack of layers that the leaf belongs to; "" if the model has only one, or
+        the leaf is unstacked.
     """
 
     path: tuple[Any, ...]
@@ -85,28 +86,29 @@ class Leaf:
 
     @property
     def role(self) -> Role:
+        """The role of the leaf, see the table in the module docstring."""
         return _ROLES[self.lead]
 
     @property
     def is_stacked(self) -> bool:
-        """Whether it is a stack of layers."""
+        """Whether the leaf is a stack of layers."""
         return self.lead > 0
 
     @property
     def lead_shape(self) -> tuple[int, ...]:
-        """How many records of it there are, along each leading dim: (), (L,) or (L, T)."""
+        """Number of the leaf's records along each leading dim: (), (L,) or (L, T)."""
         return self.shape[: self.lead]
 
     @property
     def record_shape(self) -> tuple[int, ...]:
-        """The shape of one record of it: of a layer, a tile, or the whole leaf."""
+        """Shape of one of the leaf's records: a layer, a tile, or the full leaf."""
         return self.shape[self.lead :]
 
 
 def is_stacked(model: Model | LayeredModel, path: Sequence[Any]) -> bool:
-    """Tell whether the parameter leaf at a path is a stack of layers.
+    """Return whether the parameter leaf at a path is a stack of layers.
 
-    A Model has none, whatever its keys are.
+    A Model has no stacks, whatever its keys are.
     """
     return isinstance(model, LayeredModel) and path[0] == jax.tree_util.DictKey(BLOCKS)
 
@@ -118,14 +120,14 @@ def build_leaves(
     groups: Sequence[TileGroup],
     frozen: Sequence[bool],
 ) -> tuple[Leaf, ...]:
-    """Return the table of all leaves, trained and frozen, in the order of the tree.
+    """Return the table of all leaves, trainable and frozen, in the order of the tree.
 
     Args:
-      model: whose parameters they are.
+      model: the model.
       abstract_compute: the parameter tree, in the compute dtype.
-      specs: by path.
-      groups: of leaves whose records are tiles, by their places in the tree.
-      frozen: whether each leaf is.
+      specs: LeafSpec of each leaf, by path.
+      groups: groups of leaves whose records are tiles, by position in the tree.
+      frozen: whether each leaf is frozen.
     """
     group_of = {i: group.name for group in groups for i in group.leaves}
     leaves = []
@@ -140,8 +142,9 @@ def build_leaves(
 
 
 def stack_name(model: Model | LayeredModel, path: Sequence[Any]) -> str:
-    """Return the name of the stack of layers that the parameter leaf at a path is of; "" where a
-    model has one, or none.
+    """Return the name of the stack of layers that the parameter leaf at a path belongs to.
+
+    It is "" if the model has only one stack, or the leaf is unstacked.
     """
     return (
         path[1].key

@@ -17,12 +17,12 @@ from zerojax.state.leaves import Leaf
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OptStateMap:
-    """How an optimizer's state divides over the parameters.
+    """The parameter leaf that owns each leaf of an optimizer's state.
 
     Attributes:
       abstract: the abstract optimizer state.
-      owners: for each leaf of the state the index of the parameter leaf that it mirrors, or, of an
-        `OwnedTransformation`, belongs to; None: all parameters share it.
+      owners: for each state leaf, the index of the parameter leaf that it mirrors (or, in an
+        `OwnedTransformation`, belongs to); None if all parameters share it.
     """
 
     abstract: Any
@@ -35,7 +35,7 @@ class OptStateMap:
 
     @functools.cached_property
     def names(self) -> list[str]:
-        """The paths of the leaves, as strings."""
+        """The paths of the state leaves, as strings."""
         return [
             jax.tree_util.keystr(path)
             for path, _ in jax.tree_util.tree_flatten_with_path(self.abstract)[0]
@@ -43,28 +43,32 @@ class OptStateMap:
 
     @functools.cached_property
     def shared(self) -> tuple[int, ...]:
-        """Indices of the leaves that belong to no parameter: of an elementwise optimizer, scalars
-        that all parameters share.
+        """Indices of the state leaves that belong to no parameter.
+
+        In an elementwise optimizer they are scalars that all parameters share.
         """
         return tuple(j for j, owner in enumerate(self.owners) if owner is None)
 
     def states_of(self, part: Sequence[int]) -> tuple[int, ...]:
-        """Return the indices of the state leaves that belong to the parameter leaves in `part`, in
-        the order of the state.
-        """
+        """Return the indices of the state leaves that belong to the parameters `part`, in order."""
         params = set(part)
         return tuple(j for j, owner in enumerate(self.owners) if owner in params)
 
     def owner(self, index: int) -> int:
-        """Return the index of the parameter leaf that a leaf of the state belongs to."""
+        """Return the index of the parameter leaf that a state leaf belongs to."""
         owner = self.owners[index]
         assert owner is not None
         return owner
 
 
 def map_opt_state(abstract_opt_state: Any, abstract_params: Any) -> OptStateMap:
-    """Find the parameter leaf that each leaf of the optimizer state mirrors: the one of the same
-    path and the same shape.
+    """Find the parameter leaf that each leaf of the optimizer state mirrors.
+
+    It is the leaf with the same path and the same shape.
+
+    Args:
+      abstract_opt_state: the abstract optimizer state.
+      abstract_params: the abstract parameters.
     """
     params = {
         path: (i, leaf.shape)
@@ -74,8 +78,8 @@ def map_opt_state(abstract_opt_state: Any, abstract_params: Any) -> OptStateMap:
     def owner(path: tuple[Any, ...], shape: tuple[int, ...]) -> int | None:
         for start in range(
             len(path) + 1
-        ):  # optax puts a parameter's path behind that of its own state
-            # The shape counts too: a factored moment has its parameter's path, and another shape.
+        ):  # optax appends a parameter's path to the path of its own state
+            # The shape counts too: a factored moment has its parameter's path, but another shape.
             index, param_shape = params.get(path[start:], (None, None))
             if index is not None and param_shape == shape:
                 return index
@@ -86,13 +90,14 @@ def map_opt_state(abstract_opt_state: Any, abstract_params: Any) -> OptStateMap:
 
 
 class OwnedTransformation(optax.GradientTransformationExtraArgs):
-    """An optimizer that tells which parameter leaf each leaf of its state belongs to, whatever its
-    shape.
+    """An optimizer that knows which parameter leaf each leaf of its state belongs to.
+
+    A state leaf may have any shape.
 
     Attributes:
-      owners: for each leaf of the state; None: all parameters share it.
-      moved: for each parameter leaf the float32 elements of one layer that move to where the leaf
-        is whole, and back.
+      owners: for each state leaf, the index of its parameter leaf; None if all parameters share it.
+      moved: for each parameter leaf, the number of float32 elements of one layer that are gathered
+        for the update, and the number sent back.
     """
 
     owners: tuple[int | None, ...]
@@ -100,16 +105,18 @@ class OwnedTransformation(optax.GradientTransformationExtraArgs):
 
 
 class OptimizerError(ValueError):
-    """An optimizer that cannot work, told by this package itself: raised as it is."""
+    """The optimizer cannot work. This package raises the error itself and does not rewrap it."""
 
 
 _NOT_OFFERED = {
-    "grad_fn": "grad_fn would be a second gradient in one step (optax.contrib.sam: opaque_mode=False takes two steps instead)",
-    "value_fn": "value_fn would be the loss at other weights, for a search along a line: choose a fixed or scheduled step size",
-    "obj_fn": "obj_fn would be the loss as a function of the weights, as a Hessian estimate needs it, on another batch: "
-    "choose one that needs gradients alone",
+    "grad_fn": "grad_fn would be a second gradient in one step (optax.contrib.sam: use "
+    "opaque_mode=False, which takes two steps instead)",
+    "value_fn": "value_fn would be the loss at other weights, for a search along a line: choose a "
+    "fixed or scheduled step size",
+    "obj_fn": "obj_fn would be the loss as a function of the weights, on another batch, for a "
+    "Hessian estimate: choose an optimizer that needs only gradients",
 }
-"""Arguments of updates in optax that a step does not offer, and why."""
+"""Arguments of optax updates that a step does not offer, and why."""
 
 
 def opt_state_specs(
@@ -117,9 +124,16 @@ def opt_state_specs(
 ) -> tuple[LeafSpec, ...]:
     """Return a LeafSpec for each leaf of the optimizer state.
 
-    A leaf that mirrors a parameter, one of `params`, has its spec. A factored or extra leaf is
-    split by its own shape, behind the dims that number the records of the parameter that it belongs
+    A leaf that mirrors one of `params` gets that parameter's spec. A factored or extra leaf is
+    split by its own shape, after the dims that number the records of the parameter that it belongs
     to.
+
+    Args:
+      opt_map: the parameter leaf that owns each state leaf.
+      params: the trainable parameter leaves.
+      mesh: the device mesh.
+      axis: name of the mesh axis that splits state.
+      min_shard_bytes: float32 bytes below which a leaf stays replicated.
     """
 
     def spec(shape: tuple[int, ...], owner: int | None) -> LeafSpec:
@@ -135,7 +149,7 @@ def opt_state_specs(
 
 
 def check_optimizer(tx: Any) -> None:
-    """Raise ValueError for what is no optimizer."""
+    """Raise ValueError if `tx` is not an optimizer."""
     if not hasattr(tx, "init") or not hasattr(tx, "update"):
         raise ValueError(f"tx must be an optax.GradientTransformation, got {type(tx).__name__}")
 
@@ -143,18 +157,22 @@ def check_optimizer(tx: Any) -> None:
 def init_opt_state_shape(
     tx: optax.GradientTransformation, abstract_master: Any
 ) -> tuple[Any, jex.ClosedJaxpr]:
-    """Return the abstract optimizer state, and the traced update, of (grads, state, params, loss).
+    """Return the abstract optimizer state, and the update traced as (grads, state, params, loss).
+
+    Args:
+      tx: the optimizer.
+      abstract_master: abstract float32 parameters.
 
     Raises:
-      ValueError: the optimizer's state is not made of arrays, or its update needs what a jitted
-        sharded step cannot give.
+      ValueError: the optimizer's state does not consist of arrays, or its update needs something
+        that a jitted sharded step cannot provide.
     """
     check_optimizer(tx)
     try:
         state = jax.eval_shape(tx.init, abstract_master)
     except OptimizerError:
         raise
-    except Exception as e:  # the user's code: whatever it raises, the optimizer is at fault
+    except Exception as e:  # user code: whatever it raises, the optimizer is at fault
         raise ValueError(f"the optimizer cannot be initialised as sharded arrays: {e!r}") from e
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     try:
@@ -162,17 +180,19 @@ def init_opt_state_shape(
         jaxpr, (updates, after) = trace(abstract_master, state, abstract_master, scalar)
     except OptimizerError:
         raise
-    except Exception as e:  # the user's code again
+    except Exception as e:  # user code again
         reasons = [why for name, why in _NOT_OFFERED.items() if name in str(e)]
         raise ValueError(
-            "the optimizer's update cannot run inside a sharded step, which offers (grads, state, params) and value=loss; "
-            f"{'; '.join(reasons) or 'choose one that needs no more'}: {e!r}"
+            "the optimizer's update cannot run inside a sharded step, which offers (grads, state, "
+            "params) and value=loss; "
+            f"{'; '.join(reasons) or 'choose an optimizer that needs no more'}: {e!r}"
         ) from e
-    # What a step relies on: updates mirror the parameters, and the state keeps its structure,
+    # A step relies on this: updates mirror the parameters, and the state keeps its structure,
     # shapes and dtypes.
     if jax.tree.structure(updates) != jax.tree.structure(abstract_master):
         raise ValueError(
-            "the optimizer changes the structure of the gradients; its updates must mirror the parameters"
+            "the optimizer changes the structure of the gradients; its updates must mirror the "
+            "parameters"
         )
     shapes = zip(
         jax.tree_util.tree_flatten_with_path(abstract_master)[0],
@@ -199,7 +219,8 @@ def init_opt_state_shape(
     ]
     if changed:
         raise ValueError(
-            f"the optimizer's state changes shape or dtype when updated, so it cannot be donated: {changed}"
+            "the optimizer's state changes shape or dtype when updated, so it cannot be donated: "
+            f"{changed}"
         )
     return state, jaxpr
 
@@ -207,11 +228,16 @@ def init_opt_state_shape(
 def traced_optimizer(
     tx: optax.GradientTransformation, abstract_master: Any
 ) -> tuple[Any, jex.ClosedJaxpr] | ValueError:
-    """Return what `init_opt_state_shape` returns, or its error: an optimizer may work on one layer,
-    and not on stacks of them.
+    """Return the result of `init_opt_state_shape`, or its error.
+
+    The error is returned because an optimizer may work on one layer but not on stacks of layers.
+
+    Args:
+      tx: the optimizer.
+      abstract_master: abstract float32 parameters.
 
     Raises:
-      ValueError: `tx` is no optimizer.
+      ValueError: `tx` is not an optimizer.
       OptimizerError: the optimizer cannot work, whatever the shapes.
     """
     check_optimizer(tx)
@@ -226,18 +252,26 @@ def traced_optimizer(
 def call_update(
     tx: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any, loss: jax.Array
 ) -> tuple[Any, Any]:
-    """Call `tx.update`, with `value=loss` for transformations that take it (plateau schedules,
-    Polyak steps).
+    """Call `tx.update`, with `value=loss` for transformations that take it.
+
+    Plateau schedules and Polyak steps take it.
+
+    Args:
+      tx: the optimizer.
+      grads: float32 gradients.
+      opt_state: the optimizer state before the step.
+      params: float32 weights.
+      loss: f32[], the loss of the step.
 
     Raises:
-      OptimizerError: one part of the optimizer refuses it, and another needs it.
+      OptimizerError: one part of the optimizer rejects `value`, and another needs it.
     """
     tx = optax.with_extra_args_support(tx)
     try:
         return tx.update(grads, opt_state, params, value=loss)
     except TypeError as error:
-        # A chain hands extra arguments to its parts, so no signature tells what they take: a call
-        # does. It is traced, and what was traced before the error is used by nothing.
+        # A chain passes extra arguments on to its parts, so no signature shows what they take; only
+        # a call does. The call is traced, and equations traced before the error are never used.
         if "unexpected keyword argument 'value'" not in str(error):
             raise
         refusal = error
@@ -247,6 +281,6 @@ def call_update(
         if "'value'" not in str(error):
             raise
         raise OptimizerError(
-            f"one part of the optimizer takes no value=loss ({refusal}), and another needs it ({error}): keep these parts out "
-            "of one optax.chain"
+            f"one part of the optimizer takes no value=loss ({refusal}), and another needs it "
+            f"({error}): do not combine these parts in one optax.chain"
         ) from error

@@ -1,6 +1,4 @@
-"""Bytes of the records of a state, and what a step does with its leaves, as `host_offload.schedule`
-takes them.
-"""
+"""Compute the bytes of records, and a step's work on leaves, for `host_offload.schedule`."""
 
 from collections.abc import Callable, Container, Mapping, Sequence
 
@@ -28,16 +26,18 @@ def record_bytes(
     frozen: Sequence[int] = (),
     grads_on_disk: RecordSpec | None = None,
 ) -> dict[str, int]:
-    """Return the bytes of one layer's records on each device, as `host_offload.build_schedule`
-    takes them.
+    """Return the bytes per device of one layer's records, for `host_offload.build_schedule`.
 
-    Activations are not counted: their shapes are known once there is a batch.
+    Activations are not counted: their shapes are known only with a batch.
 
     Args:
       records: how the state is stored.
-      part: indices of the trained leaves of the records.
-      frozen: indices of their frozen leaves.
-      grads_on_disk: how one of their gradients is stored, if that is on the disk.
+      part: indices of the trainable leaves of the records.
+      frozen: indices of the frozen leaves of the records.
+      grads_on_disk: how one of the gradients is stored, if it is on disk.
+
+    Returns:
+      Bytes per device by name, such as "params", "opt_state" and "params_on_disk".
     """
     layout, mesh, stage = records.layout, records.mesh, STAGES[records.layout.config.stage]
     on_device = layout.config.params == "device"
@@ -54,7 +54,7 @@ def record_bytes(
             n * (itemsize or leaf.dtype.itemsize) for n, leaf in zip(elements, leaves, strict=True)
         )
 
-    # Masters are float32, and rest beside the optimizer state in one record.
+    # Masters are float32, and are stored in one record with the optimizer state.
     opt_state = (
         num_bytes(part, lambda s: stored_spec(s, stage.opt_state), 4) if layout.has_master else 0
     )
@@ -70,7 +70,7 @@ def record_bytes(
             )
     whole, whole_frozen = (num_bytes(some, lambda s: s.base) for some in (part, frozen))
     whole_grads = num_bytes(part, lambda s: s.base, 4) if layout.reduces_in_float32 else whole
-    # What rests encoded is whole twice: as it was gathered, and decoded.
+    # Encoded weights are unsharded twice: as gathered, and decoded.
     for leaf in (layout.all_leaves[i].decodes for i in frozen):
         if leaf is not None:
             elements = local_elements(leaf.record_shape, leaf.spec.base[leaf.lead :], mesh)
@@ -97,9 +97,7 @@ def record_bytes(
 def _on_disk(
     records: StateRecords, part: Sequence[int], frozen: Sequence[int], grads: Sequence[RecordSpec]
 ) -> dict[str, int]:
-    """Return the bytes of the records' files on the disk, by "<kind>_on_disk"; the kinds that have
-    none are missing.
-    """
+    """Return the bytes of the records' files on disk, by "<kind>_on_disk", without absent kinds."""
     leaves_by_kind = {
         "params": [records.params[i] for i in part],
         "frozen": [records.weight(i) for i in frozen],
@@ -116,8 +114,9 @@ def _on_disk(
 
 
 def is_gathered(records: StateRecords) -> bool:
-    """Tell whether layers are made whole, and so held beside their shards: gathered, fetched or
-    decoded.
+    """Return whether layers are held unsharded in addition to their shards.
+
+    They are if they are gathered, fetched or decoded.
     """
     layout = records.layout
     fetched = any(record.is_away for record in (*records.params, *records.frozen))
@@ -127,7 +126,12 @@ def is_gathered(records: StateRecords) -> bool:
 
 
 def stored_bytes(records: StateRecords, part: Sequence[int]) -> int:
-    """Return the bytes that an update of some leaves stores off the device, of one record."""
+    """Return the bytes per device that an update of one record stores off the device.
+
+    Args:
+      records: how the state is stored.
+      part: indices of the trainable leaves.
+    """
     sizes = record_bytes(records, part)
     return sizes["opt_state"] + (
         sizes["params"] if any(records.params[i].is_away for i in part) else 0
@@ -135,7 +139,14 @@ def stored_bytes(records: StateRecords, part: Sequence[int]) -> int:
 
 
 def loaded_bytes(records: StateRecords, part: Sequence[int]) -> int:
-    """Return the bytes that it loads: parameters only where they are their own masters."""
+    """Return the bytes per device that an update of one record loads.
+
+    Parameters are loaded only if they are their own masters.
+
+    Args:
+      records: how the state is stored.
+      part: indices of the trainable leaves.
+    """
     return (
         record_bytes(records, part)["opt_state"]
         if records.layout.has_master
@@ -146,13 +157,13 @@ def loaded_bytes(records: StateRecords, part: Sequence[int]) -> int:
 def end_leaves(
     records: StateRecords, beside: Container[int], pieces: Mapping[int, int]
 ) -> list[EndLeaf]:
-    """Return the leaves that are no stack of layers, as `host_offload.schedule.build_ends` takes
-    them.
+    """Return the unstacked leaves, as `host_offload.schedule.build_ends` takes them.
 
     Args:
-      records: how the state rests.
-      beside: trained leaves that are updated beside layers.
-      pieces: in how many pieces the others are updated, by leaf; 1 where a leaf is missing.
+      records: how the state is stored.
+      beside: indices of trainable leaves whose update is overlapped with the layers.
+      pieces: number of pieces in which the device updates each other leaf, by leaf index; 1 for a
+        missing leaf.
     """
 
     def tier_of(specs: Sequence[RecordSpec]) -> str:
@@ -182,8 +193,9 @@ def end_leaves(
 
 
 def ends_gathered(records: StateRecords) -> dict[str, int]:
-    """Return the bytes of the embedding's and the head's parameters while they are gathered; 0 if
-    they are not.
+    """Return the bytes per device of the gathered parameters of the embedding and the head.
+
+    They are 0 if the parameters are not gathered.
     """
     layout, sizes = records.layout, {"embed": 0, "head": 0}
     for unit in sizes:
@@ -194,8 +206,11 @@ def ends_gathered(records: StateRecords) -> dict[str, int]:
 
 
 def host_update(config: ZeroConfig, has_master: bool) -> HostUpdate | None:
-    """Return how callbacks update records on the host, or None; `has_master`: parameters have
-    float32 masters.
+    """Return how callbacks update records on the host, or None if the device updates them.
+
+    Args:
+      config: configuration of the program.
+      has_master: whether parameters have float32 masters.
     """
     if config.update_on != "host":
         return None

@@ -1,18 +1,18 @@
-"""Reads and writes of one record inside of a jitted loop: how layers and tiles move between tiers.
+"""Read and write one record inside a jitted loop: how layers and tiles move between tiers.
 
-A stack holds one leaf of all layers, `[L, ...]`, in its tier. Reading layer l slices it and moves
-the slice to the device; writing moves a value to the tier and puts it in place. An index is linear
-in the counter of its loop, so that XLA for GPUs knows the address of each record, and copy engines
-move it (`host_offload.device.self_test`).
+A stack holds one leaf of all layers, `[L, ...]`, in its tier. Reading layer l slices the stack and
+moves the slice to the device; writing moves a value to the tier and updates the stack in place. An
+index is linear in its loop's counter, so that XLA for GPUs knows the address of each record, and
+copy engines move it (`host_offload.device.self_test`).
 
     for t in ticks:     take = ring[t mod d];  ring[t mod d] = read(stack, l(t + d));  tick(take)
 
-A stack of tiles, `[L, T, ...]`, has one record for each tile. Inside a tick of the layers' loop the
-index of a tile is a pair; in a loop over all tiles it is the tile's number l T + k.
+A stack of tiles, `[L, T, ...]`, has one record for each tile. Inside a tick of the loop over
+layers, the index of a tile is a pair; in a loop over all tiles it is the tile's number l T + k.
 
-A fetch is issued in the tick that frees its slot and is taken `distance` ticks later. Where a phase
-writes the stacks that it fetches from, a write waits for the fetch of its tick: XLA copies a stack
-whose reads and writes it cannot order.
+A fetch is issued in the tick that frees its slot, and its result is used `distance` ticks later. If
+a phase writes the stacks that it fetches from, a write waits for the fetch of its tick, because XLA
+copies a stack whose reads and writes it cannot order.
 """
 
 import dataclasses
@@ -34,9 +34,9 @@ class Tile(NamedTuple):
     """The index of one tile of one layer.
 
     Attributes:
-      layer: i32[].
-      tile: i32[].
-      of: T, tiles of a layer.
+      layer: i32[], number of the layer.
+      tile: i32[], number of the tile in its layer.
+      of: T, the number of tiles in a layer.
     """
 
     layer: Array
@@ -45,7 +45,7 @@ class Tile(NamedTuple):
 
 
 class TileNumber(NamedTuple):
-    """The index of one tile among those of all layers.
+    """The index of one tile among the tiles of all layers.
 
     Attributes:
       number: i32[], l T + k.
@@ -55,11 +55,12 @@ class TileNumber(NamedTuple):
 
 
 class OnDevice(NamedTuple):
-    """The index of a layer whose optimizer state and masters stay on the device: of a Split, it is
-    in the first part.
+    """The index of a layer whose optimizer state and masters stay on the device.
+
+    In a Split, such a layer is in the first part.
 
     Attributes:
-      layer: i32[].
+      layer: i32[], number of the layer.
     """
 
     layer: Array
@@ -71,14 +72,15 @@ Index = Array | OnDevice | Tile | TileNumber
 
 @dataclasses.dataclass(frozen=True)
 class RecordSpec:
-    """How one leaf of one layer rests.
+    """How one leaf of one layer is stored.
 
     Attributes:
       mesh: the device mesh.
-      spec: of the leaf, without the layer dim, and of a stack of tiles without the tile dim.
-      tier: where it rests; of a Split stack, the tier of its second part.
-      disk_records: of the nvme tier, the records that it is part of.
-      leaf: its place among their leaves.
+      spec: sharding spec of the leaf, without the layer dim, and without the tile dim in a stack of
+        tiles.
+      tier: tier where the leaf is stored; for a Split stack, the tier of its second part.
+      disk_records: the records that hold the leaf in the nvme tier, else None.
+      leaf: position of the leaf among the leaves of `disk_records`.
     """
 
     mesh: Mesh
@@ -89,6 +91,7 @@ class RecordSpec:
 
     @property
     def is_away(self) -> bool:
+        """Whether the leaf is stored off the device."""
         return self.tier != "device"
 
     @property
@@ -100,11 +103,11 @@ class RecordSpec:
         """Return one record of a stack, on the device.
 
         Args:
-          stack: [L, ...], a Split, or [L, T, ...] if the index is that of a tile.
-          index: of the record.
+          stack: [L, ...], a Split, or [L, T, ...] if the index is the index of a tile.
+          index: index of the record.
         """
         if isinstance(index, Tile):
-            # Tiles are never in a Split: what stays on the device are whole layers
+            # Tiles are never in a Split: only full layers stay on the device
             # (`zerojax.config.whole_layers`).
             start = (index.layer, index.tile, *(0,) * (stack.ndim - 2))
             value = jax.lax.dynamic_slice(stack, start, (1, 1, *stack.shape[2:])).reshape(
@@ -112,17 +115,17 @@ class RecordSpec:
             )
             return self.load(value) if self.is_away else value
         if isinstance(index, TileNumber):
-            # One dim over all tiles: as two, the indices of a number would not be linear in it.
+            # One dim over all tiles: with two dims, the indices would not be linear in the number.
             return self.read(stack.reshape(-1, *stack.shape[2:]), index.number)
         if isinstance(stack, Split) and isinstance(index, OnDevice):
             return jax.lax.dynamic_index_in_dim(stack.device, index.layer, 0, keepdims=False)
-        # Sliced where it rests, and moved then: one record crosses the link, and not the stack.
+        # Sliced in its tier, then moved: one record crosses the link, not the full stack.
         rest, layer = _rest(stack, index)
         value = jax.lax.dynamic_index_in_dim(rest, layer, 0, keepdims=False)
         return self.load(value) if self.is_away else value
 
     def write(self, stack: Any, index: Index, value: Array) -> Any:
-        """Return the stack with `value` as its record at `index`; updated in place."""
+        """Return the stack with `value` as its record at `index`, updated in place."""
         if isinstance(index, Tile):
             start = (index.layer, index.tile, *(0,) * value.ndim)
             return jax.lax.dynamic_update_slice(stack, self.store(value)[None, None], start)
@@ -140,8 +143,9 @@ class RecordSpec:
         return Split(stack.device, rest) if isinstance(stack, Split) else rest
 
     def load(self, value: Any) -> Array:
-        """Move a value from the tier to the device; of the nvme tier, a leaf with a record of its
-        own.
+        """Move a value from its tier to the device.
+
+        In the nvme tier, the value is a leaf with its own record.
         """
         if isinstance(value, OnDisk):
             return read_layer([self], [value], jnp.int32(0))[0]
@@ -150,7 +154,7 @@ class RecordSpec:
         )
 
     def store(self, value: Array, old: Any = None) -> Any:
-        """Move a value from the device to the tier; of the nvme tier, over `old`."""
+        """Move a value from the device to its tier; in the nvme tier, `old` is overwritten."""
         if isinstance(old, OnDisk):
             return write_layer([self], [old], jnp.int32(0), [value])[0]
         value = jax.lax.with_sharding_constraint(value, self.sharding)
@@ -163,16 +167,18 @@ def read_layer(records: Sequence[RecordSpec], stacks: Sequence[Any], index: Inde
     """Return one record of several stacks, on the device.
 
     Args:
-      records: how each rests. Those on disk are all the leaves of one kind, in its order.
-      stacks: [L, ...] each, Splits, or OnDisk; [L, T, ...] if the index is that of a tile.
-      index: of the record.
+      records: how each leaf is stored; the leaves on disk are all leaves of one kind, in the kind's
+        order.
+      stacks: one stack for each leaf: [L, ...], a Split, or OnDisk; [L, T, ...] if the index is the
+        index of a tile.
+      index: index of the record.
     """
     on_disk = [i for i, stack in enumerate(stacks) if _on_disk(stack, index) is not None]
     if not on_disk:
         return [r.read(stack, index) for r, stack in zip(records, stacks, strict=True)]
     disk_records, leaf = _disk_records(records[on_disk[0]]), _on_disk(stacks[on_disk[0]], index)
     assert leaf is not None
-    # One fetch for all leaves of the kind: a record is read from disk as a whole.
+    # One fetch for all leaves of the kind: a record is read from disk as a unit.
     arrays = dict(
         zip(
             on_disk, disk_records.fetch(leaf.token, _number(stacks[on_disk[0]], index)), strict=True
@@ -185,7 +191,15 @@ def read_layer(records: Sequence[RecordSpec], stacks: Sequence[Any], index: Inde
 def write_layer(
     records: Sequence[RecordSpec], stacks: Sequence[Any], index: Index, values: Sequence[Array]
 ) -> list[Any]:
-    """Return the stacks with `values` as their record at `index`."""
+    """Return the stacks with `values` as their record at `index`.
+
+    Args:
+      records: how each leaf is stored; the leaves on disk are all leaves of one kind, in the kind's
+        order.
+      stacks: one stack for each leaf, as in `read_layer`.
+      index: index of the record.
+      values: one array for each leaf, on the device.
+    """
     on_disk = [i for i, stack in enumerate(stacks) if _on_disk(stack, index) is not None]
     each = zip(records, stacks, values, strict=True)
     if not on_disk:
@@ -193,7 +207,7 @@ def write_layer(
     disk_records, leaf = _disk_records(records[on_disk[0]]), _on_disk(stacks[on_disk[0]], index)
     assert leaf is not None
     shards = [jax.lax.with_sharding_constraint(values[i], records[i].sharding) for i in on_disk]
-    # All leaves of the kind make one record, which one callback moves.
+    # All leaves of the kind form one record, which one callback moves.
     token = disk_records.store(leaf.token, _number(stacks[on_disk[0]], index), shards)
     after = []
     for i, (record, stack, value) in enumerate(each):
@@ -202,17 +216,20 @@ def write_layer(
             continue
         leaf = _on_disk(stack, index)
         assert leaf is not None
-        # All leaves of the kind carry the token of this store, so whatever reads one of them next
-        # comes after it.
+        # All leaves of the kind carry the token of this store, so any later read of one of them
+        # follows it.
         leaf = dataclasses.replace(leaf, token=token)
         after.append(Split(stack.device, leaf) if isinstance(stack, Split) else leaf)
     return after
 
 
 def load_leaves(records: Sequence[RecordSpec], values: Sequence[Any]) -> list[Array]:
-    """Move leaves that are no stacks to the device.
+    """Move unstacked leaves to the device.
 
-    Those on disk are all the leaves of one kind, in its order.
+    Args:
+      records: how each leaf is stored; leaves on disk are all leaves of one kind, in the kind's
+        order.
+      values: the stored leaves.
     """
     if values and isinstance(values[0], OnDisk):
         return read_layer(records, values, jnp.int32(0))
@@ -222,18 +239,23 @@ def load_leaves(records: Sequence[RecordSpec], values: Sequence[Any]) -> list[Ar
 def store_leaves(
     records: Sequence[RecordSpec], values: Sequence[Array], old: Sequence[Any]
 ) -> list[Any]:
-    """Move leaves that are no stacks from the device to where `old` rest; likewise."""
+    """Move unstacked leaves from the device to their tiers.
+
+    Args:
+      records: how each leaf is stored; leaves on disk are all leaves of one kind, in the kind's
+        order.
+      values: new values, on the device.
+      old: the stored leaves before; leaves on disk are overwritten.
+    """
     if old and isinstance(old[0], OnDisk):
         return write_layer(records, old, jnp.int32(0), values)
     return [r.store(value, o) for r, value, o in zip(records, values, old, strict=True)]
 
 
 def _rest(stack: Any, index: Array | OnDevice) -> tuple[Any, Array]:
-    """Return where a layer is that is not in a Split's first part: the array or OnDisk, and its
-    number in there.
-    """
-    # An OnDevice index also serves stacks that are no Split, such as gradients: these are indexed
-    # by the layer alone.
+    """Return the array or OnDisk that holds a layer off the device, and its number in it."""
+    # An OnDevice index also serves stacks that are not Split, such as gradients: the layer alone is
+    # their index.
     layer = index.layer if isinstance(index, OnDevice) else index
     return (
         (stack.host, layer - stack.device.shape[0]) if isinstance(stack, Split) else (stack, layer)
@@ -241,7 +263,7 @@ def _rest(stack: Any, index: Array | OnDevice) -> tuple[Any, Array]:
 
 
 def _on_disk(stack: Any, index: Index) -> OnDisk | None:
-    """Return what of a stack is on disk, if the record at `index` is there."""
+    """Return the part of a stack that is on disk, if it holds the record at `index`."""
     if isinstance(stack, Split):
         stack = None if isinstance(index, OnDevice) else stack.host
     return stack if isinstance(stack, OnDisk) else None

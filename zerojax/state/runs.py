@@ -1,19 +1,17 @@
-"""Runs of layers: contiguous layers of one stack that keep the same for backward, and have loops of
-their own.
+"""Ranges of layers: contiguous layers of one stack that save the same, with their own loops.
 
-A stack is one run, unless `ZeroConfig.activations` is a tuple of segments. Then each segment is
-one:
+A stack is one range, unless `ZeroConfig.activations` is a tuple of segments. Then each segment is
+one range:
 
     stack       layers 0 .. 31
     segments    8 in pinned_host        16 with remat          8 with save
-    runs        layers 0-7              layers 8-23            layers 24-31
-    forward     the runs in this order, backward in the other
+    ranges      layers 0-7              layers 8-23            layers 24-31
+    forward     the ranges in this order; backward in reverse order
 
-What belongs to a stack is numbered by its layers: parameters, gradients, optimizer state, what is
-  given to each layer, random
-keys. So no stack of parameters is cut, and a run indexes all of it from its first layer on. What
-belongs to a run is numbered from its own first layer: the stacks of what its layers keep, and the
-records of activations on disk.
+Parameters, gradients, optimizer state, inputs of each layer and random keys belong to a stack, and
+are numbered by the stack's layers. So no stack of parameters is cut; a range indexes the full
+stack, starting at its first layer. The stacks of saved activations, and the records of activations
+on disk, belong to a range and are numbered from the range's first layer.
 """
 
 import dataclasses
@@ -26,12 +24,12 @@ from zerojax.state.layout import Layout, StackLeaves
 
 @dataclasses.dataclass(frozen=True)
 class LayerRun:
-    """One run.
+    """One range of layers.
 
     Attributes:
-      stack: of which its layers are.
-      first: number of its first layer in the stack.
-      segment: how many layers, and what happens to their residuals.
+      stack: the stack that contains the range.
+      first: number of the range's first layer in the stack.
+      segment: number of layers, and what happens to their residuals.
       is_segment: whether the user gave segments.
     """
 
@@ -42,23 +40,24 @@ class LayerRun:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the run."""
+        """Number of layers in the range."""
         return self.segment.num_layers
 
     @property
     def stop(self) -> int:
-        """Number of the layer after the last."""
+        """Number of the layer after the range's last layer."""
         return self.first + self.num_layers
 
     @property
     def starts_stack(self) -> bool:
-        """Whether no run of its stack comes before it."""
+        """Whether this is the first range of its stack."""
         return self.first == 0
 
     @property
     def name(self) -> str:
-        """The name of its loops: of a whole stack that of the stack, else "layers 0-7" or "<stack>
-        layers 0-7".
+        """The name of the range's loops.
+
+        It is the stack's name for a full stack, else "layers 0-7" or "<stack> layers 0-7".
         """
         if not self.is_segment:
             return self.stack.name
@@ -69,25 +68,29 @@ class LayerRun:
 
     @property
     def activations_kind(self) -> str:
-        """The name of the records on disk of what its layers keep."""
+        """The name of the records on disk that hold the layers' saved activations."""
         kind = self.stack.kind("activations")
         return f"{kind}.{self.first}-{self.stop - 1}" if self.is_segment else kind
 
     @property
     def device_layers(self) -> int:
-        """Optimizer state of the layers below this one stays on the device; 0 where that is no
-        layer of the run.
+        """Layers below this number keep their optimizer state on the device.
+
+        It is 0 if there is no such layer in the range.
         """
         most = min(self.stack.device_layers, self.stop)
         return most if most > self.first else 0
 
 
 def runs_of(layout: Layout) -> tuple[LayerRun, ...]:
-    """Return the runs of a model's layers, first layer first.
+    """Return the ranges of a model's layers, first layer first.
+
+    Args:
+      layout: layout of the program's state.
 
     Raises:
-      ValueError: the segments have more or fewer layers than the model, or one goes over the end of
-        a stack.
+      ValueError: the segments have more or fewer layers than the model, or a segment crosses the
+        end of a stack.
     """
     config, stacks = layout.config, layout.stacks
     if isinstance(config.activations, tuple):
@@ -106,8 +109,9 @@ def _segmented(segments: Sequence[Segment], stacks: Sequence[StackLeaves]) -> tu
     given, there = (sum(one.num_layers for one in some) for some in (segments, stacks))
     if given != there:
         raise ValueError(
-            f"activations has {len(segments)} segments of {' + '.join(str(s.num_layers) for s in segments)} = {given} layers, "
-            f"and the model has {there}: the segments are all of its layers, first layer first"
+            f"activations has {len(segments)} segments of "
+            f"{' + '.join(str(s.num_layers) for s in segments)} = {given} layers, and the model "
+            f"has {there}: the segments must cover all of its layers, first layer first"
         )
     runs, stop = list[LayerRun](), 0
     firsts = list(itertools.accumulate((stack.num_layers for stack in stacks), initial=0))
@@ -118,8 +122,9 @@ def _segmented(segments: Sequence[Segment], stacks: Sequence[StackLeaves]) -> tu
         )
         if stop > end:
             raise ValueError(
-                f"activations[{number}] has the layers {start} to {stop - 1} of the model, and stack {stack.name!r} ends with "
-                f"layer {end - 1}: a segment is of one stack; give {end - start} layers up to there, and {stop - end} after it"
+                f"activations[{number}] covers layers {start} to {stop - 1} of the model, but "
+                f"stack {stack.name!r} ends with layer {end - 1}: a segment cannot cross stacks; "
+                f"give {end - start} layers up to there, and {stop - end} after it"
             )
         runs.append(LayerRun(stack, start - first, segment, is_segment=True))
     return tuple(runs)

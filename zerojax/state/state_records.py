@@ -1,22 +1,20 @@
-"""How each leaf of a program's state rests, and how one record of it is read and written, wherever
-that is.
+"""How each leaf of a program's state is stored, and how its records are read and written.
 
-A record is what moves at once: one layer of all leaves of `Layout.blocks`, one tile of a group, or
-  one other leaf. Its
-parameters are one kind of record; its float32 masters, where there are any, and its optimizer state
-are together another, since an update reads and writes them together:
+A record is the unit that moves: one layer of all leaves in `Layout.blocks`, one tile of a group, or
+one other leaf. Its parameters are one kind of record. Its float32 masters, if any, and its
+optimizer state together are another kind, because an update reads and writes them together:
 
-    kind           records       holds
-    params         L             the blocks' parameters of a layer
-    params.<group> L T           a group's parameters of a tile
-    params.<i>     1             parameter leaf i
-    params.<stack> L             the same of one of several stacks of layers
-    opt_state...   likewise      masters, then the leaves of the optimizer state that mirror them
-    frozen...      likewise      the frozen parameters of the same layer, tile or leaf; read alone
+    kind            records   holds
+    params          L         the blocks' parameters of a layer
+    params.<group>  L T       a group's parameters of a tile
+    params.<i>      1         parameter leaf i
+    params.<stack>  L         the blocks' parameters of a layer, if the model has several stacks
+    opt_state...    same      masters, then the optimizer state leaves that mirror the parameters
+    frozen...       same      frozen parameters of the same layer, tile or leaf; only read
 
-Nothing here depends on the optimizer's rule. All that is used of an optimizer is which leaf of its
-state mirrors which parameter (`OptStateMap`), so that checkpoints, init, reading and the counting
-of bytes need none.
+Nothing here depends on the optimizer's rule. The only thing used from an optimizer is the parameter
+that each leaf of its state mirrors (`OptStateMap`), so checkpoints, init, reading and byte counts
+need no optimizer.
 """
 
 import dataclasses
@@ -44,12 +42,13 @@ logger = logging.getLogger("zerojax")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FlatState:
-    """The leaves of a TrainState that an update reads and writes, as flat lists. A Split is one
-    leaf.
+    """The leaves of a TrainState that an update reads and writes, as flat lists.
+
+    A Split is one leaf.
 
     Attributes:
       params: compute-dtype parameters.
-      master: float32 masters, or None where the parameters are.
+      master: float32 masters, or None if the parameters are their own masters.
       opt: leaves of the optimizer state.
     """
 
@@ -63,13 +62,13 @@ jax.tree_util.register_dataclass(FlatState, data_fields=["params", "master", "op
 
 @dataclasses.dataclass(frozen=True)
 class _Member:
-    """A leaf of the records of one kind on disk.
+    """A leaf in the records of one kind on disk.
 
     Attributes:
-      specs: the list that holds its RecordSpec.
-      index: its place there.
-      name: its path.
-      shape: of one record of it.
+      specs: the list that holds the leaf's RecordSpec.
+      index: position of the RecordSpec in `specs`.
+      name: path of the leaf.
+      shape: shape and dtype of one record of the leaf.
     """
 
     specs: list[Any]
@@ -79,22 +78,23 @@ class _Member:
 
 
 class StateRecords:
-    """How the leaves of a program's state rest.
+    """How the leaves of a program's state are stored.
 
     Attributes:
-      layout: of the program.
-      leaves: the parameter leaves, and `opt_map`, how the optimizer state divides over them; both
-        of the layout.
-      params: how a record of each parameter leaf rests, by its index.
-      master: likewise of the float32 weights, which are the parameters where there are no masters.
-      grads: the shards on which a leaf is updated, on the device.
-      opt: how a record of each leaf of the optimizer state rests; None for those that belong to no
+      layout: layout of the program's state.
+      leaves: the trainable parameter leaves of the layout.
+      opt_map: the parameter leaf that owns each optimizer state leaf, from the layout.
+      params: how a record of each parameter leaf is stored, by leaf index.
+      master: how a record of each float32 weight is stored, by leaf index; the weights are the
+        parameters if there are no masters.
+      grads: the shards, on the device, on which each leaf is updated, by leaf index.
+      opt: how a record of each optimizer state leaf is stored; None for leaves that belong to no
         parameter.
-      frozen: how a record of each frozen parameter rests, in the order of `Layout.frozen`.
+      frozen: how a record of each frozen parameter is stored, in the order of `Layout.frozen`.
     """
 
     def __init__(self, layout: Layout) -> None:
-        """Choose how each leaf rests, and declare what is on disk."""
+        """Choose how each leaf is stored, and declare the records on disk."""
         self.layout, self.mesh, self.leaves, self.opt_map = (
             layout,
             layout.mesh,
@@ -133,8 +133,8 @@ class StateRecords:
             and len(self.opt_map.shared) == len(self.opt)
         ):
             logger.warning(
-                "opt_state=%r keeps nothing there: this optimizer has no state that mirrors a parameter, and with precision=%r "
-                "the parameters are their own masters",
+                "opt_state=%r keeps nothing there: this optimizer has no state that mirrors a "
+                "parameter, and with precision=%r the parameters are their own masters",
                 config.opt_state,
                 config.precision,
             )
@@ -158,7 +158,7 @@ class StateRecords:
 
     @property
     def both_ways(self) -> bool:
-        """Whether records cross a link to host memory that loads and stores at once."""
+        """Whether records cross a host link that loads and stores at the same time."""
         return self.slices_host and crosses_link(self.mesh)
 
     # --- on disk ----------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class StateRecords:
             return
         updated = (
             not self.layout.has_master
-        )  # else an update on the host works on masters, and writes parameters anew
+        )  # otherwise an update on the host works on masters, and overwrites parameters
 
         def declare(kind: str, count: int, part: Sequence[int]) -> None:
             members = [self._weight(self.params, i, self.leaves[i].dtype) for i in part]
@@ -246,22 +246,22 @@ class StateRecords:
         updated: bool = True,
         in_turn: bool = False,
     ) -> None:
-        """Declare a kind of records, and let the specs of its members say so.
+        """Declare a kind of records, and add them to the specs of its members.
 
         Args:
-          disk: where it is declared.
-          kind: its name.
-          count: its records.
-          members: the leaves of each; a kind of none is not declared.
-          updated: whether an update on the host works on it in place.
-          in_turn: whether all such kinds are used one after the other.
+          disk: the layout of the nvme tier.
+          kind: name of the kind.
+          count: number of records.
+          members: leaves of each record; a kind without leaves is not declared.
+          updated: whether an update on the host works on the records in place.
+          in_turn: whether all kinds declared so are used one after the other.
         """
         if not members:
             return
         on_host = self.layout.config.update_on == "host"
-        # Masters and moments are then the host's alone. It also writes the parameters, which
-        # programs fetch. Frozen parameters are never written, so that the host has nothing to do
-        # with them.
+        # With an update on the host, only the host uses masters and moments. It also writes the
+        # parameters, which programs fetch. Frozen parameters are never written, so the host does
+        # not touch them.
         is_frozen = kind.split(".")[0] == "frozen"
         used_by = (
             "program"
@@ -288,8 +288,10 @@ class StateRecords:
             )
 
     def weight(self, index: int) -> RecordSpec:
-        """Return how a parameter leaf rests, trained or frozen, by its index among
-        `Layout.all_leaves`.
+        """Return how a parameter leaf, trainable or frozen, is stored.
+
+        Args:
+          index: index of the leaf in `Layout.all_leaves`.
         """
         return (
             self.params[index]
@@ -300,18 +302,19 @@ class StateRecords:
     # --- the state as flat lists ------------------------------------------------------------------
 
     def flat(self, state: TrainState) -> FlatState:
-        """Return the state's leaves."""
+        """Return the state's leaves as flat lists."""
         return self.flat_of(state.params, state.master, state.opt_state)
 
     def flat_of(self, params: Any, master: Any, opt_state: Any) -> FlatState:
-        """Return the leaves of these trees of a state."""
+        """Return the leaves of these trees of a state as flat lists."""
         masters = None if master is None else jax.tree.leaves(master, is_leaf=is_stored)
         weights, opt = (jax.tree.leaves(tree, is_leaf=is_stored) for tree in (params, opt_state))
         return FlatState(weights, masters, opt)
 
     def trees(self, state: TrainState, states: FlatState) -> tuple[Any, Any, Any]:
-        """Return params, master and opt_state as trees like those of `state`, which may be
-        abstract.
+        """Return params, master and opt_state as trees like the trees of `state`.
+
+        `state` may be abstract.
         """
         tree = jax.tree.structure(state.params, is_leaf=is_stored)
         master = None if states.master is None else jax.tree.unflatten(tree, states.master)
@@ -327,37 +330,39 @@ class StateRecords:
         return pick(states.opt, self.opt_map.shared)
 
     def with_shared(self, states: FlatState, shared: Sequence[Array]) -> FlatState:
-        """Return the state with other scalars of the optimizer state."""
+        """Return the state with the scalars of the optimizer state replaced."""
         scalars = dict(zip(self.opt_map.shared, shared, strict=True))
         return dataclasses.replace(
             states, opt=[scalars.get(j, leaf) for j, leaf in enumerate(states.opt)]
         )
 
     def opt_states(self, states: FlatState, part: Sequence[int]) -> list[Any]:
-        """Return the masters, where there are any, and the optimizer state of some leaves, where
-        they rest.
-        """
+        """Return the masters, if any, and the optimizer state of some leaves, in their tiers."""
         masters = [] if states.master is None else pick(states.master, part)
         return masters + pick(states.opt, self.opt_map.states_of(part))
 
     def opt_records(self, part: Sequence[int]) -> list[RecordSpec]:
-        """Return how the leaves that `opt_states` returns rest."""
+        """Return how the leaves that `opt_states` returns are stored."""
         masters = pick(self.master, part) if self.layout.has_master else []
         return masters + [self.opt_record(j) for j in self.opt_map.states_of(part)]
 
     def opt_record(self, index: int) -> RecordSpec:
-        """Return how a leaf of the optimizer state rests."""
+        """Return how a leaf of the optimizer state is stored."""
         record = self.opt[index]
         assert record is not None
         return record
 
     def replace(self, states: FlatState, part: Sequence[int], opt: Sequence[Any]) -> FlatState:
-        """Return the state with other masters and optimizer state of some leaves: what `opt_states`
-        returned.
+        """Return the state with the masters and optimizer state of some leaves replaced.
+
+        Args:
+          states: all leaves of the state.
+          part: indices of the parameter leaves.
+          opt: the new leaves, in the order of `opt_states`.
         """
         mirrors = self.opt_map.states_of(part)
         master, state = states.master and list(states.master), list(states.opt)
-        # `opt` holds one master for each leaf of the part, where there are masters, and then the
+        # `opt` holds one master for each leaf of the part, if there are masters, followed by the
         # optimizer state.
         for i, value in zip(part if master is not None else (), opt, strict=False):
             assert master is not None
@@ -369,7 +374,7 @@ class StateRecords:
     # --- one record -------------------------------------------------------------------------------
 
     def read_opt(self, states: FlatState, part: Sequence[int], index: Index) -> list[Array]:
-        """Return one record's masters, where there are any, and optimizer state, on the device."""
+        """Return one record's masters, if any, and optimizer state, on the device."""
         return read_layer(self.opt_records(part), self.opt_states(states, part), index)
 
     def read_params(self, states: FlatState, part: Sequence[int], index: Index) -> list[Array]:
@@ -379,7 +384,7 @@ class StateRecords:
     def read_weights(self, states: FlatState, part: Sequence[int], index: Index) -> list[Array]:
         """Return one record's float32 weights, on the device.
 
-        Masters on disk come with the rest of their record.
+        Masters on disk are read together with the rest of their record.
         """
         if states.master is None:
             return self.read_params(states, part, index)
@@ -393,7 +398,15 @@ class StateRecords:
         weights: Sequence[Array],
         opt: Sequence[Array],
     ) -> FlatState:
-        """Write one layer or tile: float32 weights, and the leaves of its optimizer state."""
+        """Write one layer or tile: float32 weights, and the leaves of its optimizer state.
+
+        Args:
+          states: all leaves of the state.
+          part: indices of the parameter leaves.
+          index: index of the record.
+          weights: float32 weights, on the device; parameters are cast from them.
+          opt: leaves of the optimizer state, on the device.
+        """
         # The parameters are the new weights, cast; masters and optimizer state are one record.
         states = self.write_params(
             states,
@@ -408,7 +421,7 @@ class StateRecords:
     def write_params(
         self, states: FlatState, part: Sequence[int], index: Index, values: Sequence[Array]
     ) -> FlatState:
-        """Write parameters of one layer or tile, in the compute dtype."""
+        """Write the parameters of one layer or tile, in the compute dtype."""
         params = list(states.params)
         for i, stack in zip(
             part,
@@ -419,25 +432,24 @@ class StateRecords:
         return dataclasses.replace(states, params=params)
 
     def cast(self, index: int, value: Array) -> Array:
-        """Return a weight in the compute dtype, on its shard: the cast comes before the gather of
-        stages 1 and 2.
+        """Return a weight in the compute dtype, on its shard.
+
+        The cast comes before the gather of stages 1 and 2.
         """
-        # On the shard before and after the cast: GSPMD could else gather float32, which is twice
-        # the bytes, and cast then.
+        # On the shard before and after the cast: otherwise GSPMD could gather float32, which is
+        # twice the bytes, and cast afterwards.
         value = jax.lax.with_sharding_constraint(value, self.grads[index].sharding)
         return jax.lax.with_sharding_constraint(
             value.astype(self.leaves[index].dtype), self.grads[index].sharding
         )
 
     def tokens(self, states: FlatState, part: Sequence[int]) -> list[Array]:
-        """Return the tokens of those of some leaves, and of their state, that are on disk."""
+        """Return the tokens of some leaves, and of their state, that are on disk."""
         stacks = [*self.opt_states(states, part), *pick(states.params, part)]
         return [a.token for a in stacks if isinstance(a, OnDisk)]
 
     def end_token(self, states: FlatState) -> Array | None:
-        """Return the token of the last unstacked leaf of which something is on disk, if there is
-        one.
-        """
+        """Return the token of the last unstacked leaf with data on disk, or None."""
         return next(
             (
                 tokens[0]
@@ -447,10 +459,11 @@ class StateRecords:
             None,
         )
 
-    # --- one leaf that is no stack of layers ------------------------------------------------------
+    # --- one unstacked leaf
+    # ---------------------------------------------------------------------------
 
     def weight_record(self, states: FlatState, index: int) -> tuple[list[RecordSpec], list[Any]]:
-        """Return how the record that holds such a leaf's float32 weight rests, and its leaves.
+        """Return how the record with an unstacked leaf's float32 weight is stored, and its leaves.
 
         The weight comes first.
         """
@@ -465,21 +478,21 @@ class StateRecords:
         new: Callable[[Any, list[Any]], tuple[Array, list[Array]]],
         begin: Array,
     ) -> tuple[FlatState, Array]:
-        """Write a leaf that is no stack of layers, and its state.
+        """Write an unstacked leaf and its state.
 
-        What is off the device is written in a loop of one trip, which XLA keeps. Inlined, XLA would
-        start the copies of all such leaves at the top of the program, and hold all their state on
-        the device at once.
+        Leaves off the device are written in a loop of one iteration, which XLA keeps. If the writes
+        were inlined, XLA would start the copies of all such leaves at the top of the program, and
+        hold all their state on the device at the same time.
 
         Args:
-          states: all leaves.
-          index: of the leaf.
-          new: (parameter, `opt_states`), where they rest -> (float32 weight, leaves of the
-            optimizer state), on the device.
-          begin: i32[] zero, known when this may begin.
+          states: all leaves of the state.
+          index: index of the leaf.
+          new: function of (parameter, `opt_states`), in their tiers, that returns (float32 weight,
+            leaves of the optimizer state), on the device.
+          begin: i32[] zero, known when this write may begin.
 
         Returns:
-          The states, and a zero that is known when this is done.
+          The states, and a zero that is known when this write is done.
         """
         records, has_master = self.opt_records((index,)), states.master is not None
 
@@ -498,13 +511,14 @@ class StateRecords:
         params = [*states.params[:index], param, *states.params[index + 1 :]]
         if tokens := [
             a.token for a in (*opt, param) if isinstance(a, OnDisk)
-        ]:  # the next leaf waits for them, too
+        ]:  # the next leaf waits for them too
             begin, _ = wait_for(begin, tokens, self.mesh)
         return self.replace(dataclasses.replace(states, params=params), (index,), opt), begin
 
     def _begun(self, leaves: tuple[Any, list[Any]], begin: Array) -> tuple[Any, list[Any]]:
-        """Return stored leaves whose reads from disk come after `begin` is known: the engine is
-        told one order of its calls.
+        """Return stored leaves whose reads from disk wait until `begin` is known.
+
+        This fixes one order of the calls to the engine.
         """
 
         def after(leaf: Any) -> Any:

@@ -1,9 +1,8 @@
-"""Which leaves of a layer are stacks of tiles whose records are tiles, and which of them belong
-together.
+"""Find the leaves whose records are tiles, and the leaves whose tiles are used together.
 
 A **group** is the stacks [T, ...] that one module holds, such as the weights of a `TiledMLP`: a
-block uses tile k of each of them together, in one loop. What a block has besides is one record a
-layer, stacks of one tile included.
+block uses tile k of each stack together, in one loop. Everything else in a block, including stacks
+of a single tile, has one record per layer.
 """
 
 import itertools
@@ -23,12 +22,20 @@ logger = logging.getLogger("zerojax")
 
 
 def tiled_leaves(model: Model | LayeredModel, abstract_params: Any) -> list[bool | int]:
-    """Return, for each leaf of the blocks, or of a Model, whether it is a stack of tiles, as
-    `model.tiles` tells it.
+    """Return whether each leaf is a stack of tiles, according to `model.tiles`.
+
+    For a LayeredModel, the leaves are the leaves of its blocks.
+
+    Args:
+      model: the model.
+      abstract_params: the abstract parameter tree.
+
+    Returns:
+      For each leaf, a bool, or the number of tiles along the first dim.
 
     Raises:
-      ValueError: `model.tiles` has another structure, names a leaf without a tile dim, or counts
-        more tiles than there are.
+      ValueError: `model.tiles` has another structure, names a leaf without a tile dim, or gives a
+        number that does not divide the tiles of a leaf.
     """
     is_layered = isinstance(model, LayeredModel)
     params, what = (
@@ -52,18 +59,19 @@ def tiled_leaves(model: Model | LayeredModel, abstract_params: Any) -> list[bool
         number = flag if as_flag(flag) is not None else as_integer(flag)
         if number is None or (as_flag(flag) is None and number < 1):
             raise ValueError(
-                f"tiles holds {flag!r} for {jax.tree_util.keystr(path)}: True or False is needed, or how many tiles lie along "
-                "the first dim"
+                f"tiles holds {flag!r} for {jax.tree_util.keystr(path)}: it must be True, False or "
+                "the number of tiles along the first dim"
             )
-        # Behind the dim of layers, where there is one, comes that of tiles.
+        # The dim of tiles follows the dim of layers, if there is one.
         if flag and len(leaf.shape) < 1 + is_layered:
             raise ValueError(
-                f"tiles names {jax.tree_util.keystr(path)}, which is a scalar: a stack of tiles is [T, ...]"
+                f"tiles names {jax.tree_util.keystr(path)}, which is a scalar: a stack of tiles is "
+                "[T, ...]"
             )
         if flag and leaf.shape[is_layered] % flag:
             raise ValueError(
-                f"tiles holds {flag} for {jax.tree_util.keystr(path)}, which has {leaf.shape[is_layered]} tiles: so many along "
-                "the first dim do not divide them"
+                f"tiles holds {flag} for {jax.tree_util.keystr(path)}, which has "
+                f"{leaf.shape[is_layered]} tiles: the number along the first dim must divide them"
             )
     return flags
 
@@ -71,13 +79,19 @@ def tiled_leaves(model: Model | LayeredModel, abstract_params: Any) -> list[bool
 def tile_groups(
     model: Model | LayeredModel, abstract_params: Any, config: ZeroConfig
 ) -> tuple[TileGroup, ...]:
-    """Return the groups whose records are tiles: none where a step does not stream, or streams
-    whole layers alone.
+    """Return the groups whose records are tiles.
 
-    Their leaves are given by their places in the tree, whether they are frozen or not.
+    The result is empty if a step does not stream, or streams only full layers. A group's leaves are
+    given by their positions in the tree, whether they are frozen or not.
+
+    Args:
+      model: the model.
+      abstract_params: the abstract parameter tree.
+      config: configuration of the program.
 
     Raises:
-      ValueError: as `tiled_leaves`, or stacks of one module that differ in their number of tiles.
+      ValueError: `model.tiles` is wrong (see `tiled_leaves`), or stacks of one module differ in
+        their number of tiles.
     """
     if not isinstance(model, LayeredModel) or not any(
         flags := tiled_leaves(model, abstract_params)
@@ -87,29 +101,31 @@ def tile_groups(
         return ()
     if (why := whole_layers(config)) is not None:
         logger.info(
-            "%s moves whole layers: stacks of tiles are fetched and gathered with the rest of their layer",
+            "%s moves full layers: stacks of tiles are fetched and gathered with the rest of their "
+            "layer",
             why,
         )
         return ()
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(abstract_params)[0]]
     leaves = jax.tree.leaves(abstract_params)
     stacked = [i for i, path in enumerate(paths) if is_stacked(model, path)]
-    modules: dict[tuple[Any, ...], list[int]] = {}  # the stacks of tiles that each holds
+    modules: dict[tuple[Any, ...], list[int]] = {}  # path of a module: its stacks of tiles
     for i, flag in zip(stacked, flags, strict=True):
         if flag and leaves[i].shape[1] > 1:
-            # Less the key of the blocks and the name of the leaf: the path of the module that holds
-            # it.
+            # Without the key of the blocks and the name of the leaf, this is the path of the module
+            # that holds the leaf.
             modules.setdefault(paths[i][1:-1], []).append(i)
     groups: list[TileGroup] = []
     for path, indices in modules.items():
         name, names = _path_name(path), [group.name for group in groups]
-        # Different paths may read the same, as with a key 1 and a key "1"; and a name is that of a
+        # Different paths may have the same name, such as the keys 1 and "1", and a name is also a
         # folder.
         name = next(n for n in (f"{name}{k or ''}" for k in itertools.count()) if n not in names)
         counts = {jax.tree_util.keystr(paths[i]): leaves[i].shape[1] for i in indices}
         if len(set(counts.values())) > 1:
             raise ValueError(
-                f"stacks of tiles that one module holds are used together, but differ in their tiles: {counts}"
+                "stacks of tiles in one module are used together, but differ in their number of "
+                f"tiles: {counts}"
             )
         stack = stack_name(model, paths[indices[0]])
         groups.append(TileGroup(name, tuple(indices), leaves[indices[0]].shape[1], stack=stack))
@@ -117,8 +133,9 @@ def tile_groups(
 
 
 def _path_name(path: Sequence[Any]) -> str:
-    """Return the name of what holds a stack, which is part of the name of a folder: other
-    characters are written as %hex.
+    """Return the name of the module that holds a stack, for use in the name of a folder.
+
+    Characters not allowed there are written as %hex.
     """
     keys = [
         str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path

@@ -1,8 +1,8 @@
-"""The training state: one pytree of sharded arrays, born sharded.
+"""The training state: one pytree of sharded arrays, created sharded.
 
-`init` runs under jit with the state's shardings as output, so no device and no host ever holds a
-whole leaf that is sharded: each device generates its own shard (JAX's counter-based random numbers
-make the values independent of the mesh).
+`init` runs under jit with the state's shardings as output, so no device and no host ever holds an
+unsharded copy of a sharded leaf. Each device generates its own shard; JAX's counter-based random
+numbers make the values independent of the mesh.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class Split:
 
     Attributes:
       device: [k, ...], layers 0 .. k-1.
-      host: [L-k, ...], the rest, in pinned host memory or OnDisk.
+      host: [L-k, ...], the remaining layers, in pinned host memory or OnDisk.
     """
 
     device: jax.Array
@@ -37,11 +37,10 @@ class Pending:
     """An update that is delayed to the next step.
 
     Attributes:
-      grads: gradients as they were summed, in pinned host memory: stacked layers' leaves first,
-        then the others.
-      shared: the optimizer's scalars that belong to them.
+      grads: summed gradients in pinned host memory, stacked leaves first.
+      shared: the optimizer's scalars for this update.
       scalars: f32[3], loss, clipping factor and loss scale.
-      ready: bool[], whether there is an update to do: not before the first step, nor after a
+      ready: bool[], whether there is an update to do; False before the first step, and after a
         gradient that is not finite.
     """
 
@@ -53,16 +52,16 @@ class Pending:
 
 @dataclasses.dataclass(frozen=True)
 class OnDisk:
-    """A leaf that rests on disk; `Program.iter_params` reads it.
+    """A leaf stored on disk; `Program.iter_params` reads it.
 
-    To trees it is a leaf, as an array would be: mapped over, it tells its shape and dtype, and
-      refuses to be computed with.
+    In a pytree it is a leaf, like an array. It has a shape and a dtype, and raises an error if used
+    in a computation.
 
     Attributes:
-      token: i32[devices], the number of its state: a program has one state on disk, and works on no
-        other.
-      shape: of the array that it stands for.
-      dtype: likewise.
+      token: i32[devices], number of the state that the leaf belongs to: a program has one state on
+        disk and works on no other.
+      shape: shape of the array on disk.
+      dtype: dtype of the array on disk.
     """
 
     token: jax.Array
@@ -71,32 +70,36 @@ class OnDisk:
 
     @property
     def ndim(self) -> int:
+        """Number of dims of the array on disk."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
+        """Number of elements of the array on disk."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the array on disk, in total over all devices."""
         return self.size * self.dtype.itemsize
 
     def block_until_ready(self) -> Self:
-        """Wait for the program that made it, as `jax.block_until_ready` of a tree does for arrays."""
+        """Wait for the program that made this leaf, like `jax.block_until_ready` for arrays."""
         self.token.block_until_ready()
         return self
 
     def copy(self) -> Self:
         """Return a leaf of the same records, which outlives a step that donates this one.
 
-        No step may have changed them.
+        It is valid as long as no step has changed the records.
         """
         return dataclasses.replace(self, token=self.token.copy())
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise TypeError(self._no_numbers("takes part in no computation"))
+        raise TypeError(self._no_numbers("cannot be used in a computation"))
 
-    # What arrays do. Without these, Python's own errors would name no remedy.
+    # Operators that arrays have. Without these methods, Python's own errors would not name a
+    # remedy.
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = (
         __pow__
     ) = __rpow__ = _refuse
@@ -108,26 +111,36 @@ class OnDisk:
 
     @property
     def __jax_array__(self) -> Any:
-        # A property, so that it is raised where JAX looks for it. And no TypeError: JAX would put
-        # its own text in its place.
-        no = "takes part in no computation (a program's step and eval are compiled already: call them outside of jit)"
+        """Refuse the conversion that JAX attempts, with an error that names a remedy."""
+        # A property, so that the error is raised where JAX looks up the attribute. It is not a
+        # TypeError because JAX would replace the text of a TypeError.
+        no = (
+            "cannot be used in a computation (a program's step and eval are compiled already: call "
+            "them outside of jit)"
+        )
         raise ValueError(self._no_numbers(no))
 
     def __getattr__(self, name: str) -> Any:
+        """Raise AttributeError for an attribute that only arrays have."""
         raise AttributeError(self._no_numbers(f"has no {name!r}"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse copies and pickles."""
         raise TypeError(self._no_numbers("cannot be copied or pickled"))
 
     def _no_numbers(self, what: str) -> str:
         leaf = f"{self.dtype}{list(self.shape)}"
-        return f"this leaf {leaf} rests on disk and {what}: program.iter_params(state) reads parameters from there"
+        return (
+            f"this leaf {leaf} is stored on disk and {what}: read parameters with "
+            "program.iter_params(state)"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class DiskArgument(OnDisk):
-    """The same inside of a program, and in the shapes of its arguments: a node whose child, the
-    token, is what JAX passes.
+    """A leaf on disk inside a program, and in the shapes of its arguments.
+
+    It is a pytree node whose only child is the token, which JAX passes.
     """
 
 
@@ -137,17 +150,17 @@ jax.tree_util.register_dataclass(
 
 
 def as_arguments(tree: Any) -> Any:
-    """Return a tree as a compiled program takes it: its leaves on disk are nodes."""
+    """Return a tree in the form that a compiled program takes: its leaves on disk are nodes."""
     return _map_on_disk(lambda leaf: DiskArgument(leaf.token, leaf.shape, leaf.dtype), tree)
 
 
 def as_leaves(tree: Any) -> Any:
-    """Return what a compiled program has returned, its nodes on disk as leaves."""
+    """Return the output of a compiled program with its nodes on disk turned into leaves."""
     return _map_on_disk(lambda leaf: OnDisk(leaf.token, leaf.shape, leaf.dtype), tree)
 
 
 def _map_on_disk(function: Callable[[OnDisk], Any], tree: Any) -> Any:
-    """Return a tree with `function` applied to what of it is on disk."""
+    """Return a tree with `function` applied to its leaves on disk."""
     is_on_disk = lambda node: isinstance(node, OnDisk)  # noqa: E731
     return jax.tree.map(
         lambda node: function(node) if is_on_disk(node) else node, tree, is_leaf=is_on_disk
@@ -155,9 +168,9 @@ def _map_on_disk(function: Callable[[OnDisk], Any], tree: Any) -> Any:
 
 
 def is_stored(node: Any) -> bool:
-    """Tell whether a node of a state tree stands for one leaf, as a Split and an OnDisk do.
+    """Return whether a node of a state tree stands for one leaf, as a Split and an OnDisk do.
 
-    To be passed as `is_leaf`.
+    Pass it as `is_leaf`.
     """
     return isinstance(node, Split | OnDisk)
 
@@ -168,22 +181,23 @@ class TrainState:
     """Everything a step reads and writes. Donated to each step.
 
     Attributes:
-      step: i32[], calls of the step so far.
-      skipped: i32[], updates skipped because a gradient was not finite.
+      step: i32[], number of calls of the step so far.
+      skipped: i32[], number of updates skipped because a gradient was not finite.
       key: base random key; a step's keys are functions of (key, step, microbatch, layer).
-      params: those that are trained, in the compute dtype; whole below stage 3, sharded at stage 3.
-      master: float32 weights where the compute dtype is narrower, else None.
+      params: trainable parameters in the compute dtype; unsharded below stage 3, sharded at stage
+        3.
+      master: float32 weights if the compute dtype is narrower, else None.
       opt_state: optax's state over the float32 weights. With a fraction on the device, stacked
-        leaves are `Split`, as are those of `master`. Leaves of the nvme tier are `OnDisk`, here and
-        in params.
+        leaves here and in `master` are `Split`. Leaves of the nvme tier are `OnDisk`, here and in
+        `params`.
       loss_scale: dynamic loss scaling with precision="fp16", else None.
       pending: with `delayed_update`, the update that the next step does, else None.
-      frozen: weights that the model freezes, in the compute dtype (integers in their own), whole
-        below stage 3, sharded at stage 3; None in the place of those that are trained, as params
-        has None in the place of these. None: nothing is frozen.
-      model_state: what the model keeps beside its parameters and updates by itself, replicated;
-        `{"embed", "blocks", "head"}`, of those that there are, for a LayeredModel. None where the
-        model has no `init_state`.
+      frozen: frozen weights in the compute dtype (integers in their own), unsharded below stage 3,
+        sharded at stage 3. It has None in place of trainable leaves, as `params` has None in place
+        of frozen leaves. None if nothing is frozen.
+      model_state: replicated state that the model keeps in addition to its parameters and updates
+        itself; for a LayeredModel a dict with the keys "embed", "blocks" and "head", if present.
+        None if the model has no `init_state`.
     """
 
     step: jax.Array
@@ -199,11 +213,12 @@ class TrainState:
 
 
 def state_key(key: jax.Array) -> jax.Array:
-    """Return the key that the state made by `init(key)` carries: unlike any that its parameters
-    were drawn with.
+    """Return the key that the state made by `init(key)` carries.
+
+    It differs from any key that its parameters were drawn with.
     """
     # An arbitrary number. Parameters are drawn from splits of the key, and a model's init has no
-    # reason to fold this one in.
+    # reason to fold this number in.
     return jax.random.fold_in(key, 0x5EED)
 
 
@@ -213,36 +228,52 @@ def numbered_next(state: TrainState) -> TrainState:
 
 
 def check_is_there(state: TrainState) -> None:
-    """Raise ValueError for a state that was donated, or what is none."""
+    """Check that a state can be used.
+
+    Raises:
+      ValueError: it is not a TrainState, or a tracer, or it was donated.
+    """
     if not isinstance(state, TrainState):
         raise ValueError(
-            f"a zerojax.TrainState is needed, such as init and step return, not {type(state).__name__}"
+            "a zerojax.TrainState is needed, as returned by init and step, not "
+            f"{type(state).__name__}"
         )
     if isinstance(state.step, Tracer):
         raise ValueError(
-            "a program's step and eval are compiled already, and move states between tiers: call them outside of jit"
+            "a program's step and eval are compiled already, and move states between tiers: call "
+            "them outside of jit"
         )
     check_is_array(state.step)
     if state.step.is_deleted():  # jax 0.10 on CPU crashes the process on some donated arguments
         raise ValueError(
-            "this state was donated to an earlier step, and is gone: go on with the state that step returned"
+            "this state was donated to an earlier step and no longer exists: continue with the "
+            "state that step returned"
         )
 
 
 def check_is_array(leaf: Any, name: Callable[[], str] = lambda: "step") -> None:
-    """Raise ValueError for a leaf of a state that is no jax.Array: numpy's, or an abstract one;
-    `name` returns its path.
+    """Raise ValueError for a leaf that is not a jax.Array, such as numpy's or an abstract array.
+
+    Args:
+      leaf: leaf of a state.
+      name: function that returns the leaf's path, for the error.
     """
     if not isinstance(leaf, jax.Array):
         raise ValueError(
-            f"this state holds a {type(leaf).__name__} where a jax.Array is needed, at {name()}: go on with the state that "
-            "step returned, or restore a checkpoint"
+            f"this state holds a {type(leaf).__name__} where a jax.Array is needed, at {name()}: "
+            "continue with the state that step returned, or restore a checkpoint"
         )
 
 
 def with_model_state(before: TrainState, after: TrainState, model_state: Any) -> TrainState:
-    """Return the state after a step with the model's own state; with that of before the step, where
-    its update was skipped.
+    """Return the state after a step with the model's own new state.
+
+    If the update was skipped, the model's state stays as it was before the step.
+
+    Args:
+      before: the state before the step.
+      after: the state after the step.
+      model_state: the model's new state, or None.
     """
     if model_state is None:
         return after
@@ -256,8 +287,14 @@ def with_model_state(before: TrainState, after: TrainState, model_state: Any) ->
 def with_loss_scale(
     before: TrainState, after: TrainState, has_fault: jax.Array | None
 ) -> TrainState:
-    """Return the state after a step whose batch may have had a fault: that is no overflow, and the
-    loss scale stays.
+    """Return the state after a step whose batch may have had a fault.
+
+    A fault is not an overflow, so the loss scale then stays as it was before the step.
+
+    Args:
+      before: the state before the step.
+      after: the state after the step.
+      has_fault: bool[], whether the batch had a fault, or None.
     """
     if has_fault is None or before.loss_scale is None:
         return after
@@ -268,16 +305,20 @@ def with_loss_scale(
 
 
 def masters(state: TrainState) -> Any:
-    """Return the float32 parameters that the optimizer updates, where they rest."""
+    """Return the float32 parameters that the optimizer updates, in their tiers."""
     return state.params if state.master is None else state.master
 
 
-# --- trained and frozen leaves: trees of which each has None in the place of the other's leaves ---
+# --- trainable and frozen leaves: two trees, each with None in place of the other's leaves
+# ----------
 
 
 def split_frozen(flags: Any, whole: Any) -> tuple[Any, Any]:
-    """Return the trained and the frozen part of a tree; `flags` is a tree of bool over the
-    parameters, or None: none is.
+    """Return the trainable and the frozen part of a tree.
+
+    Args:
+      flags: tree of bool over the parameters, true for frozen ones; None if nothing is frozen.
+      whole: the full parameter tree.
     """
     if flags is None:
         return whole, None
@@ -289,7 +330,12 @@ def split_frozen(flags: Any, whole: Any) -> tuple[Any, Any]:
 
 
 def join_frozen(trained: Any, frozen: Any) -> Any:
-    """Return the whole tree; `frozen` is None where nothing is frozen."""
+    """Return the full tree, joined from its trainable and frozen parts.
+
+    Args:
+      trained: the trainable part, with None in place of frozen leaves.
+      frozen: the frozen part, with None in place of trainable leaves; None if nothing is frozen.
+    """
     if frozen is None:
         return trained
     is_leaf = lambda node: node is None or is_stored(node)  # noqa: E731
