@@ -79,7 +79,7 @@ class NotRegularError(OSError):
 
 
 def of_tensorstore(error: Exception) -> Exception:
-    """Return the OSError that a tensorstore error describes, or `error` itself if it describes none.
+    """Return the OSError that a tensorstore error describes, or `error` itself if there is none.
 
     tensorstore raises NotImplementedError for ENOSYS and ValueError for all other disk errors, and
     gives the errno only in the text.

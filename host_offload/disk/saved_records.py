@@ -157,7 +157,7 @@ class SavedStore:
         return self.leaves, self.lead, self.first + record, self.record_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """Return the metadata in a form that JSON can hold, with checksums as hexadecimal digits."""
+        """Return the metadata in a form that JSON can hold; checksums are hexadecimal digits."""
         metadata = dataclasses.asdict(self)
         return metadata | {"checksums": [f"{c:016x}" for c in self.checksums]}
 
