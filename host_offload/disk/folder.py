@@ -53,8 +53,8 @@ class SwapFolder:
         if not stat.S_ISDIR(mode):
             what = "is not a folder" if mode else "does not exist"
             raise ValueError(
-                f"swap_dir={root!r} {what}: give an existing folder of a fast local disk, or create "
-                "it (mkdir -p)"
+                f"swap_dir={root!r} {what}: give an existing folder of a fast local disk, or "
+                "create it (mkdir -p)"
             )
         self.path = os.path.join(os.path.abspath(root), f"zerojax-swap-{process}")
         self._take()

@@ -279,7 +279,7 @@ class Store:
                     raise explain(error, doing=doing, file=self.path, layer=layer) from error
 
     def offer(self, layer: int, file: RecordFile) -> bool:
-        """Offer an existing file as a record: `adopt` puts it in the record's place, without a copy.
+        """Offer an existing file as a record; `adopt` puts it in the record's place, uncopied.
 
         The file is linked next to the record now, so that its space is certain. It is never written
         through this store's names: the next write of the record uses another file.

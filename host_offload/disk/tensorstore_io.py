@@ -55,7 +55,7 @@ class TensorstoreIo:
     def read(
         self, store: Store, layer: int, buffer: np.ndarray, *, verify: bool = True
     ) -> concurrent.futures.Future[float]:
-        """Start to read a record; arguments, result and errors are the same as `DirectIo.read`'s."""
+        """Start to read a record; arguments, result and errors are as for `DirectIo.read`."""
         record = _record_of(store, layer, buffer)
         if not buffer.flags.writeable:
             raise ValueError("a record is read into a writable buffer, and this one is not")
