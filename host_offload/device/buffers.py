@@ -256,7 +256,9 @@ class Ring:
             driver().unregister(buffer)
 
     def __enter__(self) -> "Ring":
+        """Return this ring."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close this ring."""
         self.close()

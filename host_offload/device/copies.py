@@ -156,37 +156,46 @@ class HostCopies:
     def add(
         self, kind: str, rank: int, num_bytes: int, parts: Parts, *, up: bool, down: bool
     ) -> None:
+        """Do nothing: CPU devices need no slots."""
         del kind, rank, num_bytes, parts, up, down
 
     def remove(self, kind: str) -> None:
+        """Do nothing: there are no slots."""
         del kind
 
     def lift(self, kind: str, rank: int, buffer: np.ndarray) -> None:
+        """Do nothing: copies to a CPU device do not run ahead."""
         del kind, rank, buffer
 
     def drop(self, kind: str, rank: int, buffer: np.ndarray) -> None:
+        """Return None: no buffer was lifted."""
         del kind, rank, buffer
 
     def load(self, context: Any, kind: str, rank: int, views: Views, out: Sequence[Any]) -> None:
+        """Copy a record's leaves to a callback's output buffers."""
         del context, kind, rank
         for target, value in zip(out, views, strict=True):
             np.copyto(np.asarray(target), value)
 
     def save(self, context: Any, kind: str, rank: int, values: Sequence[Any], views: Views) -> None:
+        """Copy a callback's operands to a record's leaves."""
         del context, kind, rank
         for value, room in zip(values, views, strict=True):
             np.copyto(room, np.asarray(value))
 
     def pass_on(self, context: Any, rank: int | None, source: Any, out: Any) -> None:
+        """Copy a token, i32[1], to the next token."""
         del context
         np.asarray(out)[...] = np.asarray(source)
 
     def clear(self, context: Any, out: Sequence[Any]) -> None:
+        """Fill a callback's buffers with zeros."""
         del context
         for target in out:
             np.asarray(target)[...] = 0
 
     def close(self) -> None:
+        """Do nothing: there are no copies in flight."""
         pass
 
 

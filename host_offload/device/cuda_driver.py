@@ -142,9 +142,11 @@ class Driver:
         self._call("cuStreamSynchronize", stream)
 
     def destroy_stream(self, stream: int) -> None:
+        """Destroy a stream."""
         self._call("cuStreamDestroy", stream)
 
     def destroy_event(self, event: int) -> None:
+        """Destroy an event."""
         self._call("cuEventDestroy", event)
 
     def _call(self, name: str, *args: Any) -> Any:

@@ -220,6 +220,7 @@ class GpuCopies:
     def add(
         self, kind: str, rank: int, num_bytes: int, parts: Parts, *, up: bool, down: bool
     ) -> None:
+        """Create the slots of a kind on a GPU, as `Copies.add` describes."""
         if rank not in self._gpus:
             self._gpus[rank] = _Gpu(self.driver, self.devices[rank], rank)
         self._parts[kind] = tuple(parts)
@@ -239,6 +240,7 @@ class GpuCopies:
                 )
 
     def remove(self, kind: str) -> None:
+        """Free a kind's slots, after the copies that use them."""
         for slots in (self._up, self._down):
             for key in [key for key in slots if key[0] == kind]:
                 slot, gpu = slots.pop(key), self._gpus[key[1]]
@@ -250,6 +252,7 @@ class GpuCopies:
                     self.driver.destroy_event(event)
 
     def lift(self, kind: str, rank: int, buffer: np.ndarray) -> None:
+        """Queue the copy of a buffer's record to its slot up, if the slot is free."""
         slot = self._up.get((kind, rank))
         # A record in the slot that was not taken yet stays there until `load` or `drop`.
         if slot is None or slot.source is not None:
@@ -271,6 +274,7 @@ class GpuCopies:
             slot.source = address
 
     def drop(self, kind: str, rank: int, buffer: np.ndarray) -> "Future[None] | None":
+        """Free the slot of a lifted buffer, as `Copies.drop` describes."""
         slot = self._up.get((kind, rank))
         if slot is None or slot.source is None:
             return None
@@ -293,6 +297,7 @@ class GpuCopies:
     def load(
         self, context: Any, kind: str, rank: int, views: Views, out: Sequence[Any]
     ) -> "Future[None] | None":
+        """Queue copies of a record's leaves to a callback's buffers, as `Copies.load` describes."""
         if not views:
             return None
         call, stream, gpu = self.driver, stream_of(context), self._gpus[rank]
@@ -319,6 +324,7 @@ class GpuCopies:
     def save(
         self, context: Any, kind: str, rank: int, values: Sequence[Any], views: Views
     ) -> "Future[None] | None":
+        """Queue copies of a callback's operands to a record, as `Copies.save` describes."""
         if not views:
             return None
         call, stream, gpu = self.driver, stream_of(context), self._gpus[rank]
@@ -350,15 +356,18 @@ class GpuCopies:
                 raise
 
     def pass_on(self, context: Any, rank: int | None, source: Any, out: Any) -> None:
+        """Queue the copy of a token, i32[1], to the next token."""
         if rank is not None:  # else the driver raises if the thread has no context yet
             self.driver.use(self._gpus[rank].context)
         self.driver.copy(pointer(out), pointer(source), _TOKEN_BYTES, stream_of(context))
 
     def clear(self, context: Any, out: Sequence[Any]) -> None:
+        """Queue fills of a callback's buffers with zeros."""
         for target in out:
             self.driver.clear(pointer(target), num_bytes(target), stream_of(context))
 
     def close(self) -> None:
+        """Wait for all copies, and free slots, streams and threads."""
         for kind in {kind for kind, _ in (*self._up, *self._down)}:
             self.remove(kind)
         for gpu in self._gpus.values():

@@ -49,21 +49,26 @@ class HostLink:
     """Buffers of the CPU backend."""
 
     def read(self, context: Any, buffer: Any, place: Hashable) -> np.ndarray:
+        """Return a view of a callback's buffer."""
         del context, place
         # A view. np.array, which would copy, fails on a callback's buffer.
         return np.asarray(buffer)
 
     def room(self, context: Any, buffer: Any, place: Hashable) -> np.ndarray:
+        """Return a view of a callback's buffer."""
         del context, place
         return np.asarray(buffer)
 
     def write(self, context: Any, buffer: Any, place: Hashable) -> None:
+        """Do nothing: `room` is the buffer itself."""
         del context, buffer, place
 
     def allocate(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
+        """Return zeros in ordinary memory."""
         return np.zeros(shape, dtype)
 
     def free(self, arrays: Iterable[np.ndarray]) -> None:
+        """Do nothing: ordinary memory is freed with its last reference."""
         del arrays
 
 
@@ -75,10 +80,12 @@ class CudaLink:
     """
 
     def __init__(self) -> None:
+        """Create a link without staging memory."""
         self.staging: dict[Hashable, np.ndarray] = {}
         self._lock = threading.Lock()  # of `staging`: devices call back concurrently
 
     def read(self, context: Any, buffer: Any, place: Hashable) -> np.ndarray:
+        """Copy a buffer to its staging memory, wait for the program's stream, and return it."""
         host, call = self.room(context, buffer, place), driver()
         call.copy(host.ctypes.data, pointer(buffer), host.nbytes, stream_of(context))
         # The callback runs while the program is being queued: the values exist only once the stream
@@ -87,6 +94,7 @@ class CudaLink:
         return host
 
     def room(self, context: Any, buffer: Any, place: Hashable) -> np.ndarray:
+        """Return a buffer's page-locked staging memory, allocated at the first call."""
         dtype = np.dtype(buffer.dtype)
         # The stream identifies the device: each device has its own staging memory.
         key = (place, stream_of(context), tuple(buffer.shape), str(dtype))
@@ -101,17 +109,20 @@ class CudaLink:
             return self.staging[key]
 
     def write(self, context: Any, buffer: Any, place: Hashable) -> None:
+        """Copy the staging memory to its buffer, and wait for the program's stream."""
         host, call = self.room(context, buffer, place), driver()
         call.copy(pointer(buffer), host.ctypes.data, host.nbytes, stream_of(context))
         call.finish_stream(stream_of(context))  # the staging memory will be reused
 
     def allocate(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
+        """Return zeros in page-locked memory."""
         array = np.zeros(shape, dtype)
         if array.nbytes:
             driver().register(array)
         return array
 
     def free(self, arrays: Iterable[np.ndarray]) -> None:
+        """Unregister page-locked memory from `allocate`."""
         for array in arrays:
             if array.nbytes:
                 driver().unregister(array)

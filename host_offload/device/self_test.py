@@ -56,9 +56,11 @@ class Order:
     num: int
 
     def __len__(self) -> int:
+        """Return the number of ticks."""
         return self.num
 
     def __getitem__(self, i: Any) -> Any:
+        """Return the layer of tick i, an int32."""
         return jnp.int32(self.first) + jnp.int32(self.step) * i
 
 

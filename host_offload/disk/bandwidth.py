@@ -47,11 +47,15 @@ class Reader(Protocol):
 
     def read(
         self, store: Store, layer: int, buffer: np.ndarray, *, verify: bool = True
-    ) -> concurrent.futures.Future[float]: ...
+    ) -> concurrent.futures.Future[float]:
+        """Start to read a record; see `DirectIo.read`."""
+        ...
 
     def write(
         self, store: Store, layer: int, buffer: np.ndarray, *, checksum: bool = True
-    ) -> concurrent.futures.Future[float]: ...
+    ) -> concurrent.futures.Future[float]:
+        """Start to write a record; see `DirectIo.write`."""
+        ...
 
 
 class Bench:
@@ -207,9 +211,11 @@ class Bench:
         self._ring.close()
 
     def __enter__(self) -> "Bench":
+        """Return this object."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Free the buffers."""
         self.close()
 
 

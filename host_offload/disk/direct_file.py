@@ -139,9 +139,11 @@ class DirectFile:
                     closing.callback(os.close, fd)
 
     def __enter__(self) -> "DirectFile":
+        """Return this file."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close this file."""
         self.close()
 
 

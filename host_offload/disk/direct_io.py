@@ -134,9 +134,11 @@ class DirectIo:
         self._pool.shutdown(wait=True)
 
     def __enter__(self) -> "DirectIo":
+        """Return this object."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Wait for all transfers and end the threads."""
         self.close()
 
 

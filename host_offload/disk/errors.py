@@ -62,6 +62,7 @@ class SwapError(RuntimeError):
         layer: int | None = None,
         errno: int | None = None,
     ) -> None:
+        """Create an error from its message and attributes."""
         super().__init__(message)
         self.file, self.layer, self.errno = file, layer, errno
 

@@ -57,6 +57,7 @@ class ReadFile:
             raise NotRegularError(f"{path}: {error}") from error
 
     def __del__(self) -> None:
+        """Close the file."""
         if self._fd >= 0:
             with contextlib.suppress(OSError):  # nothing was written, so nothing can be lost
                 os.close(self._fd)

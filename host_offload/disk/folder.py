@@ -129,6 +129,7 @@ class SwapFolder:
             os.close(self._fd)
 
     def __enter__(self) -> "SwapFolder":
+        """Return this folder."""
         return self
 
     def __exit__(
@@ -137,6 +138,7 @@ class SwapFolder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Remove the folder."""
         self.close()
 
 

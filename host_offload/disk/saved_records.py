@@ -355,9 +355,11 @@ class SavedRecords:
             self._open.clear()
 
     def __enter__(self) -> "SavedRecords":
+        """Return this object."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Drop the open files."""
         self.close()
 
 

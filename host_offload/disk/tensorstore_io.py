@@ -111,9 +111,11 @@ class TensorstoreIo:
         self._arrays.clear()
 
     def __enter__(self) -> "TensorstoreIo":
+        """Return this object."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Wait for all transfers and end the threads."""
         self.close()
 
 

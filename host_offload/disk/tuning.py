@@ -49,6 +49,7 @@ class IoSettings:
     block_bytes: int
 
     def __post_init__(self) -> None:
+        """Check the values."""
         are_whole = isinstance(self.num_threads, int) and isinstance(self.block_bytes, int)
         fits = (
             1 <= self.num_threads <= _MOST_THREADS

@@ -53,6 +53,7 @@ class Swap:
     """
 
     def __init__(self, mesh: Mesh) -> None:
+        """Create a connection for a mesh, without an engine."""
         self.mesh = mesh
         self.engine: Engine | None = None
         self.calls = Calls(list(mesh.devices.flat))

@@ -22,11 +22,17 @@ class Io(Protocol):
     Implemented by `host_offload.disk.DirectIo` and `host_offload.disk.TensorstoreIo`.
     """
 
-    def read(self, store: Store, layer: int, buffer: np.ndarray) -> "Future[float]": ...
+    def read(self, store: Store, layer: int, buffer: np.ndarray) -> "Future[float]":
+        """Start to read a record into a buffer; return a future of the seconds it took."""
+        ...
 
-    def write(self, store: Store, layer: int, buffer: np.ndarray) -> "Future[float]": ...
+    def write(self, store: Store, layer: int, buffer: np.ndarray) -> "Future[float]":
+        """Start to write a record from a buffer; return a future of the seconds it took."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Wait for all transfers, and release resources."""
+        ...
 
 
 @dataclasses.dataclass(eq=False)

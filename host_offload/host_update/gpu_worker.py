@@ -135,6 +135,7 @@ class Packing:
     """
 
     def __init__(self, specs: Sequence[Spec]) -> None:
+        """Compute the layout of arrays, given as (shape, dtype)."""
         self.specs, self.starts, self.num_bytes = tuple(specs), list[int](), 0
         self.sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in specs]
         for size in self.sizes:
@@ -187,6 +188,7 @@ class Part:
     """Memory and events of one part on one GPU, used by callbacks and by the worker."""
 
     def __init__(self, spec: PartSpec, driver: Driver, device: Any) -> None:
+        """Allocate a part's memory and events on a GPU."""
         self.spec, self.driver, self.down, self.up = spec, driver, spec.down, spec.up
         by_slots, self._memory = spec.stacked, list[np.ndarray]()
         num_buffers = 0 if spec.stashes else LAG + 1 if by_slots else 1
@@ -223,6 +225,7 @@ class Part:
         )
 
     def close(self) -> None:
+        """Destroy the events and unregister the host memory."""
         for event in (self.full, *self.arrived, *self.sent, *self.empty):
             self.driver.destroy_event(event)
         for memory in self._memory:

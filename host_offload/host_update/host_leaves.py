@@ -41,6 +41,7 @@ class HostLeaves:
     """
 
     def __init__(self, kernels: Sequence[LeafKernel], link: Link, swap: Swap | None = None) -> None:
+        """Store the kernels, without binding memory."""
         self.kernels, self.link, self.swap = tuple(kernels), link, swap
         self.arrays: dict[Place, list[np.ndarray]] = {}
         self.stashed: dict[Place, np.ndarray] = {}
@@ -208,7 +209,14 @@ class HostLeaves:
             }
 
     def skip(self, device: int, layer: int, modes: Mapping[str, Mode], number: int) -> None:
-        """Skip the records that an update would have borrowed; arguments as for `borrowed`."""
+        """Skip one layer's records of several kinds, which an update would have borrowed.
+
+        Args:
+          device: position of the device in the mesh.
+          layer: index of the records.
+          modes: how the records would have been used, by kind.
+          number: number of the state to which the records belong.
+        """
         for kind, mode in modes.items():
             assert self.swap is not None
             self.swap.engine_of(number).skip(kind, device, layer, mode)

@@ -14,9 +14,10 @@ disk is updated in the buffers through which it moves (ZeRO-Infinity, arXiv:2104
 
     disk -> buffer;  kernel(g, w, s, scalars), in place;  buffer -> disk
 
-So it does not cross the link either. Its records are borrowed from the engine, which in the
-meantime reads the next layer's records and writes the previous layer's (`host_offload.engine.engine`).
-Gradients are stashed in records, and parameters written to records, in the same way.
+So it does not cross the link either. Its records are borrowed from the engine
+(`host_offload.engine.engine`), which in the meantime reads the next layer's records and writes the
+previous layer's. Gradients are stashed in records, and parameters written to records, in the same
+way.
 
 Tokens order the callbacks of a device, and hold the number of the state on disk. For an update that
 is delayed by a step, see `host_offload.host_update.delayed`.
@@ -40,6 +41,7 @@ class HostStep:
     """
 
     def __init__(self, leaves: HostLeaves) -> None:
+        """Store the leaves that are updated on the host."""
         self.leaves = leaves
 
     def stash(

@@ -142,6 +142,7 @@ class Intervals:
     """A union of time intervals, in seconds."""
 
     def __init__(self, intervals: Iterable[tuple[float, float]]) -> None:
+        """Merge intervals (start, end), given in any order."""
         merged: list[list[float]] = []
         for start, end in sorted(intervals):
             if merged and start <= merged[-1][1]:

@@ -30,6 +30,7 @@ class Recorder:
     """
 
     def __init__(self, distance: int) -> None:
+        """Start without runs."""
         self.distance = distance
         self._open: Run | None = None  # the run in progress
         self._last: Run | None = None  # the run before the traced ones; outside a trace, the last
