@@ -1,6 +1,6 @@
-"""Bytes between tiers: device memory, pinned host memory and disk.
+"""Moves training state between device memory, pinned host memory and disk.
 
-Mechanism only: `zerojax` decides what lives where.
+This package is the mechanism only; `zerojax` decides which state lives in which tier.
 """
 
 from host_offload.schedule import Phase as Phase

@@ -1,12 +1,12 @@
-"""Descriptions in JSON, read field by field: what a file says is held against what it may say,
-before anything relies on it.
+"""Validated access to JSON descriptions, field by field.
 
-    Field({"shape": [3, -1]})["shape"].integers()     FieldError: shape[1] is -1, and an integer from 0 to 2^63 - 1 is needed
+    Field({"shape": [3, -1]})["shape"].integers()
+    FieldError: shape[1] is -1, and an integer, from 0 to 2^63 - 1, is needed
 
-Descriptions come from disks and from other people. Their checksum, where they have one, tells that
-they are as they were written, and not that what was written makes sense: a size may be negative or
-larger than any file, a name may lead out of its folder, a number may be a list. Each method here
-returns a value of one type and range, or names the field.
+Descriptions are read from disks and come from other people. A checksum proves only that a
+description is unchanged, not that it makes sense: a size may be negative or larger than any file, a
+name may point outside of its folder, a number may be a list. Each method here returns a value of
+one type and range, or raises an error that names the field.
 """
 
 import base64
@@ -19,20 +19,20 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 MOST = 2**63 - 1
-"""The largest integer of a description: the largest offset in a file."""
+"""The largest integer allowed in a description: the largest offset in a file."""
 _MOST_DIMS = 32
 _NOTHING = object()
 
 
 class FieldError(ValueError):
-    """A field of a description is missing, or is not what it may be; the text begins with its name."""
+    """A field of a description is missing or invalid; the message begins with the field's name."""
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Return what a JSON text says.
+    """Parse a JSON text.
 
     Raises:
-      ValueError: it is none, or has a name twice in one object, or is nested too deeply.
+      ValueError: the text is not JSON, repeats a name within an object, or is nested too deeply.
     """
     try:
         return json.loads(text, object_pairs_hook=_unique)
@@ -54,46 +54,70 @@ class Field:
     """A value in a description.
 
     Attributes:
-      value: as JSON gave it.
-      name: where it is, such as "stores[0].leaves[1].offset"; "" is the description itself.
+      value: the value as parsed from JSON.
+      name: path of the value, such as "stores[0].leaves[1].offset"; "" is the description itself.
     """
 
     value: Any
     name: str = ""
 
     def refuse(self, needed: str) -> NoReturn:
-        """Raise FieldError: this is its value, and something else is needed."""
+        """Raise a FieldError that shows this field's value and says what is needed instead.
+
+        Args:
+          needed: noun phrase for a valid value, such as "a list".
+        """
         raise FieldError(f"{self.name or 'it'} is {_shown(self.value)}, and {needed} is needed")
 
     def __getitem__(self, key: str) -> "Field":
-        """Return a field of an object.
+        """Return a field of this object.
 
         Raises:
-          FieldError: this is no object, or has no such field.
+          FieldError: this value is not an object, or the field is missing or null.
         """
         if (field := self.get(key)) is None:
             raise FieldError(f"{self._child(key)} is missing")
         return field
 
     def get(self, key: str) -> "Field | None":
-        """Return a field of an object, or None where it is missing or null."""
+        """Return a field of this object, or None if the field is missing or null.
+
+        Raises:
+          FieldError: this value is not an object.
+        """
         value = self._object().get(key, _NOTHING)
         return None if value is _NOTHING or value is None else Field(value, self._child(key))
 
     def fields(self) -> Iterator[tuple[str, "Field"]]:
-        """Yield (name, field) of an object whose names are free."""
+        """Yield (name, field) for each field of an object with arbitrary names.
+
+        Raises:
+          FieldError: this value is not an object, or a name is not valid UTF-8.
+        """
         for key, value in self._object().items():
             Field(key, f"a name in {self.name or 'it'}").text()
             yield key, Field(value, self._child(key))
 
     def items(self) -> list["Field"]:
-        """Return the items of a list."""
+        """Return the items of this list.
+
+        Raises:
+          FieldError: this value is not a list.
+        """
         if not isinstance(self.value, list):
             self.refuse("a list")
         return [Field(value, f"{self.name}[{n}]") for n, value in enumerate(self.value)]
 
     def integer(self, least: int = 0, most: int = MOST) -> int:
-        """Return an integer in a range."""
+        """Return this integer.
+
+        Args:
+          least: smallest valid value.
+          most: largest valid value.
+
+        Raises:
+          FieldError: this value is not an integer, or is out of range.
+        """
         if type(self.value) is not int or not least <= self.value <= most:
             span = (
                 f"{least}"
@@ -104,37 +128,60 @@ class Field:
         return self.value
 
     def integers(self, least: int = 0) -> tuple[int, ...]:
-        """Return a list of integers, one for each dim of an array."""
+        """Return this list of integers, one per dim of an array.
+
+        Args:
+          least: smallest valid integer.
+
+        Raises:
+          FieldError: this value is not a list of integers in range, or has more than 32 items.
+        """
         items = self.items()
         if len(items) > _MOST_DIMS:
             self.refuse(f"a list of at most {_MOST_DIMS} integers")
         return tuple(item.integer(least) for item in items)
 
     def flag(self) -> bool:
-        """Return true or false."""
+        """Return this boolean.
+
+        Raises:
+          FieldError: this value is not true or false.
+        """
         if not isinstance(self.value, bool):
             self.refuse("true or false")
         return self.value
 
     def text(self) -> str:
-        """Return a text that can be a name, and be printed."""
+        """Return this text, which can be encoded in UTF-8 and so be printed or used as a name.
+
+        Raises:
+          FieldError: this value is not a text, or cannot be encoded.
+        """
         if not isinstance(self.value, str):
             self.refuse("a text")
         try:
             self.value.encode()
-        except UnicodeEncodeError:  # of half a surrogate pair
+        except UnicodeEncodeError:  # half of a surrogate pair
             self.refuse("a text of UTF-8")
         return self.value
 
     def inner_path(self) -> str:
-        """Return a path below the folder of the description."""
+        """Return this path, which is below the folder of the description.
+
+        Raises:
+          FieldError: this value is not such a path; see `is_inner_path`.
+        """
         path = self.text()
         if not is_inner_path(path):
             self.refuse("a path below the folder of the description")
         return path
 
     def data(self) -> bytes:
-        """Return the bytes of a text in base64."""
+        """Return the bytes that this base64 text encodes.
+
+        Raises:
+          FieldError: this value is not a text in base64.
+        """
         try:
             return base64.b64decode(self.text(), validate=True)
         except FieldError:
@@ -143,9 +190,16 @@ class Field:
             self.refuse("base64")
 
     def num_bytes(self, itemsize: int) -> int:
-        """Return the bytes of an array of this shape."""
+        """Return the number of bytes of an array of this shape.
+
+        Args:
+          itemsize: bytes per element.
+
+        Raises:
+          FieldError: this value is not a shape, or the array would have 2^63 bytes or more.
+        """
         shape = self.integers()
-        # Dims of 0 do not count: numpy multiplies the others, too.
+        # A dim of 0 must not hide an overflow: numpy multiplies the remaining dims too.
         if math.prod(max(1, n) for n in shape) * itemsize > MOST:
             self.refuse("a shape of less than 2^63 bytes")
         return math.prod(shape) * itemsize
@@ -162,8 +216,9 @@ class Field:
 
 
 def is_inner_path(path: str) -> bool:
-    """Tell whether a path names something below the folder to which it is relative; what links are
-    there is not looked at.
+    """Return whether a relative path stays below its folder.
+
+    Only the text of the path is checked; symbolic links are not resolved.
     """
     return (
         not os.path.isabs(path) and "\0" not in path and {"", ".", ".."}.isdisjoint(path.split("/"))

@@ -1,4 +1,4 @@
-"""Callbacks of running programs: which record each one is asked for, known before it is asked."""
+"""Callbacks of running programs: predicts which record each call asks for, and checks it."""
 
 from host_offload.calls.log import CallLog as CallLog
 from host_offload.calls.site import Calls as Calls

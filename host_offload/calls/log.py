@@ -1,8 +1,8 @@
-"""What programs on GPUs send along with their callbacks, in page-locked memory, in the order in
-which they send it.
+"""A log, in page-locked memory, of the requests that GPU programs send with their callbacks.
 
-A callback queues the copy of 12 bytes on the program's stream and goes on. When the program is
-over, the log holds what each call was asked for, beside what the callback assumed.
+A callback queues a copy of 12 bytes on the program's stream and continues. When the program has
+ended, the log holds the record that each call really asked for and the record that the callback
+assumed, in the order of the calls.
 """
 
 import threading
@@ -15,21 +15,21 @@ import numpy as np
 from host_offload.device import Driver, allocate, pointer, stream_of
 
 Sent = tuple[int, int, int]
-_CALLS = 4096  # that one piece of memory holds
+_CALLS = 4096  # calls per chunk of memory
 _WIDTH = 3
 _BYTES = 4 * _WIDTH
 
 
 class CallLog:
-    """The calls of this process's GPUs, each of which has memory of its own."""
+    """Log of the calls of this process's GPUs; each GPU has its own memory."""
 
     def __init__(self, devices: Sequence[Any], driver: Driver, process: int = 0) -> None:
-        """Serve the devices of a mesh, in its order.
+        """Create an empty log for a mesh.
 
         Args:
-          devices: all of them.
-          driver: of this machine.
-          process: whose devices call here.
+          devices: all devices of the mesh, in its order.
+          driver: CUDA driver of this machine.
+          process: index of the process whose devices are logged here.
         """
         self.driver = driver
         local = [
@@ -44,12 +44,17 @@ class CallLog:
         weakref.finalize(self, _unregister, driver, memory)
 
     def rank_of(self, context: Any, where: Any) -> int:
-        """Return the device whose program calls, by its stream."""
+        """Return the rank of the calling device, found by its stream.
+
+        Args:
+          context: the callback's context.
+          where: the callback's buffer, i32[3] on the device.
+        """
         stream = stream_of(context)
         rank = self._by_stream.get(stream)
         if rank is None:
-            # XLA uses the primary context of a GPU, and so do we. Another one tells nothing: then
-            # the program is asked.
+            # XLA normally uses a GPU's primary context, as this module does. If the stream belongs
+            # to another context, wait for the rank that the program sends.
             of_stream = self.driver.context_of_stream(stream)
             found = [rank for rank, own in self._contexts.items() if own == of_stream]
             rank = found[0] if len(found) == 1 else self.read(context, where)[0]
@@ -57,10 +62,15 @@ class CallLog:
         return rank
 
     def read(self, context: Any, where: Any) -> Sent:
-        """Return what a call sends; waits for all that the program has queued."""
+        """Return (rank, layer, number) of a call, after waiting for the program's queued work.
+
+        Args:
+          context: the callback's context.
+          where: the callback's buffer, i32[3] on the device.
+        """
         stream, call = stream_of(context), self.driver
-        # Into memory that is not page-locked the driver copies before it returns, or before the
-        # stream is finished.
+        # `room` is not page-locked: the driver fills it before `copy` returns, or at the latest
+        # before the stream is finished.
         room = np.zeros(_WIDTH, np.int32)
         call.ensure_context()
         call.copy(room.ctypes.data, pointer(where), _BYTES, stream)
@@ -69,7 +79,14 @@ class CallLog:
         return rank, layer, number
 
     def append(self, context: Any, where: Any, assumed: Any, rank: int) -> None:
-        """Queue the copy of what a call sends, and keep what was assumed beside it."""
+        """Queue the copy of a call's buffer to the log, and store the assumption with it.
+
+        Args:
+          context: the callback's context.
+          where: the callback's buffer, i32[3] on the device.
+          assumed: value that `entries` yields with this call.
+          rank: position of the device in the mesh.
+        """
         calls, stream = self._of_rank[rank], stream_of(context)
         with calls.lock:
             count = len(calls.assumed)
@@ -86,7 +103,7 @@ class CallLog:
         )
 
     def reserve(self, num_calls: int) -> None:
-        """Have memory for so many calls of each device."""
+        """Allocate memory for at least `num_calls` calls per device."""
         for rank, calls in self._of_rank.items():
             while len(calls.memory) * _CALLS < num_calls:
                 self._grow(rank)
@@ -99,15 +116,17 @@ class CallLog:
 
     def clear(self) -> None:
         """Forget all calls."""
-        self._finish()  # a copy of a program that was left would write into what the next one sends
+        # A pending copy of an abandoned program would overwrite an entry of the next program.
+        self._finish()
         self._by_stream.clear()
         for calls in self._of_rank.values():
             calls.assumed.clear()
             calls.streams.clear()
 
     def entries(self) -> Iterator[tuple[Any, Sent]]:
-        """Yield what was assumed and what was sent, of all calls since `clear`, when the program is
-        over.
+        """Yield (assumed, sent) for each call since `clear`; call this when the program has ended.
+
+        `sent` is (rank, layer, number).
         """
         self._finish()
         for calls in self._of_rank.values():
@@ -119,7 +138,7 @@ class CallLog:
                 yield assumed, (rank, layer, number)
 
     def _finish(self) -> None:
-        """Wait for the copies that are queued."""
+        """Wait for all queued copies."""
         for rank, calls in self._of_rank.items():
             for stream in calls.streams:
                 self.driver.use(self._contexts[rank])
@@ -130,11 +149,11 @@ class _Calls:
     """The calls of one device.
 
     Attributes:
-      memory: page-locked, each piece for `_CALLS` calls.
-      addresses: of the pieces.
-      assumed: of each call.
-      streams: from which they came.
-      lock: of all of these: what nothing orders in a program may call at once.
+      memory: page-locked chunks, each for `_CALLS` calls.
+      addresses: address of each chunk.
+      assumed: assumption of each call.
+      streams: streams from which the device called.
+      lock: protects the other attributes: unordered callbacks of a program may run concurrently.
     """
 
     def __init__(self) -> None:
@@ -146,7 +165,7 @@ class _Calls:
 
 
 def _unregister(driver: Driver, memory: Sequence[Sequence[np.ndarray]]) -> None:
-    """Undo the page-locks, before the memory is freed."""
+    """Unlock the pages before the memory is freed."""
     for pieces in memory:
         for piece in pieces:
             driver.unregister(piece)

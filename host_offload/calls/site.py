@@ -1,23 +1,24 @@
-"""Which record a callback of a running program is asked for, known before it is asked.
+"""Predict which record each callback of a running program asks for.
 
-A callback on a GPU runs while its program is being queued: what the program computes is not there
-  yet. To read even one index
-it would have to wait until the GPU has done all that was queued before, and the GPU would then be
-idle until more is queued. But the order of a program's callbacks is no secret. A **site** is one
-callback of a traced program. The schedule says which records it asks for, one after the other, and
-each device calls it in that order:
+A GPU callback runs while its program is still being queued, so the values that the program computes
+do not exist yet. To read even one index, the callback would have to wait until the GPU has finished
+all work queued so far, and the GPU would then be idle until more work is queued. But the order of a
+program's callbacks is known in advance. A **site** is one callback of a traced program. The
+schedule lists the records it asks for, and every device calls it in that order:
 
-    site.order      layers, one for each call of a step                known when the program was traced
-    call n          layer = order[n], n counted by the site            for each device by itself, from 0 in each step
-    the device      that of the stream on which the program runs
-    the state       its number, which no callback changes in a step
+    site.order      layer of each call in a step; known when the program is traced
+    call n          layer = order[n]; the site counts n per device, from 0 in each step
+    device          the device to which the program's stream belongs
+    state           number of the state, which no callback changes during a step
 
-The program sends all three along, i32[3] (`Calls.where`). On a CPU they are compared with what is
-assumed at once. On a GPU they are copied to a log in page-locked memory when the program comes to
-that point (`host_offload.calls.log`), and compared at the end of the step, before anybody is told
-its results (`Calls.check`). Another order is a `SwapError`, never a wrong number.
+The program also sends all three values, i32[3] (`Calls.where`). On a CPU they are immediately
+compared with the prediction. On a GPU they are copied to a log in page-locked memory when the
+program reaches the call (`host_offload.calls.log`), and compared at the end of the step, before its
+results are returned (`Calls.check`). A different order raises a `SwapError`; it never produces a
+wrong result.
 
-A site without an order, as of a program that makes a state or reads one, waits for what it is sent.
+A site without an order waits for the values that the program sends. Programs that create or read a
+state use such sites.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,12 +36,13 @@ Array = jax.Array
 
 
 class Asked(NamedTuple):
-    """What a callback is asked for.
+    """The record that a callback is asked for.
 
     Attributes:
       rank: position of the device in the mesh.
-      layer: index of the record among those of its kind.
-      number: of the state on disk to which it belongs; 0 of a record that lives inside a step.
+      layer: index of the record within its kind.
+      number: number of the state on disk to which the record belongs; 0 for a record that exists
+        only within a step.
     """
 
     rank: int
@@ -49,27 +51,27 @@ class Asked(NamedTuple):
 
 
 class Calls:
-    """The callbacks of a mesh's programs, of which one runs at a time.
+    """The callbacks of a mesh's programs. Only one program runs at a time.
 
     Attributes:
-      number: of the state that the program reads and updates; 0 where none is on disk.
-      run: number of the program that runs.
-      log: what programs on GPUs send, from the first one on; None on CPUs.
+      number: number of the state that the program reads and updates; 0 if none is on disk.
+      run: number of the running program.
+      log: log of the requests that GPU programs send; None on CPUs and before the first program.
     """
 
     def __init__(self, devices: Sequence[Any]) -> None:
-        """Serve the devices of a mesh, in its order.
+        """Store the devices of a mesh, in its order.
 
-        They need not be there before a program runs.
+        The devices are not used before a program runs, so they need not be present until then.
         """
         self._devices, self.number = list(devices), 0
         self.log: CallLog | None = None
         self.run, self._most = 0, 0
 
     def begin(self) -> None:
-        """Expect a program, from its first call on."""
-        # A new number, so that each site counts from 0, also after a program that was left in the
-        # middle.
+        """Prepare for the first call of a program."""
+        # With a new number each site counts from 0, even if the previous program was abandoned
+        # halfway.
         self.run += 1
         self._make_log()
         if self.log is not None:
@@ -82,21 +84,23 @@ class Calls:
             self.log.reserve(self._most)
 
     def reserve(self, num_calls: int) -> None:
-        """Make room for what a program sends on each device, before it runs, so that no callback
-        has to.
+        """Reserve log memory before a program runs, so that no callback has to allocate.
+
+        Args:
+          num_calls: number of calls of the program, per device.
         """
-        # A program that is only compiled has no driver, and needs no room.
+        # A program that is only compiled has no log, and needs no memory.
         self._most = max(self._most, num_calls)
         if self.log is not None:
             self.log.reserve(num_calls)
 
     def check(self) -> None:
-        """Compare what the program has sent since `begin` with what was assumed, when the program
-        is over.
+        """Compare the requests that a GPU program sent since `begin` with the predictions.
+
+        Call this when the program has ended. It does nothing on CPUs.
 
         Raises:
-          SwapError: it asked for other records than those that it was given, or that were taken
-            from it.
+          SwapError: the program asked for different records than were fetched or stored for it.
         """
         if self.log is None:
             return
@@ -106,8 +110,12 @@ class Calls:
 
     @staticmethod
     def where(position: Array, layer: Array, number: Array) -> Array:
-        """Return what a program sends along with a call, i32[3], given i32[1], i32[] and i32[1];
-        inside of a `shard_map`.
+        """Return the i32[3] that a program sends with a call; used inside of a `shard_map`.
+
+        Args:
+          position: i32[1], position of the device in the mesh.
+          layer: integer scalar, index of the record.
+          number: i32[1], number of the state, or 0.
         """
         # `zerojax.program.call_order` finds the layer in this concatenation.
         return jnp.concatenate([position, layer[None].astype(jnp.int32), number])
@@ -116,37 +124,38 @@ class Calls:
 class Site:
     """One callback of a traced program.
 
-    A callback is handed its site by `functools.partial(callback, ..., site=site)`, where `site_of`
-    finds it.
+    A callback receives its site through `functools.partial(callback, ..., site=site)`; `site_of`
+    retrieves it from there.
 
     Attributes:
-      name: of what it does, for messages.
-      order: the layer of each call in one run of the program; None where it is not known.
+      calls: callbacks of the program's mesh.
+      name: operation of the callback, for messages, such as "fetch params".
+      of_state: whether the program sends the number of the state; if False, it sends 0.
+      order: layer of each call in one run of the program; None if unknown.
     """
 
     def __init__(self, calls: Calls, name: str, *, of_state: bool = True) -> None:
-        """Make a site.
+        """Create a site without an order.
 
         Args:
-          calls: of the program's mesh.
-          name: of what it does.
-          of_state: whether it is sent the number of the state, and not 0.
+          calls: callbacks of the program's mesh.
+          name: operation of the callback, for messages.
+          of_state: whether the program sends the number of the state; if False, it sends 0.
         """
         self.calls, self.name, self.of_state = calls, name, of_state
         self.order: Sequence[int] | None = None
-        self._made: dict[
-            int, tuple[int, int]
-        ] = {}  # by device: the run, and the calls that came in it
+        # By rank: the number of the run, and of the calls made in it.
+        self._made: dict[int, tuple[int, int]] = {}
 
     def ask(self, context: Any, where: Any) -> Asked:
-        """Return what this call is asked for.
+        """Return the record that this call is asked for.
 
         Args:
-          context: of the callback.
-          where: its buffer, i32[3], as `Calls.where` makes it.
+          context: the callback's context.
+          where: the callback's buffer, i32[3], made by `Calls.where`.
 
         Raises:
-          SwapError: it is not what the schedule says.
+          SwapError: the request differs from the schedule, or the schedule has no such call.
         """
         log = self.calls.log
         if log is None:
@@ -165,8 +174,8 @@ class Site:
         return assumed
 
     def _count(self, rank: int) -> int:
-        """Return the number of this call on a device, from 0 in each run."""
-        # One device makes one call at a time, and devices share no entry.
+        """Return the number of this call on a device, counted from 0 in each run."""
+        # No lock: a device makes one call at a time, and each device has its own entry.
         last, made = self._made.get(rank, (0, 0))
         run = self.calls.run
         made = made if last == run else 0
@@ -178,11 +187,18 @@ class Site:
         if count < len(self.order):
             return self.order[count]
         raise SwapError(
-            f"{self.name}: device {rank} makes call {count + 1}, and its schedule has {len(self.order)}"
+            f"{self.name}: device {rank} makes call {count + 1}, and its schedule has "
+            f"{len(self.order)}"
         )
 
     def surprise(self, count: int, asked: Asked, assumed: Asked) -> SwapError:
-        """Return the error of a call that came for another record than was assumed."""
+        """Return the error for a call that asked for a different record than predicted.
+
+        Args:
+          count: number of the call on its device, counted from 0.
+          asked: record that the program asked for.
+          assumed: record that the schedule predicted.
+        """
         told = ", ".join(
             f"{name} {a} and not {b}"
             for name, a, b in zip(Asked._fields, asked, assumed, strict=True)
@@ -190,13 +206,13 @@ class Site:
         )
         told = told.replace("rank", "device").replace("number", "state")
         return SwapError(
-            f"{self.name}: call {count + 1} of a step was for {told} as scheduled, so wrong records may have moved. This is an "
-            "error of zerojax, not of the disk",
+            f"{self.name}: call {count + 1} of a step was for {told} as scheduled, so wrong "
+            "records may have moved. This is a bug in zerojax, not an error of the disk",
             layer=asked.layer,
         )
 
 
 def site_of(callback: Callable[..., Any]) -> Site | None:
-    """Return the site that a callback was handed, or None."""
+    """Return the site bound to a callback by `functools.partial`, or None if there is none."""
     site = getattr(callback, "keywords", {}).get("site")
     return site if isinstance(site, Site) else None

@@ -1,4 +1,4 @@
-"""Memory that a device reaches: aligned buffers, links, copies on streams, limits, and a self-test."""
+"""Host memory that a device can access: buffers, links, copies on streams, limits, a self-test."""
 
 from host_offload.device.buffers import Ring as Ring
 from host_offload.device.buffers import allocate as allocate

@@ -1,12 +1,11 @@
-"""Host memory for records on their way between disk and device: a fixed ring of buffers, allocated
-before step 1.
+"""Host memory for records in flight between disk and device: a fixed ring of buffers.
 
-O_DIRECT pins the pages that it transfers to, one by one, so their size decides its speed: into
-  pages of 2 MB a disk reads at
-full speed, into pages of 4 KB at a third of it. Memory is therefore private and anonymous (shared
-memory gets no huge pages), aligned to 2 MB, and touched when it is allocated. A ring has as many
-buffers as the schedule has records in flight. When all of them are in use, a caller waits: a slow
-disk makes the step slower, and never takes more memory.
+All buffers are allocated before step 1. O_DIRECT pins the pages of a transfer one by one, so their
+size determines its speed: a disk reads into pages of 2 MB at full speed, and into pages of 4 KB at
+a third of it. Memory is therefore private and anonymous (shared memory gets no huge pages), aligned
+to 2 MB, and touched when it is allocated. A ring has one buffer per record that the schedule has in
+flight. If all are in use, a caller waits: a slow disk makes the step slower, but never takes more
+memory.
 """
 
 import ctypes
@@ -29,10 +28,10 @@ PAGE_BYTES = 4096
 
 
 def allocate(num_bytes: int) -> np.ndarray:
-    """Return uint8[num_bytes] of private zeroed memory, aligned to 2 MB, in huge pages where the
-    kernel has them.
+    """Return uint8[num_bytes] of private zeroed memory, aligned to 2 MB.
 
-    All pages are resident. The memory is freed with the last view of it.
+    The memory is in huge pages if the kernel supports them, and all pages are resident. It is freed
+    with the last view of it.
 
     Raises:
       ValueError: num_bytes < 1.
@@ -40,25 +39,23 @@ def allocate(num_bytes: int) -> np.ndarray:
     """
     if num_bytes < 1:
         raise ValueError(f"num_bytes={num_bytes}: 1 or more is needed")
-    multiple = (
-        HUGE_BYTES if num_bytes >= HUGE_BYTES // 2 else PAGE_BYTES
-    )  # room for the last huge page to be whole
-    # mmap aligns to 4 KB only: one huge page more lets the buffer start at the next multiple of 2
-    # MB.
+    # A large buffer is rounded up, so that its last huge page is complete.
+    multiple = HUGE_BYTES if num_bytes >= HUGE_BYTES // 2 else PAGE_BYTES
+    # mmap aligns to 4 KB only: with one extra huge page the buffer can start at a multiple of 2 MB.
     room = -(-num_bytes // multiple) * multiple + HUGE_BYTES
     try:
         # Python's default is MAP_SHARED, and shared anonymous memory never gets huge pages.
         memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(
-            f"no memory for a buffer of {num_bytes} bytes: {error}; use fewer buffers, or more devices"
+            f"no memory for a buffer of {num_bytes} bytes: {error}; use fewer buffers, or more "
+            "devices"
         ) from error
-    # The advice must precede the first touch: the kernel chooses the size of a page when it is
-    # faulted in.
+    # Advise before the first touch: the kernel chooses the size of a page when it is faulted in.
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a kernel without them: slower, nothing else
+        except OSError:  # a kernel without huge pages: only slower
             logger.debug("this kernel has no transparent huge pages")
     whole = np.frombuffer(memory, np.uint8)
     start = -whole.ctypes.data % HUGE_BYTES
@@ -69,10 +66,9 @@ def allocate(num_bytes: int) -> np.ndarray:
 
 
 def lock_pages(buffer: np.ndarray) -> bool:
-    """Lock a buffer's pages in memory (mlock), where the limit allows; return whether they are
-    locked.
+    """Lock a buffer's pages in memory (mlock) if the limit allows, and return whether it did.
 
-    They are unlocked when the memory is freed. The first refusal is logged.
+    The pages are unlocked when the memory is freed. The first failure is logged.
     """
     try:
         libc = _libc()
@@ -81,7 +77,7 @@ def lock_pages(buffer: np.ndarray) -> bool:
         reason = os.strerror(ctypes.get_errno())
     except (OSError, AttributeError) as error:
         reason = str(error)
-    # The limit is often 8 MB: that is a reason to warn, not to refuse to train.
+    # The limit is often only 8 MB: a reason to warn, not to refuse to train.
     _warn_unlocked(buffer.nbytes, reason)
     return False
 
@@ -100,9 +96,10 @@ def _warn_unlocked(num_bytes: int, reason: str) -> None:
     _warned.set()
     limit, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     logger.warning(
-        "a buffer of %d bytes is not page-locked (%s), and may be swapped out where memory is short: RLIMIT_MEMLOCK is %s, "
-        "hard limit %s; raise it with `ulimit -l unlimited`, `memlock` in /etc/security/limits.conf, systemd's LimitMEMLOCK=, "
-        "or a container's --ulimit memlock=-1",
+        "a buffer of %d bytes is not page-locked (%s), and may be swapped out if memory is short: "
+        "RLIMIT_MEMLOCK is %s, hard limit %s; raise it with `ulimit -l unlimited`, `memlock` in "
+        "/etc/security/limits.conf, systemd's LimitMEMLOCK=, or a container's "
+        "--ulimit memlock=-1",
         num_bytes,
         reason,
         "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes",
@@ -115,29 +112,31 @@ class Ring:
 
     Attributes:
       num_buffers: number of buffers.
-      num_bytes: size of each.
-      locked: whether all are page-locked.
+      num_bytes: bytes per buffer.
+      locked: whether all buffers are page-locked.
     """
 
     def __init__(
         self, num_buffers: int, num_bytes: int, *, pin: Literal["lock", "cuda", "none"] = "lock"
     ) -> None:
-        """Allocate all the memory.
+        """Allocate all buffers.
 
         Args:
           num_buffers: number of buffers.
-          num_bytes: size of each.
-          pin: "lock" locks pages where the limit allows, "cuda" registers them with the driver,
-            "none" does neither.
+          num_bytes: bytes per buffer.
+          pin: how to lock pages: "lock" locks them if the limit allows, "cuda" registers them with
+            the CUDA driver, "none" does neither.
 
         Raises:
-          ValueError: a size below 1, or an unknown `pin`.
+          ValueError: num_buffers or num_bytes is below 1, or `pin` is unknown.
           MemoryError: there is not enough memory.
-          NotImplementedError, RuntimeError: as `host_offload.device.cuda_driver`, with pin="cuda".
+          NotImplementedError: pin="cuda", and the package cuda-bindings is missing.
+          RuntimeError: pin="cuda", and the driver failed.
         """
         if num_buffers < 1 or pin not in ("lock", "cuda", "none"):
             raise ValueError(
-                f"num_buffers={num_buffers}, pin={pin!r}: 1 or more, and 'lock', 'cuda' or 'none' are needed"
+                f"num_buffers={num_buffers}, pin={pin!r}: 1 or more, and 'lock', 'cuda' or 'none' "
+                "are needed"
             )
         self.num_buffers, self.num_bytes = num_buffers, num_bytes
         self._pin, self._registered = pin, []
@@ -145,13 +144,13 @@ class Ring:
         self._out: dict[int, np.ndarray] = {}  # address -> buffer
         self._seconds_waited, self._closed = 0.0, False
         buffers = [allocate(num_bytes) for _ in range(num_buffers)]
-        # With their addresses, which callbacks of a running program would else ask numpy for.
+        # Store the addresses, so that callbacks of a running program need not ask numpy for them.
         self._free = [(buffer.ctypes.data, buffer) for buffer in buffers]
         locked = [lock_pages(b) for b in buffers] if pin == "lock" else [False]
         self.locked = all(locked)
         if pin == "cuda":
             try:
-                # A registration that fails halfway must undo the others: memory that is freed while
+                # If a registration fails, undo the earlier ones: memory that is freed while it is
                 # registered stays pinned.
                 for buffer in buffers:
                     driver().register(buffer)
@@ -169,18 +168,17 @@ class Ring:
 
     @property
     def seconds_waited(self) -> float:
-        """Seconds that callers of `take` have waited, summed."""
+        """Seconds that callers have waited in `take`, summed over all calls."""
         with self._changed:
             return self._seconds_waited
 
     def take(self, timeout: float | None = None) -> np.ndarray:
-        """Return a buffer, uint8[num_bytes], for the caller alone until it is given back. Its
-        contents are arbitrary.
+        """Return a buffer, uint8[num_bytes], for exclusive use until it is given back.
 
-        Waits while all buffers are taken.
+        Its contents are arbitrary. This waits while all buffers are taken.
 
         Args:
-          timeout: seconds to wait at most; None waits without end.
+          timeout: maximum wait, in seconds; None waits forever.
 
         Raises:
           TimeoutError: no buffer was given back in that time.
@@ -189,38 +187,42 @@ class Ring:
         with self._changed:
             if not self._free and not self._closed:
                 start = time.monotonic()
-                # `close` wakes the waiters too, so that no callback sleeps on a ring that is gone.
+                # `close` wakes the waiters too, so that no callback waits on a closed ring.
                 came = self._changed.wait_for(lambda: self._free or self._closed, timeout)
                 self._seconds_waited += time.monotonic() - start
                 if not came:
                     raise TimeoutError(
-                        f"no buffer came back within {timeout} s: all {self.num_buffers} of {self.num_bytes} bytes are out; "
-                        f"give some back before taking more, or make the ring larger"
+                        f"no buffer came back within {timeout} s: all {self.num_buffers} of "
+                        f"{self.num_bytes} bytes are out; give some back before taking more, or "
+                        "make the ring larger"
                     )
             if self._closed:
                 raise RuntimeError(f"this ring of {self.num_buffers} buffers is closed")
             return self._pop()
 
     def take_free(self) -> np.ndarray | None:
-        """Return a buffer, as `take` does, or None if all are taken or the ring is closed."""
+        """Return a buffer without waiting; None if all are taken or the ring is closed."""
         with self._changed:
             return self._pop() if self._free else None
 
     def _pop(self) -> np.ndarray:
-        address, buffer = self._free.pop()  # the one given back last: its pages are in the caches
+        address, buffer = self._free.pop()  # given back last, so its pages are still in the caches
         self._out[address] = buffer
         return buffer
 
     def give(self, buffer: np.ndarray) -> None:
-        """Give a buffer back; nothing may read or write it afterwards. If the ring is closed, its
-        memory is freed.
+        """Give a buffer back; nothing may read or write it afterwards.
+
+        If the ring is closed, the buffer's memory is freed.
+
+        Args:
+          buffer: buffer that `take` or `take_free` returned, or a view that starts with it.
 
         Raises:
-          ValueError: it is not of this ring, or not taken.
+          ValueError: the buffer does not belong to this ring, or is not taken.
         """
         with self._changed:
-            # By address, not by identity: a caller may return a shorter view, of which only the
-            # start is the same.
+            # By address, not by identity: a caller may return a shorter view with the same start.
             whole_buffer = self._out.pop(address := buffer.ctypes.data, None)
             if whole_buffer is None:
                 raise ValueError(
@@ -230,15 +232,14 @@ class Ring:
                 self._free.append((address, whole_buffer))
                 self._changed.notify()
                 return
-        # The ring was closed while this buffer was out: `close` left its memory to us.
+        # The ring was closed while this buffer was taken, so `close` did not release it.
         self._release(whole_buffer)
 
     def close(self) -> None:
-        """Free every buffer that is not taken, and end all waits with an error; a second call does
-        nothing.
+        """Free every buffer that is not taken, and end all waits with an error.
 
-        The memory of a buffer that is taken, or of which views are left, is freed with the last of
-        them.
+        A taken buffer is freed when it is given back, and a buffer with remaining views when the
+        last view is dropped. A second call does nothing.
         """
         with self._changed:
             self._closed = True
@@ -248,14 +249,16 @@ class Ring:
             self._release(buffer)
 
     def _release(self, buffer: np.ndarray) -> None:
-        """Unregister a buffer; its memory is freed with the last reference."""
+        """Unregister a buffer; its memory is freed with its last reference."""
         others = [b for b in self._registered if b is not buffer]
         if len(others) < len(self._registered):
             self._registered = others
             driver().unregister(buffer)
 
     def __enter__(self) -> "Ring":
+        """Return this ring."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close this ring."""
         self.close()

@@ -1,8 +1,8 @@
-"""The CUDA driver, as far as copies beside a running program need it: streams, events, copies,
-page-locked memory.
+"""The part of the CUDA driver needed for copies that overlap with a running program.
 
-A thin layer over the package cuda-bindings. Streams, events and addresses are plain integers, and a
-call that fails raises.
+It covers streams, events, copies and page-locked memory, as a thin layer over the package
+cuda-bindings. Streams, events and addresses are plain integers. A call that fails raises
+RuntimeError.
 """
 
 import functools
@@ -13,22 +13,26 @@ from typing import Any, NoReturn
 import numpy as np
 
 Part = tuple[int, int]
-"""Address and bytes of a leaf of a record."""
+"""(address, bytes) of a leaf of a record."""
 
 
 class Driver:
-    """The calls of one process.
+    """The driver calls of one process.
 
-    Copies, fills and waits are queued on a stream and return at once.
+    Copies, fills and waits are queued on a stream and return immediately.
     """
 
     def __init__(self, api: Any) -> None:
-        """Use the module `api`: cuda.bindings.driver, or one with the same functions."""
+        """Initialize the driver.
+
+        Args:
+          api: module cuda.bindings.driver, or a module with the same functions.
+        """
         self._api, self._success = api, api.CUresult.CUDA_SUCCESS
         self._call("cuInit", 0)
 
     def context_of(self, ordinal: int) -> int:
-        """Return the primary context of a GPU, which is the one that XLA uses."""
+        """Return the primary context of a GPU, which XLA uses too."""
         return int(self._call("cuDevicePrimaryCtxRetain", self._call("cuDeviceGet", ordinal)))
 
     def context_of_stream(self, stream: int) -> int:
@@ -42,17 +46,15 @@ class Driver:
 
     def ensure_context(self) -> None:
         """Make the primary context of GPU 0 current, unless the calling thread has a context."""
-        # A buffer of a closed ring is unregistered by whoever returns it, such as an I/O thread,
-        # which has no context.
+        # A buffer of a closed ring is unregistered by the thread that returns it. That may be an
+        # I/O thread, which has no context.
         if not int(self._call("cuCtxGetCurrent")):
             self.use(self.context_of(0))
 
     # --- memory -----------------------------------------------------------------------------------
 
     def register(self, buffer: np.ndarray) -> None:
-        """Page-lock host memory for every context of the process: copies of it can then overlap the
-        program.
-        """
+        """Page-lock host memory for every context, so its copies can overlap with a program."""
         self.ensure_context()
         self._call(
             "cuMemHostRegister",
@@ -62,12 +64,20 @@ class Driver:
         )
 
     def unregister(self, buffer: np.ndarray) -> None:
-        """Undo `register`; copies of the memory must be done."""
+        """Undo `register`; all copies of the memory must have ended."""
         self.ensure_context()
         self._call("cuMemHostUnregister", buffer.ctypes.data)
 
     def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        """Copy between any two of host and device; host memory must be registered."""
+        """Queue a copy between host and device memory, or within either.
+
+        Args:
+          target: address of the destination.
+          source: address of the source.
+          num_bytes: bytes to copy.
+          stream: stream on which the copy is queued. Host memory should be registered, or the copy
+            blocks the caller.
+        """
         if (
             num_bytes
             and (status := self._api.cuMemcpyAsync(target, source, num_bytes, stream)[0])
@@ -75,51 +85,51 @@ class Driver:
         ):
             self._refuse("cuMemcpyAsync", status)
 
-    # A callback makes one of these two calls for all leaves of a record: nothing is looked up
+    # A callback makes one of these two calls for all leaves of a record, so nothing is looked up
     # inside of the loops.
 
     def copy_out(self, parts: Sequence[Part], targets: Sequence[int], stream: int) -> None:
-        """Copy each part of a record to a buffer of its own."""
+        """Queue copies of each part of a record to its own buffer, on one stream."""
         copy, success = self._api.cuMemcpyAsync, self._success
         for (address, num_bytes), target in zip(parts, targets, strict=True):
             if num_bytes and (status := copy(target, address, num_bytes, stream)[0]) != success:
                 self._refuse("cuMemcpyAsync", status)
 
     def copy_in(self, parts: Sequence[Part], sources: Sequence[int], stream: int) -> None:
-        """Copy buffers, one each, to the parts of a record."""
+        """Queue copies of one buffer to each part of a record, on one stream."""
         copy, success = self._api.cuMemcpyAsync, self._success
         for (address, num_bytes), source in zip(parts, sources, strict=True):
             if num_bytes and (status := copy(address, source, num_bytes, stream)[0]) != success:
                 self._refuse("cuMemcpyAsync", status)
 
     def clear(self, target: int, num_bytes: int, stream: int) -> None:
-        """Fill device memory with zeros."""
+        """Queue a fill of device memory with zeros."""
         if num_bytes:
             self._call("cuMemsetD8Async", target, 0, num_bytes, stream)
 
     # --- order ------------------------------------------------------------------------------------
-    # What every callback calls is written out: a call by its name takes as long again.
+    # The calls that every callback makes are written out: `_call` would double their time.
 
     def make_stream(self) -> int:
-        """Return a stream of the current context that does not wait for the default one."""
+        """Return a new stream of the current context that does not wait for the default stream."""
         return int(
             self._call("cuStreamCreate", self._api.CUstream_flags.CU_STREAM_NON_BLOCKING.value)
         )
 
     def make_event(self) -> int:
-        """Return an event of the current context."""
-        # Events only order here, and without time stamps they are cheaper.
+        """Return a new event of the current context."""
+        # The events are only used for ordering, and are cheaper without time stamps.
         return int(
             self._call("cuEventCreate", self._api.CUevent_flags.CU_EVENT_DISABLE_TIMING.value)
         )
 
     def record(self, event: int, stream: int) -> None:
-        """Let an event stand for all that was queued on a stream so far."""
+        """Record an event: it happens when all work queued on a stream so far is done."""
         if (status := self._api.cuEventRecord(event, stream)[0]) != self._success:
             self._refuse("cuEventRecord", status)
 
     def wait(self, stream: int, event: int) -> None:
-        """Let what is queued on a stream from now on wait for an event as it was last recorded."""
+        """Make work queued on a stream from now on wait for an event, as it was last recorded."""
         if (status := self._api.cuStreamWaitEvent(stream, event, 0)[0]) != self._success:
             self._refuse("cuStreamWaitEvent", status)
 
@@ -128,13 +138,15 @@ class Driver:
         self._call("cuEventSynchronize", event)
 
     def finish_stream(self, stream: int) -> None:
-        """Wait until all that was queued on a stream is done."""
+        """Wait until all work queued on a stream is done."""
         self._call("cuStreamSynchronize", stream)
 
     def destroy_stream(self, stream: int) -> None:
+        """Destroy a stream."""
         self._call("cuStreamDestroy", stream)
 
     def destroy_event(self, event: int) -> None:
+        """Destroy an event."""
         self._call("cuEventDestroy", event)
 
     def _call(self, name: str, *args: Any) -> Any:
@@ -149,17 +161,17 @@ class Driver:
 
 @functools.cache
 def driver() -> Driver:
-    """Return the driver of this machine.
+    """Return the driver of this machine, the same object on every call.
 
     Raises:
       NotImplementedError: the package cuda-bindings is missing.
-      RuntimeError: there is no driver, or it refuses.
+      RuntimeError: the driver is missing, or cannot be initialized.
     """
     try:
         api = importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
         raise NotImplementedError(
-            "host memory and files beside a GPU need the package cuda-bindings to speak with the driver: "
-            "pip install 'zerojax[cuda]', or pip install cuda-bindings"
+            "host memory and files next to a GPU need the package cuda-bindings to call the "
+            "driver: pip install 'zerojax[cuda]', or pip install cuda-bindings"
         ) from error
     return Driver(api)

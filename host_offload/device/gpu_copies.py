@@ -1,15 +1,15 @@
-"""Copies of records to and from a GPU, on two streams of its own, beside the program that computes.
+"""Copy records to and from a GPU on two streams, overlapped with the running program.
 
-`host_offload.device.copies` explains the idea: slots in device memory, and events that order who
-fills them and who reads them. This module has the slots, the streams and the calls of the driver.
+`host_offload.device.copies` explains the idea: slots in device memory, and events that order the
+copies that fill and read them. This module implements the slots, the streams and the driver calls.
 
-A callback runs in a thread of XLA while the program is being queued, so what it adds to the
-program's stream runs in the program's order. What it adds to the streams up and down does not: an
-event orders each such copy against the program. No callback waits for the GPU. A buffer of the host
-is used again when an event says that its copy is over: threads of each GPU wait for these events,
-and then complete the futures for which disk and rings wait. To wake a thread takes as long as to
-queue many copies, and with the calls of the driver that follow it would compete for Python's
-interpreter. So it is woken when a future is asked for something: after the callback, by another
+A callback runs in a thread of XLA while the program is being queued, so work that it adds to the
+program's stream runs in the program's order. Copies that it adds to the up and down streams do not:
+an event orders each of them relative to the program. No callback waits for the GPU. A host buffer
+is reused when an event shows that its copy has ended: threads of each GPU wait for these events and
+then complete the futures for which disk and rings wait. Waking such a thread takes as long as
+queueing many copies, and the thread would then compete with the callback for the Python
+interpreter. So the thread is woken only when a future is used: after the callback, by another
 thread.
 """
 
@@ -39,11 +39,13 @@ class _Slot:
 
     Attributes:
       memory: uint8[n] on the device.
-      leaves: where each leaf begins in a record, and its bytes.
-      full: event, a record is in it; up: of the copy that `source` names.
-      empty: event, the record was copied out of it; recorded once `used`.
-      used: whether it ever held a record.
-      source: up: address of the buffer whose record is in the slot, or on its way there.
+      leaves: offset and bytes of each leaf in a record.
+      full: event that the slot holds a record; for a slot up, the end of the copy from `source`.
+      empty: event that the record was copied out of the slot; not recorded before `used` is True.
+      used: whether the slot has held a record before.
+      source: for a slot up, address of the buffer whose record is in the slot or being copied to
+        it; None if the slot is free.
+      lock: protects `full`, `used` and `source`.
     """
 
     memory: jax.Array
@@ -56,18 +58,18 @@ class _Slot:
 
     def __post_init__(self) -> None:
         self.address: int = self.memory.unsafe_buffer_pointer()
-        # For every callback the same.
+        # The same for every callback.
         self.parts = _parts_at(self.address, self.leaves)
         self.num_bytes = max((offset + size for offset, size in self.leaves), default=0)
 
 
 def _parts_at(base: int, leaves: Parts) -> list[tuple[int, int]]:
-    """Return address and bytes of each leaf of the record at `base`."""
+    """Return the address and the bytes of each leaf of the record at address `base`."""
     return [(base + offset, size) for offset, size in leaves]
 
 
 class _Ending(Future[None]):
-    """A future that wakes the thread that completes it when it is asked for something."""
+    """A future that, when used, wakes the thread that completes it."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         super().__init__()
@@ -87,24 +89,21 @@ class _Ending(Future[None]):
 
 
 class _Watch:
-    """A thread that waits for events, in the order in which it is told of them, and completes a
-    future for each.
-    """
+    """A thread that waits for events in the order of registration, and completes their futures."""
 
     def __init__(self, gpu: "_Gpu", name: str) -> None:
         self.gpu = gpu
         self._told: collections.deque[tuple[int, Future[None]]] = collections.deque()
-        self._calls: queue.SimpleQueue[bool] = (
-            queue.SimpleQueue()
-        )  # True: look at what it was told; False: end
+        # True: look at the registered events; False: end.
+        self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def future_of(self, event: int) -> "Future[None]":
-        """Return a future that is done when `event` has happened; the event is used again then.
+        """Return a future that is done when `event` has happened; the event is then recycled.
 
-        The thread is not woken: it learns of the event when this future, or another of this thread,
-          is asked for something.
+        This does not wake the thread. The thread sees the event when this future, or another
+        future of the thread, is used.
         """
         done = _Ending(self._wake)
         self._told.append((event, done))
@@ -123,13 +122,12 @@ class _Watch:
     def _complete(self, event: int, done: Future[None]) -> None:
         try:
             self.gpu.driver.finish_event(event)
-        except BaseException as error:  # the thread must go on
-            # The event is not used again: after an error nothing is known of it.
+        except BaseException as error:  # the thread must survive
+            # The event is not recycled: after an error its state is unknown.
             done.set_exception(error)
             return
         self.gpu.give_event(event)
-        # This runs the callbacks of the future, which start the write to disk, or give a buffer
-        # back.
+        # This runs the future's callbacks, which start the write to disk or give a buffer back.
         done.set_result(None)
 
     def close(self) -> None:
@@ -140,19 +138,20 @@ class _Watch:
 
 
 class _Gpu:
-    """Streams of one GPU, its events, and the threads that wait for them."""
+    """The streams and events of one GPU, and the threads that wait for the events."""
 
     def __init__(self, driver: Driver, device: Any, rank: int) -> None:
         self.driver = driver
         self.context = driver.context_of(device.local_hardware_id or 0)
-        # Streams and events belong to the context that is current in the thread that makes them.
+        # Streams and events belong to the context that is current in the thread that creates them.
         driver.use(self.context)
-        # One stream for each direction: the link carries both at once, but a stream runs its copies
-        # one by one.
+        # One stream per direction: the link carries both directions at the same time, but a stream
+        # runs its copies one by one.
         self.up, self.down = driver.make_stream(), driver.make_stream()
         self._events: list[int] = []
         self._lock = threading.Lock()
-        # Two threads: what is over early must not wait behind what the program comes to late.
+        # Two threads, so that copies up, which end early, do not wait behind events that the
+        # program reaches late.
         self.lifted, self.passed = (
             _Watch(self, f"zerojax-copies-{rank}-{name}") for name in ("lifted", "passed")
         )
@@ -168,23 +167,22 @@ class _Gpu:
             self._events.append(event)
 
     def after(self, stream: int) -> "Future[None]":
-        """Return a future that is done when all is done that is queued on a stream by now."""
+        """Return a future that is done when all work queued on a stream so far is done."""
         event = self.take_event()
         self.driver.record(event, stream)
         return self.passed.future_of(event)
 
     def finish_after_error(self, stream: int) -> None:
-        """Wait for all that is queued on a stream, before an error is raised.
+        """Wait for all work queued on a stream, before an error is raised.
 
-        The caller gives its buffers back on an error, and they are filled again at once: a copy
-          that still ran would read or
-        write another record's bytes.
+        On an error the caller gives its buffers back, and they are refilled immediately. A copy
+        still in flight would read or write another record's bytes.
         """
         with contextlib.suppress(RuntimeError):
             self.driver.finish_stream(stream)
 
     def close(self) -> None:
-        """Complete all futures, and end the threads."""
+        """Complete all futures, end the threads, and destroy the streams and events."""
         self.lifted.close()
         self.passed.close()
         self.driver.use(self.context)
@@ -196,14 +194,22 @@ class _Gpu:
 
 
 class GpuCopies:
-    """Records of CUDA devices."""
+    """Copies records of CUDA devices.
+
+    Attributes:
+      devices: devices of the mesh, in its order.
+      driver: CUDA driver of this machine.
+    """
 
     lifts = True
 
     def __init__(self, devices: Sequence[Any], driver: Driver) -> None:
-        """Serve the devices of a mesh, in its order.
+        """Store the devices of a mesh.
 
-        Those of other processes are listed, but never used.
+        Args:
+          devices: all devices of the mesh, in its order; the devices of other processes are never
+            used.
+          driver: CUDA driver of this machine.
         """
         self.devices, self.driver = list(devices), driver
         self._gpus: dict[int, _Gpu] = {}
@@ -214,14 +220,15 @@ class GpuCopies:
     def add(
         self, kind: str, rank: int, num_bytes: int, parts: Parts, *, up: bool, down: bool
     ) -> None:
+        """Create the slots of a kind on a GPU, as `Copies.add` describes."""
         if rank not in self._gpus:
             self._gpus[rank] = _Gpu(self.driver, self.devices[rank], rank)
         self._parts[kind] = tuple(parts)
         self.driver.use(self._gpus[rank].context)
         for wanted, slots in ((up, self._up), (down, self._down)):
             if wanted:
-                # XLA must have filled the memory first: nothing orders XLA's streams before those
-                # that are used here.
+                # Wait until XLA has filled the memory: nothing orders XLA's streams before the
+                # streams used here.
                 memory = jax.device_put(
                     jnp.zeros(num_bytes, jnp.uint8), self.devices[rank]
                 ).block_until_ready()
@@ -233,19 +240,21 @@ class GpuCopies:
                 )
 
     def remove(self, kind: str) -> None:
+        """Free a kind's slots, after the copies that use them."""
         for slots in (self._up, self._down):
             for key in [key for key in slots if key[0] == kind]:
                 slot, gpu = slots.pop(key), self._gpus[key[1]]
                 self.driver.use(gpu.context)
-                # Nothing may still read or fill the memory, a copy that was dropped included.
+                # Nothing may still read or fill the memory, not even a dropped copy.
                 self.driver.finish_stream(gpu.up if slots is self._up else gpu.down)
                 for event in (slot.full, slot.empty):
                     self.driver.finish_event(event)
                     self.driver.destroy_event(event)
 
     def lift(self, kind: str, rank: int, buffer: np.ndarray) -> None:
+        """Queue the copy of a buffer's record to its slot up, if the slot is free."""
         slot = self._up.get((kind, rank))
-        # The slot may hold a record that nobody has taken yet: it stays until `load` or `drop`.
+        # A record in the slot that was not taken yet stays there until `load` or `drop`.
         if slot is None or slot.source is not None:
             return
         with slot.lock:
@@ -261,10 +270,11 @@ class GpuCopies:
             except BaseException:
                 gpu.finish_after_error(gpu.up)
                 raise
-            # Last, so that a copy that failed is never taken for a record.
+            # Set last, so that a failed copy is never mistaken for a record.
             slot.source = address
 
     def drop(self, kind: str, rank: int, buffer: np.ndarray) -> "Future[None] | None":
+        """Free the slot of a lifted buffer, as `Copies.drop` describes."""
         slot = self._up.get((kind, rank))
         if slot is None or slot.source is None:
             return None
@@ -275,18 +285,19 @@ class GpuCopies:
             return self._emptied(slot, self._gpus[rank])
 
     def _emptied(self, slot: _Slot, gpu: _Gpu) -> "Future[None]":
-        """Let the slot be filled again; return a future of the copy that filled it.
+        """Mark the slot as free, and return a future of the copy that filled it.
 
-        The GPU's context is current.
+        The GPU's context must be current.
         """
-        # That copy has its event for itself from here on: the next one is recorded before a thread
-        # has waited for it.
+        # The copy keeps its event for itself: the slot's next copy may be recorded before a thread
+        # has waited for this event.
         event, slot.full, slot.source = slot.full, gpu.take_event(), None
         return gpu.lifted.future_of(event)
 
     def load(
         self, context: Any, kind: str, rank: int, views: Views, out: Sequence[Any]
     ) -> "Future[None] | None":
+        """Queue copies of a record's leaves to a callback's buffers, as `Copies.load` describes."""
         if not views:
             return None
         call, stream, gpu = self.driver, stream_of(context), self._gpus[rank]
@@ -299,10 +310,10 @@ class GpuCopies:
                     call.copy_out(slot.parts, targets, stream)
                     call.record(slot.empty, stream)
                     slot.used = True
-                    # The buffer is free when the copy up is over, whatever the program does.
+                    # The buffer is free when the copy up has ended, whatever the program does.
                     return self._emptied(slot, gpu)
-        # The record was not lifted: it is copied on the stream of the program, which then keeps the
-        # buffer for so long.
+        # The record was not lifted: copy it on the program's stream, which needs the buffer until
+        # the copy has ended.
         try:
             call.copy_out(_parts_at(base, self._parts[kind]), targets, stream)
             return gpu.after(stream)
@@ -313,6 +324,7 @@ class GpuCopies:
     def save(
         self, context: Any, kind: str, rank: int, values: Sequence[Any], views: Views
     ) -> "Future[None] | None":
+        """Queue copies of a callback's operands to a record, as `Copies.save` describes."""
         if not views:
             return None
         call, stream, gpu = self.driver, stream_of(context), self._gpus[rank]
@@ -332,27 +344,30 @@ class GpuCopies:
                 call.copy_in(slot.parts, sources, stream)
                 call.record(slot.full, stream)
                 call.wait(gpu.down, slot.full)
-                # The record as a whole: its leaves lie in the slot as in the buffer.
+                # One copy for the full record: the slot has the same layout as the buffer.
                 call.copy(base, slot.address, slot.num_bytes, gpu.down)
                 call.record(slot.empty, gpu.down)
                 slot.used = True
-                # An event for this store alone: `empty` may be recorded again before the thread has
-                # waited for this copy.
+                # A separate event for this store: `empty` may be recorded again before the thread
+                # has waited for this copy.
                 return gpu.after(gpu.down)
             except BaseException:
                 gpu.finish_after_error(gpu.down)
                 raise
 
     def pass_on(self, context: Any, rank: int | None, source: Any, out: Any) -> None:
-        if rank is not None:  # else the driver refuses, where the thread has no context yet
+        """Queue the copy of a token, i32[1], to the next token."""
+        if rank is not None:  # else the driver raises if the thread has no context yet
             self.driver.use(self._gpus[rank].context)
         self.driver.copy(pointer(out), pointer(source), _TOKEN_BYTES, stream_of(context))
 
     def clear(self, context: Any, out: Sequence[Any]) -> None:
+        """Queue fills of a callback's buffers with zeros."""
         for target in out:
             self.driver.clear(pointer(target), num_bytes(target), stream_of(context))
 
     def close(self) -> None:
+        """Wait for all copies, and free slots, streams and threads."""
         for kind in {kind for kind, _ in (*self._up, *self._down)}:
             self.remove(kind)
         for gpu in self._gpus.values():
@@ -361,10 +376,13 @@ class GpuCopies:
 
 
 def copies_of(devices: Sequence[Any]) -> Copies:
-    """Return the copies between buffers and the devices of a mesh.
+    """Return the object that copies records between buffers and the devices of a mesh.
+
+    Args:
+      devices: all devices of the mesh, in its order.
 
     Raises:
-      NotImplementedError: devices of an unknown kind, or cuda-bindings is missing.
+      NotImplementedError: the platform is unknown, or the package cuda-bindings is missing.
     """
     platform = devices[0].platform
     if platform == "cpu":

@@ -1,11 +1,11 @@
-"""Limits of pinned host memory: checked before an allocation, and explained after one that failed.
+"""Limits of pinned host memory: checks before an allocation, and explanations after a failed one.
 
-XLA's GPU client takes pinned memory from one pool a process. The pool grows on demand up to
-XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB GiB (64 where it is unset; 16 where
-XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE takes all of it at once), whatever the machine has, and reads
-both variables when JAX starts. A CPU client has no pool. Either is bounded by the memory that the
-machine has left, which every process of the machine shares: MemAvailable of /proc/meminfo, where
-there is one.
+XLA's GPU client takes pinned memory from one pool per process. Regardless of the machine's memory,
+the pool grows on demand up to XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB GiB. If the variable is unset, the
+limit is 64 GiB, or 16 GiB if XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE allocates the full pool
+immediately. Both variables are read when JAX starts. A CPU client has no pool. Both clients are
+also limited by the memory that the machine has left, which all its processes share: MemAvailable of
+/proc/meminfo, if that file exists.
 """
 
 import contextlib
@@ -17,8 +17,9 @@ import re
 import jax
 
 HOST_VARIABLE = "ZEROJAX_HOST_MEMORY_GB"
-"""GiB that the machine will have, where its kernel says less: a virtual machine may be given memory
-only as it takes it.
+"""Variable with the GiB that the machine will have, if its kernel reports less.
+
+A virtual machine may get its memory only as it uses it.
 """
 LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _PREALLOCATE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
@@ -27,18 +28,18 @@ _GROUP_LIMITS = (
     pathlib.Path("/sys/fs/cgroup/memory.max"),
     pathlib.Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
-"""Of the control group that a container sees as its root: version 2, and 1."""
+"""Memory limits of the control group that a container sees as its root: version 2, and 1."""
 _GIB = 1 << 30
 _EXHAUSTED = re.compile(rf"RESOURCE_EXHAUSTED|pinned host|{LIMIT_VARIABLE}")
 _ON_DEVICE = re.compile(r"\bGPU_\w*_bfc\b")  # names of the allocators of device memory
 
 
 def pinned_pool_bytes(platform: str | None = None) -> int | None:
-    """Return the most bytes of pinned host memory that XLA gives one process; None where it sets no
-    limit.
+    """Return XLA's limit of pinned host memory per process, in bytes; None if there is no limit.
 
     Args:
-      platform: "gpu" (or "cuda", "rocm"), "cpu"; that of JAX's default backend by default.
+      platform: "gpu" (or "cuda", "rocm") or "cpu"; by default, the platform of JAX's default
+        backend.
     """
     if _platform(platform) != "gpu":
         return None
@@ -50,11 +51,12 @@ def pinned_pool_bytes(platform: str | None = None) -> int | None:
 
 
 def available_bytes() -> int | None:
-    """Return the bytes that the machine can still give without swapping; None where it does not
-    say.
+    """Return the bytes that the machine can still give without swapping; None if unknown.
 
-    Where `HOST_VARIABLE` says that the machine will have more than its kernel knows of, that
-    counts.
+    If `HOST_VARIABLE` promises more memory than the kernel reports, the promise counts.
+
+    Raises:
+      ValueError: the variable is not a number.
     """
     available, total = _meminfo("MemAvailable"), _meminfo("MemTotal")
     try:
@@ -77,8 +79,9 @@ def _meminfo(name: str) -> int | None:
 
 
 def host_bytes() -> int | None:
-    """Return the bytes of memory of the machine, or of its control group where that has less; None
-    where neither is told.
+    """Return the bytes of memory of the machine or of its control group, whichever is less.
+
+    The result is None if neither is known.
     """
     total = _meminfo("MemTotal")
     limits = [] if total is None else [total]
@@ -91,13 +94,15 @@ def host_bytes() -> int | None:
 def check_host_memory(num_bytes: int, platform: str | None = None) -> None:
     """Refuse an allocation of pinned host memory that cannot succeed.
 
+    Passing the check guarantees nothing: the pool may be partly used, and other processes allocate
+    memory too.
+
     Args:
-      num_bytes: bytes that this process is about to take.
-      platform: as for `pinned_pool_bytes`.
+      num_bytes: bytes that this process is about to allocate.
+      platform: platform of the client, as for `pinned_pool_bytes`.
 
     Raises:
-      RuntimeError: they exceed the pool or the memory that the machine has left. Passing promises
-        nothing: the pool may be partly used, and other processes take memory too.
+      RuntimeError: the bytes exceed the pool or the memory that the machine has left.
     """
     pool, available = pinned_pool_bytes(platform), available_bytes()
     if (pool is not None and num_bytes > pool) or (available is not None and num_bytes > available):
@@ -110,16 +115,16 @@ def host_memory_error(
     """Explain an error that JAX raised while it allocated pinned host memory.
 
     Args:
-      error: what was raised.
-      num_bytes: bytes that were asked for.
-      platform: as for `pinned_pool_bytes`.
+      error: error that JAX raised.
+      num_bytes: bytes that were requested.
+      platform: platform of the client, as for `pinned_pool_bytes`.
 
     Returns:
-      The error to raise from `error`; None if `error` is about something else, device memory
-      included.
+      The error to raise from `error`; None if `error` has another cause, such as a lack of device
+      memory.
     """
     text = str(error)
-    # XLA reports both memories as RESOURCE_EXHAUSTED: only the name of the allocator tells which
+    # XLA reports both memories as RESOURCE_EXHAUSTED: only the name of the allocator shows which
     # one is full.
     if (
         not isinstance(error, RuntimeError)

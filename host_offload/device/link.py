@@ -1,11 +1,10 @@
-"""Bytes between a device buffer and host memory, inside a callback of a running program.
+"""Copies between a device buffer and host memory, inside a callback of a running program.
 
 On a CPU a buffer is host memory, and is used in place. On a GPU a callback runs while the program
-  is being queued: what it
-reads must be computed first, so it copies on the program's own stream and waits for that stream;
-what it writes is queued there too. The copies go through page-locked staging memory, allocated once
-for each place, which is a name of the caller and its operand, on each device: callbacks of several
-devices run at once.
+is being queued, and the values that it reads must be computed first. So it copies on the program's
+own stream and waits for that stream; its writes are queued there too. The copies use page-locked
+staging memory, allocated once per place and device, because callbacks of several devices run
+concurrently. A place is any key that identifies the caller and its operand.
 """
 
 import ctypes
@@ -20,19 +19,17 @@ from host_offload.device.cuda_driver import driver
 
 
 class Link(Protocol):
-    """How a callback reads and writes device buffers.
+    """Reads and writes device buffers in callbacks.
 
-    `place` tells the buffers of different callers apart.
+    In all methods, `place` is a key that distinguishes the buffers of different callers.
     """
 
     def read(self, context: Any, buffer: Any, place: Hashable) -> np.ndarray:
-        """Return a buffer's contents, valid until the callback returns or the same place is read
-        again.
-        """
+        """Return a buffer's contents; valid until the callback returns or reads the place again."""
         ...
 
     def room(self, context: Any, buffer: Any, place: Hashable) -> np.ndarray:
-        """Return host memory in which the caller puts the new contents of a buffer."""
+        """Return host memory into which the caller writes the new contents of a buffer."""
         ...
 
     def write(self, context: Any, buffer: Any, place: Hashable) -> None:
@@ -40,11 +37,11 @@ class Link(Protocol):
         ...
 
     def allocate(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
-        """Return zeros in memory that copies beside a program reach."""
+        """Return zeros in host memory from which copies can overlap with a program."""
         ...
 
     def free(self, arrays: Iterable[np.ndarray]) -> None:
-        """Give up memory from `allocate`, before its last reference goes."""
+        """Release memory from `allocate`, before its last reference is dropped."""
         ...
 
 
@@ -52,76 +49,87 @@ class HostLink:
     """Buffers of the CPU backend."""
 
     def read(self, context: Any, buffer: Any, place: Hashable) -> np.ndarray:
+        """Return a view of a callback's buffer."""
         del context, place
-        # A view. np.array, which would copy, fails on the buffer of a callback.
+        # A view. np.array, which would copy, fails on a callback's buffer.
         return np.asarray(buffer)
 
     def room(self, context: Any, buffer: Any, place: Hashable) -> np.ndarray:
+        """Return a view of a callback's buffer."""
         del context, place
         return np.asarray(buffer)
 
     def write(self, context: Any, buffer: Any, place: Hashable) -> None:
+        """Do nothing: `room` is the buffer itself."""
         del context, buffer, place
 
     def allocate(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
+        """Return zeros in ordinary memory."""
         return np.zeros(shape, dtype)
 
     def free(self, arrays: Iterable[np.ndarray]) -> None:
+        """Do nothing: ordinary memory is freed with its last reference."""
         del arrays
 
 
 class CudaLink:
-    """Buffers of a CUDA GPU, moved by the driver."""
+    """Buffers of a CUDA GPU, copied by the driver.
+
+    Attributes:
+      staging: page-locked host memory by place, stream, shape and dtype.
+    """
 
     def __init__(self) -> None:
+        """Create a link without staging memory."""
         self.staging: dict[Hashable, np.ndarray] = {}
-        self._lock = threading.Lock()  # of the staging: devices call back at once
+        self._lock = threading.Lock()  # of `staging`: devices call back concurrently
 
     def read(self, context: Any, buffer: Any, place: Hashable) -> np.ndarray:
+        """Copy a buffer to its staging memory, wait for the program's stream, and return it."""
         host, call = self.room(context, buffer, place), driver()
         call.copy(host.ctypes.data, pointer(buffer), host.nbytes, stream_of(context))
-        # The callback runs while the program is being queued: the values exist once the stream has
-        # come this far.
+        # The callback runs while the program is being queued: the values exist only once the stream
+        # has reached this point.
         call.finish_stream(stream_of(context))
         return host
 
     def room(self, context: Any, buffer: Any, place: Hashable) -> np.ndarray:
+        """Return a buffer's page-locked staging memory, allocated at the first call."""
         dtype = np.dtype(buffer.dtype)
-        key = (
-            place,
-            stream_of(context),
-            tuple(buffer.shape),
-            str(dtype),
-        )  # a device's stream: devices have a room each
+        # The stream identifies the device: each device has its own staging memory.
+        key = (place, stream_of(context), tuple(buffer.shape), str(dtype))
         with self._lock:
             if key not in self.staging:
                 array = np.empty(buffer.shape, dtype)
                 if array.nbytes:
-                    # Page-locked, because the driver stages a copy of pageable memory and blocks
-                    # its caller.
+                    # Page-locked, because the driver stages copies of pageable memory and blocks
+                    # the caller.
                     driver().register(array)
                 self.staging[key] = array
             return self.staging[key]
 
     def write(self, context: Any, buffer: Any, place: Hashable) -> None:
+        """Copy the staging memory to its buffer, and wait for the program's stream."""
         host, call = self.room(context, buffer, place), driver()
         call.copy(pointer(buffer), host.ctypes.data, host.nbytes, stream_of(context))
-        call.finish_stream(stream_of(context))  # the staging memory is used again
+        call.finish_stream(stream_of(context))  # the staging memory will be reused
 
     def allocate(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
+        """Return zeros in page-locked memory."""
         array = np.zeros(shape, dtype)
         if array.nbytes:
             driver().register(array)
         return array
 
     def free(self, arrays: Iterable[np.ndarray]) -> None:
+        """Unregister page-locked memory from `allocate`."""
         for array in arrays:
             if array.nbytes:
                 driver().unregister(array)
 
 
 def stream_of(context: Any) -> int:
-    """Return the program's stream on a GPU, to which a callback may add."""
+    """Return the program's stream on a GPU, to which a callback may add work."""
     return int(context.stream)
 
 
@@ -131,27 +139,33 @@ def pointer(buffer: Any) -> int:
 
 
 def pointers(buffers: Sequence[Any]) -> list[int]:
-    """Return `pointer` of each buffer, in one call: a record may have many leaves."""
+    """Return the device address of each of a callback's buffers on a GPU.
+
+    One call for all leaves of a record, which may be many.
+    """
     return [buffer.__cuda_array_interface__["data"][0] for buffer in buffers]
 
 
 def link_of(platform: str) -> Link:
     """Return the link to the devices of a platform.
 
+    Args:
+      platform: platform of the devices: "cpu", "gpu" or "cuda".
+
     Raises:
-      NotImplementedError: a platform whose buffers have no known interface.
+      NotImplementedError: the buffers of the platform have no known interface.
     """
     if platform == "cpu":
         return HostLink()
     if platform in ("gpu", "cuda"):
         return CudaLink()
     raise NotImplementedError(
-        f"an update on the host moves buffers of cpu and cuda devices, and these are {platform}'s"
+        f"a host update moves buffers of cpu and cuda devices, and these are {platform}'s"
     )
 
 
 def writable(array: np.ndarray) -> np.ndarray:
-    """Return a writable array over the same memory."""
+    """Return a writable view of an array's memory, even if the array is read-only."""
     return _at(array.ctypes.data, array.shape, array.dtype)
 
 
@@ -164,11 +178,10 @@ def _at(address: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def view(array: Any) -> np.ndarray:
-    """Return the memory of a single-device array in host memory, as numpy; writing to it changes
-    the array.
+    """Return a writable numpy view of a single-device jax.Array in host memory.
 
-    For arrays that one program owns and passes from step to step: nothing else may refer to them.
+    Writing to the view changes the array. Use this only for arrays that one program owns and passes
+    from step to step; nothing else may refer to them.
     """
-    # np.asarray would return a read-only array, and is slow where the array belongs to a GPU
-    # client.
+    # np.asarray would return a read-only array, and is slow if the array belongs to a GPU client.
     return _at(array.unsafe_buffer_pointer(), array.shape, array.dtype)

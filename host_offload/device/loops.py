@@ -1,15 +1,14 @@
-"""A loop of one trip that XLA keeps as a loop, although it knows the bound.
+"""A loop of one iteration that XLA keeps as a loop, although its bound is known.
 
-XLA inlines a loop of one trip. For what slices host memory that is wrong twice: the transfer may
-  start at the top of the
-program and hold its record on the device ever since, and a slice outside of loops is moved by a
-kernel that reads host memory from the cores, and not by a copy engine. A bound that XLA does not
-know keeps the loop, but the host then waits for the device to learn whether to go round again, and
-an index in such a loop is moved by a kernel too.
+XLA inlines loops of one iteration. For code that slices host memory this is bad in two ways. The
+transfer may start at the beginning of the program and occupy device memory from then on. And a
+slice outside of a loop is moved by a kernel, whose cores read host memory, instead of by a copy
+engine. A bound unknown to XLA would keep the loop, but then the host waits for the device before
+every iteration, and slices in such a loop are moved by a kernel too.
 
-XLA inlines no loop whose body has a side effect. Drawing a number from the device's own generator
-is one, and takes one thread. `jax.random` does not use that generator, and nothing reads the
-number.
+XLA does not inline a loop whose body has a side effect. Drawing a number from the device's own
+generator is a side effect, and takes one thread. `jax.random` does not use that generator, and
+nothing reads the number.
 """
 
 from collections.abc import Callable
@@ -24,17 +23,17 @@ T = TypeVar("T")
 
 
 def one_trip(tick: int, body: Callable[[Array, T], T], carry: T, mesh: Mesh | None = None) -> T:
-    """Return `body(tick, carry)`, computed in a loop of one trip; `tick` is its counter there.
+    """Return `body(tick, carry)`, computed in a loop of one iteration, with `tick` as its counter.
 
     Args:
-      tick: known to XLA, so that an index that is linear in the counter has a known address.
-      body: (i32[], carry) -> carry.
-      carry: at least one array.
-      mesh: of the program, where it is partitioned.
+      tick: value of the counter, known to XLA, so that an index linear in it has a known address.
+      body: function (i32[], carry) -> carry.
+      carry: pytree with at least one array.
+      mesh: device mesh of the program, if it is partitioned.
     """
 
     def kept(i: Array, carry: T) -> T:
-        # Tied to all results, or JAX would leave the draw out, which no result needs.
+        # Tie the draw to all results, or JAX would drop it, because no result needs it.
         return jax.lax.optimization_barrier((body(i, carry), _draw(mesh)))[0]
 
     return jax.lax.fori_loop(tick, tick + 1, kept, carry)
@@ -43,15 +42,14 @@ def one_trip(tick: int, body: Callable[[Array, T], T], carry: T, mesh: Mesh | No
 def run_loop(
     start: int, stop: int, body: Callable[[Array, T], T], carry: T, mesh: Mesh | None = None
 ) -> T:
-    """Return `carry` after `body(tick, carry)` for the ticks start .. stop - 1, in a loop that XLA
-    keeps.
+    """Apply `body` for the ticks start .. stop - 1, in a loop that XLA keeps; return the carry.
 
     Args:
-      start: the first tick.
-      stop: the tick after the last one.
-      body: (i32[], carry) -> carry.
-      carry: at least one array.
-      mesh: of the program, where it is partitioned.
+      start: first tick.
+      stop: tick after the last one.
+      body: function (i32[], carry) -> carry.
+      carry: pytree with at least one array.
+      mesh: device mesh of the program, if it is partitioned.
     """
     if stop - start == 1:
         return one_trip(start, body, carry, mesh)
@@ -59,10 +57,10 @@ def run_loop(
 
 
 def _draw(mesh: Mesh | None) -> Array:
-    """Draw a number, and use it for nothing."""
+    """Draw a random number on each device, only for the side effect."""
     draw = lambda: jax.lax.rng_uniform(jnp.float32(0), jnp.float32(1), ())  # noqa: E731
     if mesh is None or mesh.size == 1:
         return draw()
-    # Each device by itself: the partitioner would let one device draw and send the number to the
-    # others.
+    # Under shard_map each device draws for itself; the partitioner would let one device draw and
+    # send the number to all.
     return jax.shard_map(draw, mesh=mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False)()

@@ -1,25 +1,25 @@
-"""Does this device read and write the right records of host memory? The check of a bug in XLA that
-trains on wrong layers.
+"""Check that this device slices host memory at the right records, to detect a bug in XLA.
 
 A streamed step slices stacks `W[L, D, F]` in pinned host memory inside compiled loops. The index is
-linear in the counter i of the loop, `first + step * i`. XLA derives the address `offset + stride *
-i` when it compiles, and a copy engine moves the record, which leaves the cores to the products. A
-record whose index is not linear is moved by a kernel, whose threads read host memory over the link.
+linear in the loop's counter i, `first + step * i`. XLA derives the address `offset + stride * i`
+when it compiles, and a copy engine moves the record, which leaves the cores free for matrix
+products. A record with a nonlinear index is moved by a kernel, whose threads read host memory over
+the link.
 
-Up to jaxlib 0.11.0 XLA for GPUs derives that address as if the index were i itself (openxla/xla
-46231, fixed by 46308 of 2026-07-27 and in jaxlib from 0.11.1 on). Then wrong layers are trained,
-without any error. CPUs compute the right address, so no test without a GPU sees the bug. Each form
-below slices in both directions, as the streamed step does, on records of distinct integers, and is
-compared exactly with numpy:
+Up to jaxlib 0.11.0, XLA for GPUs derives that address as if the index were i itself (openxla/xla
+46231, fixed by 46308 of 2026-07-27 and in jaxlib from 0.11.1 on). Wrong layers are then trained,
+without any error. CPUs compute the right address, so no test without a GPU detects the bug. Each
+form below slices in both directions, as the streamed step does, on records of distinct integers,
+and is compared exactly with numpy:
 
     read           load order[i]
     read_ahead     load order[i + d] into a ring of d slots, take the record loaded d ticks ago
     update         load order[i], compute, store at order[i], in place
-    update_ahead   the same with the next record loaded before this one is stored
-    activations    store at order[i], then a second loop loads in the reverse order
+    update_ahead   like update, but load the next record before storing this one
+    activations    store at order[i]; then a second loop loads in the reverse order
 
-A tick without another of its kind is a loop of one trip (`host_offload.device.loops`).
-`zerojax.hlo.host_link` finds the same bug in a program that was compiled and not run.
+A tick that differs from all others is a loop of one iteration (`host_offload.device.loops`).
+`zerojax.hlo.host_link` finds the same bug in a compiled program without running it.
 """
 
 import dataclasses
@@ -37,8 +37,8 @@ from jax.sharding import SingleDeviceSharding
 from host_offload.device.loops import one_trip
 
 DISTANCE = 2
-"""d, the ring's slots in `read_ahead`."""
-_SHAPE = (6, 32, 128)  # L, D, F: 16 KiB a record
+"""Number of slots, d, of the ring in `read_ahead`."""
+_SHAPE = (6, 32, 128)  # L, D, F: 16 KiB per record
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class Order:
     """The layer of each tick, linear in the tick: `order[i] = first + step * i`.
 
     Attributes:
-      first: order[0].
-      step: between ticks.
-      num: L.
+      first: layer of tick 0, order[0].
+      step: difference between the layers of consecutive ticks.
+      num: number of ticks, L.
     """
 
     first: int
@@ -56,9 +56,11 @@ class Order:
     num: int
 
     def __len__(self) -> int:
+        """Return the number of ticks."""
         return self.num
 
     def __getitem__(self, i: Any) -> Any:
+        """Return the layer of tick i, an int32."""
         return jnp.int32(self.first) + jnp.int32(self.step) * i
 
 
@@ -67,10 +69,10 @@ class Form:
     """One way in which a step uses a stack.
 
     Attributes:
-      run: (order, stack[L, D, F] in host memory, kind) -> (stack, taken[L, D, F] in device memory),
-        jittable with order and kind static. `taken[i]` is the record that tick i computed with. The
-        stack may be donated.
-      expect: the same with numpy: (order, stack) -> (stack, taken).
+      run: function (order, stack[L, D, F] in host memory, kind) -> (stack, taken[L, D, F] in device
+        memory), jittable with order and kind static. `taken[i]` is the record that tick i computed
+        with. The stack may be donated.
+      expect: function (order, stack) -> (stack, taken) that computes the same result in numpy.
     """
 
     run: Callable[[Order, jax.Array, str], tuple[jax.Array, jax.Array]]
@@ -78,11 +80,13 @@ class Form:
 
 
 def check_host_slices(device: Any = None) -> None:
-    """Run every form on `device`, with the layers in ascending and in descending order; once for
-    each device of a process.
+    """Check that a device slices host memory at the right records.
+
+    Every form is run with the layers in ascending and in descending order. The result is cached per
+    device.
 
     Args:
-      device: a jax.Device; the first local one by default.
+      device: jax.Device to check; by default, the first local device.
 
     Raises:
       RuntimeError: a form loaded or stored the wrong record.
@@ -91,8 +95,9 @@ def check_host_slices(device: Any = None) -> None:
     if wrong:
         versions = f"jax {jax.__version__}, jaxlib {importlib.metadata.version('jaxlib')}"
         raise RuntimeError(
-            f"this device slices host memory at the wrong records: {', '.join(wrong)} ({versions}); training would be silently "
-            "wrong. Upgrade jaxlib to one with the fix of openxla/xla issue 46231 (0.11.1 and later have it), or set "
+            f"this device slices host memory at the wrong records: {', '.join(wrong)} "
+            f"({versions}); training would be silently wrong. Upgrade jaxlib to 0.11.1 or later, "
+            "which fixes openxla/xla issue 46231, or set "
             "XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator before JAX starts"
         )
 
@@ -102,7 +107,7 @@ def _wrong_forms(device: Any) -> tuple[str, ...]:
     wrong = []
     for name, form in forms().items():
         program = build_form(form, device)
-        # The bug reads record i instead of order[i]. In ascending order these may be the same.
+        # With the bug, record i is read instead of order[i]. In ascending order they may be equal.
         for direction, order in (
             ("ascending", range(_SHAPE[0])),
             ("descending", range(_SHAPE[0])[::-1]),
@@ -119,21 +124,23 @@ def _wrong_forms(device: Any) -> tuple[str, ...]:
 
 
 def forms() -> Mapping[str, Form]:
-    """Return the forms by name, for this check and for callers that time or compile them."""
+    """Return the forms by name, for this check and for code that times or compiles them."""
     return _FORMS
 
 
 def build_form(
     form: Form, device: Any, kind: str = "pinned_host"
 ) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """Build (order: int32[L] of numpy, stack) -> (stack, taken) on `device`, with the stack in
-    memory of `kind`.
+    """Build a function (order, stack) -> (stack, taken) that runs a form on a device.
 
-    The first call with an order compiles. The stack is copied to the device first, and the copy is
-    donated.
+    `order` is a numpy int32[L]. The first call with an order compiles. The stack is first copied to
+    memory of `kind`, and the copy is donated. The function raises ValueError if the order is not
+    linear.
 
-    Raises:
-      ValueError: when called, an order that is not linear.
+    Args:
+      form: form to run.
+      device: jax.Device to run on.
+      kind: memory kind of the stack.
     """
     here = SingleDeviceSharding(device, memory_kind="device")
     there = SingleDeviceSharding(device, memory_kind=kind)
@@ -148,10 +155,13 @@ def build_form(
 
 
 def linear_order(order: np.ndarray) -> Order:
-    """Return the order of an int32[L].
+    """Return the linear order that equals an array.
+
+    Args:
+      order: numpy int32[L], layer of each tick.
 
     Raises:
-      ValueError: it is not linear.
+      ValueError: the order is not linear.
     """
     steps = np.diff(order)
     if len(set(steps.tolist())) > 1:
@@ -162,20 +172,20 @@ def linear_order(order: np.ndarray) -> Order:
 
 
 def records(shape: tuple[int, int, int] = _SHAPE) -> np.ndarray:
-    """Return int32[L, D, F] in which no two elements are equal."""
-    # No element is 0, as those of a record that was never taken are.
+    """Return a numpy int32[L, D, F] with distinct elements, none of which is 0."""
+    # Elements of a record that was never taken are 0.
     return np.arange(np.prod(shape), dtype=np.int32).reshape(shape) + 1
 
 
 def _load(stack: jax.Array, layer: jax.Array) -> jax.Array:
-    """W[L, D, F] in host memory -> W[layer][D, F] in device memory."""
+    """Load record W[layer], [D, F], from a stack in host memory to device memory."""
     return jax.device_put(
         jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False), jax.memory.Space.Device
     )
 
 
 def _store(stack: jax.Array, record: jax.Array, layer: jax.Array, kind: str) -> jax.Array:
-    """Write a record of device memory at W[layer], in place where the stack is donated."""
+    """Store a record from device memory at W[layer], in place if the stack is donated."""
     space = jax.memory.Space.Host if kind == "pinned_host" else jax.memory.Space.Device
     return jax.lax.dynamic_update_index_in_dim(stack, jax.device_put(record, space), layer, 0)
 
@@ -236,9 +246,8 @@ def _update_ahead(order: Order, stack: jax.Array, kind: str) -> tuple[jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         stack, record, taken = carry
         ahead = _load(stack, order[i + 1]) if fetches else record
-        stack, ahead = jax.lax.optimization_barrier(
-            (stack, ahead)
-        )  # a write may not pass the read, or it copies the stack
+        # The write must not be moved before the read, or XLA copies the stack.
+        stack, ahead = jax.lax.optimization_barrier((stack, ahead))
         return _store(stack, _compute(record), order[i], kind), ahead, taken.at[i].set(record)
 
     record = one_trip(

@@ -1,4 +1,4 @@
-"""Records as files: folder, format, readers and writers, tuning, snapshots and errors."""
+"""Records in files: folder, format, readers and writers, tuning, snapshots and errors."""
 
 from host_offload.disk.bandwidth import DIRECT as DIRECT
 from host_offload.disk.bandwidth import PLAIN as PLAIN

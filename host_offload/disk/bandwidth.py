@@ -1,11 +1,10 @@
-"""How fast records are read from a folder's disk and written to it: each reader, beside the disk's
-own speed.
+"""Measure how fast records are read and written, with each reader, against the disk's own speed.
 
 The ceiling is plain preadv and pwritev with O_DIRECT on the same files and buffers, in blocks on
-  threads: no futures, no
-checksums, no files opened meanwhile, the best of several settings. All write first, then read what
-they wrote, with the page cache dropped between. A round measures each in turn, and ratios are taken
-within a round, so that a slow minute falls on all.
+several threads: no futures, no checksums, no files opened during the measurement, and the best of
+several settings. Each measurement writes all records first, then drops the page cache and reads
+them. A round measures each reader in turn; compare rates only within a round, so that a slow minute
+affects all of them.
 """
 
 import collections
@@ -37,7 +36,7 @@ _OTHERS = (DEFAULT, IoSettings(8, 4 * _MIB), IoSettings(2, 16 * _MIB))
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """Bytes a second, reading and writing."""
+    """Rates of reading and of writing, in bytes per second."""
 
     read: float
     write: float
@@ -48,15 +47,19 @@ class Reader(Protocol):
 
     def read(
         self, store: Store, layer: int, buffer: np.ndarray, *, verify: bool = True
-    ) -> concurrent.futures.Future[float]: ...
+    ) -> concurrent.futures.Future[float]:
+        """Start to read a record; see `DirectIo.read`."""
+        ...
 
     def write(
         self, store: Store, layer: int, buffer: np.ndarray, *, checksum: bool = True
-    ) -> concurrent.futures.Future[float]: ...
+    ) -> concurrent.futures.Future[float]:
+        """Start to write a record; see `DirectIo.write`."""
+        ...
 
 
 class Bench:
-    """Records to measure with, in a folder; a context manager that frees its buffers."""
+    """Records in a folder for measurements; a context manager that frees its buffers."""
 
     def __init__(
         self,
@@ -69,10 +72,10 @@ class Bench:
         """Reserve the disk space and fill the buffers.
 
         Args:
-          folder_path: of a `SwapFolder`.
-          settings: of both readers.
-          num_records: at least 2.
-          record_bytes: size of each record; four buffers of this size are in memory.
+          folder_path: path of a `SwapFolder`.
+          settings: threads and block size of both readers.
+          num_records: number of records, at least 2.
+          record_bytes: bytes per record; up to four buffers of this size are allocated.
 
         Raises:
           SwapError: the disk is too small.
@@ -83,12 +86,16 @@ class Bench:
         self.store.preallocate()
         self._ring = Ring(min(4, num_records), form.padded_bytes)
         self._buffers = [self._ring.take() for _ in range(self._ring.num_buffers)]
-        random = np.random.default_rng(0)  # some disks compress, or know zeros
+        random = np.random.default_rng(0)  # some disks compress data, or handle zeros specially
         for buffer in self._buffers:
             buffer.view(np.uint64)[:] = random.integers(0, 1 << 63, buffer.nbytes // 8, np.uint64)
 
     def round(self) -> dict[str, Rates]:
-        """Measure the disk and both readers once, the direct one also without checksums."""
+        """Measure the plain disk and both readers once, `DirectIo` also without checksums.
+
+        Returns:
+          Rates by name: PLAIN, DIRECT, UNCHECKED and TENSORSTORE.
+        """
         plain = [self._plain(settings) for settings in dict.fromkeys((self.settings, *_OTHERS))]
         rates = {PLAIN: Rates(read=max(r.read for r in plain), write=max(r.write for r in plain))}
         with DirectIo(self.settings) as direct, TensorstoreIo(self.settings) as through:
@@ -99,22 +106,20 @@ class Bench:
             }
 
     def records(self) -> Rates:
-        """Measure once how records are written, then read, checksums included, as a step moves
-        them.
-        """
+        """Write all records once, then read them, with checksums as in a step; return the rates."""
         with DirectIo(self.settings) as io:
             return self._records(io)
 
     def both(self) -> float:
-        """Return the bytes a second, summed, of reads beside writes, with a pool of threads each,
-        as a step has them.
+        """Return the bytes per second of concurrent reads and writes, summed.
 
-        The records must have been written. One half is read while the other is written, again and
-        again, until as many bytes have moved as all records have; so both are busy all the time,
-        whichever is faster.
+        Reads and writes have a pool of threads each, as in a step. The records must have been
+        written before. One half of them is read while the other half is written, repeatedly, until
+        as many bytes have moved as all records have; so both directions stay busy, whichever is
+        faster.
         """
         half, kept = self.store.num_layers // 2, len(self._buffers) // 2
-        left = iter(range(self.store.num_layers))  # of both threads: its next() is atomic
+        left = iter(range(self.store.num_layers))  # shared by both threads: its next() is atomic
         self._drop_caches()
 
         def run(
@@ -149,8 +154,7 @@ class Bench:
         ) -> float:
             began, pending = time.monotonic(), collections.deque()
             for layer in range(self.store.num_layers):
-                # As many transfers at once as there are buffers: the oldest must end before its
-                # buffer is used again.
+                # At most one transfer per buffer: the oldest must end before its buffer is reused.
                 if len(pending) == len(self._buffers):
                     pending.popleft().result()
                 pending.append(start(self.store, layer, self._buffers[layer % len(self._buffers)]))
@@ -171,8 +175,8 @@ class Bench:
         size, block = self.store.format.padded_bytes, settings.block_bytes
         paths = [self.store.record_path(layer) for layer in range(self.store.num_layers)]
         files = [_open(path) for path in paths]
-        # The threads share one iterator. Its next() is atomic under the GIL, so every part is
-        # claimed once.
+        # The threads share one iterator. Its next() is atomic under the GIL, so each part is
+        # claimed exactly once.
         parts = iter(
             [(layer, start) for layer in range(len(files)) for start in range(0, size, block)]
         )
@@ -207,9 +211,11 @@ class Bench:
         self._ring.close()
 
     def __enter__(self) -> "Bench":
+        """Return this object."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Free the buffers."""
         self.close()
 
 
@@ -219,17 +225,16 @@ def _open(path: str) -> int:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return open_regular(
-            path, os.O_RDWR
-        )  # a file system without it: the page cache is its ceiling
+        # A file system without O_DIRECT: the page cache is its ceiling.
+        return open_regular(path, os.O_RDWR)
 
 
 def drop_caches(paths: Sequence[str]) -> None:
-    """Bring files to disk, and their pages out of the page cache."""
+    """Flush files to disk, and drop their pages from the page cache."""
     for path in paths:
         fd = open_regular(path, os.O_RDONLY)
         try:
-            # Dirty pages do not leave the cache: write them back first.
+            # Dirty pages are not dropped: write them back first.
             os.fsync(fd)
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

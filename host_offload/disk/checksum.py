@@ -1,13 +1,13 @@
-"""A 64-bit checksum of a record, cheap beside the disk: XXH3 of the library xxhash, which releases
-the GIL.
+"""A 64-bit checksum of a record: XXH3 from the library xxhash, which releases the GIL.
 
-Compared on one core of an AMD EPYC, on 1 GiB in memory: XXH3 35 GB/s; a vectorised loop of numba,
-  the sum of words times odd
-weights, 39 GB/s; zlib.crc32 7 GB/s; memory itself (numpy's sum of words) 39 GB/s. Checked records
-of 64 MiB are read at 0.98 of the disk's 3.8 GB/s, as unchecked ones are, and written at 0.87 of its
-7.5 GB/s, where unchecked ones are written at 0.98 (two cores, which also do the work of a virtual
-disk). XXH3 misses a change with a probability of 2^-64. The weighted sum finds every single flipped
-bit, but is weaker against other changes, and would be code of our own.
+It is cheap compared with the disk. Rates on one core of an AMD EPYC, for 1 GiB in memory: XXH3
+35 GB/s; a vectorized numba loop that sums words times odd weights 39 GB/s; zlib.crc32 7 GB/s;
+memory itself (numpy's sum of words) 39 GB/s. With checksums, records of 64 MiB are read at 0.98 of
+the disk's 3.8 GB/s, the same as without, and written at 0.87 of its 7.5 GB/s, against 0.98 without
+(two cores, which also did the work of a virtual disk).
+
+XXH3 misses a change with a probability of 2^-64. The weighted sum detects every single flipped bit,
+but is weaker against other changes, and we would have to maintain its code.
 """
 
 from collections.abc import Iterable
@@ -17,17 +17,22 @@ import xxhash
 
 
 def checksum_of(buffer: np.ndarray) -> int:
-    """Return a number in [1, 2^64) that depends on the bytes of a buffer alone; 0 is left to mean
-    "none".
+    """Return a checksum in [1, 2^64) of a buffer's bytes; 0 is reserved to mean "unknown".
+
+    Nothing is copied, and the GIL is released.
 
     Args:
-      buffer: uint8[n], contiguous. Nothing is copied, and the GIL is released.
+      buffer: uint8[n], contiguous.
     """
     return xxhash.xxh3_64_intdigest(buffer.data) or 1
 
 
 def checksum_of_blocks(blocks: Iterable[np.ndarray]) -> int:
-    """Return `checksum_of` the bytes of all blocks, one after the other."""
+    """Return the checksum of the concatenation of several blocks, as `checksum_of` computes it.
+
+    Args:
+      blocks: arrays uint8[n], contiguous.
+    """
     digest = xxhash.xxh3_64()
     for block in blocks:
         digest.update(block.data)

@@ -1,14 +1,12 @@
-"""One file's bytes, moved past the page cache where alignment allows (O_DIRECT), and through it
-where not.
+"""Read and write files past the page cache (O_DIRECT) as far as alignment allows, else through it.
 
-O_DIRECT needs the address in memory, the offset in the file and the length to be multiples of the
-disk's sector; 4096 serves every disk. A span that is not aligned is moved in parts,
+O_DIRECT requires that the memory address, the file offset and the length are multiples of the
+disk's sector; 4096 works for every disk. An unaligned span is moved in parts,
 
-    head (to the next multiple of 4096, buffered) | body (direct) | tail (shorter than 4096,
-    buffered)
+    head (to the next multiple of 4096, buffered) | body (direct) | tail (< 4096, buffered)
 
-and all is buffered where no head aligns both the offset and the address. A signal's interruption is
-retried (PEP 475). A transfer that moved less than was asked for is continued from there.
+If no head aligns both the offset and the address, the full span is buffered. System calls that a
+signal interrupts are retried (PEP 475). A partial transfer is continued where it stopped.
 """
 
 import contextlib
@@ -27,28 +25,27 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class DirectFile:
-    """An open file; a context manager. Several threads may transfer at once.
+    """An open file; a context manager. Several threads may transfer at the same time.
 
     Attributes:
-      direct: whether the file system takes O_DIRECT.
+      direct: whether the file system supports O_DIRECT.
     """
 
     def __init__(self, path: str, *, writes: bool, direct: bool = True) -> None:
-        """Open a regular file, to read it or to write it; one to write is created if it does not
-        exist, for this user alone.
+        """Open a regular file.
 
         Args:
-          path: of the file.
-          writes: whether to write it.
-          direct: try O_DIRECT.
+          path: path of the file.
+          writes: whether the file is opened for writing. A missing file is then created, with
+            access for this user only.
+          direct: whether to try O_DIRECT.
 
         Raises:
-          NotRegularError: something else has that name.
-          OSError: as os.open.
+          NotRegularError: the path names something other than a regular file.
+          OSError: os.open failed.
         """
         flags = os.O_RDWR if writes else os.O_RDONLY
-        # Two descriptors of one file: O_DIRECT refuses what is not aligned, and that goes through
-        # the buffered one.
+        # Two descriptors of one file: O_DIRECT refuses unaligned parts, which use the buffered one.
         self._buffered = open_regular(path, flags | (os.O_CREAT if writes else 0))
         self._direct, self._writes = -1, writes
         if direct and _DIRECT:
@@ -62,27 +59,35 @@ class DirectFile:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the file."""
+        """Size of the file, in bytes."""
         return os.fstat(self._buffered).st_size
 
     def resize(self, num_bytes: int) -> None:
-        """Cut the file, or make it longer with a hole."""
+        """Truncate the file to `num_bytes`, or extend it to that size with a hole."""
         os.ftruncate(self._buffered, num_bytes)
 
     def read(self, buffer: np.ndarray, offset: int) -> None:
-        """Fill a buffer, uint8[n], from an offset on.
+        """Fill a buffer with the file's bytes from an offset on.
+
+        Args:
+          buffer: uint8[n], contiguous.
+          offset: offset in the file, in bytes.
 
         Raises:
-          TruncatedError: the file ends before.
-          OSError: as os.preadv.
+          TruncatedError: the file ends before the buffer is full.
+          OSError: os.preadv failed.
         """
         self._transfer(lambda fd, part, at: os.preadv(fd, [part], at), buffer, offset)
 
     def write(self, buffer: np.ndarray, offset: int) -> None:
-        """Write a buffer, uint8[n], from an offset on.
+        """Write a buffer to the file from an offset on.
+
+        Args:
+          buffer: uint8[n], contiguous.
+          offset: offset in the file, in bytes.
 
         Raises:
-          OSError: as os.pwritev.
+          OSError: os.pwritev failed.
         """
         self._transfer(lambda fd, part, at: os.pwritev(fd, [part], at), buffer, offset)
 
@@ -98,29 +103,33 @@ class DirectFile:
             except OSError as error:
                 if not is_direct or error.errno not in _NO_DIRECT:
                     raise
-                self.direct = False  # it opens such files and does not serve them
+                self.direct = False  # the file system opens files with O_DIRECT, but refuses I/O
                 continue
-            # preadv returns 0 at the end of a file: to try again would never end.
+            # preadv returns 0 at the end of a file, so retrying would never end.
             if count <= 0:
                 raise TruncatedError(
-                    f"the file ends at byte {offset + done}, and {len(memory) - done} bytes more are needed"
+                    f"the file ends at byte {offset + done}, and {len(memory) - done} bytes more "
+                    "are needed"
                 )
             done += count
 
     def _part(self, address: int, offset: int, length: int) -> tuple[bool, int]:
-        """Return how the next part is moved, and its length."""
+        """Return whether the next part is moved with O_DIRECT, and its length in bytes."""
         head = -offset % BLOCK_BYTES
-        # Address and offset must become multiples of the block after the same head, or no part can
-        # be direct.
+        # The same head must align both the address and the offset, or no part can be direct.
         if not self.direct or (address + head) % BLOCK_BYTES or length - head < BLOCK_BYTES:
             return False, length
         return (False, head) if head else (True, length // BLOCK_BYTES * BLOCK_BYTES)
 
     def close(self) -> None:
-        """Close the file; once closed, do nothing."""
+        """Close the file; further calls do nothing.
+
+        Raises:
+          OSError: a file opened for writing could not be closed, and may have lost data.
+        """
         fds, self._buffered, self._direct = (self._buffered, self._direct), -1, -1
-        # Both are closed, also where the first raises. A file that was only read has nothing that a
-        # close could lose.
+        # Close both descriptors even if the first close raises. Errors of a file that was only read
+        # are ignored, because it has no data to lose.
         with (
             contextlib.suppress(*(() if self._writes else (OSError,))),
             contextlib.ExitStack() as closing,
@@ -130,27 +139,30 @@ class DirectFile:
                     closing.callback(os.close, fd)
 
     def __enter__(self) -> "DirectFile":
+        """Return this file."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close this file."""
         self.close()
 
 
 def read_file(
     path: str, buffer: np.ndarray, num_bytes: int, *, offset: int = 0, direct: bool = True
 ) -> None:
-    """Read a span of a file, of any length and offset, to the start of a buffer.
+    """Read a span of a file, of any length and offset, into the start of a buffer.
 
     Args:
-      path: of the file.
-      buffer: uint8[n], contiguous, n >= num_bytes; its page alignment decides how much is direct.
-      num_bytes: to read.
-      offset: in the file.
-      direct: use O_DIRECT where it can be.
+      path: path of the file.
+      buffer: uint8[n], contiguous, n >= num_bytes; its alignment decides how much is read with
+        O_DIRECT.
+      num_bytes: number of bytes to read.
+      offset: offset of the span in the file, in bytes.
+      direct: whether to use O_DIRECT as far as possible.
 
     Raises:
-      ValueError: the buffer is of another form.
-      OSError: as os.open and os.preadv; a TruncatedError if the file ends before.
+      ValueError: the buffer has another dtype or rank, is too small, or is not contiguous.
+      OSError: the file cannot be opened or read; TruncatedError if it ends before the span does.
     """
     check_buffer(buffer, num_bytes)
     with DirectFile(path, writes=False, direct=direct) as file:
@@ -160,10 +172,21 @@ def read_file(
 def write_file(
     path: str, buffer: np.ndarray, num_bytes: int, *, offset: int = 0, direct: bool = True
 ) -> None:
-    """Write the start of a buffer to a span of a file, of any length and offset; the file is made
-    if it is not there.
+    """Write the start of a buffer to a span of a file, of any length and offset.
 
-    Arguments and errors are those of `read_file`.
+    A missing file is created.
+
+    Args:
+      path: path of the file.
+      buffer: uint8[n], contiguous, n >= num_bytes; its alignment decides how much is written with
+        O_DIRECT.
+      num_bytes: number of bytes to write.
+      offset: offset of the span in the file, in bytes.
+      direct: whether to use O_DIRECT as far as possible.
+
+    Raises:
+      ValueError: the buffer has another dtype or rank, is too small, or is not contiguous.
+      OSError: the file cannot be opened or written.
     """
     check_buffer(buffer, num_bytes)
     with DirectFile(path, writes=True, direct=direct) as file:

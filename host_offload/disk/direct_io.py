@@ -1,17 +1,15 @@
-"""Records between disk and buffers at the disk's own speed: O_DIRECT, in blocks, on a pool of
-threads.
+"""Move records between disk and buffers at the disk's own speed: O_DIRECT, in blocks, on threads.
 
-    read    open; blocks of the record by several threads (preadv); compare the checksum
-    write   open; the checksum, while other threads write blocks (pwritev)
+    read    open the file; several threads read blocks (preadv); compare the checksum
+    write   open the file; one thread computes the checksum while others write blocks (pwritev)
 
-A record's blocks are claimed by whatever threads are free, records in the order they were asked
-for: a record has the whole disk until its last blocks, and the record that a step waits for comes
-first. The file is opened by its name each time. That costs some 20 microseconds, and notices a
-record that was removed or cut short meanwhile. System calls and checksums release the GIL.
+Any free thread claims the next block, and records are served in the order of the calls. So a record
+has the full bandwidth of the disk until its last blocks, and the record that a step waits for is
+first. The file is opened by its name each time. That costs about 20 microseconds, and detects a
+record that was removed or truncated in the meantime. System calls and checksums release the GIL.
 
-Errors leave through the future, as SwapError. A write that failed leaves a record that counts as
-never written, and reading what was never written is an error too: no read returns what was not
-stored by a write that succeeded.
+Errors are raised by the future, as SwapError. After a failed write the record counts as never
+written, and reading such a record is an error too: a read only returns data of a successful write.
 """
 
 import concurrent.futures
@@ -33,15 +31,19 @@ logger = logging.getLogger(__name__)
 
 
 class DirectIo:
-    """Reads and writes records of any stores; a context manager."""
+    """Reads and writes records of any store; a context manager.
+
+    Attributes:
+      settings: number of threads, and size of a block.
+    """
 
     def __init__(self, settings: IoSettings, *, name: str = "direct") -> None:
-        """Start the pool of threads.
+        """Start the thread pool.
 
         Args:
-          settings: threads and blocks.
-          name: of the threads, as debuggers show it. Reads and writes that must not wait for each
-            other have a pool each.
+          settings: number of threads, and size of a block.
+          name: name of the threads, for debuggers. Use one pool for reads and another for writes
+            if they must not wait for each other.
         """
         self.settings = settings
         self._pool = concurrent.futures.ThreadPoolExecutor(
@@ -54,53 +56,56 @@ class DirectIo:
     def read(
         self, store: Store, layer: int, buffer: np.ndarray, *, verify: bool = True
     ) -> concurrent.futures.Future[float]:
-        """Begin to read a record.
+        """Start to read a record.
 
         Args:
-          store: of the record. A pending write of the same record must be waited for before.
+          store: store of the record. Wait for a pending write of the same record before the call.
           layer: index of the record.
-          buffer: uint8[n], contiguous, writable, n >= padded_bytes; not to be touched until the
-            future is done. If its address is no multiple of 4096, it is read through the page
-            cache.
-          verify: compare the checksum, if one was written; and refuse a record that was never
-            written.
+          buffer: uint8[n], contiguous, writable, n >= padded_bytes; do not touch it until the
+            future is done. If its address is not a multiple of 4096, the record is read through
+            the page cache.
+          verify: whether to refuse a record that was never written, and to compare the checksum,
+            if one was stored.
 
         Returns:
-          The seconds from the first block's start to the end, checksum included; or SwapError.
+          A future of the seconds from the start of the first block to the end, checksum included;
+          the future raises SwapError if the read failed.
 
         Raises:
-          ValueError: the buffer is of another form, or there is no such layer.
-          RuntimeError: this is closed.
+          ValueError: the buffer has a wrong form, or the layer does not exist.
+          RuntimeError: this object is closed.
         """
         return self._start(_Transfer(self, store, layer, buffer, writes=False, checked=verify))
 
     def write(
         self, store: Store, layer: int, buffer: np.ndarray, *, checksum: bool = True
     ) -> concurrent.futures.Future[float]:
-        """Begin to write a record.
+        """Start to write a record.
 
         Args:
-          store: of the record.
+          store: store of the record.
           layer: index of the record.
-          buffer: as for `read`; its first padded_bytes are the record, and must not change until
-            the future is done.
-          checksum: keep the record's checksum, for reads to verify.
+          buffer: uint8[n], contiguous, n >= padded_bytes. Its first padded_bytes are the record,
+            and must not change until the future is done.
+          checksum: whether to store the record's checksum, for reads to verify.
 
         Returns:
-          As `read`.
+          A future of the seconds from the start of the first block to the end; the future raises
+          SwapError if the write failed.
 
         Raises:
-          ValueError, RuntimeError: as `read`.
+          ValueError: the buffer has a wrong form, or the layer does not exist.
+          RuntimeError: this object is closed.
         """
         return self._start(_Transfer(self, store, layer, buffer, writes=True, checked=checksum))
 
     def _start(self, transfer: "_Transfer") -> concurrent.futures.Future[float]:
-        # A job for every thread that could help. One that comes too late finds no block, and
-        # returns at once.
+        # One job per thread that could help. A job that starts too late finds no block left and
+        # returns immediately.
         for k in range(min(transfer.num_blocks, self.settings.num_threads)):
             try:
                 self._pool.submit(self._run, transfer)
-            except RuntimeError:  # closed, or the interpreter exits; one thread at work will do
+            except RuntimeError:  # closed, or the interpreter exits; one working thread is enough
                 if k == 0:
                     raise
         return transfer.future
@@ -110,7 +115,7 @@ class DirectIo:
             pass
 
     def note_buffered(self, folder: str) -> None:
-        """Log, once, that a folder has no O_DIRECT."""
+        """Log, once per folder, that a folder does not support O_DIRECT."""
         with self._lock:
             if folder in self._buffered:
                 return
@@ -120,22 +125,25 @@ class DirectIo:
         )
 
     def close(self) -> None:
-        """Wait for all transfers and end the threads; once closed, or in a forked child, which has
-        none, do nothing.
+        """Wait for all transfers and end the threads.
+
+        Further calls do nothing, and neither does a call in a forked child, which has no threads.
         """
         if os.getpid() != self._process:
             return
         self._pool.shutdown(wait=True)
 
     def __enter__(self) -> "DirectIo":
+        """Return this object."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Wait for all transfers and end the threads."""
         self.close()
 
 
 class _Transfer:
-    """One record that several threads read or write together."""
+    """The transfer of one record, whose blocks several threads read or write."""
 
     def __init__(
         self,
@@ -161,7 +169,7 @@ class _Transfer:
         self._next, self._moving, self._checksum, self._start = 0, 0, 0, 0.0
 
     def move_block(self) -> bool:
-        """Move the next block, if one is left, and return whether one was.
+        """Move the next block, and return whether there was a block left.
 
         The last thread to end finishes the record.
         """
@@ -169,12 +177,12 @@ class _Transfer:
             block = self._next
             if block == self.num_blocks:
                 return False
-            # A transfer that was cancelled before its first block does not touch the record.
+            # If the transfer was cancelled before its first block, it does not touch the record.
             if block == 0 and not self.future.set_running_or_notify_cancel():
                 self._next = self.num_blocks
                 return False
             self._next, self._moving = block + 1, self._moving + 1
-            # Under the lock, so that no other thread moves a block of a file that is not open yet.
+            # Under the lock, so that no other thread moves a block before the file is open.
             if block == 0 and (error := self._begin()) is not None:
                 self._error, self._next = error, self.num_blocks
         # Without the lock: the blocks of a record move in parallel.
@@ -182,8 +190,7 @@ class _Transfer:
         with self._lock:
             self._moving -= 1
             if error is not None:
-                # The blocks that are left count as claimed, so that the threads still at work end
-                # the transfer.
+                # Mark the remaining blocks as claimed, so that the active threads end the transfer.
                 self._error, self._next = self._error or error, self.num_blocks
             # Both are read under the lock: exactly one thread sees that nothing is moving and
             # nothing is left.
@@ -204,7 +211,7 @@ class _Transfer:
             if (num_bytes := self._file.num_bytes) != size:
                 if not self._writes:
                     raise TruncatedError(f"the file has {num_bytes} bytes, and the record {size}")
-                # A read refuses a file of any other size, so one that is too long is cut here.
+                # A read refuses a file of any other size, so a longer file is truncated here.
                 self._file.resize(size)
         except BaseException as error:
             return error
@@ -219,7 +226,7 @@ class _Transfer:
             if not self._writes:
                 self._file.read(part, start)
                 return None
-            if block == 0 and self._checked:  # the other blocks are on their way meanwhile
+            if block == 0 and self._checked:  # other threads write blocks in the meantime
                 self._checksum = checksum_of(self._record)
             self._file.write(part, start)
         except BaseException as error:
@@ -230,8 +237,8 @@ class _Transfer:
         error = self._error
         try:
             if self._file is not None:
-                # Before `end_write`: network file systems may report a lost write only when the
-                # file is closed.
+                # Close before `end_write`: network file systems may report a lost write only when
+                # the file is closed.
                 self._file.close()
                 if not self._file.direct:
                     self._io.note_buffered(os.path.dirname(os.path.dirname(self._store.path)))
@@ -244,5 +251,8 @@ class _Transfer:
         if error is None:
             self.future.set_result(time.monotonic() - self._start)
             return
-        doing = f"{'writing' if self._writes else 'reading'} {self._store.kind} of rank {self._store.rank}"
+        doing = (
+            f"{'writing' if self._writes else 'reading'} {self._store.kind} of rank "
+            f"{self._store.rank}"
+        )
         self.future.set_exception(explain(error, doing=doing, file=self._path, layer=self._layer))

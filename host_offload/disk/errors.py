@@ -1,8 +1,8 @@
-"""Errors of the disk: what failed, for which file and layer, and what to do about it.
+"""Errors of the disk: what failed, for which file and layer, and how to fix it.
 
-An error of the nvme tier occurs in a callback or an I/O thread, and is raised elsewhere, later. By
-then its message is all that is known, so it states the operation, the file, the layer, the errno of
-the operating system and the repair.
+An error of the nvme tier occurs in a callback or an I/O thread, and is raised later elsewhere. By
+then only its message is left, so the message states the operation, the file, the layer, the errno
+and the remedy.
 """
 
 import errno as errnos
@@ -13,24 +13,35 @@ TRUNCATED = "truncated"
 CHECKSUM = "checksum"
 NOT_REGULAR = "not regular"
 STATE_LOST = "the state on the disk is lost: make one by init"
-_LACKS = "that file system does not offer this call: set swap_dir to a folder of a local disk (ext4, xfs)"
+_LACKS = (
+    "that file system does not support this call: set swap_dir to a folder of a local disk "
+    "(ext4, xfs)"
+)
 _REMEDIES: dict[int | str, str] = {
-    errnos.ENOSPC: "free space, or files if it has none left (df -i), on that file system, or set swap_dir to a folder of a "
-    "larger disk",
-    errnos.EDQUOT: "the user's disk quota is used up: free space, raise the quota, or set swap_dir to another file system",
-    errnos.EFBIG: "the file is larger than this process or file system allows: raise RLIMIT_FSIZE (ulimit -f)",
+    errnos.ENOSPC: "free space, or files if it has no inodes left (df -i), on that file system, or "
+    "set swap_dir to a folder of a larger disk",
+    errnos.EDQUOT: "the user's disk quota is used up: free space, raise the quota, or set swap_dir "
+    "to another file system",
+    errnos.EFBIG: "the file is larger than this process or file system allows: raise RLIMIT_FSIZE "
+    "(ulimit -f)",
     errnos.EIO: "the disk failed (see dmesg and smartctl): set swap_dir to another disk",
-    errnos.ENOENT: "something removed it in use: keep cleaners (tmpwatch, systemd-tmpfiles) off swap_dir",
-    errnos.EROFS: "the file system is mounted read-only (a failing disk is remounted so, see dmesg): set another swap_dir",
-    errnos.EACCES: "give this user the right to read, write and search that folder, or set swap_dir to one of its own",
-    errnos.EPERM: "give this user the right to read, write and search that folder, or set swap_dir to one of its own",
-    errnos.EMFILE: "this process has too many files open: raise the limit (ulimit -n), or look for what leaks descriptors",
+    errnos.ENOENT: "something removed it while it was in use: keep cleaners (tmpwatch, "
+    "systemd-tmpfiles) off swap_dir",
+    errnos.EROFS: "the file system is mounted read-only (a failing disk is remounted read-only, "
+    "see dmesg): set another swap_dir",
+    errnos.EACCES: "give this user the right to read, write and search that folder, or set "
+    "swap_dir to a folder of this user",
+    errnos.EPERM: "give this user the right to read, write and search that folder, or set "
+    "swap_dir to a folder of this user",
+    errnos.EMFILE: "this process has too many files open: raise the limit (ulimit -n), or find "
+    "the code that leaks descriptors",
     errnos.ENFILE: "the machine has too many files open: raise fs.file-max",
     errnos.ESTALE: "the network file system lost the file: set swap_dir to a local disk",
     **dict.fromkeys((errnos.ENOSYS, errnos.EOPNOTSUPP, errnos.ENOLCK, errnos.EINVAL), _LACKS),
-    TRUNCATED: "something else changed its size: keep other programs off swap_dir",
-    CHECKSUM: "bit flipped or overwritten by something else: keep other programs off swap_dir and check the disk",
-    NOT_REGULAR: "something else put it there: remove it, and keep other programs off swap_dir",
+    TRUNCATED: "another program changed its size: keep other programs off swap_dir",
+    CHECKSUM: "a bit flipped, or another program overwrote it: keep other programs off swap_dir "
+    "and check the disk",
+    NOT_REGULAR: "another program put it there: remove it, and keep other programs off swap_dir",
 }
 
 
@@ -38,9 +49,9 @@ class SwapError(RuntimeError):
     """An operation of the nvme tier failed.
 
     Attributes:
-      file: path of the file, if it is about one.
-      layer: index of the layer whose record it is, if any.
-      errno: of the operating system, if it gave one.
+      file: path of the file concerned, or None.
+      layer: index of the layer whose record is concerned, or None.
+      errno: error number of the operating system, or None.
     """
 
     def __init__(
@@ -51,27 +62,28 @@ class SwapError(RuntimeError):
         layer: int | None = None,
         errno: int | None = None,
     ) -> None:
+        """Create an error from its message and attributes."""
         super().__init__(message)
         self.file, self.layer, self.errno = file, layer, errno
 
 
 class TruncatedError(OSError):
-    """A file ends before its record does, or after it."""
+    """A file is shorter or longer than its record."""
 
 
 class ChecksumError(OSError):
-    """A record is not what was written."""
+    """A record's bytes differ from the bytes that were written."""
 
 
 class NotRegularError(OSError):
-    """Something else than a regular file has a record's name."""
+    """Something other than a regular file has a record's name."""
 
 
 def of_tensorstore(error: Exception) -> Exception:
-    """Return the OSError that the text of tensorstore's error describes, or the error itself if
-    there is none.
+    """Return the OSError that a tensorstore error describes, or `error` itself if there is none.
 
-    It raises NotImplementedError for ENOSYS, and ValueError for all others.
+    tensorstore raises NotImplementedError for ENOSYS and ValueError for all other disk errors, and
+    gives the errno only in the text.
     """
     text = str(error)
     if match := re.search(r"os_error_code='(\d+)'", text):
@@ -84,13 +96,13 @@ def of_tensorstore(error: Exception) -> Exception:
 def explain(
     error: BaseException, *, doing: str, file: str | None = None, layer: int | None = None
 ) -> SwapError:
-    """Return the SwapError to raise, or to carry out of a thread, from an error.
+    """Return a SwapError that explains an error; the caller raises it or passes it on.
 
     Args:
-      error: an OSError, or any other exception; a SwapError is returned as it is.
-      doing: the operation, such as "reading params".
-      file: path of the file.
-      layer: index of the layer whose record it is.
+      error: an OSError or any other exception; a SwapError is returned unchanged.
+      doing: operation that failed, such as "reading params".
+      file: path of the file concerned.
+      layer: index of the layer whose record is concerned.
     """
     if isinstance(error, SwapError):
         return error
@@ -109,8 +121,7 @@ def explain(
         layer=layer,
         errno=number,
     )
-    # By hand: the result is raised later, often in another thread, where no `raise ... from` can
-    # add it.
+    # Set by hand: the result is raised later, often in another thread, without `raise ... from`.
     result.__cause__ = error
     return result
 

@@ -1,17 +1,18 @@
-"""Boxes of arrays in files, read with pread.
+"""Read boxes of arrays from files with preadv.
 
-    file    offset ..  an array of `shape`, row by row
+    file    offset ..  an array of `shape`, in row-major order
     box     (start, stop) in each dim  ->  out[stop - start, ...]
 
-A mapped file would cost fewer lines. But where the disk cannot read a sector, touching a mapping is
-a SIGBUS, which ends the process without a word, and pread is an OSError: EIO, with the file and the
-byte at which it happened.
+A mapped file would need fewer lines of code. But if the disk cannot read a sector, touching a
+mapping raises SIGBUS, which ends the process without a message, whereas preadv raises an OSError:
+EIO, with the file and the byte at which it happened.
 
-The bytes between the first and the last element of a box are its span. A box without gaps is read
-into the result itself, if that is of the same dtype. Any other is halved along its outermost dim
-until its span fits a block of BLOCK_BYTES, which is read whole and cut in memory: what is read in
-vain are the gaps, and what is held beside the result is one block. Gaps are read only where they
-are no larger than the box, or its pieces are small: one call for each piece would cost more.
+The bytes from the first to the last element of a box are its span. A box without gaps is read
+directly into the result, if the dtypes match. Any other box is halved along its outermost dim until
+its span fits a block of BLOCK_BYTES, which is read completely and cut in memory. So only the gaps
+are read in vain, and memory holds at most one block in addition to the result. Gaps are read only
+if they are no larger than the box, or if the box's pieces are so small that one call per piece
+would cost more.
 """
 
 import contextlib
@@ -27,25 +28,26 @@ from host_offload.disk.regular_file import open_regular
 Box = tuple[tuple[int, int], ...]
 """(start, stop) in each dim of an array."""
 BLOCK_BYTES = 4 << 20
-"""Most bytes held beside a result. Larger blocks are not read faster."""
+"""Maximum bytes held in addition to a result. Larger blocks are not read faster."""
 PIECE_BYTES = 64 << 10
-"""Pieces of at least so many bytes are read one by one, if the gaps between them are larger than
-they are.
-"""
+"""Pieces of at least this many bytes are read one by one if the gaps between them are larger."""
 
 
 class ReadFile:
-    """A file open for reading, until the last reference to it goes.
+    """A file open for reading; it is closed when the last reference to this object is dropped.
 
-    Several threads may read at once.
+    Several threads may read at the same time.
+
+    Attributes:
+      path: path of the file.
     """
 
     def __init__(self, path: str) -> None:
-        """Open a file.
+        """Open a file; a symbolic link to a regular file is followed.
 
         Raises:
-          OSError: it cannot be opened.
-          NotRegularError: it is a folder, a FIFO, a socket or a device.
+          OSError: the file cannot be opened.
+          NotRegularError: the path names a folder, a FIFO, a socket or a device.
         """
         self.path = path
         self._fd = -1
@@ -55,21 +57,26 @@ class ReadFile:
             raise NotRegularError(f"{path}: {error}") from error
 
     def __del__(self) -> None:
+        """Close the file."""
         if self._fd >= 0:
-            with contextlib.suppress(OSError):  # nothing was written that could be lost
+            with contextlib.suppress(OSError):  # nothing was written, so nothing can be lost
                 os.close(self._fd)
 
     @property
     def num_bytes(self) -> int:
-        """Size of the file."""
+        """Size of the file, in bytes."""
         return os.fstat(self._fd).st_size
 
     def read_bytes(self, offset: int, out: np.ndarray) -> None:
-        """Fill uint8[n] with the bytes from `offset`.
+        """Fill an array with the file's bytes from `offset` on.
+
+        Args:
+          offset: offset in the file, in bytes.
+          out: uint8[n], contiguous.
 
         Raises:
-          OSError: they cannot be read; its text tells the byte.
-          TruncatedError: the file ends before.
+          OSError: the bytes cannot be read; the message says at which byte.
+          TruncatedError: the file ends before the array is full.
         """
         view, at = out.data, 0
         while at < len(view):
@@ -79,8 +86,7 @@ class ReadFile:
                 raise OSError(
                     error.errno, f"{error.strerror} at byte {offset + at}", self.path
                 ) from error
-            # A read may be cut short, by a signal or before a sector that cannot be read: the next
-            # one tells which.
+            # A signal or an unreadable sector may cut a read short: the next read shows which.
             if not count:
                 raise TruncatedError(
                     f"{self.path} ends at byte {offset + at}, and {len(view) - at} more are needed"
@@ -88,11 +94,14 @@ class ReadFile:
             at += count
 
     def read_all(self, most_bytes: int) -> bytes:
-        """Return the bytes of a file that is not large.
+        """Return all bytes of a small file.
+
+        Args:
+          most_bytes: maximum size of the file, in bytes.
 
         Raises:
-          OSError: they cannot be read.
-          TruncatedError: there are more than `most_bytes`.
+          OSError: the file cannot be read.
+          TruncatedError: the file is larger than `most_bytes`.
         """
         if (num_bytes := self.num_bytes) > most_bytes:
             raise TruncatedError(
@@ -102,20 +111,22 @@ class ReadFile:
         return out.tobytes()
 
     def read_start(self, most_bytes: int) -> bytes:
-        """Return the first bytes of a file, or all where there are fewer.
+        """Return the first `most_bytes` bytes of the file, or all bytes if there are fewer.
 
         Raises:
-          OSError: they cannot be read.
+          OSError: the bytes cannot be read.
         """
         self.read_bytes(0, out := np.empty(min(self.num_bytes, most_bytes), np.uint8))
         return out.tobytes()
 
     def blocks(self, num_bytes: int) -> Iterator[np.ndarray]:
-        """Yield the first bytes of the file, block by block, in an array that is used again:
-        uint8[BLOCK_BYTES] or fewer.
+        """Yield the first `num_bytes` bytes of the file, in blocks uint8[BLOCK_BYTES] or shorter.
+
+        Each block is a view of the same array, so it is valid only until the next one.
 
         Raises:
-          OSError, TruncatedError: as `read_bytes` does.
+          OSError: the bytes cannot be read.
+          TruncatedError: the file has fewer bytes.
         """
         block = np.empty(min(BLOCK_BYTES, num_bytes), np.uint8)
         for offset in range(0, num_bytes, BLOCK_BYTES):
@@ -126,17 +137,18 @@ class ReadFile:
     def read_box(
         self, offset: int, shape: tuple[int, ...], dtype: np.dtype, box: Box, out: np.ndarray
     ) -> None:
-        """Fill `out`, of the box's shape, with a box of an array in the file, cast to its dtype.
+        """Fill `out` with a box of an array in the file, cast to the dtype of `out`.
 
         Args:
-          offset: of the array's first byte.
-          shape: of the array.
-          dtype: of the array.
-          box: to read.
-          out: any strides, any dtype.
+          offset: offset of the array's first byte in the file, in bytes.
+          shape: shape of the array.
+          dtype: dtype of the array.
+          box: (start, stop) in each dim of the array.
+          out: array of the box's shape, with any strides and any dtype.
 
         Raises:
-          OSError, TruncatedError: as `read_bytes` does.
+          OSError: the bytes cannot be read.
+          TruncatedError: the file ends before the box does.
         """
         strides = tuple(math.prod(shape[dim + 1 :]) * dtype.itemsize for dim in range(len(shape)))
         self._read(offset, strides, dtype, box, out)
@@ -164,8 +176,7 @@ class ReadFile:
             self.read_bytes(first, block)
             out[...] = np.ndarray(sizes, dtype, block, strides=strides)
         else:
-            # There is such a dim: a box of one element is one without gaps, and smaller than a
-            # block.
+            # Such a dim exists: a box of a single element has no gaps and is smaller than a block.
             dim = next(dim for dim, size in enumerate(sizes) if size > 1)
             start, stop = box[dim]
             middle = (start + stop) // 2
@@ -175,7 +186,7 @@ class ReadFile:
 
 
 def _piece_bytes(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype) -> int:
-    """Return how many bytes of a box follow each other without a gap."""
+    """Return the number of bytes in each contiguous piece of a box."""
     piece = dtype.itemsize
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if stride != piece and size > 1:

@@ -1,10 +1,9 @@
-"""A private folder below the user's swap_dir, for one process, which is removed when the process
-ends.
+"""A process's private folder below the user's swap_dir, removed when the process ends.
 
 The folder holds model state, so only its user may read it (0700). Two programs in one folder would
-overwrite each other's records, so a lock on a file inside tells who uses it. The kernel releases
-the lock (flock) with the process, however that ends: a folder whose lock is free was left by a
-process that was killed, and is emptied and used again.
+overwrite each other's records, so the program that uses it locks a file in it. The kernel releases
+the lock (flock) when the process ends, for whatever reason. So a folder with a free lock was left
+by a killed process, and is emptied and reused.
 """
 
 import contextlib
@@ -29,20 +28,21 @@ class SwapFolder:
     """The folder `root/zerojax-swap-{process}`; a context manager.
 
     Attributes:
-      path: of the folder.
+      path: absolute path of the folder.
     """
 
     def __init__(self, root: str, process: int = 0) -> None:
-        """Make the folder, or take over one that a killed process left.
+        """Create the folder, or take over a folder that a killed process left.
 
         Args:
-          root: the user's swap_dir; best on a disk of its own. It must exist: a mistyped path would
-            fill another disk.
-          process: `jax.process_index()`; processes of one machine share the root.
+          root: the user's swap_dir, ideally on a dedicated disk. It must exist, because a mistyped
+            path could fill another disk.
+          process: index of the process, `jax.process_index()`; processes of one machine may share
+            `root`.
 
         Raises:
-          ValueError: root is no folder.
-          SwapError: it cannot be written to, or another process or program uses the folder.
+          ValueError: `root` does not exist or is not a folder.
+          SwapError: the folder cannot be created or written, or another program uses it.
         """
         try:
             mode = os.stat(root).st_mode
@@ -53,13 +53,14 @@ class SwapFolder:
         if not stat.S_ISDIR(mode):
             what = "is not a folder" if mode else "does not exist"
             raise ValueError(
-                f"swap_dir={root!r} {what}: give an existing folder of a fast local disk, or create it (mkdir -p)"
+                f"swap_dir={root!r} {what}: give an existing folder of a fast local disk, or "
+                "create it (mkdir -p)"
             )
         self.path = os.path.join(os.path.abspath(root), f"zerojax-swap-{process}")
         self._take()
         this = weakref.ref(self)
-        # A forked child inherits the finalizer and the locked descriptor: it must neither remove
-        # the folder nor hold the lock.
+        # A forked child inherits the finalizer and the locked descriptor, but must neither remove
+        # the folder nor keep the lock.
         os.register_at_fork(
             after_in_child=lambda: None if (folder := this()) is None else folder._forget()
         )
@@ -70,8 +71,9 @@ class SwapFolder:
         except OSError as error:
             if error.errno == errno.ENOENT:
                 raise SwapError(
-                    f"making the swap folder, {self.path} failed: ENOENT ({error.errno}); that file system has no room for "
-                    "folders of its users: set swap_dir to a folder of a local disk",
+                    f"making the swap folder, {self.path} failed: ENOENT ({error.errno}); users "
+                    "cannot create folders on that file system: set swap_dir to a folder of a "
+                    "local disk",
                     file=self.path,
                     errno=error.errno,
                 ) from error
@@ -84,8 +86,7 @@ class SwapFolder:
             raise explain(error, doing="emptying the swap folder", file=self.path) from error
 
     def _begin(self, fd: int) -> None:
-        # The umask applies to mkdir's mode, and a folder that is taken over has the mode it was
-        # left with.
+        # The umask may have reduced mkdir's mode, and a folder taken over has any mode.
         os.chmod(self.path, 0o700)
         before = os.pread(fd, 64, 0).decode(errors="replace").strip()
         if before:
@@ -99,34 +100,36 @@ class SwapFolder:
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
 
     def free_bytes(self) -> int:
-        """Return what this user can still write to the file system."""
+        """Return the number of bytes that this user can still write to the file system."""
         space = os.statvfs(self.path)
         return space.f_bavail * space.f_frsize
 
     def renew(self) -> None:
-        """Empty the folder; create or lock it again if it was removed or taken over.
+        """Remove the folder and create it again, empty; also if it was removed or taken over.
 
         Raises:
-          SwapError: another program uses it now, or it cannot be created.
+          SwapError: another program uses the folder now, or it cannot be created.
         """
         self.close()
         self._take()
 
     def close(self) -> None:
-        """Remove the folder and all in it; once closed, do nothing.
+        """Remove the folder with its contents; further calls do nothing.
 
-        Whatever uses it must be closed before.
+        Close everything that uses the folder before.
         """
         self._close()
 
     def _forget(self) -> None:
-        """In a forked child: leave the folder to the parent, and close the descriptor, which would
-        keep the lock.
+        """Leave the folder to the parent process, in a forked child.
+
+        The child's copy of the descriptor would keep the lock, so it is closed.
         """
         if self._close.detach() is not None:
             os.close(self._fd)
 
     def __enter__(self) -> "SwapFolder":
+        """Return this folder."""
         return self
 
     def __exit__(
@@ -135,29 +138,32 @@ class SwapFolder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Remove the folder."""
         self.close()
 
 
 def _lock(path: str) -> int:
-    """Return the descriptor of the folder's lock file, locked; make both if need be."""
+    """Return the locked descriptor of the folder's lock file; create both if necessary."""
     while True:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
         try:
             _check_folder(path)
             fd = _open_lock(os.path.join(path, _LOCK))
-        except FileNotFoundError:  # another process has removed the folder meanwhile: start again
+        except FileNotFoundError:  # another process has just removed the folder: try again
             continue
         if fd is not None:
             return fd
 
 
 def _check_folder(path: str) -> None:
-    """Raise SwapError for what is no folder of this program's, FileNotFoundError where there is
-    none.
+    """Check that a path names a folder that is empty or was made by this module.
+
+    Raises:
+      SwapError: it is not such a folder.
+      FileNotFoundError: the path does not exist.
     """
-    # lstat, because a symbolic link of this name could lead the state into the folder of another
-    # user.
+    # lstat, because a symbolic link of this name could redirect the state to another user's folder.
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         what = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a folder"
@@ -166,19 +172,20 @@ def _check_folder(path: str) -> None:
         raise SwapError(
             f"{path} is {what}: remove it, or set swap_dir to another folder", file=path
         )
-    # A folder is emptied only where a lock file proves that one of our processes made it. One
-    # listing tells: its owner, which may be removing it, removes the lock file last.
+    # Only a lock file proves that one of our processes made the folder, so that it may be emptied.
+    # One listing is enough: an owner that is removing the folder removes the lock file last.
     if (names := os.listdir(path)) and _LOCK not in names:
         raise SwapError(
-            f"{path} holds files, and no lock of a program that made them: move them away if you need them, remove the "
-            "folder, or set swap_dir to another one",
+            f"{path} holds files, but no lock file of a program that made them: move them away if "
+            "you need them, remove the folder, or set swap_dir to another folder",
             file=path,
         )
 
 
 def _open_lock(name: str) -> int | None:
-    """Return the descriptor of a lock file, made if need be, when it is locked; None if its owner
-    has just removed it.
+    """Return the locked descriptor of a lock file, created if necessary.
+
+    The result is None if the file's owner has just removed it.
     """
     path = os.path.dirname(name)
     try:
@@ -188,32 +195,31 @@ def _open_lock(name: str) -> int | None:
             f"{name}: {error}: remove {path}, or set swap_dir to another folder", file=name
         ) from error
     try:
-        if (
-            os.fstat(fd).st_nlink > 1
-        ):  # the process id that is written to it would go to a file of the user
+        # With a second name it may be a file of the user, which must not be overwritten.
+        if os.fstat(fd).st_nlink > 1:
             raise SwapError(
                 f"{name} has another name too: remove {path}, or set swap_dir to another folder",
                 file=name,
             )
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # flock locks the file, not its name: its owner may have unlinked it since it was opened
-        # here.
+        # flock locks the file, not its name: the owner may have unlinked it since it was opened.
         if os.stat(name).st_ino == os.fstat(fd).st_ino:
             return fd
     except BlockingIOError as error:
         owner = os.pread(fd, 64, 0).decode(errors="replace").strip()
         os.close(fd)
         raise _in_use(path, owner) from error
-    except FileNotFoundError:  # it was removed just before the lock on it was let go
+    except FileNotFoundError:  # the owner removed the file just before it released the lock
         pass
     except OSError as error:
         os.close(fd)
         if error.errno not in _NO_LOCKS:
             raise
-        # Nothing tells whether another program uses this folder: it is neither used nor removed.
+        # It is unknown whether another program uses this folder: neither use nor remove it.
         raise SwapError(
-            f"locking {name} failed: {errno.errorcode[error.errno]} ({error.errno}), {os.strerror(error.errno)}; without a "
-            "lock two programs could overwrite each other's records: set swap_dir to a folder of a local disk (ext4, xfs)",
+            f"locking {name} failed: {errno.errorcode[error.errno]} ({error.errno}), "
+            f"{os.strerror(error.errno)}; without a lock two programs could overwrite each other's "
+            "records: set swap_dir to a folder of a local disk (ext4, xfs)",
             file=name,
             errno=error.errno,
         ) from error
@@ -226,9 +232,15 @@ def _open_lock(name: str) -> int | None:
 
 def _in_use(path: str, owner: str) -> SwapError:
     if owner == str(os.getpid()):
-        remedy = f"this process (pid {owner}): close that program first (program.close()), or give this one another swap_dir"
+        remedy = (
+            f"this process (pid {owner}): close that program first (program.close()), or give this "
+            "one another swap_dir"
+        )
     else:
-        remedy = f"process {owner or 'unknown'}: wait for it or end it (kill {owner or 'PID'}), or set another swap_dir"
+        remedy = (
+            f"process {owner or 'unknown'}: wait for it or end it (kill {owner or 'PID'}), or set "
+            "another swap_dir"
+        )
     return SwapError(f"{path} is in use by {remedy}", file=path, errno=errno.EWOULDBLOCK)
 
 
@@ -243,17 +255,15 @@ def _empty(path: str) -> None:
 
 def _remove(path: str, fd: int) -> None:
     try:
-        # The lock is held until the folder is gone: the descriptor is closed last.
+        # Hold the lock until the folder is gone: the descriptor is closed last.
         _empty(path)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(path, _LOCK))
         os.rmdir(path)
     except OSError as error:
-        if error.errno not in (
-            errno.ENOENT,
-            errno.ENOTEMPTY,
-        ):  # removed by hand; or taken over since the lock file went
+        # ENOENT: removed by hand. ENOTEMPTY: taken over after the lock file was removed.
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
             logger.warning("%s was not removed: %s; remove it by hand", path, error)
     finally:
-        with contextlib.suppress(OSError):  # the number of this process is all that was written
+        with contextlib.suppress(OSError):  # nothing to lose: only the process id was written
             os.close(fd)

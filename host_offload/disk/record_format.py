@@ -1,10 +1,12 @@
-"""How the leaves of one layer lie in a record: one after the other, each aligned to a cache line,
-padded to blocks of the disk.
+"""The layout of one layer's leaves in a record.
 
-leaf 0 | to 64 bytes | leaf 1 | ... | to 4096 bytes
+Leaves are stored one after the other, each aligned to a cache line; the record is padded to full
+disk blocks:
 
-Sizes and offsets are computed once for each format. Callbacks of a running program ask for them at
-every transfer, and there a GPU waits for Python.
+    leaf 0 | pad to 64 bytes | leaf 1 | ... | pad to 4096 bytes
+
+Sizes and offsets are computed once per format. Callbacks of a running program need them at every
+transfer, while the GPU waits for Python.
 """
 
 import dataclasses
@@ -18,11 +20,9 @@ from host_offload.device import Views
 from host_offload.fields import Field
 
 LEAF_BYTES = 64
-"""A leaf starts at a multiple of this: a cache line."""
+"""Alignment of a leaf in a record: a cache line."""
 BLOCK_BYTES = 4096
-"""A record's size is a multiple of this: the largest sector of a disk, so that O_DIRECT moves all
-of it.
-"""
+"""A record's size is a multiple of this, the largest disk sector, so O_DIRECT moves all of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +30,9 @@ class LeafFormat:
     """One leaf of a record.
 
     Attributes:
-      name: path of the leaf in its tree.
-      shape: of the shard that one device holds.
-      dtype: a name of numpy, or of ml_dtypes such as "bfloat16".
+      name: path of the leaf in its pytree.
+      shape: shape of one device's shard.
+      dtype: name of a numpy dtype, or of an ml_dtypes dtype such as "bfloat16".
     """
 
     name: str
@@ -41,19 +41,23 @@ class LeafFormat:
 
     @functools.cached_property
     def num_bytes(self) -> int:
-        """Bytes of the leaf, padding left out."""
+        """Bytes of the leaf's shard, without padding."""
         return math.prod(self.shape) * numpy_dtype(self.dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordFormat:
-    """How the leaves of one layer lie in its record."""
+    """Layout of one layer's leaves in its record.
+
+    Attributes:
+      leaves: leaves of the record, in order.
+    """
 
     leaves: tuple[LeafFormat, ...]
 
     @functools.cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each leaf starts, in bytes."""
+        """Offset of each leaf in the record, in bytes."""
         offsets, end = [], 0
         for leaf in self.leaves:
             start = _round_up(end, LEAF_BYTES)
@@ -63,18 +67,18 @@ class RecordFormat:
 
     @functools.cached_property
     def num_bytes(self) -> int:
-        """Bytes up to the end of the last leaf."""
+        """Bytes from the start of the record to the end of the last leaf."""
         return self.offsets[-1] + self.leaves[-1].num_bytes if self.leaves else 0
 
     @functools.cached_property
     def padded_bytes(self) -> int:
-        """Bytes of the record's file."""
-        # A record without leaves has a file too, of one block: an array of no bytes has no chunks.
+        """Bytes of the record's file, padding included."""
+        # A record without leaves also has a file, of one block: an empty array has no chunks.
         return max(_round_up(self.num_bytes, BLOCK_BYTES), BLOCK_BYTES)
 
     @functools.cached_property
     def _places(self) -> tuple[tuple[slice, np.dtype, tuple[int, ...]], ...]:
-        """Where the bytes of each leaf lie in a record, its dtype and its shape."""
+        """Each leaf's bytes in the record, its dtype and its shape."""
         return tuple(
             (slice(start, start + leaf.num_bytes), numpy_dtype(leaf.dtype), leaf.shape)
             for start, leaf in zip(self.offsets, self.leaves, strict=True)
@@ -87,7 +91,7 @@ class RecordFormat:
           buffer: uint8[n], contiguous, n >= num_bytes.
 
         Raises:
-          ValueError: the buffer is of another form.
+          ValueError: the buffer has another dtype or rank, is too small, or is not contiguous.
         """
         check_buffer(buffer, self.num_bytes)
         return Views(
@@ -96,12 +100,12 @@ class RecordFormat:
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """Return the dtype of numbers of that name, those of ml_dtypes included.
+    """Return the numeric dtype of a name, dtypes of ml_dtypes included.
 
     Raises:
-      ValueError: there is none.
+      ValueError: neither numpy nor ml_dtypes has a numeric dtype of this name.
     """
-    # Not np.dtype(name), which also takes text for records, objects and times.
+    # Not np.dtype(name), which also accepts names of records, objects and times.
     scalar = vars(ml_dtypes).get(name) or vars(np).get(name)
     if isinstance(scalar, type) and issubclass(scalar, np.generic):
         dtype = np.dtype(scalar)
@@ -111,11 +115,13 @@ def numpy_dtype(name: str) -> np.dtype:
 
 
 def described_array(field: Field) -> tuple[tuple[int, ...], str, int]:
-    """Return shape, dtype and bytes of an array, from the fields `shape` and `dtype` of its
-    description.
+    """Return the shape, dtype and number of bytes of an array that a description describes.
+
+    Args:
+      field: object with the fields `shape` and `dtype`.
 
     Raises:
-      FieldError: they are missing, or none.
+      FieldError: a field is missing or invalid.
     """
     shape, dtype = field["shape"].integers(), field["dtype"].text()
     try:
@@ -134,7 +140,8 @@ def check_buffer(buffer: np.ndarray, num_bytes: int) -> None:
         or buffer.nbytes < num_bytes
     ):
         raise ValueError(
-            f"{buffer.dtype}{list(buffer.shape)}, strides {buffer.strides}: a contiguous uint8[n], n >= {num_bytes} is needed"
+            f"{buffer.dtype}{list(buffer.shape)}, strides {buffer.strides}: a contiguous uint8[n], "
+            f"n >= {num_bytes} is needed"
         )
 
 

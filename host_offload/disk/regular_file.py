@@ -1,10 +1,10 @@
-"""Open regular files alone, and at once.
+"""Open regular files only, without following links and without blocking.
 
-Whatever else has a file's name is neither followed nor waited for: a symbolic link leads to any
-file of the user, `open` of a FIFO waits for its other end, and a device does whatever it does. So
-no link is followed (O_NOFOLLOW), nothing is waited for (O_NONBLOCK, which means nothing to a
-regular file), and what was opened is looked at before it is used. Only who reads files of others
-may follow links: a download is often a folder of them.
+Other things with a file's name are dangerous: a symbolic link may lead to any file of the user,
+opening a FIFO waits for its other end, and opening a device may have side effects. So links are not
+followed (O_NOFOLLOW), opening never blocks (O_NONBLOCK, which has no effect on a regular file), and
+the type of the opened file is checked before it is used. Only code that reads files made by others
+may follow links, because a download is often a folder of links.
 """
 
 import errno
@@ -15,8 +15,7 @@ from host_offload.disk.errors import NotRegularError
 
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _REFUSALS = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)
-"""What `open` says to a link, a folder, a socket or a FIFO that nobody reads, and a device that is
-not there.
+"""Errors of `open` for a link, a folder, a socket or a FIFO without a reader, and a missing device.
 """
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
@@ -29,18 +28,17 @@ _KINDS = {
 
 
 def open_regular(path: str, flags: int, mode: int = 0o600, *, follow: bool = False) -> int:
-    """Return a descriptor of a regular file, as os.open does; a file that is made is this user's
-    alone.
+    """Open a regular file like os.open, and return its descriptor.
 
     Args:
-      path: of the file.
-      flags: of os.open.
-      mode: of a file that is made.
-      follow: a link to a regular file is taken for one.
+      path: path of the file.
+      flags: flags for os.open.
+      mode: permissions of a newly created file; by default only this user has access.
+      follow: whether a symbolic link to a regular file is accepted.
 
     Raises:
-      NotRegularError: something else has that name.
-      OSError: as os.open.
+      NotRegularError: the path names something other than a regular file.
+      OSError: os.open failed.
     """
     try:
         fd = os.open(path, flags | (_FLAGS & ~os.O_NOFOLLOW if follow else _FLAGS), mode)
@@ -57,8 +55,15 @@ def open_regular(path: str, flags: int, mode: int = 0o600, *, follow: bool = Fal
 
 
 def check_regular(path: str, *, follow: bool = False) -> None:
-    """Raise NotRegularError where something else than a regular file has a name; none at all is
-    left to who opens it.
+    """Check that a path names a regular file or nothing.
+
+    Args:
+      path: path to check.
+      follow: whether a symbolic link to a regular file is accepted.
+
+    Raises:
+      NotRegularError: the path names something other than a regular file.
+      OSError: the path cannot be looked up, for another reason than that nothing has this name.
     """
     try:
         mode = os.stat(path, follow_symlinks=follow).st_mode
@@ -70,5 +75,6 @@ def check_regular(path: str, *, follow: bool = False) -> None:
 def _check(mode: int) -> None:
     if not stat.S_ISREG(mode):
         raise NotRegularError(
-            f"{_KINDS.get(stat.S_IFMT(mode), 'something else')} is in its place, and no regular file"
+            f"{_KINDS.get(stat.S_IFMT(mode), 'something else')} is in its place, and no regular "
+            "file"
         )

@@ -1,15 +1,17 @@
 """The records of a checkpoint: their metadata, and their bytes, read slice by slice.
 
-A store of a checkpoint is a `host_offload.Store`, a zarr array whose chunks are files of one
-record. It holds one device's shards of some leaves, for a run of layers (or tiles, or for one
-record where a leaf is no stack). Beside the array, the metadata say for each leaf where its shard
-lies in the whole leaf, so that any box of a leaf is found among the stores:
+A store of a checkpoint is a `host_offload.disk.Store`: a zarr array with one file per record as its
+chunks. It holds one device's shards of some leaves, for a range of layers (or tiles), or a single
+record for unstacked leaves. In addition to the array, metadata give the position of each shard in
+the unsharded leaf, so any box of a leaf can be found among the stores:
 
-    whole leaf  [L, D, F]        a store of layers first .. first + n, of the shard [start : start + shape] of each layer
-    box         (l0:l1, d0:d1, f0:f1)  =  for each store and record that meet it, a copy of the common part
+    unsharded leaf  [L, D, F]
+    store           layers first .. first + n, the shard [start : start + shape] of each layer
+    box             (l0:l1, d0:d1, f0:f1): for each store and record that overlaps the box, the
+                    common part is copied
 
-Of a file only the part is read that a box meets (`host_offload.disk.file_reads`). Each record's
-checksum is that of `host_offload.disk.checksum`.
+Only the part of a file that overlaps the box is read (`host_offload.disk.file_reads`). Checksums
+are computed by `host_offload.disk.checksum`.
 """
 
 import collections
@@ -31,21 +33,21 @@ from host_offload.disk.store import Store
 from host_offload.fields import Field, FieldError
 
 MOST_OPEN = 64
-"""Files that stay open to be read again."""
+"""Number of files that stay open to be read again."""
 _CHECKSUM = re.compile("[0-9a-f]{16}")
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedShard:
-    """One leaf of the records of a store.
+    """One leaf of a store's records.
 
     Attributes:
-      name: of the leaf in the checkpoint.
-      shape: of the shard in a record.
-      dtype: name of numpy or ml_dtypes.
-      offset: of its first byte in the record.
-      start: index of the first element of the shard, in the dims of the leaf after those that
-        number records.
+      name: name of the leaf in the checkpoint.
+      shape: shape of the shard in a record.
+      dtype: name of a numpy or ml_dtypes dtype.
+      offset: offset of the shard's first byte in the record.
+      start: index of the shard's first element in the leaf, without the leading dims that number
+        the records.
     """
 
     name: str
@@ -57,17 +59,17 @@ class SavedShard:
 
 @dataclasses.dataclass(frozen=True)
 class SavedStore:
-    """The records that one device had of some leaves.
+    """Metadata of the records that one device saved for some leaves.
 
     Attributes:
-      folder: of the zarr array, in the checkpoint.
-      lead: sizes of the leading dims of the leaves that number records, row by row: () for one
-        record, (L,), or (L, T).
+      folder: folder of the zarr array, relative to the checkpoint.
+      lead: sizes of the leaves' leading dims, which number the records in row-major order: () for
+        a single record, (L,), or (L, T).
       first: number of the first record.
-      num_records: how many there are.
-      record_bytes: size of each file.
-      leaves: of a record.
-      checksums: of each record; 0 where it is not known.
+      num_records: number of records.
+      record_bytes: bytes of each record's file.
+      leaves: leaves of a record.
+      checksums: checksum of each record; 0 if unknown.
     """
 
     folder: str
@@ -87,7 +89,16 @@ class SavedStore:
         lead: Sequence[int],
         first: int = 0,
     ) -> "SavedStore":
-        """Return the metadata of a store whose records are written."""
+        """Return the metadata of a store whose records are all written.
+
+        Args:
+          store: the store.
+          folder: folder of the zarr array, relative to the checkpoint.
+          names: name of each leaf in the checkpoint.
+          starts: for each leaf, index of the shard's first element, without the leading dims.
+          lead: sizes of the leading dims, which number the records.
+          first: number of the first record.
+        """
         sums = tuple(int(c) for c in store.checksums)
         return SavedStore.of_format(store.format, folder, names, starts, lead, first, sums)
 
@@ -101,7 +112,17 @@ class SavedStore:
         first: int,
         checksums: Sequence[int],
     ) -> "SavedStore":
-        """Return the metadata of records of a format, one for each of the checksums."""
+        """Return the metadata of records of a format, one record per checksum.
+
+        Args:
+          format: format of the records.
+          folder: folder of the zarr array, relative to the checkpoint.
+          names: name of each leaf in the checkpoint.
+          starts: for each leaf, index of the shard's first element, without the leading dims.
+          lead: sizes of the leading dims, which number the records.
+          first: number of the first record.
+          checksums: checksum of each record; 0 if unknown.
+        """
         formats = zip(format.leaves, format.offsets, names, starts, strict=True)
         leaves = tuple(
             SavedShard(name, leaf.shape, leaf.dtype, offset, tuple(start))
@@ -118,27 +139,37 @@ class SavedStore:
         )
 
     def record_file(self, record: int) -> str:
-        """Return the file of a record, below the checkpoint; records are counted from `first`."""
+        """Return the path of a record's file, relative to the checkpoint.
+
+        Args:
+          record: index of the record in this store; 0 is the record with number `first`.
+        """
         return os.path.join(self.folder, f"c.{record}.0")
 
     def content(self, record: int) -> tuple[object, ...]:
-        """Return what a record holds: which part of which leaves, and where in the file.
+        """Return a key for a record's content: which part of which leaves, and where in the file.
 
-        Equal ones have files of one form.
+        Records with equal keys have files with the same layout of the same parts.
+
+        Args:
+          record: index of the record in this store.
         """
         return self.leaves, self.lead, self.first + record, self.record_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """Return the metadata as JSON can hold them; checksums as hexadecimal digits."""
+        """Return the metadata in a form that JSON can hold; checksums are hexadecimal digits."""
         metadata = dataclasses.asdict(self)
         return metadata | {"checksums": [f"{c:016x}" for c in self.checksums]}
 
     @staticmethod
     def from_json(metadata: Field) -> "SavedStore":
-        """Return the store that `to_json` described.
+        """Return the metadata that `to_json` described.
+
+        Args:
+          metadata: result of `to_json`, read back from a description.
 
         Raises:
-          FieldError: a field is missing, of another type, or fits neither the others nor a file.
+          FieldError: a field is missing, has a wrong type, or contradicts the other fields.
         """
         lead = metadata["lead"].integers(least=1)
         metadata["lead"].num_bytes(1)
@@ -179,17 +210,31 @@ def _checksum(digits: Field) -> int:
 
 
 def format_of(leaves: Sequence[tuple[str, Sequence[int], Any]]) -> RecordFormat:
-    """Return the format of records of leaves (name, shape, dtype)."""
+    """Return the format of records that hold the given leaves.
+
+    Args:
+      leaves: (name, shape, dtype) of each leaf.
+    """
     return RecordFormat(
         tuple(LeafFormat(name, tuple(shape), np.dtype(dtype).name) for name, shape, dtype in leaves)
     )
 
 
 class SavedRecords:
-    """The records of a checkpoint; a context manager. Several threads may read at once."""
+    """The records of a checkpoint; a context manager. Several threads may read at the same time.
+
+    Attributes:
+      root: folder of the checkpoint.
+      stores: stores of the checkpoint.
+    """
 
     def __init__(self, root: str, stores: Sequence[SavedStore]) -> None:
-        """Read below `root`, to which the folders of the stores are relative."""
+        """Index the stores by leaf, without opening a file.
+
+        Args:
+          root: folder of the checkpoint, to which the folders of the stores are relative.
+          stores: stores of the checkpoint.
+        """
         self.root, self.stores = root, tuple(stores)
         self._shards: dict[str, list[tuple[SavedStore, SavedShard]]] = collections.defaultdict(list)
         for store in stores:
@@ -199,17 +244,21 @@ class SavedRecords:
         self._lock = threading.Lock()
 
     def files(self) -> Iterator[tuple[SavedStore, int, str]]:
-        """Yield (store, record, path) of every record."""
+        """Yield (store, index of the record in the store, path) of every record."""
         for store in self.stores:
             for record in range(store.num_records):
                 yield store, record, os.path.join(self.root, store.record_file(record))
 
     def check_size(self, store: SavedStore, record: int) -> None:
-        """Compare the size of a record's file with the metadata.
+        """Check that the size of a record's file matches the metadata.
+
+        Args:
+          store: store of the record.
+          record: index of the record in the store.
 
         Raises:
-          OSError: the file is not there.
-          TruncatedError: it has another size.
+          OSError: the file does not exist or cannot be looked up.
+          TruncatedError: the file has another size.
         """
         num_bytes = os.stat(path := os.path.join(self.root, store.record_file(record))).st_size
         if num_bytes != store.record_bytes:
@@ -218,11 +267,16 @@ class SavedRecords:
             )
 
     def check(self, store: SavedStore, record: int) -> None:
-        """Compare the size and checksum of a record's file with the metadata.
+        """Check that the size and the checksum of a record's file match the metadata.
+
+        Args:
+          store: store of the record.
+          record: index of the record in the store.
 
         Raises:
-          OSError: it cannot be read.
-          TruncatedError, ChecksumError: it is not what was saved.
+          OSError: the file cannot be read.
+          TruncatedError: the file has another size.
+          ChecksumError: the file has another checksum.
         """
         self.check_size(store, record)
         expected = store.checksums[record]
@@ -234,18 +288,23 @@ class SavedRecords:
             )
 
     def read(self, name: str, box: Box, out: np.ndarray) -> None:
-        """Fill `out`, of the box's shape, with a part of a leaf, cast to its dtype.
+        """Fill `out` with a box of a leaf, cast to the dtype of `out`.
+
+        Args:
+          name: name of the leaf in the checkpoint.
+          box: (start, stop) in each dim of the unsharded leaf.
+          out: array of the box's shape.
 
         Raises:
-          KeyError: there is no such leaf, or the stores do not hold all of the box.
-          OSError: a file cannot be read, or ends before its record does.
+          KeyError: the leaf does not exist, or the stores do not hold the full box.
+          OSError: a file cannot be read, or has not the size of its record.
         """
         missing = math.prod(stop - start for start, stop in box)
         parts: set[Box] = set()
         for store, leaf in self._shards[name]:
             for record in _records(store, box):
-                # Where the record lies in the leaf: one place in each dim that numbers records,
-                # then the shard's extent.
+                # The record's extent in the leaf: one index in each dim that numbers records, then
+                # the extent of the shard.
                 index = np.unravel_index(store.first + record, store.lead) if store.lead else ()
                 extent = tuple((int(i), int(i) + 1) for i in index)
                 extent += tuple((s, s + n) for s, n in zip(leaf.start, leaf.shape, strict=True))
@@ -254,8 +313,8 @@ class SavedRecords:
                 )
                 if any(a >= b for a, b in common) or common in parts:
                     continue  # a replica holds the same
-                # Copy the common part: `source` counts from the start of the record's extent,
-                # `target` from that of the box.
+                # Copy the common part: `source` is relative to the start of the record's extent,
+                # `target` to the start of the box.
                 parts.add(common)
                 source = tuple(
                     (a - c, b - c) for (a, b), (c, _) in zip(common, extent, strict=True)
@@ -274,7 +333,7 @@ class SavedRecords:
             raise KeyError(f"{name}: {missing} elements of {box} are in no record")
 
     def _read_file(self, store: SavedStore, record: int) -> ReadFile:
-        """Return the file of a record, open."""
+        """Return the open file of a record."""
         name = store.record_file(record)
         with self._lock:
             if (file := self._open.get(name)) is not None:
@@ -283,31 +342,33 @@ class SavedRecords:
         self.check_size(store, record)
         file = ReadFile(os.path.join(self.root, name))
         with self._lock:
-            # Two threads may have opened the same file: the later one is kept, and each is closed
-            # with its last reader.
+            # Two threads may have opened the same file: the later one is kept. A file is closed
+            # when its last reader drops it.
             self._open[name] = file
             while len(self._open) > MOST_OPEN:
                 self._open.popitem(last=False)
         return file
 
     def close(self) -> None:
-        """Close the files, when the last reader has done with them."""
+        """Drop the open files; each is closed when its last reader drops it."""
         with self._lock:
             self._open.clear()
 
     def __enter__(self) -> "SavedRecords":
+        """Return this object."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Drop the open files."""
         self.close()
 
 
 def _records(store: SavedStore, box: Box) -> Iterator[int]:
-    """Yield the records of a store that may meet a box, counted from its first."""
+    """Yield the records of a store that may overlap a box, by their indices in the store."""
     if not store.lead:
         yield 0
         return
-    # Of all layers (or tiles) in the box, those that this store holds.
+    # Go through all layers (or tiles) in the box, and keep the ones that this store holds.
     for index in np.ndindex(*(stop - start for start, stop in box[: len(store.lead)])):
         at = [i + start for i, (start, _) in zip(index, box, strict=False)]
         number = int(np.ravel_multi_index(at, store.lead)) - store.first

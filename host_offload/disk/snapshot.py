@@ -1,17 +1,16 @@
-"""The records of stores as they are at one moment, kept while the stores go on to be written.
+"""Keep the records of stores as they are at one moment, while the stores are written further.
 
-A record gets a second name in a folder beside its store (a hard link: no byte is copied), and the
-  next write of it goes to a
-file of its own, whose space is reserved when the link is made (`Store.link`). The file with the
-second name is never written again, so it can be moved away later: by a link once more, where the
-checkpoint is on the same file system, else by a copy.
+A record gets a second name in a folder next to its store, by a hard link, which copies no bytes.
+The next write of the record uses another file, whose space is reserved when the link is made
+(`Store.link`). The file with the second name is never written again, so it can be moved to the
+checkpoint later: by another link if the checkpoint is on the same file system, else by a copy.
 
-Either way it is read past the page cache, one record at a time, and compared with its checksum. A
-record that rotted on the disk since it was written must not be confirmed as saved: older
-checkpoints are removed for it.
+In both cases each record is read past the page cache, one record at a time, and compared with its
+checksum. A record that was corrupted on the disk must not be confirmed as saved, because older
+checkpoints are then removed.
 
-Where a file system cannot link, or has no room for a second record, records are copied at once, and
-the step waits.
+If the file system cannot link, or has no room for a second record, the records are copied
+immediately, and the step waits.
 """
 
 import contextlib
@@ -35,18 +34,21 @@ from host_offload.disk.store import Store
 logger = logging.getLogger(__name__)
 _DESCRIPTION = "zarr.json"
 _UNSYNCED: set[int] = set()
-"""File systems that a warning has named, by their devices."""
-_ROTTEN = "it changed on the disk since it was written: check the disk (dmesg, smartctl), and restore the last checkpoint"
+"""Device numbers of the file systems for which `sync` has logged a warning."""
+_ROTTEN = (
+    "it changed on the disk since it was written: check the disk (dmesg, smartctl), and restore "
+    "the last checkpoint"
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class LinkedRecord:
-    """One store at the moment of a snapshot.
+    """The records of one store at the moment of a snapshot.
 
     Attributes:
-      store: whose records they are; it may hold others by now.
-      checksums: of each record; 0 where unknown.
-      folder: of the second names, or None if the records were copied at once.
+      store: store of the records; it may have been written since.
+      checksums: checksum of each record; 0 if unknown.
+      folder: folder of the second names; None if the records were copied immediately.
     """
 
     store: Store
@@ -58,23 +60,26 @@ class Snapshot:
     """The kept records of some stores; `close` removes their second names."""
 
     def __init__(self, folder: str) -> None:
-        """Use a folder that is not there yet, on the stores' file system."""
+        """Create the folder of the second names.
+
+        Args:
+          folder: path of a folder on the stores' file system, which must not exist yet.
+        """
         self._folder = folder
         self._kept: list[LinkedRecord] = []
         self._closed, self._is_removed = threading.Event(), False
         os.mkdir(folder, 0o700)
 
     def keep(self, store: Store, target: str) -> LinkedRecord:
-        """Keep the records of a store, no write of which is under way; where that needs a copy,
-        make it now.
+        """Keep the records of a store; if they cannot be linked, copy them to `target` now.
 
         Args:
-          store: of the records.
-          target: folder for `move`, not there yet.
+          store: store of the records, with no write in flight.
+          target: future folder of the records in the checkpoint, as for `move`.
 
         Raises:
           SwapError: a record was never written.
-          OSError: they can neither be linked nor copied.
+          OSError: the records can neither be linked nor copied.
         """
         for record in range(store.num_layers):
             store.require(record)
@@ -87,8 +92,7 @@ class Snapshot:
                 store.link(record, path := os.path.join(folder, str(record)))
                 links.append((record, path))
         except OSError:
-            # Undo the links that were made: the next write of a linked record would go to its spare
-            # file.
+            # Undo the links, or the next write of a linked record would use its spare file.
             for record, path in links:
                 store.unlink(record, path)
             os.rmdir(folder)
@@ -107,11 +111,17 @@ class Snapshot:
         return result
 
     def move(self, kept: LinkedRecord, target: str) -> None:
-        """Put kept records into a folder, by links or copies, all on disk and compared with their
-        checksums on return.
+        """Link or copy kept records to a folder.
+
+        On return all records are flushed to disk and compared with their checksums. Records that
+        `keep` copied are already there.
+
+        Args:
+          kept: result of `keep`.
+          target: folder of the records in the checkpoint, created if missing.
 
         Raises:
-          OSError: they cannot be read or written, or a record is not what was written.
+          OSError: a record cannot be read or written, or differs from what was written.
         """
         if kept.folder is None:
             return
@@ -126,11 +136,11 @@ class Snapshot:
             try:
                 os.link(source, wanted)
             except OSError:
-                # A link cannot cross file systems (EXDEV), and some file systems have none.
+                # A link cannot cross file systems (EXDEV), and some file systems have no links.
                 copies.append((source, wanted, kept.checksums[record]))
                 continue
-            # O_DIRECT goes past the page cache, but not past the cache of the drive: only fsync
-            # makes a checkpoint durable.
+            # O_DIRECT bypasses the page cache, but not the cache of the drive: only fsync makes a
+            # checkpoint durable.
             sync(wanted)
             _read_checked(
                 wanted, buffer, size, kept.checksums[record], kept.store.record_path(record)
@@ -138,7 +148,7 @@ class Snapshot:
         _copy(copies, kept.store)
 
     def close(self) -> None:
-        """Remove the second names; once closed, remove what could not be removed then."""
+        """Remove the second names; a further call retries names that could not be removed."""
         kept, self._kept = self._kept, []
         try:
             for each in kept:
@@ -150,7 +160,7 @@ class Snapshot:
                 shutil.rmtree(self._folder)
             self._is_removed = True
         except OSError as error:
-            # Their space is taken until the folder of the swap goes, or the next snapshot removes
+            # They take up space until the swap folder is removed, or the next snapshot removes
             # them.
             logger.info("%s was not removed: %s", self._folder, error)
         finally:
@@ -158,11 +168,12 @@ class Snapshot:
 
     @property
     def is_removed(self) -> bool:
-        """Whether nothing of it is left on disk."""
+        """Whether nothing of this snapshot is left on disk."""
         return self._is_removed
 
     @property
     def is_closed(self) -> bool:
+        """Whether `close` was called."""
         return self._closed.is_set()
 
     def wait(self) -> None:
@@ -179,7 +190,7 @@ def _make(store: Store, target: str) -> None:
 
 
 def _copy(files: Sequence[tuple[str, str, int]], store: Store) -> None:
-    """Copy records (source, target, checksum), one after the other."""
+    """Copy records, given as (source, target, checksum), one after the other."""
     if not files:
         return
     size = store.format.padded_bytes
@@ -191,11 +202,12 @@ def _copy(files: Sequence[tuple[str, str, int]], store: Store) -> None:
 
 
 def _read_checked(path: str, buffer: np.ndarray, size: int, expected: int, name: str) -> None:
-    """Read a record, and compare it with its size and checksum; `name` is the file in which it was
-    written.
+    """Read a record into `buffer`, and compare its size and its checksum.
+
+    `name` is the file to which the record was written, for messages.
 
     Raises:
-      OSError: it cannot be read, or is not what was written.
+      OSError: the record cannot be read, or differs from what was written.
     """
     if (found := os.stat(path).st_size) != size:
         raise TruncatedError(f"{name} has {found} bytes, and the record {size}: {_ROTTEN}")
@@ -207,13 +219,16 @@ def _read_checked(path: str, buffer: np.ndarray, size: int, expected: int, name:
 
 
 def sync(path: str) -> None:
-    """Wait until a file's bytes, or the names in a folder, are on disk.
+    """Flush a file's bytes, or a folder's names, to disk.
 
-    Some file systems refuse to flush a folder. Then a warning says so, once, and it is left to the
-    file system.
+    Some file systems refuse to flush a folder. This is logged once per file system, and the names
+    are then written whenever the file system does so.
+
+    Args:
+      path: path of the file or folder.
 
     Raises:
-      OSError: they cannot be written.
+      OSError: the bytes or names cannot be written.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -230,8 +245,8 @@ def sync(path: str) -> None:
             if status.st_dev not in _UNSYNCED:
                 _UNSYNCED.add(status.st_dev)
                 logger.warning(
-                    "%s: its file system does not flush folders (fsync: %s), so what was saved last may not be there after a "
-                    "power failure: save to another file system if that matters",
+                    "%s: its file system does not flush folders (fsync: %s), so the last save may "
+                    "be missing after a power failure: save to another file system if that matters",
                     path,
                     error.strerror,
                 )

@@ -1,15 +1,15 @@
-"""Records on disk: one file for each layer, which holds the layer's leaves. The format is zarr, of
-tensorstore.
+"""Records on disk, in zarr format: one file per layer, which holds the layer's leaves.
 
-A store is one zarr array `uint8[num_layers, padded_bytes]`, uncompressed, in chunks of one layer,
-so that a chunk is a file of exactly the record's bytes, which any tensorstore or zarr client can
-read, and O_DIRECT too:
+A store is a zarr array `uint8[num_layers, padded_bytes]`, uncompressed, in chunks of one layer. So
+a chunk is a file with exactly the record's bytes, which can be read by any tensorstore or zarr
+client, and with O_DIRECT:
 
-    {folder}/{kind}/{rank}/zarr.json     shape, chunks, and as attributes the manifest: each leaf's name, shape, dtype, offset
-    {folder}/{kind}/{rank}/c.{layer}.0   leaf 0 | to 64 bytes | leaf 1 | ... | to 4096 bytes
+    {folder}/{kind}/{rank}/zarr.json     shape, chunks and, as attributes, the manifest: name,
+                                         shape, dtype and offset of each leaf
+    {folder}/{kind}/{rank}/c.{layer}.0   leaf 0 | pad to 64 bytes | leaf 1 | ... | pad to 4096 bytes
 
-A record's checksum is kept in memory, not on disk: a swap folder does not outlive its process, and
-so no stale record can pass its own check.
+Checksums of records are kept in memory, not on disk: a swap folder does not outlive its process, so
+no stale record can pass its own check.
 """
 
 import contextlib
@@ -35,8 +35,8 @@ class RecordFile:
     """A file that holds one record, outside of a store.
 
     Attributes:
-      path: of the file.
-      checksum: of its bytes.
+      path: path of the file.
+      checksum: checksum of the record; 0 if unknown.
     """
 
     path: str
@@ -44,18 +44,18 @@ class RecordFile:
 
 
 class Store:
-    """The records of one kind of state that one device holds.
+    """The records of one kind on one device.
 
     Attributes:
-      path: folder of the array.
-      kind: "params", "grads", "opt_state" or "activations".
-      rank: index of the device.
-      num_layers: records.
-      format: of a record.
-      written_once: whether a state's records stay as they were first written; only another state
+      path: folder of the zarr array.
+      kind: name of the kind, such as "params", "grads", "opt_state" or "activations".
+      rank: position of the device in the mesh.
+      num_layers: number of records.
+      format: format of a record.
+      written_once: whether a state's records are never changed once written; only another state
         writes them again.
-      checksums: uint64[num_layers], of each record as last written; 0 where unknown.
-      written: bool[num_layers], whether a record was written completely.
+      checksums: uint64[num_layers], checksum of each record as last written; 0 if unknown.
+      written: bool[num_layers], whether each record was written completely.
     """
 
     def __init__(
@@ -69,20 +69,21 @@ class Store:
         *,
         written_once: bool = False,
     ) -> None:
-        """Create the array; no record exists yet.
+        """Create the array, without records.
 
         Args:
-          folder_path: of a `SwapFolder`.
-          kind: name of the kind of state.
-          rank: index of the device.
-          num_layers: records.
-          format: of each of them.
-          metadata: goes into the attributes as it is (specs, mesh); what JSON can hold.
-          written_once: whether a state's records stay as they were first written, as frozen weights
-            do. Linking them then takes no space.
+          folder_path: path of a `SwapFolder`.
+          kind: name of the kind, and of its folder.
+          rank: position of the device in the mesh.
+          num_layers: number of records.
+          format: format of each record.
+          metadata: values to store in the attributes unchanged (specs, mesh); JSON must be able to
+            hold them.
+          written_once: whether a state's records are never changed once written, such as frozen
+            weights. Linking them then takes no space.
 
         Raises:
-          ValueError: the kind is no name of a folder, or there are no layers.
+          ValueError: `kind` is not the name of a folder, `rank` is negative, or `num_layers` < 1.
           SwapError: the array exists, or cannot be created.
         """
         if (
@@ -93,7 +94,8 @@ class Store:
             or num_layers < 1
         ):
             raise ValueError(
-                f"kind={kind!r}, rank={rank}, num_layers={num_layers}: a folder's name, 0 or more and 1 or more are needed"
+                f"kind={kind!r}, rank={rank}, num_layers={num_layers}: a folder's name, 0 or more "
+                "and 1 or more are needed"
             )
         self.kind, self.rank, self.num_layers, self.format = kind, rank, num_layers, format
         self.written_once = written_once
@@ -101,15 +103,13 @@ class Store:
         self.checksums = np.zeros(num_layers, np.uint64)
         self.written = np.zeros(num_layers, bool)
         self._metadata = dict(metadata or {})
-        self._linking = threading.Lock()  # of the next line
-        self._linked: set[int] = (
-            set()
-        )  # records that have another name, under which they must stay as they are
-        self._offered: dict[int, int] = {}  # records that `adopt` replaces, with their checksums
-        self._reserved: list[
-            int
-        ] = []  # records whose spare files `reserve_spares` made for the next state
-        if not os.path.isdir(folder_path):  # tensorstore would make it, with everybody's rights
+        self._linking = threading.Lock()  # protects the three attributes below
+        # Records with a second name, under which their files must not be changed.
+        self._linked: set[int] = set()
+        self._offered: dict[int, int] = {}  # records that `adopt` will replace -> their checksums
+        # Records whose spare files `reserve_spares` created for the next state.
+        self._reserved: list[int] = []
+        if not os.path.isdir(folder_path):  # tensorstore would create it readable by everybody
             raise explain(
                 FileNotFoundError(errno.ENOENT, ""),
                 doing=f"creating the records of {kind}",
@@ -124,14 +124,14 @@ class Store:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on disk once every record is written."""
+        """Bytes on disk once every record is written, padding included."""
         return self.num_layers * self.format.padded_bytes
 
     def record_path(self, layer: int) -> str:
-        """Return the file of a layer's record.
+        """Return the path of a layer's record.
 
         Raises:
-          ValueError: there is no such layer.
+          ValueError: the layer does not exist.
         """
         if not 0 <= layer < self.num_layers:
             raise ValueError(
@@ -140,7 +140,7 @@ class Store:
         return os.path.join(self.path, f"c.{layer}.0")
 
     def manifest(self) -> dict[str, Any]:
-        """Return the array's attributes."""
+        """Return the zarr array's attributes: kind, rank, leaves and metadata."""
         leaves = [
             {
                 "name": leaf.name,
@@ -154,23 +154,23 @@ class Store:
         return {"kind": self.kind, "rank": self.rank, "leaves": leaves, "metadata": self._metadata}
 
     def open_array(self, context: Mapping[str, Any] | None = None) -> ts.TensorStore:
-        """Return the array `uint8[num_layers, padded_bytes]`, without a cache: what it reads is on
-        disk.
+        """Open the array `uint8[num_layers, padded_bytes]` without a cache.
 
-        A record that is not there is an error, and one of zeros is a file like any other.
+        Reads always return the data on disk. Reading a missing record is an error, and a record of
+        zeros is a file like any other.
 
         Args:
-          context: more resources of tensorstore, such as {"file_io_concurrency": {"limit": 4}}.
+          context: additional tensorstore resources, such as {"file_io_concurrency": {"limit": 4}}.
 
         Raises:
-          SwapError: the array was removed, or is a different one.
+          SwapError: the array was removed, or was replaced by a different one.
         """
         doing, description = (
             f"opening the records of {self.kind}",
             os.path.join(self.path, "zarr.json"),
         )
         try:
-            check_regular(description)  # of a FIFO tensorstore waits for the other end
+            check_regular(description)  # tensorstore would wait forever on a FIFO
         except OSError as error:
             raise explain(error, doing=doing, file=description) from error
         try:
@@ -179,10 +179,10 @@ class Store:
             raise explain(of_tensorstore(error), doing=doing, file=self.path) from error
 
     def preallocate(self) -> None:
-        """Reserve disk space for every record, so that no write is refused in the middle of a step.
+        """Reserve disk space for every record, so that no write runs out of space during a step.
 
-        Records that were written stay as they are, and a record that was offered needs no space. On
-        a file system that cannot reserve, only the free space is checked.
+        Written records are not changed, and offered records need no space. If the file system
+        cannot reserve space, only the free space is checked.
 
         Raises:
           SwapError: the disk is too small, or failed.
@@ -209,9 +209,9 @@ class Store:
                 finally:
                     os.close(fd)
             except OSError as error:
-                # ENOSPC also means that the file system has no inodes left: only missing bytes get
-                # the message about bytes.
-                with contextlib.suppress(OSError):  # the first error is told
+                # ENOSPC can also mean that the file system has no inodes left: report missing bytes
+                # only if bytes are missing.
+                with contextlib.suppress(OSError):  # the first error is reported
                     if (
                         error.errno == errno.ENOSPC
                         and (left := self._missing_bytes(paths.values())) > 0
@@ -226,15 +226,15 @@ class Store:
         return needed - sum(_held_bytes(path) for path in paths) - _free_bytes(self.path)
 
     def link(self, layer: int, target: str) -> None:
-        """Give a record a second name, under which it stays as it is: the next write of the record
-        goes to another file.
+        """Give a record a second name, under which it is never changed.
 
-        That file's space is reserved here, so that no write is refused for want of it. Records that
-        are written once need none: `reserve_spares` reserves it before another state is written.
+        The next write of the record uses another file (the spare file). Its space is reserved here,
+        so that the write cannot run out of space. Records that are written once need no spare file
+        yet: `reserve_spares` reserves it before another state is written.
 
         Args:
-          layer: index of the record, no write of which is under way.
-          target: the second name, on the same file system.
+          layer: index of the record, with no write in flight.
+          target: path of the second name, on the same file system.
 
         Raises:
           OSError: the file system is full, or cannot link.
@@ -245,7 +245,7 @@ class Store:
                 os.link(path, target)
                 return
             try:
-                # Space first, name second: when the disk is full, the record must not be left
+                # Reserve space before linking: if the disk is full, the record must not be left
                 # linked without a spare file.
                 if not self.written_once:
                     self._make_spare(layer)
@@ -257,10 +257,9 @@ class Store:
             self._linked.add(layer)
 
     def reserve_spares(self) -> None:
-        """Reserve space for another state's records, where snapshots or checkpoints still hold
-        those of the last one.
+        """Reserve space for another state's records if snapshots or checkpoints hold the last ones.
 
-        A record that was offered needs none.
+        This is for records that are written once. An offered record needs no space.
 
         Raises:
           SwapError: the disk is full, or failed; nothing is reserved.
@@ -273,24 +272,26 @@ class Store:
                         self._reserved.append(layer)
                 except OSError as error:
                     self._remove_reserved()
-                    doing = f"reserving {self.format.padded_bytes} bytes for {self.kind}, beside a record that checkpoints hold"
+                    doing = (
+                        f"reserving {self.format.padded_bytes} bytes for {self.kind}, in addition "
+                        "to a record that checkpoints hold"
+                    )
                     raise explain(error, doing=doing, file=self.path, layer=layer) from error
 
     def offer(self, layer: int, file: RecordFile) -> bool:
-        """Offer a file that holds a record already: `adopt` puts it in the record's place, and no
-        byte is written.
+        """Offer an existing file as a record; `adopt` puts it in the record's place, uncopied.
 
-        The file is linked beside the record now, so that its space is certain. It is never written
-        to under this store's names: the next write of the record goes to another file.
+        The file is linked next to the record now, so that its space is certain. It is never written
+        through this store's names: the next write of the record uses another file.
 
         Args:
           layer: index of the record.
-          file: what the record is to be; no one writes to it again.
+          file: file with the record's future content, which must never be written again.
 
         Returns:
-          Whether the file was taken. It is not where it is on another file system, cannot be
-          linked, or is no regular file of the record's size; nor where records are written more
-          than once, since each write would need another file.
+          Whether the file was accepted. It is refused if it is on another file system, cannot be
+          linked, or is not a regular file of the record's size. It is also refused if the store's
+          records are written more than once, because each write would need another file.
         """
         if not self.written_once:
             return False
@@ -308,10 +309,10 @@ class Store:
         return True
 
     def adopt(self) -> set[int]:
-        """Put the offered files in the place of their records, and return these records' indices.
+        """Put the offered files in the place of their records, and return the records' indices.
 
         Raises:
-          SwapError: a file could not be renamed; its record holds what it held.
+          SwapError: a file could not be renamed; its record is unchanged.
         """
         adopted = set(self._offered)
         with self._linking:
@@ -324,18 +325,19 @@ class Store:
                         error, doing=f"linking {self.kind}", file=path, layer=layer
                     ) from error
                 for left in (offered, self._spare_path(layer)):
-                    # A rename between two names of one file leaves both. A spare file may be there
-                    # from the last state.
+                    # A rename between two names of one file leaves both names. A spare file may be
+                    # left from the last state.
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(left)
                 self._linked.add(layer)
                 self.end_write(layer, self._offered.pop(layer))
-            self._reserved = []  # what was reserved is the new state's
+            self._reserved = []  # the reserved files now belong to the new state
         return adopted
 
     def give_back(self) -> None:
-        """Undo each `offer` and `reserve_spares` since the last `adopt`: no new state is made, and
-        its space is free again.
+        """Undo each `offer` and `reserve_spares` since the last `adopt`, and free their space.
+
+        Call this if no new state is created after all.
         """
         with self._linking:
             self._remove_reserved()
@@ -354,27 +356,34 @@ class Store:
         return os.path.join(self.path, f"offered.{layer}")
 
     def unlink(self, layer: int, target: str) -> None:
-        """Remove the second name of a record; if it was not written since, and has no third, its
-        file is written to again.
+        """Remove the second name of a record.
+
+        If the record was not written since, and has no further name, its file can be written in
+        place again.
+
+        Args:
+          layer: index of the record.
+          target: path of the second name.
+
+        Raises:
+          OSError: the name cannot be removed.
         """
         os.unlink(target)
         with self._linking, contextlib.suppress(OSError):
-            # One name is left: no other snapshot holds the record. In `_linked`: no write has moved
-            # it to the spare file.
+            # If a single name is left, no other snapshot holds the record. If the record is still
+            # in `_linked`, no write has moved it to the spare file.
             if layer in self._linked and os.stat(self.record_path(layer)).st_nlink == 1:
                 self._linked.discard(layer)
                 os.unlink(self._spare_path(layer))
 
     def _needs_spare(self, layer: int) -> bool:
-        """Return whether a linked record has no spare file and cannot be written in place, since it
-        has another name.
-        """
+        """Return whether a linked record has another name but no spare file."""
         if not self.written_once or os.path.exists(self._spare_path(layer)):
             return False
         return os.stat(self.record_path(layer)).st_nlink > 1
 
     def _make_spare(self, layer: int) -> None:
-        """Reserve a record's spare file, or leave none."""
+        """Create a record's spare file with reserved space; on an error leave no file."""
         fd = open_regular(path := self._spare_path(layer), os.O_WRONLY | os.O_CREAT)
         try:
             reserve(fd, self.format.padded_bytes)
@@ -388,29 +397,38 @@ class Store:
         return os.path.join(self.path, f"spare.{layer}")
 
     def begin_write(self, layer: int) -> None:
-        """Mark a record as never written until `end_write`: half a record must not be read."""
+        """Mark a record as not written until `end_write`, so that no partial record is read.
+
+        Raises:
+          OSError: a spare file is needed, and cannot be created or renamed.
+        """
         self.written[layer], self.checksums[layer] = False, 0
         with self._linking:
             if layer in self._linked:
-                # A snapshot holds the old file under its second name. The spare one takes its
-                # place, and is written.
+                # A snapshot holds the old file under its second name. The spare file takes the
+                # record's name, and is written.
                 if self._needs_spare(layer):
                     self._make_spare(layer)
-                # A record that is written once, and whose other names are gone, has none and is
-                # written in place.
+                # A write-once record whose other names are gone has no spare file, and is written
+                # in place.
                 if not self.written_once or os.path.exists(self._spare_path(layer)):
                     os.replace(self._spare_path(layer), self.record_path(layer))
                 self._linked.discard(layer)
 
     def end_write(self, layer: int, checksum: int = 0) -> None:
-        """Note that a record was written completely, with its checksum or 0."""
+        """Mark a record as written completely.
+
+        Args:
+          layer: index of the record.
+          checksum: checksum of the record; 0 if unknown.
+        """
         self.checksums[layer], self.written[layer] = checksum, True
 
     def require(self, layer: int) -> None:
-        """Raise unless a record was written completely.
+        """Check that a record was written completely.
 
         Raises:
-          SwapError: it was never written, or its last write failed.
+          SwapError: the record was never written, or its last write failed.
         """
         if not self.written[layer]:
             path = self.record_path(layer)
@@ -421,10 +439,14 @@ class Store:
             )
 
     def verify(self, layer: int, record: np.ndarray) -> None:
-        """Compare a record, uint8[padded_bytes], with its checksum, if it has one.
+        """Compare a record with its checksum, if the checksum is known.
+
+        Args:
+          layer: index of the record.
+          record: uint8[padded_bytes], the record as read.
 
         Raises:
-          ChecksumError: its bytes are not those that were written.
+          ChecksumError: the record differs from what was written.
         """
         expected = int(self.checksums[layer])
         if expected and (checksum := checksum_of(record)) != expected:
@@ -434,9 +456,10 @@ class Store:
         self, missing: int, file: str | None = None, layer: int | None = None
     ) -> SwapError:
         return SwapError(
-            f"{self.kind} of rank {self.rank} takes {self.num_layers} records x {self.format.padded_bytes} bytes = "
-            f"{self.num_bytes} bytes, and {self.path} has {missing} bytes too few: ENOSPC ({errno.ENOSPC}); free space on that "
-            f"file system, set swap_dir to a folder of a larger disk, or use more devices",
+            f"{self.kind} of rank {self.rank} takes {self.num_layers} records x "
+            f"{self.format.padded_bytes} bytes = {self.num_bytes} bytes, and {self.path} has "
+            f"{missing} bytes too few: ENOSPC ({errno.ENOSPC}); free space on that file system, "
+            "set swap_dir to a folder of a larger disk, or use more devices",
             file=file or self.path,
             layer=layer,
             errno=errno.ENOSPC,
@@ -456,8 +479,8 @@ class Store:
                 "codecs": [{"name": "bytes"}],
                 "attributes": self.manifest(),
             },
-            "store_data_equal_to_fill_value": True,  # else a record of zeros has no file
-            "fill_missing_data_reads": False,  # else a removed record reads as zeros
+            "store_data_equal_to_fill_value": True,  # else a record of zeros would have no file
+            "fill_missing_data_reads": False,  # else a removed record would read as zeros
             "recheck_cached_data": True,
             "context": {"cache_pool": {"total_bytes_limit": 0}, **(context or {})},
         }
@@ -465,7 +488,7 @@ class Store:
 
 def _held_bytes(path: str) -> int:
     try:
-        # Not st_size, which counts holes. st_blocks is in units of 512 bytes on every file system.
+        # Not st_size, which includes holes. st_blocks is in units of 512 bytes everywhere.
         return os.stat(path).st_blocks * 512
     except FileNotFoundError:
         return 0
@@ -473,13 +496,16 @@ def _held_bytes(path: str) -> int:
 
 def _free_bytes(path: str) -> int:
     space = os.statvfs(path)
-    # f_bavail, not f_bfree: a part of what is free is reserved for root.
+    # f_bavail, not f_bfree: part of the free space is reserved for root.
     return space.f_bavail * space.f_frsize
 
 
 def reserve(fd: int, size: int) -> None:
-    """Take space on the disk for a file; where the file system cannot, give the file its size
-    alone.
+    """Reserve disk space for a file; if the file system cannot, only set the file's size.
+
+    Args:
+      fd: descriptor of the file, open for writing.
+      size: bytes to reserve.
 
     Raises:
       OSError: the disk is full, or failed.
@@ -491,5 +517,5 @@ def reserve(fd: int, size: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise
-    # Nothing is reserved, but the file has its size: its space is taken by the first write.
+    # The file has its size, but its space is only allocated by the first write.
     os.ftruncate(fd, max(size, os.fstat(fd).st_size))

@@ -1,13 +1,13 @@
-"""Records between disk and buffers through tensorstore: the same files as `direct_io`, by the
-format's own library.
+"""Move records between disk and buffers with tensorstore, the library of the file format.
 
-Slower (a read is copied once, a write goes through the page cache and is flushed), but it needs
-nothing of a file system beyond files, and a write is atomic: another file, flushed and renamed, so
-the disk must have room for one record more.
+The files are the same as those of `direct_io`. tensorstore is slower (a read is copied once; a
+write uses the page cache and is flushed), but it needs nothing special from the file system, and a
+write is atomic: another file is written, flushed and renamed, so the disk must have room for one
+more record.
 
-tensorstore opens files by itself, and waits where a FIFO is in a file's place. So the names that it
-opens are looked at before. Whoever puts a FIFO there between that look and the opening still lets
-the transfer wait; only this user can, since the folder is private.
+tensorstore opens files itself, and would wait forever on a FIFO in a file's place. So the types of
+the files are checked before it opens them. A FIFO put there between the check and the opening still
+blocks the transfer, but only this user can do that, because the folder is private.
 """
 
 import concurrent.futures
@@ -31,13 +31,18 @@ from host_offload.disk.tuning import IoSettings
 
 
 class TensorstoreIo:
-    """Reads and writes records of any stores, as `direct_io.DirectIo` does; a context manager."""
+    """Reads and writes records of any store, like `direct_io.DirectIo`; a context manager.
+
+    Attributes:
+      settings: number of concurrent transfers; the block size is not used.
+    """
 
     def __init__(self, settings: IoSettings) -> None:
-        """Start the pool of threads.
+        """Start the thread pool.
 
         Args:
-          settings: transfers at once; tensorstore moves a record as one block.
+          settings: number of concurrent transfers. The block size is not used: tensorstore moves a
+            record as one block.
         """
         self.settings = settings
         self._pool = concurrent.futures.ThreadPoolExecutor(
@@ -50,7 +55,7 @@ class TensorstoreIo:
     def read(
         self, store: Store, layer: int, buffer: np.ndarray, *, verify: bool = True
     ) -> concurrent.futures.Future[float]:
-        """Begin to read a record; arguments, result and errors are those of `DirectIo.read`."""
+        """Start to read a record; arguments, result and errors are as for `DirectIo.read`."""
         record = _record_of(store, layer, buffer)
         if not buffer.flags.writeable:
             raise ValueError("a record is read into a writable buffer, and this one is not")
@@ -70,15 +75,15 @@ class TensorstoreIo:
     def write(
         self, store: Store, layer: int, buffer: np.ndarray, *, checksum: bool = True
     ) -> concurrent.futures.Future[float]:
-        """Begin to write a record; arguments, result and errors are those of `DirectIo.write`."""
+        """Start to write a record; arguments, result and errors are as for `DirectIo.write`."""
         record = _record_of(store, layer, buffer)
 
         def write() -> None:
             store.begin_write(layer)
-            if not os.path.isdir(store.path):  # tensorstore would make it, with everybody's rights
+            if not os.path.isdir(store.path):  # tensorstore would create it readable by everybody
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), store.path)
             check_regular(path := store.record_path(layer))
-            check_regular(f"{path}.__lock")  # which tensorstore makes, writes and renames
+            check_regular(f"{path}.__lock")  # tensorstore creates, writes and renames this file
             self._array(store)[layer].write(record).result()
             store.end_write(layer, checksum_of(record) if checksum else 0)
 
@@ -88,7 +93,7 @@ class TensorstoreIo:
 
     def _array(self, store: Store) -> ts.TensorStore:
         with self._lock:
-            # An array is opened once for each store: opening reads and parses its metadata file.
+            # Open each store's array once: opening reads and parses its metadata file.
             if store not in self._arrays:
                 self._arrays[store] = store.open_array(
                     {"file_io_concurrency": {"limit": self.settings.num_threads}}
@@ -96,8 +101,9 @@ class TensorstoreIo:
             return self._arrays[store]
 
     def close(self) -> None:
-        """Wait for all transfers and end the threads; once closed, or in a forked child, which has
-        none, do nothing.
+        """Wait for all transfers and end the threads.
+
+        Further calls do nothing, and neither does a call in a forked child, which has no threads.
         """
         if os.getpid() != self._process:
             return
@@ -105,14 +111,16 @@ class TensorstoreIo:
         self._arrays.clear()
 
     def __enter__(self) -> "TensorstoreIo":
+        """Return this object."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Wait for all transfers and end the threads."""
         self.close()
 
 
 def _record_of(store: Store, layer: int, buffer: np.ndarray) -> np.ndarray:
-    store.record_path(layer)  # refuses a layer that is not there
+    store.record_path(layer)  # raises for a layer that does not exist
     check_buffer(buffer, store.format.padded_bytes)
     return buffer[: store.format.padded_bytes]
 
@@ -122,7 +130,7 @@ def _timed(work: Callable[[], None], store: Store, layer: int, doing: str) -> fl
     try:
         work()
     except BaseException as error:
-        # tensorstore raises ValueError whatever the disk did: the errno is in the text alone.
+        # tensorstore raises ValueError for almost any disk error: the errno is only in the text.
         cause: Any = (
             of_tensorstore(error) if isinstance(error, ValueError | NotImplementedError) else error
         )

@@ -1,11 +1,11 @@
-"""Measure, for a second, with how many transfers at once, of how many bytes, a folder's disk is
-fastest.
+"""Measure, for about a second, how many concurrent transfers of which size suit a disk best.
 
-One file is written, and read again with each pair of settings in turn until the time is over; the
-best rate of a pair counts, since other work on the machine only slows it down. The result is kept
-for the process, and in a small file beside the folder for later ones, until the disk or the number
-of cores changes. Others may write beside the folder: a file that this user did not write, or
-another can, is not read, and none is ever written through a name that was there before.
+A file is written, then read with each pair of settings in turn until the time is over. The best
+rate of a pair counts, because other work on the machine can only slow it down. The result is kept
+for this process, and in a small file next to the folder for later processes, until the disk or the
+number of cores changes. Other users may be able to write next to the folder, so the file is read
+only if this user owns it and nobody else can write it, and it is always written as a new file,
+never through an existing name.
 """
 
 import concurrent.futures
@@ -35,17 +35,21 @@ _CACHE, _MOST_CACHE_BYTES = "zerojax-swap-io.json", 4096
 
 @dataclasses.dataclass(frozen=True)
 class IoSettings:
-    """How a folder is read and written fastest; `tune` finds it.
+    """Settings for reading and writing a folder; `tune` finds the fastest.
 
     Attributes:
-      num_threads: transfers at once.
-      block_bytes: bytes of each at most, a multiple of 4096.
+      num_threads: number of concurrent transfers, 1 to 256.
+      block_bytes: maximum bytes per transfer, a multiple of 4096, up to 1 GiB.
+
+    Raises:
+      ValueError: a value is out of range.
     """
 
     num_threads: int
     block_bytes: int
 
     def __post_init__(self) -> None:
+        """Check the values."""
         are_whole = isinstance(self.num_threads, int) and isinstance(self.block_bytes, int)
         fits = (
             1 <= self.num_threads <= _MOST_THREADS
@@ -53,14 +57,15 @@ class IoSettings:
         )
         if not are_whole or not fits or self.block_bytes % BLOCK_BYTES:
             raise ValueError(
-                f"num_threads={self.num_threads}, block_bytes={self.block_bytes}: 1 to {_MOST_THREADS}, and a multiple of "
-                f"{BLOCK_BYTES} up to {_MOST_BYTES} are needed"
+                f"num_threads={self.num_threads}, block_bytes={self.block_bytes}: 1 to "
+                f"{_MOST_THREADS}, and a multiple of {BLOCK_BYTES} up to {_MOST_BYTES} are needed"
             )
 
 
 DEFAULT = IoSettings(num_threads=4, block_bytes=8 * _MIB)
-"""What reads at the full speed of most NVMe disks; the probe begins with it, and another must be 5
-% faster.
+"""Settings that reach the full read speed of most NVMe disks.
+
+The probe starts with them; other settings must be 5 % faster to be chosen.
 """
 _CANDIDATES = (
     DEFAULT,
@@ -69,20 +74,23 @@ _CANDIDATES = (
 
 
 def tune(folder_path: str, seconds: float = 1.0) -> IoSettings:
-    """Return the settings with which a folder is read fastest, measured now or before.
+    """Return the settings with which a folder is read fastest, measured now or earlier.
+
+    If the probe fails, for lack of space or any other reason, the result is four concurrent
+    transfers of 8 MiB, and the reason is logged.
 
     Args:
-      folder_path: of a `SwapFolder`. The probe's file of 64 MiB is made in it, and removed; the
-        answer is kept beside it.
-      seconds: that the probe takes, about. Where it fails, for want of space or for any reason,
-        four transfers of 8 MiB are the answer, and the reason is logged.
+      folder_path: path of a `SwapFolder`. The probe creates a file of 64 MiB in it and removes it;
+        the result is kept in a file next to the folder.
+      seconds: approximate duration of the probe, in seconds.
     """
     path = os.path.abspath(folder_path)
     try:
         return _tune(path, _identity(path), seconds)
     except (OSError, MemoryError) as error:
         logger.warning(
-            "the speed of %s was not measured (%s): it is read and written with %s threads, %s bytes at a time",
+            "the speed of %s was not measured (%s): it is read and written with %s threads, "
+            "%s bytes at a time",
             path,
             error,
             DEFAULT.num_threads,
@@ -114,11 +122,12 @@ def _load(path: pathlib.Path, identity: tuple[int, ...]) -> IoSettings | None:
             status = os.fstat(file.fileno())
             if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise PermissionError(
-                    f"it is not this user's alone to write (uid {status.st_uid}, mode {status.st_mode:o})"
+                    "other users own it or can write it "
+                    f"(uid {status.st_uid}, mode {status.st_mode:o})"
                 )
             entry = json.loads(file.read(_MOST_CACHE_BYTES))
         settings = IoSettings(entry["num_threads"], entry["block_bytes"])
-        # Numbers that no probe can have found are not taken from a file either.
+        # Only accept settings that a probe can have found.
         if entry["identity"] == list(identity) and settings in _CANDIDATES:
             return settings
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -129,8 +138,8 @@ def _load(path: pathlib.Path, identity: tuple[int, ...]) -> IoSettings | None:
 def _save(path: pathlib.Path, identity: tuple[int, ...], settings: IoSettings) -> None:
     new = None
     try:
-        # A new file of a name that nobody guesses. Renamed, it is there whole or not at all, and a
-        # link of that name goes.
+        # A new file with an unpredictable name. The rename makes it appear complete or not at all,
+        # and replaces a link of the final name instead of following it.
         fd, new = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
         with open(fd, "w") as file:
             json.dump({"identity": list(identity), **dataclasses.asdict(settings)}, file)
@@ -142,7 +151,7 @@ def _save(path: pathlib.Path, identity: tuple[int, ...], settings: IoSettings) -
 
 
 def _probe(path: pathlib.Path, seconds: float) -> tuple[IoSettings, float]:
-    """Return the best settings and their rate, in bytes a second."""
+    """Return the best settings and their rate, in bytes per second."""
     deadline = time.monotonic() + seconds
     buffer = allocate(_PROBE_BYTES)
     best: dict[IoSettings, float] = {}
@@ -164,7 +173,7 @@ def _probe(path: pathlib.Path, seconds: float) -> tuple[IoSettings, float]:
 
 
 def _fill(path: pathlib.Path, buffer: np.ndarray, deadline: float) -> int:
-    """Write the file, on a slow disk only as much as it takes until the deadline; return its bytes."""
+    """Write the file until it is full or the deadline has passed; return the bytes written."""
     block = DEFAULT.block_bytes
     with DirectFile(str(path), writes=True) as file:
         for start in range(0, buffer.nbytes, block):
@@ -180,7 +189,7 @@ def _rate(
     settings: IoSettings,
     pool: concurrent.futures.ThreadPoolExecutor,
 ) -> float:
-    starts = iter(range(0, buffer.nbytes, settings.block_bytes))  # next() of it is atomic
+    starts = iter(range(0, buffer.nbytes, settings.block_bytes))  # its next() is atomic
     with DirectFile(str(path), writes=False) as file:
 
         def read_blocks() -> None:

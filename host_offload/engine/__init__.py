@@ -1,4 +1,4 @@
-"""Records that are read ahead and written behind while a program runs; fetch and store inside jit."""
+"""Reads records ahead and writes them behind a running program; fetch and store inside jit."""
 
 from host_offload.engine.buffer_sets import num_buffers as num_buffers
 from host_offload.engine.buffer_sets import shared_bytes as shared_bytes

@@ -1,32 +1,33 @@
-"""Records between disk and buffers while a jitted step runs: read ahead, written behind.
+"""Move records between disk and buffers while a jitted step runs: read ahead, written behind.
 
-Callbacks of the program ask for a record or hand one over (`host_offload.engine.ops`), one after
+Callbacks of the program ask for records or hand them over (`host_offload.engine.ops`), one after
 the other on each device:
 
-    fetch(kind, rank, layer)     wait for its buffer, copy out of it; give it back when that is over, and start the next reads
+    fetch(kind, rank, layer)     wait for the record's buffer and copy out of it; give the buffer
+                                 back when the copy has ended, and start the next reads
     store(kind, rank, layer)     wait for an empty buffer, copy into it, start the write
-    borrow(kind, rank, layer)    the buffer itself, for an update in host memory: read, updated in place, or filled
+    borrow(kind, rank, layer)    lend the buffer itself, for an update in host memory: read,
+                                 updated in place, or filled
 
-Buffers are fixed: of each kind on each device `distance` to read ahead, one more for the record in
-  use, and as many to write;
-kinds of one record share theirs (`host_offload.engine.buffer_sets`). Reads use one ring and writes
-another. Records that are updated in place are written from the buffer into which they were read.
-They have one ring with as many buffers as both, and as many writes at once as a ring for writes
-would allow.
+The number of buffers is fixed. Each kind on each device has `distance` buffers to read ahead, one
+more for the record in use, and the same number to write; kinds with a single record can share
+buffers (`host_offload.engine.buffer_sets`). Reads use one ring and writes another. Records that are
+updated in place are written from the buffer into which they were read. They have one ring with the
+buffers of both directions, and the number of writes in flight is limited as if a separate ring
+served the writes.
 
-Nothing waits in a circle, however few buffers there are. A write waits only for the disk. A read
-that was not started ahead waits only for the record in use: if the records read ahead have all the
-buffers, the last of them gives its buffer back. A full ring is a wait that is counted
+Waits cannot form a cycle, however few buffers there are. A write waits only for the disk. A read
+that was not started ahead waits only for the record in use: if the records read ahead hold all
+buffers, the last of them gives its buffer back. A full ring causes a wait, which is counted
 (`Stats.stall_seconds`), not an error.
 
     read of a record whose write is pending     copies from the buffer of that write
-    write of a record that was read ahead       drops what was read
+    write of a record that was read ahead       drops the data that was read
     write of a record whose write is pending    starts when that write is done
 
-A callback must not raise, since another device may be waiting in a collective: the first error is
-  stored, every later
-call returns at once with zeros, and `check` raises the error when the step is over. The records on
-disk are then no valid state, and `failed` stays set until `reset`.
+A callback must not raise, because another device may be waiting in a collective. So the first error
+is stored, every later call immediately returns zeros, and `check` raises the error when the step
+has ended. The records on disk are then not a valid state, and `failed` stays True until `reset`.
 """
 
 import contextlib
@@ -53,18 +54,16 @@ from host_offload.schedule import Move, Window
 Key = tuple[str, int]
 """Kind and layer of a record."""
 Filled = Future[None] | None
-"""Done when a buffer holds the record to be written; None if it holds it already."""
+"""Future that is done when a buffer holds the record to write; None if it already does."""
 Freed = Future[None] | None
-"""Done when nothing reads a buffer any more; None if nothing does."""
+"""Future that is done when nothing reads a buffer any more; None if nothing reads it now."""
 Mode = Literal["read", "update", "write"]
-"""How a borrowed record is used: its views are read; read and written; or filled, whatever their
-contents.
-"""
+"""How a borrowed record is used: read, read and changed, or filled regardless of its contents."""
 
 
 @dataclasses.dataclass(eq=False)
 class _Read:
-    """A record on its way into a buffer."""
+    """A read in flight, or a record that was read ahead and not yet used."""
 
     buffer: np.ndarray
     done: "Future[float]"
@@ -72,28 +71,36 @@ class _Read:
 
 
 class _Lane:
-    """The records of one device. Callbacks and I/O threads change its attributes under `lock`."""
+    """The records of one device. Callbacks and I/O threads change the attributes under `lock`."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.lock = threading.RLock()  # a read may be done before the call that starts it returns
+        self.lock = threading.RLock()  # a read may end before the call that starts it returns
         self.records: dict[str, DeviceRecords] = {}
-        self.shared: BufferSet | None = None  # of the kinds that share theirs
+        self.shared: BufferSet | None = None  # buffers of the kinds that share them
         self.window = Window((), 0)
         self.reading: dict[Key, _Read] = {}
         self.writing: dict[Key, Write] = {}
-        self.lifted: set[str] = set()  # kinds of which copies toward the device run ahead
-        # Records for which a callback takes a buffer, and the ring of each: reading ahead must
-        # leave it one.
+        self.lifted: set[str] = set()  # kinds whose copies to the device run ahead
+        # Records for which a callback is taking a buffer, and the ring of each: reading ahead must
+        # leave that callback a buffer.
         self.wanted: list[Key] = []
         self.claims: list[Ring] = []
-        # Buffers that copies toward the device still read: they come back by themselves.
+        # One entry, the ring, per buffer that a copy to the device still reads; these buffers are
+        # given back when their copies end.
         self.leaving: list[Ring] = []
-        self.given = threading.Condition(self.lock)  # one of them has come back
+        self.given = threading.Condition(self.lock)  # notified when a leaving buffer is given back
 
 
 class Engine:
-    """Moves the records of this process's devices."""
+    """Moves the records of this process's devices.
+
+    Attributes:
+      io: reader and writer of records.
+      distance: prefetch distance, in records of a kind.
+      copies: copies between buffers and devices.
+      pin: how to lock the pages of buffers, as for `Ring`.
+    """
 
     def __init__(
         self,
@@ -102,22 +109,27 @@ class Engine:
         pin: Literal["lock", "cuda", "none"] = "lock",
         copies: Copies | None = None,
     ) -> None:
-        """Use `io` and `copies`, which are closed with the engine, and read `distance` records of a
-        kind ahead.
+        """Create an engine without records. `io` and `copies` are closed with the engine.
+
+        Args:
+          io: reader and writer of records.
+          distance: prefetch distance, in records of a kind.
+          pin: how to lock the pages of buffers, as for `Ring`.
+          copies: copies between buffers and devices; by default those for CPU devices.
         """
         self.io, self.distance, self.copies = io, distance, copies or HostCopies()
         self.pin: Literal["lock", "cuda", "none"] = pin
         self._lanes: dict[int, _Lane] = {}
         self._transfers = Transfers(io, self.fail)
-        self._lock = threading.Lock()  # of the error
+        self._lock = threading.Lock()  # protects the error
         self._error: SwapError | None = None
-        self._window = Window((), 0)  # at its start
-        self._numbers = itertools.count(1)  # of transfers
+        self._window = Window((), 0)  # at the start of its moves
+        self._numbers = itertools.count(1)  # numbers of transfers
         self._process = os.getpid()
-        # A GPU gets no new work while one of its callbacks runs. So a callback does what must be
-        # done before the next one, and leaves the rest to another thread, which it wakes once, when
-        # it has called the driver for the last time: what to read next, who waits for a copy, what
-        # a write waits for. On a CPU that thread would take from the same cores.
+        # A GPU gets no new work while one of its callbacks runs. So a callback does only what must
+        # happen before the next callback, and leaves the rest (reading ahead, giving buffers back
+        # after copies, starting writes) to another thread. It wakes that thread once, after its
+        # last driver call. On a CPU the thread would only compete for the same cores.
         self._soon: queue.SimpleQueue[Callable[[], object] | None] | None = None
         if self.copies.lifts:
             self._soon = queue.SimpleQueue()
@@ -125,7 +137,7 @@ class Engine:
                 target=self._run_soon, args=(self._soon,), name="zerojax-ahead", daemon=True
             ).start()
 
-    # --- what there is ----------------------------------------------------------------------------
+    # --- kinds of records -------------------------------------------------------------------------
 
     def add(
         self,
@@ -138,17 +150,18 @@ class Engine:
         down: bool = True,
         shared_bytes: int = 0,
     ) -> None:
-        """Move the records of a kind on a device from now on, and allocate their buffers.
+        """Add the records of a kind on a device, and allocate their buffers.
 
         Args:
-          kind: of the records.
+          kind: name of the kind.
           rank: position of the device in the mesh.
-          store: the records.
-          in_place: whether they are updated in the buffers into which they are read.
+          store: records on disk.
+          in_place: whether records are updated in the buffers into which they are read.
           up: whether copies to the device run ahead of the program.
-          down: whether copies from the device run behind it.
-          shared_bytes: if not 0, the kind shares buffers of this size with all kinds on the device
-            that are added with it. A caller must not borrow two records of these kinds at once.
+          down: whether copies from the device run behind the program.
+          shared_bytes: if not 0, bytes per buffer of a set that the kind shares with all other
+            kinds that were added to the device with this argument. A caller must not borrow two
+            records of these kinds at the same time.
         """
         lane = self._lanes.setdefault(rank, _Lane(rank))
         size = store.format.padded_bytes
@@ -171,9 +184,9 @@ class Engine:
                 lane.lifted.add(kind)
 
     def remove(self, kind: str) -> None:
-        """Forget the records of a kind, and free their buffers.
+        """Remove a kind from all devices, and free its buffers.
 
-        No callback may use them any more.
+        No callback may use the kind's records any more.
         """
         self.settle()
         for lane in self._lanes.values():
@@ -191,16 +204,21 @@ class Engine:
                     lane.shared = None if lane.shared is records.buffers else lane.shared
 
     def kinds(self) -> set[str]:
-        """Return the kinds that were added."""
+        """Return the names of the kinds that were added and not removed."""
         return {kind for lane in self._lanes.values() for kind in lane.records}
 
     def store_of(self, kind: str, rank: int) -> Store:
-        """Return the records of a kind on a device."""
+        """Return the records on disk of a kind on a device.
+
+        Args:
+          kind: name of the kind.
+          rank: position of the device in the mesh.
+        """
         return self._lanes[rank].records[kind].store
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of all buffers."""
+        """Bytes of all buffers, summed over this process's devices."""
         buffers = {
             records.buffers for lane in self._lanes.values() for records in lane.records.values()
         }
@@ -209,18 +227,21 @@ class Engine:
     # --- around a program -------------------------------------------------------------------------
 
     def begin(self, moves: Sequence[Move]) -> None:
-        """Expect these moves on every device, from the first on, and read ahead.
+        """Start a program: expect its moves on every device, and start to read ahead.
+
+        Args:
+          moves: planned moves, in order, the same for every device.
 
         Raises:
           SwapError: an earlier step failed.
         """
         self.check()
         self.settle()
-        if self._window.moves != tuple(moves):  # most programs run again and again
+        if self._window.moves != tuple(moves):  # most programs run many times
             self._window = Window(moves, self.distance)
         for lane in self._lanes.values():
             window = self._window.restarted()
-            # What the program before read ahead is kept where this one wants it soon.
+            # Keep the records that the previous program read ahead and this one needs soon.
             soon = {(m.kind, m.layer) for m in window.ahead(())}
             self._forget(lane, lambda key, soon=soon: key not in soon)
             with lane.lock:
@@ -228,13 +249,13 @@ class Engine:
             self._read_ahead(lane)
 
     def check(self) -> None:
-        """Raise the first error.
+        """Raise the first stored error, if there is one.
 
         Raises:
           SwapError: a record could not be moved, and the state is lost.
         """
         if (error := self._error) is not None:
-            # A new exception each time: the stored one would gather a traceback with every raise.
+            # A new exception each time: the stored one would grow its traceback with every raise.
             raise SwapError(
                 f"{error}; {STATE_LOST}", file=error.file, layer=error.layer, errno=error.errno
             ) from error
@@ -245,14 +266,14 @@ class Engine:
         return self._error is not None
 
     def reset(self) -> None:
-        """Forget the error, and what was read ahead: all records are about to be written again."""
+        """Forget the error and all records read ahead, before all records are written again."""
         for lane in self._lanes.values():
             self._drain(lane)
         with self._lock:
             self._error = None
 
     def has_all_buffers(self) -> bool:
-        """Tell whether no buffer is missing where none should be in use, as after `reset`."""
+        """Return whether every buffer was given back, at a time when none is in use."""
         return all(
             records.buffers.is_whole()
             for lane in self._lanes.values()
@@ -260,10 +281,10 @@ class Engine:
         )
 
     def flush(self) -> None:
-        """Wait for all transfers in progress.
+        """Wait for all transfers in flight.
 
         Raises:
-          SwapError: a write, or an earlier move, failed.
+          SwapError: a write or an earlier move failed.
         """
         self.settle()
         for lane in self._lanes.values():
@@ -275,16 +296,17 @@ class Engine:
         self.check()
 
     def take_stats(self) -> Stats:
-        """Return the statistics since this was last called."""
+        """Return the statistics since the last call of this method."""
         return self._transfers.take_stats()
 
     def recent_events(self) -> list[Event]:
-        """Return the transfers and waits since the statistics were last taken; they stay there."""
+        """Return the transfers and waits since `take_stats`, without removing them."""
         return self._transfers.recent_events()
 
     def close(self) -> None:
-        """Wait for all transfers, and release buffers and threads; in a forked child, which has
-        none, do nothing.
+        """Wait for all transfers, and release buffers and threads.
+
+        In a forked child, which has no threads, this does nothing.
         """
         if os.getpid() != self._process:
             return
@@ -294,7 +316,7 @@ class Engine:
             self.remove(kind)
         self._lanes.clear()
         if self._soon is not None:
-            soon, self._soon = self._soon, None  # whoever comes later reads ahead by itself
+            soon, self._soon = self._soon, None  # later callers do the work in their own thread
             soon.put(None)
         self.copies.close()
         self._transfers.close()
@@ -302,19 +324,24 @@ class Engine:
     # --- inside a program -------------------------------------------------------------------------
 
     def fetch(self, kind: str, rank: int, layer: int, use: Callable[[Views], Freed]) -> None:
-        """Let `use` read the leaves of a record: until it returns, or until the future is done that
-        it returns.
+        """Lend a record's leaves to `use` for reading.
+
+        Args:
+          kind: name of the kind.
+          rank: position of the device in the mesh.
+          layer: index of the record.
+          use: function of the leaves. It may read them until it returns or, if it returns a
+            future, until that future is done.
 
         Raises:
-          SwapError: it cannot be read, or an earlier move failed.
+          SwapError: the record cannot be read, or an earlier move failed.
         """
-        # On a GPU the use only queues copies, and the next reads start after it: see
-        # `_after_fetch`.
+        # On a GPU `use` only queues copies, and the next reads start after it, in `_after_fetch`.
         lane, records, buffer = self._read(kind, rank, layer, brief=self._soon is not None)
         try:
             freed = use(records.views(buffer))
         except BaseException:
-            # A buffer that is lost in an error would be missing in every later step.
+            # A buffer lost here would be missing in every later step.
             self._give(lane, records, kind, buffer)
             raise
         if freed is None:
@@ -327,8 +354,14 @@ class Engine:
         self._later(functools.partial(self._after_fetch, lane, kind, ring, buffer, freed))
 
     def store(self, kind: str, rank: int, layer: int, fill: Callable[[Views], Filled]) -> None:
-        """Write a record whose leaves `fill` fills: when it returns, or when the future is done
-        that it returns.
+        """Write a record whose leaves `fill` fills.
+
+        Args:
+          kind: name of the kind.
+          rank: position of the device in the mesh.
+          layer: index of the record.
+          fill: function that fills the leaves before it returns or, if it returns a future, before
+            that future is done.
 
         Raises:
           SwapError: an earlier move failed.
@@ -340,26 +373,25 @@ class Engine:
             records.buffers.writes.give(buffer)
             raise
         self._write(lane, records, event, buffer, filled)
-        if (
-            filled is None
-        ):  # else what this record held up cannot be read before the record is there
+        # If the record is not complete yet, the reads that it blocks cannot start yet either.
+        if filled is None:
             self._read_ahead(lane)
 
     @contextlib.contextmanager
     def borrow(self, kind: str, rank: int, layer: int, mode: Mode = "read") -> Iterator[Views]:
         """Lend the leaves of a record, in the memory of its buffer.
 
-        The write of what was updated or filled starts when the context ends; if it ends by an
-        error, nothing is written.
+        The write of an updated or filled record starts when the context ends. If the context ends
+        by an error, nothing is written.
 
         Args:
-          kind: of the record; to update it, one that was added with `in_place`.
+          kind: name of the kind; mode "update" needs a kind added with `in_place`.
           rank: position of the device in the mesh.
           layer: index of the record.
-          mode: how it is used.
+          mode: how the record is used.
 
         Raises:
-          SwapError: it cannot be read, or an earlier move failed.
+          SwapError: the record cannot be read, or an earlier move failed.
         """
         if mode == "write":
             lane, records, buffer, event = self._empty(kind, rank, layer)
@@ -376,8 +408,7 @@ class Engine:
             )
             lane, records, buffer = self._read(kind, rank, layer)
             try:
-                # A copy toward the device may be reading the buffer that the host is about to
-                # change.
+                # A copy to the device may still read the buffer that the host is about to change.
                 if (freed := self.copies.drop(kind, rank, buffer)) is not None:
                     freed.result()
                 yield records.views(buffer)
@@ -397,7 +428,13 @@ class Engine:
         self._read_ahead(lane)
 
     def skip(self, kind: str, rank: int, layer: int, mode: Mode = "read") -> None:
-        """Skip the moves of a record that would come next: nothing is done to it in this step.
+        """Skip the next moves of a record, because this step does not use it.
+
+        Args:
+          kind: name of the kind.
+          rank: position of the device in the mesh.
+          layer: index of the record.
+          mode: how the record would have been used.
 
         Raises:
           SwapError: an earlier move failed.
@@ -412,14 +449,20 @@ class Engine:
         self._read_ahead(lane)
 
     def fail(self, error: BaseException, kind: str = "", layer: int | None = None) -> None:
-        """Store an error for `check`, unless there is one already."""
+        """Store an error for `check`, unless one is stored already.
+
+        Args:
+          error: the error; any error other than a SwapError is converted to one.
+          kind: name of the record's kind, if known.
+          layer: index of the record, if known.
+        """
         swap_error = error
         if not isinstance(swap_error, SwapError):
             swap_error = explain(
                 swap_error, doing=f"moving {kind or 'a record'}", file=None, layer=layer
             )
         with self._lock:
-            # The first error is the cause. Those after it are mostly its consequences.
+            # The first error is the cause; later errors are mostly its consequences.
             if self._error is None:
                 self._error = swap_error
 
@@ -428,11 +471,13 @@ class Engine:
     def _read(
         self, kind: str, rank: int, layer: int, brief: bool = False
     ) -> tuple[_Lane, DeviceRecords, np.ndarray]:
-        """Return a buffer that holds a record; if it was waited for, or its use is not `brief`, the
-        next reads start before.
+        """Return a buffer that holds a record.
+
+        The next reads start before this returns if the record had to be waited for, or if its use
+        is not `brief`.
 
         Raises:
-          SwapError: it cannot be read, or an earlier move failed.
+          SwapError: the record cannot be read, or an earlier move failed.
         """
         self.check()
         lane, key = self._lanes[rank], (kind, layer)
@@ -440,19 +485,18 @@ class Engine:
         with lane.lock:
             read = lane.reading.pop(key, None)
             if read is not None:
-                # Under the same lock as the pop: in between, the window would ask for this record
-                # once more.
+                # Under the same lock as the pop, or the window could request this record again in
+                # between.
                 lane.window.advance(Move(kind, layer))
         if read is None:
             with self._wanting(lane, key, records.buffers.reads):
                 with lane.lock:
-                    # Before the claim stood, another thread may have begun to read this very record
-                    # ahead.
+                    # Another thread may have started to read this record ahead before the claim.
                     read = lane.reading.pop(key, None)
                     if read is not None:
                         lane.window.advance(Move(kind, layer))
                 if read is None:
-                    # The claim comes first, or reading ahead takes the buffer that is freed here.
+                    # The claim must precede this, or reading ahead could take the freed buffer.
                     self._give_way(lane, records.buffers)
                     event = Event("read", kind, rank, layer, next(self._numbers))
                     buffer = records.record_in(
@@ -473,7 +517,7 @@ class Engine:
                 self._read_ahead(lane)
                 self._transfers.waiting(read.event, read.done.result)
         except BaseException:
-            # An interrupt may come while the disk still writes into the buffer.
+            # An interrupt may arrive while the disk still fills the buffer.
             self._drop(lane, records, kind, read)
             raise
         return lane, records, read.buffer
@@ -491,14 +535,14 @@ class Engine:
         records = lane.records[kind]
         buffers, event = records.buffers, Event("write", kind, rank, layer, next(self._numbers))
         with lane.lock:
-            # Most often a buffer is free, and nothing was read that is about to be stale.
+            # Fast path: a buffer is free, and no stale copy of this record was read ahead.
             start = time.perf_counter()
             if record not in lane.reading and (free := buffers.writes.take_free()) is not None:
                 self._transfers.waited(event, start)
                 return lane, records, records.record_in(free), event
         with self._wanting(lane, record, buffers.writes):
-            # A copy that was read ahead is about to be stale, and its buffer may be the one that is
-            # missing.
+            # If this record was read ahead, that copy is about to be stale, and its buffer may be
+            # the missing one.
             self._forget_record(lane, record)
             if buffers.reads is buffers.writes:
                 self._give_way(lane, buffers)
@@ -512,9 +556,9 @@ class Engine:
     def _write(
         self, lane: _Lane, records: DeviceRecords, event: Event, buffer: np.ndarray, filled: Filled
     ) -> None:
-        """Start to write a record, when a write may start and `filled` is done."""
+        """Wait for a turn, and start to write a record as soon as `filled` is done."""
         kind, layer = key = event.kind, event.layer
-        # Before the lock is taken: the I/O threads need it while this callback waits for its turn.
+        # Before taking the lock, which the I/O threads need while this callback waits for a turn.
         try:
             start = time.perf_counter()
             if records.buffers.turns.acquire(blocking=False):
@@ -525,7 +569,7 @@ class Engine:
             records.buffers.writes.give(buffer)
             raise
         write = Write(buffer, filled)
-        # from here on the record is what is in this buffer, and what was read before is forgotten
+        # From here on this buffer holds the record's current contents; earlier reads are dropped.
         with lane.lock:
             stale = lane.reading.pop(key, None)
             before = lane.writing.get(key)
@@ -542,8 +586,9 @@ class Engine:
     def _begin_write(
         self, lane: _Lane, records: DeviceRecords, event: Event, write: Write, before: Write | None
     ) -> None:
-        """Start a write when it is filled, and after the one `before`; give its buffer and its turn
-        back when it is done.
+        """Start a write when its buffer is filled and the write `before` is done.
+
+        Its buffer and its turn are given back when it is done.
         """
         key = event.kind, event.layer
         self._transfers.write(event, records.store, write, before)
@@ -554,8 +599,8 @@ class Engine:
                 # A later write of the same record may have taken this place.
                 if lane.writing.get(key) is write:
                     del lane.writing[key]
-            # No read can start to copy from this buffer any more, since `writing` does not name it.
-            # One thread does the copies, so the last one to be queued is the last one to end.
+            # No new read can copy from this buffer, because it is no longer in `writing`. One
+            # thread does the copies, so the copy queued last also ends last.
             if write.copies:
                 write.copies[-1].add_done_callback(give)
             else:
@@ -563,14 +608,13 @@ class Engine:
 
         def give(_: "Future[float] | None" = None) -> None:
             records.buffers.writes.give(write.buffer)
-            if (
-                records.buffers.reads is records.buffers.writes
-            ):  # there may be a read that found no buffer
+            # A shared ring may have had no buffer for a read.
+            if records.buffers.reads is records.buffers.writes:
                 self._read_ahead(lane)
 
         write.done.add_done_callback(release)
         if write.filled is not None:
-            # What this record held up could not be read before the record is there.
+            # Reads that waited for this record can start once it is complete.
             write.filled.add_done_callback(lambda _: self._read_ahead_or_fail(lane))
 
     @contextlib.contextmanager
@@ -586,11 +630,11 @@ class Engine:
                 lane.claims.remove(ring)
 
     def _give_way(self, lane: _Lane, buffers: BufferSet) -> None:
-        """If no buffer is free, drop the last record that was read ahead."""
+        """Drop the last record that was read ahead, if no buffer is free."""
         with lane.lock:
             ahead = [key for key in lane.reading if lane.records[key[0]].buffers is buffers]
-            # A buffer that comes back by itself is worth the wait, and what was read ahead is not
-            # read again.
+            # A leaving buffer is given back soon: waiting for it is cheaper than reading a dropped
+            # record again.
             if buffers.reads.free or buffers.reads in lane.leaving or not ahead:
                 return
             (kind, _), spare = ahead[-1], lane.reading.pop(ahead[-1])
@@ -601,15 +645,14 @@ class Engine:
         with lane.lock:
             for move in lane.window.ahead(lane.reading.keys()):
                 records = lane.records.get(move.kind)
-                # A callback is about to read or write this very record itself.
+                # A callback is about to read or write this record itself.
                 if records is None or (move.kind, move.layer) in lane.wanted:
                     continue
                 # Each callback that waits for a buffer of this ring must find one.
                 if records.buffers.reads.free <= lane.claims.count(records.buffers.reads):
                     continue
-                if (
-                    free := records.buffers.reads.take_free()
-                ) is not None:  # else another callback has just taken the last one
+                # None if another callback has just taken the last buffer.
+                if (free := records.buffers.reads.take_free()) is not None:
                     event = Event(
                         "read", move.kind, lane.rank, move.layer, next(self._numbers), ahead=True
                     )
@@ -619,14 +662,14 @@ class Engine:
             self._lift(lane)
 
     def _read_ahead_soon(self, lane: _Lane) -> None:
-        """Read ahead, beside the callback where it is one of a GPU's."""
+        """Read ahead; for a GPU's callback, in another thread."""
         if self._soon is None:
             self._read_ahead(lane)
         else:
             self._soon.put(functools.partial(self._read_ahead_or_fail, lane))
 
     def _later(self, job: Callable[[], object]) -> None:
-        """Do a job in order with others, beside the callback where it is one of a GPU's."""
+        """Run a job; for a GPU's callback, in another thread, which runs jobs in order."""
         if self._soon is None:
             job()
         else:
@@ -642,41 +685,39 @@ class Engine:
     def _after_fetch(
         self, lane: _Lane, kind: str, ring: Ring, buffer: np.ndarray, freed: "Future[None]"
     ) -> None:
-        """Read ahead, and give a buffer back when `freed` is done."""
+        """Read ahead, and let the buffer be given back when `freed` is done."""
         self._read_ahead_or_fail(lane)
         freed.add_done_callback(functools.partial(self._given, lane, kind, ring, buffer))
 
     def _read_ahead_or_fail(self, lane: _Lane) -> None:
-        """Read ahead in a thread that must go on."""
+        """Read ahead in a thread that must survive errors: store them for `check`."""
         try:
             self._read_ahead(lane)
         except BaseException as error:
             self.fail(error)
 
     def settle(self) -> None:
-        """Wait until all is begun that callbacks have left to another thread."""
+        """Wait until the jobs that callbacks left to another thread have been started."""
         if self._soon is not None:
             done = threading.Event()
             self._soon.put(done.set)
             done.wait()
 
     def _lift(self, lane: _Lane) -> None:
-        """Copy the next record of each kind toward the device, if it was read."""
+        """Start to copy the next record of each kind to the device, if it has been read."""
         if not lane.lifted:
             return
         try:
             with lane.lock:
                 missing = set(lane.lifted)
-                for (
-                    kind,
-                    _,
-                ), read in lane.reading.items():  # in the order in which they were started
+                # In the order in which the reads were started.
+                for (kind, _), read in lane.reading.items():
                     if kind in missing and read.done.done() and read.done.exception() is None:
                         self.copies.lift(kind, lane.rank, read.buffer)
-                    # Only the oldest of a kind: a slot has room for one record, and a later one
-                    # would stand in its way.
+                    # Only the oldest record of a kind: a slot has room for one, and a later record
+                    # would block it.
                     missing.discard(kind)
-        except BaseException as error:  # of the driver, in a thread of the disk
+        except BaseException as error:  # a driver error, in an I/O thread
             self.fail(error)
 
     def _start_read(
@@ -690,39 +731,33 @@ class Engine:
         return _Read(buffer, done, event)
 
     def _forget(self, lane: _Lane, predicate: Callable[[Key], bool]) -> None:
-        """Drop the records that were read ahead and that `predicate` selects."""
+        """Drop the records read ahead that `predicate` selects."""
         with lane.lock:
             reads = [
                 (key[0], lane.records[key[0]], lane.reading.pop(key))
                 for key in list(lane.reading)
                 if predicate(key)
             ]
-        # Without the lock: `_drop` waits for the disk, whose threads need the lock to complete
-        # other transfers.
+        # Without the lock: `_drop` waits for the disk, whose threads need it to end transfers.
         for kind, records, read in reads:
             self._drop(lane, records, kind, read)
 
     def _forget_record(self, lane: _Lane, key: Key) -> None:
-        """Drop a record that was read ahead, if it was."""
+        """Drop a record if it was read ahead."""
         with lane.lock:
             read, records = lane.reading.pop(key, None), lane.records[key[0]]
         if read is not None:
             self._drop(lane, records, key[0], read)
 
     def _drop(self, lane: _Lane, records: DeviceRecords, kind: str, read: _Read) -> None:
-        """Wait for a read that is not needed, and give back its buffer.
-
-        An error of it does not matter.
-        """
+        """Wait for a read that is not needed, ignore its error, and give back its buffer."""
         read.done.exception()  # waits
         self._give(lane, records, kind, read.buffer)
 
     def _give(self, lane: _Lane, records: DeviceRecords, kind: str, buffer: np.ndarray) -> None:
-        """Give back a buffer that was read into, when no copy toward the device reads it any more."""
-        ring, freed = (
-            records.buffers.reads,
-            self.copies.drop(kind, lane.rank, buffer),
-        )  # of a record that no callback took
+        """Give back a read buffer once no copy to the device reads it any more."""
+        # `drop` returns a future only for a lifted record that no callback took.
+        ring, freed = records.buffers.reads, self.copies.drop(kind, lane.rank, buffer)
         if freed is None:
             ring.give(buffer)
             return
@@ -733,9 +768,7 @@ class Engine:
     def _given(
         self, lane: _Lane, kind: str, ring: Ring, buffer: np.ndarray, freed: "Future[None]"
     ) -> None:
-        """Give back a buffer that was leaving, in a thread that waits for the device, which must go
-        on.
-        """
+        """Give back a leaving buffer; runs in a thread that must survive errors."""
         try:
             if (error := freed.exception()) is not None:
                 self.fail(error, kind)
@@ -748,7 +781,7 @@ class Engine:
             self.fail(error, kind)
 
     def _drain(self, lane: _Lane) -> None:
-        """Expect no moves, and wait for all transfers."""
+        """Clear the window of expected moves, and wait for all transfers."""
         self.settle()
         with lane.lock:
             lane.window = Window((), 0)
@@ -757,7 +790,7 @@ class Engine:
         self._wait_for_leaving(lane)
 
     def _wait_for_leaving(self, lane: _Lane) -> None:
-        """Wait until no copy toward the device reads a buffer that no callback uses."""
+        """Wait until every leaving buffer has been given back."""
         with lane.lock:
             lane.given.wait_for(lambda: not lane.leaving)
 

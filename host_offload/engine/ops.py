@@ -1,20 +1,19 @@
-"""Fetch and store of records inside a jitted program: small `shard_map` islands around
-`buffer_callback`.
+"""Fetch and store records inside a jitted program: small `shard_map`s around `buffer_callback`.
 
-    values = fetch(token, layer)             disk -> buffer -> device     each device its own shard: W[D_fsdp, F]
+    values = fetch(token, layer)             disk -> buffer -> device
     token  = store(token, layer, values)     device -> buffer -> disk
 
-Every device moves its own shard over its own link (bandwidth-centric partitioning, ZeRO-Infinity,
-arXiv:2104.07857, 6.1). The token, i32[devices], orders the operations: it stands for the present
-records of a kind, a store returns a new one, and a fetch takes one. It holds the number of the
-state that it belongs to. The first number of a state is random, and each step makes the next one. A
-state that is not the one on this disk is refused: an overwritten one, a copy, or that of another
-program.
+Every device moves its own shard, W[D_fsdp, F], over its own link (bandwidth-centric partitioning,
+ZeRO-Infinity, arXiv:2104.07857, 6.1). The token, i32[devices], orders the operations: it represents
+the current records of a kind; a fetch takes it, and a store returns a new one. It holds the number
+of the state to which it belongs. The first number of a state is random, and each step produces the
+next number. So a state that is not the one on this disk is refused, whether it was overwritten,
+copied, or belongs to another program.
 
-A `Swap` connects programs, which are traced before there is a disk, with an engine. A callback
-never raises: an exception in one of several devices would leave the others waiting in a collective.
-It hands the error to the engine, whose `check` raises it after the step, and fills the values with
-zeros.
+A `Swap` connects programs, which are traced before a disk is in use, with an engine. A callback
+never raises: an exception on one of several devices would leave the others waiting in a collective.
+Instead it passes the error to the engine, whose `check` raises it after the step, and fills the
+values with zeros.
 """
 
 import dataclasses
@@ -35,32 +34,33 @@ from host_offload.engine.engine import Engine
 Array = jax.Array
 T = TypeVar("T")
 Lifetime = Literal["state", "step"]
-"""Records of a state are valid until the next state.
+"""How long records are valid: until the next state, or only within a step.
 
-Those of a step are written in it before they are read.
+Records of a step are written in the step before they are read.
 """
 User = Literal["program", "host", "both"]
-"""Who uses records: the program, which fetches and stores them; the host, in their buffers; or
-both: the host updates what the program fetches."""
+"""What uses records: the program, which fetches and stores them; the host, which updates them in
+their buffers; or both, when the host updates records that the program fetches."""
 
 
 class Swap:
-    """The engine of a mesh, for the callbacks of its programs.
+    """Connects the callbacks of a mesh's programs with an engine.
 
     Attributes:
-      mesh: the device mesh.
-      engine: set before a program runs; a program that is only compiled has none.
-      calls: of the programs.
+      mesh: device mesh.
+      engine: engine that moves the records; set before a program runs, None while compiling only.
+      calls: callbacks of the mesh's programs.
     """
 
     def __init__(self, mesh: Mesh) -> None:
+        """Create a connection for a mesh, without an engine."""
         self.mesh = mesh
         self.engine: Engine | None = None
         self.calls = Calls(list(mesh.devices.flat))
 
     @property
     def generation(self) -> int:
-        """Number of the state that is on disk; 0 where there is none."""
+        """Number of the state on disk; 0 if there is none."""
         return self.calls.number
 
     @generation.setter
@@ -69,21 +69,21 @@ class Swap:
 
     @functools.cached_property
     def copies(self) -> Copies:
-        """How records cross to the devices."""
+        """Copies between buffers and the mesh's devices."""
         return copies_of(list(self.mesh.devices.flat))
 
     def on_fetch(
         self, context: Any, out: Any, where: Any, token: Any, *, kind: str, site: Site
     ) -> None:
-        """Fill the leaves of a record.
+        """Fetch a record: fill the callback's outputs with its leaves.
 
         Args:
-          context: of the callback.
-          out: the leaves.
-          where: i32[3], device, layer, and the state's number or 0.
-          token: orders callbacks.
-          kind: of the record.
-          site: the callback's.
+          context: the callback's context.
+          out: output buffers, one per leaf.
+          where: i32[3]: rank, layer, and the state's number or 0.
+          token: operand that orders the callbacks; not read.
+          kind: kind of the record.
+          site: site of the callback.
         """
         del token
         layer = None
@@ -95,17 +95,27 @@ class Swap:
             )
         except BaseException as error:  # a callback must not raise: see the module's docstring
             self.fail(error, kind, layer)
-            # The outputs are uninitialized memory. Zeros let the program reach the end of its step,
+            # The outputs are uninitialized. With zeros the program reaches the end of its step,
             # where `check` raises.
             self._try(lambda: self.copies.clear(context, out), kind)
 
     def on_store(
         self, context: Any, out: Any, where: Any, token: Any, *values: Any, kind: str, site: Site
     ) -> None:
-        """Take the leaves of a record; `out` is the next token."""
+        """Store a record: write the values of its leaves.
+
+        Args:
+          context: the callback's context.
+          out: output buffer for the next token.
+          where: i32[3]: rank, layer, and the state's number or 0.
+          token: token to pass on.
+          *values: buffers of the leaves.
+          kind: kind of the record.
+          site: site of the callback.
+        """
         asked = self._try(lambda: site.ask(context, where), kind)
-        # After an error too: later callbacks compare the number in the token with the state on
-        # disk. Before the store, since it calls the driver, and a store ends by waking a thread.
+        # Pass the token on even after an error: later callbacks compare its number with the state
+        # on disk. This calls the driver, so it precedes the store, which ends by waking a thread.
         self._try(
             lambda: self.copies.pass_on(context, None if asked is None else asked[0], token, out),
             kind,
@@ -121,55 +131,66 @@ class Swap:
                 layer,
                 lambda views: self.copies.save(context, kind, rank, values, views),
             )
-        except BaseException as error:  # as above
+        except BaseException as error:  # a callback must not raise
             self.fail(error, kind, layer)
 
     def _try(self, call: Callable[[], T], kind: str) -> T | None:
         """Return `call()`, or None after an error."""
         try:
             return call()
-        except BaseException as error:  # as above
+        except BaseException as error:  # a callback must not raise
             self.fail(error, kind)
             return None
 
     def engine_of(self, number: int) -> Engine:
-        """Return the engine for the records of a state; number 0 is for records of a step.
+        """Return the engine for the records of a state.
+
+        Args:
+          number: number of the state; 0 for records that exist only within a step.
 
         Raises:
-          SwapError: these records are not on disk any more.
+          SwapError: the records of this state are no longer on disk.
         """
         if self.engine is None:
             raise SwapError("the program is closed, and its records are gone")
         if number not in (0, self.generation):
             raise SwapError(
-                f"records of state {number} were asked for, and those of state {self.generation} are on disk"
+                f"records of state {number} were asked for, and those of state {self.generation} "
+                "are on disk"
             )
         return self.engine
 
     def fail(self, error: BaseException, kind: str = "", layer: int | None = None) -> None:
-        """Store an error for the engine's `check`."""
+        """Store an error, which the engine's `check` raises.
+
+        Args:
+          error: the error.
+          kind: name of the record's kind, if known.
+          layer: index of the record, if known.
+        """
         if self.engine is not None:
             self.engine.fail(error, kind, layer)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DiskRecords:
-    """The records of one kind: one for each layer and device, holding the device's shards of
-    several leaves.
+    """The records of one kind: one per layer and device, with the device's shards of the leaves.
 
     Attributes:
-      swap: of the program.
-      kind: name of the folder.
-      num_layers: records on each device.
-      names: of the leaves.
-      shapes: ShapeDtypeStruct of each leaf of one layer, whole.
-      specs: PartitionSpec of each.
-      lifetime: "state" if a state must be the one on disk for a program to work on them.
-      used_by: who uses them. Records of the host alone need no memory on a device.
-      in_place: whether the host updates them in the buffers into which they are read.
-      in_turn: whether programs use all kinds with this flag one after the other, so that these can
-        share buffers.
-      written_once: whether a state's records stay as they were first written, as frozen weights do.
+      swap: connection of the programs with their engine.
+      kind: name of the kind and of its folder.
+      num_layers: number of records per device.
+      names: names of the leaves.
+      shapes: unsharded shape and dtype of each leaf of one layer.
+      specs: PartitionSpec of each leaf.
+      lifetime: "state" if the records belong to a state, which must be the one on disk; "step" if
+        they exist only within a step.
+      used_by: what uses the records. Records used only by the host need no device memory.
+      in_place: whether the host updates the records in the buffers into which they are read.
+      in_turn: whether programs use all kinds with this flag one after the other, so that these
+        kinds can share buffers.
+      written_once: whether a state's records are never changed once written, such as frozen
+        weights.
     """
 
     swap: Swap
@@ -186,7 +207,7 @@ class DiskRecords:
 
     @functools.cached_property
     def format(self) -> RecordFormat:
-        """Names, shapes and dtypes of the shards in a record of one device."""
+        """Names, shapes and dtypes of the shards in one device's record."""
         leaves = zip(self.names, self._local_shapes, strict=True)
         return RecordFormat(
             tuple(LeafFormat(name, tuple(a.shape), str(a.dtype)) for name, a in leaves)
@@ -194,20 +215,21 @@ class DiskRecords:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one device's record, padding included."""
+        """Bytes per record, on one device, padding included."""
         return self.format.padded_bytes
 
     @property
     def slots(self) -> tuple[bool, bool]:
-        """Whether copies up run ahead of a program, and copies down behind it: a kind of one record
-        has nothing to overlap.
+        """Whether copies up run ahead of a program, and copies down behind it.
+
+        Both are False for a kind with a single record, whose copies have nothing to overlap with.
         """
         is_fetched, is_stored = self.used_by != "host", self.used_by == "program"
         return is_fetched and self.num_layers > 1, is_stored and self.num_layers > 1
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of device memory that the slots take on a GPU; see `host_offload.device.copies`."""
+        """Bytes of device memory per GPU for the slots; see `host_offload.device.copies`."""
         return (
             0
             if self.swap.mesh.devices.flat[0].platform == "cpu"
@@ -215,7 +237,11 @@ class DiskRecords:
         )
 
     def has_files_of(self, other: "DiskRecords | None") -> bool:
-        """Tell whether the files and buffers of another kind serve this one."""
+        """Return whether another kind's files and buffers can also hold this kind's records.
+
+        Args:
+          other: the other kind, or None.
+        """
         return other is not None and (self.format, self.num_layers) == (
             other.format,
             other.num_layers,
@@ -223,7 +249,7 @@ class DiskRecords:
 
     @functools.cached_property
     def _local_shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """The shard of each leaf on one device."""
+        """Shape and dtype of each leaf's shard on one device."""
         shardings = [NamedSharding(self.swap.mesh, spec) for spec in self.specs]
         return [
             jax.ShapeDtypeStruct(s.shard_shape(tuple(a.shape)), a.dtype)
@@ -231,15 +257,15 @@ class DiskRecords:
         ]
 
     def first_token(self) -> Array:
-        """Return the token of records that a step writes before it reads them."""
+        """Return the token, i32[devices], for records that a step writes before it reads them."""
         return jnp.zeros(self.swap.mesh.size, jnp.int32)
 
     def fetch(self, token: Array, layer: Array) -> list[Array]:
-        """Return one layer's leaves, sharded as `specs` say.
+        """Return one layer's leaves, sharded by `specs`.
 
         Args:
-          token: i32[devices].
-          layer: i32[].
+          token: i32[devices], current token of the kind.
+          layer: i32[], index of the record.
         """
         every = PartitionSpec(self.swap.mesh.axis_names)
 
@@ -248,11 +274,11 @@ class DiskRecords:
                 self.swap.on_fetch, kind=self.kind, site=self._site("fetch")
             )
             where = self._where(position, token, layer)
-            # Without a side effect XLA may merge two fetches of the same operands, or remove one
-            # whose values are not used.
+            # Without a side effect XLA may merge two fetches with the same operands, or remove a
+            # fetch whose values are not used.
             return buffer_callback(callback, self._local_shapes, has_side_effect=True)(where, token)
 
-        # Inside of shard_map a callback runs once for each device, on what that device holds.
+        # Inside of shard_map a callback runs once per device, on that device's shards.
         island = jax.shard_map(
             local,
             mesh=jax.sharding.get_abstract_mesh(),
@@ -263,7 +289,13 @@ class DiskRecords:
         return island(self._positions(), token, layer)
 
     def store(self, token: Array, layer: Array, values: Sequence[Array]) -> Array:
-        """Write one layer's leaves; returns the next token."""
+        """Write one layer's leaves, and return the next token, i32[devices].
+
+        Args:
+          token: i32[devices], current token of the kind.
+          layer: i32[], index of the record.
+          values: leaves of the layer, cast to the record's dtypes here.
+        """
         every = PartitionSpec(self.swap.mesh.axis_names)
 
         def local(position: Array, token: Array, layer: Array, values: list[Array]) -> Array:
@@ -293,5 +325,5 @@ class DiskRecords:
         return Site(self.swap.calls, f"{verb} {self.kind}", of_state=self.lifetime == "state")
 
     def _positions(self) -> Array:
-        # Sharded over all axes, so that each device finds its own position in its one element.
+        # Sharded over all axes, so that each device's single element is its own position.
         return jnp.arange(self.swap.mesh.size, dtype=jnp.int32)

@@ -1,28 +1,28 @@
-"""Statistics of the nvme tier: sums, and the times of each transfer and wait."""
+"""Statistics of the nvme tier: sums, and the time of each transfer and wait."""
 
 import collections
 import dataclasses
 from typing import NamedTuple
 
-MOST_EVENTS = 100_000  # transfers and waits whose times are kept, between two calls of take_stats
+MOST_EVENTS = 100_000  # events (transfers and waits) kept between two calls of take_stats
 
 
 class Event(NamedTuple):
-    """One transfer, or one wait for it.
+    """One transfer, or one wait for a transfer.
 
-    A read has one wait for its record, and before it one for a buffer if it was not started ahead.
-    A write has one wait until it may start, and before it one for a buffer unless it has one. A
+    A read has one wait for its record, preceded by a wait for a buffer if it was not started ahead.
+    A write has one wait until it may start, preceded by a wait for a buffer unless it has one. A
     wait may take no time.
 
     Attributes:
-      name: "read" or "write"; "read_wait" or "write_wait" of the step for either.
-      kind: of the record.
+      name: "read" or "write"; "read_wait" or "write_wait" for the step's wait for a transfer.
+      kind: kind of the record.
       rank: position of the device in the mesh.
       layer: index of the record.
-      number: of the transfer; a wait has the number of the transfer that it is for.
-      start: seconds, of `time.perf_counter`.
-      seconds: how long.
-      queued: when the transfer was handed to the disk, on the same clock.
+      number: number of the transfer; a wait has the number of its transfer.
+      start: start time, in seconds of `time.perf_counter`.
+      seconds: duration.
+      queued: time when the transfer was handed to the disk, in seconds of `time.perf_counter`.
       num_bytes: bytes moved.
       ahead: whether a read was started before its record was asked for.
     """
@@ -40,26 +40,26 @@ class Event(NamedTuple):
 
     @property
     def end(self) -> float:
-        """When it ended, seconds of `time.perf_counter`."""
+        """End time, in seconds of `time.perf_counter`."""
         return self.start + self.seconds
 
 
 @dataclasses.dataclass
 class Stats:
-    """What moved since the statistics were last taken, all devices of this process summed.
+    """Transfers since the statistics were last taken, summed over this process's devices.
 
     Attributes:
-      bytes_read: payload and padding.
-      bytes_written: likewise.
-      bytes_copied: those of bytes_read that came from the buffer of a write under way, and not from
-        disk.
-      read_seconds: transfers, summed, although they overlap.
-      write_seconds: likewise.
-      stall_seconds: time that callbacks waited, by kind.
-      misses: reads that were started only when their record was asked for.
-      most_queued: the most transfers in progress at one time.
-      events: the transfers and waits that are counted here, the last MOST_EVENTS of them.
-      num_events: how many there were.
+      bytes_read: bytes read, padding included.
+      bytes_written: bytes written, padding included.
+      bytes_copied: part of `bytes_read` that was copied from the buffer of a write in flight
+        instead of read from disk.
+      read_seconds: sum of the durations of all reads, although they overlap.
+      write_seconds: sum of the durations of all writes, although they overlap.
+      stall_seconds: seconds that callbacks waited, by kind.
+      misses: number of reads that were started only when their record was asked for.
+      most_queued: largest number of transfers in flight at the same time.
+      events: the last MOST_EVENTS transfers and waits.
+      num_events: number of all transfers and waits, including those dropped from `events`.
     """
 
     bytes_read: int = 0
@@ -78,6 +78,6 @@ class Stats:
     num_events: int = 0
 
     def note(self, event: Event) -> None:
-        """Append an event; the oldest one is dropped when there are too many."""
+        """Append an event; drop the oldest event if there are more than MOST_EVENTS."""
         self.events.append(event)
         self.num_events += 1

@@ -1,5 +1,6 @@
-"""Transfers between buffers and a disk, ordered where two of them use one record, and counted with
-the waits for them.
+"""Transfers between buffers and a disk, and their statistics.
+
+Two transfers of the same record are ordered; transfers of different records run concurrently.
 """
 
 import dataclasses
@@ -16,26 +17,33 @@ from host_offload.engine.stats import Event, Stats
 
 
 class Io(Protocol):
-    """How records are read and written: `host_offload.disk.direct_io` or
-    `host_offload.disk.tensorstore_io`.
+    """Reads and writes records.
+
+    Implemented by `host_offload.disk.DirectIo` and `host_offload.disk.TensorstoreIo`.
     """
 
-    def read(self, store: Store, layer: int, buffer: np.ndarray) -> "Future[float]": ...
+    def read(self, store: Store, layer: int, buffer: np.ndarray) -> "Future[float]":
+        """Start to read a record into a buffer; return a future of the seconds it took."""
+        ...
 
-    def write(self, store: Store, layer: int, buffer: np.ndarray) -> "Future[float]": ...
+    def write(self, store: Store, layer: int, buffer: np.ndarray) -> "Future[float]":
+        """Start to write a record from a buffer; return a future of the seconds it took."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Wait for all transfers, and release resources."""
+        ...
 
 
 @dataclasses.dataclass(eq=False)
 class Write:
-    """A record on its way to the disk.
+    """A write in flight.
 
     Attributes:
-      buffer: the buffer that holds it.
-      filled: done when the buffer holds the record; None if it holds it already.
-      done: done when the record is on disk, or the write has failed.
-      copies: reads of the record that copy it from the buffer, in the order in which they end.
+      buffer: buffer that holds the record.
+      filled: future that is done when the buffer holds the record; None if it already does.
+      done: future that is done when the record is on disk, or the write has failed.
+      copies: reads that copy the record from the buffer, in the order in which they end.
     """
 
     buffer: np.ndarray
@@ -44,7 +52,14 @@ class Write:
     copies: "list[Future[float]]" = dataclasses.field(default_factory=list)
 
     def copy_to(self, buffer: np.ndarray) -> float:
-        """Wait until the buffer is filled, and copy it; return the seconds that the copy took."""
+        """Wait until this write's buffer is filled, and copy it to another buffer.
+
+        Args:
+          buffer: destination, of the same size.
+
+        Returns:
+          The seconds that the copy took.
+        """
         if self.filled is not None:
             self.filled.result()
         start = time.perf_counter()
@@ -56,23 +71,37 @@ class Transfers:
     """The transfers of an engine, and their statistics."""
 
     def __init__(self, io: Io, fail: Callable[[BaseException, str, int], None]) -> None:
-        """Use `io`; the error of a write is handed to `fail` with kind and layer, that of a read to
-        whoever waits for it.
+        """Start the thread that copies between buffers.
+
+        Args:
+          io: reader and writer of records, closed by `close`.
+          fail: function that receives the error, kind and layer of a failed write. The error of a
+            read is raised by its future instead.
         """
         self.io, self._fail = io, fail
-        self._copier = ThreadPoolExecutor(
-            1, "zerojax-copy"
-        )  # one thread, so that copies end in order
-        self._lock = threading.Lock()  # of what follows
+        # One thread, so that copies end in order.
+        self._copier = ThreadPoolExecutor(1, "zerojax-copy")
+        self._lock = threading.Lock()  # protects the two attributes below
         self._stats = Stats()
         self._queued = 0
 
     def read(
         self, event: Event, store: Store, buffer: np.ndarray, pending: Write | None
     ) -> "Future[float]":
-        """Read a record: from the buffer of a write of it that is under way, else from disk."""
-        # The engine holds the lock of the lane during this call, and needs the same lock to give
-        # back a buffer that was written. So the buffer stays valid between this test and the copy.
+        """Start to read a record.
+
+        Args:
+          event: the read, not yet timed.
+          store: records of the kind.
+          buffer: destination.
+          pending: write of the same record that may still be in flight, if any; the record is
+            copied from its buffer instead of read from disk.
+
+        Returns:
+          A future of the seconds that the read took.
+        """
+        # The engine holds the lane's lock during this call, and needs the same lock to give back a
+        # written buffer. So the buffer stays valid between this test and the copy.
         if pending is None or pending.done.done():
             return self._start(
                 event, buffer, lambda: self.io.read(store, event.layer, buffer), Future()
@@ -87,10 +116,17 @@ class Transfers:
         return self._start(event, buffer, copy, Future())
 
     def write(self, event: Event, store: Store, write: Write, after: Write | None) -> None:
-        """Write a record when its buffer is filled, and after another write of it, if one is given."""
+        """Write a record as soon as its buffer is filled.
+
+        Args:
+          event: the write, not yet timed.
+          store: records of the kind.
+          write: buffer to write, and the futures that order it.
+          after: earlier write of the same record, which must be done first, if any.
+        """
 
         def move() -> "Future[float]":
-            # Filled by now: `result` only raises what went wrong in the copy from the device.
+            # Filled by now: `result` only raises an error of the copy from the device.
             if write.filled is not None:
                 write.filled.result()
             return self.io.write(store, event.layer, write.buffer)
@@ -102,8 +138,8 @@ class Transfers:
             if after is None:
                 begin()
             else:
-                # Two writes of one record must not overlap, or the older one could be the last to
-                # reach the disk.
+                # Two writes of one record must not overlap, or the older one could reach the disk
+                # last.
                 after.done.add_done_callback(begin)
 
         if write.filled is None:
@@ -118,15 +154,18 @@ class Transfers:
         move: "Callable[[], Future[float]]",
         done: "Future[float]",
     ) -> "Future[float]":
-        """Start a transfer by `move`, which returns a future of its end, and count it when it ends."""
+        """Start a transfer and count it when it ends.
+
+        `move` starts the transfer and returns its future; `done` is completed after the counting.
+        """
         with self._lock:
             queued = time.perf_counter()
             self._queued += 1
             self._stats.most_queued = max(self._stats.most_queued, self._queued)
 
         def finish(transfer: "Future[float]") -> None:
-            # Count before `done` is set, and report the failure of a write too: whoever waits for
-            # `done` looks at both at once.
+            # Count, and report a failed write, before completing `done`: a waiter may look at the
+            # statistics and the error immediately.
             error = transfer.exception()
             with self._lock:
                 self._queued -= 1
@@ -140,8 +179,8 @@ class Transfers:
             done.set_exception(error)
 
         try:
-            # An error must end `done` as well: a callback waits for it, and a buffer is given back
-            # by it.
+            # An error must complete `done` too: a callback waits for it, and it triggers giving the
+            # buffer back.
             transfer = move()
         except BaseException as error:
             transfer = Future()
@@ -157,12 +196,18 @@ class Transfers:
         else:
             stats.bytes_written += num_bytes
             stats.write_seconds += seconds
-        # The reader tells how long a transfer took, not when it began: count back from its end.
+        # The reader reports how long a transfer took, not when it began: count back from its end.
         start = max(queued, time.perf_counter() - seconds)
         stats.note(event._replace(start=start, seconds=seconds, queued=queued, num_bytes=num_bytes))
 
     def waiting(self, event: Event, call: Callable[..., Any], *args: Any) -> Any:
-        """Call `call(*args)`, and count its time as a wait of the step for a transfer."""
+        """Return `call(*args)`, and count its time as a wait of the step.
+
+        Args:
+          event: transfer that the step waits for.
+          call: function that waits.
+          *args: arguments of `call`.
+        """
         start = time.perf_counter()
         try:
             return call(*args)
@@ -170,10 +215,15 @@ class Transfers:
             self.waited(event, start)
 
     def waited(self, event: Event, start: float) -> None:
-        """Count a wait of the step for a transfer, from `start` to now; most of them take no time."""
+        """Count a wait of the step from `start` until now; most waits take no time.
+
+        Args:
+          event: transfer that the step waited for.
+          start: start of the wait, in seconds of `time.perf_counter`.
+        """
         seconds = time.perf_counter() - start
         name, kind, rank, layer, number = event[:5]
-        # `_replace` takes longer than all else here, and every callback waits twice.
+        # Not `_replace`, which takes longer than everything else here; every callback waits twice.
         wait = Event(
             name + "_wait",
             kind,
@@ -191,24 +241,22 @@ class Transfers:
             self._stats.note(wait)
 
     def close(self) -> None:
-        """End the thread, and close `io`."""
+        """End the copy thread, and close `io`."""
         self._copier.shutdown()
         self.io.close()
 
     def take_stats(self) -> Stats:
-        """Return the statistics since this was last called."""
+        """Return the statistics since the last call of this method."""
         with self._lock:
             stats, self._stats = self._stats, Stats()
             return stats
 
     def recent_events(self) -> list[Event]:
-        """Return transfers and waits that `take_stats` has not returned yet, at most the last
-        MOST_EVENTS.
-        """
+        """Return the last MOST_EVENTS transfers and waits not yet returned by `take_stats`."""
         with self._lock:
             return list(self._stats.events)
 
     def count_miss(self) -> None:
-        """Count a read that was not ahead of its use."""
+        """Count a read that was started only when its record was asked for."""
         with self._lock:
             self._stats.misses += 1

@@ -1,4 +1,4 @@
-"""An elementwise optimizer on the CPU: its compiled kernel, and the callbacks that run it."""
+"""Host updates: an elementwise optimizer as a compiled CPU kernel, and callbacks that run it."""
 
 from host_offload.host_update.delayed import DelayedStep as DelayedStep
 from host_offload.host_update.gpu_worker import LAG as LAG

@@ -1,20 +1,20 @@
-"""An optimizer's update on the host that is delayed by a step (ZeRO-Offload, arXiv:2101.06840,
-section 5.2).
+"""A host update that is delayed by one step (ZeRO-Offload, arXiv:2101.06840, section 5.2).
 
-The kernels work on the gradients of the step before while this one computes, and their results are
-stored beside the parameters that it reads:
+While a step computes, the kernels process the previous step's gradients. They store their results
+in separate memory, because the step still reads the old parameters:
 
-    start(scalars)          start to update every leaf with the pending gradients, record by record in the order of backward
+    start(scalars)          start to update every leaf with the pending gradients, record by record
+                            in the order of backward
     install(layer)          wait for the update of one layer; hand over its new parameters
-    finish()                wait for all of it
+    finish()                wait for the full update
 
-A layer's parameters are used for the last time in its tick of backward, so that tick takes the new
-ones. Parameters in host memory are not handed over: two sets of arrays exchange their roles after
-the step, and so all of the other set is written, also where there is nothing to update. Gradients
-do the same: this step's are stashed, and after it they are the pending ones.
+A layer's parameters are used for the last time in its tick of backward, so the same tick installs
+the new parameters. Parameters in host memory are not handed over: two sets of arrays swap their
+roles after the step. So the full second set is written, even if there is nothing to update.
+Gradients swap in the same way: a step stashes its gradients, and after the step they are pending.
 
-The update of a device runs in a thread of its own, so `start` returns at once. A delayed update
-uses no records on disk.
+Each device's update runs in its own thread, so `start` returns immediately. A delayed update uses
+no records on disk.
 """
 
 import threading
@@ -26,18 +26,23 @@ import numpy as np
 from host_offload.host_update.host_leaves import HostLeaves
 
 Record = tuple[range, int]
-"""Leaves that are updated together, and a layer; 0 of leaves that are not stacked."""
+"""Leaves that are updated together, and a layer; the layer is 0 for unstacked leaves."""
 
 
 class DelayedStep:
-    """The callbacks of one program that update with the gradients of the step before."""
+    """A program's callbacks for an update with the gradients of the previous step.
+
+    Attributes:
+      leaves: leaves that are updated on the host.
+    """
 
     def __init__(self, leaves: HostLeaves, parts: Sequence[range]) -> None:
-        """Serve some leaves.
+        """Store the leaves.
 
         Args:
-          leaves: that are updated.
-          parts: those of each stack of layers, then the others.
+          leaves: leaves that are updated on the host.
+          parts: indices of leaves that are updated together: one range per stack of layers, then
+            the unstacked leaves.
         """
         self.leaves, self._parts = leaves, tuple(parts)
         self._updates: dict[int, _Update] = {}  # by device
@@ -48,12 +53,12 @@ class DelayedStep:
         """Start to update every leaf with the pending gradients.
 
         Args:
-          context: of the callback.
-          out: i32[1], a token.
-          where: i32[3], device, whether to update at all, and 0.
-          after: the token of the device's callback before this one.
-          memory: the leaves' arrays in host memory, or nothing where they are bound; of every leaf.
-          scalars: f32[n], of every leaf.
+          context: the callback's context.
+          out: i32[1], output for the next token.
+          where: i32[3]: device, whether to update at all, and 0.
+          after: token of the device's previous callback; not read.
+          memory: every leaf's arrays in host memory, or empty if they are bound already.
+          scalars: f32[n], scalars of all leaves.
         """
         del after
         number, link = 0, self.leaves.link
@@ -61,9 +66,8 @@ class DelayedStep:
             device, go, number = link.read(context, where, "where").tolist()
             self._updates.pop(device, None)
             self.leaves.take(device, 0, len(self.leaves.kernels), memory)
-            values = link.read(
-                context, scalars, "scalars"
-            ).copy()  # the thread outlives the callback's buffers
+            # A copy, because the thread outlives the callback's buffers.
+            values = link.read(context, scalars, "scalars").copy()
             update = _Update(
                 self.leaves,
                 device,
@@ -83,12 +87,12 @@ class DelayedStep:
         """Hand over one layer's new parameters, which live on the device.
 
         Args:
-          context: of the callback.
-          out: (list of new parameters; token).
-          where: i32[3], device, layer and 0.
-          after: the token of the device's callback before this one.
-          first: index of a leaf.
-          count: leaves.
+          context: the callback's context.
+          out: (list of outputs for the new parameters, output for the next token).
+          where: i32[3]: device, layer and 0.
+          after: token of the device's previous callback; not read.
+          first: index of the first leaf.
+          count: number of leaves.
         """
         del after
         number, (results, token) = 0, out
@@ -102,19 +106,20 @@ class DelayedStep:
                     np.copyto(room, leaves.record(leaves.new_params[device, leaf], leaf, layer))
                     link.write(context, params, (device, leaf, "params"))
                     leaves.count(to_device=room.nbytes)
-        except BaseException as error:  # as above
+        except BaseException as error:  # a callback must not raise
             leaves.fail(error)
         leaves.finish(context, token, number)
 
     def finish(self, context: Any, out: Any, where: Any, after: Any, memory: Any) -> None:
-        """Wait until all is updated.
+        """Wait until every leaf is updated.
 
         Args:
-          context: of the callback.
-          out: i32[1], a token.
-          where: i32[2], device and 0.
-          after: the token of the device's callback before this one.
-          memory: as for `start`: an operand here, too, so that it stays what it is until then.
+          context: the callback's context.
+          out: i32[1], output for the next token.
+          where: i32[2]: device and 0.
+          after: token of the device's previous callback; not read.
+          memory: the same arrays as for `start`; not read. As an operand of this callback too, they
+            stay unchanged until the update has ended.
         """
         del after, memory
         number = 0
@@ -122,7 +127,7 @@ class DelayedStep:
             device, number = self.leaves.link.read(context, where, "where").tolist()
             if (update := self._updates.get(device)) is not None:
                 update.join()
-        except BaseException as error:  # as above
+        except BaseException as error:  # a callback must not raise
             self.leaves.fail(error)
         self.leaves.finish(context, out, number)
 
@@ -152,22 +157,26 @@ class _Update(threading.Thread):
         for part, layer in self._records:
             try:
                 update_pending(self._leaves, self._device, part, layer, self._scalars, self._go)
-            except (
-                BaseException
-            ) as error:  # nobody joins a thread to be raised at: `check` raises it
+            except BaseException as error:  # a thread has nobody to raise to; `check` raises it
                 self._leaves.fail(error)
             finally:
                 self._done[part.start, layer].set()
 
     def is_made(self, first: int, layer: int) -> bool:
-        """Wait for a record; returns whether there was anything to update."""
+        """Wait for a record; return whether the step updates at all."""
         self._done[first, layer].wait()
         return self._go
 
 
 def pending_records(leaves: HostLeaves, device: int, parts: Sequence[range]) -> list[Record]:
-    """Return the records of a device in the order of backward: from the last layer to the first,
-    then the other leaves.
+    """Return a device's records in the order of backward.
+
+    These are the layers, from last to first, then the unstacked leaves.
+
+    Args:
+      leaves: leaves that are updated on the host.
+      device: position of the device in the mesh.
+      parts: indices of leaves that are updated together.
     """
     stacks = [part for part in parts if leaves.kernels[part.start].stacked]
     ends = [(part, 0) for part in parts if part not in stacks]
@@ -180,10 +189,15 @@ def pending_records(leaves: HostLeaves, device: int, parts: Sequence[range]) -> 
 def update_pending(
     leaves: HostLeaves, device: int, part: range, layer: int, scalars: np.ndarray, go: bool
 ) -> None:
-    """Update a record with its pending gradients; the new parameters are stored beside the old
-    ones.
+    """Update a record with its pending gradients, without overwriting the old parameters.
 
-    Without `go` there is nothing to update, and parameters in host memory are copied.
+    Args:
+      leaves: leaves that are updated on the host.
+      device: position of the device in the mesh.
+      part: indices of the record's leaves.
+      layer: layer of the record; 0 for unstacked leaves.
+      scalars: f32[n], scalars of all leaves.
+      go: whether to update. If not, parameters in host memory are copied to the new set.
     """
     for leaf in part:
         result = leaves.record(leaves.new_params[device, leaf], leaf, layer)

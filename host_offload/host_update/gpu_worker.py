@@ -1,37 +1,40 @@
-"""What an update on the host moves to and from one GPU beside its program, and the thread that runs
-the kernels.
+"""Copies of a host update to and from one GPU, and the thread that runs the kernels.
 
-Leaves that are updated together are a **part**: the leaves of a layer, of one stack, or those that
-  are no stack of layers. Of a
-stack one layer after the other crosses, while the program goes on:
+Leaves that are updated together form a **part**: either one stack's leaves of a layer, or the
+unstacked leaves. A stack's layers cross the link one after the other, while the program runs:
 
-    down   gradients --program's stream--> slot --down stream--> buffer    queued by the callback that hands them over
-           kernels, in the buffer                                        by the worker, when they are there
-    up     new parameters --up stream--> slot                              queued by the worker
-           slot --program's stream--> results                            queued by the callback `LAG` layers later
+    down   gradients --program's stream--> slot
+           slot --down stream--> buffer                   both queued by the callback that hands the
+                                                          gradients over
+           kernels, in the buffer                         run by the worker when they have arrived
+    up     new parameters --up stream--> slot             queued by the worker
+           slot --program's stream--> results             queued by the callback `LAG` layers later
 
-    event          recorded after     waited for by
-    full           the program wrote  the down stream, before it reads the slot
-    arrived[n]     the copy down      the worker, before its kernels; the program's stream, before it fills the slot again
-    sent[n]        the copy up        the program's stream, before it reads the slot; the worker, before it fills the room again
-    empty[n]       the program read   the up stream, before it fills the slot again
+    event        recorded after       waited for by
+    full         the program's write  the down stream, before it reads the slot
+    arrived[n]   the copy down        the worker, before its kernels; the program's stream, before
+                                      it fills the slot again
+    sent[n]      the copy up          the program's stream, before it reads the slot; the worker,
+                                      before it fills the room again
+    empty[n]     the program's read   the up stream, before it fills the slot again
 
-No callback waits for the GPU. Where the results of a layer are asked for, the callback waits for
-the worker, which may wait for gradients that were queued `LAG` layers before, and never for a
-callback: there are `LAG` rooms and slots up, and a job is submitted when the one before it in its
-slot was taken. An event is recorded before it is waited for: by the callback itself, by one before
-it, or by the worker before its job is done.
+A **room** is host memory for the new parameters of one layer. No callback waits for the GPU. When a
+callback needs the results of a layer, it waits for the worker. The worker may wait for gradients
+that were queued `LAG` layers earlier, but never for a callback: there are `LAG` rooms and slots up,
+and a job is submitted only after the previous job in its slot was taken. An event is recorded
+before it is waited for: by the same callback, by an earlier callback, or by the worker before its
+job is done.
 
-The other leaves cross once in a step, when the program has little else to do, and each is a job of
-its own. They need no slots: the program's stream copies them itself, down to a buffer, and up from
-a room when the job is done.
+The unstacked leaves cross once per step, when the program has little else to do, and each is a
+separate job. They need no slots: the program's stream copies them itself, down to a buffer, and up
+from a room when the job is done.
 
-Of a delayed update the worker has all jobs from the start of the step, and keeps what they make in
-memory for all layers. The callback of a layer waits for its job, queues the copy up to one slot and
-the copy out of it (`GpuWorker.hand_over`): callbacks come long before the program is there, so the
-copy up runs beside the products of the layer's own tick.
-
-    sent, empty    recorded by the callback; waited for by the program's stream, and by the up stream, as above
+In a delayed update, the worker gets all jobs at the start of the step, and keeps their results in
+memory for all layers. The callback of a layer waits for its job, then queues the copy up to a slot
+and the copy out of the slot (`GpuWorker.hand_over`). Callbacks run long before the program reaches
+them, so the copy up overlaps with the matrix products of the layer's own tick. In this case the
+callback records both `sent` and `empty`; the program's stream waits for `sent` and the up stream
+for `empty`, as in the table.
 """
 
 import collections
@@ -50,32 +53,33 @@ import numpy as np
 from host_offload.device import Driver, allocate, pointer
 
 LAG = 2
-"""Layers between the callback that hands over gradients and the one that takes the parameters made
-of them.
+"""Number of layers between handing over gradients and taking the new parameters made from them.
 
-With one, the program goes on when the layer before is updated. The next gradients come after a
-layer's products and a copy, and the kernels wait for them. Predicted for 6.7 B parameters and
-16,384 tokens on an H200: 1.79 s with one, 1.69 s with two."""
+With LAG = 1 the program continues only when the previous layer is updated. The next gradients then
+arrive after a layer's matrix products and a copy, and the kernels have to wait for them. Predicted
+step time for 6.7 B parameters and 16,384 tokens on an H200: 1.79 s with 1, 1.69 s with 2.
+"""
 
 _ALIGNMENT = 256
 Spec = tuple[tuple[int, ...], np.dtype]
-"""Shape and dtype of an array."""
+"""(shape, dtype) of an array."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PartSpec:
-    """Leaves that are updated together, and what crosses of them; of one layer where they are
-    stacked.
+    """Leaves that are updated together, and their arrays that cross the link.
+
+    If the leaves are stacked, all specs are for one layer.
 
     Attributes:
-      leaves: their indices.
-      grads: of each leaf; nothing where the gradients are in host memory.
-      weights: of each leaf, where they rest on the device.
-      params: of each leaf, where they rest on the device; of a delayed update those of a layer,
-        which cross by a slot.
-      num_scalars: of the vector of all scalars.
-      stacked: whether they are stacks of layers.
-      stashes: the gradients only go down to host memory, where they wait.
+      leaves: indices of the leaves.
+      grads: gradient of each leaf; empty if the gradients are in host memory.
+      weights: master weight of each leaf; empty if the weights are not stored on the device.
+      params: parameters of each leaf; empty if the parameters are not stored on the device. In a
+        delayed update, the parameters of one layer, which cross through a slot.
+      num_scalars: length of the vector of all leaves' scalars.
+      stacked: whether the leaves are stacks of layers.
+      stashes: whether the gradients are only copied to host memory, to be used later.
     """
 
     leaves: range
@@ -88,8 +92,10 @@ class PartSpec:
 
     @property
     def down(self) -> "Packing":
-        """Of what goes down: what the callback is told, scalars, gradients and weights; of a stash
-        gradients alone.
+        """Packing of the arrays that are copied to the host.
+
+        They are the callback's i32[4], the scalars, the gradients and the weights; for a stash,
+        only the gradients.
         """
         if self.stashes:
             return Packing(self.grads)
@@ -98,37 +104,38 @@ class PartSpec:
 
     @property
     def up(self) -> "Packing":
-        """Of what goes up."""
+        """Packing of the new parameters, which are copied to the device."""
         return Packing(self.params)
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of device memory that the slots take."""
+        """Bytes of device memory per device for the slots."""
         return (self.down.num_bytes + self.num_slots_up * self.up.num_bytes) if self.stacked else 0
 
     @property
     def num_slots_up(self) -> int:
-        """Slots through which new parameters go up."""
+        """Number of slots through which new parameters are copied to the device."""
         return 0 if not (self.stacked and self.params) else 1 if self.stashes else LAG
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of page-locked host memory that buffers and rooms take."""
+        """Bytes of page-locked host memory per device for buffers and rooms."""
         buffers, rooms = (0, 0) if self.stashes else (LAG + 1, LAG) if self.stacked else (1, 1)
         return buffers * self.down.num_bytes + rooms * self.up.num_bytes
 
 
 class Packing:
-    """Arrays one after the other in memory.
+    """A layout of arrays, one after the other in memory.
 
     Attributes:
-      specs: of the arrays.
-      starts: of each, in bytes.
-      sizes: of each, in bytes.
-      num_bytes: of all.
+      specs: shape and dtype of each array.
+      starts: offset of each array, in bytes.
+      sizes: bytes of each array, without padding.
+      num_bytes: bytes of the full layout, padding included.
     """
 
     def __init__(self, specs: Sequence[Spec]) -> None:
+        """Compute the layout of arrays, given as (shape, dtype)."""
         self.specs, self.starts, self.num_bytes = tuple(specs), list[int](), 0
         self.sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in specs]
         for size in self.sizes:
@@ -136,7 +143,7 @@ class Packing:
             self.num_bytes += -(-size // _ALIGNMENT) * _ALIGNMENT
 
     def views(self, memory: np.ndarray) -> list[np.ndarray]:
-        """Return the arrays in uint8[num_bytes]."""
+        """Return views of the arrays in memory, uint8[num_bytes]."""
         places = zip(self.specs, self.starts, self.sizes, strict=True)
         return [
             memory[at : at + size].view(dtype).reshape(shape) for (shape, dtype), at, size in places
@@ -145,19 +152,20 @@ class Packing:
 
 @dataclasses.dataclass(eq=False)
 class Job:
-    """Leaves of one part whose gradients are on their way down, or have come.
+    """A job of the worker: to update leaves whose gradients are in flight or have arrived.
 
     Attributes:
-      part: of which they are.
-      leaves: their indices.
-      buffer: number of the buffer to which they go.
-      room: number of the room for the new parameters.
-      arrived: event, they are there.
-      failed: they could not be sent: there is nothing to do.
-      made: new parameters are in the room, and if they cross by a slot, on their way to it.
-      work: what the worker does in the place of kernels.
-      failure: is told why that was not done.
-      done: the worker has done with it.
+      part: part of the leaves; None for a job with `work`.
+      leaves: indices of the leaves.
+      buffer: index of the buffer to which the gradients are copied.
+      room: index of the room for the new parameters.
+      arrived: event that the gradients have arrived.
+      failed: whether queueing the copies failed, so that there is nothing to do.
+      made: whether new parameters are in the room, and, if they cross through a slot, in flight to
+        it.
+      work: function to call instead of running kernels; returns whether it updated.
+      failure: function that receives the error if the job fails.
+      done: event, set when the worker has finished the job.
     """
 
     part: "Part | None"
@@ -172,14 +180,15 @@ class Job:
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     def finish(self) -> None:
-        """Wait until the worker has done with it."""
+        """Wait until the worker has finished this job."""
         self.done.wait()
 
 
 class Part:
-    """Memory and events of one part on one GPU. Callbacks and the worker use it."""
+    """Memory and events of one part on one GPU, used by callbacks and by the worker."""
 
     def __init__(self, spec: PartSpec, driver: Driver, device: Any) -> None:
+        """Allocate a part's memory and events on a GPU."""
         self.spec, self.driver, self.down, self.up = spec, driver, spec.down, spec.up
         by_slots, self._memory = spec.stacked, list[np.ndarray]()
         num_buffers = 0 if spec.stashes else LAG + 1 if by_slots else 1
@@ -201,22 +210,22 @@ class Part:
         return memory
 
     def _slot(self, packing: Packing, device: Any) -> jax.Array:
-        # XLA must have filled the memory first: nothing orders XLA's streams before those that are
-        # used here.
+        # Wait until XLA has filled the memory: nothing orders XLA's streams before the streams used
+        # here.
         return jax.device_put(jnp.zeros(packing.num_bytes, jnp.uint8), device).block_until_ready()
 
     def reset(self) -> None:
-        """Expect a step, from its first callback on."""
-        self.count = 0  # hand-overs
-        self.updated = set[
-            tuple[int, int]
-        ]()  # in this step, by first leaf and layer: none is updated twice
-        # Where results lag, the first ones have none.
+        """Prepare for the first callback of a step."""
+        self.count = 0  # number of times that a callback handed over gradients
+        # (first leaf, layer) of the records updated in this step: none may be updated twice.
+        self.updated = set[tuple[int, int]]()
+        # Results lag by `LAG` calls, so the first calls have no results to take.
         self.waiting: collections.deque[Job | None] = collections.deque(
             [None] * LAG if self.spec.stacked else []
         )
 
     def close(self) -> None:
+        """Destroy the events and unregister the host memory."""
         for event in (self.full, *self.arrived, *self.sent, *self.empty):
             self.driver.destroy_event(event)
         for memory in self._memory:
@@ -224,12 +233,16 @@ class Part:
 
 
 class GpuWorker:
-    """Streams of one GPU, its parts, and the thread that runs kernels on what has come down.
+    """The streams and parts of one GPU, and the thread that runs kernels on arrived gradients.
 
     Attributes:
-      context: of the driver.
-      parts: by the index of their first leaf.
-      stashes: those of gradients that wait in host memory.
+      driver: CUDA driver of this machine.
+      rank: position of the GPU in the mesh.
+      context: primary CUDA context of the GPU.
+      up: stream for copies to the GPU.
+      down: stream for copies from the GPU.
+      parts: parts that are updated, by the index of their first leaf.
+      stashes: parts whose gradients are stashed in host memory, by the index of their first leaf.
     """
 
     def __init__(
@@ -241,23 +254,23 @@ class GpuWorker:
         run: Callable[[int, Job], bool],
         fail: Callable[[BaseException], None],
     ) -> None:
-        """Start the thread.
+        """Allocate streams and memory, and start the thread.
 
         Args:
-          driver: of this machine.
-          device: of jax.
-          rank: its position in the mesh.
-          specs: of its parts.
-          run: (rank, job) -> whether it updated; runs the kernels of a job, whose gradients have
-            come.
-          fail: is told the worker's errors.
+          driver: CUDA driver of this machine.
+          device: jax.Device of the GPU.
+          rank: position of the GPU in the mesh.
+          specs: specs of its parts.
+          run: function (rank, job) -> whether it updated, which runs the kernels of a job whose
+            gradients have arrived.
+          fail: function that receives the worker's errors.
         """
         self.driver, self.rank, self._run, self._fail = driver, rank, run, fail
         self.context = driver.context_of(device.local_hardware_id or 0)
-        # Streams and events belong to the context that is current in the thread that makes them.
+        # Streams and events belong to the context that is current in the thread that creates them.
         driver.use(self.context)
-        # One stream for each direction: the link carries both at once, but a stream runs its copies
-        # one by one.
+        # One stream per direction: the link carries both directions at the same time, but a stream
+        # runs its copies one by one.
         self.up, self.down = driver.make_stream(), driver.make_stream()
         parts = [Part(spec, driver, device) for spec in specs]
         self.parts = {part.spec.leaves.start: part for part in parts if not part.spec.stashes}
@@ -273,13 +286,15 @@ class GpuWorker:
     def bring(
         self, stream: int, part: Part, told: Sequence[Any]
     ) -> tuple[list[Job], BaseException | None]:
-        """Queue the copies down of what a callback was handed; returns its jobs, which `submit`
-        takes, and an error.
+        """Queue copies of a callback's operands to the host.
 
         Args:
-          stream: of the program.
-          part: of which they are.
-          told: buffers, in the order of `PartSpec.down`.
+          stream: stream of the program.
+          part: part of the leaves.
+          told: buffers of the operands, in the order of `PartSpec.down`.
+
+        Returns:
+          The jobs to pass to `submit`, and the error if the copies could not be queued, else None.
         """
         spec, number, error = part.spec, part.count, None
         part.count += 1
@@ -297,7 +312,7 @@ class GpuWorker:
                 self._bring_by_slot(stream, part, told, jobs[0], number)
             else:
                 self._bring_leaves(stream, part, told)
-        except BaseException as raised:  # whoever waits for the jobs must go on
+        except BaseException as raised:  # waiters must not hang: the jobs are submitted as failed
             error = raised
             for job in jobs:
                 job.failed = True
@@ -327,18 +342,22 @@ class GpuWorker:
         bring(0)
         bring(1)
         for leaf, event in enumerate(part.arrived):
-            for n in range(2 + leaf, len(told), num):  # its gradient and its weight
+            for n in range(2 + leaf, len(told), num):  # the leaf's gradient and weight
                 bring(n)
             self.driver.record(event, stream)
 
     def take(self, stream: int, part: Part, results: Sequence[Any]) -> int:
-        """Wait for the worker to have done the oldest jobs, and queue copies of what they made;
-        returns the bytes copied.
+        """Wait for the oldest job, and queue copies of its results to the device.
+
+        If the part's leaves are unstacked, all of its jobs are waited for.
 
         Args:
-          stream: of the program.
-          part: of which they are.
-          results: buffers for the new parameters of a part.
+          stream: stream of the program.
+          part: part of the leaves.
+          results: device buffers for the part's new parameters.
+
+        Returns:
+          The number of bytes that the queued copies move.
         """
         call, num_bytes = self.driver, 0
         call.use(self.context)
@@ -366,8 +385,16 @@ class GpuWorker:
     def stash(
         self, stream: int, part: Part, grads: Sequence[Any], targets: Sequence[np.ndarray]
     ) -> int:
-        """Queue the copies of gradients down to where they wait; returns the event that they are
-        there.
+        """Queue copies of gradients to host memory, where they are stashed.
+
+        Args:
+          stream: stream of the program.
+          part: part of the leaves.
+          grads: device buffers of the gradients.
+          targets: host memory for each gradient.
+
+        Returns:
+          The event that the gradients have arrived.
         """
         call, (arrived,) = self.driver, part.arrived
         call.use(self.context)
@@ -392,10 +419,16 @@ class GpuWorker:
     def hand_over(
         self, stream: int, part: Part, made: Sequence[np.ndarray], results: Sequence[Any]
     ) -> None:
-        """Queue copies of what a delayed update made: beside the program up to the slot, and then
-        on its stream to `results`.
+        """Queue copies of a delayed update's results to the device.
 
-        Leaves that are no stack of layers have no slot.
+        The copy up to the slot overlaps with the program; the program's stream then copies the slot
+        to `results`. Unstacked leaves have no slot, and are copied on the program's stream only.
+
+        Args:
+          stream: stream of the program.
+          part: part of the leaves.
+          made: new parameters in host memory, one array per leaf.
+          results: device buffers for the new parameters.
         """
         call = self.driver
         call.use(self.context)
@@ -416,8 +449,17 @@ class GpuWorker:
     def start(
         self, stream: int, part: Part, told: Sequence[Any], works: Sequence[Callable[[], bool]]
     ) -> list[Job]:
-        """Queue the copies down of scalars, and submit jobs that do `works`, one after the other,
-        when they are there.
+        """Queue copies of scalars to the host, and submit jobs that use them.
+
+        Args:
+          stream: stream of the program.
+          part: part whose buffer receives the scalars.
+          told: device buffers of the callback's i32[4] and of the scalars.
+          works: functions that the worker calls, one after the other, when the scalars have
+            arrived. Each returns whether it updated.
+
+        Returns:
+          One job per function.
         """
         call, (buffer,), (arrived,) = self.driver, part.buffers, part.arrived
         call.use(self.context)
@@ -429,8 +471,9 @@ class GpuWorker:
         return jobs
 
     def future_of(self, event: int) -> "Future[None]":
-        """Return a future that is done when an event has happened; if it is recorded again
-        meanwhile, the later one.
+        """Return a future that is done when an event has happened.
+
+        If the event is recorded again before the worker waits for it, the later record counts.
         """
         done: Future[None] = Future()
 
@@ -442,7 +485,7 @@ class GpuWorker:
         return done
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Let the worker do jobs."""
+        """Append jobs to the worker's queue."""
         for job in jobs:
             self._jobs.put(job)
 
@@ -458,7 +501,7 @@ class GpuWorker:
             try:
                 if not job.failed:
                     self._do(job)
-            except BaseException as error:  # the thread must go on
+            except BaseException as error:  # the thread must survive
                 self._fail(error)
                 if job.failure is not None:
                     job.failure(error)
@@ -472,7 +515,7 @@ class GpuWorker:
             job.made = job.work is not None and job.work()
             return
         if part.slots_up:
-            call.finish_event(part.sent[job.room])  # the last copy from this room
+            call.finish_event(part.sent[job.room])  # the previous copy from this room
         made = self._run(self.rank, job)
         if made and part.slots_up:
             slot, room = part.slots_up[job.room].unsafe_buffer_pointer(), part.rooms[job.room]
@@ -484,11 +527,11 @@ class GpuWorker:
     # --- around a step ----------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Expect a step. What a step that was given up has left is done first."""
+        """Prepare for a step, after finishing all jobs and copies of an abandoned step."""
         idle = threading.Event()
         self._jobs.put(idle)
         idle.wait()
-        # What is stashed by the end of a step may still be on its way.
+        # Gradients stashed at the end of a step may still be in flight.
         self.driver.use(self.context)
         for stream in (self.down, self.up):
             self.driver.finish_stream(stream)
@@ -496,7 +539,7 @@ class GpuWorker:
             part.reset()
 
     def close(self) -> None:
-        """Let the worker do what it has, and free memory, streams and thread."""
+        """Finish all jobs, end the thread, and free memory, events and streams."""
         self.reset()
         self._jobs.put(None)
         if threading.current_thread() is not self._thread:

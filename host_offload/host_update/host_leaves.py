@@ -1,15 +1,13 @@
-"""The leaves that are updated on the host: their kernels, the host memory of the kernels, and the
-errors of the callbacks.
+"""The leaves that are updated on the host: their kernels, their host memory and their errors.
 
 The memory belongs to arrays that are arguments and results of the program. As far as XLA knows, the
-program does not change them. Outside of a step they are ordinary arrays. On a CPU each callback
+program does not change them; outside of a step they are ordinary arrays. On a CPU each callback
 receives them (`take`). A GPU program cannot pass host memory to a callback, so there they are bound
-before the step (`bind`). JAX gives out read-only views; they are made writable here.
+before the step (`bind`). JAX returns read-only views, which are made writable here.
 
-A callback must never raise: another device may be waiting for it in a collective. It records its
-  error (`fail`), and `check`
-raises the first one when the step is over. Errors of the disk go to the engine, whose own `check`
-raises them.
+A callback must never raise, because another device may be waiting for it in a collective. It stores
+its error (`fail`), and `check` raises the first error when the step has ended. Errors of the disk
+are passed to the engine, whose own `check` raises them.
 """
 
 import contextlib
@@ -25,25 +23,25 @@ from host_offload.engine import Mode, Swap
 from host_offload.host_update.leaf_kernel import LeafKernel, Traffic
 
 Place = tuple[int, int]
-"""Position of a device in the mesh, and index of a leaf."""
+"""(position of a device in the mesh, index of a leaf)."""
 
 
 class HostLeaves:
     """The leaves of one program that are updated on the host.
 
     Attributes:
-      kernels: of each leaf.
-      link: how callbacks reach device buffers.
-      swap: of the records on disk.
-      arrays: those of `LeafKernel.arrays` that are in host memory.
-      stashed: gradients of this step, from backward to the update.
-      pending: gradients that wait for the next step, of a delayed update.
-      new_params: what a delayed update computes while the step still reads the parameters before
-        it.
+      kernels: kernel of each leaf.
+      link: access to device buffers in callbacks.
+      swap: connection with the engine of the records on disk; None without such records.
+      arrays: each leaf's host arrays, in the order of `LeafKernel.arrays`.
+      stashed: gradients of this step, stored from backward until the update.
+      pending: gradients of the previous step, for a delayed update.
+      new_params: results of a delayed update, which the step does not read yet.
       traffic: bytes that crossed the link.
     """
 
     def __init__(self, kernels: Sequence[LeafKernel], link: Link, swap: Swap | None = None) -> None:
+        """Store the kernels, without binding memory."""
         self.kernels, self.link, self.swap = tuple(kernels), link, swap
         self.arrays: dict[Place, list[np.ndarray]] = {}
         self.stashed: dict[Place, np.ndarray] = {}
@@ -51,18 +49,24 @@ class HostLeaves:
         self.new_params: dict[Place, np.ndarray] = {}
         self.traffic = Traffic()
         self._own: list[np.ndarray] = []
-        # Of a delayed update the pending gradients are one array more.
+        # With a delayed update, the pending gradients are one additional array.
         self._num_memory = tuple(
             kernel.arrays.count(None) + kernel.delayed for kernel in self.kernels
         )
         self._errors: list[BaseException] = []
-        self._lock = threading.Lock()  # of the traffic: devices call back at once
+        self._lock = threading.Lock()  # of `traffic`: devices call back concurrently
 
     # --- memory -----------------------------------------------------------------------------------
 
     def take(self, device: int, first: int, count: int, memory: Sequence[Any]) -> None:
-        """Bind the arrays that a callback received: for each leaf its arrays, and its pending
-        gradients last.
+        """Bind the arrays that a callback received.
+
+        Args:
+          device: position of the device in the mesh.
+          first: index of the first leaf.
+          count: number of leaves.
+          memory: for each leaf, its arrays in host memory, followed by its pending gradients if the
+            update is delayed; empty if the arrays are bound already.
         """
         if not memory:
             return
@@ -74,9 +78,7 @@ class HostLeaves:
             self.bind(device, leaf, arrays)
 
     def bind(self, device: int, leaf: int, arrays: Sequence[np.ndarray]) -> None:
-        """Set a leaf's memory on one device: those of its `LeafKernel.arrays` that are in host
-        memory.
-        """
+        """Set a leaf's host arrays on one device, in the order of `LeafKernel.arrays`."""
         self.arrays[device, leaf] = list(arrays)
 
     def bind_pending(self, device: int, leaf: int, grads: np.ndarray) -> None:
@@ -84,7 +86,7 @@ class HostLeaves:
         self.pending[device, leaf] = grads
 
     def reserve(self, device: int, leaf: int, shape: Sequence[int], dtype: Any) -> None:
-        """Allocate memory for a leaf's gradients of this step, unless it is there."""
+        """Allocate memory for a leaf's gradients of this step, unless it exists already."""
         if (device, leaf) not in self.stashed:
             self.stashed[device, leaf] = self._allocated(shape, dtype)
 
@@ -93,7 +95,7 @@ class HostLeaves:
         self.stashed[device, leaf] = grads
 
     def reserve_new_params(self, device: int, leaf: int, shape: Sequence[int], dtype: Any) -> None:
-        """Allocate memory for a leaf's new parameters, unless it is there."""
+        """Allocate memory for a leaf's new parameters, unless it exists already."""
         if (device, leaf) not in self.new_params:
             self.new_params[device, leaf] = self._allocated(shape, dtype)
 
@@ -106,17 +108,16 @@ class HostLeaves:
         return self._own[-1]
 
     def release(self) -> None:
-        """Drop all references to memory; what a later step needs is bound and reserved again."""
+        """Drop all references to memory; a later step must bind and reserve its memory again."""
         for memory in (self.arrays, self.stashed, self.pending, self.new_params):
             memory.clear()
         self.link.free(self._own)
         self._own.clear()
 
     def record(self, array: np.ndarray, leaf: int, layer: int) -> np.ndarray:
-        """Return one layer's record of a leaf's array, as a view."""
-        return (
-            array[layer, ...] if self.kernels[leaf].stacked else array
-        )  # `...`: a view also where a record is one number
+        """Return a view of one layer of a leaf's array; of the full array if it is unstacked."""
+        # With `...` the result is a view even if a layer is a single number.
+        return array[layer, ...] if self.kernels[leaf].stacked else array
 
     # --- the update -------------------------------------------------------------------------------
 
@@ -135,14 +136,14 @@ class HostLeaves:
         """Update one record of a leaf.
 
         Args:
-          device: position in the mesh.
-          leaf: index.
-          layer: of the record.
-          grad: the gradient.
-          scalars: f32[n], of every leaf.
-          weight: the float32 weight, where it lives on the device.
-          result: where the new parameters go; None updates them in place.
-          views: the leaves of the records that are borrowed from the disk, by kind.
+          device: position of the device in the mesh.
+          leaf: index of the leaf.
+          layer: layer of the record; 0 for an unstacked leaf.
+          grad: gradient of the record.
+          scalars: f32[n], scalars of all leaves.
+          weight: copy of the float32 weight, if it lives on the device.
+          result: memory for the new parameters; None updates them in place.
+          views: leaves of the borrowed records on disk, by kind.
         """
         kernel = self.kernels[leaf]
         memory = iter(self.arrays.get((device, leaf), []))
@@ -152,16 +153,16 @@ class HostLeaves:
             else (views or {})[rest.kind][rest.leaf]
             for rest in kernel.arrays
         ]
-        # In the order of `LeafKernel.arrays`: the weight unless the device has it, the states, the
-        # parameters that are cast to.
+        # In the order of `LeafKernel.arrays`: the weight unless it is on the device, the states,
+        # the parameters cast from the weight.
         weight = arrays.pop(0) if weight is None else weight
         states, params = arrays[: kernel.num_states], arrays[kernel.num_states :]
-        # Outputs in the kernel's order; None is over its own input.
+        # Outputs in the kernel's order; None overwrites the output's own input.
         if kernel.casts:
             outputs = [None, *[None] * len(states), params[0] if result is None else result]
         else:
             outputs = [result, *[None] * len(states)]
-        # The kernel works in place, so this must be a view: it is one because a record is
+        # The kernel works in place, so reshape must return a view. It does, because a record is
         # contiguous.
         inputs = [array.reshape(-1) for array in (grad, weight, *states)]
         kernel.kernel(
@@ -172,7 +173,14 @@ class HostLeaves:
     def stashed_grad(
         self, device: int, leaf: int, layer: int, views: Mapping[str, Views]
     ) -> np.ndarray:
-        """Return the memory of a stashed gradient; `views` are of the records that are borrowed."""
+        """Return the memory of a stashed gradient.
+
+        Args:
+          device: position of the device in the mesh.
+          leaf: index of the leaf.
+          layer: layer of the record; 0 for an unstacked leaf.
+          views: leaves of the borrowed records on disk, by kind.
+        """
         if (rest := self.kernels[leaf].grad) is not None:
             return views[rest.kind][rest.leaf]
         return self.record(self.stashed[device, leaf], leaf, layer)
@@ -181,7 +189,14 @@ class HostLeaves:
     def borrowed(
         self, device: int, layer: int, modes: Mapping[str, Mode], number: int
     ) -> Iterator[dict[str, Views]]:
-        """Borrow one layer's records of several kinds on disk; `number` is that of their state."""
+        """Return a context that lends one layer's records of several kinds on disk.
+
+        Args:
+          device: position of the device in the mesh.
+          layer: index of the records.
+          modes: how to use the records, by kind.
+          number: number of the state to which the records belong.
+        """
         with contextlib.ExitStack() as stack:
             if not modes:
                 yield {}
@@ -194,7 +209,14 @@ class HostLeaves:
             }
 
     def skip(self, device: int, layer: int, modes: Mapping[str, Mode], number: int) -> None:
-        """Pass over the records that an update would have borrowed."""
+        """Skip one layer's records of several kinds, which an update would have borrowed.
+
+        Args:
+          device: position of the device in the mesh.
+          layer: index of the records.
+          modes: how the records would have been used, by kind.
+          number: number of the state to which the records belong.
+        """
         for kind, mode in modes.items():
             assert self.swap is not None
             self.swap.engine_of(number).skip(kind, device, layer, mode)
@@ -202,7 +224,13 @@ class HostLeaves:
     # --- the end of a callback --------------------------------------------------------------------
 
     def finish(self, context: Any, token: Any, number: int) -> None:
-        """Write a callback's token: the number of the state on disk, which orders what comes after."""
+        """Write a callback's output token, which orders the device's next callback.
+
+        Args:
+          context: the callback's context.
+          token: i32[1], output for the token.
+          number: number of the state on disk, the token's value.
+        """
         try:
             self.link.room(context, token, "token")[...] = number
             self.link.write(context, token, "token")
@@ -210,7 +238,7 @@ class HostLeaves:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Store an error: one of the disk for the `check` of the engine, any other for `check`."""
+        """Store an error: a disk error for the engine's `check`, any other for `check` here."""
         if isinstance(error, SwapError) and self.swap is not None:
             self.swap.fail(error)
         else:
@@ -226,9 +254,9 @@ class HostLeaves:
         """Raise the first error of the callbacks since the last check.
 
         Raises:
-          RuntimeError: an update failed; the state is then neither that before the step nor that
-            after it.
-          BaseException: as it is, if it is no Exception, such as KeyboardInterrupt.
+          RuntimeError: an update failed; the state is partly updated and lost.
+          BaseException: a callback raised an error that is not an Exception, such as
+            KeyboardInterrupt; it is raised unchanged.
         """
         if errors := self.take_errors():
             if not isinstance(errors[0], Exception):
@@ -238,6 +266,6 @@ class HostLeaves:
             ) from errors[0]
 
     def take_errors(self) -> list[BaseException]:
-        """Return the errors of the callbacks since this was last called."""
+        """Return the errors of the callbacks since the last call of this method."""
         errors, self._errors = self._errors, []
         return errors

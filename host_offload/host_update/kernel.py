@@ -1,32 +1,30 @@
-"""An elementwise jaxpr as one fused loop over host memory: any elementwise optimizer at the speed
-of memory.
+"""Compile an elementwise jaxpr to a fused loop over host memory.
 
-An optimizer on the host (ZeRO-Offload, arXiv:2101.06840, section 4.3) touches each byte of its
-state once a step and computes little, so its floor is memory bandwidth. The published answer is
-Adam written by hand in vector instructions. Here the rule comes from its own jaxpr, whatever the
-rule: each array is read once and written once,
+A host optimizer (ZeRO-Offload, arXiv:2101.06840, section 4.3) touches each byte of its state once
+per step and computes little, so memory bandwidth limits its speed. The published solution is Adam,
+written by hand in vector instructions. Here the loop is generated from the jaxpr of any elementwise
+update rule. Each array is read once and written once,
 
     for i in range(n):                                  # blocks of i on several threads
         g, m, v, p = G[i], M[i], V[i], P[i]             # widened to float32
         ...                                             # the equations, in order
-        M[i], V[i], P[i] = ...                          # in place, rounded to the dtype of each array
+        M[i], V[i], P[i] = ...                          # in place, rounded to each array's dtype
 
-and equations of scalars alone (bias corrections, schedules) run once a call, before the loop. The
-loop is compiled by numba when the kernel is built.
+and equations that depend only on scalars (bias corrections, schedules) run once per call, before
+the loop. numba compiles the loop when the kernel is built.
 
-What it computes: float32 arithmetic, each equation rounded once. Nothing is reassociated or
-  contracted, because the loop waits
-for memory anyway; so NaN and infinity behave as written, and neither the number of threads nor the
-place of a block changes a bit. Values of bfloat16 and float16 are rounded to nearest even wherever
-the jaxpr has that dtype. XLA may contract a product and a sum, so its results differ by an ulp or
-so. Subnormal float32 counts as zero, as in XLA's CPU programs: those threads run with the processor
-set so and callbacks inherit it, hence the loop sets it on each of its threads.
+Arithmetic: float32, with each equation rounded once. Nothing is reassociated or contracted, because
+the loop waits for memory anyway. So NaN and infinity behave as written, and the result does not
+depend on the number of threads or the position of blocks, down to the last bit. bfloat16 and
+float16 values are rounded to nearest even wherever the jaxpr has that dtype. XLA may contract a
+product and a sum, so its results may differ by about an ulp. Subnormal float32 numbers count as
+zero, as in XLA's CPU programs: XLA sets the processor to this mode on its threads, and callbacks
+inherit it, so the loop sets it on each of its threads.
 
-How it is threaded: the calling thread and its helpers claim blocks by an atomic counter, without
-  the GIL. A call never waits
-for a helper that has not started, so a busy interpreter costs help but no waiting, and any number
-of threads may call at once. This is why it is no numba `prange`: one of numba's thread layers
-aborts on concurrent calls, another on a fork.
+Threads: the calling thread and its helpers claim blocks with an atomic counter, without the GIL. A
+call never waits for a helper that has not started. So a busy interpreter means less help but no
+waiting, and any number of threads may call at the same time. This rules out numba's `prange`: one
+of numba's threading layers aborts on concurrent calls, another after a fork.
 """
 
 import contextlib
@@ -48,7 +46,7 @@ from host_offload.host_update.kernel_source import (
     source_of_loop,
 )
 
-MIN_BLOCK, MAX_BLOCK = 2**14, 2**20  # elements: the start of a block costs about a microsecond
+MIN_BLOCK, MAX_BLOCK = 2**14, 2**20  # elements; starting a block costs about a microsecond
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,9 +54,9 @@ class Kernel:
     """A compiled loop over host memory, built by `build_kernel`.
 
     Attributes:
-      source: what was compiled, as Python.
-      bytes_per_element: bytes read and written for each element. Times the elements, over the
-        memory's bandwidth, it is the least time of a call.
+      source: Python source that was compiled.
+      bytes_per_element: bytes read and written per element. Multiplied by the number of elements
+        and divided by the memory's bandwidth, it is a lower bound of a call's time.
     """
 
     source: str
@@ -77,20 +75,22 @@ class Kernel:
     ) -> None:
         """Compute `outputs` from `inputs`.
 
-        Any number of Python threads may call at once, each with memory of its own. The GIL is
+        Any number of Python threads may call at the same time, each with its own memory. The GIL is
         released.
 
         Args:
-          inputs: an array or a number for each input of the jaxpr. Arrays are contiguous and of one
-            size, at any offset; those of bfloat16 and float16 may come as uint16.
-          outputs: an array for each output; of one element where the output depends on no array and
-            has no dims (a count of steps). Those in place are None, or the input's memory again.
-          num_threads: at most this many threads work, the calling one included; None is one for
-            each core.
+          inputs: an array or a number per input of the jaxpr. Arrays must be contiguous and have
+            the same size; they may be views at any offset. bfloat16 and float16 arrays may be given
+            as uint16.
+          outputs: an array per output. It has one element if the output depends on no array and has
+            no dims (a step count). For an output in place, give None or the input's memory.
+          num_threads: maximum number of threads, including the calling one; by default, the number
+            of cores.
 
         Raises:
-          ValueError: an array is not of the declared dtype, of the size of the others, contiguous
-            or writable; or memory that is written overlaps other memory.
+          ValueError: the number of inputs, outputs or threads is wrong; an array has the wrong
+            dtype or size, or is not contiguous or writable; or written memory overlaps other
+            memory.
         """
         num_threads = _num_cores() if num_threads is None else num_threads
         if (len(inputs), len(outputs)) != (
@@ -108,8 +108,8 @@ class Kernel:
             self._streams,
             [(start, start + a.nbytes) for start, a in zip(addresses, arrays, strict=True)],
         )
-        # Four blocks for each thread, so that a slow one leaves its share to the others. Multiples
-        # of 64 elements keep two threads out of one cache line, where arrays start at one.
+        # Four blocks per thread, so that faster threads can take over blocks of a slow one. With
+        # multiples of 64 elements two threads never share a cache line, if arrays are aligned.
         block = min(max(-(-n // (4 * num_threads)), MIN_BLOCK), MAX_BLOCK) // 64 * 64
         counter = np.zeros(1, np.int64)
         args = [n, counter.ctypes.data, block, *addresses]
@@ -120,14 +120,15 @@ class Kernel:
         ]
         jobs = []
         try:
-            with contextlib.suppress(RuntimeError):  # no helper starts while the interpreter exits
+            # RuntimeError: helpers cannot start while the interpreter exits.
+            with contextlib.suppress(RuntimeError):
                 for _ in range(min(num_threads, -(-n // block)) - 1):
                     jobs.append(self._helpers.submit(self._run, *args))
             self._run(*args)
         finally:
-            # Helpers hold raw addresses: none may run on when the counter and the arrays are gone.
+            # Helpers hold raw addresses: none may still run when the counter and arrays are freed.
             for job in jobs:
-                if not job.cancel():  # it has started, and may be in its last block
+                if not job.cancel():  # the job has started, and may be in its last block
                     job.result()
 
 
@@ -139,20 +140,23 @@ def build_kernel(
 ) -> Kernel:
     """Compile an elementwise jaxpr to a loop over host memory.
 
-    The shapes of arrays in the jaxpr are stand-ins: a call takes any number of elements.
+    The shapes of arrays in the jaxpr are placeholders: a call accepts any number of elements.
 
     Args:
-      closed_jaxpr: of elementwise equations, and of any on scalars that kernels know; nested jaxprs
-        are inlined.
-      aliases: pairs (output, input): the output is written over the input's memory, which is then
-        read before it is written, element by element.
-      arrays: which inputs are arrays; by default those whose aval has dims. An array may be of
-        shape (), a scalar may not have dims.
+      closed_jaxpr: jaxpr of elementwise equations on arrays, and of supported equations on scalars;
+        nested jaxprs are inlined.
+      aliases: pairs (output, input) for outputs that overwrite an input's memory; each element is
+        read before it is written.
+      arrays: whether each input is an array; by default, inputs with dims are arrays. An array may
+        have shape (), but a scalar must not have dims.
+
+    Returns:
+      The compiled kernel.
 
     Raises:
-      ValueError: an equation is not elementwise, or of a dtype that kernels do not know; the
-        message names it. Or the inputs are not of the kinds above, or an alias is not between
-        arrays of one dtype.
+      ValueError: an equation is not elementwise or has an unsupported dtype, and is named in the
+        message; an input or output is not supported; or an alias does not connect arrays of the
+        same dtype.
     """
     jaxpr = closed_jaxpr.jaxpr
     avals: list[Any] = [v.aval for v in jaxpr.invars]
@@ -168,22 +172,22 @@ def build_kernel(
     source_of = dict(aliases)  # output -> the input over which it is written
     output_of = {k: output for output, k in aliases}
 
-    # Memory: the arrays among the inputs, each with the output written over it, and then outputs
-    # with memory of their own.
+    # Streams: first the input arrays, each with the output that overwrites it, then the outputs
+    # with separate memory.
     streams = [Stream(v.dtype, True, k, output_of.get(k)) for k, v in enumerate(values) if v.varies]
     for k, (var, value) in enumerate(zip(jaxpr.outvars, results, strict=True)):
         aval: Any = var.aval
         if value.dtype not in (ARRAYS if value.varies or aval.ndim else SCALARS):
             raise ValueError(
-                f"output {k} is {aval.str_short()}: arrays are {', '.join(ARRAYS)}; scalars {', '.join(SCALARS)}"
+                f"output {k} is {aval.str_short()}: arrays must be {', '.join(ARRAYS)}; scalars "
+                f"{', '.join(SCALARS)}"
             )
         if k not in source_of:
             streams.append(Stream(value.dtype, value.varies or aval.ndim > 0, None, k))
     scalars = {k: None if v.varies else v.dtype for k, v in enumerate(values)}
     source, num_bytes = source_of_loop(writer, streams, scalars, results)
-    from host_offload.host_update.kernel_llvm import (
-        compile_source,
-    )  # imports numba, which most programs need not wait for
+    # Imported here, because it imports numba, which is slow and which most programs do not need.
+    from host_offload.host_update.kernel_llvm import compile_source
 
     run = compile_source(
         source, tuple(s.dtype for s in streams), tuple(d for d in scalars.values() if d is not None)
@@ -195,16 +199,18 @@ def build_kernel(
 def _check_inputs(avals: Sequence[Any], is_array: Sequence[bool]) -> None:
     if len(is_array) != len(avals) or not any(is_array):
         raise ValueError(
-            f"arrays={list(is_array)} for {len(avals)} inputs: one flag for each, and one array at least"
+            f"arrays={list(is_array)} for {len(avals)} inputs: give one flag per input, and at "
+            "least one array"
         )
     sizes = {a.size for a, varies in zip(avals, is_array, strict=True) if varies}
     for k, (aval, varies) in enumerate(zip(avals, is_array, strict=True)):
         if str(aval.dtype) not in (ARRAYS if varies else SCALARS) or (aval.ndim and not varies):
             raise ValueError(
-                f"input {k} is {aval.str_short()}: arrays are {', '.join(ARRAYS)}; scalars {', '.join(SCALARS)}, no dims"
+                f"input {k} is {aval.str_short()}: arrays must be {', '.join(ARRAYS)}; scalars "
+                f"{', '.join(SCALARS)}, without dims"
             )
     if len(sizes) > 1:
-        raise ValueError(f"arrays of {sorted(sizes)} elements: all have the same number")
+        raise ValueError(f"arrays of {sorted(sizes)} elements: all must have the same number")
 
 
 def _check_aliases(
@@ -213,12 +219,12 @@ def _check_aliases(
     outputs, inputs = [o for o, _ in aliases], [i for _, i in aliases]
     if len(set(outputs)) < len(outputs) or len(set(inputs)) < len(inputs):
         raise ValueError(
-            f"aliases {list(aliases)}: an output has one place, and a place one output"
+            f"aliases {list(aliases)}: an output must have one place, and a place one output"
         )
     for output, k in aliases:
         if not (0 <= output < len(results) and 0 <= k < len(values)) or not values[k].varies:
             raise ValueError(
-                f"alias ({output}, {k}): there is no such output, or input {k} is no array"
+                f"alias ({output}, {k}): there is no such output, or input {k} is not an array"
             )
         if results[output].dtype != values[k].dtype:
             raise ValueError(
@@ -230,22 +236,24 @@ def _common_size(streams: Sequence[Stream], arrays: Sequence[np.ndarray]) -> int
     sizes = {s.name: a.size for s, a in zip(streams, arrays, strict=True) if s.is_array}
     if len(set(sizes.values())) > 1:
         raise ValueError(
-            f"arrays of one size are needed: {', '.join(f'{name} has {size}' for name, size in sizes.items())}"
+            "arrays must have the same size: "
+            f"{', '.join(f'{name} has {size}' for name, size in sizes.items())}"
         )
     return next(iter(sizes.values()))
 
 
 def _check_overlap(streams: Sequence[Stream], spans: Sequence[tuple[int, int]]) -> None:
-    """Raise where written memory is not a stream's own: the loop was compiled for that."""
-    end, end_written = 0, 0  # of the memory before, and of what is written of it
+    """Raise ValueError if written memory overlaps another stream: the loop assumes no overlap."""
+    end, end_written = 0, 0  # end of the memory so far, and of its written part
     for (start, stop), stream in sorted(
         zip(spans, streams, strict=True), key=lambda entry: entry[0]
     ):
         written = stream.output is not None
-        # What is written may touch nothing before it; what is read, nothing written.
+        # Written memory must not overlap any earlier memory; read memory, no written memory.
         if start < stop and start < (end if written else end_written):
             raise ValueError(
-                f"{stream.name} overlaps other memory of this call, and one of both is written: alias them, or copy"
+                f"{stream.name} overlaps other memory of this call, and one of the two is written: "
+                "alias them, or copy"
             )
         end, end_written = max(end, stop), max(end_written, stop if written else 0)
 

@@ -1,6 +1,4 @@
-"""The LLVM instructions that the loop of a host kernel needs and numba does not offer, and the
-compilation of the loop.
-"""
+"""Compile the loop of a host kernel, with LLVM instructions that numba does not offer."""
 
 import functools
 import math
@@ -32,7 +30,7 @@ TYPES = {
 
 
 def _of_float(result: Any, write: Callable[..., Any]) -> Any:
-    """Return an intrinsic of one float32, written by `write(builder, value)`."""
+    """Return an intrinsic of one float32 argument, emitted by `write(builder, value)`."""
 
     @intrinsic
     def call(typing: Any, x: Any) -> Any:
@@ -49,15 +47,13 @@ def _llvm(name: str, *types: ir.Type) -> Callable[..., Any]:
 
 
 def _round_bfloat16(builder: Any, x: Any) -> Any:
-    """Round to nearest even, in the integers: LLVM makes vectors of this on every processor."""
+    """Round to nearest even, in integers: LLVM can vectorize this on every processor."""
     bits = builder.bitcast(x, I32)
     high = builder.lshr(bits, I32(16))
-    # This carries where the lower half is above 0x8000, or is 0x8000 and the last bit that stays is
-    # 1.
+    # This carries if the lower half is above 0x8000, or is 0x8000 and the last remaining bit is 1.
     rounded = builder.add(builder.add(bits, I32(0x7FFF)), builder.and_(high, I32(1)))
-    quiet = builder.or_(
-        builder.and_(bits, I32(0x80000000)), I32(0x7FC00000)
-    )  # adding could turn a NaN into infinity
+    # A NaN is handled separately, because adding could turn it into infinity.
+    quiet = builder.or_(builder.and_(bits, I32(0x80000000)), I32(0x7FC00000))
     result = builder.and_(
         builder.select(builder.fcmp_unordered("uno", x, x), quiet, rounded), I32(0xFFFF0000)
     )
@@ -71,21 +67,19 @@ def _round_float16(builder: Any, x: Any) -> Any:
 @intrinsic
 def _select(typing: Any, condition: Any, x: Any, y: Any) -> Any:
     kind = numba.types.unliteral(x)
-    # Both values are computed: a branch would keep LLVM from making vectors of the loop.
+    # Both values are computed: a branch would prevent LLVM from vectorizing the loop.
     return kind(numba.boolean, kind, kind), lambda context, builder, sig, args: builder.select(
         *args
     )
 
 
 def _shift(name: str) -> Any:
-    """Return an intrinsic: (uint32, uint32) -> the first shifted by the second; 0 from 32 on, as in
-    XLA.
-    """
+    """Return an intrinsic that shifts a uint32; shifts by 32 or more give 0, as in XLA."""
 
     @intrinsic
     def shift(typing: Any, x: Any, y: Any) -> Any:
         def write(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            # LLVM leaves a shift by 32 or more undefined. So shift by the low five bits, and choose
+            # In LLVM a shift by 32 or more is undefined. So shift by the low five bits, and select
             # 0 afterwards.
             shifted = getattr(builder, name)(args[0], builder.and_(args[1], I32(31)))
             return builder.select(builder.icmp_unsigned("<", args[1], I32(32)), shifted, I32(0))
@@ -97,7 +91,7 @@ def _shift(name: str) -> Any:
 
 @intrinsic
 def _float_of(typing: Any, x: Any) -> Any:
-    """Return the float32 of these bits."""
+    """Return the float32 with the bits of a uint32."""
     return numba.float32(numba.uint32), lambda context, builder, sig, args: builder.bitcast(
         args[0], F32
     )
@@ -105,11 +99,11 @@ def _float_of(typing: Any, x: Any) -> Any:
 
 @intrinsic
 def _claim(typing: Any, counter: Any, num: Any) -> Any:
-    """Add `num` to the counter at an address, atomically; return its value before."""
+    """Atomically add `num` to the counter at an address, and return its previous value."""
 
     def write(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        # Monotonic is enough: each block must be claimed once, and no data passes between threads
-        # by the counter.
+        # Monotonic ordering is enough: each block must be claimed once, and the counter passes no
+        # other data between threads.
         return builder.atomic_rmw(
             "add", builder.inttoptr(args[0], I64.as_pointer()), args[1], "monotonic"
         )
@@ -124,7 +118,7 @@ FLUSH = 0x8040 if X86 else 1 << 24 if ARM else 0  # MXCSR's FTZ and DAZ; FPCR's 
 
 @intrinsic
 def _flush_subnormals(typing: Any) -> Any:
-    """Make this thread treat subnormal numbers as zero; return its mode before."""
+    """Make this thread treat subnormal numbers as zero, and return its previous mode."""
 
     def write(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         old = _read_mode(builder)
@@ -136,7 +130,7 @@ def _flush_subnormals(typing: Any) -> Any:
 
 @intrinsic
 def _set_mode(typing: Any, mode: Any) -> Any:
-    """Set the mode of this thread, as `_flush_subnormals` returned it."""
+    """Restore a mode of this thread that `_flush_subnormals` returned."""
 
     def write(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         _write_mode(builder, args[0])
@@ -147,7 +141,7 @@ def _set_mode(typing: Any, mode: Any) -> Any:
 
 def _read_mode(builder: Any) -> Any:
     if X86:
-        # There is no form of these instructions that takes or returns a value: they work on memory.
+        # These instructions only work on memory; they cannot take or return a value.
         place = builder.bitcast(builder.alloca(I32), I8.as_pointer())
         kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer()])
         builder.call(builder.module.declare_intrinsic("llvm.x86.sse.stmxcsr", (), kind), [place])
@@ -172,8 +166,9 @@ def _write_mode(builder: Any, mode: Any) -> None:
 
 
 def _no_overlap(instruction: Any, module: Any, stream: int, num_streams: int) -> None:
-    """Tell LLVM that streams do not overlap (calls check it): else it compares all pairs of them,
-    or makes no vectors.
+    """Declare to LLVM that streams do not overlap, which every call checks.
+
+    Without this LLVM compares all pairs of streams at run time, or does not vectorize the loop.
     """
     domain = module.add_metadata(["fused"])
     scopes = [module.add_metadata([f"stream {k}", domain]) for k in range(num_streams)]
@@ -184,13 +179,13 @@ def _no_overlap(instruction: Any, module: Any, stream: int, num_streams: int) ->
 
 
 def _load(dtype: str, stream: int, num_streams: int) -> Any:
-    """Return an intrinsic: (address, index) -> the element, as float32."""
+    """Return an intrinsic (address, index) -> the element as float32."""
 
     @intrinsic
     def load(typing: Any, address: Any, index: Any) -> Any:
         def write(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             pointer = builder.gep(builder.inttoptr(args[0], MEMORY[dtype].as_pointer()), [args[1]])
-            # Only the alignment of an element is known: a layer of a stack starts anywhere.
+            # Only an element's alignment is certain: a layer of a stack may start anywhere.
             x = builder.load(pointer, align=NUM_BYTES[dtype])
             _no_overlap(x, builder.module, stream, num_streams)
             if dtype == "bfloat16":
@@ -203,7 +198,7 @@ def _load(dtype: str, stream: int, num_streams: int) -> Any:
 
 
 def _store(dtype: str, stream: int, num_streams: int) -> Any:
-    """Return an intrinsic: (address, index, value of that dtype) -> None."""
+    """Return an intrinsic (address, index, value of `dtype`) -> None."""
 
     @intrinsic
     def store(typing: Any, address: Any, index: Any, value: Any) -> Any:
@@ -211,7 +206,7 @@ def _store(dtype: str, stream: int, num_streams: int) -> Any:
             pointer = builder.gep(builder.inttoptr(args[0], MEMORY[dtype].as_pointer()), [args[1]])
             x = args[2]
             if dtype == "bfloat16":
-                # Exact: the value was rounded by its equation, so its low half is zero.
+                # Exact, because the value was rounded by its equation, so its low half is zero.
                 x = builder.trunc(builder.lshr(builder.bitcast(x, I32), I32(16)), I16)
             elif dtype == "float16":
                 x = builder.bitcast(builder.fptrunc(x, F16), I16)
@@ -249,32 +244,40 @@ WORDS = {
     "sqrt": _of_float(numba.float32, _llvm("llvm.sqrt")),
     "floor": _of_float(numba.float32, _llvm("llvm.floor")),
     "ceil": _of_float(numba.float32, _llvm("llvm.ceil")),
-    "to_int32": _of_float(
-        numba.int32, _llvm("llvm.fptosi.sat", I32, F32)
-    ),  # NaN is 0, and what is too large the largest
+    # NaN becomes 0, and values out of range become the nearest int32.
+    "to_int32": _of_float(numba.int32, _llvm("llvm.fptosi.sat", I32, F32)),
     "round_bfloat16": _of_float(numba.float32, _round_bfloat16),
     "round_float16": _of_float(numba.float32, _round_float16),
 }
-"""The names that the source of a kernel may use, besides its own loads and stores."""
+"""The names that a kernel's source may use, in addition to its own loads and stores."""
 
 
 @functools.cache
 def compile_source(
     source: str, streams: tuple[str, ...], scalars: tuple[str, ...]
 ) -> Callable[..., None]:
-    """Compile the source of a kernel. `streams` and `scalars` are the dtypes of its arguments."""
+    """Compile the source of a kernel.
+
+    Args:
+      source: Python source of the function `kernel`.
+      streams: dtype of each stream.
+      scalars: dtype of each scalar argument.
+
+    Returns:
+      The compiled function, which releases the GIL.
+    """
     words: dict[str, Any] = dict(WORDS)
     for k, dtype in enumerate(streams):
         words[f"load{k}"], words[f"store{k}"] = (
             _load(dtype, k, len(streams)),
             _store(dtype, k, len(streams)),
         )
-    # Words become the globals of the function: its loads and stores have names of their own.
+    # `words` become the globals of the function.
     exec(source, words)
-    # n, the counter's address, the size of a block, the addresses of the streams; then the scalars.
+    # n, the address of the counter, the block size, the addresses of the streams; then the scalars.
     types = [numba.int64] * (3 + len(streams)) + [
         TYPES.get(dtype, numba.float32) for dtype in scalars
     ]
-    # error_model: a division by zero is an infinity, not an exception. Not fastmath, which also
-    # turns powers into calls of __powisf2, a function that numba does not link.
+    # error_model="numpy": a division by zero gives infinity, not an exception. No fastmath, which
+    # would also turn powers into calls of __powisf2, a function that numba does not link.
     return numba.njit(numba.void(*types), nogil=True, error_model="numpy")(words["kernel"])

@@ -1,7 +1,8 @@
-"""The source of a host kernel: an elementwise jaxpr written as the lines of a loop.
+"""Generate the source of a host kernel: an elementwise jaxpr as the lines of a loop.
 
-`Writer` walks the equations. Those of scalars alone become lines before the loop, the others lines
-in it, on float32 values; `source_of_loop` puts loads, lines and stores together.
+`Writer` walks the equations. Equations that depend only on scalars become lines before the loop;
+all others become lines of the loop, on float32 values. `source_of_loop` combines loads, lines and
+stores.
 """
 
 import dataclasses
@@ -14,16 +15,19 @@ import jax.extend.core as jex
 import numpy as np
 
 NUM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "uint32": 4, "bool": 1}
-"""Dtypes of a kernel, and their sizes. The first three may be arrays."""
+"""Dtypes that kernels support, and their sizes in bytes. The first three can be arrays."""
 ARRAYS = ("float32", "bfloat16", "float16")
 SCALARS = ("float32", "int32", "bool")
 
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """A variable of the loop (`varies`) or of the lines before it, or a constant.
+    """A variable or a constant of the kernel's source.
 
-    `text` is its name in the source.
+    Attributes:
+      text: name or constant expression in the source.
+      dtype: name of the dtype.
+      varies: whether the value differs between elements, so that it is defined in the loop.
     """
 
     text: str
@@ -33,9 +37,13 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """Memory that the loop reads or writes: an input, an output, or both in place.
+    """Memory that the kernel reads or writes: an input, an output, or both in place.
 
-    It has one element if it is not an array.
+    Attributes:
+      dtype: name of the dtype.
+      is_array: whether it is an array; if not, it has one element.
+      input: index of the input, or None.
+      output: index of the output, or None.
     """
 
     dtype: str
@@ -45,13 +53,19 @@ class Stream:
 
     @property
     def name(self) -> str:
+        """Name of the stream in messages."""
         return f"output {self.output}" if self.input is None else f"input {self.input}"
 
     def find(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> np.ndarray:
         """Return this stream's array.
 
+        Args:
+          inputs: inputs of the call.
+          outputs: outputs of the call.
+
         Raises:
-          ValueError: the loop cannot use it.
+          ValueError: the array has a wrong type, dtype or size, or is not contiguous, aligned or
+            writable; or an output in place is given with other memory than its input's.
         """
         array = outputs[self.output or 0] if self.input is None else inputs[self.input]
         if (
@@ -60,9 +74,10 @@ class Stream:
             or array.ctypes.data % NUM_BYTES[self.dtype]
         ):
             raise ValueError(
-                f"{self.name} is {type(array).__name__}: a contiguous, aligned numpy array is needed"
+                f"{self.name} is {type(array).__name__}: a contiguous, aligned numpy array is "
+                "needed"
             )
-        # numpy has no bfloat16 of its own: two-byte floats may come as their bits.
+        # numpy itself has no bfloat16, so two-byte floats may be given as uint16.
         if str(array.dtype) not in {
             self.dtype,
             "uint16" if NUM_BYTES[self.dtype] == 2 else self.dtype,
@@ -82,26 +97,26 @@ class Stream:
             array.nbytes,
         ):
             raise ValueError(
-                f"output {self.output} is in place over {self.name}, but is other memory: give None, or the same"
+                f"output {self.output} is in place over {self.name}, but has other memory: give "
+                "None, or the same memory"
             )
         return array
 
 
 COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-_MAX, _MIN = (
-    f"select(({{0}} {op} {{1}}) | ({{0}} != {{0}}), {{0}}, {{1}})" for op in (">=", "<=")
-)  # NaN of either side wins
+# If either operand is NaN, the result is NaN.
+_MAX, _MIN = (f"select(({{0}} {op} {{1}}) | ({{0}} != {{0}}), {{0}}, {{1}})" for op in (">=", "<="))
 EXACT = {
     "neg": "-{0}",
     "abs": "abs({0})",
-    # NaN and both zeros come back as they are.
+    # NaN and both zeros are returned unchanged.
     "sign": "select({0} > f32(0), f32(1), select({0} < f32(0), f32(-1), {0}))",
     "max": _MAX,
     "min": _MIN,
     "floor": "floor({0})",
     "ceil": "ceil({0})",
 }
-"""Of floats: results that are values of the operands' dtype, or small integers."""
+"""Float equations whose exact results are values of the operands' dtype, or small integers."""
 ROUNDED = {
     "add": "{0} + {1}",
     "add_any": "{0} + {1}",
@@ -121,7 +136,7 @@ ROUNDED = {
     "cos": "math.cos({0})",
     "pow": "{0} ** f32({1})",
 }
-"""Of floats: results that are rounded to the dtype of the equation."""
+"""Float equations whose results are rounded to the dtype of the equation."""
 INTEGERS = {
     "add": "{0} + {1}",
     "sub": "{0} - {1}",
@@ -145,7 +160,7 @@ UNSIGNED = {
     "shift_left": "shift_left({0}, {1})",
     "shift_right_logical": "shift_right({0}, {1})",
 }
-"""Of uint32: modulo 2^32."""
+"""Equations of uint32, modulo 2^32."""
 BOOLEANS = {"and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} != {1}", "not": "not {0}"}
 SAME = frozenset({"copy", "name"})
 SHAPED = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
@@ -153,14 +168,27 @@ INLINED = frozenset({"jit", "closed_call", "eval_jaxpr", "custom_jvp_call", "cus
 
 
 class Writer:
-    """Turns equations into lines: those of scalars alone, and those of the loop."""
+    """Turns equations into lines of source.
+
+    Attributes:
+      before: lines before the loop, which depend only on scalars.
+      loop: lines of the loop.
+    """
 
     def __init__(self) -> None:
+        """Start without lines."""
         self.before: list[str] = []
         self.loop: list[str] = []
         self._num = 0
 
     def define(self, text: str, dtype: str, varies: bool) -> Value:
+        """Return a value for an expression, assigned to a new variable unless it is a name.
+
+        Args:
+          text: expression in the source.
+          dtype: name of its dtype.
+          varies: whether it is computed in the loop.
+        """
         if text.isidentifier():
             return Value(text, dtype, varies)
         name = f"t{self._num}"
@@ -169,7 +197,19 @@ class Writer:
         return Value(name, dtype, varies)
 
     def walk(self, jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Value]) -> list[Value]:
-        """Write a jaxpr, nested ones inlined, and return the values of its outputs."""
+        """Write the lines of a jaxpr, with nested jaxprs inlined.
+
+        Args:
+          jaxpr: jaxpr to write.
+          consts: values of its constants.
+          args: values of its inputs.
+
+        Returns:
+          The values of its outputs.
+
+        Raises:
+          ValueError: an equation is not supported.
+        """
         env = dict(zip(jaxpr.invars, args, strict=True))
         env |= {
             var: _constant(value, var.aval)
@@ -179,7 +219,7 @@ class Writer:
         def read(atom: Any) -> Value:
             return _constant(atom.val, atom.aval) if isinstance(atom, jex.Literal) else env[atom]
 
-        # Equations that nothing needs are skipped: they may be ones that no kernel can hold.
+        # Skip equations whose results are not needed: they may be unsupported.
         for eqn in _live(jaxpr):
             ins = [read(atom) for atom in eqn.invars]
             if eqn.primitive.name in INLINED:
@@ -194,20 +234,30 @@ class Writer:
         return [read(atom) for atom in jaxpr.outvars]
 
     def equation(self, eqn: jex.JaxprEqn, ins: list[Value]) -> Value:
-        """Write one equation."""
+        """Write the lines of one equation.
+
+        Args:
+          eqn: equation to write.
+          ins: values of its operands.
+
+        Returns:
+          The value of its result.
+
+        Raises:
+          ValueError: the equation is not supported.
+        """
         aval: Any = eqn.outvars[0].aval
         dtype, varies = str(aval.dtype), any(v.varies for v in ins)
         if eqn.primitive.name in SAME:
             return ins[0]
-        if (
-            eqn.primitive.name in SHAPED
-        ):  # a scalar is the same on every element; an array must stay as it is
+        # A scalar can be broadcast, but an array must keep its shape.
+        if eqn.primitive.name in SHAPED:
             operand: Any = eqn.invars[0].aval
             if len(ins) > 1 or (operand.shape != aval.shape if varies else operand.size != 1):
                 raise ValueError(f"{_named(eqn)}: it changes the shape of an array")
             return ins[0]
         if eqn.primitive.name == "clamp" and dtype in ARRAYS:
-            # JAX's definition, min(max(x, low), high), with NaN kept by either.
+            # JAX's definition, min(max(x, low), high); both propagate NaN.
             low, x, high = ins
             raised = self.define(_MAX.format(x.text, low.text), dtype, varies)
             return self.define(_MIN.format(raised.text, high.text), dtype, varies)
@@ -216,7 +266,7 @@ class Writer:
         return self.define(_expression(eqn, ins, dtype), dtype, varies)
 
     def power(self, x: Value, y: int) -> Value:
-        """Write x**y as squarings and products, in XLA's order."""
+        """Write x**y as squarings and products, in XLA's order, and return its value."""
         product, rest = "", abs(y)
         while rest:
             if rest & 1:
@@ -232,17 +282,17 @@ class Writer:
 
 
 def _expression(eqn: jex.JaxprEqn, ins: list[Value], dtype: str) -> str:
-    """Return the Python expression of one equation, of type `dtype`."""
+    """Return the Python expression of an equation whose result has type `dtype`."""
     name, source = eqn.primitive.name, ins[0].dtype if ins else None
     args = [v.text for v in ins]
     if {dtype, *(v.dtype for v in ins)} - NUM_BYTES.keys():
-        raise ValueError(f"{_named(eqn)}: host kernels know {', '.join(NUM_BYTES)}")
+        raise ValueError(f"{_named(eqn)}: host kernels support {', '.join(NUM_BYTES)}")
     if name == "convert_element_type" and (
         dtype != "uint32" or source in ("uint32", "int32", "bool")
     ):
         return _converted(args[0], str(source), dtype)
     if name == "select_n" and source == "bool" and len(ins) == 3:
-        # select_n names the case for False first.
+        # select_n takes the case for False first.
         return f"select({args[0]}, {args[2]}, {args[1]})"
     if name in COMPARISONS:
         return f"{args[0]} {COMPARISONS[name]} {args[1]}"
@@ -284,15 +334,16 @@ def _converted(text: str, source: str, dtype: str) -> str:
 
 
 def _constant(value: Any, aval: Any) -> Value:
-    """Return a constant of one element.
+    """Return a constant with one element.
 
     Raises:
-      ValueError: it has more elements, or is of a dtype that kernels do not know.
+      ValueError: the constant has more elements, or an unsupported dtype.
     """
     dtype = str(aval.dtype)
     if aval.size != 1 or dtype not in NUM_BYTES:
         raise ValueError(
-            f"a constant of shape {aval.shape} and dtype {dtype}: make it an input, or one number"
+            f"a constant of shape {aval.shape} and dtype {dtype}: pass it as an input, or use a "
+            "single number"
         )
     number = np.asarray(value, aval.dtype).reshape(())
     if dtype == "bool":
@@ -321,7 +372,10 @@ def _live(jaxpr: jex.Jaxpr) -> list[jex.JaxprEqn]:
 
 
 def _named(eqn: jex.JaxprEqn) -> str:
-    return f"a host kernel cannot hold {eqn.primitive.name} (`{str(eqn).splitlines()[0].strip()}`)"
+    return (
+        f"a host kernel does not support {eqn.primitive.name} "
+        f"(`{str(eqn).splitlines()[0].strip()}`)"
+    )
 
 
 def source_of_loop(
@@ -330,19 +384,28 @@ def source_of_loop(
     scalars: dict[int, str | None],
     results: Sequence[Value],
 ) -> tuple[str, int]:
-    """Return the loop in Python, and the bytes that it moves for each element."""
-    # By `is_array`: stores in the loop, and stores before it.
+    """Generate the Python source of a kernel.
+
+    Args:
+      writer: lines of the jaxpr.
+      streams: memory that the kernel reads or writes.
+      scalars: dtype of each scalar input, by index of the input; None for an array.
+      results: value of each output.
+
+    Returns:
+      The source, and the bytes that it moves per element.
+    """
+    # Keyed by `is_array`: stores in the loop, and stores before it.
     stores = {True: [], False: []}
     dtypes: list[str] = []
     for k, s in enumerate(streams):
-        if (
-            s.output is not None and results[s.output].text != f"x{s.input}"
-        ):  # what returns as it came is not written
+        # An output that equals its own input is not written.
+        if s.output is not None and results[s.output].text != f"x{s.input}":
             stores[s.is_array].append(
                 f"store{k}(a{k}, {'i' if s.is_array else 0}, {results[s.output].text})"
             )
             dtypes += [s.dtype] * s.is_array
-    # What no line uses is not loaded: a call costs the bytes that it moves.
+    # Do not load unused inputs: the bytes moved determine the time of a call.
     used = set(re.findall(r"\bx\d+\b", "\n".join(writer.loop + stores[True])))
     loads = {k: s for k, s in enumerate(streams) if f"x{s.input}" in used}
     dtypes += [s.dtype for s in loads.values()]
@@ -354,11 +417,10 @@ def source_of_loop(
     )
     lines = [
         f"def kernel({', '.join(['n', 'counter', 'block', *arguments])}):",
-        # Every thread runs this function, and the mode belongs to the thread: each sets it and
+        # Every thread runs this function. The mode belongs to the thread, so each thread sets and
         # restores it.
         "    mode = flush_subnormals()",
-        # Outputs that depend on scalars alone are stored by every thread: all of them store the
-        # same value.
+        # Every thread stores the outputs that depend only on scalars; all store the same value.
         *(f"    {line}" for line in writer.before + stores[False]),
         "    while True:",
         "        start = claim(counter, block)",

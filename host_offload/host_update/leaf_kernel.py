@@ -1,12 +1,12 @@
-"""The host update of one leaf: its kernel, where the arrays of the kernel are stored, and what
-crosses the link.
+"""The host update of one leaf: its kernel, and where the kernel's arrays are stored.
 
 Each array of a leaf is stored in host memory (None) or in the records of a kind on disk
-(`OnRecord`), independently of the others. This determines how an update uses each kind of record:
+(`OnRecord`), independently of the leaf's other arrays. Its role determines how an update uses the
+records:
 
-    stashed gradient              read
-    weight, states                update      read, changed in the buffer, written
-    parameters that are cast to   write       filled, whatever their contents
+    stashed gradient                 read
+    weight, states                   update      read, changed in the buffer, written
+    parameters cast from the weight  write       filled, regardless of their contents
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ from host_offload.host_update.kernel import Kernel
 
 
 class OnRecord(NamedTuple):
-    """Where a leaf is stored on disk.
+    """A leaf's place on disk.
 
     Attributes:
-      kind: of the records.
-      leaf: its index among the leaves of a record.
+      kind: kind of the records.
+      leaf: index among the leaves of a record.
     """
 
     kind: str
@@ -30,7 +30,7 @@ class OnRecord(NamedTuple):
 
 
 Rest = OnRecord | None
-"""Where an array is stored: in a record, or in host memory (None)."""
+"""Where an array is stored: in records on disk, or in host memory (None)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,21 +38,21 @@ class LeafKernel:
     """How one leaf is updated.
 
     Attributes:
-      kernel: from (gradient, weight, states, scalars) to (weight, states, and the cast weight if
-        `casts`).
-      scalars: the slice of this leaf in the vector of all scalars.
-      arrays: where the arrays of the kernel are stored: the weight (unless on the device), the
-        states, and the parameters that it casts to (unless on the device).
-      num_states: leaves of optimizer state.
-      stacked: whether its arrays are stacks of all layers.
-      weight_on_device: the float32 weight is no host array: it is an operand, and the new one a
-        result.
-      casts: the kernel returns a compute-dtype weight besides.
-      params_on_device: the parameters are a result of the callback; else they are written to the
-        host.
-      delayed: the new parameters are stored beside the old ones. The weight is then in host memory,
-        and updated in place only if the kernel casts.
-      grad: the records in which the gradient is stashed, if it is stashed on disk.
+      kernel: kernel from (gradient, weight, states, scalars) to (weight, states, and the cast
+        weight if `casts`).
+      scalars: slice of this leaf in the vector of all leaves' scalars.
+      arrays: where the kernel's arrays are stored: the weight (unless on the device), the states,
+        and the parameters cast from the weight (unless on the device).
+      num_states: number of arrays of optimizer state.
+      stacked: whether the arrays are stacks of all layers.
+      weight_on_device: whether the float32 weight lives on the device. It is then an operand of the
+        callback, and the new weight a result.
+      casts: whether the kernel also returns the weight in the compute dtype.
+      params_on_device: whether the parameters are a result of the callback; if not, they are
+        written to host memory.
+      delayed: whether the update is delayed: the new parameters do not overwrite the old ones. The
+        weight is then in host memory, and is updated in place only if `casts`.
+      grad: records in which the gradient is stashed; None if it is not stashed on disk.
     """
 
     kernel: Kernel
@@ -68,7 +68,7 @@ class LeafKernel:
 
     @functools.cached_property
     def records(self) -> dict[str, Mode]:
-        """How an update uses the records of each kind that it needs."""
+        """How an update uses its records, by kind."""
         modes: dict[str, Mode] = {} if self.grad is None else {self.grad.kind: "read"}
         for n, rest in enumerate(self.arrays):
             if rest is not None:
@@ -79,7 +79,12 @@ class LeafKernel:
 
 @dataclasses.dataclass
 class Traffic:
-    """Bytes that crossed the link, summed over devices and steps since the counts were last reset."""
+    """Bytes that crossed the link since the last reset, summed over devices and steps.
+
+    Attributes:
+      to_host: bytes copied from devices to the host.
+      to_device: bytes copied from the host to devices.
+    """
 
     to_host: int = 0
     to_device: int = 0

@@ -1,17 +1,21 @@
-"""An update on the host beside a GPU's program: callbacks that queue copies and return, and kernels
-in a worker.
+"""Host updates that overlap with a GPU's program: callbacks queue copies, a worker runs kernels.
 
-    update(layer, scalars, g)     queue the copies down of one layer; hand back the parameters of the layer `LAG` calls before
-    take()                        hand back those of the oldest layer that was not taken yet
-    stash(layer, g)               queue the copies down to where gradients wait for their norm, or for the next step
-    start(), install(layer), finish()       of a delayed update (`host_offload.host_update.delayed`)
+    update(layer, scalars, g)     queue the copies down of one layer; return the new parameters of
+                                  the layer `LAG` calls before
+    take()                        return the new parameters of the oldest layer not taken yet
+    stash(layer, g)               queue copies of gradients to host memory, where they are kept
+                                  until their norm is known, or until the next step
+    start(), install(layer), finish()
+                                  callbacks of a delayed update
+                                  (`host_offload.host_update.delayed`)
 
-`host_offload.host_update.gpu_worker` has the streams, slots and events. What the program computes,
-such as whether to update at all, is not there yet when a callback runs: it goes down with the
-gradients, and the worker reads it. So no callback waits for the program. That a program has ended
-implies that all is updated: its last callbacks wait for the worker.
+`host_offload.host_update.gpu_worker` implements the streams, slots and events. When a callback
+runs, the program's values, such as whether to update at all, are not computed yet. They are copied
+down with the gradients, and the worker reads them. So no callback waits for the program. When a
+program has ended, everything is updated, because its last callbacks wait for the worker.
 
-A callback must never raise, and a job that fails is done, too: errors go to `HostLeaves.fail`.
+A callback must never raise, and a failed job counts as done too: errors are passed to
+`HostLeaves.fail`.
 """
 
 import contextlib
@@ -30,11 +34,11 @@ from host_offload.host_update.host_leaves import HostLeaves
 
 
 class QueuedStep:
-    """The callbacks of one program for GPUs that update in the same step.
+    """The callbacks of one GPU program for host updates, in the same step or delayed.
 
     Attributes:
-      leaves: that are updated.
-      specs: of the parts in which they cross.
+      leaves: leaves that are updated on the host.
+      specs: specs of the parts in which the leaves cross the link.
     """
 
     def __init__(
@@ -44,14 +48,14 @@ class QueuedStep:
         devices: Sequence[Any],
         driver: Callable[[], Driver],
     ) -> None:
-        """Serve the devices of a mesh.
+        """Store the devices of a mesh, without starting workers.
 
         Args:
-          leaves: that are updated.
-          specs: of the parts in which they cross.
-          devices: in the order of the mesh.
-          driver: returns that of this machine; asked when a step is prepared, not when it is
-            compiled.
+          leaves: leaves that are updated on the host.
+          specs: specs of the parts in which the leaves cross the link.
+          devices: all devices, in the order of the mesh.
+          driver: function that returns the CUDA driver of this machine; called when a step is
+            prepared, not when it is compiled.
         """
         self.leaves, self.specs, self._devices, self._driver = (
             leaves,
@@ -61,7 +65,7 @@ class QueuedStep:
         )
         self._workers: dict[int, GpuWorker] = {}
         self._by_stream: dict[int, GpuWorker] = {}
-        # Of delayed updates: by device, then by the record's first leaf and layer.
+        # Jobs of delayed updates, by rank, then by first leaf and layer of the record.
         self._started: dict[int, dict[tuple[int, int], Job]] = {}
         self._lock = threading.Lock()
 
@@ -77,17 +81,18 @@ class QueuedStep:
         *operands: Any,
         first: int,
     ) -> None:
-        """Queue an update of a part, of one layer where it is stacked, and take what the one `LAG`
-        calls before has made.
+        """Queue the update of a part; if it is stacked, of one layer.
+
+        For a stacked part, this also queues copies of the results of the call `LAG` calls before.
 
         Args:
-          context: of the callback.
-          out: (list of new parameters, of the layer before, where it is stacked and they rest on
-            the device; token).
-          where: i32[4], device, layer, whether to update at all, and the number of the state on
+          context: the callback's context.
+          out: (list of outputs for new parameters, output for the next token). The list is empty
+            unless the part is stacked and its parameters are stored on the device.
+          where: i32[4]: device, layer, whether to update at all, and the number of the state on
             disk.
-          after: the token of the device's callback before this one.
-          scalars: f32[n], of every leaf.
+          after: token of the device's previous callback.
+          scalars: f32[n], scalars of all leaves.
           *operands: gradients unless they are stashed, then weights that live on the device.
           first: index of the part's first leaf.
         """
@@ -111,14 +116,14 @@ class QueuedStep:
         self._try(lambda: self._pass_on(context, after, token))
 
     def take(self, context: Any, out: Any, where: Any, after: Any, *, first: int) -> None:
-        """Take what the oldest update of a part has made.
+        """Queue copies of the results of a part's oldest update that was not taken yet.
 
         Args:
-          context: of the callback.
-          out: (list of new parameters; token).
-          where: i32[3], which is not read.
-          after: as in `update`.
-          first: as in `update`.
+          context: the callback's context.
+          out: (list of outputs for new parameters, output for the next token).
+          where: i32[3]; not read.
+          after: token of the device's previous callback.
+          first: index of the part's first leaf.
         """
         del where
         results, token = out
@@ -133,16 +138,16 @@ class QueuedStep:
     def stash(
         self, context: Any, out: Any, where: Any, after: Any, *grads: Any, first: int, site: Site
     ) -> None:
-        """Queue the copies of gradients down to host memory, or to the buffer of a record.
+        """Queue copies of gradients to host memory, or to the buffer of a record on disk.
 
         Args:
-          context: of the callback.
-          out: i32[1], a token.
-          where: i32[3], device, layer, and the number of the state on disk.
-          after: as in `update`.
-          *grads: one for each leaf of the part.
-          first: as in `update`.
-          site: the callback's.
+          context: the callback's context.
+          out: i32[1], output for the next token.
+          where: i32[3]: device, layer, and the number of the state on disk.
+          after: token of the device's previous callback.
+          *grads: gradients, one per leaf of the part.
+          first: index of the part's first leaf.
+          site: site of the callback.
         """
 
         def stash() -> None:
@@ -165,7 +170,7 @@ class QueuedStep:
                             stream, part, grads, [views[r.leaf] for r in rests if r is not None]
                         )
                     except BaseException:
-                        # The buffer is given back, and filled again at once: no copy may still
+                        # The buffer is given back and refilled immediately, so no copy may still
                         # write into it.
                         with contextlib.suppress(RuntimeError):
                             worker.driver.finish_stream(worker.down)
@@ -179,14 +184,14 @@ class QueuedStep:
         self._try(lambda: self._pass_on(context, after, out))
 
     def start(self, context: Any, out: Any, where: Any, after: Any, scalars: Any) -> None:
-        """Start to update every leaf with the pending gradients, of a delayed update.
+        """Start a delayed update of every leaf with the pending gradients.
 
         Args:
-          context: of the callback.
-          out: i32[1], a token.
-          where: i32[4], device, whether to update at all, 0, and the number of the state on disk.
-          after: as in `update`.
-          scalars: f32[n], of every leaf.
+          context: the callback's context.
+          out: i32[1], output for the next token.
+          where: i32[4]: device, whether to update at all, 0, and the number of the state on disk.
+          after: token of the device's previous callback.
+          scalars: f32[n], scalars of all leaves.
         """
 
         def start() -> None:
@@ -216,25 +221,25 @@ class QueuedStep:
     def install(
         self, context: Any, out: Any, where: Any, after: Any, *, first: int, count: int, site: Site
     ) -> None:
-        """Hand over one layer's new parameters, which live on the device, of a delayed update.
+        """Queue copies of one layer's new parameters from a delayed update to the device.
 
         Args:
-          context: of the callback.
-          out: (list of new parameters; token).
-          where: i32[3], device, layer, and the number of the state on disk.
-          after: as in `update`.
-          first: index of a leaf.
-          count: leaves.
-          site: the callback's.
+          context: the callback's context.
+          out: (list of outputs for new parameters, output for the next token).
+          where: i32[3]: device, layer, and the number of the state on disk.
+          after: token of the device's previous callback.
+          first: index of the first leaf.
+          count: number of leaves.
+          site: site of the callback.
         """
         results, token = out
 
         def install() -> None:
             rank, layer, _ = site.ask(context, where)
             worker, leaves = self._workers[rank], self.leaves
-            worker.driver.use(worker.context)  # XLA may call from another thread each time
+            worker.driver.use(worker.context)  # XLA may call from a different thread each time
             job = self._started.get(rank, {}).get((first, layer))
-            if job is None:  # that it could not be started was told
+            if job is None:  # `start` failed, and its error was stored
                 return
             job.finish()
             if job.made:
@@ -249,13 +254,13 @@ class QueuedStep:
         self._try(lambda: self._pass_on(context, after, token))
 
     def finish(self, context: Any, out: Any, where: Any, after: Any) -> None:
-        """Wait until a delayed update has done all.
+        """Wait until a delayed update has finished.
 
         Args:
-          context: of the callback.
-          out: i32[1], a token.
-          where: i32[2], which is not read.
-          after: as in `update`.
+          context: the callback's context.
+          out: i32[1], output for the next token.
+          where: i32[2]; not read.
+          after: token of the device's previous callback.
         """
         del where
 
@@ -275,7 +280,7 @@ class QueuedStep:
             self.leaves.fail(error)
 
     def _pass_on(self, context: Any, after: Any, token: Any) -> None:
-        # The number of the state goes from token to token on the device.
+        # The number of the state is copied from token to token on the device.
         self._driver().copy(pointer(token), pointer(after), num_bytes(token), stream_of(context))
 
     def _worker(self, stream: int) -> GpuWorker:
@@ -290,7 +295,7 @@ class QueuedStep:
     # --- kernels ----------------------------------------------------------------------------------
 
     def _run(self, rank: int, job: Job) -> bool:
-        """Run the kernels of a job in the worker; returns whether it updated."""
+        """Run the kernels of a job, in the worker's thread; return whether it updated."""
         leaves, part = self.leaves, job.part
         assert part is not None
         spec = part.spec
@@ -298,21 +303,20 @@ class QueuedStep:
         device, layer, go, number = told.tolist()
         worker = self._workers[rank]
         if not spec.grads and spec.leaves.start in worker.stashes:
-            # The last one that was recorded: those before it on the same stream have come, too.
+            # Wait for the last recorded event: earlier copies on the same stream have ended too.
             worker.driver.finish_event(worker.stashes[spec.leaves.start].arrived[0])
         _check_device(device, rank)
         if (record := (job.leaves.start, layer)) in part.updated:
             raise RuntimeError(
-                f"the compiled program asked twice for the update of layer {layer} in one step: the optimizer state is wrong, "
-                "restore the last checkpoint"
+                f"the compiled program asked twice for the update of layer {layer} in one step: "
+                "the optimizer state is wrong, restore the last checkpoint"
             )
         part.updated.add(record)
         modes: dict[str, Mode] = {
             kind: mode for leaf in job.leaves for kind, mode in leaves.kernels[leaf].records.items()
         }
-        if (
-            not go
-        ):  # a gradient was not finite: what was read ahead for this update gives back its buffers
+        # A gradient was not finite: give back the buffers read ahead for this update.
+        if not go:
             leaves.skip(device, layer, modes, number)
             return False
         grads, weights = arrays[: len(spec.grads)], arrays[len(spec.grads) :]
@@ -330,8 +334,10 @@ class QueuedStep:
     # --- around a step ----------------------------------------------------------------------------
 
     def prepare(self, ranks: Sequence[int]) -> None:
-        """Make streams, memory and workers for these devices, unless they are there, and expect a
-        step.
+        """Prepare for a step; create the workers of these devices unless they exist already.
+
+        Args:
+          ranks: positions of this process's devices in the mesh.
         """
         for rank in ranks:
             if rank not in self._workers:
@@ -350,7 +356,7 @@ class QueuedStep:
         self._started.clear()
 
     def close(self) -> None:
-        """End the workers, and free what they have."""
+        """End the workers, and free their memory and streams."""
         workers, self._workers = self._workers, {}
         self._by_stream.clear()
         for worker in workers.values():
@@ -358,5 +364,6 @@ class QueuedStep:
 
 
 def _check_device(told: int, rank: int) -> None:
-    if told != rank:  # by its stream it was another one, whose memory must not be touched
-        raise RuntimeError(f"gradients of device {told} came on a stream of device {rank}")
+    # The memory of the device to which the stream belongs must not receive another device's update.
+    if told != rank:
+        raise RuntimeError(f"gradients of device {told} arrived on a stream of device {rank}")

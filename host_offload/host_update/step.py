@@ -1,25 +1,26 @@
-"""An optimizer's update on the host, beside the state: callbacks of a jitted program, layer by
-layer.
+"""Update the state on the host, where it is stored: callbacks of a jitted program, layer by layer.
 
-Only gradients go down the link and compute-dtype parameters go up (ZeRO-Offload, arXiv:2101.06840,
-section 4): masters and moments stay in host memory, where a fused kernel updates one layer's
-records in place,
+Only gradients go down the link, and only compute-dtype parameters go up (ZeRO-Offload,
+arXiv:2101.06840, section 4). Masters and moments stay in host memory, where a fused kernel updates
+one layer's records in place:
 
     stash(layer, g)                     keep a gradient in host memory until its scale is known
-    update(layer, scalars, g or none)   for each leaf: kernel(g, w[layer], s[layer], scalars), in place; hand back cast(w)
+    update(layer, scalars, g or none)   for each leaf: kernel(g, w[layer], s[layer], scalars), in
+                                        place; return cast(w)
 
-Where parameters are in host memory too, the kernel writes them there, and nothing goes up. State on
+If parameters are in host memory too, the kernel writes them there, and nothing goes up. State on
 disk is updated in the buffers through which it moves (ZeRO-Infinity, arXiv:2104.07857, section
-5.2.2),
+5.2.2):
 
     disk -> buffer;  kernel(g, w, s, scalars), in place;  buffer -> disk
 
-and crosses no link either. Its records are borrowed from the engine, which meanwhile reads those of
-the next layer and writes those of the last one (`host_offload.engine.engine`). Gradients are
-stashed in records in the same way, and parameters are written to them.
+So it does not cross the link either. Its records are borrowed from the engine
+(`host_offload.engine.engine`), which in the meantime reads the next layer's records and writes the
+previous layer's. Gradients are stashed in records, and parameters written to records, in the same
+way.
 
-Tokens order the callbacks of a device, and hold the number of the state that is on disk. For an
-update that is delayed by a step see `host_offload.host_update.delayed`.
+Tokens order the callbacks of a device, and hold the number of the state on disk. For an update that
+is delayed by a step, see `host_offload.host_update.delayed`.
 """
 
 from collections.abc import Mapping
@@ -33,23 +34,28 @@ from host_offload.host_update.host_leaves import HostLeaves
 
 
 class HostStep:
-    """The callbacks of one program that stash gradients and update with them in the same step."""
+    """A program's callbacks that stash gradients and update with them in the same step.
+
+    Attributes:
+      leaves: leaves that are updated on the host.
+    """
 
     def __init__(self, leaves: HostLeaves) -> None:
+        """Store the leaves that are updated on the host."""
         self.leaves = leaves
 
     def stash(
         self, context: Any, out: Any, where: Any, after: Any, *grads: Any, first: int
     ) -> None:
-        """Copy gradients to host memory, or to a record.
+        """Copy gradients to host memory, or to a record on disk.
 
         Args:
-          context: of the callback.
-          out: i32[1], a token.
-          where: i32[3], device, layer, and the number of the state on disk.
-          after: the token of the device's callback before this one.
-          *grads: one for each leaf from `first` on.
-          first: index of a leaf.
+          context: the callback's context.
+          out: i32[1], output for the next token.
+          where: i32[3]: device, layer, and the number of the state on disk.
+          after: token of the device's previous callback; not read.
+          *grads: gradients, one per leaf from `first` on.
+          first: index of the first leaf.
         """
         del after
         number, link = 0, self.leaves.link
@@ -66,7 +72,7 @@ class HostStep:
                     self.leaves.count(to_host=room.nbytes)
         except BaseException as error:  # a callback must not raise
             self.leaves.fail(error)
-        # Outside of the try: the token must be written after an error too, or the next callback
+        # Not in the try block: the token must be written even after an error, or the next callback
         # reads garbage.
         self.leaves.finish(context, out, number)
 
@@ -83,20 +89,21 @@ class HostStep:
         count: int,
         stashed: bool,
     ) -> None:
-        """Update `count` leaves, from `first` on, of one layer.
+        """Update some leaves of one layer.
 
         Args:
-          context: of the callback.
-          out: (list of new parameters, and new weights, that live on the device; token).
-          where: i32[4], device, layer, whether to update at all, and the number of the state on
+          context: the callback's context.
+          out: (list of outputs for the new parameters and weights that live on the device, output
+            for the next token).
+          where: i32[4]: device, layer, whether to update at all, and the number of the state on
             disk.
-          after: the token of the device's callback before this one.
-          memory: the leaves' arrays in host memory, or nothing where they are bound.
-          scalars: f32[n], of every leaf.
-          *operands: gradients unless `stashed`, then weights that live on the device.
-          first: index of a leaf.
-          count: leaves.
-          stashed: whether the gradients are in host memory.
+          after: token of the device's previous callback; not read.
+          memory: the leaves' arrays in host memory, or empty if they are bound already.
+          scalars: f32[n], scalars of all leaves.
+          *operands: gradients, unless `stashed`, then weights that live on the device.
+          first: index of the first leaf.
+          count: number of leaves.
+          stashed: whether the gradients were stashed by earlier callbacks.
         """
         del after
         number, (results, token) = 0, out
@@ -110,13 +117,12 @@ class HostStep:
             grads = [None if stashed else next(rest) for _ in leaves]
             weights = [next(rest) if kernels[leaf].weight_on_device else None for leaf in leaves]
             params = [next(buffers) if kernels[leaf].params_on_device else None for leaf in leaves]
-            # The stacked leaves of a layer share records, any other leaf has its own.
+            # A layer's stacked leaves share records; each unstacked leaf has its own records.
             for part in [leaves] if kernels[first].stacked else [[leaf] for leaf in leaves]:
                 modes: dict[str, Mode] = {
                     kind: mode for leaf in part for kind, mode in kernels[leaf].records.items()
                 }
-                # a gradient was not finite: what was read ahead for this update gives back its
-                # buffers
+                # A gradient was not finite: give back the buffers read ahead for this update.
                 if not go:
                     self.leaves.skip(device, layer, modes, number)
                     continue
@@ -134,7 +140,7 @@ class HostStep:
                             values,
                             views,
                         )
-        except BaseException as error:  # as above
+        except BaseException as error:  # a callback must not raise
             self.leaves.fail(error)
         self.leaves.finish(context, token, number)
 
@@ -152,8 +158,8 @@ class HostStep:
     ) -> None:
         """Update one record; `grad`, `weight` and `params` are buffers of the device, or None."""
         leaves, link = self.leaves, self.leaves.link
-        # Down the link comes what is not in host memory: a weight of the device, and the gradient
-        # unless it was stashed.
+        # Arrays that are not in host memory cross the link: a weight that lives on the device, and
+        # the gradient unless it was stashed.
         w = None
         if weight is not None:
             w = link.read(context, weight, (device, leaf, "weight"))
@@ -163,8 +169,8 @@ class HostStep:
         else:
             g = link.read(context, grad, (device, leaf, "grad"))
             leaves.count(to_host=g.nbytes)
-        # New parameters of the device are written here and go up the link; others stay in host
-        # memory.
+        # New parameters that live on the device are written here and copied up; others stay in
+        # host memory.
         room = None if params is None else link.room(context, params, (device, leaf, "params"))
         leaves.run_kernel(device, leaf, layer, g, scalars, weight=w, result=room, views=views)
         if room is not None:

@@ -1,4 +1,4 @@
-"""The transfers of a program, drawn beside its plan, as a file for Perfetto."""
+"""Draws a program's transfers next to its plan, as a file for Perfetto."""
 
 from host_offload.trace.perfetto import Span as Span
 from host_offload.trace.perfetto import check_path as check_path

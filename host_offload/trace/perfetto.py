@@ -1,21 +1,19 @@
-"""Write the planned and the actual transfers of a program as a file that Perfetto opens
-(ui.perfetto.dev).
+"""Write a program's planned and actual transfers to a trace file for Perfetto (ui.perfetto.dev).
 
-The format is the Chrome trace event format, object form: complete events ("X"), counters ("C") and
-  names ("M"), times in
-microseconds. Slices of one thread must not overlap there, so transfers of one kind that overlap are
-drawn on several **lanes**.
+The file uses the object form of the Chrome trace event format: complete events ("X"), counters
+("C") and names ("M"), with times in microseconds. Slices of one thread must not overlap in this
+format, so overlapping transfers of one kind are drawn on several **lanes**.
 
-    process     threads                                  what is drawn
-    disk        steps; counters                          each run with its sums; transfers queued, and their bytes
-    planned     read and write, by kind                  each move at its ideal place (see `plan.py`), of all devices
-    predicted   compute, up, down, read, write           what somebody predicted of a step, from each step's begin
-    rank N      read, write and wait, by kind, lanes     each transfer and each wait of one device
+    process     threads                             what is drawn
+    disk        steps; counters                     each run with its sums; queued transfers, bytes
+    planned     read and write, by kind             each move at its ideal time, all devices
+    predicted   compute, up, down, read, write      a prediction of each step, from the step's start
+    rank N      read, write and wait, by kind       each transfer and each wait of one device
 
-A planned move and its actual transfers have the same "run" and "move" among their arguments. A
-transfer without them is one that no run of the trace asked for: read ahead for the next run, or
-dropped. "counted_in" is the run whose metrics count it, which is the one that ended next: a record
-written last is counted by the run after.
+`plan.py` computes the ideal times. A planned move and its actual transfers share the arguments
+"run" and "move". A transfer without them was not requested by any run of the trace: it was read
+ahead for the next run, or dropped. "counted_in" names the run whose metrics count the transfer: the
+first run that ended after it. A record written last in a run is counted by the next run.
 """
 
 import collections
@@ -43,20 +41,19 @@ from host_offload.trace.plan import (
 )
 
 DISK, PLANNED, RANKS = 1, 2, 3
-"""Process ids: of what all devices share, of the plan, of the first device."""
+"""Process ids of the shared disk, of the plan and of the first device."""
 PREDICTED = 1 << 20
-"""The process id of a prediction, beyond that of any device."""
+"""Process id of the prediction, larger than any device's."""
 STEP = "step"
-"""The name of the runs that are predicted."""
+"""Name of the runs for which a prediction is drawn."""
 Json = dict[str, Any]
 Span = tuple[str, str, float, float]
-"""(lane, label, start, stop): what a lane was predicted to do, in seconds from the begin of a step.
-"""
+"""(lane, label, start, stop) of a predicted operation, in seconds from the start of a step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Slice:
-    """A box: `track` is the text beside it, `name` the text in it; times in nanoseconds."""
+    """A box in the trace: `name` is drawn in it, `track` next to it; times in nanoseconds."""
 
     process: int
     track: str
@@ -75,24 +72,24 @@ def build_trace(
     predicted: Sequence[Span] = (),
     metadata: Mapping[str, Any] | None = None,
 ) -> Json:
-    """Return a trace of some runs of a program.
+    """Build the trace of some runs of a program.
 
     Args:
-      runs: what is drawn, in the order of time.
-      distance: records of a kind that are read ahead.
-      before: the run before them, in which the first records were read ahead.
-      after: events since the last of them, such as the end of its last writes.
-      predicted: what the lanes of a step were predicted to do.
-      metadata: goes into the file as it is.
+      runs: runs to draw, in order of time.
+      distance: prefetch distance, in records of a kind.
+      before: the run before `runs`, during which the first records were read ahead.
+      after: events after the last run, such as the end of its last writes.
+      predicted: predicted operations of a step, drawn once per run named "step".
+      metadata: entries of the file's "otherData", stored unchanged.
 
     Returns:
-      The object that the file holds, for `write_trace`.
+      The JSON object to pass to `write_trace`.
     """
     return _Builder(runs, distance, before, after, predicted).build(metadata or {})
 
 
 class _Builder:
-    """The data that the parts of one trace share."""
+    """Builds one trace; holds the data that its parts share."""
 
     def __init__(
         self,
@@ -102,10 +99,10 @@ class _Builder:
         after: Sequence[Event],
         predicted: Sequence[Span],
     ) -> None:
-        # The run before is planned and counted like the others, for it read ahead for them, and is
-        # not drawn.
+        # The run before is planned and counted too, because it read ahead for the first drawn run,
+        # but it is not drawn itself.
         self.runs = [*([] if before is None else [before]), *runs]
-        self.first = len(self.runs) - len(runs)  # that is drawn
+        self.first = len(self.runs) - len(runs)  # index of the first run to draw
         self.distance, self.after, self.predicted = distance, after, predicted
         events = [event for run in self.runs for event in run.events] + list(after)
         self.transfers = transfers_of(events)
@@ -131,12 +128,13 @@ class _Builder:
         self.names = _names(self.runs, self.first)
 
     def _is_drawn(self, transfer: Event) -> bool:
-        """Tell whether a transfer ended after the first run began, or was read ahead for it."""
+        """Return whether a transfer ended after the first drawn run began, or is used by one."""
         use = self.use_of.get(transfer.number)
         is_used = use is not None and use.run >= self.first
         return is_used or self.counted_in.get(transfer.number, len(self.runs)) >= self.first
 
     def build(self, metadata: Mapping[str, Any]) -> Json:
+        """Return the trace as a JSON object."""
         slices = [*self._runs(), *self._planned(), *map(self._transfer, self.drawn), *self._waits()]
         ranks = sorted({s.process for s in slices if s.process >= RANKS})
         events = _process(DISK, "disk", 0) + _process(PLANNED, "planned", 1)
@@ -149,7 +147,7 @@ class _Builder:
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(metadata)}
 
     def _ns(self, time: float) -> int:
-        # Whole numbers: rounding after the lanes are chosen could let two slices of a lane overlap.
+        # Integers: rounding after the lanes are chosen could make two slices of a lane overlap.
         return round((time - self.origin) * 1e9)
 
     def _slice(
@@ -165,7 +163,7 @@ class _Builder:
         )
 
     def _place(self, use: Use | None) -> Json:
-        """Return the arguments that name the planned move of a transfer."""
+        """Return the trace arguments that identify the planned move of a transfer."""
         if use is None or use.run < self.first:
             return {}
         return {"run": self.names[use.run], **({} if use.turn is None else {"move": use.turn})}
@@ -208,7 +206,10 @@ class _Builder:
                         "number": event.number,
                         **_lateness(late),
                     }
-                    name = f"{'write' if use.move.writes else 'read'} {event.kind} {event.layer}: {late.cause or 'not late'}"
+                    name = (
+                        f"{'write' if use.move.writes else 'read'} {event.kind} {event.layer}: "
+                        f"{late.cause or 'not late'}"
+                    )
                     yield self._slice(
                         RANKS + event.rank, f"wait {event.kind}", name, event.start, event.end, args
                     )
@@ -262,11 +263,11 @@ class _Builder:
                 )
 
     def _sums(self, index: int, run: Run, end: float) -> Json:
-        """Return the bytes and waits of a run, counted as in its metrics, and the waits by cause."""
+        """Return a run's bytes and waits, counted as in its metrics, and its waits by cause."""
         args: Json = {}
         for name in ("read", "write"):
             transfers = [e for e in run.events if e.name == name]
-            # Transfers overlap: the rate is over the time in which any was under way.
+            # Transfers overlap: the rate is over the time in which at least one was in flight.
             num_bytes, under_way = (
                 sum(e.num_bytes for e in transfers),
                 Intervals((e.start, e.end) for e in transfers),
@@ -289,7 +290,7 @@ class _Builder:
         return args | ({} if run.end is not None else {"ended": False})
 
     def _counters(self) -> list[Json]:
-        """Return transfers queued or under way, and their bytes, wherever that changes."""
+        """Return counter events of the transfers queued or in flight, and of their bytes."""
         changes: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         for t in self.drawn:
             for time, sign in ((self._ns(t.queued), 1), (self._ns(t.end), -1)):
@@ -340,19 +341,16 @@ def _process(process: int, name: str, order: int) -> list[Json]:
 
 
 def _on_lanes(slices: Iterable[_Slice]) -> list[Json]:
-    """Return slices as complete events, each on the first lane of its track that is free, and the
-    lanes' names.
-    """
+    """Return a complete event per slice, on the first free lane of its track, and lane names."""
     tracks: dict[tuple[int, str], list[_Slice]] = {}
     for s in slices:
         tracks.setdefault((s.process, s.track), []).append(s)
     events: list[Json] = []
     threads: collections.Counter[int] = collections.Counter()
     for (process, track), track_slices in sorted(tracks.items()):
-        ends: list[int] = []  # of each lane
+        ends: list[int] = []  # end of the last slice of each lane
         first = threads[process] + 1
         for s in sorted(track_slices, key=lambda s: (s.start, s.end)):
-            # The first lane that is free by then, or a new one.
             lane = next((i for i, end in enumerate(ends) if end <= s.start), len(ends))
             ends[lane : lane + 1] = [s.end]
             events.append(
@@ -392,9 +390,15 @@ def _on_lanes(slices: Iterable[_Slice]) -> list[Json]:
 
 
 def check_path(path: str | os.PathLike[str]) -> None:
-    """Raise ValueError where a trace cannot be written.
+    """Check that a trace can be written to a path.
 
-    An existing file is not changed, and no new file is left.
+    An existing file is not changed, and no new file is left behind.
+
+    Args:
+      path: path of the future trace file.
+
+    Raises:
+      ValueError: the path is not the name of a file in a writable folder.
     """
     name = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(name, str) or not name:
@@ -403,30 +407,37 @@ def check_path(path: str | os.PathLike[str]) -> None:
         )
     try:
         if os.path.lexists(name) and not os.path.isfile(name):
-            raise OSError(errno.EINVAL, "no regular file")
-        # Try a file of the kind that will be written, and leave an older trace alone.
+            raise OSError(errno.EINVAL, "not a regular file")
+        # Create the temporary file of `write_trace` instead of opening an older trace.
         with open(part := _part_of(name), "xb"):
             pass
         os.unlink(part)
     except OSError as error:
         raise ValueError(
-            f"a trace cannot be written to {name} ({error.strerror}): name a file in a folder that exists and may be written to"
+            f"a trace cannot be written to {name} ({error.strerror}): name a file in an existing "
+            "folder that you can write to"
         ) from error
 
 
 def _part_of(name: str) -> str:
-    """Return a file to which a trace is written before it is renamed; nobody can have put a link of
-    that name there.
+    """Return the name of the temporary file of a trace.
+
+    It is random, so that nobody can have put a link of that name there.
     """
     return f"{name}.{secrets.token_hex(8)}.part"
 
 
 def write_trace(trace: Json, path: str | os.PathLike[str]) -> None:
-    """Write a trace as JSON, compressed if the name ends in ".gz"; the file appears when it is
-    complete.
+    """Write a trace as JSON, compressed if the name ends in ".gz".
+
+    The file appears under its name only when it is complete.
+
+    Args:
+      trace: result of `build_trace`.
+      path: path of the file.
 
     Raises:
-      OSError: it cannot be written; an older file of that name stays.
+      OSError: the file cannot be written; an older file of that name is kept.
     """
     name = os.fspath(path)
     part = _part_of(name)

@@ -1,26 +1,28 @@
-"""The planned transfers of a step beside the actual ones: pure functions of moves and events.
+"""Compare the planned transfers of a step with the actual ones: pure functions of moves and events.
 
-An event is a transfer or a wait, a **use** the moment at which a step asks for a record or hands
-one over, and each use is one move of the plan. The plan knows an order and how early a read may
-start; this gives it seconds:
+An event is a transfer or a wait. A **use** is the moment at which a step asks for a record or hands
+one over; each use is one move of the plan. The plan only knows the order of moves and how early a
+read may start. This module assigns times to its moves:
 
-    wanted    when each use would have come if no device had ever waited for the disk
-    write     starts when it is wanted, and when the write before it has ended
-    read      starts when `host_offload.schedule.Window` lets it (see `_released`), and when the read before it has ended
+    wanted    when each use would have happened if no device had ever waited for the disk
+    write     starts when it is wanted and the previous write has ended
+    read      starts when `host_offload.schedule.Window` allows it (see `_released`) and the
+              previous read has ended
     seconds   bytes of all devices of this process / rate at which this run read or wrote
 
-so what is drawn is the best that this disk could have done with this plan. Where a read is still
-too late for its use, the disk is too slow for the step. Where it is not, the cause of each wait
-says what went differently.
+The result is the best that this disk could have done with this plan. If a planned read is still too
+late for its use, the disk is too slow for the step. If it is in time, the cause of each wait
+explains why the actual read was late.
 
-Every late record has one of four causes. The disk **rests** while no transfer is queued or under
-way.
+Every late record has one of four causes. The disk is **idle** while no transfer is queued or in
+flight.
 
-    asked too late         the disk rested for as long as this read was late, after the record had been written and before the
-                           read was queued: a larger distance would have hidden it
-    disk busy              the disk had no such rest: it is slower than the step
-    still being written    the record was wanted before its own write was over
-    earlier writes         a record to write had to wait for one of its kind to be on disk
+    asked too late         after the record was written and before its read was queued, the disk was
+                           idle for at least as long as the read was late: a larger prefetch
+                           distance would have hidden the wait
+    disk busy              the disk was not idle for that long: it is slower than the step
+    still being written    the record was wanted before its own write had ended
+    earlier writes         a write had to wait until an earlier write of its kind was on disk
 """
 
 import bisect
@@ -40,15 +42,15 @@ STILL_WRITTEN, EARLIER_WRITES = "still being written", "earlier writes"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A program that ran once.
+    """One run of a program.
 
     Attributes:
-      name: "step" and the like.
-      moves: that were planned.
-      start: when it began to read ahead, seconds of `time.perf_counter`.
-      end: when it ended; None if it has not ended, or failed.
-      events: the waits, and the transfers that ended since the run before.
-      num_events: their number; larger than `events` where the oldest were dropped.
+      name: name of the program, such as "step".
+      moves: planned moves, in order.
+      start: time when the run began to read ahead, in seconds of `time.perf_counter`.
+      end: time when the run ended; None if it has not ended, or failed.
+      events: waits of the run, and transfers that ended since the previous run.
+      num_events: number of events recorded; larger than len(events) if the oldest were dropped.
     """
 
     name: str
@@ -61,15 +63,15 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Use:
-    """A record that a step asked for, or handed over.
+    """A record that a step asked for or handed over.
 
     Attributes:
       run: index of the run.
-      turn: index among its moves; None if it was not planned.
+      turn: index of the move in the run; None if the move was not planned.
       move: the record, and whether it was read or written.
       rank: position of the device in the mesh.
-      number: of the transfer.
-      waits: the waits for it, at least one, in the order of time.
+      number: number of the transfer.
+      waits: waits for the transfer, at least one, in order of time.
     """
 
     run: int
@@ -81,17 +83,17 @@ class Use:
 
     @property
     def wanted(self) -> float:
-        """When the record was asked for, or an empty buffer for it; seconds of `time.perf_counter`."""
+        """Time when the record or an empty buffer was asked for, in `time.perf_counter` seconds."""
         return self.waits[0].start
 
     @property
     def until(self) -> float:
-        """When the step could go on."""
+        """Time when the step could continue, in seconds of `time.perf_counter`."""
         return self.waits[-1].end
 
     @property
     def waited(self) -> float:
-        """Seconds of waiting in between."""
+        """Seconds that the step waited, summed over `waits`."""
         return sum(wait.seconds for wait in self.waits)
 
 
@@ -101,13 +103,13 @@ class Planned:
 
     Attributes:
       run: index of the run.
-      turn: index among its moves.
-      move: what is done.
-      start: seconds of `time.perf_counter`.
-      seconds: how long.
-      num_bytes: of all devices of this process.
-      wanted: when the first device would ask for it, or the last hand it over, if no device ever
-        waited for the disk.
+      turn: index of the move in the run.
+      move: the record, and whether it is read or written.
+      start: ideal start, in seconds of `time.perf_counter`.
+      seconds: duration.
+      num_bytes: bytes moved, summed over this process's devices.
+      wanted: time when the first device would ask for the record, or the last one hand it over, if
+        no device ever waited for the disk.
     """
 
     run: int
@@ -121,13 +123,14 @@ class Planned:
 
 @dataclasses.dataclass(frozen=True)
 class Lateness:
-    """Why a use waited.
+    """How late a use was, and why.
 
     Attributes:
-      seconds: how long after it was wanted a record was there, or was taken to be written.
-      rested: seconds for which the disk rested while the record could have been read and was not
+      seconds: for a read, seconds from when the record was wanted until it was available; for a
+        write, seconds spent waiting for earlier writes of its kind.
+      rested: seconds for which the disk was idle while the record could have been read but was not
         asked for.
-      cause: one of the four, or "" if it was not late.
+      cause: one of the module's four causes, or "" if the use was not late.
     """
 
     seconds: float
@@ -136,9 +139,10 @@ class Lateness:
 
 
 class Intervals:
-    """The union of intervals of time."""
+    """A union of time intervals, in seconds."""
 
     def __init__(self, intervals: Iterable[tuple[float, float]]) -> None:
+        """Merge intervals (start, end), given in any order."""
         merged: list[list[float]] = []
         for start, end in sorted(intervals):
             if merged and start <= merged[-1][1]:
@@ -150,29 +154,29 @@ class Intervals:
 
     @property
     def seconds(self) -> float:
-        """The length of the union."""
+        """Total length of the union, in seconds."""
         return self._sums[-1]
 
     def covered(self, start: float, end: float) -> float:
-        """Return the length of the part of the union between two times."""
+        """Return the seconds of the union that lie between `start` and `end`."""
         return max(0.0, self._before(end) - self._before(start))
 
     def _before(self, time: float) -> float:
-        # All that began before `time`, less what the last of them has after it.
+        # All intervals that began before `time`, minus the part of the last one after `time`.
         i = bisect.bisect_right(self._starts, time)
         return self._sums[i] - (max(0.0, self._ends[i - 1] - time) if i else 0.0)
 
 
 def transfers_of(events: Iterable[Event]) -> dict[int, Event]:
-    """Return reads and writes by number."""
+    """Return the reads and writes among `events`, by transfer number."""
     return {event.number: event for event in events if event.name in ("read", "write")}
 
 
 def uses_of(runs: Sequence[Run]) -> list[Use]:
-    """Return the uses of records, in the order of time within a run.
+    """Return the uses of records, run by run, in order of time within each run.
 
-    The k-th use of a record is the k-th move of it; where the first events were dropped, both are
-    counted from the last.
+    A device's k-th use of a record is matched with the record's k-th planned move. If the oldest
+    events of a run were dropped, both are counted from the end.
     """
     return [use for index, run in enumerate(runs) for use in _uses_of_run(index, run)]
 
@@ -183,8 +187,7 @@ def _uses_of_run(index: int, run: Run) -> list[Use]:
         if event.name in ("read_wait", "write_wait"):
             waits.setdefault(event.number, []).append(event)
     groups = sorted(waits.values(), key=lambda group: group[0].start)
-    # The oldest events were dropped: uses and moves are paired from the end, where both are
-    # complete.
+    # If the oldest events were dropped, pair uses and moves from the end, where both are complete.
     backward = run.num_events > len(run.events)
     turns: dict[Move, list[int]] = {}
     for turn, move in enumerate(run.moves):
@@ -211,12 +214,13 @@ def _uses_of_run(index: int, run: Run) -> list[Use]:
 
 
 def written_before(transfers: Mapping[int, Event]) -> dict[int, float]:
-    """Return, by the number of each read, the end of the last write of its record that was queued
-    before it.
+    """Return, by number of each read, the end of the last write of its record queued before it.
+
+    Times are seconds of `time.perf_counter`; reads without such a write are left out.
     """
     last: dict[tuple[str, int, int], float] = {}
     ends = {}
-    # A write and a read that were queued at the same moment: the write comes first.
+    # If a write and a read were queued at the same moment, the write is first.
     for transfer in sorted(transfers.values(), key=lambda t: (t.queued, t.name == "read")):
         record = (transfer.kind, transfer.rank, transfer.layer)
         if transfer.name == "write":
@@ -227,22 +231,27 @@ def written_before(transfers: Mapping[int, Event]) -> dict[int, float]:
 
 
 class Causes:
-    """Why uses waited."""
+    """Finds out why uses waited."""
 
     def __init__(self, transfers: Mapping[int, Event], since: float) -> None:
-        """Use the reads and writes by number; `transfers` has all from the time `since` on."""
+        """Store the transfers.
+
+        Args:
+          transfers: all reads and writes from the time `since` on, by number.
+          since: time in seconds of `time.perf_counter`.
+        """
         self.transfers, self.since = transfers, since
         self.busy = Intervals((t.queued, t.end) for t in transfers.values())
         self._written = written_before(transfers)
-        self._ends: dict[tuple[str, int], list[float]] = {}  # of writes
+        self._ends: dict[tuple[str, int], list[float]] = {}  # ends of writes, by kind and rank
         for transfer in sorted(transfers.values(), key=lambda t: t.end):
             if transfer.name == "write":
                 self._ends.setdefault((transfer.kind, transfer.rank), []).append(transfer.end)
 
     def of(self, use: Use) -> Lateness:
-        """Return how late a record was, and why."""
+        """Return how late a use was, and why."""
         if use.move.writes:
-            # A wait counts where a write of this kind ended in it: that one made room.
+            # A wait counts only if a write of this kind ended during it and so made room.
             ends = self._ends.get((use.move.kind, use.rank), [])
             late = sum(
                 w.seconds
@@ -256,8 +265,8 @@ class Causes:
         late, written = read.end - use.wanted, self._written.get(use.number, self.since)
         if written > use.wanted:
             return Lateness(late, 0.0, STILL_WRITTEN)
-        # From the time the record could have been read to the time it was asked for, less what the
-        # disk did meanwhile.
+        # From when the record could have been read until its read was queued, minus the time in
+        # which the disk was busy.
         rested = max(0.0, read.queued - written - self.busy.covered(written, read.queued))
         return Lateness(late, rested, ASKED_TOO_LATE if rested >= late else DISK_BUSY)
 
@@ -265,13 +274,13 @@ class Causes:
 def plan(
     runs: Sequence[Run], uses: Sequence[Use], transfers: Mapping[int, Event], distance: int
 ) -> list[Planned]:
-    """Return every move of the runs at its ideal time: see the module's docstring.
+    """Return every move of the runs at its ideal time, as the module's docstring defines it.
 
     Args:
-      runs: in the order of time.
-      uses: of all of them.
-      transfers: reads and writes by number.
-      distance: records of a kind that are read ahead.
+      runs: runs, in order of time.
+      uses: uses of all runs, from `uses_of`.
+      transfers: reads and writes, by number.
+      distance: prefetch distance, in records of a kind.
     """
     wanted = _wanted(runs, uses)
     num_bytes, seconds = _costs(runs, uses, transfers)
@@ -292,19 +301,19 @@ def plan(
         return start + seconds[key]
 
     every = [(run, turn) for run in range(len(runs)) for turn in range(len(runs[run].moves))]
-    # `free` is when the disk has done what was placed so far.
+    # `free` is the time when the disk has finished all moves placed so far.
     free, ends = -np.inf, {}
-    # Writes first: a read of the same record may start when its write has ended.
+    # Writes first, because a read of the same record may start only when its write has ended.
     for run, turn in every:
         if runs[run].moves[turn].writes:
             free = ends[run, turn] = place(run, turn, max(free, wanted[run][turn]))
     waiting = [(t, key) for key, t in _released(runs, wanted, ends, distance).items()]
     heapq.heapify(waiting)
-    # Reads have a queue of their own: each direction runs at its own rate, beside the other.
+    # Reads have a queue of their own: each direction runs at its own rate, in parallel.
     free, ready = -np.inf, []
-    # One queue for the disk: of the reads that may start, the earliest move goes first.
+    # Among the reads that may start, the disk serves the earliest move first.
     while waiting or ready:
-        # All that may start by now; where there is none, time goes on to the next.
+        # Collect the reads that may start by now; if there is none, advance time to the next one.
         while waiting and (waiting[0][0] <= free or not ready):
             released, key = heapq.heappop(waiting)
             free = max(free, released)
@@ -315,9 +324,9 @@ def plan(
 
 
 def _wanted(runs: Sequence[Run], uses: Sequence[Use]) -> list[list[float]]:
-    """Return when each move of each run would be wanted if no device ever waited.
+    """Return when each move of each run would be wanted if no device ever waited for the disk.
 
-    A move without a use has the time of the move before it.
+    A move without a use gets the time of the move before it.
     """
     times: list[list[list[float]]] = [[[] for _ in run.moves] for run in runs]
     stalls = [
@@ -326,15 +335,15 @@ def _wanted(runs: Sequence[Run], uses: Sequence[Use]) -> list[list[float]]:
     ]
     for use in uses:
         if use.turn is not None:
-            # Less all the time that the run had stalled by then, on any device.
+            # Subtract all the time that the run had stalled by then, on any device.
             at = use.until if use.move.writes else use.wanted
             times[use.run][use.turn].append(at - stalls[use.run].covered(runs[use.run].start, at))
     wanted = []
     for run, of_run in zip(runs, times, strict=True):
         row, last = [], run.start
         for move, moments in zip(run.moves, of_run, strict=True):
-            # A read is wanted by the first device that asks, a write when the last one has handed
-            # over.
+            # A read is wanted when the first device asks for it, a write when the last device has
+            # handed its record over.
             last = (max(moments) if move.writes else min(moments)) if moments else last
             row.append(last)
         wanted.append(row)
@@ -344,8 +353,9 @@ def _wanted(runs: Sequence[Run], uses: Sequence[Use]) -> list[list[float]]:
 def _costs(
     runs: Sequence[Run], uses: Sequence[Use], transfers: Mapping[int, Event]
 ) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], float]]:
-    """Return bytes and seconds of each move by (run, turn), at the rate of its run and direction,
-    or of all runs.
+    """Return bytes and seconds of each move, by (run, turn).
+
+    Seconds use the rate of the move's run and direction, or if that is unknown, of all runs.
     """
     by_name: dict[str, list[Event]] = {"read": [], "write": []}
     of_run: dict[tuple[int, str], list[Event]] = {}
@@ -365,7 +375,7 @@ def _costs(
     for index, run in enumerate(runs):
         for turn, move in enumerate(run.moves):
             bytes_of_rank, name = sizes.get((index, turn), {}), "write" if move.writes else "read"
-            # Of a device whose transfer is missing: the size that others of the kind have.
+            # If a device's transfer is missing, use the size of other records of the kind.
             size = sum(bytes_of_rank.get(rank, usual.get(move.kind, 0)) for rank in ranks)
             rate = rates.get((index, name)) or overall[name]
             num_bytes[index, turn], seconds[index, turn] = size, size / rate if rate else 0.0
@@ -373,7 +383,7 @@ def _costs(
 
 
 def _rate(transfers: Sequence[Event]) -> float:
-    """Return bytes a second while any transfer was in progress; 0 where unknown."""
+    """Return bytes per second while any transfer was in flight; 0 if unknown."""
     seconds = Intervals((t.start, t.end) for t in transfers).seconds
     return sum(t.num_bytes for t in transfers) / seconds if seconds else 0.0
 
@@ -384,24 +394,23 @@ def _released(
     written: Mapping[tuple[int, int], float],
     distance: int,
 ) -> dict[tuple[int, int], float]:
-    """Return when the plan lets each read start, by (run, turn).
+    """Return when the plan allows each read to start, by (run, turn).
 
-    That is when the `distance`-th read of its kind before it has been asked for, the one before of
-    its own record likewise, and its record written; within the window's horizon; and if the run
-    before had other moves, when its run begins.
+    A read may start when all of these hold: the `distance`-th read of its kind before it has been
+    asked for; the previous read of its own record has been asked for; its record has been written;
+    it is within the window's horizon. If the previous run had different moves, a read does not
+    start before its own run begins.
     """
     released: dict[tuple[int, int], float] = {}
-    last_write: dict[tuple[str, int], float] = {}  # of each record so far: its end
+    last_write: dict[tuple[str, int], float] = {}  # end of each record's last write so far
     for index, run in enumerate(runs):
         n, horizon = len(run.moves), horizon_of(run.moves, distance)
-        # Between two runs of the same moves the reads of the second start in the first.
+        # If two consecutive runs have the same moves, the second one's reads start in the first.
         first = index - 1 if index and runs[index - 1].moves == run.moves else index
         begin = runs[first].start
 
         def at(turn: int, index: int = index, n: int = n) -> tuple[int, int]:
-            """Return (run, turn) of one counted from this run's first, which may be of the run
-            before.
-            """
+            """Return (run, turn) of a turn of this run; a negative one is of the run before."""
             return (index, turn) if turn >= 0 else (index - 1, turn + n)
 
         lowest = -n if first < index else 0
@@ -415,8 +424,9 @@ def _released(
                     last_write[record] = written[index, turn]
                 continue
             if turn >= 0:
-                # It waits for the move that is a horizon before it, the read whose buffer it takes,
-                # its own use if nothing is read ahead, and the read before it of its own record.
+                # A read waits for the move one horizon before it, for the read whose buffer it
+                # takes, for its own use if nothing is read ahead, and for the previous read of its
+                # record.
                 bounds = [turn - horizon] if turn - horizon >= lowest else []
                 bounds += [before[-distance]] if 0 < distance <= len(before) else []
                 bounds += [turn] if not distance else []

@@ -1,9 +1,8 @@
-"""Record the transfers of a program, run by run, while it is traced, and write them to a file when
-the trace ends.
+"""Record a program's transfers, run by run, and write them to a file when a trace ends.
 
 Outside of a trace only the last run is kept, because the first records of a traced run were read
-ahead in it. In a trace all runs are kept, up to MOST_EVENTS transfers and waits. Of a longer trace
-only the last runs are kept, which the file's "otherData" and the log report.
+ahead in it. During a trace all runs are kept, up to MOST_EVENTS transfers and waits. A longer trace
+keeps only its last runs; the file's "otherData" and the log report how many were dropped.
 """
 
 import contextlib
@@ -24,31 +23,40 @@ logger = logging.getLogger("zerojax")
 
 
 class Recorder:
-    """The runs of one program's engine.
+    """Records the runs of one program's engine.
 
     Attributes:
-      distance: records of a kind that are read ahead.
+      distance: prefetch distance, in records of a kind.
     """
 
     def __init__(self, distance: int) -> None:
+        """Start without runs."""
         self.distance = distance
-        self._open: Run | None = None  # the run that has begun and is not done
-        self._last: Run | None = None  # the one before those traced; outside of a trace the last
+        self._open: Run | None = None  # the run in progress
+        self._last: Run | None = None  # the run before the traced ones; outside a trace, the last
         self._traced: list[Run] | None = None
         self._dropped = 0
 
     def begin(self, name: str, moves: Sequence[Move], engine: Engine) -> None:
         """Start a run.
 
-        If the run before it failed, its transfers are taken out of the statistics of the engine
-        first.
+        If the previous run failed, its transfers are first removed from the engine's statistics.
+
+        Args:
+          name: name of the program.
+          moves: planned moves, in order.
+          engine: engine that moves the records.
         """
         if self._open is not None:
             self._close(engine.take_stats(), None)
         self._open = Run(name=name, moves=tuple(moves), start=time.perf_counter())
 
     def finish(self, stats: Stats) -> None:
-        """End the run, with the statistics of its transfers."""
+        """End the run.
+
+        Args:
+          stats: statistics of the run's transfers.
+        """
         if self._open is not None:
             self._close(stats, time.perf_counter())
 
@@ -76,20 +84,20 @@ class Recorder:
         metadata: Mapping[str, Any],
         predicted: Sequence[Span] = (),
     ) -> Iterator[None]:
-        """Write the runs of the context to a file when it ends, also by an error, which no error of
-        writing replaces.
+        """Return a context that writes the runs inside it to a file when it ends.
+
+        The file is also written if the context ends by an error. A failure to write it then is
+        logged and does not replace that error.
 
         Args:
-          path: of the file.
-          engine: returns the engine, or None if it was closed.
-          metadata: goes into the file.
-          predicted: what the lanes of a step were predicted to do; drawn from the begin of each
-            step.
+          path: path of the trace file.
+          engine: function that returns the engine, or None if it was closed.
+          metadata: entries of the file's "otherData".
+          predicted: predicted operations of a step, drawn from the start of each step.
 
         Raises:
-          ValueError: the program is in another trace.
-          OSError: the file could not be written when the context ended without an error; after one
-            it is logged.
+          ValueError: the program is already being traced.
+          OSError: the context ended without an error, and the file could not be written.
         """
         if self._traced is not None:
             raise ValueError("this program is traced already: end that trace first")
@@ -99,9 +107,8 @@ class Recorder:
             yield
             has_failed = False
         finally:
-            if (
-                os.getpid() == process
-            ):  # a forked child has no threads to wait for, and the file is its parent's
+            # A forked child has no threads to wait for, and the file belongs to its parent.
+            if os.getpid() == process:
                 self._end_trace(path, engine, metadata, has_failed, predicted)
 
     def _end_trace(
@@ -115,13 +122,12 @@ class Recorder:
         runs, self._traced = self._traced, None
         assert runs is not None
         after = []
-        # The last writes of the last run may still be under way: wait for them, so that they are
-        # drawn.
+        # The last writes of the last run may still be in flight: wait, so that they are drawn.
         if (live := engine()) is not None:
             with contextlib.suppress(SwapError):  # the program's next run raises it
                 live.flush()
             after = live.recent_events()
-        if self._open is not None:  # it failed
+        if self._open is not None:  # the last run failed
             runs, after = (
                 [*runs, dataclasses.replace(self._open, events=after, num_events=len(after))],
                 [],

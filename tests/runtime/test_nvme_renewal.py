@@ -128,7 +128,7 @@ def test_a_folder_of_somebody_elses_files_is_not_emptied(tmp_path):
     (tmp_path / "zerojax-swap-0").mkdir()
     kept = pathlib.Path(tmp_path / "zerojax-swap-0" / "thesis.tex")
     kept.write_text("so far")
-    with pytest.raises(SwapError, match="holds files, and no lock"):
+    with pytest.raises(SwapError, match="holds files, but no lock"):
         build(tmp_path, **ALL)
     assert kept.read_text() == "so far"
     assert kept.read_text() == "so far"

@@ -362,7 +362,7 @@ def append(path):
 
 
 FAULTS = {
-    "flipped bit": (flip_a_bit, "bit flipped or overwritten by something else", None),
+    "flipped bit": (flip_a_bit, "a bit flipped, or another program overwrote it", None),
     "truncated": (lambda path: os.truncate(path, 10_000), "changed its size", None),
     "emptied": (lambda path: os.truncate(path, 0), "changed its size", None),
     "longer": (append, "changed its size", None),
