@@ -7,9 +7,9 @@ makes and writes a layer's parameters, masters and optimizer state:
     for each layer l:   w = init_block(key[l])
                         params[l], masters[l], opt_state[l] = cast(w), w, tx.init(w)
 
-Host stacks are allocated empty outside that program and donated to it: XLA would first make memory
-that a program allocates on the device. Both ways use the same keys in the same order, and give the
-same numbers.
+Host stacks are allocated empty outside that program and donated to it. If the program itself
+allocated them, XLA would make them on the device first. Both ways use the same keys in the same
+order, and give the same numbers.
 """
 
 import functools

@@ -129,7 +129,7 @@ class ParamReader:
         )
 
     def _leaf(self, state: TrainState, index: Any, ema: bool) -> jax.Array:
-        """Return an unstacked parameter, given its index or the indices of the arrays that encode it."""
+        """Return an unstacked parameter, given its index, or the indices of arrays to decode."""
         if not is_encoded(index):
             return self._end(state, index, ema)
         arrays = [self._end(state, i, ema) for i in jax.tree.leaves(index)]
