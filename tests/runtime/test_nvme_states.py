@@ -27,7 +27,9 @@ from zerojax.state.train_state import as_arguments, as_leaves, is_stored
 pytestmark = pytest.mark.xdist_group("nvme_states")  # tests share programs, so they share a process
 
 BATCH = toys.batches(1)[0]
-OTHER = "is not the one on disk .*overwritten by a later init or step, or belongs to another program"
+OTHER = (
+    "is not the one on disk .*overwritten by a later init or step, or belongs to another program"
+)
 
 
 @pytest.fixture(scope="module")

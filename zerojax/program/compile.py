@@ -76,8 +76,8 @@ class LoweredStep:
 
         Args:
           options: XLA options by name, as in XLA_FLAGS without the dashes; they take precedence
-            over the program's own. None: only the program's own options. Other
-            programs, such as `eval`, do not get them.
+            over the program's own. None: only the program's own. Other programs, such as `eval`, do
+            not get them.
 
         Raises:
           ValueError: this version of XLA does not know an option or its value.

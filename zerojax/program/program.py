@@ -281,8 +281,8 @@ class Program:
 
         Raises:
           ValueError: the model refuses the batch, or it does not divide.
-          NotImplementedError: the mesh is of CPUs, whose programs do not distinguish host memory
-            from device memory.
+          NotImplementedError: the mesh consists of CPUs, whose programs do not distinguish host
+            memory from device memory.
         """
         platform = self.mesh.devices.flat[0].platform
         if platform not in ("gpu", "cuda"):
@@ -354,9 +354,9 @@ class Program:
         Raises:
           ValueError: the key is no random key, or another process has a different key or makes
             different parameters from it.
-          RuntimeError: host memory is too small for the state there, or this device and jaxlib read
-            wrong records of it; or another process left.
-          SwapError: the disk is too small for the state there, or cannot be written to.
+          RuntimeError: host memory is too small for the arrays stored there, or this device and
+            jaxlib read wrong records of it; or another process left.
+          SwapError: the disk is too small for the records stored there, or cannot be written to.
         """
         if not isinstance(key, jax.Array):
             raise ValueError(f"init takes a random key, such as jax.random.key(0), got {key!r}")
@@ -432,7 +432,7 @@ class Program:
         Raises:
           ValueError: the state was already donated, the batch does not divide or the model refuses
             it, the loss is not a scalar, or another process has a batch of other shapes or another
-            loss. Nothing has run then.
+            loss. It is raised before anything runs.
           RuntimeError: another process left before this step, or an update on the host failed.
           SwapError: a record on disk could not be moved; the state is lost.
         """
@@ -443,8 +443,8 @@ class Program:
     ) -> tuple[TrainState, Metrics]:
         """Run one train step.
 
-        If `addresses_of` is given, it reads the addresses of the arrays in host memory before and
-        after the step.
+        If given, `addresses_of` reads the addresses of the arrays in host memory before and after
+        the step.
         """
         check_is_there(state)
         is_first = self._note("step", batch)

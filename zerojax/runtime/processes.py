@@ -68,8 +68,8 @@ class AllProcesses:
         Raises:
           BaseException: the exception that `work` raised here, unless it is a lesser error than
             another process's.
-          SwapError: `work` raised in another process, which is named; or a type given as `error` or
-            `lesser`.
+          SwapError: `work` raised in another process, which is named. The type is `error` or
+            `lesser` if they were given.
         """
         if self._is_alone:
             work()
