@@ -96,7 +96,7 @@ class Program:
       check_state: function that returns a state that this program can take, with numbers as arrays;
         raises ValueError for any other state.
       warnings: logs why steps were skipped, once their metrics are known.
-      calls: compares this program's calls with those of the other processes; None if there is only
+      calls: compares this program's calls with the other processes' calls; None if there is only
         one process.
     """
 

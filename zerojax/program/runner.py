@@ -37,7 +37,7 @@ class Runner:
     """
 
     def __init__(self, swap: SwapSession | None, host: HostUpdate | None) -> None:
-        """Run programs with this disk session and host update, either of which may be None."""
+        """Run programs with this disk session and host update; either may be None."""
         self.swap, self.host = swap, host
         self._lock = threading.RLock()
         self._process = os.getpid()

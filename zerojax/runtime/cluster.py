@@ -191,7 +191,7 @@ class _Launched:
 
         Args:
           source: the launcher.
-          env: variables of the launcher; messages name those that are set.
+          env: variables of the launcher; messages name the set variables.
           count: number of processes.
           process: number of this process.
           address: address of process 0, with or without a port.
@@ -356,7 +356,7 @@ def _repeated(part: str) -> Iterator[int]:
 def _devices(
     env: Mapping[str, str], on_node: int | None, local: int | None
 ) -> tuple[int, ...] | None:
-    """Return the devices of a process, as numbers among those that it sees; None for all.
+    """Return the devices of a process, as numbers among its visible devices; None for all.
 
     Args:
       env: environment with CUDA_VISIBLE_DEVICES.

@@ -277,7 +277,7 @@ class SwapSession:
         The last state stays as it is.
         """
         assert self._folder is not None
-        # In this case the last state is already lost, and all files are made again.
+        # In this case the last state is already lost, and all files will be new.
         if self.engine.failed or not os.path.isdir(self._folder.path):
             return
         self._give_room_back()  # room from an interrupted attempt
@@ -315,7 +315,7 @@ class SwapSession:
     def _make_files(
         self, kinds: Sequence[DiskRecords], files: Mapping[RecordKey, RecordFile] | None = None
     ) -> None:
-        """Make files and buffers for kinds that have none, or have those of another batch.
+        """Make files and buffers for kinds that have none, or were made for another batch.
 
         Records in `files` need no room.
         """
@@ -327,7 +327,7 @@ class SwapSession:
         ]
         if not missing:  # true except in a shape's first step; skips asking for available memory
             return
-        # Remove the files of another batch, or those that a failed attempt left.
+        # Remove files that were made for another batch or left by a failed attempt.
         for kind in (records.kind for records in missing):
             self._files_of.pop(kind, None)
             if kind in self.engine.kinds():
