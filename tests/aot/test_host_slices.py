@@ -259,7 +259,7 @@ def test_a_loop_without_a_trip_count_is_refused_or_told():
 
     text = compile_text(once)
     for count in (hlo.host_slices, hlo.host_link_bytes):
-        with pytest.raises(ValueError, match="trip count is not known: give unknown_trips"):
+        with pytest.raises(ValueError, match="trip count is unknown: give unknown_trips"):
             count(text)
     assert hlo.host_link_bytes(text, unknown_trips=3) == {"to_device": 3 * RECORD, "to_host": 0}
     assert [s.index for s in hlo.host_slices(text, unknown_trips=1)] == ["array"]

@@ -174,7 +174,7 @@ def test_simulate_says_what_it_cannot_read(tmp_path, capsys):
         ([str(binary)], f"{binary} is no text"),
         ([str(tmp_path)], "holds no program that XLA dumped for a GPU"),
         ([str(tmp_path / "none")], "No such file"),
-        ([str(path), "--link", "0"], "link = 0.0: it is a rate, above 0 a second"),
+        ([str(path), "--link", "0"], "link = 0.0: it must be a rate, above 0 a second"),
     ):
         with pytest.raises(SystemExit) as caught:
             cli.main(["simulate", *arguments])

@@ -135,7 +135,7 @@ def test_groups_count_partitions_replicas_or_devices():
 def test_groups_that_are_not_understood_are_refused():
     with pytest.raises(
         ValueError,
-        match=r"r: its device groups are in a notation that is not known: replica_groups=<0,1>",
+        match=r"r: its device groups are in an unknown notation: replica_groups=<0,1>",
     ):
         axes("replica_groups=<0,1>")
     with pytest.raises(ValueError, match=r"r: groups of different sizes"):

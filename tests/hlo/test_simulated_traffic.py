@@ -139,7 +139,7 @@ def test_what_callbacks_move_is_not_counted_and_that_is_said():
     call = '  %cb = f32[8]{0} custom-call(%head), custom_call_target="xla_buffer_python_gpu_callback"\n'
     found = hlo.host_traffic(TEXT.replace("  %in = ", f"{call}  %in = "))
     assert found.has_callbacks
-    assert "besides what the program's callbacks move, which it does not say" in str(found)
+    assert "plus the bytes that callbacks move, which the program does not state" in str(found)
     assert found.moves == hlo.host_traffic(TEXT).moves
 
 
@@ -205,7 +205,7 @@ def test_a_prediction_says_who_makes_the_copies_in_graphs(tmp_path):
             == seconds[who]
         )
     told = str(hlo.simulate(TEXT, rates=rates, thunks=thunks, graphs="kernels"))
-    assert "of the copies 0.00 GB are nodes of CUDA graphs, assumed to be made by the cores" in told
+    assert "0.00 GB of the copies are nodes of CUDA graphs, assumed to be made by the cores" in told
     assert not hlo.simulate(TEXT, rates=rates).graphs
     with pytest.raises(ValueError, match="graphs='engines': choose from in_turn, copies, kernels"):
         hlo.simulate(TEXT, graphs="engines")
@@ -230,7 +230,7 @@ def test_nodes_of_a_graph_run_one_after_another(tmp_path):
 
 def test_thunks_of_another_program_are_refused(tmp_path):
     thunks = hlo.read_thunks(dump(tmp_path))
-    with pytest.raises(ValueError, match="no thunk of the dump is that of 'fetch'"):
+    with pytest.raises(ValueError, match="the dump has no thunk for 'fetch'"):
         hlo.host_traffic(TEXT.replace("%get ", "%fetch ").replace("%get)", "%fetch)"), thunks)
 
 

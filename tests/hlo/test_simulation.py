@@ -461,7 +461,7 @@ def test_a_simulation_says_that_it_is_predicted_and_what_it_assumes():
     ("arguments", "message"),
     [
         ({"rates": "h300"}, "rates 'h300' are unknown: choose from h200"),
-        ({"kernels": "both"}, "kernels='both': 'exclusive' or 'beside'"),
+        ({"kernels": "both"}, "kernels='both': choose from exclusive, beside"),
         ({"callbacks": "host"}, "callbacks='host': choose from plain, update"),
         ({"streams": "4"}, "streams='4': choose from turns, direction, each"),
     ],
@@ -472,7 +472,7 @@ def test_arguments_that_name_nothing_are_refused(arguments, message):
 
 
 def test_programs_that_cannot_be_walked_are_refused():
-    with pytest.raises(ValueError, match="not scheduled: give the text of a compiled one"):
+    with pytest.raises(ValueError, match="not scheduled: give the text of a compiled program"):
         hlo.simulate(module(product("d")).replace(", is_scheduled=true", ""))
     with pytest.raises(ValueError, match="no ENTRY, or was cut before it"):
         hlo.simulate(module(product("d")).partition("ENTRY")[0])
@@ -484,7 +484,7 @@ def test_programs_that_cannot_be_walked_are_refused():
         hlo.simulate(module(product("d")), thunks="dump")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="g is a collective: a program of one device is simulated"):
         hlo.simulate(module(f"  %g = {A} all-reduce(%x), to_apply=%condition"))
-    with pytest.raises(ValueError, match="link = 0: it is a rate, above 0 a second"):
+    with pytest.raises(ValueError, match="link = 0: it must be a rate, above 0 a second"):
         hlo.Rates(link=0)
-    with pytest.raises(ValueError, match="sync_seconds = -1: it is a duration"):
+    with pytest.raises(ValueError, match="sync_seconds = -1: it must be a duration"):
         hlo.Rates(sync_seconds=-1)

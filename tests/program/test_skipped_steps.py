@@ -163,7 +163,7 @@ def test_a_fault_of_a_users_own_loss_skips_the_step(weighted, precision, caplog)
     assert program.eval(state, {"x": np.ones((4, 8), np.float32)}).shape == ()
     program.warnings.look(waits=True)
     assert [record.getMessage() for record in caplog.records] == [
-        "a step was skipped, and its state is as it was: its batch has fault/negative = 32"
+        "a step was skipped, and its state is unchanged: its batch has fault/negative = 32"
     ]
 
 

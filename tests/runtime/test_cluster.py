@@ -168,7 +168,7 @@ def test_a_process_that_is_alone_joins_nothing(monkeypatch, env):
         (without(OMPI, "OMPI_COMM_WORLD_RANK"), "but not OMPI_COMM_WORLD_RANK"),
         (
             {"PMI_SIZE": "2", "PMI_RANK": "1"},
-            "but not JAX_COORDINATOR_ADDRESS: MPICH does not tell",
+            "but not JAX_COORDINATOR_ADDRESS: MPICH does not give",
         ),
         (
             without(POD, "JAX_NUM_PROCESSES"),

@@ -27,7 +27,9 @@ from zerojax.state.train_state import as_arguments, as_leaves, is_stored
 pytestmark = pytest.mark.xdist_group("nvme_states")  # tests share programs, so they share a process
 
 BATCH = toys.batches(1)[0]
-OTHER = "is not the one on disk .*overwritten by a later init or step, or is of another program"
+OTHER = (
+    "is not the one on disk .*overwritten by a later init or step, or belongs to another program"
+)
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +229,7 @@ def test_a_step_that_an_exception_left_ends_before_anything_else(programs, call,
     left = len(calls)
     match call:
         case "eval":
-            with pytest.raises(ValueError, match="none, since a step was left in the middle"):
+            with pytest.raises(ValueError, match="none, since a step was interrupted"):
                 program.eval(old, BATCH)
         case "close":
             program.close()

@@ -35,7 +35,7 @@ def lose(session):
     leaf = leaf_of(session)
     session.begin(leaf, ())
     leaf.token.delete()
-    with pytest.raises(ValueError, match="none, since a step was left in the middle"):
+    with pytest.raises(ValueError, match="none, since a step was interrupted"):
         session.begin(OnDisk(jnp.ones(1, jnp.int32), SHAPE.shape, SHAPE.dtype), ())
 
 

@@ -1,5 +1,6 @@
-"""Facts of compiled programs, read from their HLO: collectives, copies between host and device,
-overlap; and predictions.
+"""Facts read from a compiled program's HLO, and predictions made from it.
+
+The facts are collectives, host copies and what overlaps them.
 """
 
 from zerojax.hlo.callbacks import CALLBACKS as CALLBACKS

@@ -1,33 +1,36 @@
-"""What this package's callbacks to the host do today, as work on a timeline.
+"""What this package's callbacks to the host do, as work on a simulated timeline.
 
-XLA calls them on the thread that enqueues the program's operations, so nothing is enqueued until
-one returns. By mode:
+XLA calls them on the thread that enqueues the program's operations, so nothing is enqueued until a
+callback returns. The modes are:
 
-    "update"       gradients down, the host's update in a worker, new parameters up (`update_on="host"`)
-    "delayed"      the worker updates with the last step's gradients from the first callback on; gradients down, and of each
-                   layer in backward, when it is updated, parameters up (`delayed_update`)
-    "nvme"         a record up from a buffer that the disk has filled, or one down into a buffer that goes to the disk; with
-                   a copy to or from a slot on the device each time
-    "nvme_update"  parameters as in "nvme"; gradients as in "update", with the optimizer's state from and to the disk
-    "plain"        Python's time alone
+    "update"       gradients go down, a worker runs the host update, new parameters go up
+                   (`update_on="host"`)
+    "delayed"      from the first callback on, the worker updates with the last step's gradients;
+                   gradients go down; in backward, each layer's parameters go up when the layer is
+                   updated (`delayed_update`)
+    "nvme"         a record goes up from a buffer that the disk has filled, or down into a buffer
+                   that is written to disk; each has a copy to or from a slot on the device
+    "nvme_update"  parameters as in "nvme"; gradients as in "update", with the optimizer state read
+                   from disk and written back
+    "plain"        only Python's time
 
-The callbacks of an update do not wait for the device. In a loop they copy a layer's gradients to a
-slot, from where they go down beside the program; the worker's kernels follow; the new parameters go
-up to a slot, from where a callback `LAG` layers later copies them, which waits for that layer's
-kernels. Outside of loops gradients and parameters are copied in the program's stream, array by
-array. A delayed update's gradients go down likewise. Its parameters go up to one slot when their
-callback has waited for the layer's kernels and the slot is empty, and from there behind the
-products of their tick. Those that rest in host memory do not go up, and the last callback waits for
-them. The callbacks of the nvme tier wait for the disk and for buffers, and not for the device. Of
-other callbacks it is assumed that they wait until the device has done all that was enqueued, as one
-that reads an index from device memory.
+An update's callbacks do not wait for the device. In a loop, they copy a layer's gradients to a
+slot, and the gradients go down from there while the program continues. The worker's kernels follow,
+and the new parameters go up to a slot. A callback `LAG` layers later waits for that layer's kernels
+and copies the parameters out of the slot. Outside loops, gradients and parameters are copied in the
+program's stream, array by array. A delayed update's gradients go down in the same way. Its
+parameters go up to one slot once their callback has waited for the layer's kernels and the slot is
+empty, and from there behind the products of their tick. Parameters that are stored in host memory
+do not go up; the last callback waits for them. Callbacks of the nvme tier wait for the disk and for
+buffers, but not for the device. Any other callback is assumed to wait until the device has done all
+enqueued work, like one that reads an index from device memory.
 
-The disk reads a record one use ahead, into two buffers in turn. The callback waits until it is
-read. It goes up to its kind's slot as soon as it is read and the program has taken the one before
-from there, and its buffer is then free; the program waits until it is there. A record down leaves
-its slot beside what comes next, and two buffers are written from. Records whose arrays have the
-same bytes count as one kind. The host's update moves 28 bytes a parameter: master and two moments
-in float32 read and written, a gradient and a parameter in 16 bits.
+The disk reads each record one use ahead, alternating between two buffers. The callback waits for
+the read. The record then goes up to its kind's slot as soon as the program has copied the previous
+record out of the slot, which frees the buffer; the program waits for this copy. A record on its way
+down leaves its slot while the program continues, and is written from one of two buffers. Records
+whose arrays have the same bytes count as one kind. The host update moves 28 bytes per parameter:
+master and two moments in float32 read and written, and a gradient and a parameter in 16 bits.
 """
 
 import collections
@@ -40,59 +43,60 @@ HOST, MAIN, CORES, UP, DOWN = "host thread", "main stream", "compute", "link up"
 DISK, HOST_KERNEL, WORKER = "disk", "host kernel", "worker"
 WAIT = "host waits for the device"
 LEAST_BYTES = 1 << 16
-"""Smaller arrays are indices and flags, which a callback does not move."""
+"""Least bytes of an array that a callback moves; smaller arrays are indices and flags."""
 
-_UPDATED = 28  # bytes a parameter
-_STATES = 12  # bytes a parameter of master and moments on the disk
-_ITEM = 2  # bytes of a gradient
-_READ_INTO = _WRITTEN_FROM = 2  # buffers
+_UPDATED = 28  # bytes per parameter
+_STATES = 12  # bytes per parameter: master and moments on the disk
+_ITEM = 2  # bytes per gradient element
+_READ_INTO = _WRITTEN_FROM = 2  # number of buffers
 
 
 class Callbacks:
-    """Puts callbacks on a timeline, as they come in the program.
+    """Put callbacks on a timeline, in the order in which they occur in the program.
 
     Attributes:
-      count: callbacks so far.
-      bytes_up: that they moved to the device.
-      bytes_down: that they moved to the host.
+      count: number of callbacks so far.
+      bytes_up: bytes that callbacks moved to the device.
+      bytes_down: bytes that callbacks moved to the host.
     """
 
     def __init__(self, mode: str, rates: Rates, timeline: Timeline) -> None:
+        """Start without callbacks.
+
+        Args:
+          mode: what the callbacks do, one of `CALLBACKS`.
+          rates: rates of the machine.
+          timeline: timeline that the work is added to.
+        """
         from host_offload.host_update import LAG  # imports JAX, which nothing else here needs
 
         self._lag = LAG
         self.mode, self.rates, self.timeline = mode, rates, timeline
         self.count = self.bytes_up = self.bytes_down = 0
-        self._read_after: dict[
-            tuple[int, ...], int
-        ] = {}  # by the record's arrays: the call after which it is read ahead
-        self._up_slot: dict[
-            tuple[int, ...], int
-        ] = {}  # by the same: the program's last copy out of the slot
-        self._ups: dict[
-            tuple[int, ...], collections.deque[int]
-        ] = {}  # by the same: the last copies up, which free buffers
-        self._down_slot: dict[
-            int, int
-        ] = {}  # by the record's bytes: the last copy down from the slot
+        # by the record's arrays: the call after which the record is read ahead
+        self._read_after: dict[tuple[int, ...], int] = {}
+        # by the record's arrays: the program's last copy out of the slot
+        self._up_slot: dict[tuple[int, ...], int] = {}
+        # by the record's arrays: the last copies up, which free buffers
+        self._ups: dict[tuple[int, ...], collections.deque[int]] = {}
+        # by the record's bytes: the last copy down from the slot
+        self._down_slot: dict[int, int] = {}
         self._writes: list[int] = []
-        self._handed: int | None = (
-            None  # the last call that handed over gradients, or began an update
-        )
+        # the last call that handed over gradients or began an update
+        self._handed: int | None = None
         self._made = 0  # bytes of parameters that a delayed update has made
-        self._down: dict[
-            tuple[int, ...], int
-        ] = {}  # by the arrays of a layer: the last copy of its gradients to the host
-        # By the new parameters of a layer, or of one array: the kernel, and the copy up to a slot
-        # where it has one.
+        # by a layer's arrays: the last copy of its gradients to the host
+        self._down: dict[tuple[int, ...], int] = {}
+        # By the new parameters of a layer, or of a single array: the kernel, and the copy up to a
+        # slot if there is one.
         self._updates: dict[tuple[int, ...], collections.deque[tuple[int, int | None]]] = {}
 
     def call(self, given: list[int], made: list[int], in_loop: bool = True) -> None:
         """Add one callback.
 
         Args:
-          given: bytes of each array that it gets from the program.
-          made: bytes of each array that it gives to it.
+          given: bytes of each array that the callback gets from the program.
+          made: bytes of each array that the callback returns to the program.
           in_loop: whether a loop of the program calls it.
         """
         given, made = [n for n in given if n >= LEAST_BYTES], [n for n in made if n >= LEAST_BYTES]
@@ -126,7 +130,7 @@ class Callbacks:
             self.timeline.add(HOST, after=[task])
 
     def _copy(self, way: str, num_bytes: int, after: list[int | None], lane: str = "") -> int:
-        """Add a copy by a copy engine."""
+        """Add a copy by a copy engine, and return its task number."""
         if way == UP:
             self.bytes_up += num_bytes
         else:
@@ -136,13 +140,10 @@ class Callbacks:
         )
 
     def _kernel(self, num_bytes: int, arrived: int) -> int:
-        """Add the kernels of an update whose gradients have so many bytes, which the worker runs in
-        turn.
-        """
+        """Add the worker's kernels for an update whose gradients have `num_bytes` bytes."""
         t, read, state_bytes = self.timeline, None, num_bytes / _ITEM * _STATES
-        if (
-            self.mode == "nvme_update"
-        ):  # read since the gradients of the layer before were handed over
+        # The state has been read since the previous layer's gradients were handed over.
+        if self.mode == "nvme_update":
             begun, self._handed = self._handed, t.last[HOST]
             after = [t.last[HOST] if begun is None else begun]
             read = t.add(
@@ -166,8 +167,8 @@ class Callbacks:
         if len(before) == self._lag:
             self._take(made)
         kernel = self._kernel(down, arrived)
-        # The slot is empty when the program has taken what the layer before has made; its stream
-        # does so in order.
+        # The slot is empty once the program has copied the previous layer's parameters out of it,
+        # which its stream does in order.
         taken = self.timeline.last[MAIN] if record else None
         before.append((kernel, self._copy(UP, sum(made), [kernel, taken]) if record else None))
 
@@ -189,11 +190,13 @@ class Callbacks:
             )
         elif up:
             self._main_copy(UP, up)
-        elif not down:  # the first call, or the last one: as many gradients have come as have gone down in this step
+        elif not down:
+            # In the first and the last call, as many gradients have arrived as went down in this
+            # step.
             self._pending_kernel(max(0, self.bytes_down - self._made))
 
     def _pending_kernel(self, num_bytes: int) -> None:
-        """Wait for the next kernels of a delayed update, which make so many bytes of parameters."""
+        """Wait for a delayed update's next kernels, which make `num_bytes` bytes of parameters."""
         if num_bytes:
             seconds = num_bytes / _ITEM * _UPDATED / self.rates.host_kernel
             self._made += num_bytes
@@ -211,7 +214,7 @@ class Callbacks:
             )
 
     def _take(self, made: list[int]) -> None:
-        """Take what an update made: of a layer the oldest, of other arrays each."""
+        """Take an update's results: a layer's oldest update, or each update of the other arrays."""
         record = tuple(made)
         if record and self._updates.get(record):
             kernel, up = self._updates[record].popleft()
@@ -226,7 +229,7 @@ class Callbacks:
                 self._main_copy(UP, num_bytes)
 
     def _main_copy(self, way: str, num_bytes: int) -> int:
-        """Add a copy that the program's own stream makes."""
+        """Add a copy in the program's own stream."""
         return self._copy(way, num_bytes, [self.timeline.last.get(HOST)], MAIN)
 
     def _slot(self, num_bytes: int, after: int | None = None) -> int:
@@ -236,8 +239,8 @@ class Callbacks:
 
     def _fetch(self, record: tuple[int, ...]) -> None:
         t, num_bytes = self.timeline, sum(record)
-        # The disk has read it since the last fetch of such a record began; the first one is read
-        # now.
+        # The disk has been reading it since the previous fetch of such a record began. The first
+        # one is read now.
         begun = self._read_after.get(record, t.last[HOST])
         self._read_after[record] = t.last[HOST]
         ups = self._ups.setdefault(record, collections.deque(maxlen=_READ_INTO))

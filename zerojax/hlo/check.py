@@ -1,15 +1,15 @@
-"""Whether a parsed text is a program that XLA can have written, so that those who read it can rely
-on it.
+"""Check that a parsed text is a program that XLA can have written, so that readers can rely on it.
 
-    names         every operand is defined above, and every computation that is called is in the text
-    calls         computations call each other in no circle, and no deeper than `MOST_DEPTH`
-    shapes        nothing but arrays and tuples of them; element types are known, layouts permute the dims
-    tuples        an element that is read is there
-    parameters    each caller gives what its computation reads
-    loops         a condition and a body, and at most `MOST_TRIPS` trips
-    slices        an index for each dim
+    names         every operand is defined earlier; every called computation is in the text
+    calls         computations are not recursive, and nested no deeper than `MOST_DEPTH`
+    shapes        only arrays and tuples of arrays, known element types; layouts permute the dims
+    tuples        a tuple element that is read exists
+    parameters    each caller passes as many operands as its computation reads
+    loops         a condition, a body, and at most `MOST_TRIPS` iterations
+    slices        one index per dim
 
-An edited or a cut text would give wrong figures otherwise, or none that says why.
+Without these checks an edited or truncated text would give wrong figures, or an error without a
+reason.
 """
 
 import functools
@@ -30,7 +30,10 @@ from zerojax.hlo.parse import (
 )
 
 MOST_TRIPS = 10**6
-"""Of one loop. A training step's loops run over layers, tiles and microbatches."""
+"""Largest supported trip count of one loop.
+
+A training step's loops run over layers, tiles and microbatches.
+"""
 MOST_DEPTH = 100
 _MOST_BYTES = 1 << 60
 _DTYPE = re.compile(r"pred|token|opaque|[su](1|2|4|8|16|32|64)|bf16|f(16|32|64)|f[48]e\w+|c64|c128")
@@ -69,18 +72,21 @@ _NO_OPERANDS = frozenset(
         "all-to-all",
     }
 )
-"""Operations that may have no operand, or whose number of operands is of no account here."""
+"""Operations that may have no operands, or whose operand count is not checked here."""
 
 
-@functools.lru_cache(maxsize=2)  # one function asks several readers, and a text has megabytes
+@functools.lru_cache(maxsize=2)  # several readers parse the same text, which can be megabytes long
 def checked_module(text: str) -> Module:
     """Parse a compiled program, and check that XLA can have written it.
 
     Args:
-      text: `compiled.as_text()`.
+      text: the program's scheduled HLO, `compiled.as_text()`.
+
+    Returns:
+      The parsed program.
 
     Raises:
-      ValueError: it is not; with the line and the reason.
+      ValueError: XLA cannot have written the text; the message has the line and the reason.
     """
     module = parse_module(text)
     for computation in module.computations.values():
@@ -108,32 +114,32 @@ def _check_names(i: Instruction, seen: Mapping[str, Instruction], module: Module
             )
     for name in i.called:
         if name not in module.computations:
-            raise fault(
-                i.line, f"{i.result} calls computation {name}, which the text does not hold"
-            )
+            raise fault(i.line, f"{i.result} calls computation {name}, which is not in the text")
     if not i.operands and i.op not in _NO_OPERANDS and not i.op.endswith(("-done", "-start")):
-        raise fault(i.line, f"{i.result}, a {i.op}, has no operand")
+        raise fault(i.line, f"{i.result} ({i.op}) has no operands")
     if i.op.endswith("-done") and not i.operands:
-        raise fault(i.line, f"{i.result}, a {i.op}, has no operand")
+        raise fault(i.line, f"{i.result} ({i.op}) has no operands")
 
 
 def _check_shape(i: Instruction) -> None:
     if not is_shape(i.shape):
         raise fault(
-            i.line, f"the shape of {i.result} is no array and no tuple of arrays: {i.shape}"
+            i.line,
+            f"the shape of {i.result} is neither an array nor a tuple of arrays: {i.shape}",
         )
     for array in parse_arrays(i.shape):
         if _DTYPE.fullmatch(array.dtype) is None:
-            raise fault(
-                i.line, f"{i.result} has elements of type {array.dtype!r}, which is not known"
-            )
+            raise fault(i.line, f"{i.result} has the unknown element type {array.dtype!r}")
         if sorted(array.minor_to_major) != list(range(len(array.dims))):
             raise fault(
                 i.line,
-                f"the layout {array.minor_to_major} of {i.result} does not order its dims {array.dims}",
+                f"the layout {array.minor_to_major} of {i.result} does not permute its dims "
+                f"{array.dims}",
             )
         if math.prod(array.dims) * 16 > _MOST_BYTES:
-            raise fault(i.line, f"{i.result} has dims {array.dims}, which no device can hold")
+            raise fault(
+                i.line, f"{i.result} has dims {array.dims}, which are too large for any device"
+            )
 
 
 def _check_form(i: Instruction, seen: Mapping[str, Instruction]) -> None:
@@ -141,7 +147,9 @@ def _check_form(i: Instruction, seen: Mapping[str, Instruction]) -> None:
         index, count = _INDEX.search(i.rest), len(tuple_shapes(seen[i.operands[0]].shape))
         if index is None or not 0 <= int(index[1]) < count:
             of = "no element" if index is None else f"element {index[1]}"
-            raise fault(i.line, f"{i.result} reads {of} of {i.operands[0]}, which has {count}")
+            raise fault(
+                i.line, f"{i.result} reads {of} of {i.operands[0]}, which has {count} elements"
+            )
     elif i.op == "parameter" and _NUMBER.match(i.rest) is None:
         raise fault(i.line, f"{i.result} is parameter({i.rest}: a number is needed")
     elif i.op == "while":
@@ -151,23 +159,24 @@ def _check_form(i: Instruction, seen: Mapping[str, Instruction]) -> None:
     elif i.op == "tuple" and len(tuple_shapes(i.shape)) != len(i.operands) and i.operands:
         raise fault(
             i.line,
-            f"{i.result} is a tuple of {len(tuple_shapes(i.shape))} made of {len(i.operands)}",
+            f"{i.result} is a tuple of {len(tuple_shapes(i.shape))} elements, but has "
+            f"{len(i.operands)} operands",
         )
     elif i.op == "conditional" and len(i.operands) != len(i.called) + 1:
         raise fault(
             i.line,
-            f"{i.result} has {len(i.called)} branches and {len(i.operands) - 1} operands for them",
+            f"{i.result} has {len(i.called)} branches, but {len(i.operands) - 1} operands for them",
         )
 
 
 def _check_loop(i: Instruction) -> None:
     found = re.findall(r"\b(condition|body)=%?[\w.\-]+", _QUOTED.sub("", i.rest))
     if sorted(found) != ["body", "condition"] or len(i.operands) != 1:
-        raise fault(i.line, f"the loop {i.result} has no condition, no body, or not one operand")
+        raise fault(i.line, f"the loop {i.result} needs one condition, one body and one operand")
     if i.trips is not None and not 0 <= i.trips <= MOST_TRIPS:
         raise fault(
             i.line,
-            f"the loop {i.result} runs {i.trips:.4g} times, and 0 to {MOST_TRIPS:,} are followed",
+            f"the loop {i.result} runs {i.trips:.4g} times; 0 to {MOST_TRIPS:,} are supported",
         )
 
 
@@ -181,10 +190,13 @@ def _check_slice(i: Instruction, seen: Mapping[str, Instruction]) -> None:
         or len(ranks) != 1
         or len(i.operands) != first + len(arrays[0].dims)
     ):
-        raise fault(i.line, f"{i.result}, a {i.op}, has not one index for each dim of its operand")
-    whole, part = arrays[:2]  # of an update the part that is written, else the result
+        raise fault(i.line, f"{i.result} ({i.op}) needs one index per dim of its operand")
+    # of an update: the operand and the part written to it; of a slice: the operand and the result
+    whole, part = arrays[:2]
     if not _is_part(part, whole):
-        raise fault(i.line, f"{i.result} slices {part.dims} of {whole.dims}, which has not as much")
+        raise fault(
+            i.line, f"{i.result} slices {part.dims}, which does not fit its operand {whole.dims}"
+        )
 
 
 def _is_part(part: Array, whole: Array) -> bool:
@@ -192,9 +204,7 @@ def _is_part(part: Array, whole: Array) -> bool:
 
 
 def _check_calls(module: Module) -> None:
-    """Raise for computations that call each other in a circle, or too deep for those who follow the
-    calls.
-    """
+    """Raise for computations that call each other recursively, or are nested too deep to follow."""
     depth, open_calls = dict[str, int](), set[str]()
     stack: list[tuple[str, bool]] = [(name, False) for name in module.computations]
     while stack:
@@ -205,7 +215,8 @@ def _check_calls(module: Module) -> None:
             depth[name] = 1 + max((depth[c] for c in called), default=0)
             if depth[name] > MOST_DEPTH:
                 raise ValueError(
-                    f"computation {name} calls others {depth[name]} deep, and {MOST_DEPTH} are followed"
+                    f"computation {name} has calls nested {depth[name]} deep; at most {MOST_DEPTH} "
+                    "are supported"
                 )
             continue
         if name in depth:
@@ -216,32 +227,33 @@ def _check_calls(module: Module) -> None:
             if other in open_calls:
                 raise fault(
                     i.line,
-                    f"{i.result} calls {other}, which calls it: computations are in a circle",
+                    f"{i.result} calls {other}, which calls it back: recursion is not valid HLO",
                 )
             if other not in depth:
                 stack.append((other, False))
 
 
 def _check_given(computation: Computation, module: Module) -> None:
-    """Raise for an instruction that gives less to a computation than that reads."""
+    """Raise for an instruction that passes fewer operands to a computation than it reads."""
     for i in computation.instructions.values():
         if i.op in _GIVES_OPERANDS:
             needed = max((_parameters(module.computations[c]) for c in i.called[:1]), default=0)
             if not i.called or needed > len(i.operands):
                 raise fault(
                     i.line,
-                    f"{i.result} gives {len(i.operands)} operands to a computation that reads {needed}",
+                    f"{i.result} passes {len(i.operands)} operands to a computation that reads "
+                    f"{needed}",
                 )
         elif i.op in ("while", "conditional"):
             for name in i.called:
                 if (needed := _parameters(module.computations[name])) > 1:
                     raise fault(
-                        i.line, f"{i.result} gives 1 operand to {name}, which reads {needed}"
+                        i.line, f"{i.result} passes 1 operand to {name}, which reads {needed}"
                     )
 
 
 def _parameters(computation: Computation) -> int:
-    """Return how many operands a computation reads."""
+    """Return the number of operands that a computation reads."""
     numbers = [
         int(i.rest.split(")")[0]) for i in computation.instructions.values() if i.op == "parameter"
     ]

@@ -1,17 +1,15 @@
-"""The collectives of a compiled program: how often each runs in a step, and how many bytes it
-moves.
+"""The collectives of a compiled program: how often each runs per step, and how many bytes it moves.
 
-A computation is counted as often as it runs: loop bodies by their known trip count. Bytes are those
-  of the whole (unsharded)
-operand, so a model of P parameters gathered once in bfloat16 counts 2P; what a ring sends is that
-times (N-1)/N.
+A computation counts as often as it runs: a loop's body as often as its known trip count. The full
+(unsharded) operand's bytes are counted, so a model of P parameters gathered once in bfloat16 counts
+2P. A ring sends (N-1)/N of that.
 
-With a mesh, each is told with the axes over which it runs (`zerojax.hlo.groups`): "tensor", or
-"data+fsdp" of several.
+If you give a mesh, each collective is reported with the axes over which it runs
+(`zerojax.hlo.groups`): "tensor", or "data+fsdp" for several axes.
 
 `peak_gathered_bytes` follows gathered parameters through the schedule: from the gather to the last
 use of the value, or of a copy, cast or transpose of it. A program may hold sharded parameters and
-still gather all of them at once. This number shows it.
+still gather all of them at the same time. This number reveals it.
 """
 
 import dataclasses
@@ -43,19 +41,19 @@ _COPIES = ("fusion", "copy", "transpose", "convert", "reshape", "copy-start")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective of a compiled program.
+    """A collective of a compiled program.
 
     Attributes:
-      op: its kind, such as "all-gather".
-      dtype: HLO's name of the element type, such as "bf16"; the widest where several arrays are
+      op: kind of the collective, such as "all-gather".
+      dtype: HLO's name of the element type, such as "bf16"; the widest type if several arrays are
         combined.
-      num_bytes: bytes of the whole operand: results of a gather, operands of a reduction.
-      times: how often it runs in a step.
-      computation: the HLO computation that holds it.
-      axes: of the mesh over which it runs, in its order: "tensor", or "data+fsdp". "other" where
-        its groups are no product of axes, such as halves of one; "none" where each is one device. A
-        permute runs over all axes in which a source and its target differ. None where no mesh was
-        given.
+      num_bytes: bytes of the full operand: results of a gather, operands of a reduction.
+      times: number of runs per step.
+      computation: HLO computation that contains the collective.
+      axes: mesh axes over which it runs, in the mesh's order: "tensor", or "data+fsdp". "other" if
+        its groups are no product of axes, such as halves of an axis; "none" if each group is one
+        device. A permute runs over all axes in which a source and its target differ. None if no
+        mesh was given.
     """
 
     op: str
@@ -70,17 +68,17 @@ class Collective:
 def collectives(
     text: str, unknown_trips: int | None = None, *, mesh: Any = None
 ) -> list[Collective]:
-    """List the collectives of a program.
+    """Return the collectives of a program.
 
     Args:
-      text: `compiled.as_text()`.
-      unknown_trips: how often a loop runs whose trip count XLA does not know; in a streamed step
-        that is 1.
-      mesh: that the program was compiled for, to tell axes.
+      text: the program's scheduled HLO, `compiled.as_text()`.
+      unknown_trips: trip count to assume for a loop whose count XLA does not know; 1 in a streamed
+        step.
+      mesh: mesh that the program was compiled for, to find each collective's axes.
 
     Raises:
-      ValueError: a loop that holds a collective has no known trip count, or the mesh has other
-        devices than the program.
+      ValueError: a loop that contains a collective has no known trip count, or the number of
+        devices in the mesh and in the program differ.
     """
     devices = None if mesh is None else devices_of(text, mesh)
     module = checked_module(text)
@@ -90,7 +88,7 @@ def collectives(
         shapes: dict[str, str] = {}
         for i in module.instructions(name):
             shapes[i.result] = i.shape
-            # A split collective counts at its start: its done is no kind in the list.
+            # A split collective counts at its start: its done has no kind in the list.
             kind = i.op.removesuffix("-start")
             if kind in COLLECTIVES:
                 operations.append(_collective(kind, i, shapes, times, name, devices))
@@ -100,10 +98,11 @@ def collectives(
                     visit(
                         computation, times * ((unknown_trips or 1) if i.trips is None else i.trips)
                     )
-                # Only a loop that holds collectives makes the count wrong.
+                # Only a loop that contains collectives makes the count wrong.
                 if i.trips is None and unknown_trips is None and len(operations) > before:
                     raise ValueError(
-                        f"loop {i.result} holds collectives, and its trip count is not known"
+                        f"loop {i.result} contains collectives, and its trip count is unknown: "
+                        "give unknown_trips"
                     )
             elif i.op in _CALLS:
                 for computation in i.called:
@@ -122,7 +121,7 @@ def _collective(
     devices: Devices | None,
 ) -> Collective:
     operands = [a for name in i.operands for a in parse_arrays(shapes.get(name, ""))]
-    # A reduce-scatter's result is the shard: its whole is the operand.
+    # A reduce-scatter's result is the shard; its full array is the operand.
     arrays = operands if kind == "reduce-scatter" else _results(i, len(operands))
     widest = max(arrays, key=lambda a: bits_of(a.dtype), default=None)
     num_bytes = sum(a.num_bytes for a in arrays)
@@ -133,8 +132,9 @@ def _collective(
 
 
 def _results(i: Instruction, num_operands: int) -> list[Array]:
-    """Return what a collective makes: the result of an asynchronous start is the pair (operands,
-    results).
+    """Return the result arrays of a collective.
+
+    The shape of an asynchronous start is the pair (operands, results).
     """
     arrays = parse_arrays(i.shape)
     return (
@@ -154,21 +154,28 @@ def collective_bytes(
 def collective_bytes(
     text: str, least_bytes: int = 0, unknown_trips: int | None = None, *, mesh: Any = None
 ) -> Any:
-    """Return the bytes of whole operands by collective, over a step; with a mesh by its axes, then
-    by collective.
+    """Return the bytes of the collectives' full operands per step.
 
         hlo.collective_bytes(text)               {"all-gather": 96, "all-reduce": 64}
-        hlo.collective_bytes(text, mesh=mesh)    {"fsdp": {"all-gather": 96}, "tensor": {"all-reduce": 64}}
+        hlo.collective_bytes(text, mesh=mesh)    {"fsdp": {"all-gather": 96},
+                                                  "tensor": {"all-reduce": 64}}
 
     Args:
-      text: `compiled.as_text()`.
-      least_bytes: smaller collectives (the norm's scalar) are left out.
-      unknown_trips: as for `collectives`.
-      mesh: that the program was compiled for. A collective over several axes counts under their
-        names in the mesh's order, "data+fsdp"; "other" and "none" are as for `Collective.axes`.
+      text: the program's scheduled HLO, `compiled.as_text()`.
+      least_bytes: least size of a collective to count; smaller ones (the norm's scalar) are left
+        out.
+      unknown_trips: trip count to assume for a loop whose count XLA does not know; 1 in a streamed
+        step.
+      mesh: mesh that the program was compiled for. A collective over several axes counts under
+        their names in the mesh's order, "data+fsdp"; "other" and "none" are as in
+        `Collective.axes`.
+
+    Returns:
+      Bytes by collective; with a mesh, by axes and then by collective.
 
     Raises:
-      ValueError: as for `collectives`.
+      ValueError: a loop that contains a collective has no known trip count, or the number of
+        devices in the mesh and in the program differ.
     """
     total: dict[Any, Any] = {}
     for c in collectives(text, unknown_trips, mesh=mesh):
@@ -180,21 +187,21 @@ def collective_bytes(
 
 @reads_program
 def peak_gathered_bytes(text: str) -> int:
-    """Return the most bytes of gathered values that are live at once.
+    """Return the largest number of bytes of gathered values that are live at the same time.
 
     A value is gathered if an all_gather made it, or if it is computed from gathered values alone.
-    It is live from its definition to the last instruction that reads it; views (bitcasts, tuples)
+    It is live from its definition to the last instruction that reads it. Views (bitcasts, tuples)
     share its bytes. A loop adds its body's peak.
 
     Args:
-      text: `compiled.as_text()`, in which instructions stand in scheduled order.
+      text: the program's HLO, `compiled.as_text()`, whose instructions are in scheduled order.
     """
     module = checked_module(text)
 
     def peak(name: str) -> int:
         instructions = module.instructions(name)
-        # Of a loop, a call or a branch: what its computation holds while it runs, on top of what is
-        # live here.
+        # Bytes that the computation of a loop, a call or a branch holds while it runs, on top of
+        # the values that are live here.
         inner = [
             max((peak(c) for c in i.called), default=0) if i.op == "while" or i.op in _CALLS else 0
             for i in instructions
@@ -204,7 +211,7 @@ def peak_gathered_bytes(text: str) -> int:
         for index in range(len(instructions)):
             live += sum(b.num_bytes for b in buffers if b.first == index)
             most = max(most, live + inner[index])
-            # After the maximum: operands and result of an instruction are in memory together.
+            # After the maximum: an instruction's operands and result are in memory together.
             live -= sum(b.num_bytes for b in buffers if b.last == index)
         return most
 
@@ -213,8 +220,12 @@ def peak_gathered_bytes(text: str) -> int:
 
 @dataclasses.dataclass(slots=True)
 class _Buffer:
-    """A gathered value: its bytes, and the indices of the instructions that make it and that read
-    it last.
+    """A gathered value.
+
+    Attributes:
+      num_bytes: bytes of the value.
+      first: index of the instruction that makes it.
+      last: index of the last instruction that reads it.
     """
 
     num_bytes: int
@@ -224,22 +235,22 @@ class _Buffer:
 
 def _gathered_buffers(instructions: list[Instruction]) -> list[_Buffer]:
     """Follow gathered values through a computation."""
-    viewed: dict[str, list[_Buffer]] = {}  # result -> the buffers that it is, or is a view of
+    viewed: dict[str, list[_Buffer]] = {}  # result -> the buffers that it is, or that it views
     buffers: list[_Buffer] = []
     constants = {i.result for i in instructions if i.op in ("constant", "iota")}
     for index, i in enumerate(instructions):
-        # Each buffer once: tuples of tuples would otherwise name it twice as often each time.
+        # Each buffer once: nested tuples would otherwise double its entries at every level.
         found = {id(buffer): buffer for operand in i.operands for buffer in viewed.get(operand, ())}
         reads = list(found.values())
         for buffer in reads:
             buffer.last = index
-        # A fusion that reads data too makes an activation, which is no gathered parameter.
+        # A fusion that also reads data makes an activation, not a gathered parameter.
         copies = (
             reads
             and i.op in _COPIES
             and all(operand in constants or viewed.get(operand) for operand in i.operands)
         )
-        # A view keeps alive what it is a view of, so both have the same buffers.
+        # A view keeps its source alive, so both have the same buffers.
         if i.op in _VIEWS:
             viewed[i.result] = reads
         elif i.op in ("all-gather", "all-gather-start") or copies:
@@ -249,7 +260,7 @@ def _gathered_buffers(instructions: list[Instruction]) -> list[_Buffer]:
                 else parse_arrays(i.shape)
             )
             if i.op == "copy-start":
-                arrays = arrays[:1]  # of (copy, source, context)
+                arrays = arrays[:1]  # the copy, of (copy, source, context)
             buffers.append(_Buffer(sum(a.num_bytes for a in arrays), index, index))
             # An asynchronous copy reads its source until it is done.
             viewed[i.result] = [buffers[-1], *reads] if i.op == "copy-start" else [buffers[-1]]

@@ -1,16 +1,16 @@
-"""What an operation of a compiled program costs on a device: its FLOPs, and the bytes that it reads
-and writes.
+"""What an operation of a compiled program costs on a device: FLOPs, and bytes read and written.
 
-It takes the longest of its FLOPs over the rate of its unit, its bytes over the memory's, and a
-kernel's least duration:
+An operation takes the longest of three times: its FLOPs over its unit's rate, its bytes over the
+memory's rate, and a kernel's least duration:
 
     seconds = max(FLOPs / rate, bytes / memory, launch)
 
-FLOPs are those of matrix products, counted from their shapes, and of cuDNN's attention, 4 B H T S D
-forward and 2.5 times that backward, half of it under a causal mask (FlashAttention-2, Dao 2023,
-section 4.1). A fusion counts as the bytes of its parameters and its result; of a parameter that it
-only slices, those of the slice; of one that it updates in place, those of the part. A library call
-of another kind has no FLOPs here: it counts as its bytes, and is listed as not priced.
+FLOPs are counted for matrix products, from their shapes, and for cuDNN's attention: 4 B H T S D
+forward and 2.5 times that backward, and half of it under a causal mask (FlashAttention-2, Dao 2023,
+section 4.1). A fusion's bytes are the bytes of its parameters and its result. A parameter that the
+fusion only slices counts as the slice; a parameter that it updates in place counts as the updated
+part. Any other library call has no known FLOPs: it is priced by its bytes alone and listed as not
+priced.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ _SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{.*?"dimensions":\s*\[([^
 _SLICES = ("dynamic-slice", "slice", "gather")
 _VIEWS = ("bitcast", "get-tuple-element", "reshape", "convert")
 _BACKWARD = 2.5
-"""Of attention: its backward runs 5 products of the forward's size, its forward 2."""
+"""FLOPs of attention's backward over its forward: 5 products of the same size instead of 2."""
 
 PRODUCT, ATTENTION, ELEMENTWISE, DEVICE_COPY, CUSTOM = (
     "products",
@@ -39,14 +39,14 @@ PRODUCT, ATTENTION, ELEMENTWISE, DEVICE_COPY, CUSTOM = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cost:
-    """What one run of an operation costs.
+    """The cost of running an operation once.
 
     Attributes:
       kind: "products", "attention", "fusions", "copies on the device" or "other calls".
-      flops: of it.
-      num_bytes: read from and written to device memory.
-      rate: the field of `Rates` that its FLOPs are divided by.
-      target: of a library call that is not priced; empty for others.
+      flops: floating-point operations.
+      num_bytes: bytes read from and written to device memory.
+      rate: name of the `Rates` field that the FLOPs are divided by.
+      target: target of a library call that is not priced; empty for all other operations.
     """
 
     kind: str
@@ -60,12 +60,19 @@ class Costs:
     """The costs of a program's instructions."""
 
     def __init__(self, module: Module) -> None:
+        """Price the instructions of `module`, a parsed program."""
         self.module = module
         self._fusions: dict[str, tuple[int, float]] = {}
 
     def of(self, computation: str, i: Instruction) -> Cost:
-        """Return the cost of an instruction of a computation's schedule; of an asynchronous start,
-        that of its work.
+        """Return the cost of a scheduled instruction; an asynchronous start costs its work.
+
+        Args:
+          computation: name of the computation that schedules the instruction.
+          i: the instruction.
+
+        Raises:
+          ValueError: an attention call does not state the shape of its scores.
         """
         op = i.op.removesuffix("-start")
         if op == "custom-call":
@@ -119,7 +126,7 @@ class Costs:
             rate = "attention_backward" if "Backward" in target else "attention"
             return Cost(ATTENTION, flops, self._moved(computation, i), rate)
         if _PRODUCT.search(target):
-            # The first of the results is the product; others are workspace.
+            # The first result is the product; the others are workspace.
             result = parse_arrays(i.shape)[0].num_bytes
             num_bytes = sum(self._bytes(computation, o) for o in i.operands) + result
             return Cost(
@@ -128,7 +135,7 @@ class Costs:
         return Cost(CUSTOM, 0, self._moved(computation, i), target=target)
 
     def _product(self, computation: str, i: Instruction) -> float:
-        """Return 2 x the result's elements x the contracted dims of the left side."""
+        """Return a product's FLOPs: 2 x elements of the result x contracted dims on the left."""
         left = self._dims(computation, i.operands[0])
         found = _CONTRACTED.search(i.rest)
         contracted = parse_ints(found[1]) if found is not None else (len(left) - 1,)
@@ -141,7 +148,8 @@ class Costs:
         width = self._dims(computation, i.operands[0])[-1]
         if scores is None:
             raise ValueError(
-                f"{i.result}: this attention does not tell the shape of its scores, so its FLOPs are not known"
+                f"{i.result}: this attention call does not state the shape of its scores, so its "
+                "FLOPs are unknown"
             )
         half = 0.5 if "CAUSAL" in i.rest else 1.0
         flops = 4.0 * math.prod(parse_ints(scores[1])) * width * half
@@ -165,7 +173,7 @@ class Costs:
         return self._fusions[name]
 
     def _read(self, computation: str, parameter: Instruction) -> int:
-        """Return the bytes that a fusion reads of a parameter."""
+        """Return the bytes that a fusion reads from a parameter."""
         instructions, root = (
             self.module.instructions(computation),
             self.module.computations[computation].root,
@@ -191,9 +199,7 @@ class Costs:
         return of(parameter.result)
 
     def _written(self, computation: str, name: str) -> int:
-        """Return the bytes that a fusion writes of a result: of one that it updates in place, those
-        of the part.
-        """
+        """Return the bytes that a fusion writes to a result; in an update in place, the part's."""
         of = self.module.computations[computation].instructions
         if name not in of:
             return 0

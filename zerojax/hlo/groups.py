@@ -1,17 +1,22 @@
-"""Over which mesh axes a collective runs, from its device groups in each of HLO's notations.
+"""Find the mesh axes that a collective runs over, from its device groups in any HLO notation.
 
-    replica_groups={{0,1},{2,3}}                                   lists; {} is one group of all
-    replica_groups=[4,2]<=[2,4]T(1,0)                              arange(8).reshape(2, 4).T, reshaped: 4 groups of 2
-    replica_groups=mesh['a'=4,'b'=2] {'a'}                         over axes of a mesh of XLA's own; of part of one: 'a':(2)2
-    replica_groups=mesh['a'=8], device_ids=([4,2]T(1,0)) {'a'}     whose devices are permuted
-    source_target_pairs={{0,1},{1,0}}                              of a permute
+    replica_groups={{0,1},{2,3}}
+        lists; {} is one group of all devices
+    replica_groups=[4,2]<=[2,4]T(1,0)
+        arange(8).reshape(2, 4).T, reshaped: 4 groups of 2
+    replica_groups=mesh['a'=4,'b'=2] {'a'}
+        over axes of a mesh of XLA's own; a part of an axis is 'a':(2)2
+    replica_groups=mesh['a'=8], device_ids=([4,2]T(1,0)) {'a'}
+        over axes of a mesh whose devices are permuted
+    source_target_pairs={{0,1},{1,0}}
+        the pairs of a permute
 
 What the numbers count depends on the collective (XLA's CollectiveOpGroupMode): replicas,
 partitions, or all devices, numbered replica by replica. A program of `jax.jit` has one replica, and
 its partition p is the p-th device of `mesh.devices.flat`.
 
-Groups run over a set of axes if each holds all devices that differ in these axes alone. XLA may
-also group in other ways, such as over a half of an axis.
+Groups run over a set of axes if each group contains all devices that differ only in these axes. XLA
+may also form other groups, such as halves of an axis.
 """
 
 import dataclasses
@@ -26,8 +31,9 @@ import numpy as np
 from zerojax.hlo.parse import Instruction, parse_ints
 
 OTHER, NONE = "other", "none"
-"""In the place of axes: of groups that are no product of mesh axes, and of groups of one device
-each.
+"""Values used instead of axis names.
+
+OTHER: the groups are no product of mesh axes. NONE: each group is a single device.
 """
 
 _INTS = r"\[([\d,]*)\]"
@@ -40,19 +46,20 @@ _PERMUTED = re.compile(rf"^(?:devices={_INTS}<=)?{_INTS}(?:T\(([\d,]*)\))?$")
 _AXIS = re.compile(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?(?:=(\d+))?")
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _BY_PARTITION = ("collective-permute", "all-to-all", "ragged-all-to-all")
-"""Collectives that count partitions where they have a channel.
+"""Collectives that count partitions if they have a channel.
 
-The others then count replicas, each with all its partitions.
+All other collectives then count replicas, each with all its partitions.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """The devices of a program as a mesh arranges them.
+    """The devices of a program, as a mesh arranges them.
 
     Attributes:
-      sizes: of the mesh's axes, by name, in order.
-      replicas, partitions: of the program, whose product they number.
+      sizes: sizes of the mesh's axes by name, in the mesh's order.
+      replicas: number of replicas of the program.
+      partitions: number of partitions of the program; devices are replicas x partitions.
     """
 
     sizes: Mapping[str, int]
@@ -60,11 +67,17 @@ class Devices:
     partitions: int
 
     def axes(self, kind: str, i: Instruction) -> str:
-        """Return the axes over which a collective runs, such as "tensor" or "data+fsdp", or OTHER
-        or NONE.
+        """Return the axes over which a collective runs, such as "tensor" or "data+fsdp".
+
+        Args:
+          kind: kind of collective, such as "all-gather".
+          i: the collective's instruction.
+
+        Returns:
+          Names of the axes joined by "+", or `OTHER` or `NONE`.
 
         Raises:
-          ValueError: its groups are in a notation that is not known.
+          ValueError: the groups are in an unknown notation, or have different sizes.
         """
         if kind == "collective-permute":
             pairs = np.asarray(parse_ints(_match(_PAIRS, i)[1]), int).reshape(-1, 2)
@@ -88,7 +101,7 @@ class Devices:
         return _mesh_groups(mesh[1], mesh[2], mesh[3])
 
     def _count(self, kind: str, i: Instruction) -> int:
-        """Return how many there are of what a collective counts."""
+        """Return the number of replicas, partitions or devices that a collective counts."""
         if "use_global_device_ids=true" in i.rest:
             return self.replicas * self.partitions
         return (
@@ -96,15 +109,15 @@ class Devices:
         )
 
     def _numbered(self, kind: str, i: Instruction, groups: Any) -> Any:
-        """Return groups of what a collective counts as groups of devices."""
+        """Return groups of device numbers, given groups of whatever the collective counts."""
         if "use_global_device_ids=true" in i.rest:
             return groups
         every_replica, every_partition = np.arange(self.replicas), np.arange(self.partitions)
-        if "channel_id=" not in i.rest:  # each partition for itself
+        if "channel_id=" not in i.rest:  # each partition separately
             return (groups[None] * self.partitions + every_partition[:, None, None]).reshape(
                 -1, groups.shape[1]
             )
-        if kind in _BY_PARTITION:  # each replica for itself
+        if kind in _BY_PARTITION:  # each replica separately
             return (every_replica[:, None, None] * self.partitions + groups[None]).reshape(
                 -1, groups.shape[1]
             )
@@ -125,19 +138,19 @@ def devices_of(text: str, mesh: Any) -> Devices:
     """Return the devices of a compiled program.
 
     Args:
-      text: `compiled.as_text()`, whose first line tells how many there are.
-      mesh: that it was compiled for, abstract or not.
+      text: the program's HLO, `compiled.as_text()`, whose first line states the number of devices.
+      mesh: mesh that the program was compiled for, abstract or not.
 
     Raises:
-      ValueError: they are more or fewer than the mesh has.
+      ValueError: the program has more or fewer devices than the mesh.
     """
     header = text[text.find("HloModule") :].partition("\n")[0]
     counts = [re.search(rf"{name}=(\d+)", header) for name in ("replica_count", "num_partitions")]
     replicas, partitions = (int(count[1]) if count else 1 for count in counts)
     if replicas * partitions != mesh.size:
         raise ValueError(
-            f"the program runs on {replicas} x {partitions} devices (replicas x partitions), and the mesh {dict(mesh.shape)} "
-            f"has {mesh.size}: give the mesh that it was compiled for"
+            f"the program runs on {replicas} x {partitions} devices (replicas x partitions), but "
+            f"the mesh {dict(mesh.shape)} has {mesh.size}: give the mesh that it was compiled for"
         )
     return Devices(dict(mesh.shape), replicas, partitions)
 
@@ -146,7 +159,7 @@ def _match(pattern: re.Pattern[str], i: Instruction) -> re.Match[str]:
     if (match := pattern.search(i.rest)) is None:
         at = max(i.rest.find("replica_groups="), i.rest.find("source_target_pairs="), 0)
         raise ValueError(
-            f"{i.result}: its device groups are in a notation that is not known: {i.rest[at : at + 120]}"
+            f"{i.result}: its device groups are in an unknown notation: {i.rest[at : at + 120]}"
         )
     return match
 
@@ -157,17 +170,17 @@ def _permuted(dims: tuple[int, ...], order: str | None) -> Any:
     return devices.transpose(parse_ints(order)) if order else devices
 
 
-@functools.lru_cache(maxsize=256)  # a program has few, and many collectives of each
+@functools.lru_cache(maxsize=256)  # few distinct groups, many collectives each
 def _mesh_groups(mesh: str, device_ids: str | None, axes: str) -> Any:
-    """Return the groups over axes of a mesh that a collective describes."""
+    """Return the groups that a collective describes by axes of a mesh."""
     sizes = {name: int(size) for name, _, _, size in _AXIS.findall(mesh)}
     if device_ids is None:
         devices = np.arange(math.prod(sizes.values()))
     elif (iota := _PERMUTED.match(device_ids)) is not None:
         devices = _permuted(parse_ints(iota[2]), iota[3])
-    else:  # a list, after its dims in an older notation
+    else:  # a list, preceded by its dims in an older notation
         devices = np.asarray(parse_ints(device_ids.rpartition("]")[2]))
-    # A dim for each axis, and three for one of which a part is named: before, part, after.
+    # One dim for each axis; three dims if only part of an axis is named: before, part, after.
     over = {
         name: (int(before or 1), int(part or sizes[name]))
         for name, before, part, _ in _AXIS.findall(axes)

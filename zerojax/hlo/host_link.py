@@ -1,23 +1,22 @@
-"""What a compiled program moves between host and device memory, and whether its slices of host
-memory have the right addresses.
+"""Find what a compiled program moves over the host link, and prove its host slices' addresses.
 
-In HLO an array in pinned host memory has the memory space S(5). A streamed step moves such arrays a
-record at a time, with dynamic-slices (host to device) and dynamic-update-slices (device to host) in
-loops; a copy of a whole stack is what it must not do. Both are counted here, as often as they run.
+In HLO, an array in pinned host memory has the memory space S(5). A streamed step moves such arrays
+one record at a time, with dynamic-slices (host to device) and dynamic-update-slices (device to
+host) in loops. It must never copy a full stack. Both are counted here, as often as they run.
 
-XLA may give a slice a descriptor, `dynamic_slice_config` in its backend_config: the slice then
-starts `offset + stride * i` bytes into its array, with i the iterations done of a loop around it,
-and the index is read no more. In jax 0.10 and 0.11 the descriptor is derived as if the index were
-i, whatever function of i it is (openxla/xla 46231). So each index is computed here for every
-iteration, from the constants and the counters of the loops around (`index_values`), and a
-descriptor is proven if it gives the same addresses. One that is not proven is unsafe. An index that
-is read from an argument of the program is unknown to the compiler too: it has no descriptor, and is
-read when it is used.
+XLA may give a slice a descriptor, `dynamic_slice_config` in its backend_config. The slice then
+starts `offset + stride * i` bytes into its array, where i is the number of finished iterations of
+an enclosing loop, and the index is no longer read. In jax 0.10 and 0.11 the descriptor is derived
+as if the index were i, whatever function of i it is (openxla/xla 46231). This module therefore
+computes each index for every iteration, from the constants and the counters of the enclosing loops
+(`index_values`). A descriptor is proven if it gives the same addresses; a descriptor that is not
+proven is unsafe. An index that is read from an argument of the program is unknown to the compiler
+too: it has no descriptor, and is read when it is used.
 
     text = compiled.as_text()
     assert not hlo.unsafe_host_slices(text)
 
-`host_offload.device.self_test` asks a device the same question by running.
+`host_offload.device.self_test` checks the same by running slices on a device.
 """
 
 import dataclasses
@@ -49,8 +48,12 @@ _VIEWS = (
 
 
 class Descriptor(NamedTuple):
-    """The address of a slice: `byte_offset + byte_stride * i`, with i the iterations done of the
-    loop `loop_index` outwards.
+    """The address of a slice: `byte_offset + byte_stride * i`.
+
+    Attributes:
+      byte_offset: bytes from the start of the array in iteration 0.
+      byte_stride: bytes from one iteration to the next.
+      loop_index: enclosing loop whose finished iterations are i; 0 is the innermost.
     """
 
     byte_offset: int
@@ -60,20 +63,20 @@ class Descriptor(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostSlice:
-    """A slice of an array in host memory, read or written.
+    """A slice of an array in host memory that a program reads or writes.
 
     Attributes:
-      computation: the HLO computation that holds it.
+      computation: HLO computation that contains the slice.
       op: "dynamic-slice" or "dynamic-update-slice".
       direction: "to_device", "to_host" or "host_to_host".
-      num_bytes: bytes that it moves each time.
-      times: how often it runs in a step.
-      index: what picks the record: "raw" (the counter of a loop around it, which starts at 0 and
+      num_bytes: bytes moved in each run.
+      times: number of runs per step.
+      index: what picks the record: "raw" (the counter of an enclosing loop that starts at 0 and
         steps by 1), "constant", "array" (read from an argument of the program) or "other".
-      has_descriptor: whether XLA fixed its address.
-      descriptor: that address; None without one, or where its form is not understood.
-      proven: the descriptor gives the address of the record asked for in every iteration.
-      instruction: its name in the computation.
+      has_descriptor: whether XLA fixed the address.
+      descriptor: the fixed address; None if there is no descriptor, or its form is unknown.
+      proven: whether the descriptor gives the address of the requested record in every iteration.
+      instruction: name of the instruction in its computation.
     """
 
     computation: str
@@ -90,17 +93,16 @@ class HostSlice:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostCopy:
-    """A whole array that is copied from, to or within host memory, or that a kernel reads or writes
-    there.
+    """A full array that is copied from, to or within host memory, or that a kernel accesses there.
 
     Attributes:
-      computation: the HLO computation that holds it.
-      op: "copy", "copy-start", or the kernel's instruction that touches host memory, such as
+      computation: HLO computation that contains the copy.
+      op: "copy", "copy-start", or the instruction of a kernel that accesses host memory, such as
         "slice" or "add".
       direction: "to_device", "to_host" or "host_to_host".
-      num_bytes: bytes that it moves each time.
-      times: how often it runs in a step.
-      instruction: its name in the computation.
+      num_bytes: bytes moved in each run.
+      times: number of runs per step.
+      instruction: name of the instruction in its computation.
     """
 
     computation: str
@@ -113,14 +115,15 @@ class HostCopy:
 
 @reads_program
 def host_slices(text: str, unknown_trips: int | None = None) -> list[HostSlice]:
-    """List the slices of arrays in host memory, in the order of the schedule.
+    """Return the slices of arrays in host memory, in scheduled order.
 
     Args:
-      text: `compiled.as_text()`, with the backend_config of every instruction.
-      unknown_trips: how often a loop runs whose trip count XLA does not know.
+      text: the program's scheduled HLO, `compiled.as_text()`, with the backend_config of every
+        instruction.
+      unknown_trips: trip count to assume for a loop whose count XLA does not know.
 
     Raises:
-      ValueError: a loop that holds one has no known trip count.
+      ValueError: a loop that contains a slice has no known trip count.
     """
     return [
         _host_slice(frame, i, times)
@@ -131,27 +134,33 @@ def host_slices(text: str, unknown_trips: int | None = None) -> list[HostSlice]:
 
 @reads_program
 def unsafe_host_slices(text: str, unknown_trips: int | None = None) -> list[HostSlice]:
-    """List the slices of host memory whose descriptor is not proven to give the record asked for.
+    """Return the slices of host memory whose descriptor is not proven to give the requested record.
 
     Args:
-      text: as for `host_slices`.
-      unknown_trips: as for `host_slices`. An index that depends on the counter of such a loop is
-        never proven.
+      text: the program's scheduled HLO, `compiled.as_text()`, with the backend_config of every
+        instruction.
+      unknown_trips: trip count to assume for a loop whose count XLA does not know. An index that
+        depends on such a loop's counter is never proven.
+
+    Raises:
+      ValueError: a loop that contains a slice has no known trip count.
     """
     return [s for s in host_slices(text, unknown_trips) if s.has_descriptor and not s.proven]
 
 
 @reads_program
 def host_copies(text: str, unknown_trips: int | None = None) -> list[HostCopy]:
-    """List what else moves arrays from, to or within host memory: copies of whole arrays, and
-    kernels that work on them there.
+    """Return the moves of full arrays from, to or within host memory.
+
+    They are copies, and kernels that work on the arrays there. Slices are listed by `host_slices`.
 
     Args:
-      text: as for `host_slices`.
-      unknown_trips: as for `host_slices`.
+      text: the program's scheduled HLO, `compiled.as_text()`, with the backend_config of every
+        instruction.
+      unknown_trips: trip count to assume for a loop whose count XLA does not know.
 
     Raises:
-      ValueError: a loop that holds one has no known trip count.
+      ValueError: a loop that contains a copy has no known trip count.
     """
     visits = walk(entry_frame(text), unknown_trips)
     copies = (_host_copy(frame, i, times) for frame, i, times in visits if i.op not in _VIEWS)
@@ -160,12 +169,18 @@ def host_copies(text: str, unknown_trips: int | None = None) -> list[HostCopy]:
 
 @reads_program
 def host_link_bytes(text: str, unknown_trips: int | None = None) -> dict[str, int]:
-    """Return the bytes that one device moves over its link to the host in a step, by direction:
-    "to_device", "to_host".
+    """Return the bytes that one device moves over its host link per step.
 
     Args:
-      text: as for `host_slices`.
-      unknown_trips: as for `host_slices`.
+      text: the program's scheduled HLO, `compiled.as_text()`, with the backend_config of every
+        instruction.
+      unknown_trips: trip count to assume for a loop whose count XLA does not know.
+
+    Returns:
+      Bytes by direction: "to_device", "to_host". Moves within host memory are not counted.
+
+    Raises:
+      ValueError: a loop that moves host memory has no known trip count.
     """
     total = {"to_device": 0, "to_host": 0}
     for move in (*host_slices(text, unknown_trips), *host_copies(text, unknown_trips)):
@@ -177,8 +192,8 @@ def host_link_bytes(text: str, unknown_trips: int | None = None) -> dict[str, in
 def _known(times: int | None, frame: Frame, i: Instruction) -> int:
     if times is None:
         raise ValueError(
-            f"{i.result} in {frame.computation.name} uses host memory in a loop whose trip count is not known: "
-            "give unknown_trips"
+            f"{i.result} in {frame.computation.name} uses host memory in a loop whose trip count "
+            "is unknown: give unknown_trips"
         )
     return times
 
@@ -197,14 +212,14 @@ def _host_slice(frame: Frame, i: Instruction, times: int | None) -> HostSlice:
     stack, result = frame.arrays(i.operands[0])[0], parse_arrays(i.shape)[0]
     is_write = i.op == "dynamic-update-slice"
     part = frame.arrays(i.operands[1])[0] if is_write else result
-    # Operands: the stack, of an update the part, then one start a dim.
+    # Operands: the stack; for an update, the part; then one start index per dim.
     starts = [frame.value(o) for o in i.operands[2 if is_write else 1 :]]
-    # Where the part is as long as the stack, the start can only be 0.
+    # If the part is as long as the stack, the start can only be 0.
     sliced = [
         d for d, (size, whole) in enumerate(zip(part.dims, stack.dims, strict=True)) if size < whole
     ]
-    address: Any = np.asarray(0)  # bytes, an array over the iterations of the loops around
-    for d in sliced:  # a start is clamped so that the slice lies inside
+    address: Any = np.asarray(0)  # bytes, an array over the enclosing loops' iterations
+    for d in sliced:  # starts are clamped so that the slice stays inside
         start = starts[d]
         inside = (
             np.clip(start, 0, stack.dims[d] - part.dims[d])
@@ -233,7 +248,7 @@ def _kind(frame: Frame, index: Any) -> str:
     if not isinstance(index, np.ndarray):
         return index if isinstance(index, str) else OTHER
     for loop in range(len(frame.trips)):
-        # The counter of a loop of one trip is a constant, and told as one.
+        # The counter of a loop with one iteration is a constant, and is reported as one.
         counter = frame.iterations(loop)
         if counter is not None and counter.size > 1 and equal(index, counter):
             return "raw"
@@ -241,7 +256,7 @@ def _kind(frame: Frame, index: Any) -> str:
 
 
 def _gives(descriptor: Descriptor, address: np.ndarray, frame: Frame) -> bool:
-    # A stride of 0 gives one address for all iterations, whether the loop's trips are known or not.
+    # A stride of 0 gives one address in all iterations, even if the trip count is unknown.
     counter = frame.iterations(descriptor.loop_index) if descriptor.byte_stride else np.asarray(0)
     if counter is None:
         return False
@@ -249,9 +264,10 @@ def _gives(descriptor: Descriptor, address: np.ndarray, frame: Frame) -> bool:
 
 
 def _descriptor(rest: str) -> tuple[bool, Descriptor | None]:
-    """Parse `"dynamic_slice_config":{..}`.
+    """Return whether an instruction has a descriptor, and the descriptor if its form is known.
 
-    The numbers are strings; jax 0.12 puts those of a linear address one level down.
+    It is `"dynamic_slice_config":{..}`. The numbers are strings, and jax 0.12 nests the numbers of
+    a linear address one level deeper.
     """
     _, key, tail = rest.partition('"dynamic_slice_config":')
     if not key:
@@ -260,7 +276,7 @@ def _descriptor(rest: str) -> tuple[bool, Descriptor | None]:
     linear = config.pop("linear", None) or config
     fields = {"loop_index", "byte_offset", "byte_stride"}
     if config.keys() - fields or linear.keys() - fields:
-        return True, None  # an address of another form
+        return True, None  # an address of unknown form
     numbers = {"loop_index": config.get("loop_index", 0), **linear}
     return True, Descriptor(*(int(numbers.get(f, 0)) for f in Descriptor._fields))
 
@@ -279,7 +295,7 @@ def _host_copy(frame: Frame, i: Instruction, times: int | None) -> HostCopy | No
     if not host_sources and not host_results:
         return None
     # A kernel that works on host memory reads its operands over the link. A copy or a slice moves
-    # its result alone.
+    # only its result.
     whole = i.op not in ("copy", "copy-start", "slice") and host_sources
     return HostCopy(
         computation=frame.computation.name,

@@ -1,15 +1,14 @@
 """Follow integers through a compiled program, to find the value of an index in every iteration.
 
 A value is known if it can be computed from constants and the counters of the enclosing loops. It is
-then an array over the iterations of those loops, one axis each, the innermost first, so that values
-of outer loops broadcast: in a loop of 3 trips inside one of 5, the inner counter is int[3, 1] and
-the outer one int[5]. A loop's counter is guessed from its first two values, as start + step * k.
-The guess is kept only if the body maps each value to the next. An element that the body returns
-unchanged keeps its initial value.
+then an array over the iterations of those loops, one axis each, with the innermost loop first, so
+that values of outer loops broadcast. For example, in a loop of 3 iterations inside one of 5, the
+inner counter is int[3, 1] and the outer one int[5]. A loop's counter is guessed from its first two
+values as start + step * k. The guess is kept only if the body maps each value to the next. An
+element that the body returns unchanged keeps its initial value.
 
-A value that is not known has a reason. ARGUMENT: it was read from an argument of the program, or
-  computed from such values,
-constants and counters alone. OTHER: anything else. Only integers are followed.
+An unknown value has a reason. ARGUMENT: it was read from an argument of the program, or computed
+only from such values, constants and counters. OTHER: anything else. Only integers are followed.
 """
 
 import math
@@ -25,7 +24,7 @@ from zerojax.hlo.parse import Array, Computation, Instruction, parse_arrays, par
 
 ARGUMENT, OTHER = "array", "other"
 _MOST_ITERATIONS = 10**6
-"""Of loops in loops, together: a value that is followed has an element for each."""
+"""Most iterations of nested loops together: a followed value has an element for each."""
 DONE = ("fusion-done", "async-done", "async-update", "copy-done", "call-done")
 CALLS = ("fusion", "fusion-start", "call", "call-start", "async-start")
 _BODY = re.compile(r"body=%?([\w.\-]+)")
@@ -66,9 +65,9 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "clamp": lambda low, x, high: np.clip(x, low, high),
 }
 _Element = Callable[[int], Any]
-"""What is known of an HLO tuple: a function of the element's number.
+"""The known values of an HLO tuple: a function from an element's number to its value.
 
-Of a vector of constants it is a tuple of ints.
+A vector of constants is a tuple of ints instead.
 """
 
 
@@ -76,7 +75,7 @@ def entry_frame(text: str) -> "Frame":
     """Return the run of a program's entry computation.
 
     Args:
-      text: `compiled.as_text()`.
+      text: the program's scheduled HLO, `compiled.as_text()`.
     """
     module = checked_module(text)
     return Frame(module.computations, module.entry, lambda _: ARGUMENT, ())
@@ -85,13 +84,16 @@ def entry_frame(text: str) -> "Frame":
 def walk(
     frame: "Frame", unknown_trips: int | None = None, times: int | None = 1
 ) -> Iterator[tuple["Frame", Instruction, int | None]]:
-    """Visit every instruction that runs, with the times that it does; None where that is not known.
+    """Visit every instruction that runs, with the number of times that it runs.
 
     Args:
-      frame: the run to start from.
-      unknown_trips: how often a loop runs whose trip count XLA does not know; None if that is not
-        known.
-      times: how often `frame` runs.
+      frame: run of a computation to start from.
+      unknown_trips: trip count to assume for a loop whose count XLA does not know; None to leave it
+        unknown.
+      times: number of times that `frame` runs.
+
+    Yields:
+      (run of the computation, instruction, number of times that it runs; None if unknown).
     """
     for i in frame.computation.instructions.values():
         yield frame, i, times
@@ -106,10 +108,10 @@ class Frame:
     """One run of a computation.
 
     Attributes:
-      program: every computation by name.
-      computation: the one that runs.
-      argument: what is known of each parameter.
-      trips: trip counts of the loops around, the innermost first; None where one is not known.
+      program: all computations by name.
+      computation: the computation that runs.
+      argument: known value of each parameter, as a function of its number.
+      trips: trip counts of the enclosing loops, innermost first; None for an unknown count.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class Frame:
         argument: _Element,
         trips: tuple[int | None, ...],
     ) -> None:
+        """Run the computation `name` of `program`, given its arguments and trip counts."""
         self.program, self.computation, self.argument, self.trips = (
             program,
             program[name],
@@ -129,7 +132,7 @@ class Frame:
         self._loops: dict[str, tuple[int | None, _Element, _Element]] = {}
 
     def arrays(self, name: str) -> list[Array]:
-        """List the arrays of a result."""
+        """Return the arrays of a result."""
         return (
             parse_arrays(self.computation.instructions[name].shape)
             if name in self.computation.instructions
@@ -137,20 +140,24 @@ class Frame:
         )
 
     def iterations(self, loop: int) -> np.ndarray | None:
-        """Return 0, 1, .. of the loop that is `loop` loops outwards, on its axis; None where its
-        trips are not known.
+        """Return the iteration numbers 0, 1, .. of an enclosing loop, on the loop's axis.
+
+        Args:
+          loop: number of loops outwards; 0 is the innermost.
+
+        Returns:
+          The numbers; None if the loop does not exist or its trip count is unknown.
         """
         trips = self.trips[loop] if loop < len(self.trips) else None
         return None if trips is None else _column(trips, len(self.trips) - loop)
 
     def value(self, name: str) -> Any:
-        """Return what is known of a result."""
+        """Return the known value of a result, or the reason why it is unknown."""
         if name not in self._values:
             i = self.computation.instructions.get(name)
             value = OTHER if i is None else self._evaluate(i)
-            if isinstance(
-                value, np.ndarray
-            ):  # an element for each iteration, if it fits the shape and the type
+            # An array has an element per iteration; it must fit the result's shape and type.
+            if isinstance(value, np.ndarray):
                 array = self.arrays(name)[0]
                 ends = (int(value.min(initial=0)), int(value.max(initial=0)))
                 fits = array.integers is not None and all(end in array.integers for end in ends)
@@ -159,14 +166,17 @@ class Frame:
         return self._values[name]
 
     def inner(self, i: Instruction) -> "list[tuple[Frame, int | None]]":
-        """Return the computations that an instruction runs, and how often."""
+        """Return the computations that an instruction runs, and how often it runs each.
+
+        A count is None if the trip count of a loop is unknown.
+        """
         if i.op == "while":
             trips, element, _ = self._loop(i)
             return [
                 (Frame(self.program, c, lambda _: element, (trips, *self.trips)), trips)
                 for c in i.called
             ]
-        if i.op == "conditional":  # the branch, then an argument for each computation
+        if i.op == "conditional":  # operands: the branch number, then one argument per branch
             branches = [lambda _, o=o: self.value(o) for o in i.operands[1:]]
             return [
                 (Frame(self.program, c, b, self.trips), 1)
@@ -181,7 +191,7 @@ class Frame:
 
     def _evaluate(self, i: Instruction) -> Any:
         if i.op == "parameter":
-            # Of `parameter(2)` the rest is `2)`, and perhaps attributes.
+            # For `parameter(2)`, `rest` is `2)` and possibly attributes.
             return self.argument(int(i.rest.split(")")[0]))
         if i.op == "tuple":
             return lambda n: self.value(i.operands[n])
@@ -202,7 +212,7 @@ class Frame:
         if i.op == "iota":
             return tuple(range(*arrays[0].dims)) if len(arrays[0].dims) == 1 else OTHER
         if i.op in CALLS:
-            # Of a fusion or a call: the value that its computation returns for these operands.
+            # A fusion or call has the value that its computation returns for these operands.
             inner = self.inner(i)[0][0]
             return inner.value(inner.computation.root)
         if i.op in _ARITHMETIC or i.op in _MOVES or i.op == "compare":
@@ -210,9 +220,7 @@ class Frame:
         return OTHER
 
     def _loop(self, i: Instruction) -> tuple[int | None, _Element, _Element]:
-        """Return a loop's trips, and what is known of each element that it carries: inside it, and
-        after it.
-        """
+        """Return a loop's trip count, and its elements' known values inside and after it."""
         if i.result not in self._loops:
             self._loops[i.result] = self._follow(i)
         return self._loops[i.result]
@@ -223,7 +231,7 @@ class Frame:
         values: dict[int, Any] = {}
         unchanged = object()
 
-        def following(n: int, value: Any) -> Any:  # what the body makes of element n
+        def following(n: int, value: Any) -> Any:  # the body's result for element n
             def carried(m: int) -> Any:
                 return value if m == n else element(m)
 
@@ -232,13 +240,13 @@ class Frame:
 
         def element(n: int) -> Any:
             if n not in values:
-                values[n] = OTHER  # to those that it depends on itself
+                values[n] = OTHER  # value seen by elements that depend on themselves
                 values[n] = inside(n)
             return values[n]
 
         def inside(n: int) -> Any:
             first = _element(initial, n)
-            # A sentinel that comes back was only handed on by the body.
+            # If the sentinel is returned, the body only passes the element on.
             if following(n, unchanged) is unchanged:
                 return first
             second = following(n, first) if isinstance(first, np.ndarray) else OTHER
@@ -247,8 +255,8 @@ class Frame:
             if math.prod(n or 1 for n in (trips, *self.trips)) > _MOST_ITERATIONS:
                 return OTHER
             guess = first + (second - first) * _column(trips, 1 + len(self.trips))
-            # Two values suggest a line. It holds only if the body leads from each of its points to
-            # the next.
+            # Two values suggest a line. It is right only if the body maps each of its points to the
+            # next.
             after = following(n, guess)
             if not isinstance(after, np.ndarray):
                 return OTHER
@@ -268,7 +276,7 @@ def equal(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _column(trips: int, axes: int) -> np.ndarray:
-    # [trips, 1, ..]: the axes after the first are those of the loops further out.
+    # [trips, 1, ..]: the axes after the first belong to the outer loops.
     return np.arange(trips).reshape(-1, *(1,) * (axes - 1))
 
 
@@ -284,7 +292,7 @@ def _constant(i: Instruction) -> Any:
 
 
 def _compute(i: Instruction, values: list[Any]) -> Any:
-    """Apply an instruction to integers; where they are not all known, say why."""
+    """Apply an instruction to integers; if not all of them are known, return the reason."""
     if all(isinstance(v, np.ndarray) for v in values):
         if i.op == "compare":
             direction = re.search(r"direction=(\w+)", i.rest)
@@ -295,11 +303,10 @@ def _compute(i: Instruction, values: list[Any]) -> Any:
         and isinstance(values[0], tuple)
         and isinstance(values[-1], np.ndarray)
     ):
-        table = np.asarray(
-            values[0]
-        )  # int[n], and its one index; a slice of several elements is dropped by its shape
+        # int[n] with one index. A slice of several elements is dropped because of its shape.
+        table = np.asarray(values[0])
         return table[np.clip(values[1], 0, len(table) - 1)] if len(values) == 2 else OTHER
     if i.op in ("dynamic-slice", "gather") and values[0] is ARGUMENT:
-        return ARGUMENT  # wherever it is read
+        return ARGUMENT  # at any index
     unknown = [v for v in values if not isinstance(v, np.ndarray | tuple)]
     return ARGUMENT if unknown and all(v is ARGUMENT for v in unknown) else OTHER

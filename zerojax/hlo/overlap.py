@@ -1,9 +1,9 @@
-"""Which computation overlaps the collectives and host copies of a compiled program.
+"""Find the computation that overlaps the collectives and host copies of a compiled program.
 
-XLA's scheduled HLO is a sequence. An operation that is split into a start and a done overlaps what
-stands between the two. One that is not split, or that XLA marks `is_sync`, overlaps nothing. The
-matrix products in between are counted, since they take the time that hides a transfer. Those inside
-a loop count as often as they run.
+XLA's scheduled HLO is a sequence. An operation that is split into a start and a done overlaps the
+instructions between them. An operation that is not split, or that XLA marks `is_sync`, overlaps
+nothing. Only the matrix products in between are counted, since they take the time that hides a
+transfer. Products inside a loop count as often as they run.
 
     all-gather-start  dot  dot  all-gather-done  dot       spans 2 products
     dot  dot  dot  all-gather                              spans none
@@ -16,7 +16,7 @@ from zerojax.hlo.check import checked_module
 from zerojax.hlo.communication import COLLECTIVES
 from zerojax.hlo.parse import Array, Instruction, Module, parse_arrays, reads_program
 
-# Targets of library calls: products of matrices, attention and convolutions.
+# Targets of library calls: matrix products, attention and convolutions.
 _PRODUCT = re.compile(
     r'custom_call_target="[^"]*(?:gemm|matmul|cublas|fmha|cudnn|conv)[^"]*"', re.IGNORECASE
 )
@@ -27,16 +27,16 @@ _MOVES = ("copy", "fusion", "dynamic-slice", "dynamic-update-slice")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """A transfer of a compiled program, and what runs beside it.
+    """A transfer of a compiled program, and the computation that it overlaps.
 
     Attributes:
       kind: a collective, such as "all-gather"; or "to_device" or "to_host", over the link to the
         host.
-      computation: the HLO computation that holds it.
-      num_bytes: bytes of the whole operand of a collective; bytes moved over the link.
-      times: how often it runs in a step.
-      is_async: whether other operations may run beside it.
-      products: matrix products between its start and its end; 0 where it is not asynchronous.
+      computation: HLO computation that contains the transfer.
+      num_bytes: bytes of a collective's full operand, or bytes moved over the link.
+      times: number of runs per step.
+      is_async: whether other operations may overlap it.
+      products: matrix products between its start and its end; 0 if it is not asynchronous.
     """
 
     kind: str
@@ -49,12 +49,12 @@ class Span:
 
 @reads_program
 def spans(text: str, unknown_trips: int = 1) -> list[Span]:
-    """List the transfers of a program, in scheduled order.
+    """Return the transfers of a program, in scheduled order.
 
     Args:
-      text: `compiled.as_text()`.
-      unknown_trips: how often a loop runs whose trip count XLA does not know; in a streamed step
-        that is 1.
+      text: the program's scheduled HLO, `compiled.as_text()`.
+      unknown_trips: trip count to assume for a loop whose count XLA does not know; 1 in a streamed
+        step.
     """
     module = checked_module(text)
     products = _Products(module, unknown_trips)
@@ -97,11 +97,11 @@ def spans(text: str, unknown_trips: int = 1) -> list[Span]:
 
 @reads_program
 def num_products(text: str, unknown_trips: int = 1) -> int:
-    """Return how many matrix products a program runs, those in loops as often as these run.
+    """Return the number of matrix products that a program runs, in loops once per iteration.
 
     Args:
-      text: `compiled.as_text()`.
-      unknown_trips: how often a loop runs whose trip count XLA does not know.
+      text: the program's scheduled HLO, `compiled.as_text()`.
+      unknown_trips: trip count to assume for a loop whose count XLA does not know.
     """
     module = checked_module(text)
     return _Products(module, unknown_trips).of(module.instructions(module.entry))
@@ -109,8 +109,13 @@ def num_products(text: str, unknown_trips: int = 1) -> int:
 
 @reads_program
 def carried_arrays(text: str) -> list[list[Array]]:
-    """Return the arrays that each loop of a program carries, those of inner loops included, largest
-    first.
+    """Return the arrays that each loop of a program carries, inner loops included.
+
+    Args:
+      text: the program's scheduled HLO, `compiled.as_text()`.
+
+    Returns:
+      One list of arrays per loop, largest array first.
     """
     module = checked_module(text)
     loops = [
@@ -140,7 +145,7 @@ class _Products:
         inner = sum(self._in(computation) for computation in i.called)
         if i.op == "while":
             return inner * self.trips(i)
-        # A fusion is one kernel, however many products it holds.
+        # A fusion is one kernel, however many products it contains.
         return (
             min(inner, 1) if i.op == "fusion" else inner if i.op in ("call", "conditional") else 0
         )
@@ -152,7 +157,7 @@ class _Products:
 
 
 def _end(instructions: list[Instruction], start: int) -> int | None:
-    """Return the index of the instruction that waits for a start; None where it is not split."""
+    """Return the index of the instruction that waits for a start; None if it is not split."""
     i = instructions[start]
     if not i.op.endswith("-start"):
         return None
@@ -164,7 +169,7 @@ def _end(instructions: list[Instruction], start: int) -> int | None:
 
 def _kind(i: Instruction, shapes: dict[str, str], module: Module) -> str | None:
     op = i.op.removesuffix("-start")
-    # A generic async-start holds its collective in a computation of its own.
+    # A generic async-start has its collective in a separate computation.
     if op == "async":
         op = next(
             (
@@ -185,7 +190,7 @@ def _kind(i: Instruction, shapes: dict[str, str], module: Module) -> str | None:
 
 
 def _result(i: Instruction) -> str:
-    """Return the shape of an instruction's result: of a start, of what its end returns."""
+    """Return the shape of an instruction's result; for a start, the result of its end."""
     if i.op == "copy-start":  # (result, operand, context)
         return i.shape.split("}, ")[0]
     if i.op == "fusion-start":  # ((operands), result, context)
@@ -198,8 +203,8 @@ def _result(i: Instruction) -> str:
 
 
 def _num_bytes(i: Instruction, kind: str, shapes: dict[str, str], end: Instruction) -> int:
-    # A reduce-scatter's whole is its operand, any other's its result: of a split one, what its end
-    # returns.
+    # The full array is a reduce-scatter's operand, and any other collective's result. The result of
+    # a split collective is that of its end.
     if kind in COLLECTIVES:
         counted = [i.shape] if kind != "reduce-scatter" else [shapes.get(o, "") for o in i.operands]
         counted = [end.shape] if kind != "reduce-scatter" and end is not i else counted

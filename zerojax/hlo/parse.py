@@ -1,5 +1,4 @@
-"""The text of a compiled program, parsed: computations, their instructions in scheduled order, and
-the shapes of results.
+"""Parse the text of a compiled program: its computations, their instructions and result shapes.
 
 `compiled.as_text()` is the program that one device runs, after partitioning, fusion and scheduling.
 It is read line by line:
@@ -7,13 +6,13 @@ It is read line by line:
     %gathered = bf16[64,64]{1,0:S(5)} all-gather(%shard), channel_id=1, dimensions={0}
      result     shape                 op         rest
 
-The text is parsed and not the proto, because the text is what every version and backend of XLA
-gives without its compiler's classes. Attributes stay text in `rest`; only those that every reader
-needs are properties.
+The text is parsed rather than the proto, because every version and backend of XLA provides the text
+without its compiler's classes. Instructions are kept in scheduled order. Attributes stay text in
+`rest`; only the attributes that every reader needs are properties.
 
-Texts that XLA does not write are refused with the line and the reason. What is known to go wrong is
-checked before a program is read (`zerojax.hlo.check`). `reads_program` turns whatever else a reader
-stumbles over into the same error, with its cause.
+A text that XLA does not write is refused with the line and the reason. Known kinds of damage are
+checked before a program is read (`zerojax.hlo.check`). `reads_program` turns any other failure of a
+reader into the same error, with its cause.
 """
 
 import dataclasses
@@ -43,9 +42,9 @@ class Array:
 
     Attributes:
       dtype: HLO's name of the element type, such as "bf16".
-      dims: of the array.
-      minor_to_major: dims from the fastest to the slowest.
-      on_host: whether it is in pinned host memory, which is memory space S(5).
+      dims: size of each dim.
+      minor_to_major: dims from the fastest-varying to the slowest.
+      on_host: whether the array is in pinned host memory, which is memory space S(5).
     """
 
     dtype: str
@@ -55,11 +54,12 @@ class Array:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the array."""
         return math.prod(self.dims) * bits_of(self.dtype) // 8
 
     @property
     def integers(self) -> range | None:
-        """The integers that an element can be; None if it is no integer."""
+        """The range of integers that an element can hold; None if elements are not integers."""
         bits = bits_of(self.dtype)
         if self.dtype == "pred":
             return range(2)
@@ -68,13 +68,14 @@ class Array:
         )
 
     def stride(self, dim: int) -> int:
-        """Return the bytes from one index of `dim` to the next."""
+        """Return the number of bytes from one index of `dim` to the next."""
         faster = self.minor_to_major[: self.minor_to_major.index(dim)]
         return math.prod(self.dims[d] for d in faster) * bits_of(self.dtype) // 8
 
 
 _TOO_LONG = re.compile(r"\d{1000}\d*")
-"""No number of a program is as long, and Python converts none of more than 4,300 digits."""
+"""A number with 1,000 digits or more: no program has one, and Python converts at most 4,300 digits.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,11 +83,11 @@ class Instruction:
     """One line of a computation.
 
     Attributes:
-      result: its name.
-      shape: text of the result's shape, a tuple's in parentheses.
-      op: the opcode.
-      rest: text of operands and attributes.
-      line: its line in the program's text, from 1; 0 if it is not known.
+      result: name of the result.
+      shape: text of the result's shape; a tuple's is in parentheses.
+      op: opcode.
+      rest: text of the operands and attributes.
+      line: line number in the program's text, from 1; 0 if unknown.
     """
 
     result: str
@@ -97,15 +98,16 @@ class Instruction:
 
     @property
     def operands(self) -> list[str]:
-        """Names of the results that it reads."""
-        # Attributes such as control-predecessors name results too, so only the text up to the
-        # operands' end is read.
+        """Names of the results that the instruction reads."""
+        # Attributes such as control-predecessors name results too, so only the text up to the end
+        # of the operands is read.
         return re.findall(r"%([\w.\-#]+)", self.rest.split("), ")[0])
 
     @property
     def called(self) -> list[str]:
-        """Names of the computations that it runs: a fusion's, a loop's condition and body, a
-        conditional's branches.
+        """Names of the computations that the instruction runs.
+
+        They are a fusion's computation, a loop's condition and body, or a conditional's branches.
         """
         branches = [
             c.strip().lstrip("%")
@@ -116,15 +118,19 @@ class Instruction:
 
     @property
     def trips(self) -> int | None:
-        """How often a loop runs; None where XLA does not know."""
+        """The trip count of a loop; None if XLA does not know it."""
         trips = _TRIPS.search(self.rest)
         return int(trips.group(1)) if trips else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Computation:
-    """A function of HLO: the result that it returns, and its instructions by their result, in
-    scheduled order.
+    """A function of HLO.
+
+    Attributes:
+      name: name of the computation.
+      root: name of the result that it returns; empty if no instruction is marked ROOT.
+      instructions: instructions by their result's name, in scheduled order.
     """
 
     name: str
@@ -134,15 +140,18 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Module:
-    """A compiled program: its computations by name, and the name of the one that is called first."""
+    """A parsed program.
+
+    Attributes:
+      entry: name of the computation that runs first.
+      computations: all computations by name.
+    """
 
     entry: str
     computations: Mapping[str, Computation]
 
     def instructions(self, computation: str) -> list[Instruction]:
-        """Return a computation's instructions in scheduled order; none of one that the text does
-        not hold.
-        """
+        """Return a computation's instructions in scheduled order, [] if it is not in the text."""
         return (
             list(self.computations[computation].instructions.values())
             if computation in self.computations
@@ -151,7 +160,7 @@ class Module:
 
 
 class _Lines(NamedTuple):
-    """The lines of a computation, numbered as in the program's text."""
+    """The lines of a computation, with their line numbers in the program's text."""
 
     name: str
     is_entry: bool
@@ -162,47 +171,51 @@ def parse_module(text: str) -> Module:
     """Parse a compiled program.
 
     Args:
-      text: `compiled.as_text()`.
+      text: the program's scheduled HLO, `compiled.as_text()`.
+
+    Returns:
+      The parsed program.
 
     Raises:
-      ValueError: a line is not what XLA writes, the text was cut, or it has no ENTRY.
+      ValueError: a line is not valid, the text was truncated, or it has no ENTRY.
     """
     if not isinstance(text, str):
         raise ValueError(
-            f"text is of type {type(text).__name__}: give the text of a compiled program, compiled.as_text()"
+            f"text is of type {type(text).__name__}: give the text of a compiled program, "
+            "compiled.as_text()"
         )
     entry, computations = "", {}
     for name, is_entry, lines in _computations(text):
         if name in computations:
-            raise fault(lines[0][0] if lines else 0, f"a second computation is called {name}")
+            raise fault(lines[0][0] if lines else 0, f"two computations are named {name}")
         instructions, root = dict[str, Instruction](), ""
         for number, line in lines:
             match = _INSTRUCTION.match(line)
             if match is None:
-                raise fault(number, f"this is no instruction: {line.strip()}")
+                raise fault(number, f"not an instruction: {line.strip()}")
             if (long := _TOO_LONG.search(line)) is not None:
-                raise fault(number, f"it has a number of {len(long.group()):,} digits or more")
+                raise fault(number, f"a number with {len(long.group()):,} digits is too long")
             is_root, result, *texts = match.groups()
             i = Instruction(result, *texts, line=number)
             instructions |= _elements(i, instructions)
             if result in instructions:
-                raise fault(number, f"{name} has a second instruction called {result}")
+                raise fault(number, f"{name} has two instructions named {result}")
             instructions[result] = i
             root = result if is_root else root
         computations[name] = Computation(name, root, instructions)
         entry = name if is_entry else entry
     if not entry:
         raise ValueError(
-            "the text has no ENTRY, or was cut before it: give the whole text of a compiled program"
+            "the text has no ENTRY, or was cut before it: give the full text of a compiled program"
         )
     return Module(entry, computations)
 
 
 def _elements(i: Instruction, before: Mapping[str, Instruction]) -> dict[str, Instruction]:
-    """Return the elements of tuples that an instruction reads by number, as `%loop#2`, which dumps
-    of jax 0.12 hold.
+    """Return the tuple elements that an instruction reads by number.
 
-    Each is the get-tuple-element that the number stands for, named "loop#2".
+    Dumps of jax 0.12 write such an operand as `%loop#2`. Each element is returned as the equivalent
+    get-tuple-element, named "loop#2".
     """
     found = {}
     for name, number in _ELEMENT.findall(i.rest.split("), ")[0]):
@@ -210,7 +223,8 @@ def _elements(i: Instruction, before: Mapping[str, Instruction]) -> dict[str, In
             result, parts = f"{name}#{number}", tuple_shapes(before[name].shape)
             if int(number) >= len(parts):
                 raise fault(
-                    i.line, f"{i.result} reads element {number} of {name}, which has {len(parts)}"
+                    i.line,
+                    f"{i.result} reads element {number} of {name}, which has {len(parts)} elements",
                 )
             rest = f"%{name}), index={number}"
             found[result] = Instruction(
@@ -220,7 +234,7 @@ def _elements(i: Instruction, before: Mapping[str, Instruction]) -> dict[str, In
 
 
 def tuple_shapes(shape: str) -> list[str]:
-    """Return the shapes that a tuple's is made of."""
+    """Return the shapes of a tuple's elements, given the text of the tuple's shape."""
     depth, parts = 0, [""]
     for c in _COMMENT.sub("", shape)[1:-1]:
         depth += (c in "({[") - (c in ")}]")
@@ -232,10 +246,10 @@ def tuple_shapes(shape: str) -> list[str]:
 
 
 def module_name(text: str) -> str:
-    """Return the name of a program, such as "jit_step".
+    """Return the name of a program, such as "jit_step"; empty if the text does not state it.
 
     Args:
-      text: `compiled.as_text()`.
+      text: the program's HLO, `compiled.as_text()`.
     """
     name = re.match(r"HloModule ([\w.\-]+)", text)
     return "" if name is None else name.group(1)
@@ -245,34 +259,32 @@ def _computations(text: str) -> Iterator[_Lines]:
     """Yield each computation of a module.
 
     Raises:
-      ValueError: a computation is not closed, or an instruction stands outside of one.
+      ValueError: a computation is not closed, or an instruction is outside any computation.
     """
     found: _Lines | None = None
     for number, line in enumerate(text.splitlines(), 1):
         header = None if line.startswith("HloModule") else _HEADER.match(line)
         if found is None and header is None:
             if _INSTRUCTION.match(line):
-                raise fault(
-                    number, f"an instruction stands outside of a computation: {line.strip()}"
-                )
+                raise fault(number, f"an instruction is outside any computation: {line.strip()}")
         elif header is not None:
             if found is not None:
                 raise fault(
                     number,
-                    f"{header.group(2)} begins, and computation {found.name} before it has not ended",
+                    f"computation {found.name} is not closed before {header.group(2)} begins",
                 )
             found = _Lines(header.group(2), bool(header.group(1)), [])
-        elif found is not None and line.startswith("}"):  # computations' lines are indented
+        elif found is not None and line.startswith("}"):  # lines inside a computation are indented
             yield found
             found = None
         elif found is not None and not _COMMENTED.match(line):
             found.lines.append((number, line))
     if found is not None:
-        raise ValueError(f"the text was cut: computation {found.name} does not end")
+        raise ValueError(f"the text was cut: computation {found.name} is not closed")
 
 
 def is_shape(shape: str) -> bool:
-    """Return whether a text is nothing but arrays, and tuples of them."""
+    """Return whether a text consists only of arrays and tuples of arrays."""
     rest = _ARRAY.sub("", _COMMENT.sub("", shape))
     depth = 0
     for c in rest:
@@ -283,11 +295,11 @@ def is_shape(shape: str) -> bool:
 
 
 def parse_arrays(shape: str) -> list[Array]:
-    """List the arrays of a shape: one, or those of a tuple."""
+    """Return the arrays in the text of a shape: one array, or a tuple's arrays."""
     arrays = []
     for dtype, sizes, order, rest in _ARRAY.findall(shape):
         dims = parse_ints(sizes)
-        # Without a layout, as in a signature, the last dim is the fastest.
+        # Without a layout, as in a signature, the last dim varies fastest.
         arrays.append(
             Array(
                 dtype, dims, parse_ints(order) or tuple(reversed(range(len(dims)))), "S(5)" in rest
@@ -297,12 +309,12 @@ def parse_arrays(shape: str) -> list[Array]:
 
 
 def parse_ints(text: str) -> tuple[int, ...]:
-    """List the integers in a text, such as dims."""
+    """Return the integers in a text, such as the dims of a shape."""
     return tuple(int(n) for n in re.findall(r"-?\d+", text))
 
 
 def bits_of(dtype: str) -> int:
-    """Return the bits of one element of an HLO dtype."""
+    """Return the number of bits in one element of an HLO dtype."""
     if dtype in _ITEM_BITS:
         return _ITEM_BITS[dtype]
     digits = re.search(r"\d+", dtype)
@@ -324,11 +336,16 @@ _STUMBLES = (
 
 
 class ProgramTextError(ValueError):
-    """A text is not a program as XLA writes it. The message has the line and the reason."""
+    """A text is not a program that XLA can have written; the message gives line and reason."""
 
 
 def fault(line: int, reason: str) -> ProgramTextError:
-    """Return the error of a line of a program's text, counted from 1; 0: of no single line."""
+    """Return the error for a line of a program's text.
+
+    Args:
+      line: line number, from 1; 0 if the fault is in no single line.
+      reason: what is wrong with the line; truncated to 300 characters.
+    """
     return ProgramTextError(
         f"line {line} of the program's text: {_short(reason)}" if line else _short(reason)
     )
@@ -339,8 +356,9 @@ def _short(text: str) -> str:
 
 
 def reads_program(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function that reads the text of a program raise ValueError, with a line, for all that
-    it stumbles over.
+    """Wrap a reader of a program's text so that whatever fails in it becomes a ValueError.
+
+    The error names the line and the instruction that was being read.
     """
 
     @functools.wraps(function)
@@ -352,14 +370,15 @@ def reads_program(function: Callable[P, R]) -> Callable[P, R]:
         except _STUMBLES as error:
             line, name = _place(error)
             said = f"{type(error).__name__}: {error}"
-            raise fault(line, f"{name or 'the text'} is not what XLA writes ({said})") from error
+            raise fault(line, f"{name or 'the text'} is not valid HLO text ({said})") from error
 
     return checked
 
 
 def _place(error: BaseException) -> tuple[int, str]:
-    """Return line and name of the instruction that was being read: of the innermost call that has
-    one as `i`.
+    """Return the line and name of the instruction being read when `error` was raised.
+
+    It is the local variable `i` of the innermost call that has one.
     """
     found, trace = (0, ""), error.__traceback__
     while trace is not None:

@@ -1,10 +1,9 @@
-"""Rates that a simulation assumes of a machine: of the device, of its link to the host, of the host
-and of its disk.
+"""The rates that a simulation assumes for a machine: device, host link, host and disk.
 
-The figures of `RATES` are assumed. Each is a vendor's figure times a share that such work commonly
-reaches, or a guess; the attribute says which, and what one H200 with PCIe 5 measured where it was
-measured. Seconds that follow from them are predicted. `dataclasses.replace` puts measured rates in
-their place:
+The figures in `RATES` are assumed. Each is a vendor's figure times the share that such work
+commonly reaches, or a guess. The docstring of `Rates` says which, and gives the rate measured on
+one H200 with PCIe 5 if there is one. Times computed from these rates are predicted. To use measured
+rates instead, call `dataclasses.replace`:
 
     rates = dataclasses.replace(hlo.RATES["h200"], link=48e9)
 """
@@ -20,40 +19,42 @@ _MOST = 1e30
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What a machine does in a second; the defaults are for one H200 on PCIe 5 and are assumed, not
-    measured.
+    """The rates of a machine; the defaults are for one H200 on PCIe 5.
 
-    The vendor's figures are in `zerojax.chips`.
+    The defaults are assumed, not measured. The vendor's figures are in `zerojax.chips`.
 
     Attributes:
-      products: FLOPs a second of products in 16 bits; about 0.7 of the vendor's figure, assumed.
+      products: FLOPs per second of 16-bit products; about 0.7 of the vendor's figure, assumed.
         Measured: 725e12.
-      products_float32: FLOPs a second of products whose left side is float32; about 0.9 of the
-        vendor's, assumed.
-      attention: FLOPs a second of cuDNN's attention forward; assumed.
-      attention_backward: the same backward; assumed.
-      memory: bytes a second from and to device memory; about 0.83 of the vendor's, assumed.
-        Measured: 4.08e12.
-      link: bytes a second each way by a copy engine; about 0.87 of what PCIe's lanes can carry,
-        assumed. Measured: 52.6e9 to the device, 53.0e9 to the host.
-      graph_link: the same by a copy that is a node of a CUDA graph; assumed to be as on a stream.
-        Measured: 54e9.
-      kernel_link: bytes a second each way of a kernel that reads or writes host memory; assumed.
-      launch_seconds: the least that a kernel or a copy takes; assumed.
-      issue_seconds: what the host's thread takes to enqueue one operation; assumed.
-      sync_seconds: from the end of the device's work until the host's thread that waits for it goes
-        on; assumed.
-      callback_seconds: Python's time in one callback; assumed.
-      leaf_seconds: more of it for each array of 64 KiB or more; assumed.
-      disk_read: bytes a second read from the disk; a vendor's figure for PCIe 4 x4.
-      disk_write: bytes a second written to it; the same.
-      host_kernel: bytes a second from and to host memory that the kernel of the host's update
-        moves; assumed. Measured on 16 cores: 139e9 in float32, 122e9 with gradients and parameters
+      products_float32: FLOPs per second of products whose left side is float32; about 0.9 of the
+        vendor's figure, assumed.
+      attention: FLOPs per second of cuDNN's attention forward; assumed.
+      attention_backward: FLOPs per second of cuDNN's attention backward; assumed.
+      memory: bytes per second read from and written to device memory; about 0.83 of the vendor's
+        figure, assumed. Measured: 4.08e12.
+      link: bytes per second in each direction of a copy engine; about 0.87 of what PCIe's lanes can
+        carry, assumed. Measured: 52.6e9 to the device, 53.0e9 to the host.
+      graph_link: bytes per second in each direction of a copy that is a node of a CUDA graph;
+        assumed to equal `link`. Measured: 54e9.
+      kernel_link: bytes per second in each direction of a kernel that reads or writes host memory;
+        assumed.
+      launch_seconds: least duration of a kernel or a copy; assumed.
+      issue_seconds: seconds that the host thread takes to enqueue one operation; assumed.
+      sync_seconds: seconds from the end of the device's work until a waiting host thread continues;
+        assumed.
+      callback_seconds: seconds of Python in one callback; assumed.
+      leaf_seconds: further seconds of Python for each array of 64 KiB or more in a callback;
+        assumed.
+      disk_read: bytes per second read from the disk; a vendor's figure for PCIe 4 x4.
+      disk_write: bytes per second written to the disk; a vendor's figure for PCIe 4 x4.
+      host_kernel: bytes per second that the host update's kernel reads from and writes to host
+        memory; assumed. Measured on 16 cores: 139e9 in float32, 122e9 with gradients and parameters
         in bfloat16.
-      host_copy: bytes a second that one thread copies within host memory; assumed. Measured: 9.6e9.
+      host_copy: bytes per second that one thread copies within host memory; assumed. Measured:
+        9.6e9.
 
     Raises:
-      ValueError: a rate is not above 0, or a duration is below 0.
+      ValueError: a rate is not above 0, a duration is below 0, or a value is not finite.
     """
 
     products: float = 700e12
@@ -75,6 +76,7 @@ class Rates:
     host_copy: float = 10e9
 
     def __post_init__(self) -> None:
+        """Check that every rate is above 0 and every duration at least 0."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             is_duration = field.name.endswith("_seconds")
@@ -87,23 +89,23 @@ class Rates:
                 kind = (
                     "a duration, at least 0 seconds" if is_duration else "a rate, above 0 a second"
                 )
-                raise ValueError(f"{field.name} = {value!r}: it is {kind}, and finite")
+                raise ValueError(f"{field.name} = {value!r}: it must be {kind}, and finite")
 
 
 def rates_with(
     *, products: float, products_float32: float, memory: float, link: float, **others: float
 ) -> Rates:
-    """Return the rates of a machine of which a few figures are known.
+    """Return the rates of a machine for which only a few figures are known.
 
-    Attention is in proportion to products, and the link of kernels and of graphs to the link, as
-    for an H200. The rest is the H200's, unless `others` replaces it.
+    Attention's rates are scaled from an H200's by `products`, and the links of kernels and of
+    graphs by `link`. All other rates are the H200's, unless `others` replaces them.
 
     Args:
-      products: as in `Rates`.
-      products_float32: as in `Rates`.
-      memory: as in `Rates`.
-      link: as in `Rates`.
-      **others: fields of `Rates` by name, such as `disk_read`.
+      products: FLOPs per second of 16-bit products.
+      products_float32: FLOPs per second of products whose left side is float32.
+      memory: bytes per second read from and written to device memory.
+      link: bytes per second in each direction of a copy engine.
+      **others: further fields of `Rates` by name, such as `disk_read`.
     """
     base = Rates()
     return dataclasses.replace(
@@ -121,10 +123,10 @@ def rates_with(
 
 
 def rates_of_chip(chip: Chip) -> Rates:
-    """Return what is assumed of one chip: of each of its vendor's figures the share that `Rates`
-    assumes of an H200's.
+    """Return the assumed rates of a chip.
 
-    What a data sheet does not have (launches, callbacks, the host and its disk) is as for an H200.
+    Each rate is the same share of the vendor's figure that `Rates` assumes for an H200. Rates that
+    a data sheet does not have (launches, callbacks, the host and its disk) equal an H200's.
     """
     base, of = Rates(), CHIPS["h200"]
     return rates_with(
@@ -138,11 +140,11 @@ def rates_of_chip(chip: Chip) -> Rates:
 RATES: Mapping[str, Rates] = MappingProxyType(
     {name: rates_of_chip(chip) for name, chip in CHIPS.items()}
 )
-"""Rates by name of the chip in `zerojax.chips`; assumed, see `Rates`."""
+"""Assumed rates by the chip's name in `zerojax.chips`; see `Rates`."""
 
 
 def rates_of(rates: Rates | str) -> Rates:
-    """Return rates, or those of a name.
+    """Return `rates` itself, or the rates with that name.
 
     Raises:
       ValueError: no rates have that name.
@@ -152,7 +154,7 @@ def rates_of(rates: Rates | str) -> Rates:
     if not isinstance(rates, str) or rates not in RATES:
         told = repr(rates) if isinstance(rates, str) else f"of type {type(rates).__name__}"
         raise ValueError(
-            f"rates {told} are unknown: choose from {', '.join(RATES)}, or give an hlo.Rates; those of another machine are "
-            'zerojax.machine("lab.toml").rates()'
+            f"rates {told} are unknown: choose from {', '.join(RATES)}, or give an hlo.Rates; for "
+            'another machine use zerojax.machine("lab.toml").rates()'
         )
     return RATES[rates]

@@ -1,37 +1,38 @@
-"""Predict a step from its compiled program: seconds, idle compute, what the link to the host
-carries, what waits for what.
+"""Predict a step's time, idle compute, host-link traffic and waits from its compiled program.
 
-XLA's scheduled HLO is the order in which a host thread enqueues operations on a device. It is
-walked in that order, loops as often as they run, and each operation becomes a task on a timeline
-(`zerojax.hlo.timeline`):
+XLA's scheduled HLO is the order in which a host thread enqueues operations on a device. The
+simulation walks the program in that order, running each loop for all its iterations. Each operation
+becomes a task on a timeline (`zerojax.hlo.timeline`):
 
-    host thread   enqueues one operation after another; waits for the device at a loop whose trip count XLA does not know, at a
-                  conditional, and in a callback (`zerojax.hlo.callbacks`)
-    main stream   every operation that is not asynchronous, one after the other, on the cores
-    streams       asynchronous ones: begun once the main stream has come to where it was when they were enqueued, and in turn on
-                  their stream; a `done` lets the main stream wait for its start
-    link up, link down    a copy engine each; cores, disk and the host's kernel are one resource each, too
+    host thread           enqueues one operation after another; waits for the device at a loop
+                          whose trip count XLA does not know, at a conditional, and in a callback
+                          (`zerojax.hlo.callbacks`)
+    main stream           runs every synchronous operation in turn, on the cores
+    streams               run asynchronous operations, in turn on each stream; an operation begins
+                          once the main stream has reached the point where it was enqueued; a
+                          `done` makes the main stream wait for its start
+    link up, link down    one copy engine each; cores, disk and the host's kernel are also one
+                          resource each
 
-A slice of host memory is a copy, which occupies its direction of the link alone, or a kernel, which
-occupies the cores, too (`zerojax.hlo.traffic`). With `kernels="beside"` a kernel costs products
-nothing. The truth lies between; only a GPU can tell.
+A slice of host memory is either a copy, which occupies only its direction of the link, or a kernel,
+which also occupies the cores (`zerojax.hlo.traffic`). With `kernels="beside"` such a kernel does
+not slow products at all. The truth lies in between; only a measurement on a GPU can decide it.
 
-CUDA graphs: the nodes of a graph run one after another, and copy engines make its copies. A profile
-  of an H200 with jax 0.11.2
-shows both, and `graphs="in_turn"`, the default, assumes them. `graphs="copies"` gives each
-asynchronous copy a lane of its own beside products, at `Rates.graph_link`; `graphs="kernels"` lets
-the cores make the copies, at `Rates.kernel_link`. The table says which was assumed, and how many
-bytes it concerns.
+CUDA graphs: a graph's nodes run one after another, and copy engines make its copies. A profile of
+an H200 with jax 0.11.2 shows both, and the default `graphs="in_turn"` assumes both.
+`graphs="copies"` gives each asynchronous copy its own lane, overlapped with products, at
+`Rates.graph_link`. `graphs="kernels"` lets the cores make the copies, at `Rates.kernel_link`. The
+table reports which was assumed, and for how many bytes.
 
-Streams: XLA before 0.12 deals asynchronous operations out to four streams in turn, so that a
-  download blocks the upload behind
-it. From 0.12 on those that move host memory have one stream for each direction. Dumped thunks name
-the streams; without them the installed jaxlib is assumed to have compiled the text.
+Streams: XLA before 0.12 assigns asynchronous operations to four streams in turn, so a download
+blocks the upload behind it. From 0.12 on, operations that move host memory have one stream per
+direction. Dumped thunks name the streams; without thunks, the simulation assumes that the installed
+jaxlib compiled the text.
 
-Everything here is predicted, and moves with the rates (`zerojax.hlo.rates`). It is meant for
-choosing between programs. What it leaves out: copies slow no product by taking device memory's
-bandwidth, both directions of the link do not slow each other, and each kernel is launched by
-itself, also where it is a node of a graph. Programs of several devices are refused, since
+Everything here is predicted and depends on the rates (`zerojax.hlo.rates`). Use it to choose
+between programs. The simulation leaves out three effects: copies use device memory bandwidth and so
+slow products; the two directions of the link slow each other; and kernels that are nodes of a graph
+are launched together rather than one by one. It refuses programs for several devices, since
 collectives have no rates.
 """
 
@@ -66,10 +67,12 @@ from zerojax.hlo.traffic import COPY, KERNEL, HostMove, HostTraffic, host_traffi
 
 STREAMS: Mapping[str, str] = {
     "turns": "four streams in turn, as XLA before 0.12 does",
-    "direction": "one stream each way for host memory and four in turn for the rest, as XLA does from 0.12 on",
+    "direction": (
+        "one stream each way for host memory and four in turn for the rest, as XLA from 0.12 does"
+    ),
     "each": "a stream for each operation",
 }
-"""How asynchronous operations are dealt out to streams, by name."""
+"""The ways to assign asynchronous operations to streams, by name."""
 
 GRAPHS: Mapping[str, str] = MappingProxyType(
     {
@@ -78,7 +81,7 @@ GRAPHS: Mapping[str, str] = MappingProxyType(
         "kernels": "by the cores, as a kernel does",
     }
 )
-"""How copies in CUDA graphs are made, by name."""
+"""The ways in which copies in CUDA graphs can be made, by name."""
 
 _NUM_STREAMS = 4
 _TO_DEVICE, _TO_HOST = "to_device", "to_host"
@@ -98,25 +101,29 @@ _FREE = {
 }
 _WAITED = re.compile(r'"is_sync":\s*true')
 MOST_OPERATIONS = 10**6
-"""That a walk enqueues. Each is an object on the timeline, of some hundred bytes."""
+"""Most operations that a walk enqueues. Each is an object of some hundred bytes on the timeline."""
 _OF_CPUS = re.compile(
     r'custom_call_target="[^"]*(?:onednn|python_cpu)|"outer_dimension_partitions"'
 )
 _OF_GPUS = "operation_queue_id"
-FOR_CPUS = "the program was compiled for a CPU: a GPU runs other fusions in another schedule, so compile it for a GPU"
+FOR_CPUS = (
+    "the program was compiled for a CPU: a GPU runs other fusions in another schedule, so compile "
+    "it for a GPU"
+)
 _TARGET = re.compile(r'custom_call_target="[^"]*callback[^"]*"')
 _DONE, _START = "-done", "-start"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loop:
-    """A loop of the program's entry, as it was walked.
+    """A loop of the program's entry computation, as it was walked.
 
     Attributes:
-      name: of its instruction.
-      trips: iterations.
-      is_known: whether XLA knows that number; else the host waits for the device in each.
-      seconds: predicted, on the main stream.
+      name: name of the loop's instruction.
+      trips: number of iterations.
+      is_known: whether XLA knows the trip count. If not, the host waits for the device in each
+        iteration.
+      seconds: predicted seconds on the main stream.
     """
 
     name: str
@@ -127,33 +134,33 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """A step, predicted from its compiled program at stated rates. It prints as a table. Nothing in
-    it was measured.
+    """A step predicted from its compiled program at stated rates; nothing in it was measured.
+
+    It prints as a table.
 
     Attributes:
-      seconds: of a step.
-      compute_seconds: in which the cores run products or other kernels of the program, those that
-        move host memory left out.
+      seconds: seconds per step.
+      compute_seconds: seconds in which the cores run products or other kernels, not counting
+        kernels that move host memory.
       busy: seconds in which each resource is occupied: "compute", "link up", "link down", "disk",
         "host kernel", "host thread".
-      work: (times, seconds) by kind of work, of the most seconds first.
-      flops: of products and attention.
-      traffic: what the program moves over the link, by copies and by kernels.
-      callback_bytes: what callbacks move over it, by direction: "to_device", "to_host".
-      num_callbacks: callbacks.
-      num_host_waits: how often the host's thread waits until the device has done all that was
-        enqueued, callbacks included.
-      host_wait_seconds: for which it enqueues nothing because it waits: for the device, and in
-        callbacks for their copies, the host's kernel and the disk.
-      transfer_wait_seconds: for which the main stream waits for asynchronous operations.
-      loops: of the entry, in order.
-      not_priced: targets of library calls that count as their bytes alone, since their FLOPs are
-        not in the text.
-      streams: how asynchronous operations were dealt out, in words.
-      graphs: how copies in CUDA graphs were assumed to be made, in words; empty where there are
-        none.
-      rates: assumed.
-      notes: what makes the prediction doubtful, such as a program compiled for a CPU.
+      work: (number of runs, seconds) by kind of work, most seconds first.
+      flops: FLOPs of products and attention.
+      traffic: bytes that the program moves over the link, by copies and by kernels.
+      callback_bytes: bytes that callbacks move over the link, by direction: "to_device", "to_host".
+      num_callbacks: number of callbacks.
+      num_host_waits: number of times that the host thread waits for all enqueued work, callbacks
+        included.
+      host_wait_seconds: seconds in which the host thread waits instead of enqueuing: for the
+        device, and inside callbacks for their copies, the host's kernel and the disk.
+      transfer_wait_seconds: seconds in which the main stream waits for asynchronous operations.
+      loops: loops of the entry computation, in order.
+      not_priced: targets of library calls that are priced by their bytes alone, since the text does
+        not contain their FLOPs.
+      streams: how asynchronous operations were assigned to streams, in words.
+      graphs: how copies in CUDA graphs were assumed to be made, in words; empty if there are none.
+      rates: the assumed rates.
+      notes: reasons to doubt the prediction, such as a program compiled for a CPU.
     """
 
     seconds: float
@@ -176,18 +183,15 @@ class Simulation:
 
     @property
     def idle(self) -> float:
-        """The predicted share of the step in which the cores do nothing but, at most, move host
-        memory.
-        """
+        """Predicted share of the step in which the cores are idle or only move host memory."""
         return 1 - self.compute_seconds / self.seconds if self.seconds else 0.0
 
     @property
     def floor_seconds(self) -> float:
-        """The predicted least that a step with these bytes and FLOPs can take: its busiest resource
-        alone, all bytes by copies.
+        """Predicted lower bound on the seconds of a step with these bytes and FLOPs.
 
-        That is the most of compute, the link's busier direction at `rates.link`, disk, and host
-        kernel.
+        It is the time of the busiest resource alone: compute, the busier direction of the link with
+        all bytes moved by copies at `rates.link`, the disk, or the host's kernel.
         """
         by = (self.traffic.by_copies, self.traffic.by_kernels, self.callback_bytes)
         moved = max(sum(b[way] for b in by) for way in (_TO_DEVICE, _TO_HOST))
@@ -196,12 +200,13 @@ class Simulation:
         )
 
     def __str__(self) -> str:
-        """Return a table, which says that it is predicted."""
+        """Return the prediction as a table, which states that it is predicted."""
         graphs = []
         if self.graphs:
             in_graphs = sum(self.traffic.in_graphs.values()) / 1e9
             graphs = [
-                f"of the copies {in_graphs:.2f} GB are nodes of CUDA graphs, assumed to be made {self.graphs}"
+                f"{in_graphs:.2f} GB of the copies are nodes of CUDA graphs, assumed to be made "
+                f"{self.graphs}"
             ]
         copies, kernels, callbacks = (
             self.traffic.by_copies,
@@ -210,31 +215,35 @@ class Simulation:
         )
         rows = [
             "predicted from the compiled program at assumed rates; nothing here was measured",
-            f"streams: {self.streams}; copies told from kernels by the program's {self.traffic.source}",
-            f"predicted step {_ms(self.seconds)}: compute {_ms(self.compute_seconds)}, idle {100 * self.idle:.1f} %, "
+            f"streams: {self.streams}; copies and kernels distinguished by the program's "
+            f"{self.traffic.source}",
+            f"predicted step {_ms(self.seconds)}: compute {_ms(self.compute_seconds)}, "
+            f"idle {100 * self.idle:.1f} %, "
             f"{self.flops / max(self.seconds, 1e-12) / 1e12:.0f} TF/s",
             f"predicted waits: main stream for transfers {_ms(self.transfer_wait_seconds)}; "
-            f"host's thread {_ms(self.host_wait_seconds)}, with {self.num_host_waits} drains of the device; "
-            f"{self.num_callbacks} callbacks; floor {_ms(self.floor_seconds)}",
+            f"host thread {_ms(self.host_wait_seconds)}, with {self.num_host_waits} drains of the "
+            f"device; {self.num_callbacks} callbacks; floor {_ms(self.floor_seconds)}",
             *graphs,
-            f"{'predicted GB over the link':<28} {'by copies':>10} {'by kernels':>10} {'callbacks':>10}",
+            f"{'predicted GB over the link':<28} {'by copies':>10} {'by kernels':>10} "
+            f"{'callbacks':>10}",
         ]
         for name, way in (("up, to the device", _TO_DEVICE), ("down, to the host", _TO_HOST)):
             rows.append(
-                f"  {name:<26} {copies[way] / 1e9:>10.2f} {kernels[way] / 1e9:>10.2f} {callbacks[way] / 1e9:>10.2f}"
+                f"  {name:<26} {copies[way] / 1e9:>10.2f} {kernels[way] / 1e9:>10.2f} "
+                f"{callbacks[way] / 1e9:>10.2f}"
             )
         rows.append(
             "predicted busy:  " + ", ".join(f"{name} {_ms(s)}" for name, s in self.busy.items())
         )
         rows += [f"  {kind:<40} {n:>7} x {_ms(s):>12}" for kind, (n, s) in self.work.items()]
         for loop in self.loops:
-            known = "" if loop.is_known else ", not known to XLA: the host waits in each"
+            known = "" if loop.is_known else ", unknown to XLA: the host waits in each"
             rows.append(
                 f"  loop {loop.name:<12} {loop.trips:>5} trips {_ms(loop.seconds):>12}{known}"
             )
         rows += [f"note: {note}" for note in self.notes]
         if self.not_priced:
-            rows.append(f"not priced but for their bytes: {', '.join(self.not_priced)}")
+            rows.append(f"priced by their bytes alone: {', '.join(self.not_priced)}")
         rates = dataclasses.asdict(self.rates)
         rows.append("rates: " + ", ".join(f"{name} {value:g}" for name, value in rates.items()))
         return "\n".join(rows)
@@ -252,42 +261,48 @@ def simulate(
     callbacks: str = "plain",
     unknown_trips: int = 1,
 ) -> Simulation:
-    """Walk a compiled program, and predict a step of it. Every figure of the result is predicted,
-    none measured.
+    """Walk a compiled program and predict a step of it.
+
+    Every figure of the result is predicted, none is measured.
 
         simulation = hlo.simulate(compiled.as_text(), rates="h200", thunks=hlo.read_thunks(folder))
         print(simulation)
 
     Args:
       text: scheduled HLO of one device, as `compiled.as_text()`.
-      rates: of the machine, or the name of some in `RATES`.
-      thunks: of the same compilation; they tell copies from kernels, and the streams.
-      streams: "turns", "direction" or "each" (`STREAMS`). None: as the thunks say, else as the
-        jaxlib that is installed does.
-      kernels: whether a kernel that moves host memory has the cores to itself, or runs beside
-        products at no cost to them.
-      graphs: how copies are made that are nodes of CUDA graphs: "in_turn", by copy engines while
-        nothing else runs; "copies", by copy engines beside products; or "kernels", by the cores
-        (`GRAPHS`).
+      rates: rates of the machine, or a name in `RATES`.
+      thunks: thunks of the same compilation; they distinguish copies from kernels, and name the
+        streams.
+      streams: "turns", "direction" or "each" (`STREAMS`). None: as the thunks name them, or as the
+        installed jaxlib assigns them.
+      kernels: whether a kernel that moves host memory has the cores to itself ("exclusive"), or
+        overlaps products at no cost to them ("beside").
+      graphs: how copies that are nodes of CUDA graphs are made: "in_turn", by copy engines while
+        nothing else runs; "copies", by copy engines overlapped with products; or "kernels", by the
+        cores (`GRAPHS`).
       callbacks: what callbacks to the host do: "plain", "update", "delayed", "nvme" or
-        "nvme_update", told in `zerojax.hlo.callbacks`. The text does not say.
-      unknown_trips: how often a loop runs whose trip count XLA does not know; in a streamed step
-        that is 1.
+        "nvme_update", described in `zerojax.hlo.callbacks`. The text does not say.
+      unknown_trips: trip count to assume for a loop whose count XLA does not know; 1 in a streamed
+        step.
+
+    Returns:
+      The predicted step.
 
     Raises:
-      ValueError: the program is one of several devices or not scheduled, or an argument is none of
-        those.
+      ValueError: the program is for several devices, is not scheduled, or runs too many operations;
+        or an argument has an unsupported value.
     """
     if not isinstance(text, str):
         raise ValueError(
-            f"text is of type {type(text).__name__}: give the text of a compiled program, compiled.as_text()"
+            f"text is of type {type(text).__name__}: give the text of a compiled program, "
+            "compiled.as_text()"
         )
     if thunks is not None and not isinstance(thunks, Thunks):
         raise ValueError(
             f"thunks are of type {type(thunks).__name__}: give what hlo.read_thunks(folder) returns"
         )
     if kernels not in ("exclusive", "beside"):
-        raise ValueError(f"kernels={kernels!r}: 'exclusive' or 'beside'")
+        raise ValueError(f"kernels={kernels!r}: choose from exclusive, beside")
     if graphs not in GRAPHS:
         raise ValueError(f"graphs={graphs!r}: choose from {', '.join(GRAPHS)}")
     if callbacks not in CALLBACKS:
@@ -304,7 +319,7 @@ def simulate(
         )
     if "is_scheduled=true" not in text.partition("\n")[0]:
         raise ValueError(
-            "the program is not scheduled: give the text of a compiled one, compiled.as_text()"
+            "the program is not scheduled: give the text of a compiled program, compiled.as_text()"
         )
     walk = _Walk(
         text,
@@ -322,7 +337,7 @@ def simulate(
 
 
 class _Walk:
-    """One walk through a program, which fills a timeline."""
+    """A walk through a program that fills a timeline."""
 
     def __init__(
         self,
@@ -360,7 +375,7 @@ class _Walk:
         self._streams, self.streams = self._lanes(thunks, streams)
 
     def _lanes(self, thunks: Thunks | None, streams: str | None) -> tuple[Mapping[str, str], str]:
-        """Return the stream of each asynchronous start, and in words where that is from."""
+        """Return the stream of each asynchronous start, and in words how they were chosen."""
         names = frozenset[str]() if thunks is None else thunks.in_graphs
         in_graph = {name: MAIN if self.graphs == "in_turn" else name for name in names}
         if streams is None and thunks is not None:
@@ -393,8 +408,9 @@ class _Walk:
         return moves[0].direction if moves else ""
 
     def _scheduled(self) -> list[str]:
-        """Return the computations whose instructions are enqueued one by one: the entry, and those
-        of control flow.
+        """Return the computations whose instructions are enqueued one by one.
+
+        They are the entry computation and the computations of control flow.
         """
         found = [self.module.entry]
         for computation in found:
@@ -404,16 +420,15 @@ class _Walk:
         return found
 
     def check_length(self) -> None:
-        """Raise ValueError for a program whose loops run too many operations to be walked one by
-        one.
-        """
+        """Raise ValueError if the program's loops run too many operations to walk one by one."""
         if (count := self._operations(self.module.entry)) > MOST_OPERATIONS:
             raise ValueError(
-                f"the program runs {count:,} operations in a step, and {MOST_OPERATIONS:,} are walked at most"
+                f"the program runs {count:,} operations in a step; at most {MOST_OPERATIONS:,} are "
+                "supported"
             )
 
     def _operations(self, computation: str) -> int:
-        """Return how many operations a computation enqueues, with its loops."""
+        """Return the number of operations that a computation enqueues, including its loops."""
         if computation not in self._lengths:
             total = 0
             for i in self.module.instructions(computation):
@@ -423,7 +438,7 @@ class _Walk:
                     else 0
                 )
                 trips = self.unknown_trips if i.trips is None else i.trips
-                # A loop without operations is walked, too.
+                # The walk also visits the iterations of a loop without operations.
                 total += 1 + (trips * (1 + inner) if i.op == "while" else inner)
             self._lengths[computation] = total
         return self._lengths[computation]
@@ -436,12 +451,14 @@ class _Walk:
                 continue
             if i.op.removesuffix(_START) in COLLECTIVES:
                 raise ValueError(
-                    f"{i.result} is a collective: a program of one device is simulated, and this is one of several"
+                    f"{i.result} is a collective: a program of one device is simulated, and this "
+                    "one is for several"
                 )
             if i.op == "while":
                 self._while(i)
             elif i.op == "conditional":
-                # XLA reads the condition back. Of a jax.lax.cond the last branch is that of True.
+                # XLA reads the condition back to the host. The last branch of a jax.lax.cond is the
+                # one for True.
                 self._wait_for_device()
                 self.run(i.called[-1])
             elif i.op == "call":
@@ -474,9 +491,9 @@ class _Walk:
         before = self.timeline.last.get(MAIN)
         self._depth += 1
         for trip in range(trips + (i.trips is None)):
-            if (
-                i.trips is None
-            ):  # computed on the device, and read back, before each iteration and after the last
+            # The condition is computed on the device, and read back before each iteration and after
+            # the last.
+            if i.trips is None:
                 self.run(condition)
                 self._wait_for_device()
             if trip < trips:
@@ -491,7 +508,7 @@ class _Walk:
         )
 
     def _operation(self, computation: str, i: Instruction, lane: str) -> int:
-        """Add an operation to a lane, after the host's thread has enqueued it, and return its task."""
+        """Add an operation to a lane after the host thread enqueues it; return its task number."""
         enqueued = self.timeline.add(HOST, self.rates.issue_seconds)
         after = [enqueued, self.timeline.last.get(MAIN)]
         moves = self._moves.get((computation, i.result))
@@ -512,7 +529,7 @@ class _Walk:
         return self.timeline.add(lane, seconds, (CORES,), after, cost.kind)
 
     def _move(self, moves: list[HostMove], lane: str, after: list[int | None]) -> int:
-        """Add an operation that moves host memory: both directions at once, where it does both."""
+        """Add an operation that moves host memory; both directions run at the same time."""
         in_graph = any(m.in_graph for m in moves)
         by_cores = any(m.by == KERNEL for m in moves) or (in_graph and self.graphs == "kernels")
         by, rate = COPY, self.rates.graph_link if in_graph else self.rates.link
@@ -529,7 +546,7 @@ class _Walk:
             lane, seconds, (*used, *cores), after, f"{' and '.join(used)}: {_BY[by]}"
         )
 
-    # --- what came of it --------------------------------------------------------------------------
+    # --- results ----------------------------------------------------------------------------------
 
     def result(self) -> Simulation:
         spans, tasks = self.timeline.play(), self.timeline.tasks
@@ -542,7 +559,7 @@ class _Walk:
                 busy[resource] += task.seconds
             if task.lane == HOST:
                 num_waits += task.label == WAIT
-                # From the end of its last work until it goes on.
+                # Time from the end of the thread's last work until it continues.
                 waits += start - host_end + (task.seconds if task.label == WAIT else 0.0)
                 busy[HOST] += task.seconds if task.label != WAIT else 0.0
                 host_end = end
@@ -583,8 +600,10 @@ class _Walk:
         )
 
     def _transfer_waits(self, spans: list[tuple[float, float]]) -> float:
-        """Return for how long the main stream waits in dones, when all before them on it is over
-        and they are enqueued.
+        """Return the seconds for which the main stream waits in dones.
+
+        A done's wait starts when everything before it on the main stream has ended and it is
+        enqueued.
         """
         tasks, dones = self.timeline.tasks, set(self._dones)
         total, main_end = 0.0, 0.0
@@ -603,7 +622,7 @@ _BY = {COPY: "copies", KERNEL: "kernels"}
 
 
 def _loop_parts(i: Instruction) -> tuple[str, str]:
-    """Return a loop's condition and body."""
+    """Return the names of a loop's condition and body."""
     parts = {
         key: match[1]
         for key in ("condition", "body")

@@ -1,27 +1,28 @@
-"""The thunks of a compiled program: what XLA's runtime does for each of its instructions, read from
-a dump.
+"""Read the thunks of a compiled program from a dump: what XLA's runtime does for each instruction.
 
-The HLO of a slice does not say who moves its bytes. The thunk does: a `kCopy`, alone or in a
-  `kDynamicSliceFusion`, is a memory
-copy of the driver; a `kCustomKernel` is a kernel, whose threads read or write host memory over the
-link. Thunks also name the stream of each asynchronous operation, and a `kCommandBuffer` holds those
-that XLA puts into a CUDA graph. Whether the driver gives a copy in a graph to a copy engine, as it
-does one on a stream, is not documented.
+The HLO of a slice does not say how its bytes are moved. Its thunk does: a `kCopy`, alone or in a
+`kDynamicSliceFusion`, is a memory copy by the driver; a `kCustomKernel` is a kernel, whose threads
+read or write host memory over the link. Thunks also name the stream of each asynchronous operation,
+and a `kCommandBuffer` contains the thunks that XLA puts into a CUDA graph. Whether the driver gives
+a copy in a graph to a copy engine, as it does for a copy on a stream, is not documented.
 
-XLA writes thunks where it is told to dump, with or without a GPU:
+XLA writes thunks if it is asked to dump, with or without a GPU:
 
     compiled = program.lower(batch).compile({"xla_dump_to": folder})
     thunks = hlo.read_thunks(folder)
 
-    000: kCommandBuffer [..]                              module_0001.jit_step.thunk_sequence_after_thunk_passes.txt
+    # module_0001.jit_step.thunk_sequence_after_thunk_passes.txt
+    000: kCommandBuffer [..]
         083: kAsyncStart [..] stream=memcpy_h2d_stream, async_id=83
             082: kDynamicSliceFusion [..]
                 081: kCopy
-    thunk_metadata { thunk_info { profile_annotation: "copy-start.3" thunk_id: 83 } .. }      ..thunk_metadata.txt
 
-The first file holds the tree of thunks, numbered; the second the instruction of each number. The
-tree as it is before XLA's passes form graphs is in a file that ends in ".thunk_sequence.txt". Where
-the passes change nothing XLA writes that one alone.
+    # module_0001.jit_step.thunk_metadata.txt
+    thunk_metadata { thunk_info { profile_annotation: "copy-start.3" thunk_id: 83 } .. }
+
+The first file contains the numbered tree of thunks, the second the instruction of each number. The
+tree before XLA's passes form graphs is in a file that ends in ".thunk_sequence.txt". If the passes
+change nothing, XLA writes only that file.
 """
 
 import dataclasses
@@ -46,12 +47,12 @@ class Thunks:
     """What XLA's runtime does for the instructions of a program.
 
     Attributes:
-      kinds: by instruction, the kinds of its thunk and of the first one inside of it and so on, as
-        "kAsyncStart/kDynamicSliceFusion/kCopy".
-      streams: the stream of each asynchronous start, such as "computation_stream[0]" or
+      kinds: for each instruction, the kind of its thunk and of the first thunk nested in it, and so
+        on, such as "kAsyncStart/kDynamicSliceFusion/kCopy".
+      streams: stream of each asynchronous start, such as "computation_stream[0]" or
         "memcpy_h2d_stream".
-      in_graphs: the instructions that run as nodes of a CUDA graph. Their order is that of the
-        graph's edges, not of streams.
+      in_graphs: instructions that run as nodes of a CUDA graph. Their order is given by the graph's
+        edges, not by streams.
     """
 
     kinds: Mapping[str, str]
@@ -59,14 +60,15 @@ class Thunks:
     in_graphs: frozenset[str] = frozenset()
 
     def is_copy(self, instruction: str) -> bool:
-        """Tell whether a memory copy of the driver does an instruction's work, and no kernel.
+        """Return whether a memory copy by the driver, and not a kernel, does an instruction's work.
 
         Raises:
-          ValueError: no thunk has that name, so the dump is of another program.
+          ValueError: no thunk has that name, so the dump belongs to another program.
         """
         if instruction not in self.kinds:
             raise ValueError(
-                f"no thunk of the dump is that of {instruction!r}: the dump is of another compilation of the program"
+                f"the dump has no thunk for {instruction!r}: it belongs to another compilation of "
+                "the program"
             )
         return self.kinds[instruction].rsplit("/", 1)[-1] in _COPIES
 
@@ -75,11 +77,12 @@ def dumped_text(path: str | pathlib.Path, module: str | None = None) -> str:
     """Return the scheduled HLO of a program that was dumped to a folder.
 
     Args:
-      path: the folder.
-      module: as for `read_thunks`.
+      path: folder that XLA dumped to.
+      module: name of the program if the folder contains several: the word after "HloModule" in its
+        text, such as "jit_step".
 
     Raises:
-      ValueError: the folder holds no such program, or several.
+      ValueError: the folder contains no such program, or several.
     """
     return _one(pathlib.Path(path), "_gpu_after_optimizations.txt", module).read_text()
 
@@ -88,13 +91,16 @@ def read_thunks(path: str | pathlib.Path, module: str | None = None) -> Thunks:
     """Read the thunks of a program.
 
     Args:
-      path: a folder that XLA dumped to, or the file in it that ends in ".thunk_sequence.txt",
-        beside which are the others.
-      module: name of the program where the folder holds several: what follows "HloModule" in its
+      path: folder that XLA dumped to, or the file in it that ends in ".thunk_sequence.txt", next to
+        its other files.
+      module: name of the program if the folder contains several: the word after "HloModule" in its
         text, such as "jit_step".
 
+    Returns:
+      The program's thunks.
+
     Raises:
-      ValueError: the folder holds no thunks of such a program, or those of several.
+      ValueError: the folder contains the thunks of no such program, or of several.
     """
     path = pathlib.Path(path)
     given = _one(path, _BEFORE_PASSES, module) if path.is_dir() else path
@@ -105,17 +111,17 @@ def read_thunks(path: str | pathlib.Path, module: str | None = None) -> Thunks:
     )
     if stem == given.name or not metadata.is_file():
         raise ValueError(
-            f"{path}: thunks are read from a file ...{_BEFORE_PASSES} with its ...thunk_metadata.txt beside it"
+            f"{path}: thunks are read from a file ...{_BEFORE_PASSES} with its "
+            "...thunk_metadata.txt next to it"
         )
     sequence = after_passes if after_passes.is_file() else given
     names = _names(metadata.read_text())
     kinds: dict[str, str] = {}
     streams: dict[str, str] = {}
     in_graphs = set[str]()
-    around: list[
-        tuple[int, str]
-    ] = []  # (indent, instruction) of the thunks that wrap the one being read
-    graphs: list[int] = []  # indents of the graphs that hold it
+    # (indent, instruction) of the thunks around the current one
+    around: list[tuple[int, str]] = []
+    graphs: list[int] = []  # indents of the graphs around the current thunk
     for match in _THUNK.finditer(sequence.read_text()):
         indent, number, kind, rest = len(match[1]), int(match[2]), match[3], match[4]
         while around and around[-1][0] >= indent:
@@ -123,16 +129,14 @@ def read_thunks(path: str | pathlib.Path, module: str | None = None) -> Thunks:
         while graphs and graphs[-1] >= indent:
             graphs.pop()
 
-        if kind == _GRAPH:  # a pass made it, of no instruction
+        if kind == _GRAPH:  # A pass made the graph's thunk, which belongs to no instruction.
             graphs.append(indent)
             continue
 
         name = around[-1][1] if around else names.get(number, "")
         if not around:
             kinds[name] = kind
-        elif (
-            kinds[name].rsplit("/", 1)[-1] in _WRAPPERS
-        ):  # the first thunk inside says what is done
+        elif kinds[name].rsplit("/", 1)[-1] in _WRAPPERS:
             kinds[name] += f"/{kind}"
         if kind in _WRAPPERS:
             around.append((indent, name))
@@ -144,7 +148,7 @@ def read_thunks(path: str | pathlib.Path, module: str | None = None) -> Thunks:
 
 
 def _names(metadata: str) -> dict[int, str]:
-    """Return the instruction of each number."""
+    """Return the instruction of each thunk number."""
     found = {}
     for block in metadata.split("thunk_metadata {"):
         name, number = _ANNOTATION.search(block), _NUMBER.search(block)
@@ -154,8 +158,9 @@ def _names(metadata: str) -> dict[int, str]:
 
 
 def _one(folder: pathlib.Path, ending: str, module: str | None) -> pathlib.Path:
-    """Return the one file of a folder with an ending, of a module; names are as
-    module_0001.jit_step.thunk_sequence.txt.
+    """Return the one file of a folder with an ending, for one module.
+
+    File names look like module_0001.jit_step.thunk_sequence.txt.
     """
     part = "." if module is None else f".{module}."
     found = sorted(
@@ -170,6 +175,7 @@ def _one(folder: pathlib.Path, ending: str, module: str | None) -> pathlib.Path:
             else f"no program{of} that XLA dumped for a GPU"
         )
         raise ValueError(
-            f"{folder} holds {what}; a dump of one program is read: give XLA an empty folder, and one compilation"
+            f"{folder} holds {what}; the dump of exactly one program is needed: give XLA an empty "
+            "folder and one compilation"
         )
     return found[0]

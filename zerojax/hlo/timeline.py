@@ -1,9 +1,9 @@
-"""Work on lanes and resources, played in time: when each task starts and ends.
+"""Play tasks on lanes and resources in time: when each task starts and ends.
 
-A lane runs its tasks in the order in which they were added, as a stream of a GPU or a thread does.
-A task also waits for the tasks that it comes after, and then for its resources, each of which
-serves one task at a time. Whoever has been ready longest is served first; of two that became ready
-at once, the one that was added first. A task whose resources are not all free takes none.
+A lane runs its tasks in the order in which they were added, like a GPU stream or a thread. A task
+also waits for other given tasks, and then for its resources. Each resource serves one task at a
+time. The task that has been ready longest is served first; of two tasks that became ready at the
+same time, the one added first. A task takes its resources only when all of them are free.
 """
 
 import bisect
@@ -14,14 +14,14 @@ from collections.abc import Iterable
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
-    """One piece of work.
+    """A piece of work.
 
     Attributes:
-      lane: that runs it; empty for one that is in no order.
-      resources: that it occupies.
-      seconds: that it takes.
-      after: numbers of the tasks that it waits for, the one before it on its lane among them.
-      label: what it is.
+      lane: lane that runs the task; empty if it is in no lane's order.
+      resources: resources that the task occupies.
+      seconds: duration.
+      after: numbers of the tasks that it waits for, including the previous task of its lane.
+      label: kind of work.
     """
 
     lane: str
@@ -32,14 +32,15 @@ class Task:
 
 
 class Timeline:
-    """Tasks with what each waits for.
+    """A set of tasks, each with the tasks that it waits for.
 
     Attributes:
-      tasks: in the order in which they were added, by which they are numbered.
-      last: the number of the last task of each lane.
+      tasks: tasks in the order in which they were added; a task's number is its index.
+      last: number of the last task of each lane.
     """
 
     def __init__(self) -> None:
+        """Start without tasks."""
         self.tasks: list[Task] = []
         self.last: dict[str, int] = {}
 
@@ -54,11 +55,11 @@ class Timeline:
         """Add a task after the last one of its lane, and return its number.
 
         Args:
-          lane: that runs it; empty for one that waits for `after` alone.
-          seconds: that it takes.
-          resources: that it occupies meanwhile.
-          after: other tasks that it waits for; None is no task.
-          label: what it is.
+          lane: lane that runs the task; empty for a task that waits only for `after`.
+          seconds: duration.
+          resources: resources that the task occupies.
+          after: numbers of other tasks that it waits for; None entries are ignored.
+          label: kind of work.
         """
         before = {n for n in (*after, self.last.get(lane) if lane else None) if n is not None}
         self.tasks.append(Task(lane, resources, seconds, tuple(before), label))
@@ -67,7 +68,7 @@ class Timeline:
         return len(self.tasks) - 1
 
     def play(self) -> list[tuple[float, float]]:
-        """Return the start and the end of each task, in seconds from the start of the first."""
+        """Return the start and end of each task, in seconds from the start of the first task."""
         tasks = self.tasks
         missing = [len(task.after) for task in tasks]
         followers: list[list[int]] = [[] for _ in tasks]
@@ -76,12 +77,14 @@ class Timeline:
                 followers[before].append(number)
         spans = [(0.0, 0.0)] * len(tasks)
         taken: set[str] = set()
-        ready: list[tuple[float, int]] = []  # (since when, number) of what waits for a resource
+        # (ready since, number) of tasks that wait for a resource
+        ready: list[tuple[float, int]] = []
         running: list[tuple[float, int]] = []  # a heap of (end, number)
 
         def release(number: int, now: float) -> None:
-            """Let go on what waits for a task; what takes no time and occupies nothing is over at
-            once.
+            """Start the followers of a task that ended.
+
+            A follower that takes no time and no resources ends immediately.
             """
             over = [number]
             while over:
@@ -113,7 +116,7 @@ class Timeline:
                     waiting.append((since, number))
             ready[:] = waiting
             now = running[0][0]
-            # All that end now, before others start.
+            # All tasks that end now, before others start.
             while running and running[0][0] == now:
                 _, number = heapq.heappop(running)
                 taken.difference_update(tasks[number].resources)

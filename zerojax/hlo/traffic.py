@@ -1,18 +1,18 @@
-"""Who moves what over the link to the host: copies by the GPU's copy engines, or kernels on its
-cores.
+"""Find out whether copies or kernels move a program's data over the link to the host.
 
-A copy leaves the cores to products. A kernel that reads or writes host memory takes their place,
-and the link's bandwidth is harder to reach from it. Which of both a slice becomes depends on its
-index: `zerojax.hlo.host_link` tells which slices have the descriptor that makes a copy, and
-`zerojax.hlo.thunks` what XLA's runtime will do. Copies in CUDA graphs are told apart from those on
-streams: the driver decides who makes them, and no run has shown whether a copy engine does.
+Copies are made by the GPU's copy engines and leave the cores to products. A kernel that reads or
+writes host memory occupies the cores, and reaches less of the link's bandwidth. A slice becomes one
+or the other depending on its index: `zerojax.hlo.host_link` finds the slices with the descriptor
+that makes a copy, and `zerojax.hlo.thunks` reads what XLA's runtime will do. Copies in CUDA graphs
+are listed separately from copies on streams: the driver decides how they are made, and no run has
+shown whether a copy engine makes them.
 
     traffic = hlo.host_traffic(text, hlo.read_thunks(folder), unknown_trips=1)
     print(traffic)
     assert not traffic.kernels
 
-Each move is told with the array in host memory that it is of. That is followed through loops and
-calls to an argument of the program, whose name is the leaf's.
+Each move is reported with its array in host memory. The array is followed through loops and calls
+to an argument of the program, whose name is the leaf's name.
 """
 
 import dataclasses
@@ -45,20 +45,21 @@ _INDEX = re.compile(r"index=(\d+)")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostMove:
-    """One operation of a program that moves an array, or a slice of one, over the link to the host.
+    """An operation of a program that moves an array, or a slice of one, over the link to the host.
 
     Attributes:
-      computation: the HLO computation whose schedule holds it.
-      instruction: its name there; of an asynchronous operation the start's.
+      computation: HLO computation whose schedule contains the operation.
+      instruction: name of the instruction there; for an asynchronous operation, its start.
       by: "copy" or "kernel".
-      direction: "to_device", "to_host"; or "host_to_host", which crosses the link in both
+      direction: "to_device", "to_host", or "host_to_host", which crosses the link in both
         directions.
-      num_bytes: bytes that it moves each time.
-      times: how often it runs in a step.
-      leaf: the argument of the program that the array in host memory is, such as
-        "state.master['blocks']['w1']"; empty where it is none, as what a copy to the host makes.
-      shape: of that array, as "f32[32,4096,11008]".
-      in_graph: whether it is a node of a CUDA graph; False without the program's thunks.
+      num_bytes: bytes moved in each run.
+      times: number of runs per step.
+      leaf: program argument that the array in host memory is, such as
+        "state.master['blocks']['w1']"; empty if it is no argument, such as the result of a copy to
+        the host.
+      shape: shape of that array, such as "f32[32,4096,11008]".
+      in_graph: whether the operation is a node of a CUDA graph; False without the program's thunks.
     """
 
     computation: str
@@ -74,16 +75,17 @@ class HostMove:
 
 @dataclasses.dataclass(frozen=True)
 class HostTraffic:
-    """What a program moves over the link to the host in a step of one device. It prints as a table.
+    """The data that a program moves over one device's link to the host in a step.
 
-    What callbacks to the host move is not in the program, and so not here: `has_callbacks` tells
-      whether there are some.
+    It prints as a table. Bytes moved by callbacks to the host are not in the program, and so not
+    included: `has_callbacks` reports whether there are any.
 
     Attributes:
-      moves: each operation: slices, then whole arrays, each in the order of the schedule.
-      source: "thunks" where those of the program told copies from kernels, "descriptors" where the
-        HLO did.
-      has_callbacks: whether the program calls back, and so may move more than it says.
+      moves: all operations that move host memory: first slices, then full arrays, each in scheduled
+        order.
+      source: how copies and kernels were distinguished: "thunks" (the program's thunks) or
+        "descriptors" (the HLO).
+      has_callbacks: whether the program calls back to the host, and so may move more bytes.
     """
 
     moves: tuple[HostMove, ...]
@@ -92,44 +94,46 @@ class HostTraffic:
 
     @property
     def by_copies(self) -> dict[str, int]:
-        """Bytes by copies in a step, by direction: "to_device", "to_host"."""
+        """Bytes moved by copies per step, by direction: "to_device", "to_host"."""
         return _bytes(m for m in self.moves if m.by == COPY)
 
     @property
     def by_kernels(self) -> dict[str, int]:
-        """Bytes by kernels in a step, by direction."""
+        """Bytes moved by kernels per step, by direction: "to_device", "to_host"."""
         return _bytes(m for m in self.moves if m.by == KERNEL)
 
     @property
     def in_graphs(self) -> dict[str, int]:
-        """Those of `by_copies` whose copies are nodes of CUDA graphs, in bytes by direction."""
+        """Bytes per step of `by_copies` that nodes of CUDA graphs move, by direction."""
         return _bytes(m for m in self.moves if m.by == COPY and m.in_graph)
 
     @property
     def kernels(self) -> tuple[HostMove, ...]:
-        """The moves that kernels do, of the most bytes in a step first."""
+        """The moves made by kernels, most bytes per step first."""
         return tuple(
             sorted((m for m in self.moves if m.by == KERNEL), key=lambda m: -m.num_bytes * m.times)
         )
 
     @property
     def share_of_copies(self) -> float:
-        """The part of the bytes that copies move; 1 where nothing moves."""
+        """The share of the bytes that copies move; 1 if the program moves nothing."""
         copies, kernels = sum(self.by_copies.values()), sum(self.by_kernels.values())
         return copies / (copies + kernels) if copies + kernels else 1.0
 
     def __str__(self) -> str:
-        """Return a table: bytes by direction, and the arrays that kernels move."""
+        """Return a table of bytes by direction, and of the arrays that kernels move."""
         rows = [
-            f"bytes of a step over the link to the host, counted in its program by its {self.source}"
+            f"bytes per step over the link to the host, counted in the program by its {self.source}"
         ]
         for by, total in ((COPY, self.by_copies), (KERNEL, self.by_kernels)):
             rows.append(
-                f"  by {by:<6}  to device {total['to_device']:>16,}  to host {total['to_host']:>16,}"
+                f"  by {by:<6}  to device {total['to_device']:>16,}"
+                f"  to host {total['to_host']:>16,}"
             )
         if any((graphs := self.in_graphs).values()):
             rows.append(
-                f"  copies in CUDA graphs  to device {graphs['to_device']:>10,}  to host {graphs['to_host']:>16,}"
+                f"  copies in CUDA graphs  to device {graphs['to_device']:>10,}"
+                f"  to host {graphs['to_host']:>16,}"
             )
         moves = any(sum(total.values()) for total in (self.by_copies, self.by_kernels))
         rows.append(
@@ -138,7 +142,7 @@ class HostTraffic:
             else "  the program itself moves nothing"
         )
         if self.has_callbacks:
-            rows.append("  besides what the program's callbacks move, which it does not say")
+            rows.append("  plus the bytes that callbacks move, which the program does not state")
         for m in self.kernels:
             what = m.leaf or "an array of the program's own"
             rows.append(
@@ -148,9 +152,7 @@ class HostTraffic:
 
 
 def _bytes(moves: Iterable[HostMove]) -> dict[str, int]:
-    """Return the bytes of moves in a step, by direction; those from host to host cross the link
-    both ways.
-    """
+    """Return the bytes of moves per step, by direction; host-to-host moves count in both."""
     total: dict[str, int] = dict.fromkeys(DIRECTIONS, 0)
     for move in moves:
         for direction in DIRECTIONS if move.direction not in DIRECTIONS else (move.direction,):
@@ -162,24 +164,27 @@ def _bytes(moves: Iterable[HostMove]) -> dict[str, int]:
 def host_traffic(
     text: str, thunks: Thunks | None = None, unknown_trips: int | None = None
 ) -> HostTraffic:
-    """Tell who moves what over the link to the host, for one device.
+    """Return the data that a program moves over one device's link, by copies and by kernels.
 
     Args:
-      text: `compiled.as_text()`.
-      thunks: of the same compilation. Without them a slice counts as a copy if XLA gave it a
-        descriptor.
-      unknown_trips: how often a loop runs whose trip count XLA does not know; in a streamed step
-        that is 1.
+      text: the program's scheduled HLO, `compiled.as_text()`.
+      thunks: thunks of the same compilation. Without them, a slice counts as a copy if XLA gave it
+        a descriptor.
+      unknown_trips: trip count to assume for a loop whose count XLA does not know; 1 in a streamed
+        step.
+
+    Returns:
+      All moves over the link, with their bytes and how often each runs in a step.
 
     Raises:
-      ValueError: a loop that moves something has no known trip count, or the thunks are of another
-        program.
+      ValueError: a loop that moves host memory has no known trip count, or the thunks belong to
+        another program.
     """
     tree = _CallTree(checked_module(text))
     moves: dict[tuple[str, str], HostMove] = {}
     for found in (*host_slices(text, unknown_trips), *host_copies(text, unknown_trips)):
         move, key = _move(tree, found, thunks), (found.computation, found.instruction)
-        # What two loops call is found in each.
+        # A computation that two loops call is visited in each.
         moves[key] = (
             dataclasses.replace(move, times=move.times + moves[key].times) if key in moves else move
         )
@@ -196,10 +201,10 @@ def _move(tree: "_CallTree", found: HostSlice | HostCopy, thunks: Thunks | None)
     elif isinstance(found, HostSlice):
         is_copy = found.has_descriptor
     else:
-        # A copy inside of a fusion is part of a kernel.
+        # A copy inside a fusion is part of a kernel.
         is_copy = found.op in _COPIES and scheduled == found.instruction
     of, name = tree.host_array(found.computation, found.instruction)
-    # What a copy to the host makes is a new array, whatever it is a copy of.
+    # A copy to the host makes a new array, whatever its source is.
     array, leaf = (None, "") if name == found.instruction else tree.leaf(found.computation, name)
     dims = ",".join(map(str, (array or of).dims))
     return HostMove(
@@ -216,7 +221,7 @@ def _move(tree: "_CallTree", found: HostSlice | HostCopy, thunks: Thunks | None)
 
 
 class _CallTree:
-    """Which instruction of a program calls each computation."""
+    """The calling instruction of each computation of a program."""
 
     def __init__(self, module: Module) -> None:
         self.module = module
@@ -228,8 +233,9 @@ class _CallTree:
         }
 
     def scheduled(self, computation: str, instruction: str) -> tuple[str, str]:
-        """Return the computation and the instruction, at or around one, that the schedule runs: of
-        a part of a fusion, it.
+        """Return the computation and instruction that the schedule runs.
+
+        For an instruction inside a fusion, it is the fusion; else the instruction itself.
         """
         while (caller := self._caller.get(computation)) is not None and caller[
             1
@@ -238,9 +244,7 @@ class _CallTree:
         return computation, instruction
 
     def host_array(self, computation: str, instruction: str) -> tuple[Array, str]:
-        """Return the array in host memory that an instruction reads or writes, and the result that
-        it is.
-        """
+        """Return the host-memory array that an instruction accesses, and its result's name."""
         i = self.module.computations[computation].instructions[instruction]
         for name, shape in [*self._operands(computation, i), (i.result, i.shape)]:
             arrays = [a for a in parse_arrays(shape) if a.on_host]
@@ -253,9 +257,7 @@ class _CallTree:
         yield from ((o, of[o].shape) for o in i.operands if o in of)
 
     def leaf(self, computation: str, name: str) -> tuple[Array | None, str]:
-        """Follow a result back to the argument of the program that it is; (None, "") where it is
-        none.
-        """
+        """Follow a result back to the program argument that it is; (None, "") if it is none."""
         element: int | None = None
         while (i := self.module.computations[computation].instructions.get(name)) is not None:
             if i.op == "parameter":
@@ -265,8 +267,8 @@ class _CallTree:
                     return parse_arrays(i.shape)[0], "" if named is None else named[1].replace(
                         "\\'", "'"
                     )
-                # A branch of a conditional has one operand, after the condition; a loop's body has
-                # the tuple that it carries.
+                # A branch of a conditional has one operand, after the condition. A loop's body has
+                # the carried tuple.
                 number = (
                     caller[1].called.index(computation) + 1
                     if caller[1].op == "conditional"
@@ -280,7 +282,8 @@ class _CallTree:
                 name, element = i.operands[element], None
             elif i.op in _SAME or i.op == "while" or i.op.endswith("-done"):
                 name = i.operands[0]
-            elif i.called and i.op not in _CONTROL:  # what a fusion updates in place is its root's
+            elif i.called and i.op not in _CONTROL:
+                # A fusion's root is the array that it updates in place.
                 inner = self.module.computations[i.called[0]]
                 computation, name = inner.name, inner.root
             else:

@@ -1,4 +1,4 @@
-"""`build_train_step`, and the Program that it returns."""
+"""`build_train_step`, and the `Program` that it returns."""
 
 from zerojax.program.build import assemble as assemble
 from zerojax.program.build import build_train_step as build_train_step

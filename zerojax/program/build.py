@@ -38,27 +38,27 @@ def build_train_step(
 
     Args:
       model: a Model or a LayeredModel; `zerojax.from_flax` makes both.
-      tx: any optax transformation. Clipping belongs in `config.clip_norm`, where a non-finite
+      tx: any optax transformation. Put clipping into `config.clip_norm`, where a non-finite
         gradient is caught before it.
-      config: stage, tiers, precision.
-      mesh: from `zerojax.make_mesh`, or any other, whose axes `axes` names; devices of a
+      config: stage, tiers, precision and other settings.
+      mesh: a mesh from `zerojax.make_mesh`, or any other whose axes `axes` names; devices of a
         compile-only topology will do.
       batch: an example batch or its tree of ShapeDtypeStruct. With it the loss is traced and
         checked now; without it, at the first step.
-      axes: for a mesh of your own, the axis of it that each axis of this package is, such as
-        `{"fsdp": "x"}`, or several that are neighbours, as a tuple. Explicit axes are taken as
-        automatic ones. Axes that are not named must have size 1.
+      axes: for your own mesh, the mesh axis to use as each axis of this package, such as `{"fsdp":
+        "x"}`, or a tuple of several neighboring axes. Explicit axes are treated as automatic ones.
+        Axes that are not named must have size 1.
 
     Returns:
-      The program. Nothing is allocated before `program.init`; the nvme tier's folder is taken, and
-      probed for a second. On a mesh of several processes each of them waits here for the others,
-      and their arguments are compared.
+      The program. Nothing is allocated before `program.init`; the nvme tier's folder is claimed,
+        and probed for a second. On a mesh of several processes, each process waits here for the
+        others, and their arguments are compared.
 
     Raises:
-      ValueError: what cannot work, with names, numbers and the repair; or another process has
-        another model, optimizer, config or mesh.
+      ValueError: a combination that cannot work, with names, numbers and the remedy; or another
+        process has a different model, optimizer, config or mesh.
       RuntimeError: another process left, or the devices are GPUs and jaxlib is older than 0.11.1.
-      NotImplementedError: a setting that this version does not build.
+      NotImplementedError: a setting that this version does not support.
       SwapError: the nvme tier's folder cannot be written to, or another program uses it.
     """
     mesh = own_mesh(mesh, axes)
@@ -74,21 +74,22 @@ def build_train_step(
         with jax.set_mesh(mesh):
             parts_alike = build_parts(program.layout)
         program.calls = peers.program(parts_alike)
-    # Last: the folder is kept from other programs, and nothing after this can fail and leave it so.
+    # Last: the claim keeps other programs out of the folder, and nothing after it can fail and
+    # leave it claimed.
     if program.swap is not None and is_there(mesh):
         program.swap.claim()
     return program
 
 
 class Parts(NamedTuple):
-    """What a program is made of, before anything is claimed or compiled.
+    """The parts of a program, before anything is claimed or compiled.
 
     Attributes:
-      tx: the optimizer, as the step applies it.
-      records: how the state rests.
-      step: the equations.
-      gathered_early: what stage 3 could not gather on use.
-      sequence: what sequence parallelism made of the blocks.
+      tx: optimizer, as the step applies it.
+      records: how the state is stored.
+      step: equations of the step.
+      gathered_early: parameters that stage 3 could not gather on use.
+      sequence: what sequence parallelism did to the blocks.
     """
 
     tx: optax.GradientTransformation
@@ -101,17 +102,24 @@ class Parts(NamedTuple):
 def assemble(
     model: Model | LayeredModel, tx: optax.GradientTransformation, config: ZeroConfig, mesh: Mesh
 ) -> Parts:
-    """Check a model, an optimizer, a config and a mesh against each other, and return what a
-    program of them is made of.
+    """Check a model, an optimizer, a config and a mesh, and return the parts of a program.
 
-    Nothing is allocated, compiled or taken: `zerojax.planner` asks this of many configs.
+    Nothing is allocated, compiled or claimed: `zerojax.planner` calls this for many configs.
+
+    Args:
+      model: a Model or a LayeredModel.
+      tx: any optax transformation.
+      config: stage, tiers, precision and other settings.
+      mesh: mesh with this package's axes.
 
     Raises:
-      ValueError, NotImplementedError: as `build_train_step`.
+      ValueError: a combination that cannot work, with names, numbers and the remedy.
+      NotImplementedError: a setting that this version does not support.
     """
     if not isinstance(model, Model | LayeredModel):
         raise ValueError(
-            f"model must be a zerojax.Model or LayeredModel, got {type(model).__name__}; see zerojax.from_flax"
+            f"model must be a zerojax.Model or LayeredModel, got {type(model).__name__}; see "
+            "zerojax.from_flax"
         )
     if not isinstance(config, ZeroConfig):
         raise ValueError(f"config must be a zerojax.ZeroConfig, got {type(config).__name__}")
@@ -120,15 +128,16 @@ def assemble(
     require_built(config)
     if config.device_budget_bytes is not None and (isinstance(model, Model) or not streams(config)):
         raise ValueError(
-            f"device_budget_bytes={config.device_budget_bytes} bounds what a streamed step has in flight, and this step "
-            "does not stream: leave it None, or put params, grads, opt_state or activations of a LayeredModel elsewhere"
+            f"device_budget_bytes={config.device_budget_bytes} bounds the records that a streamed "
+            "step has in flight, but this step does not stream: leave it None, or move params, "
+            "grads, opt_state or activations of a LayeredModel off the device"
         )
     mesh = own_mesh(mesh)
-    if mesh.shape[TENSOR] == 1:  # then there is nothing to split, and no reason to stream
+    if mesh.shape[TENSOR] == 1:  # nothing to split, and no reason to stream
         config = dataclasses.replace(config, partition_activations=False)
     check_optimizer(tx)
-    # Wrapped before anything looks at the optimizer's state: layout, update and checkpoints see
-    # that of the wrapper.
+    # Wrapped before anything looks at the optimizer's state: layout, update and checkpoints see the
+    # wrapper's state.
     if config.moments == "bfloat16":
         tx = keep_in_bfloat16(tx)
     with jax.set_mesh(mesh):
@@ -137,11 +146,11 @@ def assemble(
             GatheredEarly(),
         )
         _check_reductions(records.layout)
-        tx = records.layout.tx  # of a rule that combines elements of a leaf: applied to each layer
+        tx = records.layout.tx  # a rule that combines elements of a leaf is applied to each layer
         check_ema(records.layout)
         sequence = SequenceParallelism()
-        # The state rests as that of the model that is given. What a step computes is split in
-        # another way.
+        # The state is stored as the given model's. Only the step's computation is split
+        # differently.
         run = model
         if isinstance(model, LayeredModel) and config.sequence_parallel:
             is_recomputed = not {*activations_of(config)} <= {"everything", "save", "selective"}
@@ -151,15 +160,13 @@ def assemble(
 
 
 def _check_reductions(layout: Layout) -> None:
-    """Raise ValueError if gradients cannot be reduced once a step: `data` splits a leaf, and so is
-    no axis of its sums.
-    """
+    """Raise ValueError if gradients cannot be reduced once a step, since `data` splits a leaf."""
     if layout.reduces_once and (
         names := [a.name for a in layout.all_leaves if any(DATA in axes_of(e) for e in a.spec.base)]
     ):
         raise ValueError(
-            f"reduce_every='step' sums gradients over 'data' and 'fsdp', and 'data' splits {', '.join(names)}: use "
-            "reduce_every='microbatch', or split them over 'tensor'"
+            "reduce_every='step' sums gradients over 'data' and 'fsdp', and 'data' splits "
+            f"{', '.join(names)}: use reduce_every='microbatch', or split them over 'tensor'"
         )
 
 
@@ -169,7 +176,7 @@ def build_step(
     records: StateRecords,
     gather: Gather,
 ) -> Step:
-    """Return the step that a config asks for: the one place that knows which steps there are."""
+    """Return the step for a config; the only place that knows all kinds of steps."""
     update = RecordUpdate(tx, records) if records.layout.updates_by_record else None
     if isinstance(model, LayeredModel) and streams(records.layout.config):
         return StreamedStep(model, tx, records, update, gather)

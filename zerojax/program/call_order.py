@@ -1,16 +1,14 @@
-"""In which order each callback of a traced program asks for records: the program's own computation
-of indices, carried out.
+"""Find the order in which a traced program's callbacks ask for records, by computing their indices.
 
 A program computes the index of a record from the counters of its loops. No index depends on data.
-So its indices are computed here as the program will, with everything else left out:
+The indices are therefore computed here in the same way, and everything else is left out:
 
-    while, scan     run as often as they will: bounds are known as indices are
-    cond            the branch that will be taken, where that is known
-    an equation     evaluated where all of its operands are known, and only if an index or a bound depends on it
+    while, scan     run all their iterations: bounds are known in the same way as indices
+    cond            run the branch that will be taken, if that is known
+    an equation     evaluated if all of its operands are known and an index or a bound depends on it
 
-For each site (`host_offload.calls`) this gives its layers in order. A callback in a loop or a
-branch that depends on data has no order that could be known. It is named in a warning, and waits
-for its index.
+The result is the order of layers for each site (`host_offload.calls`). A callback in a loop or
+branch that depends on data has no known order. A warning names it, and it waits for its index.
 """
 
 import dataclasses
@@ -27,22 +25,22 @@ from zerojax.jaxprs import called, regions_of
 
 logger = logging.getLogger("zerojax")
 _MOST_TRIPS = 1 << 24
-_MOST_ENTRIES = 1 << 20  # of a constant that is an array of indices
+_MOST_ENTRIES = 1 << 20  # most entries of a constant array of indices
 _NEVER = "is_never"  # `zerojax.state.ordering`
 
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
-    """A concatenation of which some operands are known."""
+    """A concatenation whose operands are not all known."""
 
     values: tuple[Any, ...]
 
 
 def order_calls(closed: jex.ClosedJaxpr) -> list[Site]:
-    """Tell each site of a program the order of its calls.
+    """Compute the order of calls of every site in a program, and store it in the sites.
 
     Args:
-      closed: the traced program.
+      closed: traced program.
 
     Returns:
       The sites.
@@ -65,11 +63,11 @@ def order_calls(closed: jex.ClosedJaxpr) -> list[Site]:
 
 @dataclasses.dataclass(frozen=True)
 class _Slice:
-    """What of a jaxpr has to be evaluated.
+    """The part of a jaxpr that has to be evaluated.
 
     Attributes:
-      eqns: in order, each with the places of its results that are needed.
-      inputs: places of the arguments that are needed.
+      eqns: equations in order, each with the positions of its needed results.
+      inputs: positions of the needed arguments.
     """
 
     eqns: tuple[tuple[jex.JaxprEqn, frozenset[int]], ...]
@@ -77,22 +75,30 @@ class _Slice:
 
 
 class IndexEvaluator:
-    """Evaluates indices.
+    """Evaluate the indices of a traced program.
 
     Attributes:
-      layers: of each site, one for each call; None where they are not known.
+      layers: for each site, the layer of each call in order; None if they are unknown.
     """
 
     def __init__(self) -> None:
+        """Start without sites."""
         self.layers: dict[Site, list[int] | None] = {}
         self._slices: dict[tuple[int, frozenset[int]], _Slice] = {}
         self._has_sites: dict[int, bool] = {}
-        self._kept: list[Any] = []  # what is named by its id above
+        self._kept: list[Any] = []  # keeps the jaxprs alive whose ids are keys above
 
     def run(
         self, jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any], wanted: frozenset[int]
     ) -> list[Any]:
-        """Evaluate a jaxpr; returns its results, None where they are not wanted or not known."""
+        """Evaluate a jaxpr; return its results, with None for unwanted and unknown ones.
+
+        Args:
+          jaxpr: jaxpr to evaluate.
+          consts: values of its constants.
+          args: values of its arguments; None for unknown ones.
+          wanted: positions of the wanted results.
+        """
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, map(_small, consts), strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
 
@@ -106,10 +112,10 @@ class IndexEvaluator:
                 env[var] = result
         return [value(v) if i in wanted else None for i, v in enumerate(jaxpr.outvars)]
 
-    # --- what is needed ---------------------------------------------------------------------------
+    # --- needed values ----------------------------------------------------------------------------
 
     def _slice(self, jaxpr: jex.Jaxpr, wanted: frozenset[int]) -> _Slice:
-        """Return what of a jaxpr its sites, and the results at `wanted`, depend on."""
+        """Return the part of a jaxpr that its sites and its results at `wanted` depend on."""
         key = (id(jaxpr), wanted)
         if key not in self._slices:
             self._kept.append(jaxpr)
@@ -130,7 +136,7 @@ class IndexEvaluator:
         return self._slices[key]
 
     def _calls(self, eqn: jex.JaxprEqn) -> bool:
-        """Tell whether an equation is a site, or holds one."""
+        """Return whether an equation is a site or contains one."""
         if eqn.primitive.name == "buffer_callback":
             return site_of(eqn.params["callback"]) is not None
         return any(self._calls_in(jaxpr) for jaxpr in jex.jaxprs_in_params(eqn.params))
@@ -142,9 +148,7 @@ class IndexEvaluator:
         return self._has_sites[id(jaxpr)]
 
     def _needs(self, eqn: jex.JaxprEqn, outs: frozenset[int]) -> frozenset[int]:
-        """Return the places of the operands that an equation needs for its sites, and for its
-        results at `outs`.
-        """
+        """Return the positions of the operands that an equation's sites and `outs` need."""
         name, params = eqn.primitive.name, eqn.params
         if name == "buffer_callback":
             return frozenset({0})
@@ -178,9 +182,7 @@ class IndexEvaluator:
     def _carried(
         self, body: jex.Jaxpr, wanted: frozenset[int], num_consts: int, num_carry: int | None = None
     ) -> tuple[frozenset[int], frozenset[int]]:
-        """Return the results of a loop's body that are needed, in the end, and its arguments that
-        they need.
-        """
+        """Return the results of a loop's body that are needed in the end, and their arguments."""
         last = len(body.invars) if num_carry is None else num_consts + num_carry
         while True:
             inputs = self._slice(body, wanted).inputs
@@ -192,7 +194,7 @@ class IndexEvaluator:
     # --- evaluation -------------------------------------------------------------------------------
 
     def _eqn(self, eqn: jex.JaxprEqn, ins: list[Any], outs: frozenset[int]) -> list[Any]:
-        """Return the results of an equation, None where they are not known."""
+        """Return the results of an equation; None for unknown ones."""
         name, nothing = eqn.primitive.name, [None] * len(eqn.outvars)
         if name == "buffer_callback":
             self._ask(eqn, ins[0])
@@ -214,7 +216,7 @@ class IndexEvaluator:
         if eqn.params.get("name") == _NEVER:
             return [np.zeros((), np.bool_)]
         if (inner := called(eqn)) is not None:
-            if name == "shard_map":  # what is split has other values on each device
+            if name == "shard_map":  # a split operand has different values on each device
                 ins = [
                     None if any(axes is not None for axes in spec) else v
                     for v, spec in zip(ins, eqn.params["in_specs"], strict=True)
@@ -234,7 +236,7 @@ class IndexEvaluator:
         return results if eqn.primitive.multiple_results else [np.asarray(results, _dtype(eqn))]
 
     def _ask(self, eqn: jex.JaxprEqn, where: Any) -> None:
-        """Note the layer of a call, which is the second part of what is sent along."""
+        """Record the layer of a call, which is the second part of its operand."""
         site = site_of(eqn.params["callback"])
         assert site is not None
         layers = self.layers.setdefault(site, [])
@@ -247,7 +249,7 @@ class IndexEvaluator:
             layers.append(int(layer[0]))
 
     def _give_up(self, jaxpr: jex.Jaxpr) -> None:
-        """Note that the order of all sites in a jaxpr is unknown."""
+        """Record that the order of all sites in a jaxpr is unknown."""
         for eqn in jaxpr.eqns:
             if not self._calls(eqn):
                 continue
@@ -290,7 +292,7 @@ class IndexEvaluator:
             slices = [x[t] if _is_known(x) else None for x in xs]
             operands = [*consts, *carry, *slices]
             carry = self.run(body.jaxpr, body.consts, operands, wanted)[: len(carry)]
-        # Stacked results: no index is made of them.
+        # No index is made from stacked results.
         return [*carry, *[None] * (len(eqn.outvars) - len(carry))]
 
 
@@ -304,7 +306,7 @@ def _dtype(eqn: jex.JaxprEqn) -> Any:
 
 
 def _small(value: Any) -> np.ndarray | None:
-    """Return a constant, if it may be part of an index."""
+    """Return a constant if it may be part of an index, else None."""
     dtype = getattr(value, "dtype", None)
     if dtype is None:
         value = np.asarray(value)
@@ -339,7 +341,7 @@ def _broadcast(params: Mapping[str, Any], array: np.ndarray, *_: Any) -> np.ndar
 
 
 def _quotient(_: Mapping[str, Any], a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    # XLA rounds toward zero, numpy down.
+    # XLA rounds toward zero, numpy rounds down.
     return np.sign(a) * np.sign(b) * (np.abs(a) // np.maximum(np.abs(b), 1))
 
 
@@ -390,4 +392,4 @@ _RULES: dict[str, Callable[..., Any]] = {
     "iota": _iota,
     "device_put": lambda params, *values: list(values),
 }
-"""What equations make of known integers: (parameters, *operands) -> result, or results."""
+"""How equations compute known integers: (parameters, *operands) -> result, or list of results."""

@@ -1,13 +1,13 @@
-"""The compiled forms of a step: one for each shape of batch, and the host memory that they share.
+"""Compile a step: once for each shape of batch, with host memory shared between the compiled steps.
 
     step     (state, batch, scratch) -> ((state, scratch), metrics)        state and scratch donated
     eval     (params, model_state, batch) -> loss, or a dict of it and metrics
     apply    (params, model_state, batch) -> outputs of the model
     grads    (state, batch, scratch) -> ((loss, gradients), scratch)       scratch donated
 
-A step is jitted when the first batch of a shape comes. The shardings of all that it takes and
-returns are stated, memory kinds included: JAX then pairs a donated argument with a result in the
-same memory.
+A step is jitted when the first batch of a shape arrives. The shardings of everything that it takes
+and returns are given, including memory kinds: JAX then pairs a donated argument with a result in
+the same memory.
 """
 
 import dataclasses
@@ -37,12 +37,20 @@ from zerojax.state import (
 )
 
 _WRONG_OPTION = re.compile(r"No such compile option: '[^']*'|While setting option [^\n]*[^\n.]")
-"""What XLA says of options."""
+"""XLA's errors about options."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LoweredStep:
-    """A train step that is lowered and not yet compiled."""
+    """A train step that is lowered and not yet compiled.
+
+    Attributes:
+      lowered: the lowered step.
+      mesh: mesh that it was lowered for.
+      options: XLA options that the program sets itself, or None.
+      has_callbacks: whether the step calls back to the host.
+      step: compiled form of the step that will run the result, or None.
+    """
 
     lowered: jax.stages.Lowered
     mesh: Mesh
@@ -57,26 +65,26 @@ class LoweredStep:
     def compile(
         self, options: Mapping[str, str | bool | int | float] | None = None
     ) -> jax.stages.Compiled | CompiledProgram:
-        """Compile; the result offers `as_text()` (scheduled HLO of one device) and
-        `memory_analysis()`.
+        """Compile the step.
 
-            compiled = program.lower(batch).compile({"xla_gpu_enable_while_loop_double_buffering":
-            False})
+            options = {"xla_gpu_enable_while_loop_double_buffering": False}
+            compiled = program.lower(batch).compile(options)
 
-        Where the devices are there, the program's steps over batches of this shape run what was
-        compiled last.
+        The result has `as_text()` (scheduled HLO of one device) and `memory_analysis()`. If the
+        devices are available, the program's steps over batches of this shape run the last compiled
+        result.
 
         Args:
-          options: of XLA, by name, as in XLA_FLAGS without the dashes; they come before those that
-            the program sets itself. None: the program's alone. Other programs, such as `eval`, do
+          options: XLA options by name, as in XLA_FLAGS without the dashes; they take precedence
+            over the program's own. None: only the program's own. Other programs, such as `eval`, do
             not get them.
 
         Raises:
-          ValueError: this version of XLA does not know an option, or not its value.
+          ValueError: this version of XLA does not know an option or its value.
         """
         check_options(options)
         try:
-            # Callbacks of devices that are not there are compiled by the topology's own client.
+            # Without the devices, the topology's own client compiles callbacks.
             if self.has_callbacks and not is_there(self.mesh):
                 return compile_with_callbacks(
                     self.lowered, self.mesh, {**(self.options or {}), **(options or {})}
@@ -87,12 +95,12 @@ class LoweredStep:
         except jax.errors.JaxRuntimeError as error:
             if options and (wrong := _WRONG_OPTION.search(str(error))) is not None:
                 raise ValueError(
-                    f"compile({dict(options)}): XLA of jax {jax.__version__} says: {wrong[0]}; options are the flags "
-                    "of XLA_FLAGS that this version has, by their names without dashes"
+                    f"compile({dict(options)}): XLA of jax {jax.__version__} says: {wrong[0]}; use "
+                    "the names of XLA_FLAGS that this version has, without dashes"
                 ) from error
             raise
-        # `jax.jit` keeps no executable that was compiled ahead of time, and would compile the same
-        # program again.
+        # `jax.jit` does not use executables that were compiled ahead of time, and would compile the
+        # same program again.
         if self.step is not None and is_there(self.mesh):
             self.step.run = compiled
         return compiled
@@ -115,7 +123,8 @@ def check_options(options: Any) -> None:
         )
     if dashed := [name for name in options if name.startswith("-")]:
         raise ValueError(
-            f"XLA's options are named without dashes: {', '.join(name.lstrip('-') for name in dashed)}"
+            "XLA's options are named without dashes: "
+            f"{', '.join(name.lstrip('-') for name in dashed)}"
         )
 
 
@@ -126,11 +135,10 @@ class CompiledStep:
     Attributes:
       step: `step(state, batch, scratch) -> ((state, scratch), metrics)`, jitted.
       abstract_args: shapes and shardings of its arguments.
-      abstract_scratch: those of the last one.
       written: records on disk that it writes before it reads them.
-      run: what a step calls: `step`, or what it was compiled into ahead of time.
-      is_ordered: its callbacks know the order of their calls.
-      has_run: it was called, and so is compiled.
+      run: function that a step calls: `step`, or its result of ahead-of-time compilation.
+      is_ordered: whether its callbacks know the order of their calls.
+      has_run: whether it was called, and so is compiled.
     """
 
     step: Any
@@ -141,22 +149,24 @@ class CompiledStep:
     has_run: bool = False
 
     def __post_init__(self) -> None:
+        """Run `step` until something else was compiled."""
         self.run = self.step
 
     @property
     def abstract_scratch(self) -> Scratch:
-        """Shapes and shardings of the host memory that it uses while it runs."""
+        """Shapes and shardings of the host memory that the step uses while it runs."""
         return self.abstract_args[2]
 
 
 class StepCompiler:
-    """Jits a step for each shape of batch that comes.
+    """Jit a step for each shape of batch that arrives.
 
     Attributes:
-      options: for XLA, or None.
+      options: options for XLA, or None.
     """
 
     def __init__(self, model: Model | LayeredModel, layout: Layout, step: Step) -> None:
+        """Jit the functions of `step`, for this model and layout."""
         self._layout, self._step = layout, step
         self.options = compiler_options(model, layout)
         self._by_shape: dict[Any, CompiledStep] = {}
@@ -164,12 +174,12 @@ class StepCompiler:
         self._evals: dict[Rows | None, Any] = {}
         self._applies: dict[Any, Any] = {}
         self._rates = learning_rates(layout)
-        self._ordered: dict[int, Any] = {}  # traced programs by their ids
+        self._ordered: dict[int, Any] = {}  # traced programs by id
 
     def step(self, batch: Any) -> CompiledStep:
         """Return the step for batches of this shape, abstract or not.
 
-        To be called under the mesh.
+        Must be called under the mesh.
         """
         key = _shape_of(batch)
         if key not in self._by_shape:
@@ -177,15 +187,17 @@ class StepCompiler:
         return self._by_shape[key]
 
     def order(self, program: Any, args: Sequence[Any]) -> Any:
-        """Tell the callbacks of a jitted program in which order they are called; returns the
-        program as it was traced.
+        """Trace a jitted program, and store in its callbacks the order of their calls.
 
-        To be called under the mesh, before the program runs: a call with the same arguments is not
-          traced again.
+        Must be called under the mesh, before the program runs: a call with the same arguments is
+        not traced again.
 
         Args:
-          program: jitted.
-          args: its arguments, abstract or not.
+          program: jitted program.
+          args: arguments of the program, abstract or not.
+
+        Returns:
+          The traced program.
         """
         traced = program.trace(*args)
         closed = traced.jaxpr
@@ -198,7 +210,7 @@ class StepCompiler:
         """Return `eval(params, model_state, batch)`, jitted, for batches of any shape.
 
         Args:
-          rows: those of a padded batch that count; None: all.
+          rows: rows of a padded batch that count; None for all.
         """
         if rows not in self._evals:
             self._evals[rows] = jax.jit(
@@ -209,8 +221,12 @@ class StepCompiler:
     def apply(self, rows: Rows | None, *args: Any) -> Any:
         """Return `apply(params, model_state, batch)`, jitted for a batch of the shape in `args`.
 
-        Outputs whose dim 0 is the batch's are split as the batch is, where it divides; the others
-        are on every device.
+        Outputs whose dim 0 is the batch's are split like the batch, if it divides; all other
+        outputs are on every device.
+
+        Args:
+          rows: rows of a padded batch that count; None for all.
+          *args: arguments of the function.
         """
         batch = args[2]
         key = (rows, _shape_of(batch))
@@ -230,7 +246,7 @@ class StepCompiler:
         return self._applies[key]
 
     def _of_rows(self, function: Callable[..., Any], rows: Rows | None) -> Callable[..., Any]:
-        """Return a function of padded batches that sees those rows alone."""
+        """Return a function of padded batches that passes only these rows to `function`."""
         if rows is None:
             return function
         mesh = self._layout.mesh
@@ -241,7 +257,7 @@ class StepCompiler:
     def grads(self, batch: Any) -> Any:
         """Return `grads(state, batch, scratch)`, jitted, for batches of this shape.
 
-        To be called under the mesh.
+        Must be called under the mesh.
         """
         key = _shape_of(batch)
         if key not in self._grads_by_shape:
@@ -259,14 +275,14 @@ class StepCompiler:
     def _jit(self, batch: Any) -> CompiledStep:
         layout, mesh, step = self._layout, self._layout.mesh, self._step
         abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
-        # This traces the block, of which `Step.moves` then knows the loops.
+        # This traces the block, so that `Step.moves` knows its loops.
         scratch, written = step.abstract_scratch(abstract), step.records_written(abstract)
         scalar = named(mesh, ())
         whole, state = explicit(scalar), explicit(layout.shardings)
         host = jax.tree.map(lambda a: a.sharding, scratch)
         batches = jax.tree.map(lambda a: ActivationSpec(mesh).batch(len(a.shape)), batch)
         run = with_learning_rates(step.step, self._rates) if self._rates.names else step.step
-        # State and scratch are donated, so that memory of the host, too, is updated in place.
+        # State and scratch are donated, so that host memory is updated in place too.
         jitted = jax.jit(
             run if layout.disk is None else with_next_number(run),
             donate_argnums=(0, 2),
@@ -286,7 +302,7 @@ class StepCompiler:
         return CompiledStep(jitted, args, written)
 
     def clear(self) -> None:
-        """Forget what was compiled."""
+        """Forget all compiled programs."""
         for compiled in (
             self._by_shape,
             self._grads_by_shape,
@@ -298,32 +314,37 @@ class StepCompiler:
 
 
 def _shape_of(batch: Any) -> Any:
-    """Return what tells the shapes of batches apart."""
+    """Return a hashable key for the shapes and dtypes of a batch."""
     leaves, tree = jax.tree.flatten(batch)
     return tree, tuple((a.shape, jnp.dtype(a.dtype)) for a in leaves)
 
 
 class ScratchMemory:
-    """Host memory of a step between its calls: what a step of the same shapes returned is given to
-    the next one.
+    """Host memory of steps between their calls.
 
-    Stacks that do not depend on the batch, such as gradients, are shared by steps of all shapes; of
-    those that do, such as activations, only the last shape's are kept.
+    A step's returned scratch is given to the next step with the same shapes. Stacks that do not
+    depend on the batch, such as gradients, are shared by steps of all shapes. For stacks that do,
+    such as activations, only the last shape's are kept.
     """
 
     def __init__(self) -> None:
+        """Start without memory."""
         self._stacks: dict[str, tuple[list[Any], list[jax.Array]]] = {}
 
     def take(self, abstract: Scratch, mesh: Mesh) -> Scratch:
-        """Return the scratch of a step, which is donated: a step that fails leaves none.
+        """Return the scratch of a step, allocating what is missing.
 
-        Allocates what is not there.
+        It is donated, so a step that fails leaves none.
+
+        Args:
+          abstract: shapes and shardings of the scratch, by use.
+          mesh: mesh of the program.
         """
         scratch: Scratch = {}
         for use, shapes in abstract.items():
             last_shapes, stacks = self._stacks.pop(use, (None, []))
             if last_shapes != shapes:
-                del stacks  # before others are made
+                del stacks  # before new ones are allocated
                 if shapes:
                     check_host_reads(mesh)
                 stacks = allocate_all(shapes)
@@ -331,20 +352,20 @@ class ScratchMemory:
         return scratch
 
     def keep(self, abstract: Scratch, scratch: Scratch) -> None:
-        """Keep what a step returned."""
+        """Keep the scratch that a step returned."""
         self._stacks = {use: (abstract[use], stacks) for use, stacks in scratch.items()}
 
     def stacks(self, use: str) -> list[jax.Array]:
-        """Return what is kept for a use."""
+        """Return the kept stacks for a use."""
         return self._stacks.get(use, ([], []))[1]
 
     def clear(self) -> None:
-        """Release all of it."""
+        """Release all kept memory."""
         self._stacks.clear()
 
 
 def with_next_number(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a step whose state has the next number on disk."""
+    """Return a step that advances the state's number on disk."""
 
     def numbered(*args: Any) -> Any:
         (state, scratch), metrics = step(*args)
@@ -354,16 +375,17 @@ def with_next_number(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_learning_rates(step: Callable[..., Any], rates: LearningRates) -> Callable[..., Any]:
-    """Return a step whose metrics tell the learning rates of its optimizer.
+    """Return a step whose metrics include its optimizer's learning rates.
 
-    It raises ValueError where a metric of the step's own has the name of one.
+    The step raises ValueError if a metric of its own has the name of a learning rate.
     """
 
     def telling(state: TrainState, *args: Any) -> Any:
         (after, scratch), metrics = step(state, *args)
         if wrong := sorted(set(metrics) & set(rates.names)):
             raise ValueError(
-                f"the loss returns metrics {wrong}, which are this optimizer's learning rates: rename them"
+                f"the loss returns metrics {wrong}, which are this optimizer's learning rates: "
+                "rename them"
             )
         return (after, scratch), metrics | rates(state.opt_state, after.opt_state)
 
@@ -371,49 +393,48 @@ def with_learning_rates(step: Callable[..., Any], rates: LearningRates) -> Calla
 
 
 def compiler_options(model: Model | LayeredModel, layout: Layout) -> dict[str, Any] | None:
-    """Return XLA options for GPUs: collectives are combined up to one layer, and copies of host
-    memory run on streams.
+    """Return XLA options for GPUs, or None for other devices.
 
-    XLA's default merges the gradients of several layers into one reduce_scatter and holds them all
+    Collectives are combined up to one layer, and copies of host memory run on streams. XLA's
+    default merges the gradients of several layers into one reduce_scatter, and holds all of them
     until it runs. It also puts most copies of host memory into CUDA graphs, where the driver
-    chooses who makes them.
+    chooses how they are made.
     """
     if layout.mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return None
     leaves, layer = unit_bytes(layout)
-    widening = 2 if layout.reduces_in_float32 else 1  # of gradients beside parameters
-    # How the leaves of a Model make layers is not known, so its collectives are combined up to one
-    # leaf.
+    widening = 2 if layout.reduces_in_float32 else 1  # gradients relative to parameters
+    # A Model's layers are unknown, so its collectives are combined up to one leaf.
     threshold = layer if isinstance(model, LayeredModel) else max(leaves)
     shards = layout.mesh.shape[FSDP]
-    # XLA compares the threshold of all_gather with the whole array, and that of reduce_scatter with
-    # the shard.
+    # XLA compares the all_gather threshold with the full array, and the reduce_scatter threshold
+    # with the shard.
     options: dict[str, Any] = {
         "xla_gpu_all_gather_combine_threshold_bytes": threshold,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": widening * threshold // shards,
     }
     if layout.mesh.size > 32 and jax.__version_info__ >= (0, 12):
-        # XLA's own kernel for all_reduce has a thread of one warp for each device. With more than
-        # 32 the compiler of jaxlib 0.12.0 ends the process: "size mismatch when packing elements
-        # for LLVM struct". No kernels: collectives are NCCL's.
+        # XLA's own all_reduce kernel has a thread of one warp for each device. With more than 32
+        # devices the compiler of jaxlib 0.12.0 ends the process: "size mismatch when packing
+        # elements for LLVM struct". Without these kernels, NCCL runs the collectives.
         options["xla_gpu_experimental_use_collective_kernels"] = ""
     if moves_host_memory(layout.config) and not layout.config.cuda_graphs:
         options["xla_gpu_enable_command_buffer"] = ""
     if calls_host(layout.config):
-        # From 0.11 on XLA moves a callback into a fusion with the slices of stacks that are its
-        # operands. Before 0.12 it clones the callback and keeps the original, because that has side
-        # effects. With `update_on="host"` each layer was then updated twice in a step (an H100,
-        # jaxlib 0.11.2).
+        # From 0.11 on, XLA moves a callback into a fusion with the slices of stacks that are its
+        # operands. Before 0.12 it clones the callback and also keeps the original, because
+        # callbacks have side effects. With `update_on="host"`, each layer was then updated twice
+        # per step (an H100, jaxlib 0.11.2).
         options["xla_gpu_enable_dynamic_slice_fusion"] = False
     if isinstance(model, LayeredModel) and streams(layout.config):
-        # A layer's gradients are reduced leaf by leaf, beside the products that are left of it.
+        # A layer's gradients are reduced leaf by leaf, overlapped with its remaining products.
         options["xla_gpu_reduce_scatter_combine_threshold_bytes"] = widening * max(leaves) // shards
-        # By default XLA lets one collective and one copy run at a time, and so starts the next
+        # By default XLA lets only one collective and one copy run at a time, and so starts the next
         # where the last one ended. Each limit is above what a tick has in flight. A tick of GPT
         # blocks updated in backward has 4 reduce_scatters and 21 copies to the device. Compiled for
-        # 8 H200s, its copies of weights and moments run beside 17 products. With a limit of 4
-        # copies, or of 1, none runs beside any. With 1 collective the longest reduce_scatter spans
-        # 3 products instead of 7.
+        # 8 H200s, its copies of weights and moments overlap 17 products. With a limit of 4 copies,
+        # or of 1, no copy overlaps any product. With a limit of 1 collective, the longest
+        # reduce_scatter spans 3 products instead of 7.
         options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 16
         options["xla_gpu_experimental_parallel_async_compute_limit"] = 64
     return options

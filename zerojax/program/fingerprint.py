@@ -1,15 +1,14 @@
-"""What the processes of a run must have alike in a program, as lines of text that are compared.
+"""The parts of a program that all processes of a run must have in common, as lines of text.
 
-A function is compared as it was traced: hyperparameters are hidden in the closures of an optimizer
-  or a loss, but each is a
-literal or a constant of the trace. The lines of a trace are its equations with their shapes, plain
-parameters and constants, counted and sorted. So equal layers are one line, and the order of the
-trace does not matter:
+A function is compared by its trace: hyperparameters are hidden in the closures of an optimizer or a
+loss, but each is a literal or a constant of the trace. The lines of a trace are its equations with
+their shapes, plain parameters and constants, counted and sorted. Equal layers therefore share a
+line, and the order of the trace does not matter:
 
     2 x mul(float32[16,40], 0.001) -> float32[16,40]
 
-What could differ between equal programs is left out: names of variables, objects with addresses,
-  and parameters of callbacks.
+Details that could differ between equal programs are left out: names of variables, objects with
+addresses, and parameters of callbacks.
 """
 
 import dataclasses
@@ -27,14 +26,14 @@ import numpy as np
 from zerojax.state import Layout
 
 _LOCAL = ("swap_dir",)
-"""Fields of a config in which processes may differ: each has a disk of its own."""
+"""Config fields that may differ between processes: each process has its own disk."""
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _MOST_SHOWN, _MOST_HASHED = 4, 1 << 24
-"""Elements of a constant that are shown, and bytes of it that are hashed."""
+"""Most elements of a constant that are shown, and most bytes of it that are hashed."""
 
 
 def build_parts(layout: Layout) -> dict[str, list[str]]:
-    """Return what processes compare when they build a program."""
+    """Return the parts that processes compare when they build a program, as lines by name."""
     config, mesh = layout.config, layout.mesh
     fields = [field.name for field in dataclasses.fields(config) if field.name not in _LOCAL]
     return {
@@ -54,18 +53,18 @@ def build_parts(layout: Layout) -> dict[str, list[str]]:
 
 
 def key_lines(key: jax.Array) -> list[str]:
-    """Return what processes compare of a random key."""
+    """Return the lines that processes compare of a random key."""
     return [f"{jax.random.key_impl(key)} {np.asarray(jax.random.key_data(key)).tolist()}"]
 
 
 def batch_key(batch: Any) -> Any:
-    """Return what tells the shapes of batches apart, of arrays as they are given."""
+    """Return a hashable key for the shapes and dtypes of a batch, as this process gives it."""
     leaves, tree = jax.tree.flatten(batch)
     return tree, tuple((getattr(a, "shape", None), getattr(a, "dtype", type(a))) for a in leaves)
 
 
 def batch_lines(batch: Any) -> list[str]:
-    """Return a line for each leaf of a batch, in the shape in which this process gives it."""
+    """Return one line for each leaf of a batch, with the shape that this process gives."""
     return [
         f"{jax.tree_util.keystr(path) or 'batch'} {_leaf(a)}"
         for path, a in jax.tree_util.tree_leaves_with_path(batch)
@@ -73,7 +72,7 @@ def batch_lines(batch: Any) -> list[str]:
 
 
 def trace_lines(closed: jex.ClosedJaxpr) -> list[str]:
-    """Return the lines of a traced function, sorted."""
+    """Return the lines of a traced function, sorted, each with its count."""
     counts = Counter(_equations(closed.jaxpr, closed.consts))
     return [f"{count} x {line}" for line, count in sorted(counts.items())]
 
@@ -84,11 +83,14 @@ def _equations(jaxpr: jex.Jaxpr, consts: Sequence[Any]) -> Iterator[str]:
     yield f"results {', '.join(map(_operand, jaxpr.outvars))}"
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        # What a callback holds is of this process: functions, and perhaps their addresses.
+        # A callback's parameters belong to this process: functions, and possibly their addresses.
         params = {} if "callback" in name or "ffi" in name else eqn.params
         plain = {key: _plain(value) for key, value in sorted(params.items()) if value is not None}
         shown = "".join(f" {key}={text}" for key, text in plain.items() if text is not None)
-        yield f"{name}({', '.join(map(_operand, eqn.invars))}){shown} -> {', '.join(map(_operand, eqn.outvars))}"
+        yield (
+            f"{name}({', '.join(map(_operand, eqn.invars))}){shown} -> "
+            f"{', '.join(map(_operand, eqn.outvars))}"
+        )
         for key in sorted(params):
             for inner in _jaxprs(params[key]):
                 is_closed = isinstance(inner, jex.ClosedJaxpr)
@@ -118,9 +120,9 @@ def _leaf(a: Any) -> str:
 
 
 def _constant(value: Any) -> str:
-    """Return a constant's text: itself if it is small, else its shape and a digest."""
+    """Return the text of a constant: its value if it is small, else its shape and a digest."""
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        return _leaf(value)  # of all processes: none has it whole
+        return _leaf(value)  # spread over processes: none has the full array
     try:
         array = np.asarray(value)
     except TypeError:  # a random key
@@ -134,9 +136,7 @@ def _constant(value: Any) -> str:
 
 
 def _plain(value: Any) -> str | None:
-    """Return the text of a parameter that is a plain value, or tuples and dicts of such; None: it
-    is something else.
-    """
+    """Return the text of a plain value, or of tuples and dicts of plain values; else None."""
     if isinstance(value, bool | int | float | complex | np.dtype | np.generic):
         return str(value)
     if isinstance(value, str):

@@ -1,10 +1,9 @@
-"""How parameters are gathered on use, in the same way by every kind of step.
+"""How parameters are gathered on use, in the same way for every kind of step.
 
     forward    w[D_fsdp, F] -> w[D, F]               where an equation uses it (stage 3)
     backward   g[D, F]{U_fsdp} -> g[D_fsdp, F]       where it is made (stages 1 to 3)
 
-A step is handed `gather` and knows neither stage nor specs of the leaves that it evaluates through
-it.
+A step receives `gather`, and evaluates leaves through it without knowing their specs or the stage.
 """
 
 import logging
@@ -17,47 +16,51 @@ from zerojax.state import Layout, unit_bytes
 
 logger = logging.getLogger("zerojax")
 Gather = Callable[..., Any]
-"""`gather(function, params, *args)`: `function(params, *args)` of parameters as they are stored."""
+"""`gather(function, params, *args)` evaluates `function(params, *args)` on stored parameters."""
 
 
 class GatheredEarly:
-    """Collects sentences about what could not be gathered on use. Each is kept, and logged, once.
+    """Collect sentences about parameters that could not be gathered on use.
+
+    Each sentence is kept, and logged, once.
 
     Attributes:
-      sentences: in the order in which they came.
+      sentences: sentences in the order in which they were reported.
     """
 
     def __init__(self) -> None:
+        """Start without sentences."""
         self.sentences: list[str] = []
 
     def __call__(self, sentence: str) -> None:
+        """Keep and log a sentence, unless it is already known."""
         if sentence not in self.sentences:
             self.sentences.append(sentence)
             logger.warning("gather on use: %s", sentence)
 
 
 def build_gather(layout: Layout, report: Callable[[str], None]) -> Gather:
-    """Return how a step evaluates functions of stored parameters.
+    """Return the function with which a step evaluates functions of stored parameters.
 
     Args:
-      layout: of the program.
-      report: told, in a sentence, of a parameter that is gathered before its use.
+      layout: layout of the program.
+      report: called with a sentence about each parameter that is gathered before its use.
     """
     stage = STAGES[layout.config.stage]
-    # Nothing is split: the function is evaluated as it is, and no rewriting of its trace can get in
-    # its way. What rests encoded is walked all the same: it is decoded where it is used, and
-    # backward decodes again.
+    # If nothing is split, the function is evaluated unchanged, without rewriting its trace.
+    # Quantized parameters are rewritten all the same: they are decoded where they are used, and
+    # decoded again in backward.
     if not layout.encodings and (
         not stage.opt_state or all(spec.sharded == spec.base for spec in layout.specs.values())
     ):
         return lambda function, params, *args: function(params, *args)
     rule = build_rule(layout, stage.params or bool(layout.encodings), report)
     stored = {path: stored_spec(spec, stage.params) for path, spec in layout.specs.items()}
-    # Frozen leaves have no gradient that would be moved.
+    # Frozen leaves have no gradient to move.
     frozen = {leaf.name for leaf in layout.frozen}
-    # Below stage 1 gradients are whole, as the updates are; this function is walked there for what
-    # rests encoded alone. And whole where each device keeps sums of its own, which are reduced at
-    # the end of the step.
+    # Below stage 1 gradients are unsharded, as the updates are; the trace is rewritten there only
+    # for quantized parameters. Gradients are also unsharded if each device keeps its own sums,
+    # which are reduced at the end of the step.
     to_shards = stage.opt_state and not layout.reduces_once
     cotangents = {
         path: stored[path] if path in frozen else stored_spec(spec, to_shards)
@@ -73,8 +76,9 @@ def build_gather(layout: Layout, report: Callable[[str], None]) -> Gather:
 
 
 def build_rule(layout: Layout, remat: bool, report: Callable[[str], None]) -> Rule:
-    """Return how parameters are gathered: what neighbouring uses may share, and how large a layer
-    may be.
+    """Return how parameters are gathered.
+
+    The rule limits what neighboring uses may share, and how large a layer may be.
     """
     leaves, layer = unit_bytes(layout)
     return Rule(

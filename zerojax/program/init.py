@@ -1,15 +1,15 @@
-"""The first state, made in its tiers: no device and no host ever holds more of it than its own
-shards.
+"""Make the first state in its tiers; no device or host ever holds more of it than its own shards.
 
-Where all of it rests on the device, one program makes the whole tree, each device its own shards.
-Else it is made one layer or one leaf at a time, and moved to where it rests. A tick makes and
-writes a layer's parameters, masters and optimizer state:
+If the full state is stored on the device, one program makes the full tree, each device its own
+shards. Otherwise it is made one layer or one leaf at a time, and each is moved to its tier. A tick
+makes and writes a layer's parameters, masters and optimizer state:
 
-    for each layer l:   w = init_block(key[l]);  params[l], masters[l], opt_state[l] = cast(w), w, tx.init(w)
+    for each layer l:   w = init_block(key[l])
+                        params[l], masters[l], opt_state[l] = cast(w), w, tx.init(w)
 
-Host stacks are allocated empty outside of that program and donated to it: what a program allocates,
-  XLA makes on the device
-first. Both ways use the same keys in the same order, and give the same numbers.
+Host stacks are allocated empty outside that program and donated to it. If the program itself
+allocated them, XLA would make them on the device first. Both ways use the same keys in the same
+order, and give the same numbers.
 """
 
 import functools
@@ -60,10 +60,10 @@ Array = jax.Array
 
 
 class StateInit:
-    """Makes the first state of a program.
+    """Make the first state of a program.
 
     Attributes:
-      jitted: the program that makes it; of what `arguments` returns.
+      jitted: jitted function that makes the state; takes the result of `arguments`.
     """
 
     def __init__(
@@ -73,12 +73,17 @@ class StateInit:
         records: StateRecords,
         update: RecordUpdate | None,
     ) -> None:
-        """Prepare the program; `update` is that by record, or None where whole trees are updated on
-        the device.
+        """Prepare the program.
+
+        Args:
+          model: model of the program.
+          tx: optimizer of the program.
+          records: how the state is stored.
+          update: update by record, or None if full trees are updated on the device.
         """
         self._layout = layout = records.layout
-        # Frozen weights off the device are made record by record also where the whole tree is
-        # updated at once.
+        # Frozen weights off the device are made record by record, even if the full tree is updated
+        # together.
         self._by_records = layout.updates_by_record or any(
             record.is_away for record in records.frozen
         )
@@ -94,18 +99,18 @@ class StateInit:
         )
 
     def _stacks(self) -> list[Any]:
-        """Return the leaves of the abstract state in host memory."""
+        """Return the abstract state's leaves in host memory."""
         return [a for a in jax.tree.leaves(self._layout.abstract_state) if is_away(a)]
 
     def arguments(self, key: Array, number: int) -> tuple[Any, ...]:
-        """Return the arguments of `jitted`; allocates host memory.
+        """Return the arguments of `jitted`, allocating host memory for them.
 
         Args:
-          key: a random key.
-          number: of the state on disk, or 0.
+          key: random key.
+          number: number of the state on disk, or 0.
 
         Raises:
-          RuntimeError: host memory finds no room, or this device and jaxlib read wrong records of
+          RuntimeError: host memory is too small, or this device and jaxlib read wrong records of
             it.
         """
         if not self._by_records:
@@ -124,7 +129,7 @@ def _first_state(
     pending: Any = None,
     frozen: Any = None,
 ) -> TrainState:
-    """Return the state before the first step, of its large parts."""
+    """Return the state before the first step, given its large parts."""
     config = layout.config
     scales_loss = PRECISIONS[config.precision].scales_loss
     return TrainState(
@@ -148,7 +153,7 @@ def _whole_init(
 
     def init(key: jax.Array) -> TrainState:
         if isinstance(model, LayeredModel):
-            # Encoded a layer at a time: all layers' float32 weights are never there together.
+            # Encoded one layer at a time: all layers' float32 weights never exist together.
             params = init_layered(model, key, lambda part, tree: layout.encode(tree, *part))
         else:
             params = layout.encode(model.init(key))
@@ -166,10 +171,10 @@ def _whole_init(
 def _whole_trained(
     tx: optax.GradientTransformation, layout: Layout, trained: Any
 ) -> tuple[Any, Any, Any]:
-    """Return params, master and opt_state of trained parameters, on the device."""
+    """Return params, master and opt_state for trainable parameters, on the device."""
     precision, stage = PRECISIONS[layout.config.precision], STAGES[layout.config.stage]
     master = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), trained)
-    # On shards from the start: a device draws only the random numbers of its own elements.
+    # Sharded from the start: a device draws only the random numbers of its own elements.
     master = jax.lax.with_sharding_constraint(master, layout.param_shardings(stage.opt_state))
     params = jax.tree.map(lambda p: p.astype(precision.compute_dtype), master)
     return params, master if precision.has_master else None, tx.init(master)
@@ -183,13 +188,13 @@ def _init_by_records(
 ) -> Callable[[Array, list[Array], Array], TrainState]:
     """Return `init(key, empty, number) -> state`.
 
-    Its arguments are a key; an empty array, donated, for each leaf of the abstract state in host
-    memory, in order; and i32[], the number of the state, which leaves on disk carry.
+    Its arguments are a random key; a donated empty array for each leaf of the abstract state in
+    host memory, in order; and i32[], the number of the state, which leaves on disk carry.
     """
     layout, abstract = records.layout, records.layout.abstract_state
 
     def init(key: Array, empty: list[Array], number: Array) -> TrainState:
-        # In the order of the leaves of the state, which is that of `_stacks`.
+        # In the order of the state's leaves, which `_stacks` uses too.
         stacks = iter(empty)
 
         def room(leaf: Any) -> Any:
@@ -201,10 +206,11 @@ def _init_by_records(
             return jax.tree.map(room, tree, is_leaf=lambda node: isinstance(node, OnDisk))
 
         weights = _unstacked(model, layout, key)
-        # The keys that `init_params` draws from: where a state rests does not change its numbers.
+        # The same keys as in `init_params`: the tier of a state does not change its numbers.
         keys = layer_keys(model, key) if isinstance(model, LayeredModel) else key
         if update is None:
-            assert isinstance(model, LayeredModel)  # the weights of a Model rest on the device
+            # the weights of a Model are stored on the device
+            assert isinstance(model, LayeredModel)
             trained = init_layered(
                 model, key, lambda part, tree: split_frozen(_below(layout.flags, part), tree)[0]
             )
@@ -216,7 +222,7 @@ def _init_by_records(
             for stack, leaves in _stacks(model, layout):
                 states = _fill_blocks(stack, leaves, update, states, keys)
             params, master, opt_state = records.trees(abstract, states)
-        # Zeros, so `ready` is False: the first step has no update to take over.
+        # Zeros, so `ready` is False: the first step has no pending update to apply.
         pending = jax.tree.map(room, abstract.pending)
         frozen = rooms(abstract.frozen)
         if frozen is not None:
@@ -228,12 +234,12 @@ def _init_by_records(
 
 
 def _below(tree: Any, path: Sequence[str]) -> Any:
-    """Return what is below some keys of a tree."""
+    """Return the subtree at a path of keys."""
     return functools.reduce(lambda node, key: node[key], path, tree)
 
 
 def _stacks(model: Model | LayeredModel, layout: Layout) -> list[tuple[StackModel, StackLeaves]]:
-    """Return the stacks of layers and their leaves; none of a Model."""
+    """Return the stacks of layers and their leaves; empty for a Model."""
     return (
         list(zip(stacks_of(model), layout.stacks, strict=True))
         if isinstance(model, LayeredModel)
@@ -242,13 +248,11 @@ def _stacks(model: Model | LayeredModel, layout: Layout) -> list[tuple[StackMode
 
 
 def _unstacked(model: Model | LayeredModel, layout: Layout, key: Array) -> dict[int, Array]:
-    """Return the parameters that are no stack of layers by index: float32, or what frozen ones are
-    kept in.
-    """
+    """Return the unstacked parameters by index, in float32; frozen ones in their stored dtype."""
     if isinstance(model, Model):
         params = layout.encode(model.init(key))
     else:
-        # As `init_params` splits it; the second key is that of the layers.
+        # The same split as in `init_params`; the second key is for the layers.
         k_embed, _, k_head = jax.random.split(key, 3)
         params = {"embed": model.init_embed(k_embed), "head": model.init_head(k_head)}
         params = {part: layout.encode(tree, part) for part, tree in params.items()}
@@ -257,7 +261,7 @@ def _unstacked(model: Model | LayeredModel, layout: Layout, key: Array) -> dict[
 
 
 def _by_index(layout: Layout, indices: Sequence[int], params: Any) -> dict[int, Array]:
-    """Return the leaves of a part of the model by index: float32, or what frozen ones are kept in."""
+    """Return the leaves of a part of the model by index, in float32; frozen ones in their dtype."""
     dtypes = [
         layout.all_leaves[i].dtype if layout.all_leaves[i].frozen else jnp.float32 for i in indices
     ]
@@ -268,7 +272,7 @@ def _by_index(layout: Layout, indices: Sequence[int], params: Any) -> dict[int, 
 
 
 def _fill_ends(update: RecordUpdate, states: FlatState, weights: Mapping[int, Array]) -> FlatState:
-    """Put every unstacked leaf that is trained, and its state, in place, one after the other."""
+    """Store every trainable unstacked leaf and its optimizer state, one after another."""
     records, begin = update.records, jnp.int32(0)
     for index in records.layout.ends:
 
@@ -289,12 +293,11 @@ def _fill_blocks(
     states: FlatState,
     keys: Array,
 ) -> FlatState:
-    """Make the layers of a stack one by one, and their tiles one by one.
+    """Make the layers of a stack one by one, and each layer's tiles one by one.
 
-    A tile is a slice of a whole layer that is made anew for it: XLA for GPUs, which makes random
-      numbers element by element,
-    makes no more than the slice. XLA for CPUs would make all of it each time; there a layer is made
-    once.
+    A tile is a slice of a full layer that is recomputed for it. XLA for GPUs makes random numbers
+    element by element, and so makes no more than the slice. XLA for CPUs would make the full layer
+    each time; there a layer is made once.
     """
     records = update.records
 
@@ -324,13 +327,13 @@ def _fill_blocks(
                     ]
                     return put(states, group.leaves, index, values)
 
-                # A loop inside of the layers' loop, so that one tile at a time is made and written.
+                # A loop inside the layers' loop, so that one tile at a time is made and written.
                 states = run_loop(0, group.num_tiles, tile, states, records.mesh)
             return states
 
         return tick
 
-    # Two loops, because a layer whose state stays on the device has an index of another type.
+    # Two loops, because a layer whose state stays on the device has an index of a different type.
     on_device = of_stack.device_layers
     if on_device:
         states = run_loop(0, on_device, body(True), states, records.mesh)
@@ -357,10 +360,20 @@ def _tile_values(
     index: Tile,
     part: Sequence[int],
 ) -> list[Array]:
-    """Return a tile of some leaves, given those of its whole layer, which is made of `key`."""
+    """Return a tile of some leaves.
+
+    Args:
+      stack: stack of layers.
+      of_stack: leaves of the stack.
+      records: how the state is stored.
+      leaves: leaves of the full layer, by index.
+      key: random key of the layer.
+      index: layer and tile.
+      part: indices of the leaves to return.
+    """
     on_cpu = records.mesh.devices.flat[0].platform == "cpu"
-    # Tied to the tile: else the layer does not depend on the loop, and XLA makes it whole before
-    # it.
+    # Tied to the tile: otherwise the layer does not depend on the loop, and XLA makes all of it
+    # before the loop.
     key = key if on_cpu else jax.lax.optimization_barrier((key, index.tile))[0]
     whole = leaves if on_cpu else _block_leaves(stack, of_stack, records.layout, key)
     return [jax.lax.dynamic_index_in_dim(whole[i], index.tile, keepdims=False) for i in part]
@@ -373,14 +386,17 @@ def _fill_frozen(
     weights: Mapping[int, Array],
     keys: Array,
 ) -> list[Any]:
-    """Put every frozen leaf in place: the only time that it is written.
+    """Store every frozen leaf; they are written only this once.
 
     Args:
-      model: whose leaves they are.
-      records: how they rest.
-      frozen: rooms, in the order of `Layout.frozen`.
-      weights: the leaves that are no stack of layers, by index.
-      keys: of the layers.
+      model: model that the leaves belong to.
+      records: how the leaves are stored.
+      frozen: empty arrays for the leaves, in the order of `Layout.frozen`.
+      weights: unstacked leaves by index.
+      keys: random keys of the layers.
+
+    Returns:
+      The filled arrays, in the same order.
     """
     layout = records.layout
     rooms = dict(enumerate(frozen, len(layout.leaves)))
@@ -389,7 +405,7 @@ def _fill_frozen(
         def store(_: Any, room: Any, i: int = i) -> Any:
             return records.weight(i).store(weights[i], room)
 
-        # One leaf after the other, as `StateRecords.put_leaf` says.
+        # One leaf after another, for the reason given in `StateRecords.put_leaf`.
         rooms[i] = (
             one_trip(0, store, rooms[i], records.mesh)
             if records.weight(i).is_away

@@ -1,12 +1,12 @@
-"""The program that `build_train_step` returns: a train step over one model, optimizer, config and
-mesh.
+"""The program that `build_train_step` returns: one model's train step with its compiled forms.
 
-It holds no arrays but host memory between steps. It knows the layout of its state (specs,
+Between steps it holds no arrays except host memory. It knows the layout of its state (specs,
 shardings, bytes) before anything is allocated, so it can be lowered and accounted for on a mesh
-that is not there. A step defines what is computed (`zerojax.program.step`). The program compiles
-and runs it, and gives it its arguments, in the same way for every step:
+whose devices are not available. A step defines the computation (`zerojax.program.step`). The
+program compiles and runs the step and passes its arguments, in the same way for every kind of step:
 
-    check the state, place the batch  ->  compile, once a shape  ->  begin the disk  ->  run  ->  raise what went wrong
+    check the state, place the batch  ->  compile, once per shape  ->  begin the disk  ->  run
+        ->  raise errors
 """
 
 import dataclasses
@@ -74,30 +74,30 @@ from zerojax.state import (
 
 
 class Predicts(Protocol):
-    """What `Program.trace_swaps` takes of a plan (`zerojax.planner.Plan`)."""
+    """The part of a plan (`zerojax.planner.Plan`) that `Program.trace_swaps` uses."""
 
     @property
     def spans(self) -> Sequence[tuple[str, str, float, float]]:
-        """(lane, label, start, stop) of what each lane does, in seconds from the step's begin."""
+        """(lane, label, start, stop) of each lane's work, in seconds from the start of the step."""
         ...
 
 
 class Program:
-    """A train step over one model, optimizer, config and mesh. Made by `build_train_step`.
+    """A train step over one model, optimizer, config and mesh, made by `build_train_step`.
 
     Attributes:
-      model: as given.
-      tx: as given; with bfloat16 moments, what keeps them so.
-      records: how the state rests, record by record.
-      layout: where every byte of the state is.
-      mesh: as given, or the one of this package's axes that was made of it.
-      config: as given.
-      swap: what rests on disk, while the program is open, or None.
-      check_state: returns a state that this program can take, numbers as arrays; raises ValueError
-        for another.
+      model: the given model.
+      tx: the given optimizer; with bfloat16 moments, wrapped to keep them in bfloat16.
+      records: how the state is stored, record by record.
+      layout: location of every byte of the state.
+      mesh: the given mesh, or the mesh with this package's axes that was made from it.
+      config: the given config.
+      swap: session of the nvme tier, or None.
+      check_state: function that returns a state that this program can take, with numbers as arrays;
+        raises ValueError for any other state.
       warnings: logs why steps were skipped, once their metrics are known.
-      calls: compares the calls of this program with those of the other processes; None where a
-        process is alone.
+      calls: compares this program's calls with the other processes' calls; None if there is only
+        one process.
     """
 
     def __init__(
@@ -109,8 +109,15 @@ class Program:
         gathered_early: GatheredEarly,
         sequence: SequenceParallelism,
     ) -> None:
-        """Run `step`, over `model`, `tx` and the layout of `records`; its traces tell
-        `gathered_early` and `sequence`.
+        """Run `step` over `model`, `tx` and the layout of `records`.
+
+        Args:
+          model: the model.
+          tx: the optimizer.
+          records: how the state is stored.
+          step: equations of the step.
+          gathered_early: filled by the step's traces.
+          sequence: filled by the step's traces.
         """
         self.model, self.tx, self.records, self.layout = model, tx, records, records.layout
         layout = self.layout
@@ -127,6 +134,7 @@ class Program:
         self.calls: Calls | None = None
 
     def __enter__(self) -> Self:
+        """Return the program, to be closed at the end of a `with` block."""
         return self
 
     def __exit__(
@@ -135,13 +143,14 @@ class Program:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Close the program."""
         self.close()
 
     @without_mesh
     def close(self) -> None:
-        """Release what the program holds between steps: host memory for gradients and activations.
+        """Release the host memory that the program holds between steps, its threads and its folder.
 
-        In a forked child this does nothing: folder, threads and memory are the parent's.
+        In a forked child this does nothing: folder, threads and memory belong to the parent.
         """
         if self._runner.is_forked:
             return
@@ -154,7 +163,7 @@ class Program:
             self._scratch.clear()
             self._runner.close()
 
-    # --- what it is -------------------------------------------------------------------------------
+    # --- facts about the step ---------------------------------------------------------------------
 
     @property
     def shardings(self) -> TrainState:
@@ -170,15 +179,15 @@ class Program:
     def gathered_early(self) -> tuple[str, ...]:
         """Parameters of a Model that stage 3 could not gather on use, with the reason.
 
-        Known once the step is traced.
+        They are known once the step is traced.
         """
         return tuple(self._gathered_early.sentences)
 
     @property
     def sequence_parallel(self) -> tuple[BlockProduct, ...]:
-        """With `sequence_parallel`, the blocks' products: column, row, or left alone and why.
+        """With `sequence_parallel`, the blocks' products: column, row, or unchanged and why.
 
-        Known once a step is traced.
+        They are known once a step is traced.
         """
         return self._sequence.products
 
@@ -204,8 +213,13 @@ class Program:
 
     @without_mesh
     def memory(self, batch: Any) -> MemoryReport:
-        """Return the bytes of a step on each device, per tier, and those that its collectives and
-        its host link move.
+        """Return the bytes of a step on each device, per tier, collective and host link.
+
+        Args:
+          batch: arrays, or a tree of ShapeDtypeStruct, with global shapes.
+
+        Raises:
+          ValueError: the model refuses the batch, or it does not divide.
         """
         self._check_shapes(batch)
         with jax.set_mesh(self.mesh):
@@ -213,13 +227,19 @@ class Program:
 
     @without_mesh
     def operations(self, batch: Any) -> StepPlan:
-        """Return everything that a step does with records, in order: what it loads, gathers,
-        computes, reduces and stores.
+        """Return every operation of a step on records, in order.
 
-        `program.schedule`, `program.memory` and the reads ahead of the disk follow from this list,
-        and the planner predicts the seconds of a step from one that is made in the same way.
-        `print` shows it as a table: loops, their ticks, and for each operation the numbers of its
-        records, its lane and its bytes on one device.
+        A step loads, gathers, computes, reduces and stores records. `program.schedule`,
+        `program.memory` and the disk's reads ahead follow from this list, and the planner predicts
+        the seconds of a step from one that is made in the same way. `print` shows it as a table:
+        loops, their ticks, and for each operation the numbers of its records, its lane and its
+        bytes per device.
+
+        Args:
+          batch: arrays, or a tree of ShapeDtypeStruct, with global shapes.
+
+        Raises:
+          ValueError: the model refuses the batch, or it does not divide.
         """
         self._check_shapes(batch)
         with jax.set_mesh(self.mesh):
@@ -227,12 +247,17 @@ class Program:
 
     @without_mesh
     def kept(self, batch: Any) -> KeptValues:
-        """Return what a step keeps of a batch from forward to backward: each value with name,
-        shape, spec, tier and bytes.
+        """Return the saved activations of a step, each with name, shape, spec, tier and bytes.
 
-        It is a tuple of `zerojax.memory.Kept`, largest first, and prints as a table. Of a streamed
-        step it holds what is kept of its layers; of a resident one also what embedding and head
-        keep.
+        It is a tuple of `zerojax.memory.Kept`, largest first, and prints as a table. For a streamed
+        step it contains the saved activations of the layers; for a resident step, embedding and
+        head are included.
+
+        Args:
+          batch: arrays, or a tree of ShapeDtypeStruct, with global shapes.
+
+        Raises:
+          ValueError: the model refuses the batch, or it does not divide.
         """
         self._check_shapes(batch)
         with jax.set_mesh(self.mesh):
@@ -240,29 +265,30 @@ class Program:
 
     @without_mesh
     def host_copies(self, batch: Any) -> HostTraffic:
-        """Return what a step moves over each device's link to the host, by copies and by kernels;
-        compiled facts, not times.
+        """Return the data that a step moves over each device's host link, by copies and by kernels.
 
-        The step is compiled, and XLA's own list of what it will do (its thunks) tells copies by the
-        GPU's copy engines from kernels, which read and write host memory from the cores. What
-        callbacks move (`update_on="host"`, nvme) is not in the program, and so not counted. Where
-        the devices are there, steps over batches of this shape run what was compiled.
+        These are facts of the compiled program, not times. The step is compiled, and XLA's list of
+        the work it will do (its thunks) distinguishes copies by the GPU's copy engines from
+        kernels, which read and write host memory from the cores. Bytes moved by callbacks
+        (`update_on="host"`, nvme) are not in the program, and so not counted. If the devices are
+        available, steps over batches of this shape run the compiled result.
 
             print(program.host_copies(batch))  # bytes up and down, and the leaves that kernels move
             program.host_copies(batch).share_of_copies
 
         Args:
-          batch: arrays, or a tree of ShapeDtypeStruct.
+          batch: arrays, or a tree of ShapeDtypeStruct, with global shapes.
 
         Raises:
-          NotImplementedError: the mesh is of CPUs, whose programs do not tell host memory from a
-            device's.
+          ValueError: the model refuses the batch, or it does not divide.
+          NotImplementedError: the mesh consists of CPUs, whose programs do not distinguish host
+            memory from device memory.
         """
         platform = self.mesh.devices.flat[0].platform
         if platform not in ("gpu", "cuda"):
             raise NotImplementedError(
-                f"host_copies reads programs for GPUs, and this mesh is of platform {platform!r}: build the program on "
-                'zerojax.aot.gpu_mesh("h200"), whose devices need not be there'
+                f"host_copies reads programs for GPUs, and this mesh is of platform {platform!r}: "
+                'build the program on zerojax.aot.gpu_mesh("h200"), which needs no GPU'
             )
         with tempfile.TemporaryDirectory() as folder:
             text = self.lower(batch).compile({"xla_dump_to": folder}).as_text()
@@ -285,6 +311,9 @@ class Program:
         """Trace a step over a batch's shapes, and raise ValueError if it cannot be trained.
 
         Nothing runs.
+
+        Args:
+          batch: arrays, or a tree of ShapeDtypeStruct, with global shapes.
         """
         self._check_shapes(batch)
         with jax.set_mesh(self.mesh):
@@ -293,11 +322,14 @@ class Program:
 
     @without_mesh
     def lower(self, abstract_batch: Any) -> LoweredStep:
-        """Lower the step for this mesh, which may be one of devices that are not there.
+        """Lower the step for this mesh, whose devices need not be available.
 
         Args:
-          abstract_batch: tree of ShapeDtypeStruct (or arrays, of which only shapes are read),
-            global shapes.
+          abstract_batch: tree of ShapeDtypeStruct, or of arrays whose shapes are read, with global
+            shapes.
+
+        Raises:
+          ValueError: the model refuses the batch, or it does not divide.
         """
         self._check_shapes(abstract_batch)
         with jax.set_mesh(self.mesh):
@@ -310,21 +342,21 @@ class Program:
             lowered, self.mesh, self._compiler.options, self._runner.calls_back, compiled
         )
 
-    # --- what it does -----------------------------------------------------------------------------
+    # --- running ----------------------------------------------------------------------------------
 
     @without_mesh
     def init(self, key: jax.Array) -> TrainState:
-        """Make the state, each device its own shard.
+        """Make the state, each device its own shards.
 
         Args:
-          key: from `jax.random.key`; a legacy uint32 key will do. The same one in all processes.
+          key: key from `jax.random.key`, or a legacy uint32 key; the same key in all processes.
 
         Raises:
-          ValueError: this is no random key, or another process has another one or makes other
-            parameters of it.
-          RuntimeError: state in host memory finds no room there, or this device and jaxlib read
-            wrong records of it; or another process left.
-          SwapError: the disk is too small for what rests there, or cannot be written to.
+          ValueError: the key is no random key, or another process has a different key or makes
+            different parameters from it.
+          RuntimeError: host memory is too small for the arrays stored there, or this device and
+            jaxlib read wrong records of it; or another process left.
+          SwapError: the disk is too small for the records stored there, or cannot be written to.
         """
         if not isinstance(key, jax.Array):
             raise ValueError(f"init takes a random key, such as jax.random.key(0), got {key!r}")
@@ -345,27 +377,28 @@ class Program:
             return self._runner.run("init", self._init.jitted, *arguments)
 
     def _note(self, call: str, batch: Any) -> bool:
-        """Compare a call over a batch with the other processes'; returns whether it is the first
-        one over these shapes.
+        """Compare a call over a batch with the other processes' calls.
 
-        Called before the batch is placed: processes must agree on its shapes before any program
-          runs over it.
+        This happens before the batch is placed: processes must agree on its shapes before any
+        program runs over it.
+
+        Returns:
+          Whether this is the first such call over these shapes.
         """
         if self.calls is None:
             return False
         return self.calls.note(call, batch_key(batch), lambda: batch_lines(batch))
 
     def _tell_numbers(self, lines: Sequence[str]) -> None:
-        """State to the other processes which numbers this one put into a state: with others the
-        weights would differ.
+        """State the numbers that this process put into a state.
+
+        If another process put in different numbers, the weights would differ.
         """
         if self.calls is not None:
             self.calls.tell("numbers put into the state", lines)
 
     def _compare_step(self, compiled: CompiledStep, args: Sequence[Any]) -> None:
-        """Compare the step as it was traced with the other processes': its loss, too, holds
-        constants.
-        """
+        """Compare the traced step with the other processes'; its loss contains constants too."""
         if self.calls is not None:
             self.calls.agree(
                 "step, traced",
@@ -373,8 +406,9 @@ class Program:
             )
 
     def calling(self) -> AbstractContextManager[None]:
-        """Return a context for programs over the state: of those that call back it lets one run at
-        a time, and no signal in.
+        """Return a context in which to run programs over the state.
+
+        If they call back, only one runs at a time, and no signal interrupts it.
         """
         return self._runner.calling()
 
@@ -383,40 +417,42 @@ class Program:
         """Run one train step.
 
         Args:
-          state: from `init` or the previous step. Donated: its buffers are reused, and it must not
-            be read again.
-          batch: tree of arrays, dim 0 the global batch; in a run of several processes numpy leaves
-            hold this process's part of it. Numpy arrays are copied before this returns, and may
-            then be filled again.
+          state: state from `init` or the previous step. It is donated: its buffers are reused, and
+            it must not be read again.
+          batch: tree of arrays whose dim 0 is the global batch; in a run of several processes,
+            numpy leaves contain this process's part of it. Numpy arrays are copied before this
+            returns, and may be refilled afterwards.
 
         Returns:
-          The new state, and metrics as described in `zerojax.metrics.step_metrics`, with those of
-          the model's loss beside them. A step whose gradients are not finite leaves the state as it
-          was; a later call logs a warning of a batch with a fault (a metric `fault/...` of the
-          model), and of many such steps in a row.
+          The new state, and metrics as described in `zerojax.metrics.step_metrics` together with
+            the metrics of the model's loss. A step whose gradients are not finite leaves the state
+            as it was. A later call logs a warning about a batch with a fault (a metric `fault/...`
+            of the model), and about many such steps in a row.
 
         Raises:
-          ValueError: the state was donated before, the batch does not divide or is one that the
-            model refuses, the loss is not a scalar, or another process has a batch of other shapes
-            or another loss; before anything runs.
-          RuntimeError: another process left before this step.
+          ValueError: the state was already donated, the batch does not divide or the model refuses
+            it, the loss is not a scalar, or another process has a batch of other shapes or another
+            loss. It is raised before anything runs.
+          RuntimeError: another process left before this step, or an update on the host failed.
+          SwapError: a record on disk could not be moved; the state is lost.
         """
         return self._stepped(state, batch)
 
     def _stepped(
         self, state: TrainState, batch: Any, addresses_of: HostAddresses | None = None
     ) -> tuple[TrainState, Metrics]:
-        """Run one train step; read where its arrays in host memory are, before and after, if asked
-        to.
+        """Run one train step.
+
+        If given, `addresses_of` reads the addresses of the arrays in host memory before and after
+        the step.
         """
         check_is_there(state)
         is_first = self._note("step", batch)
         batch = self.shard_batch(batch)
         with self.calling(), jax.set_mesh(self.mesh):
-            state = self.check_state(
-                state, self._tell_numbers
-            )  # once more: another thread may have donated it just now
-            # Before the moves: these follow from the block's loops over tiles, which a trace finds.
+            # Checked once more: another thread may have donated the state in the meantime.
+            state = self.check_state(state, self._tell_numbers)
+            # Before the moves: they follow from the block's loops over tiles, which a trace finds.
             compiled = self._compiler.step(batch)
             scratch = self._scratch.take(compiled.abstract_scratch, self.mesh)
             args = (state, batch, scratch)
@@ -431,7 +467,7 @@ class Program:
                     addresses_of.read_before((state, scratch))
                 results = self._runner.call(compiled.run, *args)
             compiled.has_run = True
-            del args  # of which some were donated
+            del args  # some of them were donated
             (state, scratch), metrics = self._runner.finished(results)
             if addresses_of is not None:
                 addresses_of.read_after((state, scratch))
@@ -443,23 +479,25 @@ class Program:
 
     @without_mesh
     def self_test(self, state: TrainState, batch: Any) -> tuple[TrainState, SelfTest]:
-        """Run one train step under checks of what it takes from XLA on trust; for a new device,
-        driver or jaxlib.
+        """Run one train step with checks of XLA's promises, for a new device, driver or jaxlib.
 
-        The step is compiled once more, so that XLA compares the offset of each slice of host memory
-        with the one that the device computed, where it can; and what the step takes in host memory
-        must come back there. The state that it makes is that of an ordinary step.
+        The step is compiled once more so that XLA, if it can, compares each slice's offset in host
+        memory with the offset that the device computed. The step's arrays in host memory must come
+        back in the same memory. The resulting state is that of an ordinary step.
 
             state, found = program.self_test(state, batch)
             print(found)
 
         Args:
-          state: as for `step`. Donated: where a check fails, the state is lost, too.
-          batch: as for `step`.
+          state: state from `init` or the previous step. It is donated, and lost if a check fails.
+          batch: batch as in `step`.
+
+        Returns:
+          The new state, and the results of the checks.
 
         Raises:
           RuntimeError: a slice was read at a wrong offset, or XLA copied donated host memory.
-          ValueError: as `step`.
+          ValueError: the state or the batch cannot be used, as in `step`.
         """
         verifies, lowered, addresses = (
             verifies_offsets(self.mesh),
@@ -469,9 +507,8 @@ class Program:
         assert lowered.step is not None
         usual = lowered.step.run
         try:
-            lowered.compile(
-                {VERIFY_OFFSETS: True} if verifies else None
-            )  # which the next step of this shape runs
+            # the next step of this shape runs the result
+            lowered.compile({VERIFY_OFFSETS: True} if verifies else None)
             state, metrics = jax.block_until_ready(self._stepped(state, batch, addresses))
         except jax.errors.JaxRuntimeError as error:
             if not verifies:
@@ -491,14 +528,17 @@ class Program:
     def eval(self, state: TrainState, batch: Any) -> Any:
         """Return the loss of a batch, f32[], with key=None: deterministic, and without an update.
 
-        Where the model's loss has metrics: a dict of them by name, and of "loss". The model's own
-        state is only read.
+        If the model's loss has metrics, return a dict of "loss" and the metrics by name. The
+        model's own state is only read.
 
         Args:
-          state: that is read.
-          batch: of any number of rows. One that does not divide by the devices of `data` x `fsdp`
-            is padded on its way to them, and its loss is that of its own rows. A program is
-            compiled for each number.
+          state: state to read.
+          batch: batch with any number of rows. If it does not divide by the devices of `data` x
+            `fsdp`, it is padded when it is placed, and the loss covers only its own rows. A program
+            is compiled for each number of rows.
+
+        Raises:
+          ValueError: the state was donated, or the model refuses the batch.
         """
         batch, rows = self._any_batch("eval", state, batch)
         return self._evaluated(
@@ -507,17 +547,18 @@ class Program:
 
     @without_mesh
     def apply(self, state: TrainState, batch: Any) -> Any:
-        """Return the outputs of the model's `predict`, with the state where it rests; without keys,
-        and without an update.
+        """Return the outputs of the model's `predict`, without keys and without an update.
+
+        The state is read where it is stored.
 
         Args:
-          state: that is read.
-          batch: of any number of rows, as in `eval`.
+          state: state to read.
+          batch: batch with any number of rows, as in `eval`.
 
         Returns:
-          The tree that `predict` returns. Leaves whose dim 0 counts the rows of the batch are split
-          as it is: over `data` and `fsdp`; the others are on every device, and so are all of them
-          where the batch does not divide.
+          The tree that `predict` returns. Leaves whose dim 0 is the number of rows are split like
+            the batch, over `data` and `fsdp`. All other leaves are on every device; if the batch
+            does not divide, all leaves are.
 
         Raises:
           ValueError: the model has no `predict`, or the state was donated.
@@ -525,8 +566,9 @@ class Program:
         if self.model.predict is None:
             kind = type(self.model).__name__
             raise ValueError(
-                f"program.apply runs the model's own function from a batch to outputs, and this {kind} has none: give it "
-                f"predict=, as {kind}(..., predict=...) or from_flax(..., predict=...)"
+                "program.apply runs the model's own function from a batch to outputs, and this "
+                f"{kind} has none: give it predict=, as {kind}(..., predict=...) or "
+                "from_flax(..., predict=...)"
             )
         batch, rows = self._any_batch("apply", state, batch)
         return self._evaluate(
@@ -537,28 +579,29 @@ class Program:
     def apply_cached(
         self, state: TrainState, batch: Any, cache: Any, length: int
     ) -> tuple[Any, Any]:
-        """Return the outputs of the model's `predict` for tokens that follow others, and the cache
-        with what is kept of them.
+        """Return the outputs of `predict` for tokens that follow others, and the updated cache.
 
         Args:
-          state: that is read.
-          batch: a dict, as the model takes it; its rows divide by the devices.
-          cache: None where there are no tokens before, else what the last call returned; donated.
-          length: tokens that a cache has room for, the same in all calls.
+          state: state to read.
+          batch: dict, as the model takes it; its rows must divide by the devices.
+          cache: None if there are no earlier tokens, else the cache from the last call, which is
+            donated.
+          length: number of tokens that a cache has room for, the same in all calls.
 
         Returns:
-          (what `predict` returns, cache); the latter a tree of arrays [B, L, ...].
+          (outputs of `predict`, cache); the cache is a tree of arrays [B, L, ...].
 
         Raises:
-          ValueError: the model has no `cache` or no `predict`, its layers come to the device one by
-            one, the batch does not divide, or the state was donated.
+          ValueError: the model has no `cache` or no `predict`, its layers are loaded one by one,
+            the batch does not divide, or the state was donated.
         """
         model = self.model
         if not isinstance(model, LayeredModel) or model.cache is None or model.predict is None:
             raise ValueError("apply_cached needs a LayeredModel with cache= and predict=")
         if streams(self.config):
             raise ValueError(
-                "layers come to the device one by one, each as a whole for all tokens: use apply, without a cache"
+                "layers come to the device one by one, and each processes all tokens: use apply, "
+                "without a cache"
             )
         check_is_there(state)
         self._note(f"apply_cached of {length}", batch)
@@ -594,40 +637,36 @@ class Program:
     def _evaluate(
         self, name: str, state: TrainState, batch: Any, compiled: Callable[..., Any]
     ) -> Any:
-        """Run `compiled(*args)`, a jitted function of args that reads a state's parameters and the
-        model's own state.
-        """
+        """Run `compiled(*args)`, a jitted function of a state's parameters and model state."""
         with self.calling(), jax.set_mesh(self.mesh):
             state = self.check_state(state)
             params = self.layout.join(state)
             args = (params, state.model_state, batch)
             program = compiled(*as_arguments(args))
-            if (
-                self.swap is not None
-            ):  # which loops over tiles it has, and so its moves, are known once it is traced
+            # A trace finds the loops over tiles, and so the moves.
+            if self.swap is not None:
                 self._compiler.order(program, as_arguments(args))
             return self._runner.run(name, program, *args, reads=params, moves=self._eval_moves)
 
     @without_mesh
     def grads(self, state: TrainState, batch: Any) -> tuple[Any, Any]:
-        """Return the loss of a step over a batch, and the gradients that it would have; nothing is
-        updated or donated.
+        """Return a step's loss over a batch and its gradients; nothing is updated or donated.
 
-        A step's loss: the mean over microbatches, with the random keys that the next step draws.
+        The loss is the mean over microbatches, with the random keys that the next step would draw.
         Gradients are as the loss gives them: the loss scale is divided out, nothing is clipped, and
-        what is not finite stays so.
+        non-finite values remain.
 
         Args:
-          state: that is read.
-          batch: as of `step`.
+          state: state to read.
+          batch: batch as in `step`.
 
         Returns:
-          (loss, as `eval` returns it; gradients), the latter float32, like `params(state)`, sharded
-          as these are and on the device; None in the place of frozen ones.
+          (loss as `eval` returns it, gradients). Gradients are float32, on the device, and have the
+            tree and sharding of `params(state)`, with None for frozen parameters.
 
         Raises:
           ValueError: the state was donated, or the batch does not divide.
-          NotImplementedError: a streamed step that does not store its gradients on the device.
+          NotImplementedError: the step is streamed and does not store its gradients on the device.
         """
         self._step.check_grads()
         check_is_there(state)
@@ -637,7 +676,7 @@ class Program:
             state = self.check_state(state)
             step, program = self._compiler.step(batch), self._compiler.grads(batch)
             scratch = self._scratch.take(step.abstract_scratch, self.mesh)
-            # What is not read stays where it rests.
+            # The parts that are not read stay where they are stored.
             reads = dataclasses.replace(state, master=None, opt_state=None, pending=None)
             args = (reads, batch, scratch)
             if self._runner.calls_back:
@@ -650,9 +689,7 @@ class Program:
             return self._evaluated(loss), grads
 
     def _evaluated(self, result: Any) -> Any:
-        """Return a loss without the faults of its batch, of which a warning is logged when they are
-        known.
-        """
+        """Return a loss without its batch's faults; a warning reports them once they are known."""
         if not isinstance(result, Mapping):
             return result
         faults, metrics = split_faults(result)
@@ -661,12 +698,18 @@ class Program:
 
     @without_mesh
     def shard_batch(self, batch: Any, num_microbatches: int | None = None) -> Any:
-        """Place a batch on the mesh: dim 0 over `data` and `fsdp`. Leaves already there stay; numpy
-        arrays are copied.
+        """Place a batch on the mesh, with dim 0 split over `data` and `fsdp`.
+
+        Leaves that are already placed stay; numpy arrays are copied.
+
+        Args:
+          batch: tree of arrays, as in `step`.
+          num_microbatches: number of microbatches that each device's rows must divide into; None
+            for the config's.
 
         Raises:
-          ValueError: the batch does not divide, the model refuses it, or it holds what is no array
-            of numbers.
+          ValueError: the batch does not divide, the model refuses it, or a leaf is not an array of
+            numbers.
         """
         self._check_given(batch)
         count = self.config.num_microbatches if num_microbatches is None else num_microbatches
@@ -679,33 +722,35 @@ class Program:
     def trace_swaps(
         self, path: str | os.PathLike[str], *, plan: Predicts | None = None
     ) -> AbstractContextManager[None]:
-        """Return a context whose steps are drawn into a file when it ends: swapping as planned, and
-        as it was.
+        """Return a context that draws its steps' swapping into a file, as planned and as it was.
+
+        The file is written when the context ends.
 
         Args:
-          path: of a file that Perfetto opens (https://ui.perfetto.dev); compressed if it ends in
-            ".gz". It tells of this process's devices, so processes need a file each. The layout is
-            in `host_offload.trace.perfetto`.
-          plan: of `zj.plan`; what it predicts of the lanes is drawn from the begin of each step.
+          path: file that Perfetto opens (https://ui.perfetto.dev); compressed if it ends in ".gz".
+            It covers this process's devices, so each process needs its own file. The layout is
+            described in `host_offload.trace.perfetto`.
+          plan: plan from `zj.plan`, whose predicted lanes are drawn from the start of each step.
 
         Raises:
-          ValueError: nothing rests on nvme, or the file cannot be written; or, on entering, there
-            is another trace.
-          OSError: the file could not be written when the context ended; after an error inside of
-            it, that is logged instead.
+          ValueError: nothing is stored on nvme, or the file cannot be written; or, on entering,
+            another trace is active.
+          OSError: the file could not be written when the context ended. If the context ended with
+            an error, this is logged instead.
         """
         if self.swap is None:
             raise ValueError(
-                "this program has nothing on nvme, and so no swapping to trace: set params, opt_state, ... to 'nvme'"
+                "this program has nothing on nvme, and so no swapping to trace: set params, "
+                "opt_state, ... to 'nvme'"
             )
         return self.swap.trace(path, () if plan is None else plan.spans)
 
     @without_mesh
     def params(self, state: TrainState) -> Any:
-        """Return the sharded parameter tree in the compute dtype; `{"embed", "blocks", "head"}` for
-        a LayeredModel.
+        """Return the sharded parameter tree in the compute dtype.
 
-        Leaves on nvme are `zerojax.state.OnDisk`.
+        A LayeredModel's tree is `{"embed", "blocks", "head"}`. Leaves on nvme are
+        `zerojax.state.OnDisk`.
 
         Raises:
           ValueError: the state was donated.
@@ -715,11 +760,10 @@ class Program:
 
     @without_mesh
     def master_params(self, state: TrainState) -> Any:
-        """Return the float32 parameters that the optimizer updates, sharded as its state is, where
-        they rest.
+        """Return the float32 parameters that the optimizer updates, in their shardings and tier.
 
-        In the place of frozen ones, which have no master, there is None. With a fraction of the
-        optimizer state on the device, stacked leaves are `zerojax.state.Split`; on nvme, `OnDisk`.
+        Frozen parameters have no master and are None. With a fraction of the optimizer state on the
+        device, stacked leaves are `zerojax.state.Split`; on nvme, `OnDisk`.
 
         Raises:
           ValueError: the state was donated.
@@ -729,17 +773,16 @@ class Program:
 
     @without_mesh
     def ema_params(self, state: TrainState) -> Any:
-        """Return the averages of the weights that `zerojax.Ema` keeps, in the dtype, shardings and
-        tier of `params(state)`.
+        """Return the averages of the weights that `zerojax.Ema` keeps, like `params(state)`.
 
-        They are a copy, which takes as much room again. To evaluate with them, hand them to `eval`
-        in the parameters' place:
+        They have its dtype, shardings and tier. They are a copy, which takes the same space again.
+        To evaluate with them, pass them to `eval` in place of the parameters:
 
             program.eval(dataclasses.replace(state, params=program.ema_params(state)), batch)
 
         Raises:
-          ValueError: the optimizer has no `zerojax.Ema` last in its chain, the parameters rest on
-            nvme (use `iter_params`), or the state was donated.
+          ValueError: the optimizer has no `zerojax.Ema` last in its chain, the parameters are
+            stored on nvme (use `iter_params`), or the state was donated.
           SwapError: a record cannot be read.
         """
         return self._reader.averages(state)
@@ -747,12 +790,12 @@ class Program:
     def iter_params(self, state: TrainState, *, ema: bool = False) -> Iterator[tuple[str, Any]]:
         """Yield the float32 parameters piece by piece, as (name, tree), on the device.
 
-        A LayeredModel yields "embed", "blocks/0" .. "blocks/L-1" and "head", of several stacks
-        "blocks/<stack>/0" and so on; a Model one leaf at a time.
+        A LayeredModel yields "embed", "blocks/0" .. "blocks/L-1" and "head"; with several stacks,
+        "blocks/<stack>/0" and so on. A Model yields one leaf at a time.
 
         Args:
-          state: that is read.
-          ema: yield the averages that `zerojax.Ema` keeps of them.
+          state: state to read.
+          ema: whether to yield the averages that `zerojax.Ema` keeps instead.
 
         Raises:
           ValueError: the state was donated, or is not the one on disk, or there are no averages.
@@ -760,7 +803,7 @@ class Program:
         """
         pieces = self._reader.pieces(state, ema)
         while True:
-            # Between two pieces the caller's mesh is in scope again.
+            # The caller's mesh is in scope again between two pieces.
             with no_mesh():
                 piece = next(pieces, None)
             if piece is None:

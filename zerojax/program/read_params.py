@@ -1,8 +1,8 @@
-"""Float32 parameters, or averages of them, from any tier, one piece at a time: for export, where
-the whole tree would not fit.
+"""Read float32 parameters, or their averages, from any tier, one piece at a time.
 
-The averages of `zerojax.Ema` are also read as a step has the parameters, in their dtype, shardings
-and tier: to evaluate with.
+Export uses this when the full tree would not fit. The averages of `zerojax.Ema` can also be read in
+the form in which a step has the parameters, with their dtype, shardings and tier, to evaluate with
+them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +40,7 @@ from zerojax.state import (
 
 
 class ParamReader:
-    """Reads the parameters that the optimizer updates, or their averages, onto the device."""
+    """Read the parameters that the optimizer updates, or their averages, onto the device."""
 
     def __init__(
         self,
@@ -48,31 +48,31 @@ class ParamReader:
         records: StateRecords,
         runner: Runner,
     ) -> None:
-        """Read states of a program.
+        """Prepare to read states of a program.
 
         Args:
-          model: of the program.
-          records: how its states rest.
-          runner: of the program.
+          model: model of the program.
+          records: how its states are stored.
+          runner: runner of the program.
         """
         self.model, self.layout, self.records, self._runner = model, records.layout, records, runner
         self._ends: dict[tuple[int, bool], Any] = {}
 
     def pieces(self, state: TrainState, ema: bool = False) -> Iterator[tuple[str, Any]]:
-        """Yield (name, tree): "embed", "blocks/0" .. "blocks/L-1" and "head" of a LayeredModel,
-        each leaf of a Model.
+        """Yield (name, tree) for each piece, with leaves on the device.
 
-        Of several stacks "blocks/<stack>/0", .., stack by stack.
+        A LayeredModel yields "embed", "blocks/0" .. "blocks/L-1" and "head". With several stacks it
+        yields "blocks/<stack>/0" and so on, stack by stack. A Model yields each of its leaves.
 
         Args:
-          state: that is read.
-          ema: yield the averages in the place of the parameters.
+          state: state to read.
+          ema: whether to yield the averages instead of the parameters.
 
         Raises:
           ValueError: there are no averages.
         """
         if ema:
-            _ = self._averages  # told before anything is read
+            _ = self._averages  # raises before anything is read
         if not isinstance(self.model, LayeredModel):
             for path, index in jax.tree_util.tree_flatten_with_path(
                 self._indices, is_leaf=is_encoded
@@ -87,7 +87,8 @@ class ParamReader:
         for number, stack in enumerate(self.layout.stacks):
             for layer in range(stack.num_layers):
                 check_is_there(state)
-                # The layer is an argument: one compiled program reads all of a stack.
+                # The layer is an argument, so that one compiled program reads all layers of a
+                # stack.
                 args = (jnp.int32(layer), layer < stack.device_layers, ema, number)
                 yield (
                     "/".join((*block_path(stack.name), str(layer))),
@@ -105,9 +106,7 @@ class ParamReader:
 
     @cached_property
     def _averages(self) -> list[int]:
-        """For each parameter leaf the index of the leaf of the optimizer's state that is its
-        average.
-        """
+        """For each parameter leaf, the index of its average among the optimizer state's leaves."""
         return ema_of_each(self.layout)
 
     def _read_record(
@@ -116,8 +115,7 @@ class ParamReader:
         """Return one record's float32 weights, or their averages, on the device."""
         if not ema or not part:
             return self.records.read_weights(states, part, index)
-        # Masters and optimizer state are one record: what is not used of it is read from disk
-        # alone.
+        # Masters and optimizer state are one record. Its unused parts are only read from disk.
         read = self.records.read_opt(states, part, index)
         mirrors = self.layout.opt_map.states_of(part)
         by_state = dict(zip(mirrors, read[len(read) - len(mirrors) :], strict=True))
@@ -125,15 +123,13 @@ class ParamReader:
 
     @cached_property
     def _indices(self) -> Any:
-        """The whole tree with the index of each leaf in its place."""
+        """The full parameter tree, with the index of each leaf in its place."""
         return jax.tree.unflatten(
             jax.tree.structure(self.layout.abstract_whole), self.layout.in_tree
         )
 
     def _leaf(self, state: TrainState, index: Any, ema: bool) -> jax.Array:
-        """Return a parameter that is no stack of layers, given its index, or those of the arrays
-        that encode it.
-        """
+        """Return an unstacked parameter, given its index, or the indices of arrays to decode."""
         if not is_encoded(index):
             return self._end(state, index, ema)
         arrays = [self._end(state, i, ema) for i in jax.tree.leaves(index)]
@@ -144,7 +140,7 @@ class ParamReader:
         return jax.jit(partial(decoded, dtype=self.layout.compute_dtype))
 
     def _end(self, state: TrainState, index: int, ema: bool) -> jax.Array:
-        """Return a parameter that is no stack of layers, or its average."""
+        """Return an unstacked parameter, or its average."""
         check_is_there(state)
         if index >= (first_frozen := len(self.layout.leaves)):
             return self._frozen_end(state, index, index - first_frozen)
@@ -162,13 +158,13 @@ class ParamReader:
             at = len(specs) - len(mirrors) + mirrors.index(place)
         else:
             (specs, stacks), at = self.records.weight_record(states, index), 0
-        # Compiled once for each leaf: its records on disk are part of the program.
+        # Compiled once per leaf: its records on disk are part of the program.
         if (index, ema) not in self._ends:
             self._ends[index, ema] = jax.jit(lambda stacks: load_leaves(specs, stacks)[at])
         return self._read(self._ends[index, ema], stacks)
 
     def _frozen_end(self, state: TrainState, index: int, place: int) -> jax.Array:
-        """Return a frozen parameter that is no stack of layers; its average is itself."""
+        """Return a frozen unstacked parameter; its average is the parameter itself."""
         leaf, record = (
             jax.tree.leaves(state.frozen, is_leaf=is_stored)[place],
             self.records.weight(index),
@@ -183,8 +179,9 @@ class ParamReader:
 
     @cached_property
     def _layer(self) -> Any:
-        """Return `read(state, layer, on_device, ema, number)`: one layer of a stack, in any tier,
-        by its number.
+        """Function `read(state, layer, on_device, ema, number)`: one layer of stack `number`.
+
+        It reads from any tier.
         """
         records, layout = self.records, self.layout
 
@@ -215,7 +212,7 @@ class ParamReader:
                     )
                     return trained + read_frozen(state, group.frozen, index)
 
-                # A layer is wanted whole here, so its tiles are stacked again.
+                # The full layer is needed here, so its tiles are stacked again.
                 leaves |= zip(
                     group.weights, jax.lax.map(tile, jnp.arange(group.num_tiles)), strict=True
                 )
@@ -233,14 +230,15 @@ class ParamReader:
         """Return the averages in the dtype, shardings and tier of the parameters.
 
         Raises:
-          ValueError: there are none, or the parameters rest on disk.
+          ValueError: there are no averages, or the parameters are stored on disk.
         """
         layout, places = self.layout, self._averages
         if layout.config.params == "nvme":
             raise ValueError(
-                "params='nvme': averages of parameters that rest on disk are read piece by piece, by "
-                "program.iter_params(state, ema=True). To evaluate with them, save a checkpoint, export its averages by "
-                "zerojax.export_safetensors(..., ema=True), and import these into a program with another swap_dir"
+                "params='nvme': averages of parameters on disk are read piece by piece, with "
+                "program.iter_params(state, ema=True). To evaluate with them, save a checkpoint, "
+                "export its averages with zerojax.export_safetensors(..., ema=True), and import "
+                "these into a program with another swap_dir"
             )
         check_is_there(state)
         shardings = jax.tree.leaves(layout.shardings.params)
@@ -249,7 +247,8 @@ class ParamReader:
         def cast(indices: Sequence[int]) -> Callable[[list[jax.Array]], list[jax.Array]]:
             dtypes = [layout.leaves[i].dtype for i in indices]
 
-            # Copies, also where nothing is cast: these are donated to no step, and may be kept.
+            # Copies, even if nothing is cast: the averages are not donated to a step, and may be
+            # kept.
             def copies(leaves):
                 return [jnp.array(a, dtype) for a, dtype in zip(leaves, dtypes, strict=True)]
 
@@ -267,7 +266,7 @@ class ParamReader:
             return jax.block_until_ready(jax.tree.unflatten(tree, params))
 
     def _stacks_of_averages(self, state: TrainState) -> list[jax.Array]:
-        """Return the averages of the stacks of layers, like the parameters, filled layer by layer."""
+        """Return the averages of the stacks like the parameters' stacks, filled layer by layer."""
         layout = self.layout
         leaves = jax.tree.leaves(layout.abstract_state.params)
         stacks = _empty([leaves[i] for i in layout.stacked])
@@ -286,8 +285,9 @@ class ParamReader:
 
     @cached_property
     def _put_layer(self) -> Any:
-        """Return `put(state, stacks, layer, on_device, number)`: `stacks`, donated, with one
-        layer's averages.
+        """Function `put(state, stacks, layer, on_device, number)`.
+
+        It returns `stacks`, which are donated, with one layer's averages stored.
         """
         layout, records = self.layout, self.records
 
@@ -329,7 +329,7 @@ class ParamReader:
 
 
 def _empty(abstract: Sequence[Any]) -> list[Any]:
-    """Return zeros where the leaves rest: host memory or the device."""
+    """Return zeros in the tier of each leaf: host memory or the device."""
     host = iter(allocate_all([a for a in abstract if is_away(a)]))
     return [
         next(host) if is_away(a) else jnp.zeros(a.shape, a.dtype, device=a.sharding)
@@ -338,5 +338,5 @@ def _empty(abstract: Sequence[Any]) -> list[Any]:
 
 
 def _widened(value: jax.Array) -> jax.Array:
-    """Return a weight in float32; integers and booleans, which are frozen, as they are."""
+    """Return a weight in float32; integers and booleans, which are frozen, are unchanged."""
     return value.astype(jnp.float32) if jnp.issubdtype(value.dtype, jnp.floating) else value

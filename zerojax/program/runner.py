@@ -1,17 +1,16 @@
-"""Runs compiled programs, with what they need around them: the disk, callbacks on the host, and
-signals that have to wait.
+"""Run compiled programs, together with the disk, callbacks on the host, and signals that must wait.
 
-    begin    the disk reads ahead what the program will ask for; memory of the state is bound for callbacks
-    run      the program, to its end: callbacks come while it runs
+    begin    the disk reads ahead the program's records; the state's memory is bound for callbacks
+    run      the program runs to its end, while its callbacks are called
     end      errors of callbacks are raised here, where the program can no longer hang
 
-An impatient user may leave the wait for a program. Its callbacks run on, and must not come in the
-next program or find the next state: so whatever calls the runner next waits for it first.
+Ctrl-C can interrupt the wait while the program's callbacks are still running. They must not run
+against the next program or state, so the runner's next call waits for them first.
 
-While a program calls back, Python's threads give way to each other at once.
+While a program calls back, Python's threads switch quickly.
 
-A program without callbacks needs none of this. Its call returns before it has ended, as that of any
-program of JAX.
+A program without callbacks needs none of this. Its call returns before it has ended, like that of
+any JAX program.
 """
 
 import contextlib
@@ -30,11 +29,11 @@ from zerojax.state import TrainState, as_arguments, as_leaves
 
 
 class Runner:
-    """Runs the compiled programs of one step, one at a time where they call back.
+    """Run the compiled programs of a step; programs that call back run one at a time.
 
     Attributes:
-      swap: the session of the nvme tier, where there is one.
-      host: the update on the host, where there is one.
+      swap: session of the nvme tier, or None.
+      host: update on the host, or None.
     """
 
     def __init__(self, swap: SwapSession | None, host: HostUpdate | None) -> None:
@@ -42,17 +41,20 @@ class Runner:
         self.swap, self.host = swap, host
         self._lock = threading.RLock()
         self._process = os.getpid()
-        self._left: Any = None  # results of the program that runs, or that an exception left
+        # results of the running program, or of one that an exception left running
+        self._left: Any = None
 
     @property
     def calls_back(self) -> bool:
-        """Whether the programs hold callbacks."""
+        """Whether the programs contain callbacks."""
         return self.swap is not None or self.host is not None
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
-        """Run a program in this: where it calls back, no signal leaves it, and no other thread runs
-        one beside it.
+        """Return a context in which to run a program.
+
+        If the programs call back, no signal interrupts it, and no other thread runs one at the same
+        time.
         """
         if not self.calls_back:
             yield
@@ -63,35 +65,35 @@ class Runner:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process is a fork of the runner's: it has none of the threads, and nothing
-        here is its own.
+        """Whether this process is a fork of the runner's.
+
+        A fork has none of the runner's threads, and owns none of its memory.
         """
         return os.getpid() != self._process
 
     def call(self, program: Callable[..., Any], *args: Any) -> Any:
-        """Return `program(*args)`, which has begun and may not have ended.
+        """Return `program(*args)`, which has been started and may not have ended.
 
-        Both may hold leaves on disk.
+        Arguments and results may contain leaves on disk.
         """
         if not self.calls_back:
             return program(*args)
-        # An interrupt after the program began and before its results are known would leave nothing
-        # to wait for.
+        # An interrupt between the start of the program and the return of its results would leave
+        # nothing to wait for.
         with interrupts_wait(all_wait=True):
             self._left = program(*as_arguments(args))
         return as_leaves(self._left)
 
     def _end_last(self) -> None:
-        """Wait for a program that an exception left."""
+        """Wait for a program that an exception left running."""
         if self._left is not None:
-            with contextlib.suppress(
-                Exception
-            ):  # of the program: whoever left it has had an error already
+            # its error was already raised when it was left
+            with contextlib.suppress(Exception):
                 _wait_for(self._left)
             self._left = None
 
     def open(self) -> int:
-        """Make files and buffers for a new state; returns the number that it has on disk, or 0."""
+        """Make files and buffers for a new state; return its number on disk, 0 if it has none."""
         if self.swap is None:
             return 0
         self.swap.open()
@@ -106,14 +108,14 @@ class Runner:
         moves: Sequence[Move] = (),
         written: Sequence[DiskRecords] = (),
     ) -> Any:
-        """Return `program(*args)`, which makes no new state on disk, or the first one.
+        """Return `program(*args)`, for a program that makes no new state on disk, or the first one.
 
         Args:
-          name: of the program in a trace.
-          program: compiled.
-          *args: its arguments.
+          name: name of the program in a trace.
+          program: compiled program.
+          *args: arguments of the program.
           reads: the state that it reads, or part of one.
-          moves: what it reads from disk and writes to it, in order.
+          moves: records that it reads from disk and writes to disk, in order.
           written: records that it writes before it reads them.
 
         Raises:
@@ -123,8 +125,8 @@ class Runner:
         if self.swap is None:
             return program(*args)
         self.swap.begin(reads, moves, written, name=name)
-        # `finish` asks whether a callback failed, so all of them must be over; and none may come in
-        # the next program.
+        # `finish` checks whether a callback failed, so all of them must have ended. None may run
+        # during the next program either.
         result = self.finished(self.call(program, *args))
         self.swap.finish()
         return result
@@ -135,18 +137,18 @@ class Runner:
         """Prepare for a step.
 
         Args:
-          state: that it takes.
-          moves: what it reads from disk and writes to it, in order.
+          state: state that the step takes.
+          moves: records that it reads from disk and writes to disk, in order.
           written: records that it writes before it reads them.
 
         Returns:
-          The addresses on which the host's update works, for `end_step`.
+          The addresses on which the host update works, for `end_step`.
 
         Raises:
           ValueError: the state is not the one on disk.
           SwapError: an earlier program failed.
         """
-        # The memory that kernels are bound to must hold the state: nothing may still be writing it.
+        # Kernels are bound to the state's memory, so nothing may still be writing it.
         addresses = (
             [] if self.host is None else self.host.binding.prepare(jax.block_until_ready(state))
         )
@@ -155,7 +157,7 @@ class Runner:
         return addresses
 
     def finished(self, results: Any) -> Any:
-        """Return the results of a step, when it has ended if it calls back."""
+        """Return the results of a step; if it calls back, wait until it has ended."""
         if self.calls_back:
             jax.block_until_ready(results)
             self._left = None
@@ -164,7 +166,11 @@ class Runner:
     def end_step(
         self, state: TrainState, addresses: list[int]
     ) -> tuple[TrainState, dict[str, float]]:
-        """Return the state, and the metrics of the disk, after a step that made `state`.
+        """Return the state and the metrics of the disk, after a step that made `state`.
+
+        Args:
+          state: state that the step returned.
+          addresses: addresses from `begin_step`.
 
         Raises:
           RuntimeError: an update on the host failed.
@@ -185,5 +191,5 @@ class Runner:
 
 
 def _wait_for(results: Any) -> None:
-    """Wait for what a program made; what was donated since, or deleted, has come."""
+    """Wait for the results of a program; those donated or deleted since are already complete."""
     jax.block_until_ready([a for a in jax.tree.leaves(results) if not a.is_deleted()])

@@ -1,15 +1,15 @@
-"""One train step under checks that an ordinary step does without, for a device and a jaxlib that
-have not run one before.
+"""Run one train step with extra checks, for a device and a jaxlib that have not run one before.
 
-A streamed step rests on two promises of XLA that a wrong number would not reveal at once:
+A streamed step relies on two promises of XLA. If XLA broke one, no wrong number would reveal it
+immediately:
 
-    offsets     a slice of host memory is read at the record that the schedule asks for. XLA fixes the address of each slice in
-                advance; asked to, it compares that with the one which the device computes, slice by
-                slice
-    donation    what a step takes in host memory, it returns there. XLA says that it may reuse the memory; a copy would need the
-                bytes of all states twice
+    offsets     a slice of host memory is read at the record that the schedule asks for. XLA fixes
+                each slice's address in advance; on request it compares that address with the one
+                the device computes, slice by slice
+    donation    a step returns its arrays in host memory where it took them. XLA only says that it
+                may reuse the memory; a copy would need the bytes of all states twice
 
-`Program.self_test` runs a step so, and raises where one of them is broken.
+`Program.self_test` runs a step with both checks, and raises if a promise is broken.
 """
 
 import dataclasses
@@ -19,8 +19,9 @@ from typing import Any
 import jax
 
 VERIFY_OFFSETS = "xla_gpu_experimental_dynamic_slice_fusion_verify_offsets"
-"""The option with which XLA compares the offset of each slice with what the device computed; as of
-jaxlib 0.11.
+"""XLA option that compares each slice's offset with the offset that the device computes.
+
+It has this name in jaxlib 0.11.
 """
 _HOST = ("pinned_host", "unpinned_host")
 _TOLD = 5
@@ -28,15 +29,15 @@ _TOLD = 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelfTest:
-    """What a step under checks was found to do; both promises were kept where they were checked.
+    """The result of a step with checks; both promises were kept as far as they were checked.
 
     Attributes:
-      metrics: of the step, as `Program.step` returns them.
-      offsets_verified: whether XLA compared the offset of each slice with the device's. Only on
-        GPUs, from jaxlib 0.11 on.
-      num_host_arrays: arrays of the state and of the step's scratch that rest in host memory; all
-        came back where they were.
-      host_bytes: of these on this process's devices.
+      metrics: metrics of the step, as `Program.step` returns them.
+      offsets_verified: whether XLA compared each slice's offset with the device's. It can do so
+        only on GPUs, from jaxlib 0.11 on.
+      num_host_arrays: number of arrays of the state and of the step's scratch in host memory; all
+        of them came back in the same memory.
+      host_bytes: bytes of these arrays on this process's devices.
     """
 
     metrics: Mapping[str, Any]
@@ -45,38 +46,39 @@ class SelfTest:
     host_bytes: int
 
     def __str__(self) -> str:
-        """Return what was checked, in a line each."""
+        """Return the checks that were made, one per line."""
         offsets = (
             "compared by XLA, slice by slice"
             if self.offsets_verified
-            else "not compared: this device or jaxlib cannot"
+            else "not compared: not supported by this device or jaxlib"
         )
         return "\n".join(
             [
                 f"offsets in host memory: {offsets}",
-                f"donated host memory: {self.num_host_arrays} arrays of {self.host_bytes:,} bytes were updated in place",
+                f"donated host memory: {self.num_host_arrays} arrays of {self.host_bytes:,} bytes "
+                "were updated in place",
             ]
         )
 
 
 @dataclasses.dataclass
 class HostAddresses:
-    """Where the arrays in host memory are before a step and after it.
+    """The addresses of arrays in host memory before and after a step.
 
     Attributes:
-      before: bytes and addresses of the shards of each array that the step takes, by its name.
-      after: the same of what it returns.
+      before: bytes, and addresses of the shards, of each array that the step takes, by name.
+      after: bytes, and addresses of the shards, of each array that the step returns, by name.
     """
 
     before: dict[str, tuple[int, list[int]]] = dataclasses.field(default_factory=dict)
     after: dict[str, tuple[int, list[int]]] = dataclasses.field(default_factory=dict)
 
     def read_before(self, tree: Any) -> None:
-        """Read the addresses of what a step is about to take."""
+        """Read the addresses of the arrays that a step is about to take."""
         self.before = _addresses(tree)
 
     def read_after(self, tree: Any) -> None:
-        """Read the addresses of what it returned."""
+        """Read the addresses of the arrays that a step returned."""
         self.after = _addresses(tree)
 
     @property
@@ -90,7 +92,7 @@ class HostAddresses:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all of them on this process's devices."""
+        """Total bytes of the arrays on this process's devices."""
         return sum(size for size, _ in self.before.values())
 
     def check(self) -> None:
@@ -102,13 +104,14 @@ class HostAddresses:
             f" and {len(moved) - _TOLD} more" if len(moved) > _TOLD else ""
         )
         raise RuntimeError(
-            f"{len(moved)} of {len(self.before)} donated arrays in host memory came back elsewhere: {told}. XLA of jax "
-            f"{jax.__version__} copied them, so a step needs {size:,} bytes more of host memory than program.memory says"
+            f"{len(moved)} of {len(self.before)} donated arrays in host memory came back "
+            f"elsewhere: {told}. XLA of jax {jax.__version__} copied them, so a step needs "
+            f"{size:,} bytes more host memory than program.memory reports"
         )
 
 
 def _addresses(tree: Any) -> dict[str, tuple[int, list[int]]]:
-    """Return bytes and addresses of the shards of each array in host memory, by its path in a tree."""
+    """Return the bytes and shard addresses of each array in host memory, by its path in a tree."""
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(leaf, jax.Array) and leaf.sharding.memory_kind in _HOST:
@@ -122,14 +125,15 @@ def _addresses(tree: Any) -> dict[str, tuple[int, list[int]]]:
 
 
 def verifies_offsets(mesh: jax.sharding.Mesh) -> bool:
-    """Tell whether XLA can compare the offsets of slices on a mesh's devices."""
+    """Return whether XLA can compare the offsets of slices on a mesh's devices."""
     return mesh.devices.flat[0].platform in ("gpu", "cuda") and jax.__version_info__ >= (0, 11)
 
 
 def wrong_offset(error: Exception) -> RuntimeError:
-    """Return what to raise for an error of a step whose offsets XLA verified."""
+    """Return the exception to raise for an error in a step whose offsets XLA verified."""
     return RuntimeError(
-        f"a step failed whose slices of host memory XLA verifies, under jax {jax.__version__}: {error}. If the error tells of "
-        "an offset, records are read at wrong addresses: do not train with this jaxlib, and report it with the program's HLO "
+        "a step failed while XLA verified its slices of host memory, under jax "
+        f"{jax.__version__}: {error}. If the error names an offset, records are read at wrong "
+        "addresses: do not train with this jaxlib, and report it with the program's HLO "
         "(program.lower(batch).compile().as_text())"
     )

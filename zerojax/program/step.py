@@ -1,12 +1,11 @@
-"""What a program asks of its step: one interface for every way to run a model's layers.
+"""The interface between a program and its step, common to every way to run a model's layers.
 
-    resident    every layer on the device                             zerojax.resident
-    streamed    layers come to the device one after the other         zerojax.streamed
+    resident    every layer is on the device                                  zerojax.resident
+    streamed    layers are loaded to the device one after another             zerojax.streamed
 
-A step is equations and their order: pure functions that `Program` compiles, runs and accounts for.
-  It holds no arrays. A step
-of a new kind offers what is here, and `zerojax.program.build` chooses it. Steps do not import this
-module.
+A step is a set of equations in order: pure functions that `Program` compiles, runs and accounts
+for. It holds no arrays. A new kind of step implements the protocol below, and
+`zerojax.program.build` chooses it. Steps do not import this module.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,9 +19,7 @@ from zerojax.optim import HostUpdate, RecordUpdate
 from zerojax.state import TrainState
 
 Scratch = dict[str, list[Any]]
-"""Stacks in host memory that live inside a step, by use; empty where all of a step is on the
-device.
-"""
+"""Stacks in host memory that live inside a step, by use; empty if all of it is on the device."""
 Metrics = Mapping[str, jax.Array | float]
 
 
@@ -31,12 +28,12 @@ class Step(Protocol):
 
     @property
     def host(self) -> HostUpdate | None:
-        """The part of the update that runs on the host."""
+        """The part of the update that runs on the host, or None."""
         ...
 
     @property
     def update(self) -> RecordUpdate | None:
-        """The update by record, or None where whole trees are updated on the device."""
+        """The update by record, or None if full trees are updated on the device."""
         ...
 
     @property
@@ -50,48 +47,48 @@ class Step(Protocol):
         """Run one step; to be jitted with `state` and `scratch` donated.
 
         Args:
-          state: as the layout has it.
+          state: train state in the program's layout.
           batch: global batch.
-          scratch: like `abstract_scratch`; its contents are overwritten.
+          scratch: host stacks like `abstract_scratch`; their contents are overwritten.
 
         Returns:
-          The new state and the scratch, and the step's metrics.
+          ((new state, scratch), metrics of the step).
         """
         ...
 
     def eval(self, params: Any, model_state: Any, batch: Any) -> Any:
-        """Return the loss of a batch without keys, f32[]; where the model has metrics, a dict of
-        both. To be jitted.
+        """Return the loss of a batch without random keys, f32[]; to be jitted.
+
+        If the model has metrics, return a dict of the loss and the metrics.
         """
         ...
 
     def apply(self, params: Any, model_state: Any, batch: Any) -> Any:
-        """Return what the model's `predict` gives of a batch, without keys. To be jitted."""
+        """Return the outputs of the model's `predict` for a batch, without keys; to be jitted."""
         ...
 
     def grads(
         self, state: TrainState, batch: Any, scratch: Scratch
     ) -> tuple[tuple[Any, Any], Scratch]:
-        """Differentiate the loss as `step` does, with its keys; to be jitted with `scratch`
-        donated.
+        """Differentiate the loss as `step` does, with its keys; jitted with `scratch` donated.
 
         Args:
-          state: without masters, optimizer state and what is pending.
+          state: train state without masters, optimizer state and pending update.
           batch: global batch.
-          scratch: like `abstract_scratch`.
+          scratch: host stacks like `abstract_scratch`.
 
         Returns:
-          (loss, as `eval` returns it, and gradients), and the scratch. Gradients are float32, like
-          the trained parameters.
+          ((loss as `eval` returns it, gradients), scratch). Gradients are float32, in the tree of
+            the trainable parameters.
         """
         ...
 
     def check_grads(self) -> None:
-        """Raise NotImplementedError where the step has no gradients on the device."""
+        """Raise NotImplementedError if the step does not keep its gradients on the device."""
         ...
 
     def abstract_scratch(self, abstract_batch: Any) -> Scratch:
-        """Return shapes and shardings of `scratch` for batches of one shape."""
+        """Return the shapes and shardings of `scratch` for batches of one shape."""
         ...
 
     def records_written(self, abstract_batch: Any) -> Sequence[DiskRecords]:
@@ -99,16 +96,16 @@ class Step(Protocol):
         ...
 
     def moves(self) -> tuple[Move, ...]:
-        """Return what a step reads from disk and writes to it, in order.
+        """Return the records that a step reads from disk and writes to disk, in order.
 
-        Of a step that was traced it is exact.
+        The result is exact once the step has been traced.
         """
         ...
 
     def eval_moves(self) -> tuple[Move, ...]:
-        """Return the same of an evaluation, which are those of `apply`, too."""
+        """Return the records that `eval` or `apply` reads from disk and writes, in order."""
         ...
 
     def grads_moves(self) -> tuple[Move, ...]:
-        """Return the same of `grads`."""
+        """Return the records that `grads` reads from disk and writes to disk, in order."""
         ...

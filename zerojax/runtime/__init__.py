@@ -1,6 +1,4 @@
-"""Services around a running program: its records on disk, the other processes and where they are,
-signals and preemption.
-"""
+"""Services for a running program: disk records, other processes, signals and preemption."""
 
 from zerojax.runtime.cluster import Place as Place
 from zerojax.runtime.cluster import find_place as find_place

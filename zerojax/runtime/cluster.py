@@ -1,9 +1,9 @@
-"""Join the other processes of a run: where process 0 is, how many there are, and which one this is,
-from the environment.
+"""Join the other processes of a run, with settings found in the environment.
 
-    zj.join_cluster()        # before the first array; does nothing where this process is alone
+    zj.join_cluster()        # before the first array; does nothing if this process is alone
 
-Three things are needed, and each comes from the first row that has it:
+Three settings are needed: the address of process 0, the number of processes, and the number of this
+process. Each is taken from the first row that has it:
 
     set by              process 0                        processes              this one
     the user            JAX_COORDINATOR_ADDRESS          JAX_NUM_PROCESSES      JAX_PROCESS_ID
@@ -12,20 +12,18 @@ Three things are needed, and each comes from the first row that has it:
     Slurm               SLURM_STEP_NODELIST              SLURM_STEP_NUM_TASKS   SLURM_PROCID
     MPICH, Intel MPI    (the user)                       PMI_SIZE               PMI_RANK
 
-`jax.distributed.initialize` finds some of these by itself. It gives each task of Slurm the one
-device of its number on the node, also a task that is alone there; it needs all of Slurm's variables
-at once; and in Kubernetes it asks the API server. So its detection is off here.
+`jax.distributed.initialize` can detect some of these settings. But it gives each Slurm task the one
+device with the task's number on the node, even if the task is alone there; it needs all of Slurm's
+variables together; and in Kubernetes it asks the API server. So its detection is turned off here.
 
-Slurm sets variables of the job in shells too, and in a batch script, of which there is one: only a
-  step of srun has tasks. MPI
-started inside of a Slurm job has its own ranks, so it comes first. Where all ranks are on this
-machine, process 0 is, too.
+Slurm also sets a job's variables in shells, and in a batch script, which has only one process: only
+a step of srun has tasks. MPI started inside a Slurm job has its own ranks, so it takes precedence.
+If all ranks are on this machine, so is process 0.
 
-Devices: a process that is alone on its node takes all that it sees. Of several, each takes its
-  equal share of
-CUDA_VISIBLE_DEVICES, and all of it where that is one device: then the scheduler has shared them
-  out. Where the variable is not
-set, each takes the device of its number, as JAX does. JAX_LOCAL_DEVICE_IDS says otherwise.
+Devices: a process that is alone on its node takes all devices that it sees. If several share a
+node, each takes an equal share of CUDA_VISIBLE_DEVICES. If that is a single device, the scheduler
+has already divided the devices, and the process takes it. If the variable is not set, each takes
+the device with its number, as in JAX. JAX_LOCAL_DEVICE_IDS overrides this.
 """
 
 import dataclasses
@@ -40,21 +38,21 @@ import jax
 from zerojax.given import whole_number
 
 PORT = 55527
-"""Of process 0, unless JAX_COORDINATOR_PORT or Slurm's job says otherwise."""
-_SLURM_PORTS = range(61440, 65536)  # as JAX chooses of them
+"""Port of process 0, unless JAX_COORDINATOR_PORT or Slurm's job sets another."""
+_SLURM_PORTS = range(61440, 65536)  # JAX's range of ports for Slurm jobs
 logger = logging.getLogger("zerojax")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a process is in its run.
+    """The place of a process in its run.
 
     Attributes:
-      source: whose variables say so.
-      coordinator: "host:port" of process 0; None where this process is alone.
-      num_processes: of the run.
-      process: 0 .. num_processes - 1.
-      device_ids: of this process, on its node; None: all that it sees.
+      source: launcher whose variables were used.
+      coordinator: "host:port" of process 0; None if this process is alone.
+      num_processes: number of processes in the run.
+      process: number of this process, 0 .. num_processes - 1.
+      device_ids: devices of this process on its node; None for all that it sees.
     """
 
     source: str
@@ -65,24 +63,24 @@ class Place:
 
 
 def join_cluster(heartbeat_timeout: int = 30) -> Place:
-    """Call `jax.distributed.initialize` where the environment is that of one of several processes.
+    """Call `jax.distributed.initialize` if the environment describes one of several processes.
 
-    To be called before anything makes the devices. Known are Slurm, Open MPI, MPICH, indexed jobs
-    of Kubernetes, and JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; see the
+    Call this before anything creates the devices. It supports Slurm, Open MPI, MPICH, indexed
+    Kubernetes jobs, and JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; see the
     module's docstring.
 
     Args:
-      heartbeat_timeout: seconds after which a process that gives no sign of life counts as dead,
-        and the others end. JAX's default is 100.
+      heartbeat_timeout: seconds without a sign of life after which a process counts as dead and the
+        other processes end. JAX's default is 100.
 
     Returns:
-      Where this process is.
+      The place of this process.
 
     Raises:
-      ValueError: the environment has only a part of what is needed; the message names what is
-        missing.
-      RuntimeError: the devices are already there, or the processes were joined before; or process 0
-        does not answer.
+      ValueError: the environment has only some of the needed settings; the message names the
+        missing ones.
+      RuntimeError: the devices already exist, the processes were joined before, or process 0 does
+        not answer.
     """
     heartbeat_timeout = whole_number("heartbeat_timeout", heartbeat_timeout, 1, ", in seconds")
     place = find_place(os.environ)
@@ -109,8 +107,12 @@ def join_cluster(heartbeat_timeout: int = 30) -> Place:
 def find_place(env: Mapping[str, str]) -> Place:
     """Return the place of a process with this environment.
 
+    Args:
+      env: environment variables.
+
     Raises:
-      ValueError: as `join_cluster`.
+      ValueError: the environment has only some of the needed settings; the message names the
+        missing ones.
     """
     launched = _kubernetes(env) or _open_mpi(env) or _of_srun_or_mpiexec(_slurm(env), _mpich(env))
     own = {
@@ -122,17 +124,19 @@ def find_place(env: Mapping[str, str]) -> Place:
             return Place(source="no launcher")
         launched = _Launched("JAX's variables", own)
     if own["JAX_NUM_PROCESSES"] == "1" and not own["JAX_PROCESS_ID"]:
-        return Place(source="JAX_NUM_PROCESSES=1")  # such as of a job whose pods train apart
+        return Place(source="JAX_NUM_PROCESSES=1")  # such as a job whose pods train separately
     count = _number(env, "JAX_NUM_PROCESSES", launched.count)
     process = _number(env, "JAX_PROCESS_ID", launched.process)
     if count is None or process is None:
         missing = [launched.needs[n] for n, value in enumerate((count, process)) if value is None]
         raise ValueError(
-            f"{launched.found}, but not {' and '.join(missing)}: set {'it' if len(missing) == 1 else 'them'}"
+            f"{launched.found}, but not {' and '.join(missing)}: set "
+            f"{'it' if len(missing) == 1 else 'them'}"
         )
     if not 0 <= process < count:
         raise ValueError(
-            f"{launched.source}: process {process} of {count} processes: numbers go from 0 to {count - 1}"
+            f"{launched.source}: process {process} of {count} processes: numbers go from 0 to "
+            f"{count - 1}"
         )
     if count == 1:
         return Place(source=launched.source)
@@ -152,11 +156,11 @@ def find_place(env: Mapping[str, str]) -> Place:
 
 
 def _of_srun_or_mpiexec(slurm: "_Launched | None", mpich: "_Launched | None") -> "_Launched | None":
-    """Return what started this process. mpiexec runs one task of srun a node, whose variables its
-    ranks inherit.
+    """Return the launcher that started this process.
 
-    srun can set the variables of MPI as well; then both have the same numbers, and only Slurm's
-    tell where process 0 is.
+    mpiexec runs one srun task per node, and its ranks inherit the task's variables. srun can also
+    set the variables of MPI; then both have the same numbers, and only Slurm's variables locate
+    process 0.
     """
     if slurm is None or mpich is None:
         return slurm or mpich
@@ -164,7 +168,7 @@ def _of_srun_or_mpiexec(slurm: "_Launched | None", mpich: "_Launched | None") ->
 
 
 class _Launched:
-    """What a launcher's variables say; None where they do not."""
+    """The settings in a launcher's variables; None for missing ones."""
 
     def __init__(
         self,
@@ -183,18 +187,18 @@ class _Launched:
         port: int = PORT,
         on_node: tuple[int | None, int | None] = (1, 0),
     ) -> None:
-        """Collect them.
+        """Collect the settings.
 
         Args:
           source: the launcher.
-          env: of which the names of variables that are set are told.
-          count: of processes.
-          process: this one.
-          address: of process 0, with or without a port.
-          needs: which variables hold the three.
-          repair: what to do where the address is missing.
-          port: of process 0.
-          on_node: processes on this node, and which of them this one is.
+          env: variables of the launcher; messages name the set variables.
+          count: number of processes.
+          process: number of this process.
+          address: address of process 0, with or without a port.
+          needs: names of the variables for count, process and address.
+          repair: remedy for a missing address.
+          port: port of process 0.
+          on_node: number of processes on this node, and this one's number among them.
         """
         self.source, self.count, self.process, self.address = source, count, process, address
         self.needs, self.repair, self.port, self.on_node = needs, repair, port, on_node
@@ -202,8 +206,9 @@ class _Launched:
 
 
 def _kubernetes(env: Mapping[str, str]) -> _Launched | None:
-    """Return what an indexed job says: its pods are <job>-<index>, under the name of a headless
-    service.
+    """Return the settings of an indexed job, or None.
+
+    Its pods are <job>-<index>, under the name of a headless service.
     """
     if "JOB_COMPLETION_INDEX" not in env:
         return None
@@ -218,7 +223,8 @@ def _kubernetes(env: Mapping[str, str]) -> _Launched | None:
         repair=(
             "set it to the name of the job's headless service, which is also its pods' subdomain"
             if job != host
-            else f"and HOSTNAME is not the job's name and -{index}, as Kubernetes names pods: set JAX_COORDINATOR_ADDRESS"
+            else f"and HOSTNAME is not the job's name and -{index}, as Kubernetes names pods: set "
+            "JAX_COORDINATOR_ADDRESS"
         ),
     )
 
@@ -244,7 +250,10 @@ def _open_mpi(env: Mapping[str, str]) -> _Launched | None:
             "OMPI_COMM_WORLD_RANK",
             "JAX_COORDINATOR_ADDRESS or OMPI_MCA_orte_hnp_uri",
         ),
-        repair="set JAX_COORDINATOR_ADDRESS to host:port of rank 0 (mpirun -x JAX_COORDINATOR_ADDRESS=..)",
+        repair=(
+            "set JAX_COORDINATOR_ADDRESS to host:port of rank 0 (mpirun -x "
+            "JAX_COORDINATOR_ADDRESS=..)"
+        ),
         on_node=(on_node, _number(env, "OMPI_COMM_WORLD_LOCAL_RANK")),
     )
 
@@ -260,7 +269,10 @@ def _mpich(env: Mapping[str, str]) -> _Launched | None:
         process=_number(env, "PMI_RANK"),
         address="localhost" if count is not None and count == on_node else None,
         needs=("PMI_SIZE", "PMI_RANK", "JAX_COORDINATOR_ADDRESS"),
-        repair="MPICH does not tell its ranks where rank 0 is: set it to host:port of that (mpiexec -genv ..)",
+        repair=(
+            "MPICH does not give its ranks the address of rank 0: set it to that host:port "
+            "(mpiexec -genv ..)"
+        ),
         on_node=(on_node, _number(env, "MPI_LOCALRANKID")),
     )
 
@@ -271,10 +283,10 @@ def _slurm(env: Mapping[str, str]) -> _Launched | None:
     )
     process = _number(env, "SLURM_PROCID")
     if not of_step and not process:
-        # A shell of salloc, or the one process of a batch script. Or no Slurm.
+        # A shell of salloc, the single process of a batch script, or no Slurm at all.
         if (_number(env, "SLURM_NTASKS") or 1) > 1:
             logger.warning(
-                "SLURM_NTASKS=%s, but this process is no task of srun: it trains alone",
+                "SLURM_NTASKS=%s, but this process was not started by srun: it trains alone",
                 env["SLURM_NTASKS"],
             )
         return None
@@ -287,7 +299,7 @@ def _slurm(env: Mapping[str, str]) -> _Launched | None:
         env.get("SLURM_STEP_NUM_NODES"),
         env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES"),
     )
-    # A step on fewer nodes than its job has may leave out the first of them.
+    # A step on fewer nodes than its job may not include the job's first node.
     if not nodes and of_job and (num_nodes == of_all or of_all == "1"):
         nodes = of_job
     job = _number(env, "SLURM_JOB_ID")
@@ -298,14 +310,16 @@ def _slurm(env: Mapping[str, str]) -> _Launched | None:
         process=process,
         address=first_host(nodes) if nodes else "localhost" if num_nodes == "1" else None,
         needs=("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NODELIST"),
-        repair="start with srun, which sets it, or set JAX_COORDINATOR_ADDRESS to host:port of task 0",
+        repair=(
+            "start with srun, which sets it, or set JAX_COORDINATOR_ADDRESS to host:port of task 0"
+        ),
         port=PORT if job is None else _SLURM_PORTS[job % len(_SLURM_PORTS)],
         on_node=(_tasks_on_node(env, count), _number(env, "SLURM_LOCALID")),
     )
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a Slurm list: of "node[001-015,020],other" it is "node001"."""
+    """Return the first host of a Slurm list: "node001" for "node[001-015,020],other"."""
     name, bracket, rest = (
         re.split(r"(\[|,)", nodes, maxsplit=1) if re.search(r"[\[,]", nodes) else (nodes, "", "")
     )
@@ -316,22 +330,23 @@ def first_host(nodes: str) -> str:
 
 
 def _tasks_on_node(env: Mapping[str, str], count: int | None) -> int | None:
-    """Return the tasks of this step on this node: SLURM_STEP_TASKS_PER_NODE is "2(x3),1", node by
-    node.
+    """Return the number of this step's tasks on this node, or None if unknown.
+
+    SLURM_STEP_TASKS_PER_NODE lists them node by node, such as "2(x3),1".
     """
     text, node = (
         env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE"),
         _number(env, "SLURM_NODEID"),
     )
     if not text or node is None:
-        # Of as many nodes as tasks each has one.
+        # With as many nodes as tasks, each node has one task.
         return 1 if count is not None and env.get("SLURM_STEP_NUM_NODES") == str(count) else None
     tasks = itertools.chain.from_iterable(_repeated(part) for part in text.split(","))
     return next(itertools.islice(tasks, node, None), None)
 
 
 def _repeated(part: str) -> Iterator[int]:
-    """Yield 2, 2, 2 of "2(x3)"."""
+    """Yield 2, 2, 2 for "2(x3)"."""
     found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
     if found is None:
         raise ValueError(f"Slurm's tasks per node: {part!r} is not of the form 2 or 2(x3)")
@@ -344,9 +359,9 @@ def _devices(
     """Return the devices of a process, as numbers among its visible devices; None for all.
 
     Args:
-      env: with CUDA_VISIBLE_DEVICES.
-      on_node: processes of the run on this node; None where nobody tells, as several.
-      local: which of them this one is.
+      env: environment with CUDA_VISIBLE_DEVICES.
+      on_node: number of the run's processes on this node; None if unknown, which counts as several.
+      local: number of this process among them.
 
     Raises:
       ValueError: the devices do not divide by the processes.
@@ -362,23 +377,24 @@ def _devices(
         return (local,)
     if len(visible) % on_node:
         raise ValueError(
-            f"CUDA_VISIBLE_DEVICES has {len(visible)} devices, which do not divide by the {on_node} processes of this node: "
-            "start as many as divide them, or set JAX_LOCAL_DEVICE_IDS in each"
+            f"CUDA_VISIBLE_DEVICES has {len(visible)} devices, which do not divide by the "
+            f"{on_node} processes of this node: start a number of processes that divides them, or "
+            "set JAX_LOCAL_DEVICE_IDS in each"
         )
     share = len(visible) // on_node
     return tuple(range(local * share, (local + 1) * share))
 
 
 def _set(env: Mapping[str, str], *names: str) -> dict[str, str | None]:
-    """Return the variables that are set."""
+    """Return the named variables that are set and not empty."""
     return {name: env[name] for name in names if env.get(name)}
 
 
 def _number(env: Mapping[str, str], name: str, otherwise: int | None = None) -> int | None:
-    """Return a variable's whole number, or `otherwise` where it is not set.
+    """Return a variable as a whole number, or `otherwise` if it is not set.
 
     Raises:
-      ValueError: it is no number.
+      ValueError: its value is not a whole number.
     """
     text = env.get(name)
     if not text:

@@ -1,10 +1,10 @@
-"""Signals wait for the program that runs.
+"""Make signals wait for the running program.
 
 Python runs a signal's handler wherever the main thread is, and a handler may raise:
-KeyboardInterrupt for Ctrl-C, or whatever the user's handler of SIGALRM or SIGTERM raises. During a
-jitted program the main thread may be in a callback, in a lock of it, or in JAX before it returns
-the results. If a handler raises there, the program fails. Or it runs on unseen, and its callbacks
-run during the next one.
+KeyboardInterrupt for Ctrl-C, or whatever the user's handler for SIGALRM or SIGTERM raises. During a
+jitted program the main thread may be in a callback, hold a callback's lock, or be in JAX before it
+returns the results. If a handler raises there, the program fails, or it continues unnoticed and its
+callbacks run during the next program.
 """
 
 import contextlib
@@ -14,33 +14,37 @@ from collections.abc import Iterator
 from types import FrameType
 
 _AT_ONCE = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
-"""Signals of a fault. When a handler returns, the instruction that failed is run again, or the
-process ends: held back, these would come without end, or never be delivered."""
+"""Signals of a fault, which must not be held back.
+
+When a handler returns, the failed instruction is run again or the process ends. Such a signal would
+repeat without end, or never be delivered.
+"""
 _NUMBERS = tuple(int(number) for number in signal.valid_signals() - _AT_ONCE)
-"""All other signals, as plain numbers: enums would be made anew by every call, and this is called
-before every step.
+"""All other signals, as plain numbers.
+
+Every call would create enums again, and signals are held before every step.
 """
 
 
 @contextlib.contextmanager
 def interrupts_wait(*, all_wait: bool = False) -> Iterator[None]:
-    """Hold signals that Python handles back until the context ends; a second SIGINT is handled at
-    once.
+    """Hold back signals with a Python handler until the context ends.
 
-    Their handlers are then called in the order in which the signals first came, each once. Does
-    nothing outside of the main thread, which alone handles signals, and for signals without a
-    handler in Python.
+    A second SIGINT is handled immediately. At the end, the handlers are called in the order in
+    which their signals first arrived, each once. The context does nothing outside the main thread,
+    which alone handles signals, and for signals without a handler in Python.
 
     Args:
-      all_wait: a second SIGINT waits too, around what must not be left half done and does not take
-        long. It is handed on beside the first, so that a context around this one sees both.
+      all_wait: whether a second SIGINT waits too. Use it around short work that must not be left
+        half done. The second SIGINT is delivered together with the first, so that an enclosing
+        context sees both.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     current = {number: signal.getsignal(number) for number in _NUMBERS}
     handlers = {number: handler for number, handler in current.items() if callable(handler)}
-    pending: dict[int, FrameType | None] = {}  # in the order in which they first came
+    pending: dict[int, FrameType | None] = {}  # in the order of their first arrival
     has_ended = is_impatient = False
 
     def hold(number: int, frame: FrameType | None) -> None:
@@ -49,16 +53,16 @@ def interrupts_wait(*, all_wait: bool = False) -> Iterator[None]:
             is_impatient = True
             if not all_wait:
                 del pending[number]
-        # A signal may come while the handlers are being put back: then nothing delivers what is
-        # held any more.
+        # A signal may arrive while the handlers are being restored. Nothing delivers held signals
+        # after that.
         if has_ended or (is_impatient and not all_wait and number == signal.SIGINT):
             handlers[number](number, frame)
         else:
             pending.setdefault(number, frame)
 
-    # The stack calls what was put in last first, and goes on where a call raises: so all handlers
-    # are put back before the first signal is delivered, and a handler that raises keeps neither
-    # from the signals after it.
+    # The stack calls the last callback first, and continues if a call raises. So all handlers are
+    # restored before the first signal is delivered, and a handler that raises does not block the
+    # signals after it.
     with contextlib.ExitStack() as stack:
 
         def deliver() -> None:

@@ -1,27 +1,27 @@
-"""Processes of a run compare what they do, so that a difference is an error in each of them and not
-a hang, or two models.
+"""Compare the calls of a run's processes, so that a difference raises an error in each of them.
 
-    when                                     what is compared                              how
-    build_train_step                         versions, mesh, config, model, optimizer      each waits for all
-    init                                     the key                                       each waits for all
-    a call with a new shape of batch         the call, and the shapes                      each waits for all
-    any other call                           the call, and the shapes                      beside it, once a second
-    a number put into a state                its path, and the number                      beside it, once a second
-    the end of a process, and `close`        that no process makes a further call          beside it, once a second
+Otherwise the run could hang, or train two different models.
 
-Statements (`zerojax.runtime.statements`) go through JAX's coordination service, which sends
-messages over the network: a collective would itself hang where processes differ. The first process
-is the judge. It reads all statements and publishes what it finds. So a thread in each process sends
-or reads two messages a second, and a call costs the main thread a look-up. A process that is alone
-does none of this.
+    when                              what is compared                           how
+    build_train_step                  versions, mesh, config, model, optimizer   each waits for all
+    init                              the key                                    each waits for all
+    a call with a new shape of batch  the call, and the shapes                   each waits for all
+    any other call                    the call, and the shapes                   in the background
+    a number put into a state         its path, and the number                   in the background
+    the end of a process, and close   that no process makes a further call       in the background
 
-A process that waits here raises the error. A process in a step that another one does not run
-  cannot: its
-main thread is inside a collective without end. The thread logs the error and ends the process, as
-JAX does after a process was killed.
+The background comparison runs once a second. Statements (`zerojax.runtime.statements`) are sent
+through JAX's coordination service, which uses the network: a collective would itself hang if
+processes differ. The first process is the judge. It reads all statements and publishes its
+findings. A thread in each process therefore sends or reads two messages a second, and a call costs
+the main thread a look-up. A process that is alone does none of this.
 
-Between shapes that are all known nothing waits. Where processes mix these up, the collectives
-differ at once: gloo may abort before the error is found, and says that there is a mismatch.
+A process that waits here raises the error. A process in a step that another process does not run
+cannot raise: its main thread is inside a collective without end. The thread logs the error and ends
+the process, as JAX does after a process was killed.
+
+Calls whose shapes are all known do not wait. If processes mix up such shapes, the collectives
+differ immediately: gloo may abort before the error is found, and report a mismatch.
 """
 
 import atexit
@@ -53,30 +53,33 @@ from zerojax.runtime.statements import (
 )
 
 _INTERVAL = 1.0
-"""Seconds between two looks at the other processes, of up to 256 of them."""
+"""Seconds between two looks at the other processes, for up to 256 of them."""
 _WARN_AFTER, _WAIT_AT_MOST = 30.0, 1800.0
-"""Seconds that a process waits for the others in a call.
+"""Seconds that a process waits for the others in a call, until it warns and until it raises.
 
-The most is that of torch.distributed's gloo groups.
+The longest wait is that of torch.distributed's gloo groups.
 """
 _CLOSED_AFTER = 10.0
-"""Seconds after which a call of a program that another process closed is an error."""
+"""Seconds after which a call of a program that another process has closed is an error."""
 _REST = 0.05
-"""Seconds that a process rests after a look, where its calls change often."""
+"""Seconds to sleep after a look, which limits the looks of a process whose calls change often."""
 _GRACE = 3.0
 """Seconds in which a process may raise the error by itself, before it is ended."""
 _LEAVE_AT_MOST = 300.0
-"""Seconds that a process which ends waits for the others: those that JAX waits."""
+"""Longest wait in seconds for the other processes when a process ends: the same as JAX's."""
 _NUM_CHANGES, _MOST_LABEL, _MOST_REASON = 8, 2000, 300
 _MOST_DETAILS = 2_000_000
-"""Characters of the parts that differ, of all processes together: gRPC takes 4 MiB in a message."""
-_MOST_FAILURES = 5  # of messages in a row
-_ADVICE = "every process must make the same calls in the same order, with the same arguments and shapes of batches"
+"""Most characters of differing parts in all processes together: gRPC takes 4 MiB per message."""
+_MOST_FAILURES = 5  # failed looks in a row
+_ADVICE = (
+    "every process must make the same calls in the same order, with the same arguments and shapes "
+    "of batches"
+)
 logger = logging.getLogger("zerojax")
 
 
 class Store(Protocol):
-    """The messages of JAX's coordination service that are used here."""
+    """The methods of JAX's coordination service that are used here."""
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
         """Set the value of a key."""
@@ -87,7 +90,7 @@ class Store(Protocol):
         ...
 
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
-        """Return the keys below one, with their values."""
+        """Return the keys below a key, with their values."""
         ...
 
 
@@ -95,8 +98,8 @@ class Peers:
     """The processes of a mesh, as one of them sees the others.
 
     Attributes:
-      members: their indices, ascending; the first is the judge.
-      me: the index of this one.
+      members: indices of the processes, ascending; the first is the judge.
+      me: index of this process.
     """
 
     def __init__(
@@ -105,10 +108,10 @@ class Peers:
         """Begin to state what this process does.
 
         Args:
-          store: shared by the processes.
-          members: their indices.
-          me: the index of this process.
-          end: ends this process; called by any thread.
+          store: key-value store that the processes share.
+          members: indices of the processes, ascending.
+          me: index of this process.
+          end: function that ends this process; called by any thread.
         """
         self.members, self.me = tuple(members), me
         self._store, self._end_process = store, end
@@ -124,10 +127,10 @@ class Peers:
         self._programs = 0
         self._sent: Statement | None = None
         self._answers: dict[int, dict[str, Any]] = {}
-        self._answered: set[int] = set()  # by the judge, each once
+        self._answered: set[int] = set()  # calls that the judge has answered
         self._news: dict[str, Any] = {"over": None, "gone": {}, "all_left": False}
         self._closed_since: tuple[Conflict, float] | None = None
-        self._is_taken = False  # the error was raised by a call
+        self._is_taken = False  # a call has raised the error
         self._is_cut = False  # the service does not answer
         self._failures = 0
         self._stops = False
@@ -139,12 +142,14 @@ class Peers:
     # --- calls of the main thread -----------------------------------------------------------------
 
     def program(self, parts: Mapping[str, Sequence[str]]) -> "Calls":
-        """Compare the parts of a new program with the other processes', and return the calls of
-        that program.
+        """Compare the parts of a new program with the other processes'; return the program's calls.
+
+        Args:
+          parts: lines of each part, by name.
 
         Raises:
-          ValueError: they differ; the message names what differs, and in which processes.
-          RuntimeError: a process left, or did not come in half an hour.
+          ValueError: a part differs; the message names it, and the processes.
+          RuntimeError: a process left, or did not arrive within half an hour.
         """
         self._programs += 1
         calls = Calls(self, f"program {self._programs}")
@@ -152,25 +157,34 @@ class Peers:
         return calls
 
     def agree(self, label: str, parts: Mapping[str, Sequence[str]]) -> None:
-        """Make a call that waits for the other processes, and compare parts of it, each a number of
-        lines.
+        """Make a call that waits for the other processes, and compare its parts.
+
+        Args:
+          label: name of the call.
+          parts: lines of each part, by name.
 
         Raises:
-          ValueError, RuntimeError: as `program`.
+          ValueError: a part differs; the message names it, and the processes.
+          RuntimeError: a process left, or did not arrive within half an hour.
         """
         answer = self._meet(label, {name: digest(lines) for name, lines in parts.items()}, False)
         if names := answer["differing"]:
             most = _MOST_DETAILS // len(self.members) // len(names)
             lines = {name: "\n".join(parts.get(name, ()))[:most] for name in names}
             answer = self._meet(label + IN_DETAIL, lines, True)
-            too_long = f"{label} differs between processes: {', '.join(names)}, in lines too far down to be shown"
+            too_long = (
+                f"{label} differs between processes: {', '.join(names)}, in lines too far down to "
+                "be shown"
+            )
             raise ValueError(f"{answer['error'] or too_long}; {_ADVICE}")
         if answer["error"]:
             raise ValueError(f"{answer['error']}; {_ADVICE}")
 
     def note(self, label: str) -> None:
-        """Make a call of a kind on which the processes agreed before. Nothing is sent before it
-        returns.
+        """Make a call of a kind that the processes agreed on before; it is sent in the background.
+
+        Args:
+          label: name of the call, with the shapes of its batch.
 
         Raises:
           RuntimeError: a process left before this call, or the processes were found to differ.
@@ -179,13 +193,13 @@ class Peers:
             self._begin(label, is_change=label != self._label)
 
     def close(self, program: str) -> None:
-        """Say that this process closed a program."""
+        """State that this process closed a program."""
         with self._lock:
             if program not in self._closed:
                 self._closed.append(program)
 
     def _begin(self, label: str, is_change: bool) -> None:
-        """Count a call, and state it if it is a change. To be called with the lock."""
+        """Count a call, and state it if it is a change. Must be called with the lock."""
         self._check(self._number + 1)
         self._number += 1
         self._closed.clear()
@@ -195,18 +209,19 @@ class Peers:
             self._wake.set()
 
     def _check(self, number: int) -> None:
-        """Raise RuntimeError where a call with this number cannot end."""
+        """Raise RuntimeError if a call with this number cannot end."""
         if (over := self._news["over"]) is not None:
             self._is_taken = True
             raise RuntimeError(f"{over['sentence']}; {_ADVICE}")
         for process, (last, why) in self._news["gone"].items():
             if number >= last:
                 raise RuntimeError(
-                    f"process {process} {why} after call {last - 1}, and this is call {number}; {_ADVICE}"
+                    f"process {process} {why} after call {last - 1}, and this is call {number}; "
+                    f"{_ADVICE}"
                 )
 
     def _meet(self, label: str, parts: Mapping[str, str], details: bool) -> dict[str, Any]:
-        """Make a call, and return the judge's answer to it when all processes have made it."""
+        """Make a call, and return the judge's answer once all processes have made it."""
         with self._lock:
             self._begin(label, is_change=True)
             number = self._number
@@ -223,7 +238,8 @@ class Peers:
                         late = self._late(number)
                         if waited > _WAIT_AT_MOST:
                             raise RuntimeError(
-                                f"{label}: call {number} waited {waited:.0f} s for {late}; {_ADVICE}"
+                                f"{label}: call {number} waited {waited:.0f} s for {late}; "
+                                f"{_ADVICE}"
                             )
                         logger.warning("%s waits for %s", label, late)
                         warned = True
@@ -233,9 +249,9 @@ class Peers:
                 self._parts = None
 
     def _late(self, number: int) -> str:
-        """Return which processes have not come to a call, and where they are.
+        """Return which processes have not reached a call, and where they are.
 
-        To be called with the lock.
+        Must be called with the lock.
         """
         self._lock.release()
         try:
@@ -245,7 +261,8 @@ class Peers:
         finally:
             self._lock.acquire()
         return ", ".join(
-            f"process {s.process} (after call {s.number}{f', {s.changes[-1][1]}' if s.changes else ''})"
+            f"process {s.process} "
+            f"(after call {s.number}{f', {s.changes[-1][1]}' if s.changes else ''})"
             for s in late
         )
 
@@ -278,8 +295,8 @@ class Peers:
                 return
             time.sleep(0.05)
         logger.critical("%s; %s. The run ends.", over["sentence"], _ADVICE)
-        # One that has not come to this call raises it in its next call, if the coordination service
-        # is there until then.
+        # A process that has not reached this call raises the error in its next call, if the
+        # coordination service exists until then.
         while self._number < over["number"]:
             if self._stops or self._is_taken:
                 return
@@ -293,12 +310,12 @@ class Peers:
 
     @property
     def _grace(self) -> float:
-        # The judge is the process of the coordination service, without which JAX ends the others at
-        # once: it goes last.
+        # The coordination service runs in the judge's process. Without it, JAX ends the other
+        # processes immediately, so the judge ends last.
         return _GRACE + 2 * self._interval * self._is_judge
 
     def _look(self) -> None:
-        """Send what changed, and read what the judge says; as the judge, read what all say."""
+        """Send changes, and read the judge's findings; the judge reads all statements."""
         try:
             self._send()
             if self._is_judge:
@@ -306,7 +323,7 @@ class Peers:
             else:
                 self._read_news()
         except Exception as error:
-            # A message may be lost. JAX itself ends the process where the service stays away.
+            # A message may be lost. If the service does not come back, JAX itself ends the process.
             self._failures += 1
             if self._failures >= _MOST_FAILURES:
                 logger.warning(
@@ -362,7 +379,7 @@ class Peers:
             raise
 
     def _take(self, number: int, answer: dict[str, Any]) -> None:
-        """Hand an answer to the call that waits for it."""
+        """Pass an answer to the call that waits for it."""
         with self._lock:
             if self._parts is not None and self._number == number:
                 self._answers[number] = answer
@@ -373,7 +390,7 @@ class Peers:
     def _judge(self, statements: Sequence[Statement]) -> None:
         conflict = find_conflict(statements, self._answered)
         if conflict is not None and all_wait(statements, conflict.number):
-            # Each of them raises the error by itself, once all have come.
+            # Each of them raises the error by itself once all have arrived.
             if all(s.number == conflict.number for s in statements):
                 self._answer(conflict.number, conflict.sentence, ())
             conflict = None
@@ -421,9 +438,12 @@ class Peers:
     # --- the end ----------------------------------------------------------------------------------
 
     def leave(self, why: str) -> None:
-        """State that this process ends.
+        """State that this process ends, and stop its thread.
 
-        Its thread ends, too; `await_others` does its work from here on.
+        From then on `await_others` does the thread's work.
+
+        Args:
+          why: how the process ended, as a verb phrase.
         """
         self._stops = True
         self._wake.set()
@@ -436,9 +456,7 @@ class Peers:
         self._look()
 
     def await_others(self) -> None:
-        """Wait until all processes have left; end this one where it was found to differ from
-        others.
-        """
+        """Wait until all processes have left; end this one if it was found to differ."""
         until, pause = time.monotonic() + _LEAVE_AT_MOST, 0.01
         while time.monotonic() < until and not self._is_cut:
             if (over := self._news["over"]) is not None:
@@ -457,33 +475,37 @@ class Calls:
     """The calls of one program, which all processes make in the same order."""
 
     def __init__(self, peers: Peers, program: str) -> None:
-        """Name the program: "program 1" for the first one."""
+        """Name the program, such as "program 1" for the first one."""
         self._peers, self._program = peers, program
-        self._known: dict[Hashable, str] = {}  # labels of calls on which the processes agreed
+        self._known: dict[Hashable, str] = {}  # labels that the processes agreed on
 
     def agree(self, call: str, parts: Mapping[str, Sequence[str]]) -> None:
-        """Wait for the other processes in a call, and compare parts of it, each a number of lines.
+        """Wait for the other processes in a call, and compare its parts.
+
+        Args:
+          call: name of the call.
+          parts: lines of each part, by name.
 
         Raises:
           ValueError: a part differs; the message names it, and the processes.
-          RuntimeError: a process left, or did not come in half an hour.
+          RuntimeError: a process left, or did not arrive within half an hour.
         """
         self._peers.agree(f"{self._program}, {call}", parts)
 
     def note(self, call: str, key: Hashable, shapes: Callable[[], Sequence[str]]) -> bool:
-        """Make a call, perhaps over a batch. The first one over its shapes waits for the other
-        processes.
+        """Make a call, possibly over a batch; the first one over its shapes waits for the others.
 
         Args:
-          call: its name.
-          key: stands for the shapes of the batch.
-          shapes: returns a line for each leaf of the batch; none without a batch.
+          call: name of the call.
+          key: hashable key for the shapes of the batch.
+          shapes: function that returns a line for each leaf of the batch; no lines without a batch.
 
         Returns:
-          Whether this was the first one.
+          Whether this was the first call over these shapes.
 
         Raises:
-          ValueError, RuntimeError: as `agree`.
+          ValueError: the processes make different calls.
+          RuntimeError: a process left, did not arrive within half an hour, or was found to differ.
         """
         if (label := self._known.get((call, key))) is not None:
             self._peers.note(label)
@@ -494,20 +516,21 @@ class Calls:
         return True
 
     def tell(self, call: str, lines: Sequence[str]) -> None:
-        """State what this process does, without a wait: where another one states something else,
-        both find it out beside it.
+        """State an action of this process, without waiting.
+
+        If another process states something different, both learn of it in the background.
 
         Args:
-          call: what it does.
-          lines: with what; the processes must have them alike.
+          call: name of the action.
+          lines: data of the action, which must be the same in all processes.
 
         Raises:
-          RuntimeError: as `agree`, or the processes were found to differ.
+          RuntimeError: a process left, or the processes were found to differ.
         """
         self._peers.note(_label(f"{self._program}, {call}", lines, ": "))
 
     def close(self) -> None:
-        """Say that this process closed the program."""
+        """State that this process closed the program."""
         self._peers.close(self._program)
 
 
@@ -523,13 +546,14 @@ def _label(call: str, shapes: Sequence[str], joint: str = " over ") -> str:
 # --- the processes of this run --------------------------------------------------------------------
 
 _ALL: dict[tuple[int, ...], Peers] = {}
-"""By their members: the calls of the same processes have one order, whatever program they are of.
-"""
+"""Peers by their members: calls of the same processes have one order, across all programs."""
 
 
 def peers_of(mesh: Mesh) -> Peers | None:
-    """Return the processes of a mesh; None where it has one, or where `jax.distributed` was not
-    initialized.
+    """Return the processes of a mesh, or None.
+
+    None: the mesh has only one process, this process is not among them, or `jax.distributed` was
+    not initialized.
     """
     members = tuple(sorted({device.process_index for device in mesh.devices.flat}))
     if (
@@ -539,7 +563,7 @@ def peers_of(mesh: Mesh) -> Peers | None:
     ):
         return None
     if not _ALL:
-        # JAX's own handler waits for all processes. It was registered before, and so runs after
+        # JAX's own handler waits for all processes. It was registered earlier, and so runs after
         # this one.
         atexit.register(_leave, os.getpid())
     if members not in _ALL:
@@ -551,7 +575,7 @@ def peers_of(mesh: Mesh) -> Peers | None:
 
 def _leave(process: int) -> None:
     if os.getpid() != process or distributed.global_state.client is None:
-        return  # a fork of the process; or it has left the others by itself
+        return  # a fork of the process, or it has already left the others by itself
     error = getattr(sys, "last_value", None)
     why = (
         "ended"
@@ -565,7 +589,10 @@ def _leave(process: int) -> None:
 
 
 def _end_now() -> None:
-    """End this process: its main thread, or JAX at its exit, waits for what will never come."""
+    """End this process immediately.
+
+    Its main thread, or JAX at its exit, waits for something that never arrives.
+    """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(1)

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT end a run between two steps, at the same one in all processes.
+"""End a run between two steps on SIGTERM or SIGINT, at the same step in all processes.
 
     with zj.Preemption() as preemption:
         for step in ...:
@@ -6,16 +6,15 @@
             if preemption.reached(step):
                 break
 
-A scheduler that takes a machine back sends SIGTERM some time before, often to one process alone. In
-a run of one process a handler notes the signal. In a run of several, JAX's coordination service
-tells the others and chooses the step: one after the latest that any process has reached, since
-steps are started without waiting for the other processes. It listens to SIGTERM by itself and looks
-once a second, so the run goes on for about that long.
+A scheduler that takes a machine back sends SIGTERM some time in advance, often to only one process.
+In a run of one process, a handler notes the signal. In a run of several, JAX's coordination service
+informs the other processes and chooses the step: one after the latest that any process has reached,
+since steps are started without waiting for the other processes. The service listens to SIGTERM by
+itself and checks once a second, so the run continues for about that long.
 
-The service is asked by a number that grows by one from call to call, and not by the step. It
-chooses the number after the largest that it has seen, and says yes to that number alone: a run that
-is resumed at step 1000, or that asks after every tenth step, would never come to the number that
-was chosen.
+The service is asked by a number that grows by one with each call, not by the step. It chooses the
+number after the largest that it has seen, and answers yes to that number only. A run that is
+resumed at step 1000, or that asks after every tenth step, would never reach the chosen number.
 """
 
 import itertools
@@ -29,44 +28,47 @@ from jax.experimental import multihost_utils
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _CALLS = itertools.count(1)
-"""Numbers of the questions to JAX's service, which has one for the process: they go on from one
-`Preemption` to the next.
+"""Numbers of the questions to JAX's service.
+
+The service is shared by the whole process, so the numbers continue from one `Preemption` to the
+next.
 """
 
 
 class Preemption:
-    """Tells when a signal asks the run to end; a context manager, to be entered in the main thread.
+    """Report when a signal asks the run to end; a context manager to enter in the main thread.
 
-    A second SIGINT is what it was before: KeyboardInterrupt, unless the program says otherwise.
+    A second SIGINT does what it did before: it raises KeyboardInterrupt, unless the program set
+    another handler.
     """
 
     def __init__(self) -> None:
+        """Start without signals."""
         self._received: set[int] = set()
-        self._is_over = False  # as the service said
+        self._is_over = False  # as reported by the service
         self._handlers_before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         """Handle the signals.
 
         Raises:
-          RuntimeError: this is not the main thread, which alone may; or JAX's preemption service is
-            disabled.
+          RuntimeError: this is not the main thread, the only one that may handle signals; or JAX's
+            preemption service is disabled.
         """
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
-                "Preemption handles signals, and that is for the main thread alone: enter it there"
+                "Preemption handles signals, which only the main thread can: enter it there"
             )
         self._received.clear()
         self._is_over = False
         if self._is_alone():
             numbers = _SIGNALS
         else:
-            # Raises where the service is disabled. A signal that came before may have its answer
-            # already here.
+            # Raises if the service is disabled. A signal that arrived earlier may already have its
+            # answer here.
             self._is_over = multihost_utils.reached_preemption_sync_point(next(_CALLS))
-            numbers = (
-                signal.SIGINT,
-            )  # JAX has a handler of its own for SIGTERM, which one in Python would replace
+            # JAX has its own handler for SIGTERM, which a Python handler would replace.
+            numbers = (signal.SIGINT,)
         self._handlers_before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
@@ -76,16 +78,17 @@ class Preemption:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Restore the previous handlers."""
         for number, handler in self._handlers_before.items():
-            # None: the handler was not installed from Python, so Python cannot put it back.
+            # None: the handler was not installed from Python, so Python cannot restore it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _is_alone(self) -> bool:
         return jax.process_count() == 1
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        # The first Ctrl-C asks for an end between two steps. Whoever presses it again does not want
-        # to wait for that.
+        # The first Ctrl-C asks for an end between two steps. Pressing it again means that the user
+        # does not want to wait for that.
         if (
             number == signal.SIGINT
             and number in self._received
@@ -94,23 +97,25 @@ class Preemption:
             before(number, frame)
         self._received.add(number)
         if not self._is_alone() and number == signal.SIGINT:
-            signal.raise_signal(signal.SIGTERM)  # to JAX's handler
+            signal.raise_signal(signal.SIGTERM)  # for JAX's handler
 
     def reached(self, step: int) -> bool:
-        """Tell whether to save and leave; in a run of several processes all call this after the
-        same steps.
+        """Return whether to save and leave.
+
+        In a run of several processes, all of them must call this after the same steps.
 
         Args:
-          step: just made, the same in all processes.
+          step: the step that was just made, the same in all processes.
 
         Returns:
-          True at the same step in all processes. Nothing is sent for it, so steps go on without a
-          wait.
+          True at the same step in all processes. Nothing is sent for it, so steps continue without
+            a wait.
         """
         del step  # see the module's docstring
         if self._is_alone():
-            # No agreement is needed, and the coordination service of JAX may not be there.
+            # No agreement is needed, and JAX's coordination service may be missing.
             return bool(self._received)
-        # The service says so once. All processes hear it at the same call, and none asks again.
+        # The service answers yes only once. All processes get that answer in the same call, and
+        # none asks again.
         self._is_over = self._is_over or multihost_utils.reached_preemption_sync_point(next(_CALLS))
         return self._is_over

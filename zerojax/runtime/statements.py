@@ -1,21 +1,20 @@
-"""What each process of a run says of its calls, and where two of them differ. Pure: nothing here
-waits or sends.
+"""The statements that processes make about their calls, and how they differ.
 
-Every process must make the same calls in the same order, because each call runs a program of all
-processes:
+This module is pure: nothing in it waits or sends. Every process must make the same calls in the
+same order, because each call runs a program of all processes:
 
     number       1                   2       3               4               5
     process 0    build_train_step    init    step over S     step over S     eval over S
     process 1    build_train_step    init    step over S     step over S     the end of the process
 
-A call has a label, its name with the shapes of its batch. A process states the number of its last
-call and the numbers at which its label changed, so that a thousand equal steps are one entry. Two
-statements conflict where they have different labels at one number. The end of a process is a label
-too: a process that left early conflicts with one that made a further call.
+A call has a label: its name and the shapes of its batch. A process states the number of its last
+call and the numbers at which its label changed, so a thousand equal steps are one entry. Two
+statements conflict if they have different labels at the same number. The end of a process is a
+label too: a process that left early conflicts with a process that made a further call.
 
-Some calls wait until the statements of all processes are compared, before anything runs. Those
-statements also hold a digest of each part of what the processes must have alike. Where digests
-differ, the processes state the lines of the part as well.
+Some calls wait until the statements of all processes are compared, before anything runs. Their
+statements also contain a digest of each part that the processes must have in common. If digests
+differ, the processes also state the lines of the part.
 """
 
 import dataclasses
@@ -24,25 +23,25 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 END = "the end of the process"
-"""The label of a process that left."""
+"""Label of a process that left."""
 IN_DETAIL = ", in detail"
-"""The end of the label of a call that states lines of parts."""
-_MOST_LINES = 3  # of a part, named in an error
-_MOST_CHARACTERS = 600  # of a line
+"""Ending of the label of a call that states the lines of parts."""
+_MOST_LINES = 3  # lines of a part that an error shows
+_MOST_CHARACTERS = 600  # characters of a line that an error shows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Statement:
-    """What one process says of itself.
+    """A statement of one process about itself.
 
     Attributes:
-      process: its index.
-      number: of its last call, from 1; 0 before the first one.
-      changes: (number, label) where the label changed, ascending; the last ones alone.
-      parts: of a call that waits: a digest of each part, or its lines where `details` are stated.
-        None: it does not wait.
-      details: whether `parts` holds lines.
-      closed: programs that it closed after its last call.
+      process: index of the process.
+      number: number of its last call, from 1; 0 before the first one.
+      changes: the last changes of the label, as (number, label), ascending.
+      parts: for a call that waits, a digest of each part, or the part's lines if `details` is set.
+        None: the call does not wait.
+      details: whether `parts` contains lines.
+      closed: programs that the process closed after its last call.
       left: how the process ended, or "".
     """
 
@@ -55,7 +54,7 @@ class Statement:
     left: str = ""
 
     def label_at(self, number: int) -> str | None:
-        """Return the label of a call; None where it was not made, or is no longer known."""
+        """Return the label of a call; None if it was not made, or is no longer known."""
         if number > self.number:
             return None
         return next((label for first, label in reversed(self.changes) if first <= number), None)
@@ -66,7 +65,7 @@ class Statement:
 
     @classmethod
     def from_text(cls, text: str) -> "Statement":
-        """Return the statement in a text of `to_text`."""
+        """Return the statement from a text that `to_text` made."""
         fields = json.loads(text)
         fields["changes"] = tuple((number, label) for number, label in fields["changes"])
         fields["closed"] = tuple(fields["closed"])
@@ -75,11 +74,11 @@ class Statement:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Conflict:
-    """Calls that differ.
+    """A call in which processes differ.
 
     Attributes:
-      number: of the call.
-      sentence: what each process does there.
+      number: number of the call.
+      sentence: what each process does in it.
     """
 
     number: int
@@ -97,8 +96,8 @@ def find_conflict(
     """Return the first call that two processes make differently, or None.
 
     Args:
-      statements: of all processes.
-      settled: numbers of calls in which all processes waited, and were answered.
+      statements: statements of all processes.
+      settled: numbers of calls in which all processes waited and got an answer.
     """
     starts = sorted({number for s in statements for number, _ in s.changes}.difference(settled))
     for number in starts:
@@ -114,7 +113,7 @@ def find_conflict(
 def find_closed(statements: Sequence[Statement]) -> Conflict | None:
     """Return a call of a program that another process has closed, or None.
 
-    A closed program may be used again, so this is an error only if it lasts.
+    A closed program may be used again, so this is an error only if it persists.
     """
     for s in statements:
         for program in s.closed:
@@ -134,7 +133,7 @@ def find_closed(statements: Sequence[Statement]) -> Conflict | None:
 
 
 def all_wait(statements: Sequence[Statement], number: int) -> bool:
-    """Return whether every process that has come to this call waits in it."""
+    """Return whether every process that has reached this call waits in it."""
     return all(
         s.number < number or (s.parts is not None and s.number == number) for s in statements
     )
@@ -143,11 +142,17 @@ def all_wait(statements: Sequence[Statement], number: int) -> bool:
 def differing_parts(
     statements: Sequence[Statement], number: int
 ) -> dict[str, dict[str, list[int]]] | None:
-    """Return the parts in which the processes that wait in a call differ: by name, the processes by
-    their value.
+    """Return the parts in which the processes that wait in a call differ.
 
-    None: a process has not come to the call. A process that has made the call without waiting
-      agreed on it before.
+    A process that has made the call without waiting agreed on it earlier.
+
+    Args:
+      statements: statements of all processes.
+      number: number of the call.
+
+    Returns:
+      For each differing part by name, the processes by their value. None: a process has not reached
+        the call.
     """
     if any(s.number < number for s in statements):
         return None
@@ -167,8 +172,12 @@ def describe(
     differing: Mapping[str, Mapping[str, Sequence[int]]],
     statements: Sequence[Statement],
 ) -> str:
-    """Return a sentence on the parts in which processes differ in a call, given the lines of each
-    part as the values.
+    """Return a sentence about the parts in which processes differ in a call.
+
+    Args:
+      number: number of the call.
+      differing: processes by the lines of each part, by name.
+      statements: statements of all processes.
     """
     label = next(
         (label for s in statements if (label := s.label_at(number)) is not None), ""
@@ -196,7 +205,7 @@ def _sentence(
     heads = {_head(label) for label in calls}
     sides = []
     for label in calls:
-        # Shapes are named where they differ.
+        # Shapes are named if they differ.
         shown = _head(label) if len(heads) > 1 or len(calls) == 1 else _own_shapes(label, calls)
         sides.append(f"{_cut(shown)} in {_named(processes[label])}")
     reasons = {s.process: s.left for s in statements}
@@ -207,10 +216,13 @@ def _sentence(
 
 
 def _own_shapes(label: str, labels: Iterable[str]) -> str:
-    """Return a label without the leaves of its batch that all labels have."""
+    """Return a label without the batch leaves that all labels share."""
     head, _, shapes = label.partition(" over ")
     common = set.intersection(*(set(other.partition(" over ")[2].split("; ")) for other in labels))
-    return f"{head} over {'; '.join(leaf for leaf in shapes.split('; ') if leaf not in common) or 'no other leaf'}"
+    return (
+        f"{head} over "
+        f"{'; '.join(leaf for leaf in shapes.split('; ') if leaf not in common) or 'no other leaf'}"
+    )
 
 
 def _head(label: str) -> str:

@@ -1,9 +1,9 @@
-"""One program's records on disk while it runs: the folder, the buffers and the threads behind a
-`DiskLayout`.
+"""A program's records on disk while it runs: the folder, buffers and threads behind a `DiskLayout`.
 
-The folder and the threads come when the program is built (`claim`), files and buffers with its
-first state (`open`), those of records that live inside a step with the first batch of a shape
-(`begin`). Which call is possible when, and where it leads:
+The folder and the threads are created when the program is built (`claim`), and files and buffers
+with its first state (`open`). Files and buffers of records that live inside a step are created with
+the first batch of a shape (`begin`). The table shows which call is possible in which state, and the
+state that it leads to:
 
     state      claim    open  begin    finish  snapshot  trace  close
     UNCLAIMED  CLAIMED  OPEN  -        -       -         same   CLOSED
@@ -13,34 +13,35 @@ first state (`open`), those of records that live inside a step with the first ba
     LOST       same     OPEN  RUNNING  -       same      same   CLOSED
     CLOSED     CLAIMED  OPEN  -        -       -         same   same
 
-"back" is the state in which the program began. A call that raises changes no state, but for these:
+"back" is the state in which the program began. A call that raises does not change the state, with
+three exceptions. A claim that fails closes the session. An open that fails leaves it CLAIMED,
+unless there was no room next to the last state, which then still exists. An error of the engine
+makes the state LOST, whichever call finds it.
 
-    a claim that fails closes the session, and an open that fails leaves it CLAIMED, unless it found
-    no room beside the last state: that one is still there then; an error of the engine, whichever
-    call finds it, makes the state LOST.
+An exception may interrupt a program. Every call except claim, finish and trace ends that program
+first. If it was a step, the state is LOST; if not, the session is back in the state where the
+program began.
 
-An exception may leave a program in the middle. Every call but claim, finish and trace ends it
-first. If it was a step, the state is LOST; if not, the session is back where the program began.
+Only an OPEN session has a state on disk. In any other state a program or a snapshot may read the
+leaves in memory, as an eval does if only optimizer states are on disk; leaves on disk are refused.
 
-Only an OPEN session has a state on disk. In another a program or a snapshot may read what rests in
-memory, as an eval does if only optimizer states are on disk; leaves on disk are refused.
-
-With the optimizer on the host, what it updates goes disk -> buffer -> disk, in one buffer, and
+With the optimizer on the host, updated records move disk -> buffer -> disk, in one buffer, and
 never to the device.
 
-A fetch by the schedule's `distance` is one from buffers to the device; from disk to buffers the
-engine reads as many records again ahead of that.
+A fetch that the schedule makes `distance` ahead is a move from buffers to the device. The engine
+reads as many records again from disk to buffers ahead of that.
 
-Each process has the records of its own devices, in a folder of its own. What fails in one is raised
-in all.
+Each process has the records of its own devices, in its own folder. A failure in one process is
+raised in all.
 
-What makes or removes folders, files and buffers is not interrupted, also not by a second Ctrl-C:
-half of it would be left. Waits for a program, for a snapshot, or for other processes are. In a
-forked child closing does nothing: it has none of the threads, and the folder is its parent's.
+Creating or removing folders, files and buffers is not interrupted, even by a second Ctrl-C: it
+would be left half done. Waits for a program, a snapshot or other processes can be interrupted. In a
+forked child, closing does nothing: the child has none of the threads, and the folder belongs to its
+parent.
 
-What the user reads when the disk fails is in `host_offload/disk/errors.py`: the operation, file,
-layer and remedy. A session decides where an error is raised, and whether the state on disk is lost
-with it.
+The errors that a user reads when the disk fails are in `host_offload/disk/errors.py`: operation,
+file, layer and remedy. A session decides where an error is raised, and whether the state on disk is
+lost with it.
 """
 
 import contextlib
@@ -84,14 +85,14 @@ RecordKey = tuple[str, int, int]
 
 
 class SwapState(enum.Enum):
-    """Where a session is."""
+    """The state of a session."""
 
-    UNCLAIMED = "there is no folder yet, as of a program that is only compiled"
-    CLAIMED = "the folder is taken and the threads are there; there is no state on disk"
-    OPEN = "there is a state on disk, and no program runs"
-    RUNNING = "a program runs, or an exception left it"
-    LOST = "what is on disk is no state any more"
-    CLOSED = "folder, buffers and threads are gone"
+    UNCLAIMED = "there is no folder yet, as for a program that is only compiled"
+    CLAIMED = "the folder is claimed and the threads run; no state is on disk"
+    OPEN = "a state is on disk, and no program runs"
+    RUNNING = "a program runs, or an exception interrupted it"
+    LOST = "the records on disk are no longer a valid state"
+    CLOSED = "folder, buffers and threads are released"
 
 
 _UNCLAIMED, _CLAIMED, _OPEN, _RUNNING, _LOST, _CLOSED = SwapState
@@ -112,18 +113,19 @@ TRANSITIONS: Mapping[str, Mapping[SwapState, SwapState | None]] = {
     "trace": {state: state for state in SwapState},
     "close": dict.fromkeys(SwapState, _CLOSED),
 }
-"""Where each call leads from the states in which it is possible; None is back to where the program
-began.
+"""The state that each call leads to, by the states in which the call is possible.
+
+None is the state in which the program began.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """A program that began and did not finish.
+    """A program that began and has not finished.
 
     Attributes:
-      leaves: what it reads of the state on disk.
-      began_in: the session's state before it.
+      leaves: leaves on disk that it reads from the state.
+      began_in: state of the session before the program.
     """
 
     leaves: Sequence[OnDisk]
@@ -131,25 +133,25 @@ class _Run:
 
     @property
     def took_the_state(self) -> bool:
-        """Whether it was a step, and ran: no other program has the state donated to it."""
+        """Whether it was a step and ran: no other program has the state donated to it."""
         return any(leaf.token.is_deleted() for leaf in self.leaves)
 
 
 class SwapSession:
-    """Runs programs whose records are on disk.
+    """Run programs whose records are on disk.
 
     Attributes:
-      disk: the records that were declared.
+      disk: layout of the declared records.
     """
 
     def __init__(self, disk: DiskLayout) -> None:
+        """Start without a folder; `disk` declares the records."""
         self.disk, self.config, self.mesh, self.swap = disk, disk.config, disk.mesh, disk.swap
         self._state = SwapState.UNCLAIMED
         self._run: _Run | None = None
         self._folder: SwapFolder | None = None
-        self._files_of: dict[
-            str, DiskRecords
-        ] = {}  # kinds that have files and buffers, on every device
+        # kinds that have files and buffers on every device
+        self._files_of: dict[str, DiskRecords] = {}
         self._recorder = Recorder(self.config.prefetch_distance)
         self._processes = AllProcesses(self.mesh)
         self._snapshot_numbers = itertools.count(1)
@@ -158,12 +160,12 @@ class SwapSession:
 
     @property
     def state(self) -> SwapState:
-        """What the calls so far have led to."""
+        """State of the session after the calls so far."""
         return self._state
 
     @property
     def generation(self) -> int:
-        """Number of the state that is on disk; 0 where there is none."""
+        """Number of the state on disk; 0 if there is none."""
         return self.swap.generation
 
     @property
@@ -171,16 +173,16 @@ class SwapSession:
         """The engine of a claimed disk.
 
         Raises:
-          RuntimeError: the program was closed.
+          RuntimeError: the program is closed.
         """
         if self.swap.engine is None:
             raise RuntimeError(
-                "this program is closed, and what it had on disk is gone: make a state by init"
+                "this program is closed, and its state on disk was deleted: make a state with init"
             )
         return self.swap.engine
 
     def _advance(self, call: str) -> None:
-        """Go where the table says that a call leads."""
+        """Enter the state that the table lists for a call."""
         after = TRANSITIONS[call][self._state]
         if after is None:
             assert self._run is not None
@@ -188,13 +190,13 @@ class SwapSession:
         self._state = after
 
     def claim(self) -> None:
-        """Take the swap folder, and find out how it is read best.
+        """Claim the swap folder, and measure how to read it best.
 
         Raises:
-          ValueError: it is not there, or is no folder.
-          RuntimeError: the machine has no memory for the buffers.
-          SwapError: it cannot be written to, or another program uses it; or another process failed
-            at this.
+          ValueError: the folder does not exist, or is not a folder.
+          RuntimeError: the machine has too little memory for the buffers.
+          SwapError: the folder cannot be written to, or another program uses it; or another process
+            failed here.
         """
         if self._state not in (SwapState.UNCLAIMED, SwapState.CLOSED):
             return
@@ -206,7 +208,7 @@ class SwapSession:
         self._advance("claim")
 
     def _claim(self) -> None:
-        # First, since it needs no folder: what is refused has touched nothing.
+        # First, since it needs no folder: if it raises, nothing has been touched.
         self._check_memory(
             [records for records in self.disk.kinds.values() if records.lifetime == "state"]
         )
@@ -220,18 +222,19 @@ class SwapSession:
         self.swap.engine = Engine(io, self.config.prefetch_distance, pin, copies)
 
     def open(self, files: Mapping[RecordKey, RecordFile] | None = None) -> frozenset[RecordKey]:
-        """Make files and buffers for what was declared; a second time it starts anew.
+        """Make files and buffers for the declared records; a second call starts over.
 
         Args:
-          files: files that hold records of the new state already, such as a checkpoint's. They are
-            linked where possible.
+          files: files that already contain records of the new state, such as a checkpoint's. They
+            are linked if possible.
 
         Returns:
-          The records that were linked: they are written.
+          The records that were linked, and so are already written.
 
         Raises:
-          SwapError: the disk is too small, or as `claim`. Where a new state's records find no room
-            beside those that checkpoints hold, the last state stays the one on disk.
+          SwapError: the disk is too small, or the folder cannot be claimed. If a new state's
+            records find no room next to records that checkpoints hold, the last state stays on
+            disk.
         """
         files = files or {}
         self.claim()
@@ -242,10 +245,10 @@ class SwapSession:
         except BaseException:
             _unbroken(self._give_room_back)()
             raise
-        # Drawn at random, or a state of another program that made as many would have the same
-        # number. At most 2^30, which leaves the i32 of a token room to count as many steps.
+        # Drawn at random: otherwise a state of another program that made as many states would have
+        # the same number. At most 2^30, so that the token's i32 has room to count as many steps.
         self.swap.generation = self._processes.least(1 + secrets.randbelow(1 << 30))
-        # The state that was on disk is gone from here on, even if what follows fails.
+        # From here on the previous state on disk is lost, even if the next calls fail.
         self._state = SwapState.CLAIMED
         linked: set[RecordKey] = set()
         self._processes.do(_unbroken(lambda: linked.update(self._renew(files))))
@@ -259,7 +262,7 @@ class SwapSession:
         return frozenset(linked)
 
     def _wait_for_snapshots(self) -> None:
-        """Wait until what is being saved in the background has left the folder."""
+        """Wait until the records that are being saved in the background have left the folder."""
         for snapshot in self._snapshots:
             snapshot.wait()
 
@@ -269,14 +272,15 @@ class SwapSession:
         return [self.engine.store_of(kind, rank) for kind in kinds for rank in self.disk.ranks()]
 
     def _make_room(self, files: Mapping[RecordKey, RecordFile]) -> None:
-        """Find room for a new state beside what checkpoints hold of the last one, which stays as it
-        is.
+        """Find room for a new state next to the last state's records in checkpoints.
+
+        The last state stays as it is.
         """
         assert self._folder is not None
-        # Then the last state is lost already, and all files are made anew.
+        # In this case the last state is already lost, and all files will be new.
         if self.engine.failed or not os.path.isdir(self._folder.path):
             return
-        self._give_room_back()  # of an attempt that was interrupted
+        self._give_room_back()  # room from an interrupted attempt
         for store in self._stores():
             _offer(store, files)
             store.reserve_spares()
@@ -287,19 +291,21 @@ class SwapSession:
             store.give_back()
 
     def _renew(self, files: Mapping[RecordKey, RecordFile]) -> set[RecordKey]:
-        """Make ready the files for a new state, those of the last one unless some may be missing;
-        return what was linked.
+        """Make the files for a new state ready, and return the records that were linked.
+
+        The files of the last state are reused unless some may be missing.
         """
         assert self._folder is not None
-        has_failed = self.engine.failed  # perhaps at a write that ended after the last call
+        has_failed = self.engine.failed  # possibly in a write that ended after the last call
         self.engine.reset()
-        # A buffer is missing where an interrupt came while it was lent, as to a restore.
+        # A buffer is missing if an interrupt arrived while it was lent, such as to a restore.
         if has_failed or not self.engine.has_all_buffers() or not os.path.isdir(self._folder.path):
             for kind in self.engine.kinds():
                 self.engine.remove(kind)
             self._files_of.clear()
             self._folder.renew()
-        # Those of a step are made by `begin`: activations have their shapes from a batch.
+        # Records that live inside a step are made by `begin`: activations have their shapes from a
+        # batch.
         of_state = [records for records in self.disk.kinds.values() if records.lifetime == "state"]
         self._make_files(of_state, files)
         return {
@@ -309,8 +315,9 @@ class SwapSession:
     def _make_files(
         self, kinds: Sequence[DiskRecords], files: Mapping[RecordKey, RecordFile] | None = None
     ) -> None:
-        """Make files and buffers of kinds that have none, or those of another batch; `files` need
-        no room.
+        """Make files and buffers for kinds that have none, or were made for another batch.
+
+        Records in `files` need no room.
         """
         assert self._folder is not None
         missing = [
@@ -318,13 +325,10 @@ class SwapSession:
             for records in kinds
             if not records.has_files_of(self._files_of.get(records.kind))
         ]
-        if (
-            not missing
-        ):  # of all steps but the first of a shape: how much memory is left need not be asked
+        if not missing:  # true except in a shape's first step; skips asking for available memory
             return
-        for kind in (
-            records.kind for records in missing
-        ):  # what another batch has, or an attempt that failed has left
+        # Remove files that were made for another batch or left by a failed attempt.
+        for kind in (records.kind for records in missing):
             self._files_of.pop(kind, None)
             if kind in self.engine.kinds():
                 self.engine.remove(kind)
@@ -368,19 +372,18 @@ class SwapSession:
             self._files_of[records.kind] = records
 
     def _check_memory(self, kinds: Sequence[DiskRecords]) -> None:
-        """Raise RuntimeError where the machine has less memory left than the buffers of some kinds
-        take.
-        """
+        """Raise RuntimeError if the machine has too little memory for the buffers of some kinds."""
         ranks, available = len(self.disk.ranks()), available_bytes()
         if available is None or (needed := ranks * self.disk.buffer_bytes(kinds)) <= available:
             return
         largest = max(kinds, key=lambda r: self.disk.buffer_bytes([r]))
         largest_bytes = self.disk.buffer_bytes([largest])
         raise RuntimeError(
-            f"the nvme tier's buffers take {needed} bytes ({needed / 2**30:.1f} GiB), {largest_bytes} bytes x "
-            f"{ranks} devices of them for {largest.kind}, and the machine has {available} bytes "
-            f"({available / 2**30:.1f} GiB) available: lower prefetch_distance={self.config.prefetch_distance}, use more "
-            "devices, or make layers smaller"
+            f"the nvme tier's buffers take {needed} bytes ({needed / 2**30:.1f} GiB), of these "
+            f"{largest_bytes} bytes x {ranks} devices for {largest.kind}, but the machine has "
+            f"{available} bytes ({available / 2**30:.1f} GiB) available: lower "
+            f"prefetch_distance={self.config.prefetch_distance}, use more devices, or make layers "
+            "smaller"
         )
 
     # --- around programs --------------------------------------------------------------------------
@@ -395,16 +398,16 @@ class SwapSession:
         """Prepare for a program: make the records that live inside it, and read ahead.
 
         Args:
-          reads: the state, or the part of one, that it reads.
-          moves: of the program, in order.
-          scratch: kinds that the program writes before it reads them.
-          name: of the program in a trace.
+          reads: the state that it reads, or part of one.
+          moves: records that it reads from disk and writes to disk, in order.
+          scratch: kinds of records that it writes before it reads them.
+          name: name of the program in a trace.
 
         Raises:
           ValueError: the state is not the one on disk.
-          RuntimeError: the machine has no memory for the buffers.
-          SwapError: an earlier step failed, or the disk is too small; or another process failed at
-            this.
+          RuntimeError: the machine has too little memory for the buffers.
+          SwapError: an earlier step failed, or the disk is too small; or another process failed
+            here.
         """
         self._end_last()
         self._processes.do(_unbroken(lambda: self._begin(reads, moves, scratch, name)))
@@ -420,14 +423,14 @@ class SwapSession:
         self._make_files(scratch)
         self._recorder.begin(name, moves, engine)
         self.swap.calls.begin()
-        with self._loss_is_noted():  # it looks for errors once more
+        with self._loss_is_noted():  # checks for errors again
             engine.begin(moves)
         self._run = _Run(leaves, self._state)
         self._advance("begin")
 
     @contextlib.contextmanager
     def _loss_is_noted(self) -> Iterator[None]:
-        """Around what raises the engine's error: a record was not moved, and so the state is lost."""
+        """Mark the state as lost if the body raises the engine's error: a record was not moved."""
         try:
             yield
         except SwapError:
@@ -436,48 +439,52 @@ class SwapSession:
 
     def _check_numbers(self, leaves: Sequence[OnDisk]) -> None:
         """Raise ValueError for leaves of a state that is not the one on disk."""
-        # All devices hold the same number: one of them is asked.
+        # All devices hold the same number, so only one is asked.
         numbers = jax.device_get([leaf.token.addressable_data(0) for leaf in leaves])
         if wrong := {int(number[0]) for number in numbers} - {self.swap.generation}:
             there = (
                 f"number {self.swap.generation}"
                 if self.swap.generation
-                else "none, since a step was left in the middle"
+                else "none, since a step was interrupted"
             )
             raise ValueError(
-                f"this state (number {min(wrong)}) is not the one on disk ({there}): a program has one state there, which its "
-                "last init or step returned; this one was overwritten by a later init or step, or is of another program. Go "
-                "on with that state, or make one by init"
+                f"this state (number {min(wrong)}) is not the one on disk ({there}): a program has "
+                "only one state there, which its last init or step returned. This state was "
+                "overwritten by a later init or step, or belongs to another program. Continue with "
+                "the state on disk, or make one with init"
             )
 
     def _end_last(self) -> None:
-        """Wait for the last program, if an exception left it, so that its callbacks do not come in
-        the next.
+        """Wait for the last program if an exception interrupted it.
+
+        Otherwise its callbacks would run during the next program.
         """
         run, self._run = self._run, None
         if run is None:
             return
         try:
-            with contextlib.suppress(
-                Exception
-            ):  # of the program: whoever left it has had an error already
+            # its error was already raised when it was interrupted
+            with contextlib.suppress(Exception):
                 jax.effects_barrier()
-        finally:  # an interrupt of the wait leaves no run behind either
+        finally:  # even if the wait is interrupted, no run is left
             self._state = run.began_in
             if run.took_the_state:
                 # No leaf on disk has the number 0, so every state is refused until the next `open`.
                 self.swap.generation, self._state = 0, SwapState.LOST
 
     def finish(self, is_step: bool = False) -> dict[str, float]:
-        """Return what the program moved.
+        """Finish a program, and return metrics of the records that it moved.
 
         Args:
-          is_step: the program made the next state.
+          is_step: whether the program made the next state.
+
+        Returns:
+          Bytes, seconds and counts by name, in floats.
 
         Raises:
-          SwapError: a record could not be moved, here or by another process; the state is lost.
-          BaseException: as it was raised in a callback, if it is no Exception, such as
-            KeyboardInterrupt; likewise.
+          SwapError: a record could not be moved, here or in another process; the state is lost.
+          BaseException: an exception of a callback that is no Exception, such as KeyboardInterrupt;
+            the state is lost.
         """
         engine = self.engine
         assert self._run is not None, "no program has begun"
@@ -485,23 +492,22 @@ class SwapSession:
         self._run = None
         try:
             self.swap.calls.check()
-        except Exception as error:  # not of the disk: the next call must know of it, too
+        except Exception as error:  # not the disk's error, but the next call must know of it too
             engine.fail(error)
         try:
             with self._loss_is_noted():
                 self._processes.do(engine.check)
         except SwapError as error:
-            engine.fail(
-                error
-            )  # of another process: the engine here knows of none, and the next call must
-            # The engine raises its own error from the one that it kept, which was made of what a
-            # callback raised. An interrupt there is the user's, not the disk's: it goes on as what
-            # it was.
+            # Another process's error is unknown to this engine, and the next call must know of it.
+            engine.fail(error)
+            # The engine raises its own error from the error that it kept, which was made from what
+            # a callback raised. An interrupt in a callback is the user's, not the disk's, so it is
+            # raised unchanged.
             first = error.__cause__.__cause__ if error.__cause__ is not None else None
             if first is not None and not isinstance(first, Exception):
                 raise first from error
             raise
-        # The program has counted up the numbers in the state that it returned (`numbered_next`).
+        # The program has advanced the numbers in the state that it returned (`numbered_next`).
         self.swap.generation += is_step
         stats = engine.take_stats()
         self._recorder.finish(stats)
@@ -520,21 +526,25 @@ class SwapSession:
     def snapshot(
         self, state: Any, kinds: Sequence[DiskRecords]
     ) -> Iterator[tuple[Snapshot, list[tuple[DiskRecords, Store]]]]:
-        """Lend the stores of some kinds at rest, and a snapshot to keep their records in; whoever
-        takes it closes it.
+        """Lend the stores of some kinds while no program runs, with a snapshot for their records.
+
+        The caller closes the snapshot.
 
         Args:
-          state: of a program, which must be the one on disk.
-          kinds: those of which it is part.
+          state: state of a program, which must be the one on disk.
+          kinds: kinds of records that the state consists of.
+
+        Yields:
+          The snapshot, and (records, store) for each kind and device.
 
         Raises:
           ValueError: the state is not the one on disk.
-          SwapError: an earlier step failed, or a write does.
+          SwapError: an earlier step failed, or a write fails.
         """
         self._end_last()
         self._check_numbers(_on_disk(state))
         with self._loss_is_noted():
-            # A write that is still queued belongs to the records that are lent.
+            # A write that is still queued belongs to the lent records.
             self.engine.flush()
         assert self._folder is not None
         snapshot = Snapshot(
@@ -561,11 +571,14 @@ class SwapSession:
     def trace(
         self, path: str | os.PathLike[str], predicted: Sequence[Span] = ()
     ) -> AbstractContextManager[None]:
-        """Return a context whose runs are drawn into a file when it ends, and beside each step what
-        was predicted of it.
+        """Return a context whose runs are drawn into a file when it ends.
+
+        Args:
+          path: file to write.
+          predicted: predicted (lane, label, start, stop), drawn next to each step.
 
         Raises:
-          ValueError: the file cannot be written; or, on entering, there is another trace.
+          ValueError: the file cannot be written; or, on entering, another trace is active.
         """
         check_path(path)
         first = self.mesh.devices.flat[0]
@@ -578,8 +591,7 @@ class SwapSession:
         return self._recorder.trace(path, lambda: self.swap.engine, metadata, predicted)
 
     def close(self) -> None:
-        """Release threads and buffers, and remove the folder, once what is being saved from there
-        was.
+        """Release threads and buffers, and remove the folder once nothing is being saved from it.
 
         In a forked child this does nothing.
         """
@@ -595,17 +607,17 @@ class SwapSession:
         self._files_of.clear()
         try:
             if engine is not None:
-                # Its threads use the files, so they end before the folder goes.
+                # Its threads use the files, so they end before the folder is removed.
                 engine.close()
         finally:
-            # Whatever the engine raises: a folder that stays locked would refuse the next claim.
+            # Even if the engine raises: a folder that stays locked would refuse the next claim.
             folder, self._folder = self._folder, None
             if folder is not None:
                 folder.close()
 
 
 def _offer(store: Store, files: Mapping[RecordKey, RecordFile]) -> None:
-    """Offer a store those of some files that hold its records."""
+    """Offer a store the files that contain its records."""
     for layer in range(store.num_layers):
         file = files.get((store.kind, store.rank, layer))
         if file is not None:
@@ -613,11 +625,11 @@ def _offer(store: Store, files: Mapping[RecordKey, RecordFile]) -> None:
 
 
 def _unbroken(work: Callable[[], None]) -> Callable[[], None]:
-    """Return `work` as it is done to its end, whatever signals come."""
+    """Return `work` so that no signal interrupts it."""
     return interrupts_wait(all_wait=True)(work)
 
 
 def _on_disk(tree: Any) -> list[OnDisk]:
-    """Return the leaves that rest on disk."""
+    """Return the leaves that are stored on disk."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, OnDisk))
     return [leaf for leaf in leaves if isinstance(leaf, OnDisk)]

@@ -1,10 +1,9 @@
-"""Python's threads while a program calls back: one that computes in Python gives way to a callback
-at once.
+"""Let callbacks get Python's lock quickly while a program calls back.
 
-A callback needs Python's lock. Where another thread holds it, as one that tokenizes does, the
-callback waits for Python's switch interval, 5 ms by default, each time that it has let go of the
-lock; and a step has hundreds of callbacks. What that costs, and what the interval below saves, is
-measured by benchmarks/busy_thread.py.
+A callback needs Python's lock. If another thread holds it, for example to tokenize, the callback
+waits for Python's switch interval, 5 ms by default, each time after it has released the lock. A
+step has hundreds of callbacks. benchmarks/busy_thread.py measures the cost, and what the interval
+below saves.
 """
 
 import contextlib
@@ -13,13 +12,11 @@ import threading
 from collections.abc import Iterator
 
 SECONDS = 1e-4
-"""The switch interval while a program calls back. Shorter ones gained nothing."""
+"""Switch interval in seconds while a program calls back. Shorter intervals gained nothing."""
 
 
 class _State:
-    """How many programs that call back run in this process, and the interval that was set before
-    the first.
-    """
+    """The number of programs that call back in this process, and the interval before the first."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -33,10 +30,10 @@ _STATE = _State()
 
 @contextlib.contextmanager
 def quick_switches() -> Iterator[None]:
-    """Run a program that calls back in this: Python's switch interval is short, and then again as
-    it was.
+    """Shorten Python's switch interval in a context, and restore it afterwards.
 
-    A shorter one than ours stays, and so does one that is set meanwhile.
+    Run a program that calls back in it. An interval that is already shorter stays, and so does one
+    that is set in the meantime.
     """
     state = _STATE
     with state.lock:
@@ -45,7 +42,7 @@ def quick_switches() -> Iterator[None]:
             state.before = sys.getswitchinterval()
             if state.before > SECONDS:
                 sys.setswitchinterval(SECONDS)
-            state.own = sys.getswitchinterval()  # Python keeps whole microseconds
+            state.own = sys.getswitchinterval()  # Python rounds to microseconds
     try:
         yield
     finally:
