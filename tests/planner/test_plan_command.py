@@ -126,14 +126,14 @@ def test_plan_command_compares_stages_and_tiers(lab, capsys):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     ("--machine h201", "machine 'h201' is unknown"),
-    ("--machine nowhere.toml", "nowhere.toml is not there: the path of a TOML file of figures is needed"),
+    ("--machine nowhere.toml", "nowhere.toml does not exist: pass the path of a TOML file of figures"),
     ("--machine l4 --precision bf16 --fix precision=fp32", "--precision bf16 and --fix precision=fp32: give one of them"),
-    ("--machine l4 --set host_byte=1", "'host_byte' is no figure of a machine"),
+    ("--machine l4 --set host_byte=1", "'host_byte' is not a machine figure"),
     ("--machine l4 --set host_bytes=much", "a finite number is needed, such as host_bytes=2e12"),
     ("--machine l4 --set device_bytes=inf", "--set device_bytes=inf: a finite number is needed"),
     ("--machine l4 --set link_up=nan", "--set link_up=nan: a finite number is needed"),
     ("--machine l4 --fix stage=3 --fix stage=2", "--fix stage is given more than once, as 3 and 2"),
-    ("--machine /tmp", "/tmp is a folder: the path of a TOML file of figures is needed"),
+    ("--machine /tmp", "/tmp is a folder: pass the path of a TOML file of figures"),
     ("--machine l4 --min-disk-days -1", "argument --min-disk-days: '-1': a number above 0"),
     ("--machine l4 --fix stages=3", "ZeroConfig has no field 'stages'; did you mean 'stage'?"),
     ("--machine l4 --fix stage", "a value is needed, such as stage=3"),

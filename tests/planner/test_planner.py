@@ -530,7 +530,7 @@ def test_plan_says_which_fixed_field_has_nothing_to_go_with():
 ], ids=str)  # fmt: skip
 def test_only_a_fixed_field_that_needs_it_asks_for_a_figure_that_nobody_gave(fixed):
     sizes = dataclasses.replace(SIZES, batch=8)
-    with pytest.raises(ValueError, match="machine h200: nobody gave host_bytes"):
+    with pytest.raises(ValueError, match="machine h200 has no figure for host_bytes"):
         plan("h200", sizes, FEW | fixed)
 
 

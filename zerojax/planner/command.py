@@ -39,7 +39,7 @@ def run_plan(options: argparse.Namespace) -> None:
         made = _plan(options)
         text = str(made) if not options.compare else f"{made}\n\n{_comparison(options, made)}"
     except ValueError as error:
-        if "nobody gave" not in str(error):
+        if "has no figure for" not in str(error):
             raise
         raise ValueError(f"{error}. Here it is --set FIGURE=VALUE.") from error
     if options.json:
@@ -108,7 +108,7 @@ def _figure(text: str) -> tuple[str, float]:
     name, _, value = text.partition("=")
     if name not in (*FIGURES, *COUNTS):
         raise ValueError(
-            f"--set {text}: {name!r} is no figure of a machine{nearest(name, (*FIGURES, *COUNTS))}"
+            f"--set {text}: {name!r} is not a machine figure{nearest(name, (*FIGURES, *COUNTS))}"
         )
     try:
         figure = float(value)
