@@ -224,7 +224,7 @@ def test_numbers_that_are_none_are_refused_by_option(arguments, words, capsys):
     ("empty.toml", b"# nothing\n", "empty.toml is empty: add a line for each figure"),
     ("latin.toml", b'name = "\xe9"', "latin.toml is not valid TOML"),
     ("long.toml", b"#" * (1 << 21), "long.toml has 2,097,152 bytes"),
-    ("huge.toml", b"link_up = 1" + b"0" * 400, "line 1: link_up = an integer of 1,329 bits: bytes a second"),
+    ("huge.toml", b"link_up = 1" + b"0" * 400, "line 1: link_up = an integer of 1,329 bits: must be bytes per second"),
     ("pipe.toml", None, "pipe.toml is not a regular file"),
 ])  # fmt: skip
 def test_machine_files_of_any_kind_end_with_one_line(name, data, words, tmp_path, capsys):

@@ -92,9 +92,9 @@ def test_machines_are_hashed_copied_and_pickled():
         ({"disk_read": float("nan")}, r"disk_read = nan"),
         ({"device_bytes": 0.5}, r"device_bytes = 0\.5: must be whole bytes from 1"),
         ({"flops": {"bf17": 1e12}}, r"flops\.bf17 .* flops\.bf16"),
-        ({"flops": {"bf16": -1.0}}, r"flops\.bf16 = -1\.0: FLOP a second"),
+        ({"flops": {"bf16": -1.0}}, r"flops\.bf16 = -1\.0: must be FLOP per second"),
         ({"flops": 1e12}, r"flops is not a mapping"),
-        ({"source": {"link": "x"}}, r"'link', which is no figure.*did you mean 'link_up'"),
+        ({"source": {"link": "x"}}, r"'link', which is not a machine figure.*did you mean 'link_up'"),
         ({"name": ""}, r"a name is needed"),
     ],
 )
