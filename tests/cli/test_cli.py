@@ -205,7 +205,7 @@ PLAN = [
     (["memory", "--params", "1e400"], "argument --params: '1e400': a whole number from 1"),
     (["memory", "--params", "1", "--shards", "9" * 100], "--shards: '999"),
     ([*PLAN, "--params", "inf"], "argument --params: 'inf'"),
-    ([*PLAN, "--layers", "1e6"], "zerojax plan: layers = 1,000,000: at most 1,000 is planned"),
+    ([*PLAN, "--layers", "1e6"], "zerojax plan: layers = 1,000,000: must be at most 1,000"),
     ([*PLAN, "--fix", "stage=---1"], "zerojax plan: stage='---1' is unknown: choose from 0, 1, 2, 3"),
     ([*PLAN, "--fix", "stage=" + "(" * 3000], "zerojax plan: --fix stage: a value of 3,000 characters"),
     ([*PLAN, "--min-disk-days", "nan"], "argument --min-disk-days: 'nan': a number above 0"),

@@ -53,7 +53,7 @@ def test_machines_say_which_figure_nobody_gave():
         machine.needs("device_bytes", "host_bytes", "disk_read")
     with pytest.raises(ValueError, match=r"flops=\{\*\*machine\.flops, 'fp16': \.\.\.\}"):
         zj.Machine(name="m").need("flops.fp16")
-    with pytest.raises(ValueError, match="no figure 'link_upp': did you mean 'link_up'"):
+    with pytest.raises(ValueError, match="unknown machine figure 'link_upp': did you mean 'link_up'"):
         machine.need("link_upp")
     assert dataclasses.replace(machine, host_bytes=2e12).need("host_bytes") == 2 * 10**12
 

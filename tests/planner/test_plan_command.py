@@ -144,7 +144,7 @@ def test_plan_command_compares_stages_and_tiers(lab, capsys):
     ("--machine l4 --set device_bytes=1e6 --fix activations=remat", "nothing fits l4: device needs"),
     ("--machine l4 --json nowhere/plan.json", "nowhere/plan.json: its folder is not there"),
     ("--machine l4 --min-disk-days 30", "disk_tbw_bytes"),
-    ("--machine l4 --kv-heads 3", "heads = 8 do not divide by kv_heads = 3"),
+    ("--machine l4 --kv-heads 3", "heads = 8 is not divisible by kv_heads = 3"),
     ("--machine l4 --params 1B", "drop params, or correct the size that is wrong"),
 ])  # fmt: skip
 def test_plan_command_refuses_with_one_line(arguments, message, capsys):

@@ -319,6 +319,6 @@ def test_plan_of_a_model_refuses_what_is_missing(arguments, message):
 def test_plan_of_a_batch_that_does_not_divide_says_so():
     model, batch = wide(batch_of=6)
     with pytest.raises(
-        ValueError, match=r"batch 6 does not divide by data x fsdp = 1 x 4: .* use 8"
+        ValueError, match=r"batch 6 is not divisible by data x fsdp = 1 x 4, .* use 8"
     ):
         zj.plan(model, TX, mesh_of(4), batch, MACHINE)

@@ -483,7 +483,7 @@ def test_plan_of_a_machine_with_more_is_never_slower_where_rounded_moments_would
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"fixed": {"stages": 3}}, "no field 'stages': did you mean 'stage'?"),
     ({"fixed": {"update": "in_backward", "clip_norm": 1.0}}, "update='in_backward' with clip_norm=1.0"),
-    ({"sizes": dataclasses.replace(SIZES, batch=6), "mesh": {"fsdp": 4}}, "batch 6 does not divide by data x fsdp = 1 x 4"),
+    ({"sizes": dataclasses.replace(SIZES, batch=6), "mesh": {"fsdp": 4}}, "batch 6 is not divisible by data x fsdp = 1 x 4"),
     ({"mesh": {"fdsp": 4}}, "mesh has the axes ['fdsp']: they may be data, fsdp, tensor"),
     ({"mesh": {"tensor": 3}}, "mesh {'tensor': 3} does not divide the 4 devices of lab"),
     ({"mesh": {"fsdp": 2}}, "mesh {'fsdp': 2} has 2 devices, and lab has 4"),
@@ -541,12 +541,12 @@ def test_plan_of_a_machine_without_host_bytes_leaves_nothing_but_the_device():
 
 
 @pytest.mark.parametrize(("sizes", "message"), [
-    ({"layers": 10**9}, "layers = 1,000,000,000: at most 1,000 is planned"),
-    ({"params": float("inf")}, "params = inf: a whole number, at least 1, is needed"),
-    ({"params": float("nan")}, "params = nan: a whole number, at least 1, is needed"),
-    ({"hidden": 10**30}, "hidden = 2^99 or more: at most 10,000,000 is planned"),
+    ({"layers": 10**9}, "layers = 1,000,000,000: must be at most 1,000"),
+    ({"params": float("inf")}, "params = inf: must be a whole number of at least 1"),
+    ({"params": float("nan")}, "params = nan: must be a whole number of at least 1"),
+    ({"hidden": 10**30}, "hidden = 2^99 or more: must be at most 10,000,000"),
     ({"batch": 10**9, "seq": 10**9}, "tokens of width 1,024 are 1.02e+21 elements"),
-    ({"gated": 1}, "gated = 1: True or False is needed"),
+    ({"gated": 1}, "gated = 1: must be True or False"),
 ])  # fmt: skip
 def test_sizes_beyond_every_machine_are_refused_by_name(sizes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
