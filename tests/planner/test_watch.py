@@ -112,6 +112,6 @@ def test_watch_refuses_what_is_no_plan_machine_or_metrics():
     with pytest.raises(ValueError, match=r"machine must be a zerojax\.Machine, got 'l4'"):
         StepWatch(machine="l4")  # pyright: ignore[reportArgumentType]
     with pytest.raises(
-        ValueError, match=r"metrics=None: what program\.step returns beside the state is needed"
+        ValueError, match=r"metrics=None: pass the metrics that program\.step returns"
     ):
         StepWatch().step(None)  # pyright: ignore[reportArgumentType]

@@ -708,7 +708,7 @@ def _check_arguments(fixed: Any, min_disk_days: Any, tiles: Any) -> None:
         )
     if min_disk_days is not None and (as_number(min_disk_days) or 0) <= 0:
         raise ValueError(
-            f"min_disk_days={min_disk_days!r}: must be a number of days above 0, or None for no limit"
+            f"min_disk_days={min_disk_days!r}: pass a number of days above 0, or None for any"
         )
     if tiles is not None and not (
         isinstance(tiles, Sequence) and tiles and all((as_integer(n) or 0) >= 1 for n in tiles)

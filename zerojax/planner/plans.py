@@ -329,7 +329,7 @@ class Plan:
         )
 
     def svg(self) -> str:
-        """Return the plan as an SVG document: bytes by tier, the step's timeline, and its efficiency."""
+        """Return the plan as an SVG document: bytes by tier, the timeline, and its efficiency."""
         return draw_plan(self)
 
     def html(self) -> str:

@@ -126,7 +126,10 @@ def lacks_of(search: Search, near: Nearest) -> list[Lack]:
 
 
 def what_lacks(lack: Lack) -> str:
-    """Return a description of a tier that lacks bytes, with the needed and available bytes per device."""
+    """Return a description of a tier that lacks bytes.
+
+    It has the needed and the available bytes per device.
+    """
     what = (
         f"{lack.what} needs"
         if lack.what != BOTH
