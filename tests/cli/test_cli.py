@@ -207,7 +207,7 @@ PLAN = [
     ([*PLAN, "--params", "inf"], "argument --params: 'inf'"),
     ([*PLAN, "--layers", "1e6"], "zerojax plan: layers = 1,000,000: must be at most 1,000"),
     ([*PLAN, "--fix", "stage=---1"], "zerojax plan: stage='---1' is unknown: choose from 0, 1, 2, 3"),
-    ([*PLAN, "--fix", "stage=" + "(" * 3000], "zerojax plan: --fix stage: a value of 3,000 characters"),
+    ([*PLAN, "--fix", "stage=" + "(" * 3000], "zerojax plan: --fix stage: the value has 3,000 characters"),
     ([*PLAN, "--min-disk-days", "nan"], "argument --min-disk-days: 'nan': a number above 0"),
     (["bench-io", ".", "--gib", "inf"], "argument --gib: 'inf': a number above 0"),
     (["export", ".", "x", "--format", "hf", "--like", ".", "--shard-bytes", "nan"], "argument --shard-bytes: 'nan'"),

@@ -164,14 +164,14 @@ def test_sizes_split_what_a_llamas_layer_keeps_over_tensor():
             r"hidden = 2048 is not divisible by heads = 24: choose 16 heads, or hidden = 2064",
         ),
         ({"kv_heads": 6}, r"heads = 16 is not divisible by kv_heads = 6: .*choose 4"),
-        ({"params": 1.1e9}, r"params = 1,100,000,000, .* make 1,310,885,888 \(-16%\): drop params"),
+        ({"params": 1.1e9}, r"params = 1,100,000,000, .* imply 1,310,885,888 \(-16%\): drop params"),
         (
             {"params": 1.31e9, "vocab": 0, "layers": 20},
-            r"make 1,006,632,960 \(\+30%\).*vocab = 0 leaves out the embedding",
+            r"imply 1,006,632,960 \(\+30%\).*vocab = 0 leaves out the embedding",
         ),
         (
             {"params": 95_000, "layers": 2, "hidden": 4, "heads": 1, "vocab": 25_000},
-            r"params = 95,000.* make 100,384",
+            r"params = 95,000.* imply 100,384",
         ),
     ],
 )

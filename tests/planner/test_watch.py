@@ -85,7 +85,7 @@ def test_bytes_a_day_and_days_left(planned, monkeypatch, caplog):
     assert watch.written_a_day == pytest.approx(1.5e9 * 86400)
     assert watch.disk_days == pytest.approx(6e14 / (1.5e9 * 86400))
     (line,) = told(caplog, logging.INFO)
-    assert "130 TB a day" in line
+    assert "130 TB per day" in line
     assert "5 days" in line
 
 
