@@ -486,7 +486,7 @@ def test_plan_of_a_machine_with_more_is_never_slower_where_rounded_moments_would
     ({"sizes": dataclasses.replace(SIZES, batch=6), "mesh": {"fsdp": 4}}, "batch 6 is not divisible by data x fsdp = 1 x 4"),
     ({"mesh": {"fdsp": 4}}, "mesh has unknown axes ['fdsp']: choose from data, fsdp, tensor"),
     ({"mesh": {"tensor": 3}}, "mesh {'tensor': 3} does not divide the 4 devices of lab"),
-    ({"mesh": {"fsdp": 2}}, "mesh {'fsdp': 2} has 2 devices, and lab has 4"),
+    ({"mesh": {"fsdp": 2}}, "mesh {'fsdp': 2} has 2 devices, but lab has 4"),
     ({"machine": None}, "needs a machine"),
     ({"mesh": {"fsdp": "4"}}, "mesh {'fsdp': '4'}: '4' is not a number of devices"),
     ({"machine": 4}, "machine must be a zerojax.Machine or its name, such as 'h200', got int"),
@@ -545,7 +545,7 @@ def test_plan_of_a_machine_without_host_bytes_leaves_nothing_but_the_device():
     ({"params": float("inf")}, "params = inf: must be a whole number of at least 1"),
     ({"params": float("nan")}, "params = nan: must be a whole number of at least 1"),
     ({"hidden": 10**30}, "hidden = 2^99 or more: must be at most 10,000,000"),
-    ({"batch": 10**9, "seq": 10**9}, "tokens of width 1,024 are 1.02e+21 elements"),
+    ({"batch": 10**9, "seq": 10**9}, "tokens of width 1,024 have 1.02e+21 elements"),
     ({"gated": 1}, "gated = 1: must be True or False"),
 ])  # fmt: skip
 def test_sizes_beyond_every_machine_are_refused_by_name(sizes, message):

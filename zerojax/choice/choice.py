@@ -42,7 +42,7 @@ def by_milp(problem: Problem, *, gap: float = 1e-3, seconds: float = 20.0) -> Ch
     if not greedy.fits:
         return greedy
     begin = time.perf_counter() - greedy.solver.seconds
-    # Imported here because scipy's solvers take 0.3 s to import, and most processes need none.
+    # Imported here because scipy's solvers add 0.3 s, which every import of zerojax would pay.
     from zerojax.choice.choice_program import ChoiceProgram
 
     program = ChoiceProgram(problem)

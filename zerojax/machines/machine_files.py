@@ -106,7 +106,7 @@ def _line(key: str, lines: list[str]) -> str:
     """
     parts = key.split(".")
     for name, table in ((parts, ""), (parts[-1:], ".".join(parts[:-1]))):
-        # A part may be quoted, and there may be spaces around the dots.
+        # A part may be quoted, and dots may have spaces around them.
         pattern = re.compile(
             r"\s*" + r"\s*\.\s*".join(rf"[\"']?{re.escape(part)}[\"']?" for part in name) + r"\s*="
         )

@@ -57,7 +57,7 @@ FRACTION = "opt_state_device_fraction"
 PARTS = 16
 """Number of steps in which the fraction is chosen."""
 MOST_FRACTION = 1 - 1 / PARTS
-"""Placeholder in a candidate for the largest fraction that fits, which only an estimate can tell.
+"""Placeholder in a candidate for the largest fraction that fits, which needs an estimate to find.
 """
 _MOST_MICROBATCHES = 64
 _DEFAULT_FIELDS = {field.name: field.default for field in dataclasses.fields(ZeroConfig)}

@@ -188,7 +188,7 @@ def _headings(phases: Sequence[PhaseTime], scale: float, top: float) -> tuple[li
         row = max((1 + row for row, end in placed if end > min(x, begin)), default=0)
         placed.append((row, x + width + 8))
         lines.append((begin, top + 16 * row + 2))
-        # The white rim keeps a heading readable if lack of room moves it left over its line.
+        # The white rim keeps a heading readable if lack of room moves it left, across its line.
         words.append(
             text(
                 x,

@@ -151,7 +151,7 @@ def draw_tiers(
                 transform=f"translate(0 {top + 6 + row * (ROW + 6):g})",
             )
         )
-    note = "per device; the length of each bar is what a device may use of the tier"
+    note = "per device; the full length of a bar is what a device may use of the tier"
     return Part("Bytes", note, body, top + 6 + len(drawn) * (ROW + 6))
 
 

@@ -1,10 +1,13 @@
 """The planner: which config fits a machine and is fastest on it, and how long its step takes.
 
-    plan = zj.plan(model, tx, mesh, batch)              # a model, on this machine
-    plan = zj.plan(model, tx, mesh, batch, zj.machine("h200"))  # on another one; the mesh may be
-                                                                # compile-only
-    plan = zj.plan(zj.Sizes(layers=96, hidden=12288, heads=96, seq=2048, batch=64),
-                   machine=zj.machine("h200", nodes=8))
+    # A model on this machine, or on another one; the mesh may be compile-only.
+    plan = zj.plan(model, tx, mesh, batch)
+    plan = zj.plan(model, tx, mesh, batch, zj.machine("h200"))
+    # A transformer described by numbers alone.
+    plan = zj.plan(
+        zj.Sizes(layers=96, hidden=12288, heads=96, seq=2048, batch=64),
+        machine=zj.machine("h200", nodes=8),
+    )
     print(plan)
     program = zj.build_train_step(model, tx, plan.config, mesh)
 
