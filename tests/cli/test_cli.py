@@ -205,9 +205,9 @@ PLAN = [
     (["memory", "--params", "1e400"], "argument --params: '1e400': a whole number from 1"),
     (["memory", "--params", "1", "--shards", "9" * 100], "--shards: '999"),
     ([*PLAN, "--params", "inf"], "argument --params: 'inf'"),
-    ([*PLAN, "--layers", "1e6"], "zerojax plan: layers = 1,000,000: at most 1,000 is planned"),
+    ([*PLAN, "--layers", "1e6"], "zerojax plan: layers = 1,000,000: must be at most 1,000"),
     ([*PLAN, "--fix", "stage=---1"], "zerojax plan: stage='---1' is unknown: choose from 0, 1, 2, 3"),
-    ([*PLAN, "--fix", "stage=" + "(" * 3000], "zerojax plan: --fix stage: a value of 3,000 characters"),
+    ([*PLAN, "--fix", "stage=" + "(" * 3000], "zerojax plan: --fix stage: the value has 3,000 characters"),
     ([*PLAN, "--min-disk-days", "nan"], "argument --min-disk-days: 'nan': a number above 0"),
     (["bench-io", ".", "--gib", "inf"], "argument --gib: 'inf': a number above 0"),
     (["export", ".", "x", "--format", "hf", "--like", ".", "--shard-bytes", "nan"], "argument --shard-bytes: 'nan'"),
@@ -221,11 +221,11 @@ def test_numbers_that_are_none_are_refused_by_option(arguments, words, capsys):
 
 @pytest.mark.parametrize(("name", "data", "words"), [
     ("deep.toml", b"a = " + b"[" * 5000, "deep.toml is nested too deeply"),
-    ("empty.toml", b"# nothing\n", "empty.toml is empty: a line for each figure is needed"),
-    ("latin.toml", b'name = "\xe9"', "latin.toml is no TOML"),
+    ("empty.toml", b"# nothing\n", "empty.toml is empty: add a line for each figure"),
+    ("latin.toml", b'name = "\xe9"', "latin.toml is not valid TOML"),
     ("long.toml", b"#" * (1 << 21), "long.toml has 2,097,152 bytes"),
-    ("huge.toml", b"link_up = 1" + b"0" * 400, "line 1: link_up = an integer of 1,329 bits: bytes a second"),
-    ("pipe.toml", None, "pipe.toml is no regular file"),
+    ("huge.toml", b"link_up = 1" + b"0" * 400, "line 1: link_up = an integer of 1,329 bits: must be bytes per second"),
+    ("pipe.toml", None, "pipe.toml is not a regular file"),
 ])  # fmt: skip
 def test_machine_files_of_any_kind_end_with_one_line(name, data, words, tmp_path, capsys):
     if data is None:

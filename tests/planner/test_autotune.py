@@ -121,7 +121,7 @@ def test_the_fastest_that_fits_is_chosen(monkeypatch):
     ]
     assert [line.endswith("<- fastest") for line in lines[2:]] == [n == 4 for n in range(5)]
     with pytest.raises(
-        ValueError, match="no setting fits: the least takes 10 bytes of the device, which has 9"
+        ValueError, match="no setting fits: the smallest takes 10 bytes of the device, which has 9"
     ):
         tuned(monkeypatch, fields, seconds, num_bytes, device_bytes=9)
 
@@ -153,9 +153,9 @@ def test_settings_that_cannot_be_built_are_told_and_not_chosen(monkeypatch):
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"groups": 4}, "groups=4: a sequence of values of link_groups"),
+        ({"groups": 4}, "groups=4: pass a sequence of values of link_groups"),
         ({"groups": (1,)}, "link_groups=1: an integer of at least 2"),
-        ({"distances": "12"}, "distances='12': a sequence"),
+        ({"distances": "12"}, "distances='12': pass a sequence"),
         ({"distances": (-1,)}, "prefetch_distance=-1"),
         ({"device_bytes": "60e9"}, "device_bytes='60e9': an integer"),
         ({"rates": "l5"}, r"rates .l5. are unknown: .* zerojax.machine\(.lab.toml.\).rates\(\)"),

@@ -367,7 +367,7 @@ LAYER = Problem(
 
 def test_choice_says_what_is_missing():
     assert (
-        str(by_milp(LAYER).missing[0]) == "device: 12 bytes are needed, 3 more than the 9 there are"
+        str(by_milp(LAYER).missing[0]) == "device: 12 bytes are needed, 3 more than the 9 available"
     )
 
 
@@ -389,7 +389,7 @@ def test_choice_refuses_a_problem_that_makes_no_sense(fields, message):
 
 
 def test_choice_refuses_an_assignment_of_other_layers_or_options():
-    with pytest.raises(ValueError, match="an assignment of 2 layers: the problem has 3"):
+    with pytest.raises(ValueError, match="the assignment has 2 layers, but the problem has 3"):
         predicted_seconds(LAYER, [0, 0])
-    with pytest.raises(ValueError, match="option 1: the problem has 1, from 0"):
+    with pytest.raises(ValueError, match="unknown option 1: the problem has 1 options, counted from 0"):
         predicted_seconds(LAYER, [0, 1, 0])

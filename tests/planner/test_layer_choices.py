@@ -148,8 +148,8 @@ def test_layer_options_without_values_are_those_of_the_input():
         ({"num_bytes": 0}, "value 'b': num_bytes=0, seconds=1.0: at least 1 byte"),
         ({"seconds": -1.0}, "value 'b': num_bytes=2, seconds=-1.0"),
         ({"seconds": float("nan")}, "value 'b': num_bytes=2, seconds=nan"),
-        ({"operands": (1,)}, "value 'b': operand 1 is no earlier value: they are 0 to 0"),
-        ({"name": "a"}, "value 1: the name 'a' comes twice"),
+        ({"operands": (1,)}, "value 'b': operand 1 is not an earlier value; earlier values are 0 to 0"),
+        ({"name": "a"}, "value 1: the name 'a' is already used"),
     ],
 )
 def test_layer_options_refuse_values_that_make_no_sense(fields, message):

@@ -189,7 +189,7 @@ def test_papers_infinity_says_which_bandwidth_is_enough():
     assert needed == pytest.approx(9 * 70e12 / 512)
     assert needed > 900e9
     assert reached("opt_state", needed, batch=2) == pytest.approx(0.9)
-    with pytest.raises(ValueError, match=r"share = 1: .*below 1"):
+    with pytest.raises(ValueError, match=r"share = 1 must be .*below 1"):
         planner.bandwidth_for(1, 512.0, peak)
 
 

@@ -295,10 +295,10 @@ def test_plan_for_gpus_that_are_not_there_takes_their_rates():
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"tx": None}, "a plan of a model takes (model, tx, mesh, batch): lacks tx"),
     ({"mesh": None}, "lacks mesh"),
-    ({"mesh": {"fsdp": 2}}, "mesh is {'fsdp': 2}, and no jax.sharding.Mesh"),
+    ({"mesh": {"fsdp": 2}}, "mesh is {'fsdp': 2}, which is not a jax.sharding.Mesh"),
     ({"model": lambda x: x}, "model must be a zerojax.Model, LayeredModel or Sizes, got function"),
     ({"fixed": {"stages": 3}}, "did you mean 'stage'"),
-    ({"fixed": ["stage"]}, "fixed=['stage']: fields of ZeroConfig by name are needed, such as fixed={'stage': 3}"),
+    ({"fixed": ["stage"]}, "fixed=['stage']: pass fields of ZeroConfig by name, such as fixed={'stage': 3}"),
     ({"batch": {"tokens": 1}}, "batch['tokens'] is 1: a plan takes arrays or jax.ShapeDtypeStructs of one step"),
     ({"batch": {}}, "batch has no array with rows"),
 ])  # fmt: skip
@@ -319,6 +319,6 @@ def test_plan_of_a_model_refuses_what_is_missing(arguments, message):
 def test_plan_of_a_batch_that_does_not_divide_says_so():
     model, batch = wide(batch_of=6)
     with pytest.raises(
-        ValueError, match=r"batch 6 does not divide by data x fsdp = 1 x 4: .* use 8"
+        ValueError, match=r"batch 6 is not divisible by data x fsdp = 1 x 4, .* use 8"
     ):
         zj.plan(model, TX, mesh_of(4), batch, MACHINE)

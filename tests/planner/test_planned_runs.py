@@ -154,7 +154,7 @@ def test_auto_trains_within_the_device_or_refuses(share, model, tmp_path):
 def test_plan_of_a_batch_that_does_not_divide_says_so(model):
     tokens = np.zeros((6, SEQ), np.int32)
     with pytest.raises(
-        ValueError, match=r"batch 6 does not divide by data x fsdp = 1 x 4: .* use 8"
+        ValueError, match=r"batch 6 is not divisible by data x fsdp = 1 x 4, .* use 8"
     ):
         zj.plan(
             model, optax.adamw(1e-3), mesh_of(4), {"tokens": tokens, "targets": tokens}, MACHINE

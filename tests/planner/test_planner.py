@@ -483,15 +483,15 @@ def test_plan_of_a_machine_with_more_is_never_slower_where_rounded_moments_would
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"fixed": {"stages": 3}}, "no field 'stages': did you mean 'stage'?"),
     ({"fixed": {"update": "in_backward", "clip_norm": 1.0}}, "update='in_backward' with clip_norm=1.0"),
-    ({"sizes": dataclasses.replace(SIZES, batch=6), "mesh": {"fsdp": 4}}, "batch 6 does not divide by data x fsdp = 1 x 4"),
-    ({"mesh": {"fdsp": 4}}, "mesh has the axes ['fdsp']: they may be data, fsdp, tensor"),
+    ({"sizes": dataclasses.replace(SIZES, batch=6), "mesh": {"fsdp": 4}}, "batch 6 is not divisible by data x fsdp = 1 x 4"),
+    ({"mesh": {"fdsp": 4}}, "mesh has unknown axes ['fdsp']: choose from data, fsdp, tensor"),
     ({"mesh": {"tensor": 3}}, "mesh {'tensor': 3} does not divide the 4 devices of lab"),
-    ({"mesh": {"fsdp": 2}}, "mesh {'fsdp': 2} has 2 devices, and lab has 4"),
+    ({"mesh": {"fsdp": 2}}, "mesh {'fsdp': 2} has 2 devices, but lab has 4"),
     ({"machine": None}, "needs a machine"),
-    ({"mesh": {"fsdp": "4"}}, "mesh {'fsdp': '4'}: '4' is no number of devices"),
+    ({"mesh": {"fsdp": "4"}}, "mesh {'fsdp': '4'}: '4' is not a number of devices"),
     ({"machine": 4}, "machine must be a zerojax.Machine or its name, such as 'h200', got int"),
-    ({"min_disk_days": -1.0}, "min_disk_days=-1.0: a number of days above 0 is needed"),
-    ({"tiles": ()}, "tiles=(): numbers of at least 1 are needed"),
+    ({"min_disk_days": -1.0}, "min_disk_days=-1.0: pass a number of days above 0"),
+    ({"tiles": ()}, "tiles=(): pass numbers of at least 1"),
     ({"batch": {}}, "a plan from Sizes takes no optimizer, batch or Mesh"),
     ({"min_disk_days": 30.0}, "disk_tbw_bytes"),
     ({"machine": lab(flops={}, devices_per_node=4)}, "flops.bf16"),
@@ -530,7 +530,7 @@ def test_plan_says_which_fixed_field_has_nothing_to_go_with():
 ], ids=str)  # fmt: skip
 def test_only_a_fixed_field_that_needs_it_asks_for_a_figure_that_nobody_gave(fixed):
     sizes = dataclasses.replace(SIZES, batch=8)
-    with pytest.raises(ValueError, match="machine h200: nobody gave host_bytes"):
+    with pytest.raises(ValueError, match="machine h200 has no figure for host_bytes"):
         plan("h200", sizes, FEW | fixed)
 
 
@@ -541,12 +541,12 @@ def test_plan_of_a_machine_without_host_bytes_leaves_nothing_but_the_device():
 
 
 @pytest.mark.parametrize(("sizes", "message"), [
-    ({"layers": 10**9}, "layers = 1,000,000,000: at most 1,000 is planned"),
-    ({"params": float("inf")}, "params = inf: a whole number, at least 1, is needed"),
-    ({"params": float("nan")}, "params = nan: a whole number, at least 1, is needed"),
-    ({"hidden": 10**30}, "hidden = 2^99 or more: at most 10,000,000 is planned"),
-    ({"batch": 10**9, "seq": 10**9}, "tokens of width 1,024 are 1.02e+21 elements"),
-    ({"gated": 1}, "gated = 1: True or False is needed"),
+    ({"layers": 10**9}, "layers = 1,000,000,000: must be at most 1,000"),
+    ({"params": float("inf")}, "params = inf: must be a whole number of at least 1"),
+    ({"params": float("nan")}, "params = nan: must be a whole number of at least 1"),
+    ({"hidden": 10**30}, "hidden = 2^99 or more: must be at most 10,000,000"),
+    ({"batch": 10**9, "seq": 10**9}, "tokens of width 1,024 have 1.02e+21 elements"),
+    ({"gated": 1}, "gated = 1: must be True or False"),
 ])  # fmt: skip
 def test_sizes_beyond_every_machine_are_refused_by_name(sizes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -569,7 +569,7 @@ def test_plan_assumes_that_reads_and_writes_share_the_slower_rate_of_the_disk():
         plan(lab(**figures, disk_both=both), fixed=fixed) for both in (None, 1e9, 3e9)
     )
     assert assumed.notes == (
-        "disk_both, 1 GB/s, is assumed: reads and writes at once share the lower of disk_read and disk_write",
+        "disk_both, 1 GB/s, is assumed: simultaneous reads and writes share the lower of disk_read and disk_write",
     )  # fmt: skip
     assert assumed.seconds == slow.seconds > fast.seconds
     assert slow.notes == fast.notes == ()
@@ -585,7 +585,7 @@ def test_plan_tells_what_it_did_not_consider():
         "pinned_host is not considered: the machine lacks host_bytes, link_up, link_down, link_both",
         "nvme is not considered: the machine lacks disk_bytes, disk_read, disk_write, host_bytes, link_up, link_down, "
         "link_both",
-        "update_on='host' is not considered: the machine's host_kernel is not given",
+        "update_on='host' is not considered: the machine lacks host_kernel",
     )  # fmt: skip
     assert plan(lab(), fixed=FEWER).notes == ()
     assert (
@@ -700,7 +700,7 @@ def test_disk_lasts_as_long_as_it_has_to():
     assert (plan(machine, fixed=FEWER, min_disk_days=0.9 * lasts).disk_days or 0.0) >= 0.9 * lasts
     fixed = FEWER | dict.fromkeys(("params", "grads", "opt_state"), "nvme")
     with pytest.raises(
-        PlanError, match=r"the disk lasts .* days of steps, and min_disk_days=1000 are asked for"
+        PlanError, match=r"the disk lasts .* days of steps, but min_disk_days=1000 is required"
     ) as caught:
         plan(machine, fixed=fixed, min_disk_days=1000.0)
     assert (caught.value.tier, caught.value.needed) == ("days of the disk", 1000.0)
@@ -812,7 +812,7 @@ def test_plan_tells_which_configs_are_faster_and_less_plain():
     lines = [
         line
         for line in str(made).splitlines()
-        if re.match(r"  less plain  .* \(\d\.\d% faster, and 3% are asked for\)", line)
+        if re.match(r"  less plain  .* \(\d\.\d% faster, but 3% required\)", line)
     ]
     assert len(lines) == len(faster)
     assert sum(line.startswith("  beaten ") for line in str(made).splitlines()) == len(
@@ -838,11 +838,11 @@ def test_plan_utilization_counts_the_models_flops():
         ),
         (
             {"activations": (zj.Segment(4), zj.Segment(3))},
-            "the segments of activations have 7 layers, and the model has 8",
+            "the segments of activations have 7 layers, but the model has 8",
         ),
         (
             {"activations": "remat", "saved_names": ("nonsense",)},
-            r"name \['nonsense'\]: a transformer of sizes has",
+            r"unknown names \['nonsense'\]: a transformer from Sizes has",
         ),
     ],
 )

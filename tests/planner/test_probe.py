@@ -34,7 +34,7 @@ def test_probe_gives_every_figure_that_can_be_measured(tmp_path):
     assert (found.nodes, found.devices_per_node, found.name) == (1, 8, "cpu")
     assert found.need("host_bytes") // 8 == found.device_bytes
     assert "copies of memory" in found.source["link_up"]
-    assert "4 transfers at once of 8 MiB" in found.source["disk_both"]
+    assert "4 concurrent transfers of 8 MiB" in found.source["disk_both"]
     assert not os.listdir(tmp_path)
 
 

@@ -146,32 +146,32 @@ def test_sizes_split_what_a_llamas_layer_keeps_over_tensor():
     assert LLAMA_8B.layer_kept_bytes(1, tensor=8, activations="selective") == 8192 * 2 * (
         stream + split / 8
     )
-    with pytest.raises(ValueError, match=r"kv_heads = 8 do not divide by tensor = 16: .*such as 8"):
+    with pytest.raises(ValueError, match=r"kv_heads = 8 is not divisible by tensor = 16, .*such as 8"):
         LLAMA_8B.layer_kept_bytes(1, tensor=16)
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"layers": 0}, r"layers = 0: a whole number, at least 1"),
-        ({"batch": 2.5}, r"batch = 2\.5: a whole number"),
+        ({"layers": 0}, r"layers = 0: must be a whole number of at least 1"),
+        ({"batch": 2.5}, r"batch = 2\.5: must be a whole number"),
         ({"seq": True}, r"seq = True"),
-        ({"vocab": -1}, r"vocab = -1: a whole number, at least 0"),
+        ({"vocab": -1}, r"vocab = -1: must be a whole number of at least 0"),
         ({"mlp": 0}, r"mlp = 0"),
-        ({"params": 0.5}, r"params = 0\.5: a whole number, at least 1"),
+        ({"params": 0.5}, r"params = 0\.5: must be a whole number of at least 1"),
         (
             {"heads": 24},
-            r"hidden = 2048 does not divide by heads = 24: choose 16 heads, or hidden = 2064",
+            r"hidden = 2048 is not divisible by heads = 24: choose 16 heads, or hidden = 2064",
         ),
-        ({"kv_heads": 6}, r"heads = 16 do not divide by kv_heads = 6: .*choose 4"),
-        ({"params": 1.1e9}, r"params = 1,100,000,000, .* make 1,310,885,888 \(-16%\): drop params"),
+        ({"kv_heads": 6}, r"heads = 16 is not divisible by kv_heads = 6: .*choose 4"),
+        ({"params": 1.1e9}, r"params = 1,100,000,000, .* imply 1,310,885,888 \(-16%\): drop params"),
         (
             {"params": 1.31e9, "vocab": 0, "layers": 20},
-            r"make 1,006,632,960 \(\+30%\).*vocab = 0 leaves out the embedding",
+            r"imply 1,006,632,960 \(\+30%\).*vocab = 0 leaves out the embedding",
         ),
         (
             {"params": 95_000, "layers": 2, "hidden": 4, "heads": 1, "vocab": 25_000},
-            r"params = 95,000.* make 100,384",
+            r"params = 95,000.* imply 100,384",
         ),
     ],
 )

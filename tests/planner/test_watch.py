@@ -85,7 +85,7 @@ def test_bytes_a_day_and_days_left(planned, monkeypatch, caplog):
     assert watch.written_a_day == pytest.approx(1.5e9 * 86400)
     assert watch.disk_days == pytest.approx(6e14 / (1.5e9 * 86400))
     (line,) = told(caplog, logging.INFO)
-    assert "130 TB a day" in line
+    assert "130 TB per day" in line
     assert "5 days" in line
 
 
@@ -112,6 +112,6 @@ def test_watch_refuses_what_is_no_plan_machine_or_metrics():
     with pytest.raises(ValueError, match=r"machine must be a zerojax\.Machine, got 'l4'"):
         StepWatch(machine="l4")  # pyright: ignore[reportArgumentType]
     with pytest.raises(
-        ValueError, match=r"metrics=None: what program\.step returns beside the state is needed"
+        ValueError, match=r"metrics=None: pass the metrics that program\.step returns"
     ):
         StepWatch().step(None)  # pyright: ignore[reportArgumentType]

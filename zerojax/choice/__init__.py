@@ -1,5 +1,6 @@
-"""Which layers keep, offload or compute again what: options of one layer, and an exact choice among
-them for all; pure.
+"""Which activations each layer keeps, offloads or recomputes: options per layer, and a choice.
+
+The choice is made for all layers together and is exact within a gap. All functions are pure.
 """
 
 from zerojax.choice.choice import Choice as Choice

@@ -1,16 +1,14 @@
-"""The choice among keep, offload and recompute for each layer of a step: exact within a gap, or
-said to be impossible.
+"""Choice among keep, offload and recompute for each layer: optimal within a gap, or infeasible.
 
-    values of a block ----------> options of a layer ------------> an option for each layer, in few
-    segments
-                     layer_choices                     this module
+    values of a block ----------> options of a layer ------------> an option for each layer,
+                     layer_choices                     this module    in few segments
 
-`choice_problem` predicts the seconds and bytes of an assignment. `by_greedy` finds a good one that
-fits if any does. `by_milp` bounds it from below by the program of `choice_program` without
-integers, which takes no search. Where that leaves more than the gap, HiGHS (Huangfu and Hall,
-doi:10.1007/s12532-017-0130-5) searches below the greedy seconds. What it finds is evaluated by the
-equations, and has to fit to the byte and to be faster. So no rounding of the solver reaches a
-result, and a solver that runs out of time leaves a good choice, with the gap that is proven.
+`choice_problem` predicts the seconds and bytes of an assignment. `by_greedy` finds a good
+assignment that fits, if any fits. `by_milp` bounds it from below with the linear relaxation of
+`choice_program`, which needs no search. If the gap is still too large, HiGHS (Huangfu and Hall,
+doi:10.1007/s12532-017-0130-5) searches for an assignment faster than the greedy one. Its result is
+evaluated by the equations, must fit to the byte, and must be faster. So the solver's rounding never
+reaches a result, and a solver that runs out of time leaves a good choice with a proven gap.
 """
 
 import dataclasses
@@ -27,23 +25,24 @@ from zerojax.choice.choice_problem import uniform as uniform
 
 
 def by_milp(problem: Problem, *, gap: float = 1e-3, seconds: float = 20.0) -> Choice:
-    """Return the assignment of the fewest seconds that fits, with at most `max_segments` segments.
+    """Return the fastest assignment that fits, with at most `max_segments` segments.
 
-    It is the better one of the solver's and `by_greedy`'s, so it is a good one where the solver
-    runs out of time. The solver is not called where `by_greedy` is within the gap of the program
-    without its integers, which takes a fraction of a second; nor where nothing fits: then it is
-    `by_greedy`'s, with what is missing. `solver` tells, of each, the gap that is proven.
+    The result is the better of the solver's assignment and `by_greedy`'s, so it is good even if the
+    solver runs out of time. The solver is skipped if `by_greedy` is within the gap of the linear
+    relaxation, which takes a fraction of a second to solve. It is also skipped if nothing fits:
+    then the result is `by_greedy`'s, with the missing bytes. The result's `solver` records the
+    proven gap.
 
     Args:
-      problem: of the layers.
-      gap: how far the seconds may be above the least, as a share of them.
-      seconds: of the solver's search, at most; what comes before takes its own.
+      problem: the layers, their options and budgets.
+      gap: largest acceptable excess over the least seconds, as a fraction of the result's seconds.
+      seconds: time limit of the solver's search, in seconds, without the greedy search before it.
     """
     greedy = by_greedy(problem)
     if not greedy.fits:
         return greedy
     begin = time.perf_counter() - greedy.solver.seconds
-    # Here, not above: scipy's solvers take 0.3 s to import, in every process that imports zerojax.
+    # Imported here because scipy's solvers add 0.3 s, which every import of zerojax would pay.
     from zerojax.choice.choice_program import ChoiceProgram
 
     program = ChoiceProgram(problem)
@@ -51,7 +50,7 @@ def by_milp(problem: Problem, *, gap: float = 1e-3, seconds: float = 20.0) -> Ch
     if greedy.seconds - bound <= gap * greedy.seconds:
         return _told(
             greedy,
-            "a greedy search, and no milp, as the bound of a linear program is within the gap",
+            "a greedy search, without milp: the bound of the linear relaxation is within the gap",
             bound,
             begin,
         )
@@ -68,7 +67,7 @@ def by_milp(problem: Problem, *, gap: float = 1e-3, seconds: float = 20.0) -> Ch
             return _told(found, text, bound, begin)
     return _told(
         greedy,
-        f"a greedy search, than which milp found none faster ({text.removeprefix('milp: ')})",
+        f"a greedy search; milp found nothing faster ({text.removeprefix('milp: ')})",
         bound,
         begin,
     )

@@ -1,16 +1,14 @@
-"""A good assignment within a second or two, without a solver: two segments in every way, then one
-change after another.
+"""A good assignment within a second or two, without a solver.
 
-All pairs of options with all bounds between them are tried: "offload the first layers, keep the
-  last" is one. From the best
-few pairs a search goes down: it gives neighbouring layers another option, in each of many ways, and
-  takes what is best, until
-nothing is better. Better means fewer bytes over the budgets, then fewer seconds (`choice_problem`).
-So a segment is moved, split, merged or given another option, and never more than `max_segments` are
-left.
+The search starts from all pairs of options with every possible bound between them, such as "offload
+the first layers, keep the last". From the best few pairs, a descent tries many ways of giving
+neighbouring layers another option, applies the best change, and stops when no change is better.
+Better means fewer bytes over the budgets, then fewer seconds (`choice_problem`). A change can move,
+split or merge segments or give a segment another option, but never leaves more than `max_segments`.
 
-A search may end where nothing fits though something would. Then `least_peak` tells, and the search
-begins again from there. So what is returned fits if anything does.
+A descent can end in an assignment that does not fit although another one would. Then `least_peak`
+decides whether anything fits, and the descent restarts from its assignment. So the result fits if
+any assignment fits.
 """
 
 import itertools
@@ -27,13 +25,14 @@ _GRID = 16
 
 
 def by_greedy(problem: Problem) -> Choice:
-    """Return an assignment of at most `max_segments` segments that fits if any does.
+    """Return a good assignment of at most `max_segments` segments.
 
-    Where none fits, the one with the least peak of device bytes is returned, with what is missing;
-    where host memory is too small for any, the one with the fewest host bytes.
+    It fits if any assignment fits. Otherwise the assignment with the least peak of device bytes is
+    returned, with the missing bytes. If even host memory is too small for every assignment, the one
+    with the fewest host bytes is returned.
 
     Args:
-      problem: of the layers.
+      problem: the layers, their options and budgets.
     """
     begin = time.perf_counter()
     found = [_descended(problem, start) for start in _starts(problem)]
@@ -45,7 +44,7 @@ def by_greedy(problem: Problem) -> Choice:
         if _excess(problem, best[None])[0] == 0:
             best = _descended(problem, best)
     solver = Solver(
-        text="greedy: from two segments, one change after another",
+        text="greedy: descent from two segments",
         gap=math.inf,
         seconds=time.perf_counter() - begin,
     )
@@ -53,8 +52,9 @@ def by_greedy(problem: Problem) -> Choice:
 
 
 def _starts(problem: Problem) -> list[np.ndarray]:
-    """Return the best of one option, and the best few of two options with a bound between them,
-    each of other options.
+    """Return the best uniform assignment, and the best few with two different options.
+
+    Each pair of options contributes at most one assignment, with the best bound between them.
     """
     L, options = problem.num_layers, range(len(problem.options))
     same = np.array([[p] * L for p in options])
@@ -70,9 +70,7 @@ def _starts(problem: Problem) -> list[np.ndarray]:
 
 
 def _descended(problem: Problem, assignment: np.ndarray) -> np.ndarray:
-    """Return the assignment after the best change of several layers, the best after that, until
-    none is better.
-    """
+    """Return the assignment after repeatedly applying the best change, until none is better."""
     while True:
         candidates = _changed(problem, assignment)
         best = candidates[_best(problem, candidates)]
@@ -82,9 +80,10 @@ def _descended(problem: Problem, assignment: np.ndarray) -> np.ndarray:
 
 
 def _changed(problem: Problem, assignment: np.ndarray) -> np.ndarray:
-    """Return the assignment, and those in which layers i .. j-1 take another option: [N, L].
+    """Return the assignment and its neighbours: [N, L].
 
-    Of the bounds i and j, one bounds a segment and the other is any, or both are of a grid.
+    In a neighbour, layers i .. j-1 take another option. One of i and j is the bound of a segment
+    and the other is arbitrary, or both are on a grid.
     """
     L, P = problem.num_layers, len(problem.options)
     bounds = {0, L, *(np.flatnonzero(np.diff(assignment)) + 1).tolist()}
@@ -106,8 +105,9 @@ def _changed(problem: Problem, assignment: np.ndarray) -> np.ndarray:
 
 
 def _best(problem: Problem, candidates: np.ndarray) -> int:
-    """Return the index of the fewest seconds among those with the fewest bytes over the budgets;
-    the first of equal ones.
+    """Return the index of the fastest candidate among those with the least excess over the budgets.
+
+    Ties go to the first candidate.
     """
     excess = _excess(problem, candidates)
     least = np.flatnonzero(excess == excess.min())
@@ -115,7 +115,7 @@ def _best(problem: Problem, candidates: np.ndarray) -> int:
 
 
 def _excess(problem: Problem, candidates: np.ndarray) -> np.ndarray:
-    """Return the bytes over the budgets, of both tiers: [N]."""
+    """Return the bytes over the budgets of each candidate, device and host summed: [N]."""
     peak, host = bytes_of(problem, candidates)
     return np.maximum(peak - problem.device_budget_bytes, 0) + np.maximum(
         host - problem.host_budget_bytes, 0

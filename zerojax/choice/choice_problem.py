@@ -1,31 +1,32 @@
-"""A step of equal layers whose activations are kept, offloaded or recomputed: its seconds and bytes
-for an assignment.
+"""Seconds and bytes of a step whose equal layers keep, offload or recompute their activations.
 
-An assignment gives each layer one of the options of `layer_choices`. Three things work beside each
-other, each in its own order: the device computes, the link's two ways move bytes up to the device
-and down from it. Layers t = 0 .. L-1 in forward, their reverse in backward, l = L-1-k at tick k; a
-ring of d slots is before what goes up (`host_offload.schedule`):
+An assignment gives each layer one of the options of `layer_choices`. Three lanes work in parallel,
+each in its own order: the device computes, and the link moves bytes up to the device and down from
+it. Layers are t = 0 .. L-1 in forward and in reverse order in backward, so l = L-1-k at tick k.
+Uploads pass through a ring of d slots (`host_offload.schedule`):
 
     arrived[t]     = max(arrived[t-1], computed[t-d]) + up_forward_bytes / link_up
     computed[t]    = max(computed[t-1], arrived[t]) + forward_seconds
     stored[t]      = max(stored[t-1], computed[t]) + host_bytes[t] / link_down
 
     B              = computed[L-1] + head_seconds
-    fetched[k]     = max(fetched[k-1], taken[k-d], stored[l], computed[L-1]) + (host_bytes[l] + up_backward_bytes) / link_up
+    fetched[k]     = max(fetched[k-1], taken[k-d], stored[l], computed[L-1])
+                     + (host_bytes[l] + up_backward_bytes) / link_up
     taken[k]       = max(computed_b[k-1], fetched[k]),  with computed_b[-1] = B
     computed_b[k]  = taken[k] + backward_seconds + seconds[l]
     stored_b[k]    = max(stored_b[k-1], computed_b[k]) + down_backward_bytes / link_down
     total          = max(computed_b[L-1], stored_b[L-1])
 
-A layer that stores nothing still waits for its turn: a loop of backward begins when the loop of
-  forward has stored everything.
-At the backward of layer l the device holds what layers 0 .. l keep, and what layer l fetches and
-makes again; the end of forward holds no more than the backward of its last layer. So, from the last
-layer to the first,
+A layer that stores nothing still waits for its turn: the backward loop starts after the forward
+loop has stored everything.
+
+During the backward of layer l, the device holds what layers 0 .. l keep, plus what layer l fetches
+and recomputes. The end of forward holds no more than the backward of the last layer. From the last
+layer to the first, therefore,
 
     peak[l] = device_bytes[l] + max(transient_bytes[l], peak[l+1]),   peak[L] = 0
 
-and peak[0] is the most at any tick. Host memory holds the host_bytes of all layers at the end of
+and peak[0] is the peak over all ticks. Host memory holds the host_bytes of all layers at the end of
 forward.
 """
 
@@ -52,28 +53,29 @@ _AMOUNTS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """What a choice among options depends on. Bytes and rates are those of one device, seconds
-    those of one step.
+    """Inputs of the choice: layers, options, rates and budgets.
+
+    Bytes and rates are per device, in bytes and bytes per second; seconds are per step.
 
     Attributes:
-      num_layers: L, equal layers.
-      options: of a layer.
-      forward_seconds: of a layer, above 0.
-      backward_seconds: of a layer, without what is recomputed.
-      head_seconds: between the last layer's forward and its backward.
-      link_down: bytes a second from the device to host memory.
-      link_up: bytes a second from host memory to the device.
-      distance: d, the ring's slots, at least 1.
-      device_budget_bytes: of device memory for activations.
-      host_budget_bytes: of host memory for activations.
-      up_forward_bytes: of a layer's params, that go up for its forward.
-      up_backward_bytes: of a layer's params and opt_state, that go up for its backward.
-      down_backward_bytes: of a layer's grads, opt_state and params, that go down after its
-        backward.
-      max_segments: runs of neighbouring layers with one option each, at most; at least 1.
+      num_layers: L, number of equal layers.
+      options: options that each layer chooses from.
+      forward_seconds: seconds of a layer's forward, above 0.
+      backward_seconds: seconds of a layer's backward, without recomputation.
+      head_seconds: seconds between the last layer's forward and its backward.
+      link_down: bytes per second from the device to host memory.
+      link_up: bytes per second from host memory to the device.
+      distance: d, number of slots in the prefetch ring, at least 1.
+      device_budget_bytes: bytes of device memory available for activations.
+      host_budget_bytes: bytes of host memory available for activations.
+      up_forward_bytes: bytes per layer of params loaded for its forward.
+      up_backward_bytes: bytes per layer of params and opt_state loaded for its backward.
+      down_backward_bytes: bytes per layer of grads, opt_state and params stored after its backward.
+      max_segments: largest number of segments (runs of neighbouring layers with one option), at
+        least 1.
 
     Raises:
-      ValueError: a count below 1, no option, or an amount that is negative or not finite.
+      ValueError: a count is below 1, there is no option, or an amount is negative or not finite.
     """
 
     num_layers: int
@@ -92,9 +94,10 @@ class Problem:
     max_segments: int = 4
 
     def __post_init__(self) -> None:
+        """Check all counts and amounts."""
         if not self.options:
             raise ValueError(
-                "options is empty: a layer needs at least one, as `layer_options` returns them"
+                "options is empty: pass at least one option, such as the result of `layer_options`"
             )
         for name in ("num_layers", "distance", "max_segments"):
             if getattr(self, name) < 1:
@@ -109,20 +112,30 @@ class Problem:
                 )
 
     def of(self, name: str) -> np.ndarray:
-        """Return one cost of the options, such as "host_bytes", by option: [P], float64."""
+        """Return one cost of all options, such as "host_bytes": float64 [P]."""
         return np.array([getattr(option, name) for option in self.options], float)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Missing:
-    """Bytes that a tier lacks for a choice: of `needed`, the tier has `had`."""
+    """Bytes that a tier lacks for a choice.
+
+    Attributes:
+      tier: name of the tier, "device" or "pinned_host".
+      needed: bytes that the choice needs.
+      had: bytes that the tier has.
+    """
 
     tier: str
     needed: int
     had: int
 
     def __str__(self) -> str:
-        return f"{self.tier}: {self.needed} bytes are needed, {self.needed - self.had} more than the {self.had} there are"
+        """Return the tier, the needed bytes and the missing bytes as text."""
+        return (
+            f"{self.tier}: {self.needed} bytes are needed, "
+            f"{self.needed - self.had} more than the {self.had} available"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,10 +143,10 @@ class Solver:
     """How a choice was found.
 
     Attributes:
-      text: what found it, and how its search ended.
-      gap: how far, at most, `seconds` are above the least, as a share of them; infinite where no
-        bound is known.
-      seconds: of the search.
+      text: description of the search, and how it ended.
+      gap: upper bound on the choice's excess over the least seconds, as a fraction of the
+        choice's seconds; infinite if no bound is known.
+      seconds: seconds that the search took.
     """
 
     text: str
@@ -143,15 +156,15 @@ class Solver:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """An option for each layer, and what it costs.
+    """An option for each layer, and the resulting seconds and bytes.
 
     Attributes:
-      assignment: index of the option, by layer.
-      seconds: predicted, from the first layer's forward to the end of the last one's backward.
-      device_bytes: the most at any tick.
-      host_bytes: of all layers.
-      missing: the tiers that have too little memory for it; empty where it fits.
-      solver: how it was found.
+      assignment: index of each layer's option, first layer first.
+      seconds: predicted seconds from the first layer's forward to the end of its backward.
+      device_bytes: peak bytes of device memory over all ticks.
+      host_bytes: bytes of host memory, summed over all layers.
+      missing: tiers with too little memory for the choice; empty if it fits.
+      solver: how the choice was found.
     """
 
     assignment: tuple[int, ...]
@@ -163,19 +176,20 @@ class Choice:
 
     @property
     def fits(self) -> bool:
-        """Whether no tier lacks memory."""
+        """Whether every tier has enough memory."""
         return not self.missing
 
     @property
     def segments(self) -> tuple[tuple[int, int], ...]:
-        """Runs of neighbouring layers with one option, first layer first: (num_layers, option
-        index) of each.
+        """Segments of neighbouring layers with one option, first layer first.
+
+        Each is (num_layers, option index).
         """
         return tuple((len(list(run)), option) for option, run in itertools.groupby(self.assignment))
 
 
 def forward_times(problem: Problem) -> list[float]:
-    """Return computed[t] of every layer: the same for all assignments."""
+    """Return computed[t] of every layer, in seconds, which is the same for all assignments."""
     arrived, computed = 0.0, []
     for t in range(problem.num_layers):
         free = computed[t - problem.distance] if t >= problem.distance else 0.0
@@ -188,17 +202,17 @@ def predicted_seconds(problem: Problem, assignment: Sequence[int]) -> float:
     """Return the seconds of forward, head and backward, by the module's equations.
 
     Args:
-      problem: of the layers.
-      assignment: index of the option, by layer.
+      problem: the layers and their options.
+      assignment: index of each layer's option, first layer first.
 
     Raises:
-      ValueError: not as many layers as the problem has, or an option that it has not.
+      ValueError: the assignment has a wrong number of layers or an invalid option index.
     """
     return float(seconds_of(problem, _checked(problem, assignment))[0])
 
 
 def seconds_of(problem: Problem, assignments: np.ndarray) -> np.ndarray:
-    """Return `predicted_seconds` of many assignments at once: int [N, L] -> float64 [N]."""
+    """Return `predicted_seconds` of many assignments: int [N, L] -> float64 [N]."""
     L, d = problem.num_layers, problem.distance
     host = problem.of("host_bytes")
     down, up = host / problem.link_down, (host + problem.up_backward_bytes) / problem.link_up
@@ -225,8 +239,9 @@ def seconds_of(problem: Problem, assignments: np.ndarray) -> np.ndarray:
 
 
 def bytes_of(problem: Problem, assignments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the peak of device bytes and the host bytes of many assignments: int [N, L] -> two of
-    float64 [N].
+    """Return the peak device bytes and the host bytes of many assignments: int [N, L] -> 2 x [N].
+
+    Both results are float64.
     """
     device, transient = problem.of("device_bytes"), problem.of("transient_bytes")
     peak = np.zeros(len(assignments))
@@ -236,8 +251,15 @@ def bytes_of(problem: Problem, assignments: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def choice_of(problem: Problem, assignment: Sequence[int], solver: Solver) -> Choice:
-    """Return an assignment as a choice, with its seconds and bytes; arguments and errors as of
-    `predicted_seconds`.
+    """Return an assignment as a `Choice`, with its seconds and bytes.
+
+    Args:
+      problem: the layers and their options.
+      assignment: index of each layer's option, first layer first.
+      solver: how the assignment was found.
+
+    Raises:
+      ValueError: the assignment has a wrong number of layers or an invalid option index.
     """
     at = _checked(problem, assignment)
     peak, host = (int(values[0]) for values in bytes_of(problem, at))
@@ -260,7 +282,7 @@ def choice_of(problem: Problem, assignment: Sequence[int], solver: Solver) -> Ch
 
 
 def uniform(problem: Problem) -> list[Choice]:
-    """Return, by option, the choice in which all layers take it, whether it fits or not."""
+    """Return, for each option, the choice in which all layers take it, whether or not it fits."""
     solver = Solver(text="one option for all layers", gap=math.inf, seconds=0.0)
     return [
         choice_of(problem, [option] * problem.num_layers, solver)
@@ -271,8 +293,11 @@ def uniform(problem: Problem) -> list[Choice]:
 def _checked(problem: Problem, assignment: Sequence[int]) -> np.ndarray:
     if len(assignment) != problem.num_layers:
         raise ValueError(
-            f"an assignment of {len(assignment)} layers: the problem has {problem.num_layers}"
+            f"the assignment has {len(assignment)} layers, but the problem has {problem.num_layers}"
         )
     if wrong := [option for option in assignment if not 0 <= option < len(problem.options)]:
-        raise ValueError(f"option {wrong[0]}: the problem has {len(problem.options)}, from 0")
+        raise ValueError(
+            f"unknown option {wrong[0]}: the problem has {len(problem.options)} options, "
+            "counted from 0"
+        )
     return np.array([assignment], int)

@@ -1,9 +1,9 @@
-"""The choice among keep, offload and recompute, layer by layer, as a mixed integer program.
+"""Choice among keep, offload and recompute, layer by layer, as a mixed integer program.
 
-`choice_problem` has the equations of a step's seconds and bytes: sums and maxima. With binaries
-x[l, p] (layer l takes option p) the least total is a linear program in them and in the times, each
-maximum as the inequalities that it obeys. A cost of a layer's option, such as seconds[l], is the
-sum over p of seconds_p x[l, p]:
+`choice_problem` gives a step's seconds and bytes as sums and maxima. With binaries x[l, p] (layer l
+takes option p), minimizing the total is a linear program in the binaries and the times, in which
+inequalities replace each maximum. A cost of layer l, such as seconds[l], is the sum over p of
+seconds_p x[l, p]:
 
     sum over p of x[l, p] = 1
     stored[t]      >= stored[t-1] + host_bytes[t] / link_down            and from computed[t]
@@ -13,15 +13,17 @@ sum over p of seconds_p x[l, p]:
     computed_b[k]  >= computed_b[k-1] + backward_seconds + seconds[l]    and from fetched[k]
     stored_b[k]    >= stored_b[k-1] + down_backward_bytes / link_down    and from computed_b[k]
     total          >= computed_b[L-1], stored_b[L-1]
-    device budget  >= sum over m <= l of device_bytes[m], + transient_bytes[l]       at the backward of each layer l
+    device budget  >= sum over m <= l of device_bytes[m], + transient_bytes[l]
+                                                                         for each layer l
     host budget    >= sum over l of host_bytes[l]
     rise[l, p]     >= x[l, p] - x[l-1, p],   sum of all rises <= max_segments - 1
 
-Forward's computed[t] is the same for all assignments. A layer that changes its option has one rise,
-of 1. Checkmate (arXiv:1910.02653) has such a program over the values of a graph, each at each time;
-here the options of a layer are known before (`layer_choices`), and the program is over layers.
+Forward's computed[t] is the same for all assignments. A layer whose option differs from the layer
+before contributes one rise of 1. Checkmate (arXiv:1910.02653) has a similar program over the values
+of a graph at each time step. Here the options of a layer are known in advance (`layer_choices`), so
+the program is over layers.
 
-HiGHS keeps a row to 1e-6, so times are in units of a layer's forward, and bytes in units of the
+HiGHS satisfies a row to within 1e-6, so times are scaled to a layer's forward and bytes to the
 largest option.
 """
 
@@ -39,11 +41,17 @@ _Terms = list[tuple[int, float]]  # (column, factor): a sum over the program's v
 
 
 class ChoiceProgram:
-    """Columns of the variables and rows of the inequalities, in units of a layer's forward and of
-    the largest option.
+    """Variables (columns) and inequalities (rows) of the program.
+
+    Times are in units of a layer's forward, and bytes in units of the largest option.
     """
 
     def __init__(self, problem: Problem) -> None:
+        """Build the program.
+
+        Args:
+          problem: the layers, their options and budgets.
+        """
         self._problem, self._unit = problem, problem.forward_seconds
         L, P = problem.num_layers, len(problem.options)
         self._num_columns = 0
@@ -62,8 +70,9 @@ class ChoiceProgram:
             self._add_segments()
 
     def relaxed_seconds(self) -> float:
-        """Return the least seconds where a layer may take a part of each option: nothing is below,
-        and it takes no search.
+        """Return the least seconds of the linear relaxation, a lower bound that needs no search.
+
+        In the relaxation, a layer may take a fraction of each option.
         """
         result = self._minimized(np.inf)
         return 0.0 if result.x is None else result.fun * self._unit
@@ -71,12 +80,12 @@ class ChoiceProgram:
     def solved(
         self, *, at_most: float, gap: float, seconds: float
     ) -> tuple[OptimizeResult, list[int] | None]:
-        """Return what HiGHS says, and the assignment that it found, if any.
+        """Return HiGHS's result, and the assignment that it found, or None.
 
         Args:
-          at_most: seconds of the step, above which nothing is looked for.
-          gap: how far the seconds may be above the least, as a share of them.
-          seconds: of the search, at most.
+          at_most: seconds of the step above which assignments are not searched.
+          gap: largest acceptable excess over the least seconds, as a fraction.
+          seconds: time limit of the search, in seconds.
         """
         is_binary = np.isin(np.arange(self._num_columns), self._x)
         options = {"time_limit": seconds, "mip_rel_gap": gap}
@@ -109,8 +118,9 @@ class ChoiceProgram:
         self._rows.append((terms, lower, upper))
 
     def _after(self, column: int, before: _Terms, taking: _Terms, constant: float = 0.0) -> None:
-        """Add: the time of a column >= the times before + what it takes + a constant, all in units
-        of a layer's forward.
+        """Add the row: time of `column` >= `before` + `taking` + `constant`.
+
+        All are in units of a layer's forward.
         """
         self._between([(int(column), 1.0), *_minus(before), *_minus(taking)], lower=constant)
 
@@ -136,7 +146,7 @@ class ChoiceProgram:
     def _add_backward(self) -> None:
         """Add the times of backward.
 
-        What is fetched first waits for all that is stored, and the others wait for it.
+        Only the first fetch waits for stores, for all of them; later fetches wait for the first.
         """
         p = self._problem
         L, d = p.num_layers, p.distance
@@ -176,8 +186,8 @@ class ChoiceProgram:
         p = self._problem
         device, transient, host = p.of("device_bytes"), p.of("transient_bytes"), p.of("host_bytes")
         unit = max(1.0, (device + transient).max(), host.max())
-        # Where no layer's transient bytes are more than all that the layer above takes, the last
-        # layer has the peak.
+        # If no layer's transient bytes exceed the total of the next layer, the last layer has the
+        # peak, and one row is enough.
         is_last = transient.max() <= (device + transient).min()
         for layer in range(p.num_layers - 1 if is_last else 0, p.num_layers):
             below = [term for m in range(layer) for term in self._cost(m, device / unit)]

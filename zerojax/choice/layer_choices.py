@@ -1,27 +1,28 @@
-"""What one layer can do with the values that backward reads: keep, offload or recompute each, and
-the choices worth having.
+"""What one layer can do with the values that backward reads, and the useful combinations.
 
-A block's forward makes values v, of b_v bytes, from its input x, its parameters and each other.
-Backward reads all of them. Of each value one of three holds, and in the layer's backward it is then
-there:
+A block's forward computes values v, of b_v bytes, from its input x, its parameters and each other.
+Backward reads all of them. Each value is made available to the layer's backward in one of three
+ways:
 
-    keep        b_v bytes of the device from forward to backward
-    offload     b_v bytes of host memory, stored in forward and fetched for backward
+    keep        b_v bytes of device memory from forward to backward
+    offload     b_v bytes of host memory, stored in forward and loaded for backward
     recompute   s_v seconds of backward, from its operands
 
-Checkmate (arXiv:1910.02653) and its successors schedule the operands of what is recomputed. Here
-backward reads every value, so every operand is there, and no value is made twice: the costs of the
-values add up. The input x is stored in any case, on the device or in host memory. Over the values,
-and the input where it is kept, offloaded or recomputed,
+Checkmate (arXiv:1910.02653) and its successors also schedule the operands of recomputed values.
+Here backward reads every value, so every operand is available and no value is computed twice: the
+costs of the values add up. The input x is always saved, on the device or in host memory. Summed
+over the values and the input,
 
-    device_bytes = sum of b over kept        host_bytes = sum of b over offloaded        seconds = sum of s over recomputed
-    transient_bytes = sum of b over offloaded and recomputed, on the device while the layer's own
-    backward runs
+    device_bytes    = sum of b over kept
+    host_bytes      = sum of b over offloaded
+    seconds         = sum of s over recomputed
+    transient_bytes = sum of b over offloaded and recomputed, on the device during the layer's
+                      backward
 
-Transient bytes are the sum of all less the kept ones, so an option is dominated exactly if another
-one needs no more of device_bytes, host_bytes and seconds. The 2 * 3^n options of n values are met
-value after value, and dominated ones are dropped after each: costs add up, so what is dominated
-stays so.
+Transient bytes are the total minus the kept bytes, so an option is dominated exactly if another one
+needs no more device_bytes, host_bytes and seconds. The 2 * 3^n options of n values are enumerated
+value by value, and dominated ones are dropped after each value: because costs add up, a dominated
+option stays dominated.
 """
 
 import bisect
@@ -41,14 +42,14 @@ _KEEP, _OFFLOAD, _RECOMPUTE = "kor"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Value:
-    """A value of a block's forward that its backward reads.
+    """A value computed in a block's forward and read by its backward.
 
     Attributes:
-      name: of the value, once in a layer.
-      num_bytes: on a device, at least 1.
-      seconds: to make it again once its operands are there, at least 0.
-      operands: indices of the earlier values that it is made from directly, beside the layer's
-        input and parameters.
+      name: name of the value, unique in a layer.
+      num_bytes: bytes per device, at least 1.
+      seconds: seconds to recompute the value once its operands are available, at least 0.
+      operands: indices of the earlier values that it is computed from directly, in addition to the
+        layer's input and parameters.
     """
 
     name: str
@@ -59,16 +60,16 @@ class Value:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayerOption:
-    """What a layer does with its values, and what that costs.
+    """What a layer does with its values, and the resulting costs per device.
 
     Attributes:
-      device_bytes: on the device from the layer's forward to its backward.
-      host_bytes: in host memory for as long, which cross the link once each way.
-      seconds: that backward computes again.
-      transient_bytes: on the device while the layer's backward runs, beside device_bytes.
-      keep: names of the values that are kept on the device.
-      offload: names of those in host memory. The others are recomputed.
-      input_offloaded: whether the layer's input is in host memory, and not on the device.
+      device_bytes: bytes on the device from the layer's forward to its backward.
+      host_bytes: bytes in host memory from forward to backward, which cross the link once each way.
+      seconds: seconds of recomputation in backward.
+      transient_bytes: bytes on the device only during the layer's backward, on top of device_bytes.
+      keep: names of the values kept on the device.
+      offload: names of the values in host memory. The remaining values are recomputed.
+      input_offloaded: whether the layer's input is in host memory instead of on the device.
     """
 
     device_bytes: int
@@ -92,44 +93,51 @@ class _Label(NamedTuple):
 def layer_options(
     values: Sequence[Value], x_bytes: int, *, max_options: int = MAX_OPTIONS
 ) -> tuple[LayerOption, ...]:
-    """Return the options of a layer that no other one dominates, by falling device bytes, at most
-    `max_options`.
+    """Return the undominated options of a layer, by falling device bytes, at most `max_options`.
 
-    Of more than that, the first taken are the four corners, which are always in the result:
+    If there are more, the selection starts with the four corners, which are always in the result:
 
-        nothing recomputed or offloaded     where a value takes no time to recompute, it need not be kept
-        all values recomputed               the input on the device: the fewest device bytes without host memory
-        all values recomputed               the input offloaded, and nothing else
-        everything offloaded                but what takes no time to recompute
+        nothing recomputed or offloaded     except values that take no time to recompute
+        all values recomputed, input kept   the fewest device bytes without host memory
+        all values recomputed               and only the input offloaded
+        everything offloaded                except values that take no time to recompute
 
-    Then those come that are the cheapest at some price of a device byte, a host byte and a second:
-      of many layers a mixture of
-    such options is as good as any, up to a layer's rounding. The others fill up. In both groups the
-    next one taken is the farthest from all that were taken before, of coordinates that are shares
-    of the layer's bytes and seconds.
+    Next are the options that are the cheapest at some price of a device byte, a host byte and a
+    second: with many layers, a mixture of such options is as good as any, up to the rounding of a
+    layer. Remaining options fill up the result. In both groups, the next option taken is the
+    farthest from all options taken so far, in coordinates that are fractions of the layer's bytes
+    and seconds.
 
-    The front is exact while no step of the merging leaves more than 2048 options; it is thinned to
-    so many where one does.
+    The front is exact as long as no merging step leaves more than 2048 options. If a step does, it
+    is thinned to 2048.
 
     Args:
-      values: of the block, in the order of its program.
-      x_bytes: of the layer's input on a device.
-      max_options: at least 4.
+      values: values of the block, in program order.
+      x_bytes: bytes of the layer's input per device.
+      max_options: largest number of options returned, at least 4.
 
     Raises:
-      ValueError: a negative cost, a name that comes twice, an operand that is no earlier value, or
-        fewer than 4 options.
+      ValueError: a cost is negative, a name is duplicated, an operand is not an earlier value, or
+        `max_options` is below 4.
     """
     if max_options < 4:
-        raise ValueError(f"max_options={max_options}: at least 4, the corners of the front")
+        raise ValueError(
+            f"max_options={max_options}: at least 4 are needed, for the corners of the front"
+        )
     labels = _thinned(_front(values, x_bytes), max_options)
     whole = x_bytes + sum(value.num_bytes for value in values)
     return tuple(_option(label, values, whole) for label in reversed(labels))
 
 
 def layer_front(values: Sequence[Value], x_bytes: int) -> tuple[LayerOption, ...]:
-    """Return all options of a layer that no other one dominates, by falling device bytes; arguments
-    as of `layer_options`.
+    """Return all undominated options of a layer, by falling device bytes.
+
+    Args:
+      values: values of the block, in program order.
+      x_bytes: bytes of the layer's input per device.
+
+    Raises:
+      ValueError: a cost is negative, a name is duplicated, or an operand is not an earlier value.
     """
     whole = x_bytes + sum(value.num_bytes for value in values)
     return tuple(_option(label, values, whole) for label in reversed(_front(values, x_bytes)))
@@ -155,11 +163,11 @@ def _with(label: _Label, value: Value) -> tuple[_Label, _Label, _Label]:
 
 
 def _undominated(labels: Sequence[_Label]) -> list[_Label]:
-    """Return what no other label dominates, one of equal ones, by rising device bytes.
+    """Return the undominated labels, one of each set of equal labels, by rising device bytes.
 
-    Labels are met by rising device bytes. The stairs are the (host bytes, seconds) met so far that
-    none of them dominates: hosts rise and seconds fall along them, so the last stair of no more
-    host bytes has the fewest seconds to compare with.
+    Labels are visited by rising device bytes. `hosts` and `seconds` form a staircase: the (host
+    bytes, seconds) pairs seen so far that no other seen pair dominates. Along it, hosts rise and
+    seconds fall, so the last step with no more host bytes has the fewest seconds to compare with.
     """
     kept: list[_Label] = []
     hosts: list[int] = []
@@ -178,7 +186,7 @@ def _undominated(labels: Sequence[_Label]) -> list[_Label]:
 
 
 def _thinned(front: list[_Label], count: int) -> list[_Label]:
-    """Return at most `count` labels of a front, in their order, as `layer_options` tells."""
+    """Return at most `count` labels of a front, in their order, selected as in `layer_options`."""
     if len(front) <= count:
         return front
     costs = np.array([label[:3] for label in front], float)
@@ -190,7 +198,7 @@ def _thinned(front: list[_Label], count: int) -> list[_Label]:
 
 
 def _corner_keys(front: list[_Label]):
-    """Yield, for each corner, what is least there, by index."""
+    """Yield a sort key for each corner, whose minimum over the front's indices is the corner."""
     orders = (
         ("host_bytes", "seconds"),
         ("host_bytes", "device_bytes"),
@@ -213,8 +221,9 @@ def _cheapest(shares: np.ndarray) -> np.ndarray:
 def _farthest_first(
     shares: np.ndarray, chosen: Sequence[int], others: Sequence[int], count: int
 ) -> list[int]:
-    """Return `chosen` and, one after another, the one of `others` that is farthest from all chosen,
-    until there are `count`.
+    """Return `chosen`, extended from `others` until there are `count`.
+
+    Each step adds the option that is farthest from all chosen so far.
     """
     result, pool = list(chosen), np.array(others)
     points = shares[pool]
@@ -251,15 +260,17 @@ def _check(values: Sequence[Value], x_bytes: int) -> None:
     for i, value in enumerate(values):
         if value.name in names:
             raise ValueError(
-                f"value {i}: the name {value.name!r} comes twice; give each value of a layer its own"
+                f"value {i}: the name {value.name!r} is already used; give each value of a layer "
+                "its own name"
             )
         names.add(value.name)
         if value.num_bytes < 1 or not (value.seconds >= 0 and math.isfinite(value.seconds)):
             raise ValueError(
-                f"value {value.name!r}: num_bytes={value.num_bytes}, seconds={value.seconds}: at least 1 byte, and finite "
-                "seconds, at least 0"
+                f"value {value.name!r}: num_bytes={value.num_bytes}, seconds={value.seconds}: "
+                "at least 1 byte, and finite seconds of at least 0, are needed"
             )
         if wrong := [operand for operand in value.operands if not 0 <= operand < i]:
             raise ValueError(
-                f"value {value.name!r}: operand {wrong[0]} is no earlier value: they are 0 to {i - 1}"
+                f"value {value.name!r}: operand {wrong[0]} is not an earlier value; "
+                f"earlier values are 0 to {i - 1}"
             )

@@ -1,15 +1,15 @@
-"""The assignment that needs the least device memory at its peak with the host memory that there is:
-it tells if any fits.
+"""The assignment with the least peak of device memory within the host budget.
 
-From the last layer to the first, an assignment's peak and host bytes (`choice_problem`) follow from
-those of the layers above:
+It decides whether any assignment fits. From the last layer to the first, an assignment's peak and
+host bytes (`choice_problem`) follow from the values of the next layer:
 
-    peak[l] = device_bytes[l] + max(transient_bytes[l], peak[l+1])        host[l] = host_bytes[l] + host[l+1]
+    peak[l] = device_bytes[l] + max(transient_bytes[l], peak[l+1])
+    host[l] = host_bytes[l] + host[l+1]
 
-Both rise with what is above, so of the assignments of layers l .. L-1 that begin with the same
-option and have as many segments, those with more of both lead to nothing better. What is left is a
-front of (peak, host) for each option and number of segments, made layer after layer. This is exact;
-a front has at most as many entries as there are sums of host bytes.
+Both rise with the next layer's values. So among assignments of layers l .. L-1 that begin with the
+same option and have the same number of segments, an assignment with more of both leads to nothing
+better. That leaves a front of (peak, host) for each option and number of segments, built layer by
+layer. The method is exact; a front has at most as many entries as there are sums of host bytes.
 """
 
 from typing import NamedTuple
@@ -20,11 +20,9 @@ from zerojax.choice.choice_problem import Problem
 
 
 class _Front(NamedTuple):
-    """Assignments of layers l .. L-1, each by its costs and by the entry of layer l+1 that it goes
-    on with.
+    """Assignments of layers l .. L-1, with their costs and their continuations in layer l+1.
 
-    All arrays are [N]: `segments`, `option` and `entry` say which entry of which front of layer
-      l+1.
+    All arrays are [N]. `segments` and `option` select a front of layer l+1, `entry` a row of it.
     """
 
     peak: np.ndarray
@@ -41,20 +39,20 @@ _Fronts = dict[tuple[int, int], _Front]  # by (most segments, option of layer l)
 
 
 def least_peak(problem: Problem) -> list[int] | None:
-    """Return the assignment with the least peak of device bytes whose host bytes fit, or None if no
-    host bytes do.
+    """Return the assignment with the least peak of device bytes whose host bytes fit, or None.
 
-    It has at most `max_segments` segments. It fits if any does.
+    It has at most `max_segments` segments, and fits if any assignment fits. The result is None if
+    no assignment fits in host memory.
 
     Args:
-      problem: of the layers.
+      problem: the layers, their options and budgets.
     """
     most = min(problem.max_segments, problem.num_layers)
     options = range(len(problem.options))
     costs = problem.of("device_bytes"), problem.of("transient_bytes"), problem.of("host_bytes")
     start = _Front(*np.zeros((2, 1)), *np.zeros((3, 1), int))
     layers: list[_Fronts] = [{(s, p): start for s in range(1, most + 1) for p in options}]
-    for above in range(problem.num_layers):  # layers above that are assigned
+    for above in range(problem.num_layers):  # number of layers already assigned
         budget = problem.host_budget_bytes - (problem.num_layers - 1 - above) * costs[2].min()
         layers.append(_layer_before(layers[-1], most, len(options), costs, budget))
     return _traced(layers, most, len(options))
@@ -63,8 +61,9 @@ def least_peak(problem: Problem) -> list[int] | None:
 def _layer_before(
     above: _Fronts, most: int, num_options: int, costs: tuple[np.ndarray, ...], budget: float
 ) -> _Fronts:
-    """Return the fronts of layer l from those of layer l+1, without what has more host bytes than
-    the budget.
+    """Return the fronts of layer l from the fronts of layer l+1.
+
+    Entries with more host bytes than `budget` are dropped.
     """
     device, transient, host = costs
     fronts: _Fronts = {}
@@ -83,7 +82,7 @@ def _layer_before(
 
 
 def _pointed(front: _Front, segments: int, option: int) -> _Front:
-    """Return a front whose entries name themselves as what goes on."""
+    """Return a front whose entries point to themselves as their continuation."""
     size = len(front.peak)
     return _Front(
         front.peak, front.host, np.full(size, segments), np.full(size, option), np.arange(size)
@@ -103,8 +102,12 @@ def _undominated(front: _Front) -> _Front:
 
 
 def _traced(layers: list[_Fronts], most: int, num_options: int) -> list[int] | None:
-    """Return the assignment of the least peak, of which `layers` are the fronts, last layer first
-    after one of no layer.
+    """Return the assignment with the least peak, or None if no assignment is left.
+
+    Args:
+      layers: fronts, starting with the empty front, then from the last layer to layer 0.
+      most: largest number of segments.
+      num_options: number of options of a layer.
     """
     firsts = [
         (front.peak[0], front.host[0], p)

@@ -1,6 +1,4 @@
-"""What a step costs: FLOPs and bytes of a model's layers, and the bytes and seconds of a config on
-a machine.
-"""
+"""What a step costs: FLOPs and bytes of a model's layers, and a config's bytes and seconds."""
 
 from zerojax.costs.estimate import Estimate as Estimate
 from zerojax.costs.estimate import estimate as estimate

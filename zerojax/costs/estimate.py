@@ -1,20 +1,21 @@
-"""What a config needs of a machine, and how long its step takes, from a workload: bytes by tier,
-schedule, work of each lane.
+"""What a config needs on a machine, given a workload: bytes by tier, schedule, work of each lane.
 
-The bytes of a model's state are those of `zerojax.formulas.memory`, tier by tier: b bytes of a
-parameter in kind k, sharded over N where its stage says so. To them come, as in
-`zerojax.memory.program`,
+The bytes of a model's state follow `zerojax.formulas.memory`, tier by tier: b bytes per parameter
+in kind k, sharded over N if its stage says so. As in `zerojax.memory.program`, these bytes are
+added:
 
-    gathered      the largest layer or end that is whole at once; two layers with gather_ahead
-    in_flight     records on their way (`Schedule.in_flight`)
-    activations   what layers keep, of all microbatches in a streamed step and of one in a resident one
-    working       what the backward of one layer, or the head, has at once besides
+    gathered      the largest layer, embedding or head that is unsharded at one time; two layers
+                  with gather_ahead
+    in_flight     records in flight (`Schedule.in_flight`)
+    activations   saved activations: of all microbatches in a streamed step, of one in a resident
+                  step
+    working       what the backward of one layer, or the head, needs in addition
 
-as they are in the phase that holds the most: head, backward or update.
+Each is counted in the phase that holds the most in total: head, backward or update.
 
-Seconds are those of `zerojax.costs.timing`, of the schedule that the step would follow.
-`Estimate.least` is a bound below them that takes no walk: no lane can do its work in less than its
-bytes over its rate, and compute waits for what it cannot overlap.
+Seconds are `zerojax.costs.timing`'s, for the schedule that the step would follow. `Estimate.least`
+is a lower bound that needs no walk: no lane can do its work in less time than its bytes over its
+rate, and compute waits for whatever it cannot overlap.
 """
 
 import dataclasses
@@ -58,29 +59,30 @@ _RESIDENT = {
     "opt_state_device_fraction": 0.0,
     "delayed_update": False,
 }
-"""Fields of a step whose layers stay on the device, as its schedule sees them."""
+"""Config fields for the schedule of a step whose layers stay on the device."""
 _MOST_PIECES, _LEAST_PIECE = 32, 1 << 20
-"""Pieces in which embedding and head are updated, and the bytes of the smallest (`zerojax.optim`).
+"""Most pieces in which embedding and head are updated, and least bytes of a piece
+(`zerojax.optim`).
 """
 Bytes = dict[str, dict[str, int]]
-"""Bytes of one device by tier and kind."""
+"""Bytes per device by tier and kind."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Estimate:
-    """A config's needs and means on a machine.
+    """Bytes, schedule and seconds of a config on a machine.
 
     Attributes:
-      config: of the step.
-      tiles: in which the layers' MLPs run; 1: whole.
-      bytes: of one device, by tier and kind.
-      steps: everything that the step does, in order, with bytes.
-      layers: seconds of a layer of each run of layers.
+      config: config of the step.
+      tiles: number of tiles in which the layers' MLPs run; 1 means untiled.
+      bytes: bytes per device, by tier and kind.
+      steps: all operations of the step, in order, with their bytes.
+      layers: seconds of one layer, for each run of layers.
       ends: seconds of embedding and head.
-      wires: rates of link and disk, of one device.
-      repeats: microbatches that a resident step runs one after the other.
-      collectives: bytes that a device sends in a step, by collective.
-      again: seconds of what backward computes again, in all layers and microbatches.
+      wires: rates of host link and disk per device.
+      repeats: number of microbatches that a resident step runs one after another.
+      collectives: bytes that a device sends per step, by collective.
+      again: seconds of recomputation per step, in all layers and microbatches.
     """
 
     config: ZeroConfig
@@ -95,26 +97,26 @@ class Estimate:
     again: float
 
     def needed(self, tier: str) -> int:
-        """Return the bytes of a tier, of one device."""
+        """Return the bytes per device needed in a tier."""
         return sum(self.bytes[tier].values())
 
     @functools.cached_property
     def time(self) -> StepTime:
-        """Seconds of the step, by a walk through its schedule."""
+        """Seconds of the step, from a walk through its schedule."""
         return step_time(self.steps, self.layers, self.ends, self.wires, repeats=self.repeats)
 
     def seconds_with(self, wires: Wires) -> float:
-        """Return the seconds of the step at other rates of link and disk."""
+        """Return the seconds of the step at other rates of host link and disk."""
         return step_time(self.steps, self.layers, self.ends, wires, repeats=self.repeats).seconds
 
     @functools.cached_property
     def moved(self) -> dict[str, int]:
-        """Bytes of one device in a step, by lane: "up", "down", "read" and "write"."""
+        """Bytes per device and step moved in each lane: "up", "down", "read" and "write"."""
         return {lane: self.steps.moved(lane) for lane in ("up", "down", "read", "write")}
 
     @functools.cached_property
     def least(self) -> float:
-        """Seconds that the step takes at least."""
+        """Lower bound of the step's seconds."""
         rates, moved = self.wires, self.moved
         compute = self.ends.embed + self.ends.head + self.ends.embed_backward
         network = host = 0.0
@@ -147,11 +149,17 @@ class Estimate:
 
 
 def wires_of(machine: Machine, config: ZeroConfig, shares_cores: bool) -> Wires:
-    """Return the rates that one device has of link and disk; those that a config does not use are
-    not asked for.
+    """Return the rates of host link and disk per device that a config uses.
+
+    Rates that the config does not use are not required.
+
+    Args:
+      machine: machine whose figures are used.
+      config: config of the step.
+      shares_cores: whether the devices are threads of a CPU.
 
     Raises:
-      ValueError: the machine lacks one that it uses.
+      ValueError: the machine lacks a figure that the config needs.
     """
     tiers = {
         config.params,
@@ -189,16 +197,16 @@ def _tiers_of_activations(config: ZeroConfig) -> set[str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """What a run of layers keeps of each, on one device.
+    """What one run of equal layers saves, per layer and device.
 
     Attributes:
-      num_layers: of the run.
-      tier: of the input, and of what is offloaded.
+      num_layers: number of layers in the run.
+      tier: tier of the layer's input and of offloaded values.
       device: bytes on the device.
       away: bytes in `tier`.
-      backward: seconds of backward.
-      working: bytes that backward has at once besides.
-      mode: of recomputation.
+      backward: seconds of backward, including recomputation.
+      working: bytes that backward needs in addition to saved bytes.
+      mode: activation mode.
     """
 
     num_layers: int
@@ -211,9 +219,7 @@ class Kept:
 
 
 def _runs(config: ZeroConfig, stack: StackWork, skipped: int) -> list[Kept]:
-    """Return the runs of equal layers of a stack, `skipped` layers after the first one of the
-    model.
-    """
+    """Return a stack's runs of equal layers; `skipped` is the number of layers before the stack."""
     if isinstance(config.activations, str):
         return [
             kept_of(
@@ -236,8 +242,14 @@ def _runs(config: ZeroConfig, stack: StackWork, skipped: int) -> list[Kept]:
 def kept_of(
     stack: StackWork, num_layers: int, activations: str, saved: Any, offloaded: Any
 ) -> Kept:
-    """Return what a run of layers keeps, given its mode or tier and the names that it saves and
-    offloads.
+    """Return what a run of equal layers saves.
+
+    Args:
+      stack: work and bytes of the run's stack.
+      num_layers: number of layers in the run.
+      activations: activation mode, or tier of the activations.
+      saved: names of the values saved on the device.
+      offloaded: names of the values offloaded to host memory.
     """
     mode = activations if activations in MODES else CHECKPOINTED
     tier = activations if activations not in MODES else "pinned_host" if offloaded else "device"
@@ -248,7 +260,7 @@ def kept_of(
         else 0
     )
     away = sum(by_name[name].num_bytes for name in offloaded if name in by_name)
-    # What is kept or fetched need not be made again.
+    # Saved and fetched values are not recomputed.
     spared = (
         sum(by_name[name].seconds for name in (*saved, *offloaded) if name in by_name)
         if mode == CHECKPOINTED
@@ -281,15 +293,15 @@ def estimate(
     shares_cores: bool = False,
     tiles: int = 1,
 ) -> Estimate:
-    """Estimate a config.
+    """Estimate a config's bytes and seconds.
 
     Args:
-      workload: of the model, on one device of this grid.
-      config: of the step.
-      grid: sizes of the mesh's axes.
-      machine: its figures.
-      shares_cores: the devices are threads of a CPU.
-      tiles: in which the layers' MLPs run.
+      workload: workload of the model, on one device of this grid.
+      config: config of the step.
+      grid: sizes of the mesh axes.
+      machine: machine whose figures are used.
+      shares_cores: whether the devices are threads of a CPU.
+      tiles: number of tiles in which the layers' MLPs run.
 
     Raises:
       ValueError: the machine lacks a figure that the config needs.
@@ -298,9 +310,7 @@ def estimate(
 
 
 def _is_regather(op: Op) -> bool:
-    """Tell whether an operation gathers updated parameters, which every device has whole (stages 1
-    and 2).
-    """
+    """Return whether an operation gathers the updated parameters of stages 1 and 2."""
     return (op.verb, op.record.kind) == ("gather", "params")
 
 
@@ -332,7 +342,7 @@ class _Estimator:
             num_microbatches=config.num_microbatches,
             reduce_dtype=reduce_dtype,
         )
-        self.state = self.b.master + moments  # of opt_state's record
+        self.state = self.b.master + moments  # bytes per parameter in opt_state's record
         self.master = precision.has_master
         self.on_host = config.update_on == "host"
         self.by_record = {config.params, config.grads, config.opt_state} != {
@@ -350,7 +360,10 @@ class _Estimator:
         self.network = self._network()
 
     def _network(self) -> float:
-        """Return the bytes a second of a collective over `fsdp` and `data`; without one, any."""
+        """Return the bytes per second of a collective over `fsdp` and `data`.
+
+        The rate is infinite if there is no such collective.
+        """
         grid, machine = self.grid, self.machine
         if grid.batch_shards == 1 and grid.tensor == 1:
             return float("inf")
@@ -358,22 +371,21 @@ class _Estimator:
         return machine.need("network_in_node" if within else "network_between_nodes")
 
     def _tensor_network(self) -> float:
-        """Return the bytes a second of a collective over `tensor`, whose devices are neighbours: of
-        one node where they fit.
+        """Return the bytes per second of a collective over `tensor`.
+
+        Its devices are neighbours, in one node if they fit.
         """
         within = self.grid.tensor <= self.machine.devices_per_node
         return self.machine.need("network_in_node" if within else "network_between_nodes")
 
     def share(self, sharded: bool) -> float:
-        """Return the part of a kind that a device has."""
+        """Return the fraction of a kind that one device stores."""
         return 1 / self.grid.fsdp if sharded else 1.0
 
     # --- bytes ------------------------------------------------------------------------------------
 
     def record(self, elements: float, frozen: float = 0.0) -> dict[str, int]:
-        """Return the bytes of a record by kind, as `host_offload.schedule.build_schedule` takes
-        them.
-        """
+        """Return the bytes of a record by kind, as `schedule.build_schedule` takes them."""
         b, part, on_device = (
             self.b,
             elements * self.share(self.row.opt_state),
@@ -394,24 +406,26 @@ class _Estimator:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether layers are made whole beside their shards."""
+        """Whether layers are gathered into buffers of their own, next to their shards."""
         return (self.row.params and self.grid.fsdp > 1) or self.config.params != "device"
 
     def grads_shard(self, elements: float) -> int:
-        """Return the bytes of a gradient at rest."""
+        """Return the bytes of a stored gradient."""
         return int(elements * self.b.grads * self.share(self.row.opt_state))
 
     def device_layers(self, stack: StackWork) -> int:
-        """Return the layers of a stack whose optimizer state stays on the device, the fraction
-        rounded down.
+        """Return the number of a stack's layers whose optimizer state stays on the device.
+
+        The fraction of layers is rounded down.
         """
         return int(round(self.config.opt_state_device_fraction * stack.num_layers, 9))
 
     def schedule(
         self, stack: StackWork, run: Kept, first: int, tiles: int, ends: Sequence[EndsMove]
     ) -> Schedule:
-        """Return the schedule of a run of layers from layer `first` of its stack on, whose MLPs are
-        cut into tiles.
+        """Return the schedule of a run of layers that starts at layer `first` of its stack.
+
+        `tiles` is the number of tiles into which its MLPs are cut.
         """
         config = self.config if self.streamed else dataclasses.replace(self.config, **_RESIDENT)
         facts = RunFacts(
@@ -434,9 +448,9 @@ class _Estimator:
         )
 
     def steps(self, runs: Sequence[tuple[StackWork, Kept, int]], tiles: int = 1) -> StepPlan:
-        """Return everything that the step does, of layers whose records are cut into tiles."""
+        """Return all operations of the step; `tiles` is the number of tiles of a layer's record."""
         schedules = dict[str, Schedule]()
-        last = 0 if self.in_backward else len(runs) - 1  # the run that ends backward, or the update
+        last = 0 if self.in_backward else len(runs) - 1  # last run of backward, or of the update
         leaf = self.end_leaf()
         for n, (stack, run, first) in enumerate(runs):
             ends = (
@@ -454,7 +468,7 @@ class _Estimator:
         )
 
     def end_leaf(self) -> EndLeaf:
-        """Return embedding and head; of a plain Model all of it, which is updated at once."""
+        """Return embedding and head as one leaf; for a plain Model, the full model as one leaf."""
         config, workload = self.config, self.workload
         updated = workload.end_elements if workload.is_layered else workload.elements
         tiers = {
@@ -462,8 +476,7 @@ class _Estimator:
             "opt_state": config.opt_state if self.on_host or self.moves else "device",
         }
         sizes = self.record(updated) | {"params": self.record(workload.end_elements)["params"]}
-        # Its smallest array is cut into pieces of `_LEAST_PIECE` and more, where copy engines move
-        # it.
+        # If copy engines move it, its smallest array is cut into pieces of at least `_LEAST_PIECE`.
         count = min(_MOST_PIECES, sizes["opt_state"] * 4 // max(1, int(self.state)) // _LEAST_PIECE)
         cut = (
             self.both_ways
@@ -475,11 +488,11 @@ class _Estimator:
 
     @property
     def both_ways(self) -> bool:
-        """Whether copy engines move both directions of the link at once."""
+        """Whether copy engines move both directions of the link at the same time."""
         return not self.wires.shares_cores
 
     def frozen_leaf(self) -> list[EndLeaf]:
-        """Return what of embedding and head is frozen."""
+        """Return the frozen part of embedding and head, or nothing."""
         size = self.workload.end_frozen_bytes * self.share(self.row.params)
         return (
             [
@@ -495,8 +508,9 @@ class _Estimator:
         )
 
     def ends_beside(self, leaf: EndLeaf, elements: float) -> EndsMove:
-        """Return embedding and head as they are updated beside late stores of records: in pieces if
-        they are larger.
+        """Return the move of embedding and head during late stores of records.
+
+        They are cut into pieces if they are larger than a layer.
         """
         away = leaf.tiers["params"] != "device"
         stored = leaf.sizes["opt_state"] + (leaf.sizes["params"] if away else 0)
@@ -510,7 +524,7 @@ class _Estimator:
         return EndsMove(END_PIECES, (stored // count,), (count,), (loaded // count,))
 
     def estimate(self) -> Estimate:
-        """Return bytes, steps and work."""
+        """Return the config's bytes, operations and work."""
         config, workload = self.config, self.workload
         runs, skipped = list[tuple[StackWork, Kept, int]](), 0
         for stack in workload.stacks:
@@ -537,7 +551,7 @@ class _Estimator:
         )
 
     def bytes(self, steps: StepPlan, runs: Sequence[tuple[StackWork, Kept, int]]) -> Bytes:
-        """Return the bytes of a device by tier and kind."""
+        """Return the bytes per device by tier and kind."""
         config, workload, b, share = self.config, self.workload, self.b, self.share
         tiers: Bytes = {tier: {} for tier in TIERS}
 
@@ -566,7 +580,7 @@ class _Estimator:
         if self.is_gathered:
             stacks = (
                 workload.stacks if workload.is_layered else ()
-            )  # a plain Model gathers leaf by leaf: `largest_end`
+            )  # a plain Model gathers leaf by leaf, counted by `largest_end`
             layer = max(
                 (s.gathered(self.tiles) * b.params + s.frozen_bytes for s in stacks), default=0
             )
@@ -579,7 +593,7 @@ class _Estimator:
         add("device", "batch", workload.batch_bytes)
         if reduces_once(
             config
-        ):  # whole sums of each device's own, beside the shards that `grads` counts
+        ):  # each device's unsharded sums, in addition to the shards counted in `grads`
             sums = ends if self.streamed else 2 * every
             add("device", "unreduced", 4 * sums * (1 - share(self.row.opt_state)))
         self.add_buffers(add, steps)
@@ -587,7 +601,7 @@ class _Estimator:
         kept = sum(run.num_layers * run.device for _, run, _ in runs) / count + (
             0 if self.streamed else workload.end_kept / count
         )
-        # What else is there in the phase that holds the most.
+        # Add the other bytes of the phase that holds the most.
         peak = max(
             self.phases(steps, runs, gathered, int(kept)), key=lambda kinds: sum(kinds.values())
         )
@@ -598,10 +612,9 @@ class _Estimator:
     def phases(
         self, steps: StepPlan, runs: Sequence[tuple[StackWork, Kept, int]], gathered: int, kept: int
     ) -> list[dict[str, int]]:
-        """Return what each phase holds at once besides states, resting gradients and the batch, by
-        kind.
+        """Return the bytes by kind that each phase holds, without states, stored grads and batch.
 
-        The phases are the head, backward, the ticks after its last layer, and the update.
+        The phases are the head, backward, the ticks after backward's last layer, and the update.
         """
         config, workload = self.config, self.workload
         loaded = steps.ends["embed"].moved("up")
@@ -609,8 +622,8 @@ class _Estimator:
         working = int(max((run.working for _, run, _ in runs), default=0) / config.num_microbatches)
         head = int(workload.head_working / config.num_microbatches)
         held = {"activations": kept, "gathered": gathered}
-        # What backward reads to update a layer comes when the layer's derivative is done, unless it
-        # crosses beside it.
+        # Records that backward reads to update a layer arrive after the layer's derivative, unless
+        # they are in flight during it.
         in_tick = min(map(self._in_tick, steps.stacks.values()), default=0)
         backward = in_flight["backward"] + max(working + gathered - in_tick, 0)
         return [
@@ -621,33 +634,33 @@ class _Estimator:
                 "gathered": min(gathered, backward),
                 "working": max(0, min(working, backward - gathered)),
             },
-            # Neither needs what forward kept, nor reads embedding and head again.
+            # Drain and update need no saved activations, and do not read embedding and head.
             {"in_flight": in_flight["drain"]},
             {"in_flight": in_flight["update"]},
         ]
 
     def in_flight(self, steps: StepPlan) -> dict[str, int]:
-        """Return the most bytes of records on their way in each phase, without what is gathered.
+        """Return the most bytes of records in flight in each phase, without gathered layers.
 
-        The "drain" comes after the last layer of backward: records that are stored late, and the
-          updates of embedding and head.
+        "drain" is the part after backward's last layer: late stores of records, and the updates of
+        embedding and head.
         """
         workload = self.workload
         most = {"forward": 0, "backward": 0, "drain": 0, "update": steps.ends["ends"].peak_bytes}
         if self.moves and len(steps.ends["ends"].loops) == 1:
-            # All ends at once, with gradients that are float32 in the place of those that rested.
-            # The first layer's record, which the loop of updates reads before it begins, is there
-            # already.
+            # Embedding and head are updated at the same time, with float32 gradients in place of
+            # the stored ones. The first layer's record, which the update loop prefetches, is
+            # already present.
             grads = (4 - self.b.grads) * workload.end_elements * self.share(self.row.opt_state)
             most["update"] += int(grads) + sum(
                 map(self._first_record, list(steps.stacks.values())[:1])
             )
         if not self.streamed:
             whole = self.row.opt_state and not self.row.params and self.grid.fsdp > 1
-            if self.repeats > 1:  # a microbatch's gradients, beside their sums
+            if self.repeats > 1:  # a microbatch's gradients, in addition to their sums
                 most["backward"] += int(workload.elements * self.b.params)
-            # New parameters are gathered leaf by leaf, and a leaf whose state is elsewhere is
-            # loaded and stored.
+            # New parameters are gathered leaf by leaf, and offloaded optimizer state is loaded and
+            # stored leaf by leaf.
             leaf = workload.largest_leaf * (self.b.params if whole else 0.0)
             moved = (
                 2 * workload.largest_leaf * self.state * self.share(self.row.opt_state)
@@ -672,7 +685,7 @@ class _Estimator:
             if is_backward:
                 most["drain"] = max(most["drain"], part.phase.drain_peak_bytes)
             if is_backward and self.config.num_microbatches > 1:
-                # Sums over microbatches are float32, beside the gradient of one of them.
+                # Sums over microbatches are float32, in addition to one microbatch's gradient.
                 peak += 4 * sizes["derivative"] // (4 if self.reduced == 4 else self.b.params)
             most[part.name] = max(most[part.name], peak)
         if not self.by_record:
@@ -680,8 +693,9 @@ class _Estimator:
         return most
 
     def _whole_update(self) -> int:
-        """Return what an update of the whole tree makes on a CPU, whose XLA fuses less: float32
-        gradients, and updates.
+        """Return the additional bytes of a full-tree update on a CPU.
+
+        They are float32 gradients and updates, because XLA fuses less on a CPU.
         """
         if not self.wires.shares_cores or self.by_record:
             return 0
@@ -689,9 +703,7 @@ class _Estimator:
 
     @staticmethod
     def _first_record(schedule: Schedule) -> int:
-        """Return the bytes of the record that the loop of updates reads before it begins; 0 if
-        there is no such loop.
-        """
+        """Return the bytes of the record that the update loop prefetches; 0 without such a loop."""
         updates = [
             loop
             for phase in schedule.phases
@@ -703,9 +715,7 @@ class _Estimator:
 
     @staticmethod
     def _in_tick(schedule: Schedule) -> int:
-        """Return the bytes that a tick of backward reads and writes to update its layer, one after
-        the derivative.
-        """
+        """Return the bytes that a backward tick loads and updates after its layer's derivative."""
         phase = schedule.phase("backward")
         if phase.stores_late or schedule.update != "in_backward":
             return 0
@@ -715,17 +725,17 @@ class _Estimator:
         )
 
     def _copied(self, schedule: Schedule, phase: Phase) -> int:
-        """Return the bytes by which a loop's peak differs from its schedule's, as compiled for an
-        H200.
+        """Return the difference of a loop's peak bytes from its schedule's, as compiled for H200.
 
-        A record is copied out of a ring of several slots. What rests on disk is updated where it
-        was read, and so takes no second record, but its gradients in float32. What backward reads
-        in its tick comes when the derivative is done, in the place of what that had at once.
+        A record is copied out of a ring of several slots. A record on disk is updated in the buffer
+        that it was read to, so it takes no second record, but its gradients are float32. Records
+        that backward reads in the same tick arrive after the derivative, in the place of its
+        temporary memory.
         """
         sizes = schedule.record_bytes
         assert sizes is not None
         taken = sum(sizes[kind] for kind in phase.fetches) if len(phase.preload) > 1 else 0
-        # The layer's weights are copied out of a stack that the same tick writes.
+        # The layer's weights are copied, because the same tick writes the stack they are in.
         if phase.name == "backward" and any(
             _is_regather(op) for loop in phase.main for op in loop.ops
         ):
@@ -736,8 +746,9 @@ class _Estimator:
         return taken - sizes["opt_state"] + int((4 / self.b.grads - 1) * grads)
 
     def add_buffers(self, add: Any, steps: StepPlan) -> None:
-        """Add the buffers in host memory of the nvme tier: of each kind of record as many to read
-        as to write.
+        """Add the host memory buffers of the nvme tier.
+
+        Each kind of record has as many buffers to read as to write.
         """
         distance = self.config.prefetch_distance
         for schedule in steps.stacks.values():
@@ -752,7 +763,7 @@ class _Estimator:
             add("pinned_host", "buffers", 2 * count * sum(sizes[kind] for kind in on_disk))
             if (
                 self.on_host and self.config.opt_state == "nvme"
-            ):  # updated in the buffers to which it is read
+            ):  # records are updated in the buffers they are read to
                 add(
                     "pinned_host",
                     "buffers",
@@ -773,7 +784,7 @@ class _Estimator:
             * on_disk
             * (1 if self.on_host else 2)
         )
-        if not workload.is_layered:  # leaves take turns at shared buffers
+        if not workload.is_layered:  # leaves share buffers, one after another
             state = min(
                 state,
                 2
@@ -785,17 +796,15 @@ class _Estimator:
         add("pinned_host", "buffers", 2 * params + state)
 
     def slots(self, steps: StepPlan, runs: Sequence[tuple[StackWork, Kept, int]]) -> int:
-        """Return the bytes of a GPU's memory, beside the program's own, through which callbacks
-        move records.
+        """Return the bytes of GPU memory outside the program through which callbacks move records.
 
-        The nvme tier has a slot for each direction in which a kind of record crosses. An update on
-        the host has one slot for what goes down, and `LAG` slots for new parameters, or one if the
-        update is delayed. The runs of a stack share the slots of its states.
+        The nvme tier has a slot for each direction in which a kind of record crosses the link. A
+        host update has one slot for the records that it stores, and `LAG` slots for new parameters,
+        or one if the update is delayed. The runs of a stack share the slots of its states.
         """
         if self.wires.shares_cores or not self.streamed:
             return 0
-        # With an update on the host the device only reads parameters, and the other states stay on
-        # the host.
+        # With a host update, the device only reads parameters; other states stay on the host.
         ways = {"params": 1, "grads": 0, "opt_state": 0} if self.on_host else {}
         total = 0
         for (_, _, first), schedule in zip(runs, steps.stacks.values(), strict=True):
@@ -818,22 +827,26 @@ class _Estimator:
     # --- work -------------------------------------------------------------------------------------
 
     def gather(self, elements: float, frozen_bytes: float = 0.0) -> float:
-        """Return the seconds of an all_gather of parameters, and of frozen ones beside them."""
+        """Return the seconds of an all_gather of trainable parameters and frozen bytes."""
         n = self.grid.fsdp
         return (elements * self.b.params + frozen_bytes) * (n - 1) / n / self.network
 
     def reduce(self, elements: float) -> float:
-        """Return the seconds in which the gradients of a step are reduced."""
+        """Return the seconds of reducing gradients in one step."""
         return self.sent_reduced(elements) / self.network
 
     def sent_reduced(self, elements: float) -> float:
-        """Return the bytes that a device sends to reduce gradients of so many elements, in all
-        microbatches.
+        """Return the bytes that a device sends to reduce gradients, over all microbatches.
+
+        `elements` is the number of gradient elements.
         """
         return sum(self.reduces(elements).values())
 
     def reduces(self, elements: float) -> dict[str, float]:
-        """Return the same by collective: shards are scattered over `fsdp`, and summed over `data`."""
+        """Return the bytes that a device sends to reduce `elements` gradients, by collective.
+
+        Shards are scattered over `fsdp` and summed over `data`.
+        """
         n, d, each = self.grid.fsdp, self.grid.data, elements * self.reduced * self.reductions
         if not self.row.opt_state:
             return {"all_reduce": 2 * each * (n * d - 1) / (n * d)}
@@ -841,19 +854,18 @@ class _Estimator:
 
     @property
     def gathers_of_ends(self) -> int:
-        """How often a step gathers embedding and head for forward: once a microbatch, streamed or
-        not.
-        """
+        """Number of gathers of embedding and head for forward: one per microbatch."""
         return self.config.num_microbatches
 
     def regather(self, elements: float) -> float:
-        """Return the seconds of the all_gather after an update, where parameters are whole and
-        their update is sharded.
+        """Return the seconds of the all_gather after an update.
+
+        It is needed if parameters are unsharded and their update is sharded.
         """
         return self.gather(elements) if self.row.opt_state and not self.row.params else 0.0
 
     def update(self, elements: float) -> float:
-        """Return the seconds in which the device updates so many elements."""
+        """Return the seconds in which the device updates `elements` parameters."""
         return (
             0.0
             if self.on_host
@@ -861,7 +873,7 @@ class _Estimator:
         )
 
     def host_seconds(self, elements: float) -> float:
-        """Return the seconds of the host's update of so many elements."""
+        """Return the seconds of the host update of `elements` parameters."""
         if not self.on_host:
             return 0.0
         b, part = self.b, elements * self.share(self.row.opt_state)
@@ -876,9 +888,9 @@ class _Estimator:
         return part * touched / rate
 
     def work(self, stack: StackWork, run: Kept) -> LayerWork:
-        """Return the work of a layer."""
+        """Return the seconds of one layer of a run."""
         n = stack.elements
-        updated = n if self.workload.is_layered else 0  # a plain Model is updated as one, by `ends`
+        updated = n if self.workload.is_layered else 0  # `ends` updates all of a plain Model
         repeats = 1 if self.streamed else self.config.num_microbatches
         sent = (
             stack.sent.get(run.mode, 0.0) / self._tensor_network() if self.grid.tensor > 1 else 0.0
@@ -895,7 +907,7 @@ class _Estimator:
         )
 
     def ends(self) -> EndsWork:
-        """Return the work of embedding and head; of a plain Model the update of all of it."""
+        """Return the seconds of embedding and head; for a plain Model, its full update."""
         config, workload = self.config, self.workload
         n, repeats = workload.end_elements, 1 if self.streamed else config.num_microbatches
         updates = n if workload.is_layered else workload.elements
@@ -912,12 +924,12 @@ class _Estimator:
         )
 
     def collectives(self) -> dict[str, float]:
-        """Return the bytes that a device sends in a step, by collective."""
+        """Return the bytes that a device sends per step, by collective."""
         n, b, work = self.grid.fsdp, self.b, self.workload
         gathered = 0.0
         if (
             self.row.params
-        ):  # forward and backward: a streamed step gathers a layer once for all microbatches
+        ):  # in forward and backward; a streamed step gathers a layer once for all microbatches
             layers = sum(
                 s.num_layers * (s.elements * b.params + s.frozen_bytes) for s in work.stacks
             )

@@ -1,9 +1,8 @@
-"""The program whose bytes a plan counts: of a model as it was given, of sizes the transformer that
-stands for them.
+"""The program whose bytes a plan counts: a given model's, or a transformer's built from sizes.
 
-A plan from numbers alone has no model, but `zerojax.costs.sized_model` has the same layers. Its
-step is laid out, and never compiled, for GPUs that need not be present. Their bytes do not depend
-on the chip, so an H200 stands for any machine.
+A plan from numbers alone has no model, but `zerojax.costs.sized_model` builds one with the same
+layers. Its step is laid out, but never compiled, for GPUs that need not be present. Its bytes do
+not depend on the chip, so an H200 stands for any machine.
 """
 
 import functools
@@ -26,13 +25,13 @@ _MOST_DEVICES = 1 << 14
 
 
 class Buildable(NamedTuple):
-    """What a program is built of.
+    """Everything needed to build a program.
 
     Attributes:
-      model: whose step it is.
-      tx: its optimizer.
-      mesh: of devices that need not be present.
-      batch: of one step, arrays or ShapeDtypeStructs.
+      model: model that is trained.
+      tx: optimizer.
+      mesh: mesh of devices that need not be present.
+      batch: batch of one step, as arrays or ShapeDtypeStructs.
     """
 
     model: Model | LayeredModel
@@ -44,21 +43,24 @@ class Buildable(NamedTuple):
 def buildable_of_sizes(
     sizes: Sizes, machine: Machine, grid: Grid, precision: str, tiles: int
 ) -> Buildable:
-    """Return the transformer that stands for sizes, with Adam, on the devices of a machine.
+    """Return the transformer described by `sizes`, with Adam, on the devices of a machine.
 
     Args:
-      sizes: of the transformer.
-      machine: gives the chip, if programs are compiled for it, and the devices of a node.
-      grid: sizes of the mesh's axes.
-      precision: of the config.
-      tiles: in which the layers' MLPs run.
+      sizes: sizes of the transformer and its batch.
+      machine: machine that determines the chip, if programs can be compiled for it, and the number
+        of devices per node.
+      grid: sizes of the mesh axes.
+      precision: name of the config's precision.
+      tiles: number of tiles in which the layers' MLPs run.
 
     Raises:
-      ValueError: the sizes have no vocabulary, or tiles do not divide the MLP's width.
+      ValueError: the sizes have no vocabulary, or `tiles` does not divide the MLP's width.
       RuntimeError: the compiler for GPUs is not installed.
     """
     if sizes.mlp_width % tiles:
-        raise ValueError(f"an MLP of width {sizes.mlp_width} does not run in {tiles} equal tiles")
+        raise ValueError(
+            f"MLP width {sizes.mlp_width} is not divisible by {tiles} tiles; choose a divisor"
+        )
     dtype = PRECISIONS[precision].compute_dtype
     cudnn = jnp.dtype(dtype) != jnp.float32
     chip = machine.name if machine.name in CHIPS else _ANY_CHIP
@@ -80,17 +82,24 @@ def _mesh(chip: str, hosts: int, gpus_per_host: int, grid: Grid) -> Mesh:
 
 
 def why_no_program(sizes: Sizes, machine: Machine, precision: str) -> str | None:
-    """Return why `buildable_of_sizes` does not have the bytes that a plan of sizes assumes; None if
-    it does.
+    """Return why the program of `buildable_of_sizes` has other bytes than a plan of sizes assumes.
+
+    Returns None if the bytes are the same.
     """
     if not sizes.vocab:
-        return "vocab = 0, and without a vocabulary there is no loss; give vocab, such as 50304"
+        return "vocab = 0, and without a vocabulary there is no loss; set vocab, such as 50304"
     if sizes.params is not None and sizes.params != sizes.counted_params:
-        return f"params = {sizes.params:,}, and the other sizes make {sizes.counted_params:,}; leave out params"
+        return (
+            f"params = {sizes.params:,}, but the other sizes imply {sizes.counted_params:,}; "
+            "omit params"
+        )
     if machine.devices > _MOST_DEVICES:
-        return f"the machine has {machine.devices:,} devices, and programs are laid out for {_MOST_DEVICES:,} at most"
+        return (
+            f"the machine has {machine.devices:,} devices, but programs are laid out for at most "
+            f"{_MOST_DEVICES:,}"
+        )
     if PRECISIONS[precision].compute_dtype == "float32":
         return (
-            "in float32 its attention keeps scores, and a plan of sizes assumes that it keeps none"
+            "in float32 its attention saves scores, but a plan of sizes assumes that it saves none"
         )
     return None

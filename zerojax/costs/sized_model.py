@@ -1,9 +1,11 @@
-"""A transformer of some `Sizes`, to be compiled: pre-norm blocks without biases, grouped heads, a
-GELU or gated MLP, a tied head.
+"""A compilable transformer of given `Sizes`.
 
-A plan from numbers alone has no model. To hold its figures against a compiler's, `zerojax plan
---validate` builds this one, whose parameters are those that `Sizes` counts, and norms: 2 h a layer
-and h at the end. Its block marks the values that a plan chooses among
+It has pre-norm blocks without biases, grouped-query attention, a GELU or gated MLP, and a tied
+head.
+
+A plan from numbers alone has no model. To compare its figures with a compiler's, `zerojax plan
+--validate` builds this one, with the parameters that `Sizes` counts plus norms: 2 h per layer and h
+at the end. Its block marks the values that a plan chooses among
 (`jax.ad_checkpoint.checkpoint_name`): "qkv", "attention", "projection" and "mlp_hidden".
 """
 
@@ -30,21 +32,21 @@ def sized_model(
     cudnn: bool = False,
     mlp_tiles: int = 1,
 ) -> LayeredModel:
-    """Return the model.
+    """Return a transformer of given sizes.
 
     Args:
-      sizes: of it; vocab must be given.
-      dtype: of compute.
-      tensor: devices that share a layer's products.
-      cudnn: attention is cuDNN's kernel, which keeps no scores; else XLA's.
-      mlp_tiles: in which the MLP runs, one at a time; 1: whole.
+      sizes: sizes of the transformer; vocab must not be 0.
+      dtype: compute dtype.
+      tensor: number of devices that share a layer's products.
+      cudnn: whether attention is cuDNN's kernel, which saves no scores, instead of XLA's.
+      mlp_tiles: number of tiles in which the MLP runs, one at a time; 1 means untiled.
 
     Raises:
       ValueError: there is no vocabulary, and so no loss.
     """
     if not sizes.vocab:
         raise ValueError(
-            "vocab = 0: without a vocabulary there is no loss to compile; give vocab, such as 50304"
+            "vocab = 0: without a vocabulary there is no loss to compile; set vocab, such as 50304"
         )
     h, width, heads, kv = sizes.hidden, sizes.mlp_width, sizes.heads, sizes.num_kv_heads
     head = h // heads
@@ -133,13 +135,13 @@ def sized_model(
 
 
 def sized_batch(sizes: Sizes) -> dict[str, Any]:
-    """Return the shapes of a step's batch."""
+    """Return the shapes of a step's batch: tokens and targets, int32 [batch, seq]."""
     tokens = jax.ShapeDtypeStruct((sizes.batch, sizes.seq), jnp.int32)
     return {"tokens": tokens, "targets": tokens}
 
 
 def _norm(x: Array, scale: Array) -> Array:
-    """Return RMSNorm in float32."""
+    """Return RMSNorm of x, computed in float32."""
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + 1e-6)
     return (y * scale).astype(x.dtype)

@@ -1,18 +1,20 @@
-"""A transformer from its numbers alone: what a plan needs of a model that nobody has written yet.
+"""A transformer described by numbers alone, for planning a model that is not written yet.
 
-Of L layers with hidden size h, heads a (of which k for keys and values), MLP width f, sequences of
-T tokens and V words:
+For L layers of hidden size h, a heads (k for keys and values), MLP width f, sequences of T tokens
+and a vocabulary of V:
 
-    weights of a layer      h (2 h + 2 h k/a + m f)      12 h^2 for k = a, f = 4 h; m = 2 matrices of the MLP, 3 if gated
-    parameters              L weights + V h              ZeRO-Infinity (arXiv:2104.07857), equation 1, and the embedding
-    layer forward           2 weights + 4 T h            FLOPs a token: products, and scores and values of attention
+    weights per layer       h (2 h + 2 h k/a + m f)      12 h^2 for k = a, f = 4 h; m = 2 matrices
+                                                         of the MLP, 3 if gated
+    parameters              L weights + V h              ZeRO-Infinity (arXiv:2104.07857),
+                                                         equation 1, and the embedding
+    layer forward           2 weights + 4 T h            FLOPs per token: products, and attention's
+                                                         scores and values
     layer's working memory  4 h 4h; b T ci (16 h + 2 a T)   ZeRO-Infinity, equations 4 and 5
     logits                  b T V (4 + itemsize)         in float32, and their gradient
 
-Norms and biases are left out: of 12 h^2 they are 13 h, so 0.3 % at h = 4096. A model's own count of
-  its parameters may be given
-in the place of this one. It may be up to 10 % off; above that one of the numbers is another
-model's.
+Norms and biases are not counted: they are 13 h per layer next to 12 h^2, 0.03 % at h = 4096. You
+can pass a model's own parameter count instead. It may differ by up to 10 %; a larger difference
+means that one of the numbers belongs to another model.
 """
 
 import dataclasses
@@ -30,38 +32,40 @@ from zerojax.formulas import (
 from zerojax.given import as_integer, as_number
 
 MOST_LAYERS = 1000
-"""That are planned: a plan walks through each layer of many schedules.
+"""Largest number of layers that is planned, because a plan walks every layer of many schedules.
 
 Published transformers have up to 1,000 layers.
 """
 _MOST = {"layers": MOST_LAYERS, "seq": 10**9, "batch": 10**9, "params": 10**18}
 _MOST_WIDTH = 10**7
 _MOST_ELEMENTS = 10**15
-"""Of a step's widest activation. Bytes that follow from more do not fit 64 bits."""
+"""Most elements of a step's widest activation: beyond them, byte counts do not fit 64 bits."""
 TOLERANCE = 0.1
-"""How far, in parts of the equation's, a count of parameters may be from it."""
+"""Allowed difference of a given parameter count from the counted one, as a fraction."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """Sizes of a transformer and of its step's batch. Bytes are for a dtype that each method is
-    told.
+    """Sizes of a transformer and of its step's batch.
+
+    Methods that return bytes take the element size as an argument.
 
     Attributes:
-      layers: L.
+      layers: L, number of layers.
       hidden: h, the width of all heads together.
-      heads: a, of queries.
-      seq: T, tokens of a sequence.
-      batch: sequences of a step, over all devices.
-      params: P, of all layers and both ends; None: L layers and V h.
-      vocab: V; 0 leaves out the embedding and the head.
-      mlp: f, the width of the MLP; None: 4 h.
-      kv_heads: k, heads of keys and values; None: as many as of queries.
-      gated: the MLP multiplies two products (SwiGLU), so it has three matrices.
+      heads: a, number of query heads.
+      seq: T, tokens per sequence.
+      batch: sequences per step, over all devices.
+      params: P, number of parameters in all layers, embedding and head; by default, L layers and V
+        h.
+      vocab: V, vocabulary size; 0 leaves out the embedding and the head.
+      mlp: f, width of the MLP; 4 h by default.
+      kv_heads: k, number of key and value heads; as many as query heads by default.
+      gated: whether the MLP multiplies two products (SwiGLU), so that it has three matrices.
 
     Raises:
-      ValueError: a size is no whole number of at least 1, heads do not divide, or `params` is more
-        than 10 % from the other sizes' equation.
+      ValueError: a size is not an integer of at least 1, heads do not divide evenly, the batch is
+        too large, or `params` differs by more than 10 % from the count that the other sizes imply.
     """
 
     layers: int
@@ -76,6 +80,7 @@ class Sizes:
     gated: bool = False
 
     def __post_init__(self) -> None:
+        """Check all sizes and convert them to Python integers."""
         for field in dataclasses.fields(self):
             if wrong := _what_is_wrong(field.name, getattr(self, field.name)):
                 raise ValueError(wrong)
@@ -84,8 +89,9 @@ class Sizes:
         widest = max(self.hidden, self.mlp_width, self.vocab)
         if self.tokens * widest > _MOST_ELEMENTS:
             raise ValueError(
-                f"batch = {self.batch:,} x seq = {self.seq:,} tokens of width {widest:,} are {self.tokens * widest:.3g} "
-                f"elements: at most {_MOST_ELEMENTS:.0e} are planned"
+                f"batch = {self.batch:,} x seq = {self.seq:,} tokens of width {widest:,} have "
+                f"{self.tokens * widest:.3g} elements: the planner supports at most "
+                f"{_MOST_ELEMENTS:.0e}"
             )
         if wrong := _heads_wrong(self.hidden, self.heads, self.num_kv_heads):
             raise ValueError(wrong)
@@ -97,14 +103,15 @@ class Sizes:
             or self.params - self.vocab * self.hidden < self.layers
         ):
             raise ValueError(
-                f"params = {self.params:,}, and layers, hidden, mlp, kv_heads and vocab make {counted:,} "
-                f"({self.params / counted - 1:+.0%}): drop params, or correct the size that is wrong"
+                f"params = {self.params:,}, but layers, hidden, mlp, kv_heads and vocab imply "
+                f"{counted:,} ({self.params / counted - 1:+.0%}): "
+                "drop params, or correct the size that is wrong"
                 + (" (vocab = 0 leaves out the embedding)" if not self.vocab else "")
             )
 
     @property
     def num_kv_heads(self) -> int:
-        """Heads of keys and values, k."""
+        """Number of key and value heads, k."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
@@ -114,13 +121,14 @@ class Sizes:
 
     @property
     def qkv_width(self) -> int:
-        """Elements of queries, keys and values of a token: h (1 + 2 k/a), 3 h where k = a."""
+        """Width of queries, keys and values per token: h (1 + 2 k/a), which is 3 h if k = a."""
         return self.hidden + 2 * self.num_kv_heads * (self.hidden // self.heads)
 
     @property
     def layer_weights(self) -> int:
-        """Weights of a layer's products, h (2 h + 2 h k/a + m f): 12 h^2 by default (ZeRO-Infinity,
-        equation 1).
+        """Number of weights in a layer's products, h (2 h + 2 h k/a + m f).
+
+        This is 12 h^2 by default (ZeRO-Infinity, equation 1).
         """
         return self.hidden * (
             self.qkv_width + self.hidden + (3 if self.gated else 2) * self.mlp_width
@@ -128,57 +136,61 @@ class Sizes:
 
     @property
     def head_weights(self) -> int:
-        """Weights of the head's product, V h. A tied embedding has the same."""
+        """Number of weights in the head's product, V h, which a tied embedding shares."""
         return self.vocab * self.hidden
 
     @property
     def counted_params(self) -> int:
-        """Parameters of L layers and V h of the embedding, whatever `params` is."""
+        """Number of parameters in L layers and the embedding (V h), regardless of `params`."""
         return self.layers * self.layer_weights + self.head_weights
 
     @property
     def num_params(self) -> int:
-        """Parameters P: `params`, or else 12 L h^2 + V h (ZeRO-Infinity, equation 1, and the
-        embedding).
+        """Number of parameters P: `params` if given, else the counted parameters.
+
+        By default these are 12 L h^2 + V h (ZeRO-Infinity, equation 1, and the embedding).
         """
         return self.counted_params if self.params is None else int(self.params)
 
     @property
     def layer_params(self) -> int:
-        """Parameters of a layer: `layer_weights`, or less where `params` leaves less beside V h.
+        """Number of parameters per layer.
 
-        L of them and `end_params` are `num_params`.
+        This is `layer_weights`, or less if `params` leaves less next to V h. L times this number
+        plus `end_params` equals `num_params`.
         """
         return min(self.layer_weights, (self.num_params - self.head_weights) // self.layers)
 
     @property
     def end_params(self) -> int:
-        """Parameters of both ends: V h, and what `params` has beyond the equation, such as an
-        untied head.
+        """Number of parameters of embedding and head.
+
+        This is V h plus the excess of `params` over the equation, such as an untied head.
         """
         return self.num_params - self.layers * self.layer_params
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Number of tokens per step."""
         return self.batch * self.seq
 
     @property
     def layer_flops_per_token(self) -> float:
-        """FLOPs of a layer's forward for one token: 2 weights + 4 T h (Korthikanti et al.,
-        arXiv:2205.05198, appendix A).
+        """FLOPs of a layer's forward per token: 2 weights + 4 T h.
+
+        See Korthikanti et al., arXiv:2205.05198, appendix A.
         """
         return 2.0 * self.layer_weights + 4.0 * self.seq * self.hidden
 
     def step_flops(self, activations: str = "save") -> float:
-        """Return the FLOPs of a step of all devices (`zerojax.planner.hardware_flops_per_token`).
+        """Return the FLOPs of one step on all devices together.
 
         Args:
-          activations: "everything" and "save": the model's own, of MFU. "selective" and "remat":
-            with what is recomputed, of HFU.
+          activations: activation mode. "everything" and "save" give the model's FLOPs, for MFU.
+            "selective" and "remat" include recomputation, for HFU (`hardware_flops_per_token`).
 
         Raises:
-          ValueError: `activations` is none of these.
+          ValueError: `activations` is not one of these modes.
         """
         sizes = (self.layers, self.hidden, self.seq, self.layer_weights, self.head_weights)
         if activations in ("everything", "save"):
@@ -188,35 +200,35 @@ class Sizes:
     def layer_kept_bytes(
         self, sequences: int, *, itemsize: int = 2, tensor: int = 1, **how: Any
     ) -> float:
-        """Return the bytes that a layer keeps from forward to backward on each device.
+        """Return the bytes per device that a layer saves from forward to backward.
 
-        Other widths of keys, values and MLP than a GPT's are added to
-        `zerojax.memory.layer_activation_bytes`: a gated MLP keeps both of its products. With
-        "everything" the norms are taken for LayerNorms: RMSNorms keep less.
+        The result is `zerojax.formulas.layer_activation_bytes`, corrected for widths of keys,
+        values and MLP that differ from a GPT's: a gated MLP saves both of its products. With
+        "everything", norms are assumed to be LayerNorms; RMSNorms save less.
 
         Args:
-          sequences: on the devices of one tensor group.
-          itemsize: bytes of an activation.
-          tensor: tensor-parallel shards.
-          **how: activations ("save" by default), sequence_parallel, partition_activations and
-            fused_attention, as there.
+          sequences: sequences on the devices of one tensor group.
+          itemsize: bytes per activation element.
+          tensor: number of tensor-parallel shards.
+          **how: `activations` ("save" by default), `sequence_parallel`, `partition_activations` and
+            `fused_attention`, passed to `layer_activation_bytes`.
 
         Raises:
-          ValueError: as there, or `tensor` does not divide heads of keys and values, of which a
-            device has whole ones.
+          ValueError: `activations` is unknown, or heads are not divisible by `tensor`.
         """
         if self.num_kv_heads % tensor:
             raise ValueError(
-                f"kv_heads = {self.num_kv_heads} do not divide by tensor = {tensor}: a device has whole heads; choose a tensor "
-                f"axis that divides them, such as {math.gcd(self.num_kv_heads, tensor)}"
+                f"kv_heads = {self.num_kv_heads} is not divisible by tensor = {tensor}, and a head "
+                "is not split over devices; choose a tensor axis that divides kv_heads, such as "
+                f"{math.gcd(self.num_kv_heads, tensor)}"
             )
         of_gpt = layer_activation_bytes(
             self.seq, sequences, self.hidden, self.heads, tensor=tensor, itemsize=itemsize, **how
         )
         if how.get("activations") == "remat":
             return of_gpt
-        # How many values of the MLP's width are kept: its products alone, or those of its
-        # activation as well.
+        # Number of saved values of the MLP's width: only its products, or also the values inside
+        # its activation function.
         of_gelu, values = (
             (6, 6) if how.get("activations") == "everything" else (1, 2 if self.gated else 1)
         )
@@ -226,52 +238,53 @@ class Sizes:
         return of_gpt + sequences * self.seq * more * itemsize / tensor
 
     def checkpoints_bytes(self, sequences: int, interval: int = 1, itemsize: int = 2) -> float:
-        """Return the bytes of all layers' inputs, b T h L itemsize / ci (ZeRO-Infinity, equation
-        3).
+        """Return the bytes of saved layer inputs, b T h L itemsize / ci.
+
+        This is equation 3 of ZeRO-Infinity.
 
         Args:
-          sequences: b, those counted: of a device, a node or a step.
+          sequences: b, number of sequences counted, such as per device, per node or per step.
           interval: ci, layers between two checkpoints.
-          itemsize: bytes of an activation.
+          itemsize: bytes per activation element.
         """
         sizes = (sequences, self.seq, self.hidden, self.heads, self.layers)
         return transformer_activation_bytes(*sizes, remat=True, itemsize=itemsize) / interval
 
     def states_working_bytes(self, itemsize: int = 2) -> int:
-        """Return MSWM, parameters and gradients of a layer's largest product: 16 h^2 bytes
-        (ZeRO-Infinity, equation 4).
+        """Return MSWM, the bytes of parameters and gradients of a layer's largest product.
 
-        The head's product is not a layer's. It is tiled, or takes `head_weights` on top.
+        This is 16 h^2 bytes by default (ZeRO-Infinity, equation 4). The head's product is not
+        counted: it is tiled, or takes `head_weights` in addition.
 
         Args:
-          itemsize: bytes of a parameter, and of a gradient.
+          itemsize: bytes per parameter element and per gradient element.
         """
         return states_working_bytes(self.hidden, max(self.mlp_width, self.qkv_width), itemsize)
 
     def activations_working_bytes(self, sequences: int, interval: int = 1) -> int:
-        """Return AWM, b T ci (16 h + 2 a T) bytes: a GPT's in 16 bits (ZeRO-Infinity, equation 5).
+        """Return AWM, b T ci (16 h + 2 a T) bytes: a GPT's, in 16 bits (ZeRO-Infinity, equation 5).
 
         Args:
-          sequences: b, on a device.
+          sequences: b, sequences per device.
           interval: ci, layers between two checkpoints.
         """
         return activations_working_bytes(sequences, self.seq, self.hidden, self.heads, interval)
 
     def logits_bytes(self, sequences: int, *, itemsize: int = 2, tensor: int = 1) -> float:
-        """Return the bytes of the head's logits in float32 and of their gradient, where the loss is
-        not tiled.
+        """Return the bytes per device of the untiled loss's float32 logits and their gradient.
 
         Args:
-          sequences: on the devices of one tensor group.
-          itemsize: bytes of the gradient's elements.
-          tensor: tensor-parallel shards, which split the vocabulary.
+          sequences: sequences on the devices of one tensor group.
+          itemsize: bytes per element of the gradient.
+          tensor: number of tensor-parallel shards, which split the vocabulary.
         """
         return sequences * self.seq * self.vocab * (4 + itemsize) / tensor
 
 
 def _whole(name: str, value: object) -> int | None:
-    """Return a size as an `int`, a number of parameters such as 7e9 among them; None if it is no
-    whole number.
+    """Return a size as an `int`, or None if it is not a whole number.
+
+    A parameter count may be a float such as 7e9.
     """
     number = as_number(value)
     if (
@@ -285,31 +298,37 @@ def _whole(name: str, value: object) -> int | None:
 
 
 def _what_is_wrong(name: str, value: Any) -> str | None:
-    """Say what is wrong with one size, or None."""
+    """Return what is wrong with one size, or None if it is valid."""
     if name == "gated":
-        return None if isinstance(value, bool) else f"gated = {value!r}: True or False is needed"
+        return None if isinstance(value, bool) else f"gated = {value!r}: must be True or False"
     if value is None and name in ("params", "mlp", "kv_heads"):
         return None
     least = 0 if name == "vocab" else 1
     number = _whole(name, value)
     if number is None or number < least:
-        return f"{name} = {value!r}: a whole number, at least {least}, is needed"
+        return f"{name} = {value!r}: must be a whole number of at least {least}"
     most = _MOST.get(name, _MOST_WIDTH)
-    return None if number <= most else f"{name} = {_digits(number)}: at most {most:,} is planned"
+    return None if number <= most else f"{name} = {_digits(number)}: must be at most {most:,}"
 
 
 def _digits(value: int) -> str:
-    """Return a number as an error shows it; a long one in parts of ten."""
+    """Return a number as text for an error message, as a power of two if it is very long."""
     return f"{value:,}" if value < 10**30 else f"2^{value.bit_length() - 1} or more"
 
 
 def _heads_wrong(hidden: int, heads: int, kv_heads: int) -> str | None:
-    """Say which heads do not divide, or None."""
+    """Return which heads do not divide evenly, and the remedy, or None."""
     if hidden % heads:
         fits = max(n for n in range(1, heads) if hidden % n == 0)
         wider = -(-hidden // heads) * heads
-        return f"hidden = {hidden} does not divide by heads = {heads}: choose {fits} heads, or hidden = {wider}"
+        return (
+            f"hidden = {hidden} is not divisible by heads = {heads}: choose {fits} heads, or "
+            f"hidden = {wider}"
+        )
     if heads % kv_heads:
         fits = max(n for n in range(1, min(kv_heads, heads) + 1) if heads % n == 0)
-        return f"heads = {heads} do not divide by kv_heads = {kv_heads}: each serves as many queries; choose {fits}"
+        return (
+            f"heads = {heads} is not divisible by kv_heads = {kv_heads}: each key and value head "
+            f"serves the same number of query heads; choose {fits}"
+        )
     return None

@@ -1,9 +1,8 @@
-"""Seconds of parts of a step, on the devices that are there: one program each, run a few times, of
-which the fastest counts.
+"""Measured seconds of parts of a step: one program each, the fastest of a few runs on the devices.
 
-Arrays are made of their shapes alone and placed as the step would place them: activations over the
-  batch, a layer's parameters
-gathered. Other work on the machine only slows a run down.
+Arrays are created from shapes alone and placed as the step places them: activations split over the
+batch, a layer's parameters gathered. The fastest run counts because other work on the machine only
+slows a run down.
 """
 
 import time
@@ -22,26 +21,46 @@ _REPEATS, _SECONDS = 9, 1.0
 
 
 class Timed(NamedTuple):
-    """What a program took on one device: seconds, and bytes beside its arguments and results."""
+    """What a program took on one device.
+
+    Attributes:
+      seconds: fastest run time, in seconds.
+      working: bytes of temporary memory, excluding arguments and results.
+    """
 
     seconds: float
     working: int
 
 
 class Stopwatch:
-    """Times functions on the devices of a mesh."""
+    """Stopwatch that times functions on the devices of a mesh."""
 
     def __init__(self, mesh: Mesh) -> None:
+        """Time on the devices of `mesh`."""
         self.mesh = mesh
 
     def call(self, function: Callable[..., Any], *args: Any) -> "Timed":
-        """Time a function, given shapes, or trees of them, of its arguments."""
+        """Time a function.
+
+        Args:
+          function: function of arrays or pytrees of arrays.
+          *args: shapes, or pytrees of shapes, of its arguments.
+        """
         return self._timed(function, self.arrays(args))
 
     def block(
         self, loops: StackLoops, blocks: Mapping[str, Any], args: Any
     ) -> tuple["Timed", dict[str, "Timed"]]:
-        """Time a block's forward, and its derivative in each mode; `args` as the block takes them."""
+        """Time a block's forward, and its derivative in each mode.
+
+        Args:
+          loops: loops of the block's stack.
+          blocks: traced block by mode.
+          args: shapes of the block's arguments: parameters, input, key and batch.
+
+        Returns:
+          The forward's time, and the derivative's time by mode.
+        """
         params, x, key, given = args
         leaves = [loops.plan.leaves[i] for i in loops.stack.operands]
         specs = [() if leaf.decodes is not None else leaf.spec.base[leaf.lead :] for leaf in leaves]
@@ -53,8 +72,8 @@ class Stopwatch:
         forward = self._timed(blocks["remat"].forward, (whole, *data))
         backward: dict[str, Timed] = {}
         for mode, block in blocks.items():
-            # Two modes that keep the same values run the same program. Timed twice, one of them
-            # would seem faster.
+            # Two modes that save the same values run the same program. If it were timed twice, one
+            # of the modes would seem faster.
             if (
                 twin := next((other for other in backward if _is_same(block, blocks[other])), None)
             ) is not None:
@@ -66,8 +85,10 @@ class Stopwatch:
         return forward, backward
 
     def arrays(self, tree: Any) -> Any:
-        """Return arrays of some shapes: of the batch where dim 0 is split, or as their shardings
-        say.
+        """Return arrays of the given shapes, placed as the step places them.
+
+        A shape with a sharding uses it. Without a sharding, an array is split if its dim 0 is the
+        batch.
         """
         size = max((a.shape[0] for a in jax.tree.leaves(tree) if a.shape), default=0)
         spec = ActivationSpec(self.mesh)
@@ -90,7 +111,7 @@ class Stopwatch:
         def make() -> Any:
             if not jnp.issubdtype(a.dtype, jnp.inexact):
                 return jnp.zeros(a.shape, a.dtype)
-            # Not zeros or ones: sums of many stay of the size that numbers in a model have.
+            # Small mixed-sign values, unlike zeros or ones, keep sums as small as in a model.
             return (
                 (jnp.sin(jax.lax.iota(jnp.float32, max(1, a.size))[: a.size]) * 0.05)
                 .reshape(a.shape)

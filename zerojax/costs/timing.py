@@ -1,34 +1,38 @@
-"""Seconds of a step: its schedule, walked tick by tick, with every resource in order.
+"""Seconds of a step: a walk through its schedule, tick by tick, with every resource used in order.
 
-A sum of totals (bytes / bandwidth + FLOPs / rate) is no step time: what overlaps is decided by the
-schedule. So each resource of a device is a lane that does one thing after another,
+Adding up totals (bytes / bandwidth + FLOPs / rate) does not give the step time, because the
+schedule decides what overlaps. So each resource of a device is a lane that does one thing at a
+time:
 
-    compute    the device's cores
-    network    collectives over `fsdp` and `data`
-    up, down   the link from and to the host
+    compute      the device's cores
+    network      collectives over `fsdp` and `data`
+    up, down     the host link, to the device and to the host
     read, write  the disk
-    host       the kernel of the host's update
+    host         the kernel of the host update
 
-and a piece of work begins when its lane is free and what it waits for has ended. With d slots in
-the ring of a loop, t its tick,
+A piece of work starts when its lane is free and its dependencies have ended. With d slots in a
+loop's ring, and tick t,
 
-    fetched[t]  = max(fetched[t-1], taken[t-d])              + bytes / up        of a record on disk after its read
+    fetched[t]  = max(fetched[t-1], taken[t-d])               + bytes / up
     computed[t] = max(computed[t-1], fetched[t], gathered[t]) + seconds(layer)
-    stored[t]   = max(stored[t-1], computed[t])              + bytes / down
+    stored[t]   = max(stored[t-1], computed[t])               + bytes / down
 
-Gathers are waited for unless `gather_ahead`, as in the step. A record is fetched after it was
-stored: what forward stores last is what backward fetches first. Lanes that share a wire share its
-bandwidth: while a loop moves a bytes one way and b the other, both at once take (a + b) / both, and
-each way gets its part of that, at most its own rate. Loops overlap at their seams, where this gives
-too much; so a step is never shorter than the bytes of a wire over its rate. The engine reads
-records on disk ahead, at most `distance` of a kind, and not before they were written.
+where a record on disk is fetched after its read.
 
-Cores that wait for an event wait for what it waited for: of a gather that began late, because a
-  load came late, the gather's
-own seconds count for the network, and those before it for the link (`StepTime.exposed`).
+Compute waits for gathers unless `gather_ahead` is set, as in the step. A record is fetched after it
+was stored: the record that forward stores last is the one that backward fetches first. Lanes that
+share a wire share its bandwidth: if a loop moves a bytes one way and b bytes the other, both
+together take (a + b) / both, and each direction gets its share of that rate, at most its own rate.
+Where loops overlap, this overestimates the bandwidth, so a step is never shorter than a wire's
+bytes over its rate. The engine reads records on disk ahead, at most `distance` of a kind, and not
+before they were written.
 
-On a CPU the devices are threads of the cores that also copy and update: `up`, `down` and `host` are
-  then done by `compute`.
+Waiting for an event is charged to the lane that caused it. If a gather began late because a load
+arrived late, the gather's own seconds count for the network, and the seconds before them for the
+link (`StepTime.exposed`).
+
+On a CPU, the devices are threads of the same cores that copy and update, so `compute` does the work
+of `up`, `down` and `host`.
 """
 
 import bisect
@@ -43,12 +47,17 @@ from typing import NamedTuple
 from host_offload.schedule import LANES, LAYERS, Op, Part, Phase, Record, StepPlan
 
 ON_CORES = frozenset({"up", "down", "host"})
-"""What the cores do besides where the device is a CPU."""
+"""Lanes whose work the cores do if the device is a CPU."""
 
 
 class Event(NamedTuple):
-    """When a piece of work has ended and begun, in which lane, and what it began after: what else
-    it needed, or its lane.
+    """The end of a piece of work.
+
+    Attributes:
+      time: second at which the work ended.
+      lane: lane of the work.
+      start: second at which the work began.
+      after: event that the work waited for: a dependency, or earlier work in its lane.
     """
 
     time: float
@@ -61,22 +70,22 @@ _time = operator.itemgetter(0)
 
 
 def _latest(*events: Event) -> Event:
-    """Return the last of some events."""
+    """Return the latest of some events."""
     return max(events, key=_time)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Wires:
-    """Bytes a second of what one device can use of its link and its disk.
+    """Rates at which one device can use its host link and its disk, in bytes per second.
 
     Attributes:
-      up: host to device.
-      down: device to host.
-      link_both: both ways at once, summed.
-      read: of the disk; where several devices share it, this one's part.
-      write: to the disk.
-      disk_both: reads and writes at once, summed.
-      shares_cores: the device is a CPU, whose cores copy and run the host's update.
+      up: rate from host to device.
+      down: rate from device to host.
+      link_both: rate with both directions busy, summed.
+      read: read rate of the disk; this device's part if several devices share the disk.
+      write: write rate of the disk, shared in the same way.
+      disk_both: rate with reads and writes both active, summed.
+      shares_cores: whether the device is a CPU, whose cores also copy and run the host update.
     """
 
     up: float = float("inf")
@@ -88,7 +97,7 @@ class Wires:
     shares_cores: bool = False
 
     def times(self, *, link: float = 1.0, disk: float = 1.0) -> "Wires":
-        """Return the wires with all rates of the link, or of the disk, times a factor."""
+        """Return wires whose link rates and disk rates are multiplied by the given factors."""
         return dataclasses.replace(
             self,
             up=self.up * link,
@@ -100,7 +109,10 @@ class Wires:
         )
 
     def sharing(self, moved: Mapping[str, float]) -> dict[str, float]:
-        """Return the rate of each lane while so many bytes move in each."""
+        """Return the rate of each lane, in bytes per second.
+
+        `moved` is the number of bytes that move in each lane during the same time.
+        """
         rates = {"up": self.up, "down": self.down, "read": self.read, "write": self.write}
         for one, other, both in (("up", "down", self.link_both), ("read", "write", self.disk_both)):
             a, b = moved.get(one, 0.0), moved.get(other, 0.0)
@@ -114,16 +126,16 @@ class Wires:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWork:
-    """Seconds of one layer on one device, of all its microbatches.
+    """Seconds of one layer on one device, over all its microbatches.
 
     Attributes:
-      forward: of compute.
-      backward: likewise, of the derivative and of what it computes again.
-      update: of the optimizer on the device.
-      gather: of a gather of the parameters.
-      reduce: of the reduction of the gradients.
-      regather: of the gather after an update, of stages 1 and 2.
-      host: of an update on the host.
+      forward: seconds of forward compute.
+      backward: seconds of backward compute, including recomputation.
+      update: seconds of the optimizer on the device.
+      gather: seconds of one gather of the parameters.
+      reduce: seconds of reducing the gradients.
+      regather: seconds of the gather after an update, at stages 1 and 2.
+      host: seconds of the host update.
     """
 
     forward: float = 0.0
@@ -135,8 +147,9 @@ class LayerWork:
     host: float = 0.0
 
     def seconds(self) -> dict[tuple[str, str], float]:
-        """Return the seconds of an operation by its verb and the name of its phase; others take
-        none.
+        """Return the seconds of an operation, by its verb and the name of its phase.
+
+        Operations without an entry take no time.
         """
         both = {("gather", name): self.gather for name in ("forward", "backward")}
         both |= {
@@ -153,16 +166,16 @@ _UPDATES = {"update": "update", "host_update": "host", "regather": "regather"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EndsWork:
-    """Seconds of the leaves that are no layers: embedding and head.
+    """Seconds of embedding and head on one device.
 
     Attributes:
-      embed: of forward.
-      head: of forward and derivative.
-      embed_backward: of the derivative.
-      update: of the optimizer on the device.
-      gather: of a gather of each; both are gathered twice.
-      reduce: of the reduction.
-      host: of an update on the host.
+      embed: seconds of the embedding's forward.
+      head: seconds of the head's forward and backward.
+      embed_backward: seconds of the embedding's backward.
+      update: seconds of the optimizer on the device.
+      gather: seconds of one gather of embedding or head; each is gathered twice.
+      reduce: seconds of reducing the gradients.
+      host: seconds of the host update.
     """
 
     embed: float = 0.0
@@ -174,7 +187,7 @@ class EndsWork:
     host: float = 0.0
 
     def seconds(self) -> dict[tuple[str, str], float]:
-        """Return the seconds of an operation by its verb and the name of its phase."""
+        """Return the seconds of an operation, by its verb and the name of its phase."""
         names = ("embed", "head", "embed_backward")
         found = {("compute", name): getattr(self, name) for name in names} | {
             ("gather", name): self.gather for name in names
@@ -188,8 +201,14 @@ class EndsWork:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """Something that a lane did: from `start` to `stop`, in seconds of the step, for a layer of the
-    model; -1: for none.
+    """One piece of work of a lane.
+
+    Attributes:
+      lane: lane that does the work.
+      label: description of the work.
+      start: second of the step at which it begins.
+      stop: second of the step at which it ends.
+      layer: index of the layer in the model, or -1 if the work belongs to no layer.
     """
 
     lane: str
@@ -201,8 +220,13 @@ class Span:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PhaseTime:
-    """One part of a step: its seconds, and the lane that bounds it, which works or is waited for
-    the longest in it.
+    """One part of a step.
+
+    Attributes:
+      name: name of the part.
+      start: second of the step at which it begins.
+      stop: second of the step at which it ends.
+      bound_by: lane that bounds the part: it works, or is waited for, the longest.
     """
 
     name: str
@@ -212,21 +236,21 @@ class PhaseTime:
 
     @property
     def seconds(self) -> float:
-        """From its start to its stop."""
+        """Seconds from start to stop."""
         return self.stop - self.start
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """Seconds of one step, predicted.
+    """Predicted seconds of one step.
 
     Attributes:
-      seconds: of the step.
+      seconds: seconds of the step.
       busy: seconds that each lane works.
-      exposed: seconds that the device's cores wait for a lane; of "compute" what they compute.
-        These sum to `seconds`.
-      phases: parts of the step in order, and what bounds each.
-      spans: what every lane did.
+      exposed: seconds that the device's cores wait for each lane; for "compute", the seconds that
+        they compute. The values sum to `seconds`.
+      phases: parts of the step in order, with the lane that bounds each.
+      spans: work of every lane.
     """
 
     seconds: float
@@ -238,7 +262,7 @@ class StepTime:
     @property
     def hidden(self) -> dict[str, float]:
         """Seconds that each lane works while the cores do not wait for it."""
-        # More than a lane's work may be waited for: the seams of loops (`_Walk.rest`).
+        # The cores may wait longer than a lane works, where loops overlap (`_Walk.rest`).
         return {
             lane: max(0.0, self.busy[lane] - self.exposed[lane]) if lane != "compute" else 0.0
             for lane in LANES
@@ -246,17 +270,20 @@ class StepTime:
 
     @property
     def bound_by(self) -> str:
-        """The lane that works the longest, or is waited for: with the others infinitely fast, the
-        step takes as long.
+        """The lane that works, or is waited for, the longest.
+
+        With all other lanes infinitely fast, the step would take as long.
         """
         return max(LANES, key=lambda lane: max(self.busy[lane], self.exposed[lane]))
 
     def __str__(self) -> str:
+        """Return busy, hidden and exposed seconds of each lane as a table."""
         rows = [f"{'':<10} {'busy s':>10} {'hidden s':>10} {'exposed s':>10}"]
         for lane in LANES:
             if self.busy[lane] or self.exposed[lane]:
                 rows.append(
-                    f"{lane:<10} {self.busy[lane]:>10.4f} {self.hidden[lane]:>10.4f} {self.exposed[lane]:>10.4f}"
+                    f"{lane:<10} {self.busy[lane]:>10.4f} {self.hidden[lane]:>10.4f} "
+                    f"{self.exposed[lane]:>10.4f}"
                 )
         parts = ", ".join(
             f"{p.name} {p.seconds:.4f} s ({p.bound_by})" for p in self.phases if p.seconds
@@ -265,7 +292,7 @@ class StepTime:
 
 
 class _Clock:
-    """The lanes, and what they have done so far."""
+    """The lanes, and the work that they have done so far."""
 
     def __init__(self, wires: Wires) -> None:
         self.wires, self.rates = wires, wires.sharing({})
@@ -274,17 +301,20 @@ class _Clock:
         self.busy, self.exposed = dict.fromkeys(LANES, 0.0), dict.fromkeys(LANES, 0.0)
         self.spans: list[Span] = []
         self.first = 0
-        """The model's layer that is layer 0 of the schedule."""
+        """Index in the model of the schedule's layer 0."""
 
     @property
     def now(self) -> Event:
-        """When the cores have done what they were given."""
+        """End of the cores' last work."""
         return self.free["compute"]
 
     def run(
         self, lane: str, seconds: float, *after: Event, label: str = "", layer: int = -1
     ) -> Event:
-        """Do some work after some events, and return its end. Work of no seconds takes no lane."""
+        """Run some work after some events, and return its end.
+
+        Work of zero seconds occupies no lane.
+        """
         ready = max(after, key=_time, default=Event(0.0, lane))
         if seconds <= 0:
             return ready
@@ -307,18 +337,20 @@ class _Clock:
     def move(
         self, lane: str, num_bytes: float, *after: Event, label: str = "", layer: int = -1
     ) -> Event:
-        """Move bytes in a lane of a wire."""
+        """Move bytes in a lane of a wire, and return the end."""
         self.moved[lane] += num_bytes
         return self.run(lane, num_bytes / self.rates[lane], *after, label=label, layer=layer)
 
     def wait(self, *events: Event) -> Event:
-        """Let the cores wait for events."""
+        """Make the cores wait for events."""
         self._wait(_latest(*events))
         return self.now
 
     def _wait(self, ready: Event) -> None:
-        """Let the cores wait, and note for what: for the event's own work since it began; before,
-        for what that waited for.
+        """Make the cores wait, and charge the wait to lanes.
+
+        The seconds since the event's work began are charged to its lane, earlier seconds to the
+        lanes of the events that it waited for.
         """
         now, stop, event = self.now.time, ready.time, ready
         if stop <= now:
@@ -336,8 +368,8 @@ class _Walk:
     def __init__(self, wires: Wires, distance: int) -> None:
         self.clock, self.distance = _Clock(wires), max(1, distance)
         self.parts: list[tuple[str, float, float, Mapping[str, float]]] = []
-        # When the records of a kind on disk were taken from the ring of buffers, in order; and when
-        # each was last stored.
+        # For each kind on disk, when its last records were taken from the ring of buffers, in
+        # order; and for each record, when it was last stored.
         self.taken: dict[_Kind, collections.deque[Event]] = collections.defaultdict(
             lambda: collections.deque(maxlen=self.distance)
         )
@@ -346,7 +378,7 @@ class _Walk:
     # --- moves ------------------------------------------------------------------------------------
 
     def load(self, stack: str | None, ops: Sequence[Op], *after: Event) -> Event:
-        """Bring records to the device: off the disk first, where they rest there.
+        """Load records onto the device, after reading them if they are on disk.
 
         Returns their arrival.
         """
@@ -373,12 +405,12 @@ class _Walk:
         return end
 
     def room(self, key: "_Kind") -> Event:
-        """Return when the next record of a kind on disk has a buffer to be read to."""
+        """Return when a buffer is free for reading the next record of a kind from disk."""
         ring = self.taken[key]
         return ring[0] if len(ring) == self.distance else Event(0.0, "read")
 
     def store(self, stack: str | None, ops: Sequence[Op], *after: Event) -> Event:
-        """Take records off the device, and to the disk where they rest there.
+        """Store records to the host, and write them to disk if they are stored there.
 
         Returns when they have left the device.
         """
@@ -400,9 +432,9 @@ class _Walk:
     def update_on_host(
         self, stack: str | None, ops: Sequence[Op], seconds: float, *after: Event
     ) -> Event:
-        """Do what callbacks of the host's update do in a tick.
+        """Run the callbacks of the host update in one tick.
 
-        Returns when the last of it is over for the device.
+        Returns the last event that the device waits for.
         """
         clock, ready, end = self.clock, list[Event](), _latest(*after)
         for op in ops:
@@ -418,7 +450,7 @@ class _Walk:
                 ready.append(read)
                 self.taken[key].append(read)
             elif op.verb == "host_update":
-                # A delayed update works on the gradients of the step before.
+                # A delayed update uses the gradients of the previous step.
                 needs = [] if op.lag < 0 else [*after, *ready]
                 end = _latest(end, clock.run("host", seconds, *needs, label="update", layer=layer))
                 for other in (other for other in ops if other.verb == "host_read"):
@@ -434,14 +466,13 @@ class _Walk:
     def run(
         self, part: Part, seconds: Mapping[tuple[str, str], float], begin: Event, first: int = 0
     ) -> Event:
-        """Run a phase whose first fetches may start at `begin`. Returns when the last of its stores
-        has ended.
+        """Run a phase, and return when the last of its stores has ended.
 
         Args:
-          part: the phase.
-          seconds: of what it computes, by verb and name of the phase.
-          begin: when its first fetches may start.
-          first: the layer of the model that is the first of its stack.
+          part: phase, with its stack.
+          seconds: seconds of its computations, by verb and name of the phase.
+          begin: earliest start of its first fetches.
+          first: index in the model of the first layer of its stack.
         """
         clock, stack, name = self.clock, part.stack, part.name
         clock.first, clock.rates = first, clock.wires.sharing(_moved(part.phase))
@@ -482,7 +513,7 @@ class _Walk:
                         self.store(stack, some, made.get((some[0].record.leaves, index), done)),
                     )
                 elif verb == "gather":
-                    for op in some:  # one after the other: of head and embedding
+                    for op in some:  # head and embedding are gathered one after another
                         taken = gathered[index] = run(op, verb, taken)
                 elif verb == "regather":
                     done = run(some[0], verb, done)
@@ -501,10 +532,10 @@ class _Walk:
         return last
 
     def rest(self) -> None:
-        """Let the step last as long as each wire needs for its bytes.
+        """Extend the step to the time that each wire needs for its bytes.
 
-        Writes to the disk may end beside the next step's forward, and reads of the next step be in
-        this one. In a steady state a step is no shorter for it than what the disk has to do.
+        Disk writes may end during the next step's forward, and reads for the next step may be in
+        this one. In a steady state this makes no step shorter than the disk's work.
         """
         clock, wires = self.clock, self.clock.wires
         up, down, read, write = clock.moved.values()
@@ -517,12 +548,12 @@ class _Walk:
         clock.wait(Event(least[lane], lane, clock.now.time, clock.now))
 
     def part(self, name: str, start: float, exposed: Mapping[str, float]) -> None:
-        """Note a part of the step that ends now, given what was waited for before it."""
+        """Record a part of the step that ends now, given the exposed seconds before it."""
         waited = {lane: self.clock.exposed[lane] - exposed[lane] for lane in LANES}
         self.parts.append((name, start, self.clock.now.time, waited))
 
     def phases(self) -> list[PhaseTime]:
-        """Return the parts of the step. What a lane does may reach from one into others."""
+        """Return the parts of the step. A lane's work may extend from one part into others."""
         starts, worked = (
             [start for _, start, _, _ in self.parts],
             [dict.fromkeys(LANES, 0.0) for _ in self.parts],
@@ -546,20 +577,21 @@ class _Walk:
 
 
 class _Kind(NamedTuple):
-    """Records of a kind, of one stack of layers; None: of leaves that are no layers."""
+    """A kind of record of one stack of layers; the stack is None for unstacked leaves."""
 
     stack: str | None
     record: Record
 
 
 def _layer(op: Op) -> int:
-    """Return the layer for which an operation is shown; -1 of leaves that are no layers."""
+    """Return the layer of an operation, or -1 for unstacked leaves."""
     return op.number if op.record.leaves == LAYERS else -1
 
 
 def _takes(op: Op, gathers: bool) -> bool:
-    """Return whether an operation takes its tick's record: it gathers the record, or computes or
-    updates where none does.
+    """Return whether an operation takes its tick's record.
+
+    A gather takes the record; without gathers, compute and updates take it.
     """
     if gathers:
         return op.record.kind == "gathered"
@@ -567,7 +599,7 @@ def _takes(op: Op, gathers: bool) -> bool:
 
 
 def _is_called(op: Op) -> bool:
-    """Tell whether an operation is done by callbacks of the host's update."""
+    """Return whether callbacks of the host update do an operation."""
     return (
         op.record.kind in ("handed", "weights", "made")
         or op.lane == "host"
@@ -576,9 +608,7 @@ def _is_called(op: Op) -> bool:
 
 
 def _step_of(ops: Sequence[Op], op: Op) -> tuple[str, int, int]:
-    """Return what the operations of a tick that are done as one have in common: verb, index and
-    lag.
-    """
+    """Return the key by which a tick's operations are grouped: verb, index and lag."""
     verb = op.verb
     if verb == "read":
         same = (
@@ -602,15 +632,15 @@ def step_time(
     *,
     repeats: int = 1,
 ) -> StepTime:
-    """Return the seconds of a step.
+    """Return the predicted seconds of a step.
 
     Args:
-      steps: what it does, with the bytes of each operation.
-      layers: seconds of one layer of each of its stacks, in order.
+      steps: all operations of the step, with their bytes.
+      layers: seconds of one layer of each stack, in order.
       ends: seconds of embedding and head.
-      wires: rates of link and disk; without, nothing that moves takes time.
-      repeats: how often forward and backward run: once for each microbatch of a resident step. The
-        ticks of a streamed step compute all microbatches.
+      wires: rates of host link and disk; by default, moves take no time.
+      repeats: number of times that forward and backward run: once per microbatch of a resident
+        step. The ticks of a streamed step compute all microbatches.
     """
     ends, wires = ends or EndsWork(), wires or Wires()
     walk = _Walk(wires, max((schedule.distance for schedule in steps.stacks.values()), default=0))
@@ -646,7 +676,7 @@ def step_time(
     def update() -> None:
         nonlocal last
         last = _latest(last, clock.now, clock.free["network"])
-        if parts("update"):  # the norm of all gradients is known once they are there
+        if parts("update"):  # the global norm is known only after all gradients are reduced
             clock.wait(clock.free["network"])
         each(parts("ends", "update"))
         clock.wait(last, *(clock.free[lane] for lane in ("up", "down", "host", "network")))
@@ -655,7 +685,7 @@ def step_time(
     for _ in range(repeats):
         phase("embed", lambda: each(parts("embed")))
         phase("forward", lambda: each(parts("forward")))
-        begin = clock.now  # what backward fetches first may overlap the head, and not the layers
+        begin = clock.now  # backward's first fetches may overlap the head, but not the layers
         phase("head", lambda: each(parts("head")))
         phase("backward", lambda begin=begin: each(parts("backward", "embed_backward"), begin))
     phase("update", update)
@@ -669,8 +699,9 @@ def step_time(
 
 
 def _moved(phase: Phase) -> dict[str, float]:
-    """Return the bytes that a tick which does all that the phase does moves in each lane, by which
-    lanes share a wire.
+    """Return the bytes that a tick moves in each lane if it does all operations of the phase.
+
+    Lanes share their wires in proportion to these bytes.
     """
     each = {(op.lane, op.verb, op.record): op.num_bytes for loop in phase.loops for op in loop.ops}
     return {
@@ -680,9 +711,7 @@ def _moved(phase: Phase) -> dict[str, float]:
 
 
 def _joined(phases: Sequence[PhaseTime]) -> tuple[PhaseTime, ...]:
-    """Return the parts of a step; of several microbatches, those of the last one stand for all, in
-    one part.
-    """
+    """Return the parts of a step, with several microbatches joined into one part."""
     names = [p.name for p in phases]
     if len(set(names)) == len(names):
         return tuple(phases)

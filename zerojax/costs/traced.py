@@ -1,13 +1,13 @@
-"""The workload of a model: traced over the shapes of a batch, and timed where its devices are
-there.
+"""The workload of a model: traced over the shapes of a batch, and timed if its devices are present.
 
-A block is traced in each mode of recomputation as a streamed step traces it, so that what it keeps
-is what the step keeps. Its seconds have one of two sources, and `Workload.source` says which:
+A block is traced in each activation mode as a streamed step traces it, so it saves what the step
+saves. Seconds have one of two sources, recorded in `Workload.source`:
 
-    timed      the block alone, its derivative in each mode and both ends, on the devices of the mesh: a program each, compiled
-               and run a few times
-    roofline   equation by equation: a product of F FLOPs that touches B bytes takes max(F / flops, B / memory_rate); of the
-               others, whose results XLA mostly fuses away, reductions take B / memory_rate
+    timed      the block alone, its derivative in each mode, embedding and head, on the devices of
+               the mesh: one program each, compiled and run a few times
+    roofline   equation by equation: a product of F FLOPs that touches B bytes takes
+               max(F / flops, B / memory_rate); reductions take B / memory_rate; other equations are
+               free, because XLA mostly fuses their results away
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ from zerojax.sharding import DATA, FSDP, TENSOR, abstract_batch, local_elements
 from zerojax.streamed import StackLoops, StreamedStep, derivative_jaxpr
 
 Costs = Callable[[Instruction], float]
-"""Seconds of one equation on one device."""
+"""Function that returns the seconds of one equation on one device."""
 
 
 def grid_of(mesh: Mesh) -> Grid:
@@ -63,12 +63,12 @@ def workload_of_model(
     """Return the workload of a model on a mesh.
 
     Args:
-      model: as of `zerojax.build_train_step`.
-      tx: likewise.
-      mesh: likewise; where its devices are there, what they compute is timed.
-      batch: arrays, or a tree of ShapeDtypeStruct, of a step.
-      machine: whose rates a roofline takes.
-      base: of which precision, min_shard_bytes, frozen and the like are taken.
+      model: model, as in `zerojax.build_train_step`.
+      tx: optimizer, as in `zerojax.build_train_step`.
+      mesh: mesh of devices; parts of the step are timed if its devices are present.
+      batch: batch of one step, as arrays or a pytree of ShapeDtypeStruct.
+      machine: machine whose rates the roofline uses.
+      base: config whose precision, min_shard_bytes, frozen and similar fields apply.
     """
     given = abstract_batch(batch, mesh)
     with jax.set_mesh(mesh):
@@ -78,7 +78,7 @@ def workload_of_model(
 
 
 class _Tracer:
-    """What both kinds of models have in common."""
+    """Shared parts of the tracers for plain and layered models."""
 
     def __init__(
         self, model: Any, tx: Any, mesh: Mesh, batch: Any, machine: Machine, base: ZeroConfig
@@ -95,18 +95,18 @@ class _Tracer:
         self.shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
         sizes = [a.shape for a in jax.tree.leaves(batch) if a.shape]
         self.rows = sizes[0][0] if sizes else 1
-        # Where there are integers of two dims they are tokens.
+        # 2-D integer arrays are assumed to be tokens.
         whole = [
             a.shape
             for a in jax.tree.leaves(batch)
             if len(a.shape) == 2 and jnp.issubdtype(a.dtype, jnp.integer)
         ]
         self.tokens = math.prod(whole[0]) if whole else self.rows
-        # Several processes would time different seconds, and choose different configs.
+        # Several processes would measure different seconds and choose different configs.
         self.watch = Stopwatch(mesh) if is_there(mesh) and jax.process_count() == 1 else None
 
     def parts(self, **fields: Any) -> Any:
-        """Return what a program of a config is made of, everything on the device."""
+        """Return the assembled parts of a config's program, with everything on the device."""
         away = {
             "params": "device",
             "grads": "device",
@@ -139,14 +139,14 @@ class _Tracer:
 
     @property
     def source(self) -> str:
-        """Where the seconds are from."""
+        """Source of the seconds, as text."""
         if self.watch is not None:
             return f"timed on {self.mesh.size} x {self.mesh.devices.flat[0].device_kind}"
         return f"roofline of its equations at the rates of {self.machine.name}"
 
     @functools.cached_property
     def costs(self) -> Costs:
-        """Seconds of an equation by the roofline; 0 where the machine has no rates."""
+        """Roofline seconds of an equation, as a function; 0 if the machine has no rates."""
         figures, shards = self.machine.figures, self.grid.batch_shards * self.grid.tensor
         memory = figures.get("memory_rate", math.inf)
 
@@ -162,22 +162,22 @@ class _Tracer:
         return seconds
 
     def roofline(self, program: FlatJaxpr) -> float:
-        """Return the seconds of a traced function on one device."""
+        """Return the roofline seconds of a traced function on one device."""
         return sum(map(self.costs, program.instructions))
 
     def kept_seconds(self, more: float) -> float:
-        """Return the seconds in which a device writes bytes that it keeps besides, and reads them
-        again.
+        """Return the seconds in which a device writes and reads `more` additional saved bytes.
 
-        Costs of equations leave them out, since XLA fuses elementwise ones. What was timed has read
-        them.
+        Costs of equations leave these bytes out, since XLA fuses elementwise equations. A timed
+        program has already read them.
         """
         crossings = 2 if self.watch is None else 1
         return crossings * more / self.machine.figures.get("memory_rate", math.inf)
 
     def update_seconds(self, moments: float) -> float:
-        """Return the seconds in which the device updates one parameter: states read and written,
-        gradient read.
+        """Return the seconds in which the device updates one parameter.
+
+        The update reads and writes the states and reads the gradient.
         """
         itemsize = 4 if self.precision == "fp32" else 2
         master = 0 if self.precision == "fp32" else 4
@@ -185,10 +185,9 @@ class _Tracer:
         return moved / self.machine.figures.get("memory_rate", math.inf)
 
     def moment_bytes(self, layout: Any) -> float:
-        """Return the bytes of optimizer state for one parameter, in float32."""
+        """Return the bytes of float32 optimizer state per parameter."""
         trained = sum(math.prod(leaf.shape) for leaf in layout.leaves)
-        # Not the scalars, such as a count of steps, which all parameters share and which stay on
-        # the device.
+        # Shared scalars, such as a step count, stay on the device and are not counted.
         own = [
             a
             for j, a in enumerate(layout.opt_map.leaves)
@@ -203,8 +202,9 @@ class _Tracer:
         return sum(local_elements(leaf.shape, leaf.spec.base, self.mesh) for leaf in leaves)
 
     def gathered_elements(self, layout: Any, indices: Sequence[int]) -> int:
-        """Return the elements of some leaves, frozen ones counted by their bytes, as those of the
-        compute dtype.
+        """Return the elements of some leaves, with frozen leaves counted by their bytes.
+
+        A frozen leaf counts as its bytes divided by the compute dtype's item size.
         """
         trained, frozen = (
             [i for i in indices if layout.all_leaves[i].frozen == is_frozen]
@@ -215,8 +215,9 @@ class _Tracer:
         )
 
     def largest_leaf(self, layout: Any) -> int:
-        """Return the elements of the largest trained leaf, of all layers where it is a stack, as
-        `elements` counts them.
+        """Return the elements of the largest trainable leaf on one device of a tensor group.
+
+        A stacked leaf counts all its layers.
         """
         return max(
             (
@@ -228,7 +229,7 @@ class _Tracer:
         )
 
     def frozen_bytes(self, layout: Any, indices: Sequence[int]) -> int:
-        """Return the bytes of some frozen leaves, as they rest."""
+        """Return the bytes of some frozen leaves, as stored."""
         leaves = [layout.all_leaves[i] for i in indices]
         return sum(
             local_elements(leaf.shape, leaf.spec.base, self.mesh) * leaf.dtype.itemsize
@@ -236,8 +237,9 @@ class _Tracer:
         )
 
     def frozen_flops(self, layout: Any, indices: Sequence[int], forward: float) -> float:
-        """Return the FLOPs of gradients that the frozen matrices of some leaves do not get; their
-        forward takes `forward`.
+        """Return the FLOPs of the gradients that frozen matrices among some leaves do not need.
+
+        The result is at most `forward`, the FLOPs of these leaves in forward.
         """
         frozen = [
             leaf.decodes or leaf
@@ -250,8 +252,8 @@ class _Tracer:
 
 class _LayeredTracer(_Tracer):
     def workload(self) -> Workload:
-        """Trace, and time, every stack and both ends."""
-        # Gathers ahead make the step stream, with everything on the device.
+        """Trace, and time if possible, every stack, the embedding and the head."""
+        # gather_ahead makes the step stream although everything is on the device.
         steps = {mode: self.parts(stage=3, activations=mode, gather_ahead=True) for mode in MODES}
         kept = {
             mode: kept_by_program(parts.records, parts.step, self.batch)
@@ -320,7 +322,7 @@ class _LayeredTracer(_Tracer):
         )
 
     def flops_of_block(self, block: Any) -> float:
-        """Return the FLOPs of a block's forward, on all devices."""
+        """Return the FLOPs of a block's forward on all devices."""
         return sum(flops_of(i.eqn) for i in block.program.instructions)
 
     def stack(
@@ -349,9 +351,7 @@ class _LayeredTracer(_Tracer):
     def block_seconds(
         self, loops: StackLoops, blocks: Mapping[str, Any], args: Any
     ) -> tuple[float, dict[str, float], dict[str, int]]:
-        """Return the seconds of a block's forward, and of its derivative in each mode those and the
-        bytes it has at once.
-        """
+        """Return a block's forward seconds, and its backward seconds and working bytes by mode."""
         if self.watch is not None:
             forward, derivatives = self.watch.block(loops, blocks, args)
             seconds, working = (
@@ -377,9 +377,7 @@ class _LayeredTracer(_Tracer):
         )
 
     def values(self, block: Any, forward: float) -> tuple[Value, ...]:
-        """Return what a block may keep, in the order of its program, with the seconds to make each
-        again.
-        """
+        """Return the values that a block can save, in program order, with their recompute times."""
         program, total = block.program, self.roofline(block.program)
         scale = forward / total if total else 0.0
         number = {slot: n for n, slot in enumerate(block.residuals)}
@@ -416,8 +414,9 @@ class _LayeredTracer(_Tracer):
     # --- embedding and head -----------------------------------------------------------------------
 
     def ends(self, step: StreamedStep) -> tuple[float, float, float, int]:
-        """Return the seconds of embedding, head with its derivative, and the embedding's
-        derivative; and the head's bytes.
+        """Return the seconds of embedding, head and embedding's backward, and the head's bytes.
+
+        The head's seconds include its backward; its bytes are those it needs while it runs.
         """
         layout, state, ends = step.layout, step.layout.abstract_arrays, step.ends
         leaves = {name: tree for name, tree in layout.join(state).items() if name != "blocks"}
@@ -472,7 +471,7 @@ class _LayeredTracer(_Tracer):
 
 class _PlainTracer(_Tracer):
     def workload(self) -> Workload:
-        """Trace a plain Model: one layer, which is all of it."""
+        """Trace a plain Model as a single layer that is the full model."""
         modes = ("everything", "save", "remat")
         parts = {mode: self.parts(stage=0, activations=mode) for mode in modes}
         layout, state = parts["save"].records.layout, parts["save"].records.layout.abstract_arrays
@@ -559,14 +558,14 @@ class _PlainTracer(_Tracer):
 
 
 def _program(function: Callable[..., Any], args: Sequence[Any]) -> FlatJaxpr:
-    """Return a function of abstract arguments as a flat list of equations that its results need."""
+    """Return a function of abstract arguments as a flat list of the equations it needs."""
     closed = jax.make_jaxpr(function)(*args)
     program = flatten(closed.jaxpr, closed.consts)
     return dataclasses.replace(program, instructions=program.live(program.outputs))
 
 
 def _num_bytes(aval: Any) -> int:
-    """Return the bytes of an array, of all devices; 0 of a key."""
+    """Return the bytes of an array on all devices together; 0 for a PRNG key."""
     dtype = getattr(aval, "dtype", None)
     if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
         return 0
@@ -574,16 +573,15 @@ def _num_bytes(aval: Any) -> int:
 
 
 def peak_bytes(program: FlatJaxpr, rows: int) -> int:
-    """Return the most bytes that are alive at one equation, of activations that XLA keeps in
-    memory, of all devices.
+    """Return the peak bytes of activations alive at one equation, on all devices together.
 
-    Those are the results of products, look-ups, reductions, loops and kernels whose dim 0 counts
-    the batch or its tokens. Elementwise results are fused into what reads them; what comes in is
-    not counted, nor are gradients of weights.
+    Only activations that XLA keeps in memory count: results of products, look-ups, reductions,
+    loops and kernels whose dim 0 counts the batch or its tokens. Elementwise results are fused into
+    their readers. Inputs and gradients of weights are not counted.
 
     Args:
-      program: of a derivative.
-      rows: of the batch.
+      program: flat program of a derivative.
+      rows: number of rows in the batch.
     """
     last: dict[int, int] = {}
     for n, i in enumerate(program.instructions):

@@ -1,11 +1,11 @@
-"""What a model is for a plan: parameters, bytes and seconds of a layer and of its ends, as numbers.
+"""A model as numbers for a plan: parameters, bytes and seconds of layers, embedding and head.
 
-Two sources make a `Workload`: a model, traced and where its devices are there timed
-(`zerojax.costs.traced`), and `Sizes`, from closed forms (`workload_of_sizes`). What is estimated of
-a config (`zerojax.costs.estimate`) is the same for both.
+A `Workload` has one of two sources: a model, which is traced, and timed if its devices are present
+(`zerojax.costs.traced`), or `Sizes`, from closed forms (`workload_of_sizes`). The estimate of a
+config (`zerojax.costs.estimate`) is the same for both.
 
-All figures are of one device, whose rows of the batch are those of a step, of all microbatches.
-Elements are those of a device of a tensor group, before `fsdp` splits them.
+All figures are per device. A device's rows are its rows of the step's batch, over all microbatches.
+Elements are counted per device of a tensor group, before `fsdp` splits them.
 """
 
 import dataclasses
@@ -18,17 +18,24 @@ from zerojax.costs.sizes import Sizes
 from zerojax.machines import Machine
 
 _CROSSING = 17.0
-"""Of s b h elements, those that cross the device's memory in a layer's forward: 34 s b h bytes in
-16 bits.
+"""Device memory traffic of a layer's forward, in multiples of s b h elements.
+
+In 16 bits, it is 34 s b h bytes.
 """
 CHECKPOINTED = "remat"
-"""The mode in which a layer in another tier runs: its input is stored there, and all else is
-computed again.
+"""Mode of a layer whose activations are in another tier: its input is stored there, and everything
+else is recomputed.
 """
 
 
 class Grid(NamedTuple):
-    """Sizes of the mesh's axes."""
+    """Sizes of the mesh axes.
+
+    Attributes:
+      data: size of the axis `data`.
+      fsdp: size of the axis `fsdp`.
+      tensor: size of the axis `tensor`.
+    """
 
     data: int = 1
     fsdp: int = 1
@@ -36,32 +43,33 @@ class Grid(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """Devices of the mesh."""
+        """Number of devices in the mesh."""
         return self.data * self.fsdp * self.tensor
 
     @property
     def batch_shards(self) -> int:
-        """Parts of the batch."""
+        """Number of shards of the batch."""
         return self.data * self.fsdp
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StackWork:
-    """The layers of one stack.
+    """Work and bytes of the layers of one stack, per layer and device.
 
     Attributes:
-      name: of the stack; "" of the only one.
-      num_layers: L.
-      elements: trained parameters of a layer.
-      frozen_bytes: bytes of a layer's frozen parameters, as they rest.
-      tiled: those of its elements that may be cut into tiles, of its MLP.
-      x_bytes: bytes of a layer's input.
-      kept: by mode, bytes that a layer keeps for backward, its input among them.
-      working: by mode, bytes that a layer's backward has at once besides, of all rows.
-      forward: seconds of compute.
-      backward: by mode, seconds of the derivative with what it computes again.
-      values: what a layer may keep besides its input.
-      sent: by mode, bytes sent over `tensor` for a layer.
+      name: name of the stack; "" if it is the only one.
+      num_layers: L, number of layers.
+      elements: number of trainable parameters.
+      frozen_bytes: bytes of frozen parameters, as stored.
+      tiled: number of the MLP's elements that can be cut into tiles.
+      x_bytes: bytes of the layer's input.
+      kept: bytes saved for backward, including the layer's input, by activation mode.
+      working: bytes that backward needs in addition to saved bytes, over all rows, by activation
+        mode.
+      forward: seconds of compute in forward.
+      backward: seconds of compute in backward, including recomputation, by activation mode.
+      values: values that the layer can save in addition to its input.
+      sent: bytes sent over `tensor`, by activation mode.
     """
 
     name: str = ""
@@ -78,40 +86,42 @@ class StackWork:
     sent: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def gathered(self, tiles: int) -> float:
-        """Return the elements that are gathered at once where the MLP runs in tiles: one of them,
-        and what is beside it.
+        """Return the elements that are gathered at the same time if the MLP runs in tiles.
+
+        These are the elements of one tile and all untiled elements.
         """
         return self.elements - self.tiled + self.tiled / tiles
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """A model, an optimizer and a batch.
+    """A model, an optimizer and a batch, as numbers.
 
     Attributes:
-      name: of the model.
-      is_layered: whether its layers are known, so that they can stream.
-      stacks: of layers, in order; of a plain Model one of one layer, which is all of it.
-      end_elements: parameters of embedding and head.
-      largest_end: elements of the larger of both, which is gathered at once; frozen ones count by
-        their bytes.
-      largest_leaf: elements of the largest leaf, of all layers where it is a stack.
-      end_frozen_bytes: bytes of the ends' frozen parameters.
-      end_kept: bytes that the ends keep besides.
-      head_working: bytes that the head has at once, of all rows.
-      embed: seconds of forward.
-      head: seconds of forward and derivative.
-      embed_backward: seconds of the derivative.
-      moment_bytes: bytes of float32 optimizer state for one parameter.
-      update: seconds of the optimizer on the device for one parameter.
+      name: description of the model.
+      is_layered: whether the layers are known, so that they can stream.
+      stacks: stacks of layers, in order; for a plain Model, one stack with the full model as its
+        only layer.
+      end_elements: number of trainable parameters in embedding and head.
+      largest_end: elements gathered at the same time for the larger of embedding and head; frozen
+        leaves count by their bytes.
+      largest_leaf: elements of the largest leaf; a stacked leaf counts all its layers.
+      end_frozen_bytes: bytes of the frozen parameters of embedding and head.
+      end_kept: bytes that embedding and head save for backward.
+      head_working: bytes that the head needs while it runs, over all rows.
+      embed: seconds of the embedding's forward.
+      head: seconds of the head's forward and backward.
+      embed_backward: seconds of the embedding's backward.
+      moment_bytes: bytes of float32 optimizer state per parameter.
+      update: seconds of the optimizer on the device, per parameter.
       host_update: whether the optimizer can run on the host.
       batch_bytes: bytes of a device's part of the batch.
-      rows: rows of a device.
-      tokens: of a step, on all devices; rows where tokens are not known.
-      flops: the model's FLOPs of a step, on all devices: three times those of forward, less those
-        of the gradients that frozen weights do not get; 0 where they are not known.
-      forward_flops: those of the layers' forward.
-      source: where the seconds are from.
+      rows: number of batch rows per device.
+      tokens: tokens per step on all devices; rows if the number of tokens is unknown.
+      flops: the model's FLOPs per step on all devices: three times the forward FLOPs, minus the
+        gradients that frozen weights do not need; 0 if unknown.
+      forward_flops: FLOPs of the layers' forward per step on all devices.
+      source: source of the seconds.
     """
 
     name: str
@@ -138,35 +148,42 @@ class Workload:
 
     @property
     def num_layers(self) -> int:
-        """Layers of all stacks."""
+        """Number of layers in all stacks."""
         return sum(stack.num_layers for stack in self.stacks)
 
     @property
     def elements(self) -> int:
-        """Trained parameters of a device of a tensor group."""
+        """Number of trainable parameters on a device of a tensor group."""
         return self.end_elements + sum(stack.num_layers * stack.elements for stack in self.stacks)
 
 
 def workload_of_sizes(sizes: Sizes, machine: Machine, grid: Grid, precision: str) -> Workload:
-    """Return a transformer's workload by closed forms.
+    """Return a transformer's workload from closed forms.
 
-    A product of n tokens with W weights takes 2 n W FLOPs, attention 4 T h a token
-    (`zerojax.formulas`); a derivative twice as much. Beside them each value that Korthikanti et al.
-    count of a layer (arXiv:2205.05198, table 2: 34 s b h bytes) crosses the device's memory once
-    forward and twice backward. Attention is one kernel, which keeps no scores.
+    A product of n tokens with W weights takes 2 n W FLOPs, and attention 4 T h per token
+    (`zerojax.formulas`); backward takes twice as much. In addition, each value that Korthikanti et
+    al. count for a layer (arXiv:2205.05198, table 2: 34 s b h bytes) crosses device memory once in
+    forward and twice in backward. Attention is one kernel, which saves no scores.
+
+    Args:
+      sizes: sizes of the transformer and its batch.
+      machine: machine whose rates are used.
+      grid: sizes of the mesh axes.
+      precision: name of the config's precision.
 
     Raises:
-      ValueError: the batch does not divide, or the machine lacks a figure.
+      ValueError: the batch or the heads do not divide evenly, or the machine lacks a figure.
     """
     if sizes.batch % grid.batch_shards:
         fits = -(-sizes.batch // grid.batch_shards) * grid.batch_shards
         raise ValueError(
-            f"batch {sizes.batch} does not divide by data x fsdp = {grid.data} x {grid.fsdp}: each device has whole sequences; "
-            f"use {fits}"
+            f"batch {sizes.batch} is not divisible by data x fsdp = {grid.data} x {grid.fsdp}, and "
+            f"a sequence is not split over devices; use {fits}"
         )
     if sizes.heads % grid.tensor:
         raise ValueError(
-            f"heads {sizes.heads} do not divide by tensor={grid.tensor}: a device has whole heads"
+            f"heads {sizes.heads} is not divisible by tensor={grid.tensor}: a head is not split "
+            "over devices"
         )
     rate, memory = machine.needs(f"flops.{precision}", "memory_rate")
     itemsize = 4 if precision == "fp32" else 2
@@ -182,7 +199,7 @@ def workload_of_sizes(sizes: Sizes, machine: Machine, grid: Grid, precision: str
     kept = {mode: int(sizes.layer_kept_bytes(rows, activations=mode, **how)) for mode in MODES}
     again["everything"] = (
         2 * (kept["everything"] - kept["save"]) / memory
-    )  # what is kept besides is written, and read
+    )  # the additional saved bytes are written and read
     working = {mode: int(_working_elements(sizes, mode) * tokens * itemsize / t) for mode in MODES}
     head_flops = 2.0 * tokens * sizes.head_weights / t
     per_element = (
@@ -226,11 +243,11 @@ def workload_of_sizes(sizes: Sizes, machine: Machine, grid: Grid, precision: str
 
 
 def _working_elements(sizes: Sizes, mode: str) -> float:
-    """Return what a layer's backward has at once for a token besides what was kept: elements, as
-    compiled for an H200.
+    """Return the elements per token that a layer's backward needs in addition to saved activations.
 
-    The MLP's activation and its cotangents, f + f (gated: f + f + 2 f); where those are few, three
-    of the stream's width. What is computed again is there too: queries, keys and values.
+    The counts follow a step compiled for an H200: the MLP's activation and its cotangents, f + f
+    (gated: f + f + 2 f), plus, if ungated, three of the stream's width. With remat, recomputed
+    queries, keys and values are added.
     """
     width = (4 if sizes.gated else 2) * sizes.mlp_width + (0 if sizes.gated else 3 * sizes.hidden)
     again = sizes.qkv_width + (2 * sizes.hidden if sizes.gated else 0)
@@ -238,8 +255,9 @@ def _working_elements(sizes: Sizes, mode: str) -> float:
 
 
 def _sent_over_tensor(sbh: int, t: int) -> dict[str, float]:
-    """Return the bytes that a device sends over `tensor` for a layer (`zerojax.memory.tensor`):
-    all_reduces of s b h.
+    """Return the bytes that a device sends over `tensor` per layer, by activation mode.
+
+    They are all_reduces of s b h (`zerojax.memory.tensor`).
     """
     reduces = {"everything": 4, "save": 4, "selective": 4, "remat": 6}
     return {mode: n * 2.0 * sbh * (t - 1) / t for mode, n in reduces.items()}
@@ -248,8 +266,9 @@ def _sent_over_tensor(sbh: int, t: int) -> dict[str, float]:
 def _values_of_sizes(
     sizes: Sizes, rows: int, t: int, itemsize: int, rate: float, tokens: int
 ) -> tuple[Value, ...]:
-    """Return what a GPT's layer may keep: the results of its products, in order, under the names of
-    examples/gpt.py.
+    """Return the values that a GPT's layer can save: the results of its products, in order.
+
+    They have the names of examples/gpt.py.
     """
     h, width, qkv = sizes.hidden, (2 if sizes.gated else 1) * sizes.mlp_width, sizes.qkv_width
 

@@ -1,4 +1,4 @@
-"""Bytes and FLOPs of transformers and of training states in closed form, as the papers give them."""
+"""Bytes and FLOPs of transformers and training states in closed form, following the papers."""
 
 from zerojax.formulas.flops import flops_per_token as flops_per_token
 from zerojax.formulas.flops import hardware_flops_per_token as hardware_flops_per_token

@@ -1,19 +1,18 @@
-"""FLOPs of a transformer's step, for utilization: what its model needs (MFU), and what the hardware
-computes (HFU).
+"""FLOPs of a transformer's training step, for model (MFU) and hardware (HFU) FLOPs utilization.
 
-A product of n tokens with W weights takes 2 n W FLOPs forward and twice that backward, so 6 a token
-and weight. Attention over T tokens takes 4 T h a token and layer forward (queries with keys, scores
-with values), 12 T h with backward; a causal mask does not count. With 12 h^2 weights a layer and V
-h of the head that is, of B T tokens, Korthikanti et al. (arXiv:2205.05198, appendix A) and, of the
-last line, Narayanan et al. (arXiv:2104.04473, section 5.1):
+A product of n tokens with W weights takes 2 n W FLOPs in forward and twice that in backward, so 6
+FLOPs per token and weight. Attention over T tokens takes 4 T h FLOPs per token and layer in forward
+(queries with keys, scores with values), and 12 T h including backward; a causal mask is ignored.
+With 12 h^2 weights per layer and V h in the head, a step of B T tokens takes (Korthikanti et al.,
+arXiv:2205.05198, appendix A; the last line is Narayanan et al., arXiv:2104.04473, section 5.1):
 
     model                  72 B L T h^2 (1 + T/6h + V/12hL)
     hardware, selective    72 B L T h^2 (1 + T/3h + V/12hL)
     hardware, full         96 B L T h^2 (1 + T/6h + V/16hL)
 
-Full recomputation repeats each layer's forward. Selective repeats attention's two products, 4 T h a
-token and layer; the paper counts 12 T h, and its printed HFUs follow from that, so it is what is
-returned here.
+Full recomputation repeats each layer's forward. Selective recomputation repeats attention's two
+products, 4 T h per token and layer; the paper counts 12 T h, and its published HFUs follow from
+that, so the functions below return the paper's count.
 """
 
 from zerojax.activations import MODES
@@ -22,17 +21,17 @@ from zerojax.activations import MODES
 def flops_per_token(
     layers: int, hidden: int, seq: int, layer_weights: int, head_weights: int
 ) -> float:
-    """Return the model's FLOPs of forward and backward for one token; recomputation does not count.
+    """Return the model's FLOPs per token in forward and backward, without recomputation.
 
-    Times tokens a second, over the vendor's peak FLOP/s of all devices (`Machine.peak_flops`), it
-    is MFU.
+    To get MFU, multiply by tokens per second and divide by the vendor's peak FLOP/s of all devices
+    (`Machine.peak_flops`).
 
     Args:
-      layers: L.
+      layers: L, number of layers.
       hidden: h, the width of all heads together.
-      seq: T, tokens of a sequence.
-      layer_weights: weights of a layer's products: 12 h^2 of a GPT, 4 h^2 + 3 h f of a Llama.
-      head_weights: those of the head, V h.
+      seq: T, tokens per sequence.
+      layer_weights: weights in one layer's products: 12 h^2 for a GPT, 4 h^2 + 3 h f for a Llama.
+      head_weights: weights of the head, V h.
     """
     return 6.0 * (layers * layer_weights + head_weights) + 12.0 * layers * hidden * seq
 
@@ -40,20 +39,21 @@ def flops_per_token(
 def hardware_flops_per_token(
     layers: int, hidden: int, seq: int, layer_weights: int, head_weights: int, activations: str
 ) -> float:
-    """Return the FLOPs that the hardware computes for one token, with what is recomputed: of HFU,
-    as `flops_per_token` of MFU.
+    """Return the FLOPs that the hardware computes per token, including recomputation.
+
+    HFU is computed from this number as MFU is from `flops_per_token`.
 
     Args:
-      layers: L.
-      hidden: h.
-      seq: T.
-      layer_weights: weights of a layer's products.
-      head_weights: those of the head, which is not recomputed.
-      activations: "everything" and "save" recompute no product, "selective" attention, "remat" each
-        layer.
+      layers: L, number of layers.
+      hidden: h, the width of all heads together.
+      seq: T, tokens per sequence.
+      layer_weights: weights in one layer's products.
+      head_weights: weights of the head, which is never recomputed.
+      activations: activation mode: "everything" and "save" recompute no product, "selective"
+        recomputes attention, "remat" each layer.
 
     Raises:
-      ValueError: `activations` is none of these.
+      ValueError: `activations` is not one of these modes.
     """
     again = {
         "everything": 0.0,

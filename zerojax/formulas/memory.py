@@ -1,16 +1,16 @@
-"""Bytes in closed form: model states, activations and collectives.
+"""Bytes of model states, activations and collectives in closed form.
 
-ZeRO (arXiv:1910.02054, section 5) counts, for P parameters over N shards in mixed precision with
-Adam, bytes a device of
+For P parameters over N shards, in mixed precision with Adam, ZeRO (arXiv:1910.02054, section 5)
+counts these bytes per device:
 
     stage 0   16P            params 2P, grads 2P, optimizer 12P (float32 master 4P, moments 8P)
     stage 1   4P + 12P/N
     stage 2   2P + 14P/N
     stage 3   16P/N
 
-and ZeRO-Infinity (arXiv:2104.07857, section 3) 20 bytes a parameter, because it also keeps float32
-gradients. So the bytes of a parameter follow from the precision and from the dtype in which
-gradients rest, never from a constant: `StateBytes`.
+ZeRO-Infinity (arXiv:2104.07857, section 3) counts 20 bytes per parameter, because it also keeps
+float32 gradients. `StateBytes` therefore derives the bytes per parameter from the precision and
+from the dtype in which gradients are stored, not from a constant.
 """
 
 import dataclasses
@@ -24,13 +24,13 @@ from zerojax.sharding import STAGES
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StateBytes:
-    """Bytes that each kind of state takes for one parameter.
+    """Bytes per parameter of each kind of model state.
 
     Attributes:
-      params: compute-dtype parameters.
-      grads: gradients between backward and update.
-      master: float32 master weights; 0 where the parameters are float32.
-      moments: the optimizer's state; 8 for Adam.
+      params: bytes of the parameter in the compute dtype.
+      grads: bytes of its gradient between backward and update.
+      master: bytes of its float32 master; 0 if the parameters themselves are float32.
+      moments: bytes of its optimizer state; 8 for Adam.
     """
 
     params: int
@@ -40,7 +40,7 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """Bytes of one parameter where nothing is sharded: 16 for ZeRO, 20 for ZeRO-Infinity."""
+        """Bytes per parameter if nothing is sharded: 16 for ZeRO, 20 for ZeRO-Infinity."""
         return self.params + self.grads + self.master + self.moments
 
 
@@ -52,15 +52,15 @@ def state_bytes(
     keeps_fp32_grads: bool = False,
     reduce_dtype: str | None = None,
 ) -> StateBytes:
-    """Return the bytes of one parameter.
+    """Return the bytes per parameter of each kind of model state.
 
     Args:
-      precision: a name in `zerojax.precision.PRECISIONS`.
-      moments: bytes of optimizer state for one parameter.
-      num_microbatches: gradients are accumulated in float32 where there is more than one.
-      keeps_fp32_grads: count float32 gradients beside those of the compute dtype, as ZeRO-Infinity
-        does.
-      reduce_dtype: gradients rest in the dtype in which they are reduced; None: the compute dtype.
+      precision: name of a precision in `zerojax.precision.PRECISIONS`.
+      moments: bytes of optimizer state per parameter.
+      num_microbatches: microbatches per step; with more than one, gradients accumulate in float32.
+      keeps_fp32_grads: whether to count float32 gradients in addition to gradients in the compute
+        dtype, as ZeRO-Infinity does.
+      reduce_dtype: dtype in which gradients are reduced and stored; None is the compute dtype.
     """
     p = PRECISIONS[precision]
     size = jnp.dtype(p.compute_dtype).itemsize
@@ -76,14 +76,16 @@ def state_bytes(
 def model_state_bytes(
     num_params: int, stage: int, num_shards: int, per_param: StateBytes | None = None
 ) -> dict[str, float]:
-    """Return the bytes of model states on each device: {"params", "grads", "master", "opt_state",
-    "total"}.
+    """Return the bytes of model states per device.
 
     Args:
-      num_params: P.
-      stage: 0 to 3.
+      num_params: P, number of parameters.
+      stage: ZeRO stage, 0 to 3.
       num_shards: N, the size of the axis `fsdp`.
-      per_param: bytes of one parameter; mixed precision with Adam (16) by default.
+      per_param: bytes per parameter; mixed precision with Adam (16) by default.
+
+    Returns:
+      Bytes by kind: {"params", "grads", "master", "opt_state", "total"}.
     """
     row, per_param = STAGES[stage], per_param or state_bytes()
 
@@ -106,12 +108,22 @@ def collective_elements(
     num_microbatches: int = 1,
     num_reductions: int | None = None,
 ) -> dict[str, float]:
-    """Return the elements that each device sends in a step, by collective (ZeRO, section 7).
+    """Return the elements that each device sends per step, by collective (ZeRO, section 7).
 
     A ring all_gather or reduce_scatter of P elements sends P (N-1)/N; an all_reduce is one of each.
-    Gradients are reduced, and at stage 3 parameters gathered twice, in every microbatch. Rows 0 to
-    3 sum to 2P, 2P, 2P and 3P. Of M microbatches rows 1 and 2 sum to (1 + M) P; with
-    reduce_every="step" to 2P, since `num_reductions` is 1.
+    Each microbatch reduces gradients and, at stage 3, gathers parameters twice. Stages 0 to 3 sum
+    to 2P, 2P, 2P and 3P. With M microbatches, stages 1 and 2 sum to (1 + M) P, or to 2P with
+    reduce_every="step", where `num_reductions` is 1.
+
+    Args:
+      num_params: P, number of parameters.
+      stage: ZeRO stage, 0 to 3.
+      num_shards: N, the size of the axis `fsdp`.
+      num_microbatches: M, microbatches per step.
+      num_reductions: gradient reductions per step; one per microbatch by default.
+
+    Returns:
+      Elements per device: {"all_reduce", "all_gather", "reduce_scatter"}.
     """
     reductions = num_microbatches if num_reductions is None else num_reductions
     row, ring = STAGES[stage], num_params * (num_shards - 1) / num_shards
@@ -122,7 +134,7 @@ def collective_elements(
 
 
 def transformer_params(num_layers: int, hidden: int) -> int:
-    """Return the parameters of a transformer's blocks, 12 L h^2 (ZeRO-Infinity, equation 1)."""
+    """Return the parameters in a transformer's blocks, 12 L h^2 (ZeRO-Infinity, equation 1)."""
     return 12 * num_layers * hidden**2
 
 
@@ -137,23 +149,23 @@ def transformer_activation_bytes(
     tensor: int = 1,
     itemsize: int = 2,
 ) -> float:
-    """Return the activation bytes that a transformer has from forward to backward where each
-    operator keeps what it reads.
+    """Return the saved activation bytes of a transformer in which each operator saves its inputs.
 
-    What zerojax keeps is less: `layer_activation_bytes`.
+    zerojax saves less: see `layer_activation_bytes`.
 
     Args:
-      batch: sequences on one device.
-      seq: tokens of a sequence.
-      hidden: h.
-      heads: attention heads.
-      num_layers: L.
-      remat: only each layer's input is kept: b s h bytes times itemsize (ZeRO-Infinity, equation
-        3). Else all that backward needs: s b h (10 + 24/t + 5 a s / (h t)) in 16 bits (Korthikanti
-        et al., arXiv:2205.05198, equation 2).
-      tensor: t, tensor-parallel shards.
-      itemsize: bytes of an activation; the second formula scales with it, its dropout masks
-        included.
+      batch: sequences per device.
+      seq: tokens per sequence.
+      hidden: h, the model width.
+      heads: number of attention heads.
+      num_layers: L, number of layers.
+      remat: if True, only each layer's input is saved: b s h elements of `itemsize` bytes
+        (ZeRO-Infinity, equation 3). Otherwise everything that backward needs is saved:
+        s b h (10 + 24/t + 5 a s / (h t)) bytes in 16 bits (Korthikanti et al., arXiv:2205.05198,
+        equation 2).
+      tensor: t, number of tensor-parallel shards.
+      itemsize: bytes per activation element; the second formula scales with it, including its
+        dropout masks.
     """
     if remat:
         return float(num_layers * batch * seq * hidden * itemsize)
@@ -174,37 +186,42 @@ def layer_activation_bytes(
     fused_attention: bool = False,
     itemsize: int = 2,
 ) -> float:
-    """Return the bytes that a GPT's layer keeps from forward to backward on each device.
+    """Return the bytes per device that a GPT layer saves from forward to backward.
 
-    A layer keeps its input and what products make (`zerojax.activations.kept`). In units of s b h
-    elements of 2 bytes:
+    A layer saves its input and the outputs of its products (`zerojax.activations.kept`). In units
+    of s b h bytes, with 2 bytes per element:
 
         remat        2
-        selective    4 + 16/t: the input 2, the projection 2, qkv 6/t, attention's output 2/t, the hidden layer 8/t
-        save         the same, and scores in float32: 4 a s / (h t); of a fused kernel the logsumexp of its rows: 4 a / (h t)
-        everything   30 + 56/t: the input 2, the outputs of both norms 4, what these keep in float32 24, qkv 6/t, attention's
-                     output 2/t, the tanh approximation of gelu 48/t; and scores before and after
-                     the softmax, 6 a s / (h t), or the logsumexp of a fused kernel. Dropout masks
-                     are not counted.
+        selective    4 + 16/t    input 2, projection 2, qkv 6/t, attention's output 2/t,
+                                 hidden layer 8/t
+        save         4 + 16/t    as selective, plus float32 scores, 4 a s / (h t); a fused kernel
+                                 saves the logsumexp of each row instead, 4 a / (h t)
+        everything   30 + 56/t   input 2, outputs of both norms 4, the norms' float32 values 24,
+                                 qkv 6/t, attention's output 2/t, tanh approximation of gelu 48/t;
+                                 plus scores before and after the softmax, 6 a s / (h t), or the
+                                 logsumexp of a fused kernel. Dropout masks are not counted.
 
-    What "everything" keeps depends on how a block is written: these are the figures of the blocks
-      of `examples/gpt.py`.
+    What "everything" saves depends on how a block is written: these figures are for the blocks of
+    `examples/gpt.py`.
 
-    What tensor parallelism does not split is split all the same with `sequence_parallel` or
+    The terms that tensor parallelism does not split are split too with `sequence_parallel` or
     `partition_activations`.
 
     Args:
-      seq: s, tokens of a sequence.
+      seq: s, tokens per sequence.
       batch: b, sequences on the devices of one tensor group.
-      hidden: h.
-      heads: a.
-      tensor: t, tensor-parallel shards.
-      sequence_parallel: the stream is split over `tensor` too.
-      partition_activations: what is kept of it is.
-      activations: one of "everything", "save", "selective" and "remat".
-      fused_attention: attention is one kernel, a custom_vjp that saves its output and the logsumexp
-        of each row.
-      itemsize: bytes of an activation; scores and logsumexp are float32.
+      hidden: h, the model width.
+      heads: a, number of attention heads.
+      tensor: t, number of tensor-parallel shards.
+      sequence_parallel: whether the residual stream is also split over `tensor`.
+      partition_activations: whether the saved part of the residual stream is split over `tensor`.
+      activations: activation mode: "everything", "save", "selective" or "remat".
+      fused_attention: whether attention is one kernel, a custom_vjp that saves its output and the
+        logsumexp of each row.
+      itemsize: bytes per activation element; scores and logsumexp are float32.
+
+    Raises:
+      ValueError: `activations` is unknown, or `heads` is not divisible by `tensor`.
     """
     _check_mode(activations)
     _check_heads(heads, tensor)
@@ -212,7 +229,7 @@ def layer_activation_bytes(
     stream = tensor if sequence_parallel or partition_activations else 1
     if activations == "remat":
         return sbh / stream
-    rows = float(batch * heads * seq)  # of scores
+    rows = float(batch * heads * seq)  # rows of scores
     if activations == "everything":
         norms = 6 * sbh * 4 / itemsize
         scores = 4 * rows if fused_attention else rows * seq * (4 + itemsize)
@@ -235,24 +252,27 @@ def korthikanti_layer_bytes(
     fused_attention: bool = False,
     itemsize: int = 2,
 ) -> float:
-    """Return what a transformer's layer keeps by Korthikanti et al. (arXiv:2205.05198, table 2), in
-    bytes on each device.
+    """Return the bytes per device that Korthikanti et al. count for a layer's saved activations.
 
-    It has s b h (10 + 24/t + 5 a s / (h t)) in 16 bits, and all of it over t with sequence
-    parallelism; without the last term if attention's inner part is recomputed, or is one fused
-    kernel; and 2 s b h if the whole layer is. They count what each operator reads, so that
-    "everything" and "save" are the same here.
+    Table 2 of arXiv:2205.05198 gives s b h (10 + 24/t + 5 a s / (h t)) in 16 bits, and with
+    sequence parallelism all of it over t. The last term is dropped if attention's inner part is
+    recomputed or is one fused kernel. If the full layer is recomputed, 2 s b h remain. The paper
+    counts each operator's inputs, so "everything" and "save" give the same result here.
 
     Args:
-      seq: s, tokens of a sequence.
+      seq: s, tokens per sequence.
       batch: b, sequences on the devices of one tensor group.
-      hidden: h.
-      heads: a.
-      tensor: t, tensor-parallel shards.
-      sequence_parallel: the stream is split over `tensor` too.
-      activations: one of "everything", "save", "selective" and "remat".
-      fused_attention: attention is one kernel.
-      itemsize: bytes of an activation; the formula scales with it, its dropout masks included.
+      hidden: h, the model width.
+      heads: a, number of attention heads.
+      tensor: t, number of tensor-parallel shards.
+      sequence_parallel: whether the residual stream is also split over `tensor`.
+      activations: activation mode: "everything", "save", "selective" or "remat".
+      fused_attention: whether attention is one kernel.
+      itemsize: bytes per activation element; the formula scales with it, including its dropout
+        masks.
+
+    Raises:
+      ValueError: `activations` is unknown, or `heads` is not divisible by `tensor`.
     """
     _check_mode(activations)
     _check_heads(heads, tensor)
@@ -270,30 +290,29 @@ def korthikanti_layer_bytes(
 def _check_mode(activations: str) -> None:
     if activations not in MODES:
         raise ValueError(
-            f"activations={activations!r} is unknown: choose from {', '.join(map(repr, MODES))}"
+            f"activations={activations!r} is unknown; choose from {', '.join(map(repr, MODES))}"
         )
 
 
 def tiled_loss_pays(
     *, vocab: int, seq: int, hidden: int, heads: int, itemsize: int = 2, tensor: int = 1
 ) -> bool:
-    """Tell whether a loss in tiles of logits (`zj.linear_cross_entropy`) lowers the peak of a
-    transformer's memory.
+    """Return whether a tiled loss (`zj.linear_cross_entropy`) lowers a transformer's peak memory.
 
-    At the head a program of whole logits holds them in float32, and their gradient in the compute
-      dtype: 4 + itemsize bytes a
-    token and word. A block's backward holds that block's residuals. With remat the peak is the
-    larger of the two: tiles lower it only if it is the head's. Without, every block's residuals are
-    held at the head too, and logits below one block's are less than 1 in L of the peak: not worth
-    the products that tiles compute again. So they pay where logits take more than a block.
+    At the head, a program with unsharded logits holds them in float32 and their gradient in the
+    compute dtype: 4 + itemsize bytes per token and vocabulary entry. A block's backward holds that
+    block's residuals. With remat, the peak is the larger of the two, so tiles lower it only if the
+    head sets it. Without remat, the head also holds every block's residuals; logits smaller than
+    one block's residuals are then less than 1/L of the peak, which is not worth the products that
+    tiles recompute. So tiles pay if the logits take more than a block.
 
     Args:
-      vocab: V.
-      seq: tokens of a sequence.
-      hidden: h.
-      heads: attention heads.
-      itemsize: bytes of an activation.
-      tensor: tensor-parallel shards, which split both.
+      vocab: V, vocabulary size.
+      seq: tokens per sequence.
+      hidden: h, the model width.
+      heads: number of attention heads.
+      itemsize: bytes per activation element.
+      tensor: number of tensor-parallel shards, which split both logits and blocks.
     """
     block = transformer_activation_bytes(
         1, seq, hidden, heads, 1, remat=False, tensor=tensor, itemsize=itemsize
@@ -304,27 +323,26 @@ def tiled_loss_pays(
 def _check_heads(heads: int, tensor: int) -> None:
     if heads % tensor:
         raise ValueError(
-            f"heads={heads} do not divide by tensor={tensor}: a device has whole heads"
+            f"heads={heads} is not divisible by tensor={tensor}: a head is not split over devices"
         )
 
 
 def tiled_mlp_pays(
     *, seq: int, hidden: int, heads: int, itemsize: int = 2, tensor: int = 1
 ) -> bool:
-    """Tell whether a transformer's MLP in tiles (`zj.TiledMLP`) lowers the peak of memory at stage
-    3.
+    """Return whether a tiled MLP (`zj.TiledMLP`) lowers a transformer's peak memory at stage 3.
 
-    A gathered MLP of 4 h takes 8 h^2 itemsize bytes while it is used, and its tiles one t-th of it;
-    the price is t gathers for one, and the hidden activations computed again. Where one sequence's
-    residuals of a block take more, the activations of any batch are the larger part, and the tiles
-    save little.
+    A gathered MLP of width 4 h takes 8 h^2 itemsize bytes while it is used, and each of its t tiles
+    takes one t-th. The price is t gathers instead of one, and recomputed hidden activations. If one
+    sequence's residuals of a block take more than the MLP, activations dominate at any batch size
+    and tiles save little.
 
     Args:
-      seq: tokens of a sequence.
-      hidden: h.
-      heads: attention heads.
-      itemsize: bytes of a gathered weight, and of an activation.
-      tensor: tensor-parallel shards, which split both.
+      seq: tokens per sequence.
+      hidden: h, the model width.
+      heads: number of attention heads.
+      itemsize: bytes per element of a gathered weight and of an activation.
+      tensor: number of tensor-parallel shards, which split both the MLP and the activations.
     """
     block = transformer_activation_bytes(
         1, seq, hidden, heads, 1, remat=False, tensor=tensor, itemsize=itemsize

@@ -1,6 +1,4 @@
-"""What a machine has and how fast it is: figures by name, from files, measured; and what a folder's
-disk can train.
-"""
+"""Memory sizes and rates of machines, by name, from files or measured; what a disk can train."""
 
 from zerojax.machines.disk import report as report
 from zerojax.machines.machines import COUNTS as COUNTS

@@ -1,17 +1,17 @@
-"""What a machine has and how fast it is: the figures that a plan takes, each with its source.
+"""Memory sizes and rates of a machine: the figures that a plan uses, each with its source.
 
-    machine = zj.machine("h200", nodes=2)                   # by name
-    machine = zj.machine("lab.toml")                        # from a file, as `machine.save` and `zerojax probe --out` write it
-    machine = dataclasses.replace(machine, host_bytes=2e12)  # a figure that a name cannot know
+    machine = zj.machine("h200", nodes=2)                     # by name
+    machine = zj.machine("lab.toml")                          # from a file
+    machine = dataclasses.replace(machine, host_bytes=2e12)   # a figure that no data sheet has
 
-A figure is None where nobody gave it: the host memory of a GPU's buyer is in no data sheet.
-  `Machine.need` returns a figure or
-says which is missing and how to give it, so a plan never rests on a number that nobody named.
+`machine.save` and `zerojax probe --out` write such files. An unknown figure is None: no data sheet
+lists the host memory of a GPU's buyer. `Machine.need` returns a figure, or raises an error that
+names the missing figure and how to provide it, so a plan never uses a number without a source.
 
-Vendors print peaks, and no program reaches them. `peak_flops` is the vendor's, which utilization
-(MFU, HFU) is measured against; `flops` and the other rates are what programs attain, which
-predictions take. For a named machine most of these are assumed: the vendor's figure times the share
-that `zerojax.hlo.RATES` assumes of an H200. `machine.source` tells of each.
+Vendors publish peaks that no program reaches. `peak_flops` is the vendor's number, the reference
+for utilization (MFU, HFU); `flops` and the other rates are what programs attain, which predictions
+use. For a named machine, most rates are assumed: the vendor's figure times the fraction that
+`zerojax.hlo.RATES` assumes for an H200. `machine.source` documents each figure.
 """
 
 import dataclasses
@@ -30,9 +30,7 @@ T = TypeVar("T")
 GIVEN = "given"
 COUNTS = ("nodes", "devices_per_node")
 _MOST, _LEAST_RATE = 1e24, 1e-6
-"""Figures beyond these are no machine's: seconds and bytes that follow from them would no longer be
-finite numbers.
-"""
+"""Bounds on figures: beyond them, the seconds and bytes derived from them would not be finite."""
 _MOST_COUNT = 10**6
 _DECIMAL = ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _BYTES = ("device_bytes", "host_bytes", "pinned_bytes", "disk_bytes", "disk_tbw_bytes")
@@ -50,12 +48,11 @@ _RATES = (
     "host_kernel",
 )
 FIGURES = (*_BYTES, *(f"{name}.{dtype}" for name in BY_DTYPE for dtype in PRECISIONS), *_RATES)
-"""Names of all figures, as `Machine.need` takes them, a `source` has them and a file writes them.
-"""
+"""Names of all figures, as used in `Machine.need`, `Machine.source` and machine files."""
 UNMEASURED = frozenset(
     {"network_between_nodes", "disk_tbw_bytes", *(f"peak_flops.{dtype}" for dtype in PRECISIONS)}
 )
-"""Figures that `zerojax probe`, which runs on one node, does not measure."""
+"""Figures that `zerojax probe` does not measure, because it runs on a single node."""
 UNITS: Mapping[str, str] = MappingProxyType(
     {name: "B a device" if name == "device_bytes" else "B a node" for name in _BYTES}
     | {f"{name}.{dtype}": "FLOP/s a device" for name in BY_DTYPE for dtype in PRECISIONS}
@@ -67,7 +64,7 @@ UNITS: Mapping[str, str] = MappingProxyType(
 
 
 class _Entries(Mapping[str, T]):
-    """Entries by name that stay as they are, so that a machine is hashed, copied and pickled."""
+    """Immutable mapping, so that a machine can be hashed, copied and pickled."""
 
     def __init__(self, entries: Mapping[str, T]) -> None:
         self._entries = dict(entries)
@@ -89,8 +86,9 @@ class _Entries(Mapping[str, T]):
 
 
 class _Sources(_Entries[str]):
-    """Sources, and the figures that they were said of: what replaces such a figure is from
-    elsewhere.
+    """Sources, with the figures that they describe.
+
+    A figure that replaces one of these has a different source.
     """
 
     def __init__(self, texts: Mapping[str, str], figures: Mapping[str, float]) -> None:
@@ -100,42 +98,42 @@ class _Sources(_Entries[str]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What one or several equal nodes have, and how fast they are.
+    """Memory sizes and rates of one node or of several equal nodes.
 
-    Rates are those with all devices of a node at work: where they share a switch or a disk, that is
-      less than one alone gets.
+    Rates are measured with all devices of a node active: if devices share a switch or a disk, the
+    rate is lower than for one device alone.
 
     Attributes:
-      name: of the machine.
-      nodes: hosts, each with the same devices.
-      devices_per_node: devices of a host.
-      device_bytes: bytes of memory of a device. A data sheet's GB counts as 1e9, and the device has
-        a few per cent more.
-      host_bytes: bytes of memory of a node.
-      pinned_bytes: bytes of it that a node's processes can pin in all (on a GPU XLA's pools, one a
-        process).
-      disk_bytes: bytes of disk for swapping, a node; 0: there is none.
-      disk_tbw_bytes: bytes that may be written to these disks in their life, a node: the vendor's
-        TBW.
-      peak_flops: by precision ("fp32", "bf16", "fp16"), the vendor's FLOP/s of dense products, a
-        device; of fp32 without TF32.
-      flops: likewise, FLOP/s that products attain. Measured ones of fp32 may be above the peak:
-        JAX's default precision takes TF32 on GPUs that have it.
-      memory_rate: bytes a second from and to device memory, a device.
-      link_up: bytes a second from host memory to a device.
-      link_down: bytes a second from a device to host memory.
-      link_both: bytes a second, the sum of the two ways, when both are busy; a device.
-      network_in_node: bytes a second that each device sends, receiving as many, in a ring over the
-        devices of a node: of an all_gather of B bytes over N it sends B (N-1)/N. NCCL calls it bus
-        bandwidth.
-      network_between_nodes: the same in a ring over devices of several nodes.
-      disk_read: bytes a second read from a node's disks.
-      disk_write: bytes a second written to them.
-      disk_both: bytes a second, reads and writes together, when both are busy; a node.
-      host_kernel: bytes a second from and to host memory that the host's update moves; a node.
-      source: where each figure is from, by its name ("link_up", "flops.bf16"). A figure given
-        without one is "given", and so is one that `dataclasses.replace` puts in the place of
-        another.
+      name: name of the machine.
+      nodes: number of hosts, each with the same devices.
+      devices_per_node: number of devices per host.
+      device_bytes: bytes of memory per device. A data sheet's GB counts as 1e9, although the device
+        has a few per cent more.
+      host_bytes: bytes of host memory per node.
+      pinned_bytes: bytes of host memory that all processes of a node together can pin (on a GPU,
+        XLA's pools, one per process).
+      disk_bytes: bytes of swap disk per node; 0 if there is no disk.
+      disk_tbw_bytes: bytes per node that may be written to the disks over their lifetime: the
+        vendor's TBW rating.
+      peak_flops: vendor's FLOP/s of dense products per device, by precision ("fp32", "bf16",
+        "fp16"); fp32 is without TF32.
+      flops: FLOP/s that products attain per device, by precision. A measured fp32 value may exceed
+        the peak: JAX's default precision uses TF32 on GPUs that have it.
+      memory_rate: bytes per second to and from device memory, per device.
+      link_up: bytes per second from host memory to the device, per device.
+      link_down: bytes per second from the device to host memory, per device.
+      link_both: bytes per second per device with both directions busy, summed over the two.
+      network_in_node: bytes per second that each device sends, while receiving at the same rate, in
+        a ring over the devices of a node: in an all_gather of B bytes over N devices, each sends
+        B (N-1)/N. NCCL calls this bus bandwidth.
+      network_between_nodes: bytes per second that each device sends, while receiving at the same
+        rate, in a ring over devices of several nodes.
+      disk_read: bytes per second read from a node's disks.
+      disk_write: bytes per second written to a node's disks.
+      disk_both: bytes per second per node with reads and writes both active, summed over the two.
+      host_kernel: bytes per second that the host update moves to and from host memory, per node.
+      source: source of each figure, by figure name ("link_up", "flops.bf16"). A figure without a
+        source is marked "given", and so is a figure that `dataclasses.replace` changed.
 
     Raises:
       ValueError: a figure is not a number above 0, a count is below 1, or a name in `flops`,
@@ -165,6 +163,7 @@ class Machine:
     source: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Check all entries and convert them to immutable mappings of Python numbers."""
         for name in ("name", *COUNTS):
             if wrong := what_is_wrong(name, getattr(self, name)):
                 raise ValueError(wrong)
@@ -178,7 +177,7 @@ class Machine:
         for name, value in figures.items():
             if wrong := what_is_wrong(name, value):
                 raise ValueError(f"machine {self.name}: {wrong}")
-        # Numbers of numpy become Python's own, which files hold.
+        # Convert NumPy numbers to Python numbers, which files can hold.
         for name in COUNTS:
             object.__setattr__(self, name, as_integer(getattr(self, name)))
         for name in (n for n in _BYTES if n in figures):
@@ -206,13 +205,14 @@ class Machine:
 
     @property
     def devices(self) -> int:
-        """Devices of all nodes."""
+        """Number of devices on all nodes together."""
         return self.nodes * self.devices_per_node
 
     @property
     def figures(self) -> dict[str, float]:
-        """The figures that are given, by name, in the order of `FIGURES`; those of a precision as
-        "flops.bf16".
+        """Known figures by name, in the order of `FIGURES`.
+
+        Figures with a precision are named such as "flops.bf16".
         """
         given: dict[str, Any] = {name: getattr(self, name) for name in (*_BYTES, *_RATES)}
         given |= {
@@ -224,22 +224,24 @@ class Machine:
         return {name: value for name, value in (known | given).items() if value is not None}
 
     def need(self, name: str) -> float:
-        """Return a figure, such as "link_up" or "flops.bf16".
+        """Return one figure, such as "link_up" or "flops.bf16", in the units of `Machine`.
 
         Raises:
-          ValueError: nobody gave it; the message says how to. Or no figure has that name.
+          ValueError: the figure is unknown (the message says how to provide it), or no figure has
+            that name.
         """
         return self.needs(name)[0]
 
     def needs(self, *names: str) -> tuple[float, ...]:
-        """Return several figures; the error names all that are missing.
+        """Return several figures, in the units of `Machine`.
 
         Raises:
-          ValueError: as `need`.
+          ValueError: figures are unknown (the message lists all of them), or no figure has such a
+            name.
         """
         for name in names:
             if name not in FIGURES:
-                raise ValueError(f"a machine has no figure {name!r}{nearest(name, FIGURES)}")
+                raise ValueError(f"unknown machine figure {name!r}{nearest(name, FIGURES)}")
         figures = self.figures
         if missing := [name for name in names if name not in figures]:
             which = ", ".join(f"{name} ({UNITS[name]})" for name in missing)
@@ -247,8 +249,9 @@ class Machine:
             example = f"{top}={{**machine.{top}, {dtype!r}: ...}}" if dtype else f"{top}=..."
             measured = any(name not in UNMEASURED for name in missing)
             raise ValueError(
-                f"machine {self.name}: nobody gave {which}; give it by dataclasses.replace(machine, {example}), or as a "
-                f"line `{missing[0]} = ...` of a TOML file"
+                f"machine {self.name} has no figure for {which}: set it with "
+                f"dataclasses.replace(machine, {example}), or with a line `{missing[0]} = ...` in "
+                "a TOML file"
                 + (
                     ", or measure this machine: zerojax probe --swap-dir DIR --out FILE"
                     if measured
@@ -260,13 +263,13 @@ class Machine:
     def rates(self) -> Rates:
         """Return the rates of one device for `zerojax.hlo.simulate`.
 
-        Products, memory, link, disk and host kernel are the machine's. Attention and kernels that
-        read host memory are in proportion to products and link as `zerojax.hlo.RATES` has them of
-        an H200; what a machine has no figure for (launches, callbacks; a disk or host kernel that
-        nobody gave) is as assumed there.
+        The rates of products, memory, link, disk and host kernel are the machine's. Rates of
+        attention, and of kernels that read host memory, are scaled from products and link with the
+        ratios that `zerojax.hlo.RATES` has for an H200. Everything else (launches, callbacks, and
+        an unknown disk or host kernel) keeps the value assumed there.
 
         Raises:
-          ValueError: products in 16 bits or float32, memory or the link are not given.
+          ValueError: the rate of 16-bit products, float32 products, memory or the link is unknown.
         """
         figures = self.figures
         half = (
@@ -277,7 +280,7 @@ class Machine:
         products, single, memory, up, down = self.needs(
             half, "flops.fp32", "memory_rate", "link_up", "link_down"
         )
-        link = min(up, down)  # Rates has one for each way
+        link = min(up, down)  # Rates has one link rate for both directions
         given = {
             name: figures[name]
             for name in ("disk_read", "disk_write", "host_kernel")
@@ -294,18 +297,20 @@ class Machine:
         return to_text(counts | self.figures | sources)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_toml` to a file, in place of what is there.
+        """Write the text of `to_toml` to a file, replacing an existing file.
 
         Raises:
-          OSError: it cannot be written.
+          OSError: the file cannot be written.
         """
         with open(path, "w", encoding="utf-8") as file:
             file.write(self.to_toml())
 
     def __str__(self) -> str:
+        """Return the figures as text, one per line with unit and source."""
         nodes = f"{self.nodes} node{'s' * (self.nodes > 1)}"
         rows = [
-            f"{self.name}: {nodes} of {self.devices_per_node} device{'s' * (self.devices_per_node > 1)}"
+            f"{self.name}: {nodes} of "
+            f"{self.devices_per_node} device{'s' * (self.devices_per_node > 1)}"
         ]
         for name, value in self.figures.items():
             rows.append(f"  {name:<22}{f'{value:.4g}':>10} {UNITS[name]:<16}{self.source[name]}")
@@ -315,7 +320,7 @@ class Machine:
 
 
 def size_of(num_bytes: float) -> str:
-    """Return bytes in decimal units."""
+    """Return a number of bytes as text in decimal units, such as "1.5 GB"."""
     for unit, name in _DECIMAL:
         if num_bytes >= unit:
             return f"{num_bytes / unit:.4g} {name}"
@@ -323,21 +328,19 @@ def size_of(num_bytes: float) -> str:
 
 
 def nearest(name: str, names: Any) -> str:
-    """Return the end of an error's message: the name that was meant, or all."""
+    """Return the end of an error message: the likely intended name, or all names."""
     close = difflib.get_close_matches(name, list(names), 1, 0.5)
     return f": did you mean {close[0]!r}?" if close else f": choose from {', '.join(names)}"
 
 
 def what_is_wrong(name: str, value: Any) -> str | None:
-    """Say what is wrong with one entry of a machine, or None."""
+    """Return what is wrong with one entry of a machine, or None if it is valid."""
     if name in ("name", "base"):
         return None if isinstance(value, str) and value else f"{name} = {value!r}: a name is needed"
     if name.startswith("source."):
         if (figure := name.removeprefix("source.")) not in FIGURES:
-            return (
-                f"source of {figure!r}, which is no figure of a machine{nearest(figure, FIGURES)}"
-            )
-        return None if isinstance(value, str) and value else f"{name} = {value!r}: a text is needed"
+            return f"source of {figure!r}, which is not a machine figure{nearest(figure, FIGURES)}"
+        return None if isinstance(value, str) and value else f"{name} = {value!r}: text is needed"
     number = as_number(value)
     is_number = number is not None and abs(number) <= _MOST
     if name in COUNTS:
@@ -346,33 +349,39 @@ def what_is_wrong(name: str, value: Any) -> str | None:
         return (
             None
             if fits
-            else f"{name} = {_shown(value)}: a whole number, at least 1, is needed, at most {_MOST_COUNT:,}"
+            else f"{name} = {_shown(value)}: must be an integer from 1 to {_MOST_COUNT:,}"
         )
     if name not in FIGURES:
         top, _, dtype = name.partition(".")
         if top in BY_DTYPE:
-            what = f"{dtype!r} is no precision" if dtype else "it is by precision"
-            return f"{name} = {value!r}: {what}; {', '.join(f'{top}.{d}' for d in PRECISIONS)} are known"
-        return f"{name!r} is no figure of a machine{nearest(name, ('name', 'base', *COUNTS, *FIGURES))}"
+            what = f"{dtype!r} is not a precision" if dtype else "this figure is set per precision"
+            return (
+                f"{name} = {value!r}: {what}; "
+                f"choose from {', '.join(f'{top}.{d}' for d in PRECISIONS)}"
+            )
+        return (
+            f"{name!r} is not a machine figure{nearest(name, ('name', 'base', *COUNTS, *FIGURES))}"
+        )
     if name in _BYTES:
         least = 0 if name == "disk_bytes" else 1
         fits = is_number and value >= least and value == int(value)
         return (
             None
             if fits
-            else f"{name} = {_shown(value)}: whole bytes, at least {least}, are needed, at most {_MOST:g}"
+            else f"{name} = {_shown(value)}: must be whole bytes from {least} to {_MOST:g}"
         )
     unit = "FLOP" if "." in name else "bytes"
     fits = is_number and value >= _LEAST_RATE
     return (
         None
         if fits
-        else f"{name} = {_shown(value)}: {unit} a second, above 0, are needed, {_LEAST_RATE:g} to {_MOST:g}"
+        else f"{name} = {_shown(value)}: "
+        f"must be {unit} per second, from {_LEAST_RATE:g} to {_MOST:g}"
     )
 
 
 def _shown(value: object) -> str:
-    """Return a value as an error shows it: a number of a thousand digits is cut."""
+    """Return a value as text for an error message, with very long numbers and texts shortened."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**30:
         return f"an integer of {value.bit_length():,} bits"
     text = repr(value)

@@ -1,9 +1,9 @@
-"""Machines by name: a vendor's figures and what is assumed of them; and machines from files.
+"""Named machines, from vendors' figures and assumptions about them; and machines read from files.
 
-`zerojax.chips` has the figures that vendors print, and `zerojax.hlo.RATES` what programs are
-assumed to attain of them. A machine's `source` names the share. Only NVLink's share is assumed
-here. No run stands behind these; `zerojax probe` measures. The authors of ZeRO-Infinity measured
-the figures of the DGX-2.
+`zerojax.chips` has the figures that vendors publish, and `zerojax.hlo.RATES` the rates that
+programs are assumed to attain. A machine's `source` names the assumed fraction. Only NVLink's
+fraction is assumed here. None of these rates were measured; `zerojax probe` measures them. The
+figures of the DGX-2 were measured by the authors of ZeRO-Infinity.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ from zerojax.machines.machine_files import read
 from zerojax.machines.machines import BY_DTYPE, COUNTS, FIGURES, Machine, nearest, what_is_wrong
 
 _NVLINK_SHARE = 0.8
-"""The share of NVLink's bandwidth one way that collectives attain; assumed."""
+"""Fraction of NVLink's one-way bandwidth that collectives are assumed to attain."""
 
 
 def _gpu(chip: Chip) -> Machine:
-    """Return nodes of one kind of GPU."""
+    """Return a machine with one kind of GPU, with unknown host and disk."""
     rates, sheet = RATES[chip.name], chip.sheet
     flops = {
         dtype: rates.products_float32 if dtype == "fp32" else rates.products for dtype in chip.peak
@@ -38,7 +38,8 @@ def _gpu(chip: Chip) -> Machine:
         for dtype in chip.peak
     }
     source = {
-        "device_bytes": f"nvidia-smi's total of {chip.memory_bytes // MIB} MiB, less {RESERVED_BYTES // MIB} MiB assumed"
+        "device_bytes": f"nvidia-smi's total of {chip.memory_bytes // MIB} MiB, "
+        f"less {RESERVED_BYTES // MIB} MiB assumed"
     }
     source |= {f"peak_flops.{dtype}": text for dtype, text in details.items()}
     source |= {
@@ -49,7 +50,7 @@ def _gpu(chip: Chip) -> Machine:
         "memory_rate": assumed(rates.memory, chip.memory_rate, sheet),
         "link_up": link,
         "link_down": link,
-        "link_both": "assumed: the two ways do not slow each other",
+        "link_both": "assumed: the two directions do not slow each other",
     }
     if chip.nvlink is not None and nvlink is not None:
         source["network_in_node"] = assumed(nvlink, chip.nvlink / 2, f"NVLink one way, {sheet}")
@@ -75,7 +76,7 @@ _V100 = dataclasses.replace(
     flops={**_V100.flops, "fp16": 70e12},
     source={
         **_V100.source,
-        "flops.fp16": f"{_INFINITY}, section 4: 70 TFLOP/s attained of a V100's peak",
+        "flops.fp16": f"{_INFINITY}, section 4: 70 TFLOP/s attained on a V100",
     },
 )
 _DGX2 = dataclasses.replace(
@@ -100,14 +101,14 @@ _DGX2 = dataclasses.replace(
         "host_bytes": f"{_INFINITY}, figure 2b",
         "disk_bytes": f"{_INFINITY}, figure 2b",
         "memory_rate": f"{_INFINITY}, figure 2b: the lower of 600-900 GB/s",
-        "link_up": f"{_INFINITY}, figure 2b: 3.0 GB/s a GPU with all 16 at it",
-        "link_down": "assumed: as link_up",
-        "link_both": "assumed: the two ways do not slow each other",
+        "link_up": f"{_INFINITY}, figure 2b: 3.0 GB/s per GPU with all 16 active",
+        "link_down": "assumed: same as link_up",
+        "link_both": "assumed: the two directions do not slow each other",
         "network_in_node": f"{_INFINITY}, figure 2b: the lower of 150-300 GB/s",
         "network_between_nodes": f"{_INFINITY}, figure 2b: the lower of 60-100 GB/s",
-        "disk_read": f"{_INFINITY}, figure 2b: 1.6 GB/s a GPU with all 16 at it",
-        "disk_write": "assumed: as disk_read",
-        "disk_both": "assumed: reads and writes together go as reads alone",
+        "disk_read": f"{_INFINITY}, figure 2b: 1.6 GB/s per GPU with all 16 active",
+        "disk_write": "assumed: same as disk_read",
+        "disk_both": "assumed: reads and writes together are as fast as reads alone",
     },
 )
 
@@ -115,15 +116,11 @@ NAMED: Mapping[str, Machine] = MappingProxyType(
     {name: _gpu(chip) for name, chip in CHIPS.items()}
     | {machine.name: machine for machine in (_V100, _DGX2)}
 )
-"""Machines by name: nodes of one kind of GPU, of which host and disk are not known, and the DGX-2
-of ZeRO-Infinity.
-"""
+"""Machines by name: one per kind of GPU, with unknown host and disk, and ZeRO-Infinity's DGX-2."""
 
 
 def machine_of(device_kind: str) -> str | None:
-    """Return the name of the machine whose devices JAX calls so, such as "NVIDIA H200"; None where
-    none is known.
-    """
+    """Return the machine's name for a JAX device kind such as "NVIDIA H200"; None if unknown."""
     chip = chip_of(device_kind)
     return None if chip is None else chip.name
 
@@ -131,22 +128,22 @@ def machine_of(device_kind: str) -> str | None:
 def machine(
     name: str | os.PathLike[str], *, nodes: int | None = None, devices_per_node: int | None = None
 ) -> Machine:
-    """Return a machine by its name, or from a file.
+    """Return a machine by its name or from a file.
 
     Args:
-      name: one of `zerojax machines`, or the path of a TOML file. Its keys are the attributes of
-        `Machine`: `link_up = 5e10`, `flops.bf16 = 6e14`, `source.link_up = "..."`. `base = "h200"`
-        starts from a named machine.
-      nodes: instead of the machine's own.
-      devices_per_node: likewise.
+      name: a name that `zerojax machines` lists, or the path of a TOML file. The file's keys are
+        the attributes of `Machine`: `link_up = 5e10`, `flops.bf16 = 6e14`, `source.link_up =
+        "..."`. `base = "h200"` starts from a named machine.
+      nodes: number of nodes; the machine's own by default.
+      devices_per_node: number of devices per node; the machine's own by default.
 
     Raises:
-      ValueError: no machine has that name, or the file has a key or value that a machine does not
-        take; with its line and the nearest that is known.
+      ValueError: no machine has that name, or the file has an invalid key or value; the message has
+        the line and the nearest valid name.
       OSError: the file cannot be read.
     """
     text = os.fspath(name)
-    # A file of a machine's name does not hide that machine: a path says what it is.
+    # Only a suffix or a separator marks a path, so a file called "h200" does not hide the machine.
     is_path = text.endswith(".toml") or os.sep in text
     found = _read(text) if is_path else _named(text, "machine")
     given = {"nodes": nodes, "devices_per_node": devices_per_node}
@@ -156,8 +153,8 @@ def machine(
 def _named(name: str, what: str) -> Machine:
     if name.lower() not in NAMED:
         raise ValueError(
-            f"{what} {name!r} is unknown{nearest(name.lower(), NAMED)} (`zerojax machines` lists them; a file of "
-            "figures is given by its path, which ends with .toml)"
+            f"{what} {name!r} is unknown{nearest(name.lower(), NAMED)} (`zerojax machines` lists "
+            "all names; to use a file of figures, pass its path, which ends with .toml)"
         )
     return NAMED[name.lower()]
 
@@ -182,7 +179,8 @@ def _read(path: str) -> Machine:
     }
     if absent := [name for name in said if name not in given and name not in base.figures]:
         raise ValueError(
-            f"{places[f'source.{absent[0]}']}: source of {absent[0]}, a figure that the file does not give"
+            f"{places[f'source.{absent[0]}']}: "
+            f"source of {absent[0]}, a figure that the file does not set"
         )
     source = {**base.source, **dict.fromkeys(given, f"given in {os.path.basename(path)}"), **said}
     fields: dict[str, Any] = {key: value for key, value in given.items() if "." not in key}

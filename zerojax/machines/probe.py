@@ -1,18 +1,17 @@
-"""This machine's figures, measured in less than a minute: what a plan takes where no data sheet
-knows them.
+"""This machine's figures, measured in less than a minute, for plans where no data sheet has them.
 
     figure                   what is timed
-    flops                    products of square matrices, chained in one program, on all devices at once
-    memory_rate              a pass over a large array, element by element: read once, written once
+    flops                    chained products of square matrices in one program, on all devices
+    memory_rate              an elementwise pass over a large array, read once and written once
     link_up, down, both      `jax.device_put` between pinned host memory and the device
-    network_in_node          an all_gather over the devices, B bytes: each sends B (N-1)/N
-    host_kernel              the kernel of the host's update, AdamW from gradients and to parameters in bfloat16, on all cores
-    disk_read, write, both   records as a swapping step moves them, checksums included
+    network_in_node          an all_gather of B bytes over N devices: each sends B (N-1)/N
+    host_kernel              the host update's AdamW kernel on all cores, with bfloat16 gradients
+                             and parameters
+    disk_read, write, both   records as a swapping step moves them, including checksums
 
-All devices of the process work at once, so what they share is shared. Each time is the best of
-  several: other work on the
-machine only slows it down. On a CPU the devices are threads of the cores, and link and network are
-copies of memory; the sources say so.
+All devices of the process work at the same time, so shared resources are measured as shared. Each
+time is the best of several, because other work on the machine can only slow it down. On a CPU, the
+devices are threads of the cores, and link and network are copies of memory; the sources say so.
 """
 
 import dataclasses
@@ -41,19 +40,19 @@ _REPEATS, _ROUNDS = 20, 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeSizes:
-    """How much is moved and computed in one measurement.
+    """Amounts of data and compute in the measurements.
 
     Attributes:
-      product: rows and columns of each matrix, a device.
-      num_products: one after another in a program, an even number.
-      memory_bytes: of the array that is passed over, a device.
-      num_passes: one after another in a program.
-      link_bytes: of what crosses the link, a device.
-      gathered_bytes: of what is gathered.
-      host_elements: parameters that the host's kernel updates.
-      record_bytes: of a record on disk.
-      num_records: records.
-      seconds: that one measurement may be repeated; it is done once in any case.
+      product: rows and columns of each square matrix, per device.
+      num_products: number of consecutive products in one program, an even number.
+      memory_bytes: bytes of the array that is passed over, per device.
+      num_passes: number of consecutive passes in one program.
+      link_bytes: bytes that cross the link, per device.
+      gathered_bytes: bytes of the gathered array.
+      host_elements: number of parameters that the host kernel updates.
+      record_bytes: bytes of a record on disk.
+      num_records: number of records on disk.
+      seconds: time limit for repeating one measurement, which runs at least once.
     """
 
     product: int
@@ -69,7 +68,7 @@ class ProbeSizes:
 
 
 _SIZES = {
-    # Arrays of 32 MB or more are of fresh pages each time on a CPU, which layers' records are not.
+    # On a CPU, arrays of 32 MB or more use fresh pages each time, unlike layers' records.
     "cpu": ProbeSizes(
         product=1024,
         memory_bytes=256 << 20,
@@ -87,13 +86,17 @@ _SIZES = {
         host_elements=50_000_000,
     ),
 }
-"""What fills a device and takes few seconds on it."""
+"""Sizes that fill a device and take a few seconds, by platform."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """Bytes a second between pinned host memory and the device: each way alone, and both at once,
-    summed.
+    """Bytes per second per device between pinned host memory and the device.
+
+    Attributes:
+      to_device: rate of host to device transfers alone.
+      to_host: rate of device to host transfers alone.
+      both: rate of both directions at the same time, summed.
     """
 
     to_device: float
@@ -101,15 +104,27 @@ class Link:
     both: float
 
     def seconds(self, to_device: float, to_host: float) -> float:
-        """Return the least time of a transfer."""
+        """Return the least time, in seconds, to move these bytes in both directions.
+
+        Args:
+          to_device: bytes from the host to the device.
+          to_host: bytes from the device to the host.
+        """
         return max(
             to_device / self.to_device, to_host / self.to_host, (to_device + to_host) / self.both
         )
 
 
 def measure_link(mesh: Any, num_bytes: int, repeats: int = 5) -> Link:
-    """Time `jax.device_put` of arrays of `num_bytes`, on every device of a mesh at once; rates are
-    of one device.
+    """Measure the host link by timing `jax.device_put` on every device of a mesh at the same time.
+
+    Args:
+      mesh: mesh whose devices are measured.
+      num_bytes: bytes moved per device and direction.
+      repeats: number of timed repetitions, of which the fastest counts.
+
+    Returns:
+      Rates of one device.
     """
     on_device, on_host = named(mesh, ()), named(mesh, (), _HOST)
     x = jax.device_put(jnp.ones(num_bytes // 4, jnp.float32), on_device)
@@ -130,34 +145,38 @@ def measure_link(mesh: Any, num_bytes: int, repeats: int = 5) -> Link:
 def probe(swap_dir: str | None = None, *, sizes: ProbeSizes | None = None) -> Machine:
     """Measure the devices of this process, their host, and a folder's disk.
 
-    It takes less than a minute, some 1 GB of host memory, and 3 GB of each GPU. Nothing is written
-    outside `swap_dir`, where only a small file with the settings of the disk stays, which later
-    runs use.
+    The measurement takes less than a minute, about 1 GB of host memory, and 3 GB of each GPU.
+    Nothing is written outside `swap_dir`, where only a small file with the disk's tuned settings is
+    left for later runs.
 
     Args:
-      swap_dir: an existing folder, of the disk that is to be swapped to. Without it the figures of
-        a disk are not given.
-      sizes: of the measurements; what fills a CPU or a GPU by default.
+      swap_dir: an existing folder on the disk that will be swapped to. Without it, the disk's
+        figures stay unknown.
+      sizes: amounts of data and compute to measure with; by default, sizes that suit a CPU or a
+        GPU.
 
     Returns:
       One node with this process's devices. A disk's endurance (`disk_tbw_bytes`) and the network
-      between nodes cannot be
-      measured: give them by `dataclasses.replace`. Peaks are of the machine that `machine_of`
-        knows, if any.
+      between nodes cannot be measured: set them with `dataclasses.replace`. Peaks are copied from
+        the
+      named machine that `machine_of` returns, if any.
 
     Raises:
-      ValueError: swap_dir is no folder.
-      SwapError: it cannot be used or is too small.
+      ValueError: `swap_dir` is not a folder.
+      SwapError: `swap_dir` cannot be used or is too small.
     """
     devices = jax.local_devices()
     is_cpu, kind = devices[0].platform == "cpu", devices[0].device_kind
     sizes = _SIZES["cpu" if is_cpu else "gpu"] if sizes is None else sizes
     mesh = make_mesh(devices=devices)
-    when = f"measured by zerojax probe {datetime.date.today()} on {platform.node()}, {len(devices)} x {kind}"
-    copies = f"{when}: copies of memory, as a CPU has no link" if is_cpu else when
+    when = (
+        f"measured by zerojax probe {datetime.date.today()} on {platform.node()}, "
+        f"{len(devices)} x {kind}"
+    )
+    copies = f"{when}: copies of memory, because a CPU has no link" if is_cpu else when
     found, source = (
         ({}, {}) if swap_dir is None else _disk(swap_dir, sizes, when)
-    )  # first: what is wrong with it shows at once
+    )  # measured first, so that a problem with the folder is reported immediately
     link = measure_link(mesh, sizes.link_bytes, _REPEATS)
     figures: dict[str, Any] = {
         "memory_rate": _memory_rate(mesh, sizes),
@@ -192,11 +211,10 @@ def probe(swap_dir: str | None = None, *, sizes: ProbeSizes | None = None) -> Ma
 
 
 def memories_of(devices: Sequence[Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the bytes of each memory of one node, by the names of a machine's figures, and what
-    they are.
+    """Return the bytes of each memory of one node, by figure name, and the source of each figure.
 
     Args:
-      devices: of this process, which are taken for those of the node.
+      devices: devices of this process, taken to be all devices of the node.
     """
     host, pool = host_bytes(), pinned_pool_bytes(devices[0].platform)
     stats = devices[0].memory_stats() or {}
@@ -204,22 +222,22 @@ def memories_of(devices: Sequence[Any]) -> tuple[dict[str, Any], dict[str, str]]
     if limit is None and host is not None:
         limit, of = (
             host // len(devices),
-            f"host_bytes over {len(devices)}: devices of a CPU share the host's memory",
+            f"host_bytes / {len(devices)}: devices of a CPU share the host's memory",
         )
     pinned = host if pool is None else pool if host is None else min(pool, host)
     figures = {"device_bytes": limit, "host_bytes": host, "pinned_bytes": pinned}
     source = {
         "device_bytes": of,
-        "host_bytes": "the system's memory, or less where a control group limits it",
-        "pinned_bytes": "host_bytes: nothing less is set"
+        "host_bytes": "the system's memory, or the control group's limit if lower",
+        "pinned_bytes": "host_bytes: no lower limit is set"
         if pool is None or pinned == host
-        else "XLA's pool, of one process",
+        else "XLA's pool of one process",
     }
     return figures, {name: source[name] for name, n in figures.items() if n is not None}
 
 
 def _best(call: Callable[[], Any], repeats: int = _REPEATS, seconds: float = float("inf")) -> float:
-    """Return the least seconds of a call after two, which compile and allocate."""
+    """Return the least seconds of a call, timed after two calls that compile and allocate."""
     call()
     call()
     found, began = [], time.perf_counter()
@@ -231,18 +249,17 @@ def _best(call: Callable[[], Any], repeats: int = _REPEATS, seconds: float = flo
 
 
 def _product_rate(mesh: Any, sizes: ProbeSizes, dtype: str) -> float:
-    """Return the FLOP/s of one device: x[N n_fsdp, n] @ w[n, n], several times in a row."""
+    """Return the FLOP/s per device of repeated products x[N n_fsdp, n] @ w[n, n]."""
     n, num = sizes.product, mesh.size
     rows, whole = named(mesh, (FSDP, None)), named(mesh, ())
-    # Of this scale the product's elements stay of size 1: zeros or infinities are not as fast as
-    # numbers.
+    # This scale keeps the product's elements near 1: zeros and infinities have other speeds.
     x = jax.jit(lambda key: jax.random.normal(key, (num * n, n), dtype), out_shardings=rows)(
         jax.random.key(0)
     )
     w = jax.jit(
         lambda key: (jax.random.normal(key, (n, n)) * n**-0.5).astype(dtype), out_shardings=whole
     )(jax.random.key(1))
-    # Two products a trip: XLA copies a carry that one product would read and write.
+    # Two products per iteration: XLA copies a carry that a single product reads and writes.
     chain = jax.jit(
         lambda x, w: jax.lax.fori_loop(0, sizes.num_products // 2, lambda _, x: (x @ w) @ w, x)
     )
@@ -255,9 +272,9 @@ def _product_rate(mesh: Any, sizes: ProbeSizes, dtype: str) -> float:
 
 
 def _memory_rate(mesh: Any, sizes: ProbeSizes) -> float:
-    """Return the bytes a second that one device reads and writes of its memory."""
+    """Return the bytes per second that one device reads and writes in its memory."""
     x = _ones(mesh, sizes.memory_bytes // 4)
-    # The array is donated: fresh memory is slower at its first use.
+    # The array is donated because fresh memory is slower on first use.
     passes = jax.jit(
         lambda x, c: jax.lax.fori_loop(0, sizes.num_passes, lambda _, x: x * c, x), donate_argnums=0
     )
@@ -270,7 +287,7 @@ def _memory_rate(mesh: Any, sizes: ProbeSizes) -> float:
 
 
 def _gather_rate(mesh: Any, sizes: ProbeSizes) -> float:
-    """Return the bytes a second that each device sends: x[B_fsdp] -> x[B]."""
+    """Return the bytes per second that each device sends in an all_gather, x[B_fsdp] -> x[B]."""
     num = mesh.size
     x = _ones(mesh, sizes.gathered_bytes // 4 // num)
     gather = jax.jit(lambda x: x, out_shardings=named(mesh, ()))
@@ -278,7 +295,7 @@ def _gather_rate(mesh: Any, sizes: ProbeSizes) -> float:
 
 
 def _ones(mesh: Any, elements: int) -> Any:
-    """Return ones of float32, so many on each device, made there."""
+    """Return float32 ones with `elements` elements per device, created on the devices."""
     return jax.jit(
         lambda: jnp.ones(mesh.size * elements, jnp.float32), out_shardings=named(mesh, (FSDP,))
     )()
@@ -292,7 +309,7 @@ def _blocking(f: Callable[..., Any], *args: Any) -> Callable[[], None]:
 
 
 def _host_kernel_rate(sizes: ProbeSizes) -> float:
-    """Return the bytes a second that the host's AdamW reads and writes: 28 an element."""
+    """Return the bytes per second that the host's AdamW reads and writes: 28 bytes per element."""
     tx = optax.adamw(1e-3)
 
     def rule(params: Any, state: Any, grads: Any) -> Any:
@@ -304,8 +321,8 @@ def _host_kernel_rate(sizes: ProbeSizes) -> float:
     closed = jax.make_jaxpr(rule)(
         one, jax.eval_shape(tx.init, one), jax.ShapeDtypeStruct((8,), jnp.bfloat16)
     )
-    # Inputs: parameters, the count of steps, both moments, gradients. Parameters and moments are
-    # updated in place.
+    # Inputs: parameters, step count, both moments, gradients. Parameters and moments are updated
+    # in place.
     kernel = build_kernel(closed, [(0, 0), (2, 2), (3, 3)])
     n = sizes.host_elements
     params, m, v = (np.full(n, value, np.float32) for value in (1.0, 1e-3, 1e-6))
@@ -336,14 +353,14 @@ def _disk(folder: str, sizes: ProbeSizes, when: str) -> tuple[dict[str, Any], di
         "disk_write": max(alone.write for alone, _ in rounds),
         "disk_both": max(both for _, both in rounds),
     }
-    of = f"{when}: {settings.num_threads} transfers at once of {settings.block_bytes >> 20} MiB"
+    of = f"{when}: {settings.num_threads} concurrent transfers of {settings.block_bytes >> 20} MiB"
     return figures, {
-        name: of if name != "disk_bytes" else "what is free in the folder" for name in figures
+        name: of if name != "disk_bytes" else "free space of the folder" for name in figures
     }
 
 
 def _until(seconds: float) -> Iterator[int]:
-    """Yield at least once, and until so many seconds have passed, at most `_ROUNDS` times."""
+    """Yield at least once, then until `seconds` have passed, and at most `_ROUNDS` times."""
     began = time.perf_counter()
     for n in range(_ROUNDS):
         if n and time.perf_counter() - began > seconds:

@@ -1,10 +1,10 @@
-"""What fits, what is fastest, and how long a step takes, before anything is built: the choice of a
-config for a machine.
+"""Plans: which config fits a machine and is fastest, and how long its step takes, before a build.
 
-`plan` searches the configs of a model, or of numbers alone (`Sizes`), for the fastest that fits. It
-takes the figures of a machine (`zerojax.machines`), what a step costs (`zerojax.costs`) and an
-exact choice among keeping, offloading and recomputing (`zerojax.choice`). What users need of those
-is offered here, too, and the parts of drawings of which `zerojax.reporting` makes its own.
+`plan` searches the configs of a model, or of numbers alone (`Sizes`), for the fastest config that
+fits. It combines the figures of a machine (`zerojax.machines`), the costs of a step
+(`zerojax.costs`) and an exact choice among keeping, offloading and recomputing (`zerojax.choice`).
+The parts of these packages that users need are also exported here, as are the drawing parts that
+`zerojax.reporting` uses.
 """
 
 from zerojax.costs import OFFLOADED as OFFLOADED

@@ -1,25 +1,24 @@
-"""The configs that a plan chooses among, best first: each with bounds of its seconds and bytes that
-take microseconds.
+"""The configs that a plan chooses among, each with bounds of its seconds and bytes.
 
     field                       choices
-    stage                       0, 1, 2, 3 where `fsdp` has several devices; else the default
-    params, grads, opt_state    every tier that the machine has; parameters off the device at stage 3 alone
-    activations                 save, everything, selective, remat, and a tier for the layer's input; and with saved_names and
-                                offloaded_names each option of a layer (`Space.options`), the same
-                                for all layers
-    update                      after backward or in it, where nothing clips
-    update_on                   the device, or the host where the optimizer's state is off the device
-    opt_state_device_fraction   0, or the largest number of sixteenths that fits, where the state is off the device
-    prefetch_distance           1, 2, 4 where something is fetched
-    gather_ahead                where parameters are gathered
+    stage                       0, 1, 2, 3 if `fsdp` has several devices; else the default
+    params, grads, opt_state    every tier of the machine; offloaded parameters only at stage 3
+    activations                 save, everything, selective, remat, or a tier for the layer's
+                                input; and each option of a layer (`Space.options`), with
+                                saved_names and offloaded_names, the same for all layers
+    update                      after backward, or in backward if nothing clips
+    update_on                   the device, or the host if the optimizer state is offloaded
+    opt_state_device_fraction   0, or the largest number of sixteenths that fits, if the optimizer
+                                state is offloaded
+    prefetch_distance           1, 2, 4 if something is fetched
+    gather_ahead                off or on, if parameters are gathered
     num_microbatches            powers of two that divide a device's rows
-    moments                     float32; bfloat16, which rounds them, only where the user lets it
-    tiles                       of the MLPs, where the model's sizes are numbers alone
+    moments                     float32; bfloat16, which rounds them, only if the user allows it
+    tiles                       number of tiles of the MLPs, if the model is given as sizes
 
-A bound of seconds is what no lane can do faster: compute with what it has to wait for, or the bytes
-  of a wire over its rate. A
-bound of bytes leaves out gradients and what is in flight. Neither asks for a schedule, so that most
-configs never get one.
+The bound of seconds is what no lane can beat: compute with the waits that it cannot avoid, or a
+wire's bytes over its rate. The bound of bytes leaves out gradients and records in flight. Neither
+needs a schedule and both take microseconds, so most configs never get a schedule.
 """
 
 import dataclasses
@@ -53,13 +52,12 @@ SEARCHED = (
 )
 """Fields of `ZeroConfig` that a plan chooses, unless they are fixed."""
 WORTH = 0.03
-"""The part of a step's seconds that a less plain config has to save."""
+"""Fraction of a step's seconds that a less plain config must save to be chosen."""
 FRACTION = "opt_state_device_fraction"
 PARTS = 16
-"""In which the fraction is chosen."""
+"""Number of steps in which the fraction is chosen."""
 MOST_FRACTION = 1 - 1 / PARTS
-"""Of a candidate it stands for the largest fraction that fits, which takes the bytes of an estimate
-to know.
+"""Placeholder in a candidate for the largest fraction that fits, which needs an estimate to find.
 """
 _MOST_MICROBATCHES = 64
 _DEFAULT_FIELDS = {field.name: field.default for field in dataclasses.fields(ZeroConfig)}
@@ -73,10 +71,10 @@ class Candidate(NamedTuple):
     """A config that may be tried.
 
     Attributes:
-      seconds: that its step takes at least.
-      complexity: how far it is from the plainest config.
-      fields: of `ZeroConfig`, besides what is fixed.
-      tiles: of the layers' MLPs.
+      seconds: lower bound of its step's seconds.
+      complexity: distance from the plainest config.
+      fields: fields of `ZeroConfig`, in addition to the fixed ones.
+      tiles: number of tiles of the layers' MLPs.
     """
 
     seconds: float
@@ -90,18 +88,18 @@ class Space:
     """What a plan may choose.
 
     Attributes:
-      workload: of the model.
-      grid: sizes of the mesh's axes.
-      machine: its figures.
-      fixed: fields that stay as they are.
-      tiers: that may be used, besides those that are fixed.
+      workload: workload of the model.
+      grid: sizes of the mesh axes.
+      machine: machine to plan for.
+      fixed: fields that keep their values.
+      tiers: tiers that may be used, in addition to fixed ones.
       tiles: numbers of tiles that may be used.
-      allowed: by field, the choices that the model and its optimizer can take; all where a field is
-        missing.
-      shares_cores: the devices are threads of a CPU.
+      allowed: choices that the model and its optimizer support, by field; a missing field allows
+        all choices.
+      shares_cores: whether the devices are threads of a CPU.
       rounds_moments: whether bfloat16 moments may be chosen.
-      options: of a layer, those that keep or offload some of its values by name, as they are
-        estimated; of one stack.
+      options: options of a layer that keep or offload some values by name, with estimated costs;
+        only for a model of one stack.
     """
 
     workload: Workload
@@ -164,7 +162,7 @@ class Space:
             for update, activations in itertools.product(
                 self.choices("update"), self.choices("activations")
             ):
-                # A gradient is never stored where layers are updated at once.
+                # Gradients are never stored if layers are updated immediately.
                 if update == "in_backward" and grads != "device" and "grads" not in self.fixed:
                     continue
                 first = {
@@ -189,7 +187,7 @@ class Space:
                         )
 
     def _details(self, first: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield fields with all choices of what is left."""
+        """Yield `first` extended by all combinations of the remaining fields."""
         stage, opt_state = first["stage"], first["opt_state"]
         of_layers = first["activations"] in _STEPS or bool(first.get("offloaded_names"))
         is_away = of_layers or {first["params"], first["grads"], opt_state} != {"device"}
@@ -205,9 +203,9 @@ class Space:
                 yield {**first, "update_on": on} | dict(zip(names, chosen, strict=True))
 
     def _choices_if(self, matters: bool, name: str) -> list[Any]:
-        """Return the choices of a field, or the plainest where the others leave it no meaning.
+        """Return the choices of a field, or only the plainest if other fields make it meaningless.
 
-        What is fixed is that.
+        A fixed field has a single choice.
         """
         return self.choices(name) if matters else self.choices(name)[:1]
 
@@ -216,24 +214,25 @@ class Space:
         return {**_DEFAULT_FIELDS, **self.fixed}
 
     def view(self, fields: Mapping[str, Any]) -> ZeroConfig:
-        """Return a candidate's config as `zerojax.config` asks it, without building it."""
+        """Return a candidate's fields as a `ZeroConfig`, without building one.
+
+        The result has the attributes that the rules in `zerojax.config` read.
+        """
         return cast(ZeroConfig, _Fields({**self._given, **fields}))
 
     def streams(self, fields: Mapping[str, Any]) -> bool:
-        """Tell whether a candidate's step is the streamed one."""
+        """Return whether a candidate's step is streamed."""
         return self.workload.is_layered and streams(self.view(fields))
 
     def leaves_fraction(self, fields: Mapping[str, Any]) -> bool:
-        """Tell whether a candidate's fraction of the optimizer's state on the device is still to be
-        found.
-        """
+        """Return whether a candidate's `opt_state_device_fraction` is still to be found."""
         return FRACTION not in self.fixed and fields[FRACTION] == MOST_FRACTION
 
     def built(self, fields: Mapping[str, Any]) -> ZeroConfig:
         """Return a candidate's config.
 
         Raises:
-          ValueError, NotImplementedError: its fields cannot go together.
+          ValueError, NotImplementedError: its fields cannot be combined.
         """
         config = ZeroConfig(**{**self.fixed, **fields})
         require_built(config)
@@ -242,7 +241,7 @@ class Space:
         return config
 
     def config(self, fields: Mapping[str, Any]) -> ZeroConfig | None:
-        """Return a candidate's config, or None where its fields cannot go together."""
+        """Return a candidate's config, or None if its fields cannot be combined."""
         try:
             return self.built(fields)
         except (ValueError, NotImplementedError):
@@ -250,13 +249,13 @@ class Space:
 
 
 def named_fields(option: LayerOption) -> dict[str, Any]:
-    """Return the fields with which all layers do as an option says."""
+    """Return the config fields that apply an option to all layers."""
     kept = "pinned_host" if option.input_offloaded else CHECKPOINTED
     return {"activations": kept, "saved_names": option.keep, "offloaded_names": option.offload}
 
 
 def complexity(fields: Mapping[str, Any], tiles: int = 1) -> float:
-    """Return how far a config is from the plainest: tiers first, then what else is not the default."""
+    """Return a config's distance from the plainest one, counting tiers and non-default fields."""
     total = 0.0
     for name, value in fields.items():
         if name not in _DEFAULTS:  # names of values
@@ -272,6 +271,7 @@ class Bound:
     """Lower bounds of a candidate's seconds and bytes."""
 
     def __init__(self, space: Space) -> None:
+        """Precompute sums over the layers of a space's workload."""
         self.space, self.figures = space, space.machine.figures
         work = space.workload
         precision = space.fixed.get("precision", "fp32")
@@ -286,14 +286,15 @@ class Bound:
         self.options = {tuple(named_fields(option).values()): option for option in space.options}
 
     def _option(self, fields: Mapping[str, Any]) -> LayerOption | None:
-        """Return the option of all layers whose names a candidate has, or None where it has none."""
+        """Return the option that a candidate applies to all layers, or None if it applies none."""
         if not _has_names(fields):
             return None
         return self.options[fields["activations"], fields["saved_names"], fields["offloaded_names"]]
 
     def resting(self, fields: Mapping[str, Any]) -> dict[str, float]:
-        """Return the bytes of parameters, optimizer state and what layers keep, by tier: below them
-        no config is.
+        """Return a lower bound of the bytes per device by tier.
+
+        It counts parameters, optimizer state and saved activations.
         """
         work, row, n, kept = (
             self.space.workload,
@@ -318,10 +319,10 @@ class Bound:
         return least
 
     def part_bytes(self, fields: Mapping[str, Any]) -> tuple[float, float]:
-        """Return the bytes of the optimizer's state of one of the `PARTS` of all layers, and of one
-        layer of each stack.
+        """Return the optimizer state bytes of one of `PARTS` parts, and of one layer per stack.
 
-        A fraction is of whole layers, rounded down: so many bytes less than its parts it may be.
+        A part is a sixteenth of all layers. A fraction covers full layers and is rounded down, so
+        it can take up to the second number of bytes less than its parts.
         """
         share = 1 / self.space.grid.fsdp if STAGES[fields["stage"]].opt_state else 1.0
         of_one = share * self._state(fields)
@@ -330,19 +331,19 @@ class Bound:
         ) * of_one
 
     def _state(self, fields: Mapping[str, Any]) -> float:
-        """Return the bytes of masters and moments of one parameter."""
+        """Return the bytes of masters and moments per parameter."""
         return self.master + self.space.workload.moment_bytes * (
             0.5 if fields["moments"] == "bfloat16" else 1.0
         )
 
     def seconds(self, fields: Mapping[str, Any]) -> float:
-        """Return the seconds that no schedule can be below."""
+        """Return the seconds that no schedule can beat."""
         space, work = self.space, self.space.workload
         n, row = space.grid.fsdp, STAGES[fields["stage"]]
         kept = fields["activations"]
         mode = kept if kept in MODES else CHECKPOINTED
         option = self._option(fields)
-        # Segments that are fixed mix modes: no bound but the least of each.
+        # Fixed segments mix modes, so the least of all modes is the only bound.
         backward = self.backward[mode] if isinstance(kept, str) else min(self.backward.values())
         if option is not None:
             backward = self.backward["save"] + work.num_layers * option.seconds
@@ -400,13 +401,14 @@ class Bound:
 
 
 def _has_names(fields: Mapping[str, Any]) -> bool:
-    """Tell whether some values of a layer are kept or offloaded by name."""
+    """Return whether some values of a layer are kept or offloaded by name."""
     return bool(fields.get("saved_names") or fields.get("offloaded_names"))
 
 
 class _Fields:
-    """Fields of a `ZeroConfig` that was not built, for rules that ask one: a search asks them of
-    very many.
+    """Fields of a `ZeroConfig` that is not built.
+
+    A search evaluates config rules on very many of them.
     """
 
     def __init__(self, fields: Mapping[str, Any]) -> None:

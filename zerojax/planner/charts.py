@@ -1,10 +1,9 @@
-"""Parts of a drawing in SVG: elements, texts that fit their place, ticks at round numbers, colours
-of what a plan has.
+"""Parts of an SVG drawing: elements, texts that fit their space, round ticks, and colours by kind.
 
-A drawing is `WIDTH` pixels wide: names stand left of `LEFT`, numbers right of `RIGHT`, what is
-drawn to scale between them. Nobody knows the font of whoever looks at it, so a text is taken to be
-as wide as in DejaVu Sans, the widest that is common: `CHAR` pixels a character, in the mean. A text
-that does not fit is left out, or goes on in the next row.
+A drawing is `WIDTH` pixels wide: names are left of `LEFT`, numbers right of `RIGHT`, and everything
+drawn to scale is between them. The viewer's font is unknown, so a text is assumed to be as wide as
+in DejaVu Sans, the widest common font: `CHAR` pixels per character on average. A text that does not
+fit is omitted or wrapped.
 """
 
 import html
@@ -18,7 +17,7 @@ from host_offload.schedule import COLOURS
 
 WIDTH, LEFT, RIGHT, EDGE = 1200, 110, 1020, 16
 CHAR, ROW = 7.2, 26
-"""Pixels of a character of 12 px, and of a row."""
+"""Width of a 12 px character and height of a row, in pixels."""
 DARK, GREY, LIGHT = "#222", "#666", "#ddd"
 KINDS: Mapping[str, str] = MappingProxyType(
     COLOURS
@@ -38,13 +37,20 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "embedding, head": "#e3d5bd",
     }
 )
-"""Colours of kinds of bytes and of work, in the order in which they are drawn."""
+"""Colours of kinds of bytes and of work, in drawing order."""
 OTHER = "#efefef"
-"""The colour of a kind that has none."""
+"""Colour of kinds without an entry in `KINDS`."""
 
 
 class Part(NamedTuple):
-    """A part of a drawing, from y = 0 downwards."""
+    """A part of a drawing, laid out from y = 0 downwards.
+
+    Attributes:
+      heading: heading of the part.
+      note: note next to the heading.
+      body: SVG elements of the part.
+      height: height in pixels.
+    """
 
     heading: str
     note: str
@@ -53,13 +59,15 @@ class Part(NamedTuple):
 
 
 def element(name: str, *inside: str, **attributes: object) -> str:
-    """Return an element: `class_` is "class", other underscores are dashes, and numbers have six
-    digits.
+    """Return an SVG element.
+
+    Numbers are written with six digits. In attribute names, a trailing underscore is removed
+    (`class_`) and other underscores become dashes.
 
     Args:
-      name: of the element.
-      *inside: markup.
-      **attributes: escaped here.
+      name: name of the element.
+      *inside: markup inside the element.
+      **attributes: attributes, which are escaped here.
     """
     pairs = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items()}
     shown = {
@@ -71,14 +79,14 @@ def element(name: str, *inside: str, **attributes: object) -> str:
 
 
 def text(x: float, y: float, words: str, **attributes: object) -> str:
-    """Return a text whose foot is at y."""
+    """Return a text element whose baseline is at y."""
     return element("text", html.escape(words), x=float(x), y=float(y), **attributes)
 
 
 def box(
     x: float, y: float, width: float, height: float, tooltip: str = "", **attributes: object
 ) -> str:
-    """Return a rectangle, with a tooltip."""
+    """Return a rectangle, with an optional tooltip."""
     about = [element("title", html.escape(tooltip))] if tooltip else []
     return element(
         "rect",
@@ -92,24 +100,24 @@ def box(
 
 
 def line(x1: float, y1: float, x2: float, y2: float, **attributes: object) -> str:
-    """Return a straight line."""
+    """Return a straight line from (x1, y1) to (x2, y2)."""
     return element(
         "path", d=f"M{x1:.6g} {y1:.6g}L{x2:.6g} {y2:.6g}", **{"stroke": LIGHT, **attributes}
     )
 
 
 def number(seconds: float) -> str:
-    """Return seconds in four digits, or of less than a millisecond in microseconds."""
+    """Return seconds as text with four digits; below a millisecond, rounded to microseconds."""
     return f"{seconds:.4g}" if seconds >= 1e-3 else f"{seconds:.6f}".rstrip("0").rstrip(".")
 
 
 def fits(words: str, width: float) -> bool:
-    """Tell whether a text fits so many pixels."""
+    """Return whether a text fits into a width in pixels."""
     return len(words) * CHAR + 4 <= width
 
 
 def rows_of(words: str, width: float, size: float = 12) -> list[str]:
-    """Return a text in rows that fit so many pixels."""
+    """Return a text wrapped to rows of a width in pixels."""
     return textwrap.wrap(words, max(1, int(width / (CHAR * size / 12)))) or [""]
 
 
@@ -119,19 +127,19 @@ def colour(kind: str) -> str:
 
 
 def darker(kind: str) -> str:
-    """Return a darker shade of a kind's colour, for what is so thin that its colour would pale."""
+    """Return a darker shade of a kind's colour, for shapes so thin that they would look pale."""
     plain = colour(kind).removeprefix("#")
     return "#" + "".join(f"{int(int(plain[i : i + 2], 16) * 0.68):02x}" for i in (0, 2, 4))
 
 
 def in_order(kinds: Iterable[str]) -> list[str]:
-    """Return kinds, each once, in the order of `KINDS`; others last."""
+    """Return unique kinds in the order of `KINDS`, unknown kinds last."""
     order = {kind: n for n, kind in enumerate(KINDS)}
     return sorted(dict.fromkeys(kinds), key=lambda kind: order.get(kind, len(order)))
 
 
 def legend(kinds: Iterable[str]) -> tuple[list[str], float]:
-    """Return what the colours mean, from y = 0 downwards, and its height."""
+    """Return the elements of a colour legend, from y = 0 downwards, and its height in pixels."""
     body, x, y = list[str](), float(LEFT), 0.0
     for kind in in_order(kinds):
         width = 40 + len(kind) * CHAR
@@ -144,8 +152,9 @@ def legend(kinds: Iterable[str]) -> tuple[list[str], float]:
 
 
 def round_ticks(stop: float, most: int = 10) -> list[float]:
-    """Return at most `most` + 1 numbers from 0 to `stop`, in steps of 1, 2 or 5 times a power of
-    ten.
+    """Return at most `most` + 1 tick values from 0 to `stop`.
+
+    The step between ticks is 1, 2 or 5 times a power of ten.
     """
     if stop <= 0:
         return [0.0]

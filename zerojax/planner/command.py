@@ -1,9 +1,11 @@
-"""`zerojax plan`: a plan from numbers alone, printed, and written as JSON and as a page.
+"""`zerojax plan`: plan from numbers alone, print the plan, and write it as JSON and HTML.
 
-zerojax plan --params 1T --layers 128 --hidden 25600 --heads 256 --seq 1024 --batch 7 --machine dgx2
-zerojax plan --layers 32 --hidden 4096 --heads 32 --vocab 32000 --seq 2048 --batch 8 --machine h200
---nodes 2 --compare zerojax plan ... --fix stage=3 --fix opt_state=pinned_host --set host_bytes=2e12
---validate --json plan.json --html plan.html
+zerojax plan --params 1T --layers 128 --hidden 25600 --heads 256 --seq 1024 --batch 7
+    --machine dgx2
+zerojax plan --layers 32 --hidden 4096 --heads 32 --vocab 32000 --seq 2048 --batch 8
+    --machine h200 --nodes 2 --compare
+zerojax plan ... --fix stage=3 --fix opt_state=pinned_host --set host_bytes=2e12 --validate
+    --json plan.json --html plan.html
 """
 
 import argparse
@@ -26,7 +28,7 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(ZeroConfig))
 
 
 def run_plan(options: argparse.Namespace) -> None:
-    """Print what the command was asked for.
+    """Print the plan, and write it to the files given by the options.
 
     Raises:
       ValueError: nothing fits, or an option is wrong.
@@ -39,9 +41,9 @@ def run_plan(options: argparse.Namespace) -> None:
         made = _plan(options)
         text = str(made) if not options.compare else f"{made}\n\n{_comparison(options, made)}"
     except ValueError as error:
-        if "nobody gave" not in str(error):
+        if "has no figure for" not in str(error):
             raise
-        raise ValueError(f"{error}. Here it is --set FIGURE=VALUE.") from error
+        raise ValueError(f"{error}. On the command line, use --set FIGURE=VALUE.") from error
     if options.json:
         _write(options.json, made.to_json())
     if options.html:
@@ -54,13 +56,15 @@ def _plan(options: argparse.Namespace, **fixed: Any) -> Plan:
     given = _once("--fix", [_field(text) for text in options.fix]) | fixed
     if options.precision and "precision" in given:
         raise ValueError(
-            f"--precision {options.precision} and --fix precision={given['precision']}: give one of them"
+            f"--precision {options.precision} and --fix precision={given['precision']}: "
+            "give only one of them"
         )
     precision = options.precision or ("bf16" if "flops.bf16" in machine.figures else "fp16")
     groups, left = divmod(machine.devices, options.tensor)
     if left or not groups:
         raise ValueError(
-            f"--tensor {options.tensor} does not divide the {machine.devices} devices of {machine.name}"
+            f"--tensor {options.tensor} does not divide the {machine.devices} devices "
+            f"of {machine.name}"
         )
     sizes = Sizes(
         layers=options.layers,
@@ -87,7 +91,7 @@ def _plan(options: argparse.Namespace, **fixed: Any) -> Plan:
 
 
 def _machine(options: argparse.Namespace) -> Machine:
-    """Return the machine, with the figures that were set."""
+    """Return the machine, with the figures given by `--set`."""
     found = named_machine(
         options.machine, nodes=options.nodes, devices_per_node=options.devices_per_node
     )
@@ -100,15 +104,15 @@ def _machine(options: argparse.Namespace) -> Machine:
 
 
 def _figure(text: str) -> tuple[str, float]:
-    """Return a figure of a machine and its value.
+    """Return a machine figure's name and value from a `--set` argument.
 
     Raises:
-      ValueError: there is no such figure, or its value is no finite number.
+      ValueError: there is no such figure, or its value is not a finite number.
     """
     name, _, value = text.partition("=")
     if name not in (*FIGURES, *COUNTS):
         raise ValueError(
-            f"--set {text}: {name!r} is no figure of a machine{nearest(name, (*FIGURES, *COUNTS))}"
+            f"--set {text}: {name!r} is not a machine figure{nearest(name, (*FIGURES, *COUNTS))}"
         )
     try:
         figure = float(value)
@@ -120,7 +124,7 @@ def _figure(text: str) -> tuple[str, float]:
 
 
 def _once(option: str, given: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return names and values of an option that is given several times.
+    """Return the names and values of a repeated option.
 
     Raises:
       ValueError: a name is given twice.
@@ -135,10 +139,10 @@ def _once(option: str, given: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _field(text: str) -> tuple[str, Any]:
-    """Return a field of ZeroConfig and its value.
+    """Return a `ZeroConfig` field's name and value from a `--fix` argument.
 
     Raises:
-      ValueError: there is no such field, or no value.
+      ValueError: there is no such field, or the value is missing or too long.
     """
     name, equals, value = text.partition("=")
     if name not in _FIELDS:
@@ -151,7 +155,8 @@ def _field(text: str) -> tuple[str, Any]:
         raise ValueError(f"--fix {text}: a value is needed, such as {name}=3")
     if len(value) > _MOST_CHARACTERS:
         raise ValueError(
-            f"--fix {name}: a value of {len(value):,} characters, and {_MOST_CHARACTERS:,} are taken at most"
+            f"--fix {name}: the value has {len(value):,} characters; "
+            f"at most {_MOST_CHARACTERS:,} are allowed"
         )
     try:
         return name, ast.literal_eval(value)
@@ -160,12 +165,12 @@ def _field(text: str) -> tuple[str, Any]:
     except (
         RecursionError,
         MemoryError,
-    ) as error:  # what Python raises for nesting that is too deep
+    ) as error:  # raised by Python for nesting that is too deep
         raise ValueError(f"--fix {name}: the value is nested too deeply: {value[:60]}..") from error
 
 
 def _comparison(options: argparse.Namespace, made: Plan) -> str:
-    """Return a table of the fastest plan of each stage and of each tier of the optimizer's state."""
+    """Return a table of the fastest plan for each stage and for each optimizer state tier."""
     rows = [f"{'fixed':<28} {'s a step':>10} {'of the plan':>12}  config"]
     asked = [{"stage": n} for n in range(4)] if made.grid.fsdp > 1 else []
     asked += [{"opt_state": tier} for tier in ("device", "pinned_host", "nvme")]
@@ -187,13 +192,13 @@ def _comparison(options: argparse.Namespace, made: Plan) -> str:
 
 
 def _check_file(path: str | None) -> None:
-    """Raise OSError for a file that cannot be written, before anything is planned."""
+    """Raise OSError for a file that cannot be written, before planning starts."""
     if path is not None and not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
-        raise OSError(f"{path}: its folder is not there, or cannot be written to")
+        raise OSError(f"{path}: its folder does not exist or is not writable")
     if (
         path is not None and os.path.exists(path) and not os.path.isfile(path)
     ):  # a pipe would wait for a reader
-        raise OSError(f"{path}: it is there, and no regular file")
+        raise OSError(f"{path}: it exists and is not a regular file")
 
 
 def _write(path: str, text: str) -> None:

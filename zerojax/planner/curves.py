@@ -1,11 +1,11 @@
-"""Draw how efficient a step would be at other bandwidths of the link and of the disk.
+"""Draw how efficient a step would be at other bandwidths of the host link and of the disk.
 
     efficiency(m) = seconds of compute / seconds of the step with m times the bandwidth
 
-ZeRO-Infinity's figure 3 (arXiv:2104.07857, section 4.2) draws this by its equation 6, ait * bw /
-(ait * bw + peak), for bytes that nothing hides. Here each point is the step's schedule walked
-again, so what overlaps counts: a curve is flat where a wire is hidden, and falls where the cores
-wait for it. A curve that ends below 100 % is bound by another lane.
+ZeRO-Infinity's figure 3 (arXiv:2104.07857, section 4.2) draws its equation 6, ait * bw /
+(ait * bw + peak), in which no transfer is hidden. Here each point is a new walk through the step's
+schedule, so overlap counts: a curve is flat where a wire is hidden, and falls where the cores wait
+for it. A curve that ends below 100 % is bound by another lane.
 """
 
 import math
@@ -16,19 +16,19 @@ from zerojax.costs import StepTime, Wires
 from zerojax.planner.charts import DARK, GREY, LEFT, Part, element, line, number, text
 
 MULTIPLES = tuple(2.0 ** (n / 4) for n in range(-12, 13))
-"""Of the machine's bandwidth."""
+"""Multiples of the machine's bandwidth at which a curve is computed."""
 _TICKS = {2.0**n: f"x{2**n}" if n >= 0 else f"x1/{2**-n}" for n in range(-3, 4)}
 WIDE, HIGH = 560, 220
-"""Pixels of the chart."""
+"""Width and height of the chart in pixels."""
 
 
 class Curve(NamedTuple):
     """Efficiency over bandwidth.
 
     Attributes:
-      name: "link" or "disk".
-      rates: bytes a second of the machine, each way.
-      seconds: of the step, at each of `MULTIPLES`.
+      name: wire that varies, "link" or "disk".
+      rates: the machine's bytes per second, in each direction.
+      seconds: seconds of the step at each of `MULTIPLES`.
     """
 
     name: str
@@ -41,7 +41,7 @@ _WAYS = {"link": ("up", "down"), "disk": ("read", "write")}
 
 
 def curves_of(time: StepTime, wires: Wires, seconds_with: Callable[[Wires], float]) -> list[Curve]:
-    """Return a curve for each of link and disk that the step uses; the other stays as it is."""
+    """Return a curve for each of link and disk that the step uses; the other is unchanged."""
     curves = list[Curve]()
     for name, ways in _WAYS.items():
         if any(time.busy[way] for way in ways):
@@ -51,12 +51,12 @@ def curves_of(time: StepTime, wires: Wires, seconds_with: Callable[[Wires], floa
 
 
 def draw_efficiency(time: StepTime, wires: Wires, seconds_with: Callable[[Wires], float]) -> Part:
-    """Return the chart, or a sentence where nothing moves over link or disk.
+    """Return the chart, or a sentence if nothing moves over link or disk.
 
     Args:
-      time: of the step at the machine's bandwidths.
-      wires: these.
-      seconds_with: returns the seconds of the step with other wires.
+      time: predicted step at the machine's bandwidths.
+      wires: the machine's bandwidths.
+      seconds_with: function that returns the seconds of the step with other wires.
     """
     heading = "Efficiency by bandwidth"
     curves, compute = curves_of(time, wires, seconds_with), time.busy["compute"]
@@ -64,7 +64,11 @@ def draw_efficiency(time: StepTime, wires: Wires, seconds_with: Callable[[Wires]
         return Part(
             heading,
             "",
-            [text(LEFT, 16, "Nothing moves over the link or the disk: no bandwidth matters.")],
+            [
+                text(
+                    LEFT, 16, "Nothing moves over the link or the disk, so bandwidth is irrelevant."
+                )
+            ],
             24,
         )
     body = _axes(curves)
@@ -92,20 +96,18 @@ def draw_efficiency(time: StepTime, wires: Wires, seconds_with: Callable[[Wires]
 
 
 def _x(multiple: float) -> float:
-    """Return where a multiple of the bandwidth is, on an axis of logarithms."""
+    """Return the x position of a multiple of the bandwidth, on a logarithmic axis."""
     low, high = MULTIPLES[0], MULTIPLES[-1]
     return LEFT + WIDE * math.log(multiple / low) / math.log(high / low)
 
 
 def _y(share: float) -> float:
-    """Return where an efficiency is."""
+    """Return the y position of an efficiency."""
     return 8 + HIGH * (1 - share)
 
 
 def _axes(curves: list[Curve]) -> list[str]:
-    """Return the grid, with percent at the left, and at the foot the multiples and the bandwidths
-    that they are.
-    """
+    """Return the grid with its labels: percent at the left, multiples and bandwidths below."""
     body, foot = list[str](), _y(0.0)
     for percent in range(0, 101, 25):
         y = _y(percent / 100)
@@ -135,12 +137,16 @@ def _axes(curves: list[Curve]) -> list[str]:
 
 
 def _key(curves: list[Curve], time: StepTime) -> list[str]:
-    """Return what stands right of the chart: the dot, and of each curve the machine's rates and
-    twice them.
+    """Return the key at the right of the chart.
+
+    It has this machine's dot, each curve's rates, and the result at twice these rates.
     """
     x, y, compute = LEFT + WIDE + 40, 26.0, time.busy["compute"]
     dot = element("circle", cx=x + 12, cy=y - 4, r=5, fill=DARK)
-    words = f"this machine: {number(time.seconds)} s a step, {compute / time.seconds:.1%}; compute alone {number(compute)} s"
+    words = (
+        f"this machine: {number(time.seconds)} s a step, {compute / time.seconds:.1%}; "
+        f"compute alone {number(compute)} s"
+    )
     body = [dot, text(x + 34, y, words)]
     for curve in curves:
         y += 40
@@ -153,7 +159,7 @@ def _key(curves: list[Curve], time: StepTime) -> list[str]:
         body.append(
             line(x, y - 4, x + 24, y - 4, stroke=_COLOURS[curve.name], stroke_width=2.5, **dash)
         )
-        body.append(text(x + 34, y, f"{curve.name}: {rates}, of one device"))
+        body.append(text(x + 34, y, f"{curve.name}: {rates}, per device"))
         body.append(
             text(
                 x + 34,

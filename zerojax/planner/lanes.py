@@ -1,16 +1,16 @@
-"""Draw what every lane of a step does, in seconds: a box is as long as the work that it stands for.
+"""Draw the work of every lane of a step, in seconds: a box is as long as the work it represents.
 
-A step has thousands of pieces of work, and a drawing a thousand pixels. So pieces of one lane are
-drawn as one box where nobody could tell them apart. With a grain g of one pixel, a piece joins the
-box before it if
+A step has thousands of pieces of work, but a drawing has about a thousand pixels. So pieces of one
+lane that could not be told apart are drawn as one box. With a grain g of one pixel, a piece joins
+the box before it if
 
-    the pauses within the box stay below g, all of them together, and
-    it has the box's label, or it and the box are both shorter than g
+    the pauses within the box stay below g in total, and
+    it has the box's label, or both it and the box are shorter than g
 
-A box begins when its first piece does, and is as long as its pieces are without their pauses. So
-the boxes of a lane sum to its busy seconds exactly, and none is further than g from where its work
-is. Wide boxes have a tooltip and, if it fits, a name. All narrow boxes of one lane and colour are
-one element, for a browser is slow with many.
+A box begins with its first piece, and is as long as its pieces without their pauses. So the boxes
+of a lane sum to exactly its busy seconds, and none is further than g from its work. Wide boxes have
+a tooltip and, if it fits, a name. All narrow boxes of one lane and colour form one element, because
+browsers are slow with many elements.
 """
 
 import collections
@@ -42,9 +42,9 @@ from zerojax.planner.charts import (
 )
 
 NARROW = 6.0
-"""Pixels of a box below which it has no tooltip of its own."""
+"""Width in pixels below which a box has no tooltip of its own."""
 MOST = 1200
-"""Elements of all wide boxes together; of more, those twice as wide are narrow."""
+"""Most elements of all wide boxes together; if exceeded, the width limit is doubled."""
 TALL = ROW - 4
 _MOVES = ("load", "store", "read", "write")
 _WORK = {
@@ -61,15 +61,15 @@ _ENDS = "embedding, head"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
-    """Pieces of work of one lane that are drawn as one.
+    """Pieces of work of one lane that are drawn as one box.
 
     Attributes:
-      lane: that does them.
-      labels: of the pieces, each once.
-      start: when the first begins, in seconds.
-      stop: when the last ends.
-      seconds: of all, without pauses.
-      layers: the first and the last; -1 of what is no layer.
+      lane: lane that does the work.
+      labels: unique labels of the pieces.
+      start: second at which the first piece begins.
+      stop: second at which the last piece ends.
+      seconds: seconds of all pieces, without pauses.
+      layers: first and last layer of the pieces; -1 for work that belongs to no layer.
     """
 
     lane: str
@@ -80,7 +80,7 @@ class Box:
     layers: tuple[int, int]
 
     def with_(self, span: Span) -> "Box":
-        """Return the box with one more piece."""
+        """Return the box extended by one piece."""
         return Box(
             lane=self.lane,
             labels=tuple(dict.fromkeys([*self.labels, span.label])),
@@ -92,21 +92,19 @@ class Box:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What is moved or computed: keys of `KINDS`."""
+        """Kinds that are moved or computed, as keys of `KINDS`."""
         return tuple(dict.fromkeys(kind for label in self.labels for kind in kinds_of(label)))
 
     @property
     def name(self) -> str:
-        """Labels and layers."""
+        """Labels and layers of the box, as text."""
         first, last = self.layers
         layers = "" if first < 0 else f" {first}" if first == last else f" {first} to {last}"
         return "; ".join(self.labels) + layers
 
 
 def kinds_of(label: str) -> tuple[str, ...]:
-    """Return what the work of a label moves or computes: keys of `KINDS`, and kinds that are not
-    there.
-    """
+    """Return the kinds that a label's work moves or computes: keys of `KINDS`, or other kinds."""
     first, _, rest = label.partition(" ")
     if first in _MOVES:
         return tuple(_ENDS if kind == "ends" else kind for kind in rest.split(", "))
@@ -114,7 +112,7 @@ def kinds_of(label: str) -> tuple[str, ...]:
 
 
 def boxes_of(spans: Iterable[Span], grain: float) -> list[Box]:
-    """Return the boxes of one lane; `grain` is the seconds of a pixel."""
+    """Return the boxes of one lane's spans; `grain` is the seconds per pixel."""
     boxes = list[Box]()
     for span in sorted(spans, key=lambda span: span.start):
         if boxes and _joins(boxes[-1], span, grain):
@@ -141,8 +139,9 @@ def _joins(last: Box, span: Span, grain: float) -> bool:
 
 
 def draw_step(time: StepTime) -> Part:
-    """Return a lane for each of `LANES` that does something, under the parts of the step, over an
-    axis of seconds.
+    """Return the timeline of a step.
+
+    It has the parts of the step at the top, one row per busy lane, and an axis of seconds.
     """
     stop = max([time.seconds, *(span.stop for span in time.spans)])
     scale = (RIGHT - LEFT) / stop
@@ -158,15 +157,16 @@ def draw_step(time: StepTime) -> Part:
     for phase in time.phases:
         at = LEFT + phase.stop * scale
         body.append(line(at, top, at, bottom, stroke=GREY, stroke_dasharray="3 3"))
-    note = "of one device, predicted"
+    note = "per device, predicted"
     if stop > time.seconds:
-        note += f"; what is behind {number(time.seconds)} s happens beside the next step"
+        note += f"; work after {number(time.seconds)} s overlaps the next step"
     return Part("Seconds of the step", note, [*body, *headings], bottom + ROW)
 
 
 def _narrow(boxes: Sequence[Box], scale: float) -> float:
-    """Return below how many pixels boxes are narrow, so that the others have at most `MOST`
-    elements.
+    """Return the width limit in pixels below which boxes are narrow.
+
+    It is chosen so that wide boxes have at most `MOST` elements.
     """
     narrow = NARROW
     while sum(3 + len(box.kinds) for box in boxes if box.seconds * scale >= narrow) > MOST:
@@ -175,11 +175,10 @@ def _narrow(boxes: Sequence[Box], scale: float) -> float:
 
 
 def _headings(phases: Sequence[PhaseTime], scale: float, top: float) -> tuple[list[str], float]:
-    """Return the headings of a step's parts, each with a line down to its begin, and where the
-    lanes begin.
+    """Return the headings of a step's parts, and the y position at which the lanes begin.
 
-    A heading that begins below another one goes a row down, so that its line does not cross that
-    one.
+    Each heading has a line down to the start of its part. A heading that starts below another one
+    moves down a row, so that its line does not cross that heading.
     """
     placed, lines, words = list[tuple[int, float]](), list[tuple[float, float]](), list[str]()
     for phase in phases:
@@ -189,7 +188,7 @@ def _headings(phases: Sequence[PhaseTime], scale: float, top: float) -> tuple[li
         row = max((1 + row for row, end in placed if end > min(x, begin)), default=0)
         placed.append((row, x + width + 8))
         lines.append((begin, top + 16 * row + 2))
-        # A white rim, where it is left of its begin for lack of room.
+        # The white rim keeps a heading readable if lack of room moves it left, across its line.
         words.append(
             text(
                 x,
@@ -235,7 +234,7 @@ def _lane(
 
 
 def _narrow_boxes(boxes: Sequence[Box], scale: float) -> list[str]:
-    """Return an element for each colour of some boxes."""
+    """Return one element per colour for narrow boxes."""
     outlines, labels = (
         collections.defaultdict[str, list[str]](list),
         collections.defaultdict[str, dict[str, None]](dict),
@@ -265,9 +264,12 @@ def _narrow_boxes(boxes: Sequence[Box], scale: float) -> list[str]:
 
 
 def _wide_box(one: Box, scale: float) -> list[str]:
-    """Return a box: its tooltip, a stripe for each kind, and its name where that fits."""
+    """Return a box: its tooltip, a stripe for each kind, and its name if that fits."""
     x, width, stripe = LEFT + one.start * scale, one.seconds * scale, TALL / len(one.kinds)
-    tooltip = f"{one.lane}: {one.name}, {number(one.start)} s to {number(one.stop)} s, {number(one.seconds)} s of work"
+    tooltip = (
+        f"{one.lane}: {one.name}, {number(one.start)} s to {number(one.stop)} s, "
+        f"{number(one.seconds)} s of work"
+    )
     body = [element("title", html.escape(tooltip))]
     body += [
         box(x, i * stripe, width, stripe, fill=colour(kind), stroke="#555", stroke_width=0.4)

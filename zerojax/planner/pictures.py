@@ -1,12 +1,11 @@
-"""A plan as a picture: bytes by tier against capacity, the step in seconds, and its efficiency at
-other bandwidths.
+"""A plan as a picture: bytes by tier, the step's timeline, and efficiency at other bandwidths.
 
-The SVG needs no script and no file beside it; boxes and stripes have tooltips. The page holds it,
-and the plan as text below.
+The SVG needs no script and no other file; boxes and stripes have tooltips. The HTML page contains
+the SVG, followed by the plan as text.
 
-A tier's bar is as long as its capacity, whatever that is: tiers differ by orders of magnitude, and
-what matters of each is how full it is. Where more is needed than there is, the bar is as long as
-that, and the line at the capacity stands inside of it.
+All bars have the same length, which stands for the tier's capacity: tiers differ by orders of
+magnitude, and what matters is how full each one is. If a tier needs more than its capacity, the bar
+stands for the needed bytes, and a line inside it marks the capacity.
 """
 
 import html
@@ -40,18 +39,32 @@ from zerojax.planner.lanes import draw_step
 
 
 class Drawable(Protocol):
-    """What is drawn of a plan (`zerojax.planner.plans.Plan`, which offers the drawing itself)."""
+    """Interface of a plan that can be drawn; implemented by `zerojax.planner.plans.Plan`."""
 
     @property
-    def title(self) -> str: ...
+    def title(self) -> str:
+        """Title of the drawing."""
+        ...
+
     @property
-    def bytes(self) -> Mapping[str, Mapping[str, int]]: ...
+    def bytes(self) -> Mapping[str, Mapping[str, int]]:
+        """Bytes per device: {tier: {kind: bytes}}."""
+        ...
+
     @property
-    def capacity(self) -> Mapping[str, float | None]: ...
+    def capacity(self) -> Mapping[str, float | None]:
+        """Bytes of each tier that one device may use; None if unknown."""
+        ...
+
     @property
-    def time(self) -> StepTime: ...
+    def time(self) -> StepTime:
+        """Predicted seconds of the step, by lane."""
+        ...
+
     @property
-    def estimate(self) -> Estimate: ...
+    def estimate(self) -> Estimate:
+        """Estimate that the prediction is based on."""
+        ...
 
 
 def draw_plan(plan: Drawable) -> str:
@@ -66,7 +79,7 @@ def draw_plan(plan: Drawable) -> str:
 
 
 def draw_parts(title: str, parts: Sequence[Part]) -> str:
-    """Return parts below each other, each under its heading, as a standalone SVG document."""
+    """Return parts, one below the other with headings, as a standalone SVG document."""
     titles = rows_of(title, WIDTH - 2 * EDGE, size=16) if title else []
     body = [
         text(EDGE, 30 + 20 * n, row, font_size=16, font_weight="bold")
@@ -101,7 +114,8 @@ def draw_parts(title: str, parts: Sequence[Part]) -> str:
 def page_of(plan: Drawable) -> str:
     """Return a plan as a standalone HTML page: the SVG, and `str(plan)` below it."""
     return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{html.escape(plan.title)}</title></head>\n'
+        '<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8">'
+        f"<title>{html.escape(plan.title)}</title></head>\n"
         f'<body style="background: #fff; color: #222">\n{draw_plan(plan)}\n'
         f'<pre style="white-space: pre-wrap">{html.escape(str(plan))}</pre>\n</body>\n</html>\n'
     )
@@ -118,8 +132,8 @@ def draw_tiers(
     """Return a bar for each tier that is used, or whose capacity is known.
 
     Args:
-      bytes_by_tier: {tier: {kind: bytes}} of one device.
-      capacity: bytes of each tier that one device may use; None where nobody told.
+      bytes_by_tier: bytes per device, {tier: {kind: bytes}}.
+      capacity: bytes of each tier that one device may use; None if unknown.
     """
     drawn = [
         tier for tier in TIERS if sum(bytes_by_tier.get(tier, {}).values()) or capacity.get(tier)
@@ -137,7 +151,7 @@ def draw_tiers(
                 transform=f"translate(0 {top + 6 + row * (ROW + 6):g})",
             )
         )
-    note = "of one device; each bar is as long as what a device may use of the tier"
+    note = "per device; the full length of a bar is what a device may use of the tier"
     return Part("Bytes", note, body, top + 6 + len(drawn) * (ROW + 6))
 
 

@@ -1,25 +1,27 @@
-"""The planner: which config of a step fits a machine and is fastest there, what it needs, and how
-long it takes.
+"""The planner: which config fits a machine and is fastest on it, and how long its step takes.
 
-    plan = zj.plan(model, tx, mesh, batch)                                  # a model, on the machine that runs this
-    plan = zj.plan(model, tx, mesh, batch, zj.machine("h200"))              # on another one; the mesh may be compile-only
-    plan = zj.plan(zj.Sizes(layers=96, hidden=12288, heads=96, seq=2048, batch=64),
-    machine=zj.machine("h200", nodes=8)) print(plan); program = zj.build_train_step(model, tx,
-    plan.config, mesh)
+    # A model on this machine, or on another one; the mesh may be compile-only.
+    plan = zj.plan(model, tx, mesh, batch)
+    plan = zj.plan(model, tx, mesh, batch, zj.machine("h200"))
+    # A transformer described by numbers alone.
+    plan = zj.plan(
+        zj.Sizes(layers=96, hidden=12288, heads=96, seq=2048, batch=64),
+        machine=zj.machine("h200", nodes=8),
+    )
+    print(plan)
+    program = zj.build_train_step(model, tx, plan.config, mesh)
 
-Choosing among recomputation, offload and keeping by a model of costs is what the papers leave to
-  users: ZeRO-Infinity
-(arXiv:2104.07857) has them, and an engine for each, without a choice. Here it is a search: a
-workload (`zerojax.costs.workload`) is estimated for each candidate (`zerojax.planner.candidates`,
-`zerojax.costs.estimate`), best first, and layers may differ where that pays
+The papers leave the choice among recomputing, offloading and keeping to users: ZeRO-Infinity
+(arXiv:2104.07857) has an engine for each, but no way to choose. Here a cost model drives a search:
+a workload (`zerojax.costs.workload`) is estimated for each candidate (`zerojax.planner.candidates`,
+`zerojax.costs.estimate`), best first, and layers may differ if that pays
 (`zerojax.planner.segments`).
 
-Numbers a user has chosen stay: `fixed` holds fields that the planner may not touch, such as the
-  precision. It never changes
-what is trained: the batch, the optimizer and the dtype of moments stay as they are. Moments in
-  bfloat16 are a choice where the
-user makes them one (`rounds_moments`). As a last resort alone they would make a machine with more
-memory slower: what fits there in float32 may take longer.
+The user's choices stay: `fixed` holds fields that the planner may not change, such as the
+precision. The planner never changes what is trained: the batch, the optimizer and the dtype of
+moments stay as they are. bfloat16 moments are considered only if the user allows them
+(`rounds_moments`). If they were used only as a last resort, a machine with more memory could get a
+slower plan, because a plan that fits there in float32 may take longer.
 """
 
 import contextlib
@@ -67,12 +69,12 @@ from zerojax.sharding import Axes, abstract_batch, own_mesh, without_mesh
 
 _TILES = (1, 2, 4, 8, 16, 32)
 _TOLD = 5
-BOTH_ASSUMED = "assumed: reads and writes at once share the lower of disk_read and disk_write"
+BOTH_ASSUMED = "assumed: simultaneous reads and writes share the lower of disk_read and disk_write"
 _MOST_COMPILED = 5
 _MOST_TRIED = 8
-"""Programs that are built to see whether something fits with one change."""
+"""Most programs that are built to find out whether a plan fits with one change."""
 _SWAP_DIR = "SWAP_DIR"
-"""Stands in a plan from numbers alone for the folder of the disk."""
+"""Placeholder for the disk's folder in a plan from numbers alone."""
 
 
 @without_mesh
@@ -90,41 +92,42 @@ def plan(
     validate: bool = False,
     axes: Axes | None = None,
 ) -> Plan:
-    """Choose the fastest config that fits, and say what it needs and how long its step takes.
+    """Choose the fastest config that fits, and predict its bytes and its step time.
 
-    Nothing is allocated for the model. On devices that are there its block and its ends are timed,
-    each alone, for some seconds; on others their seconds follow from the machine's rates.
+    Nothing is allocated for the model. If the mesh's devices are present, the model's block,
+    embedding and head are timed separately, for some seconds; otherwise their seconds follow from
+    the machine's rates.
 
     Args:
-      model: a model; or `Sizes`, by which a transformer is planned in closed form, with Adam.
-      tx: of a model, its optimizer.
-      mesh: of a model, its mesh; of sizes, the axes by name (`{"fsdp": 64, "tensor": 8}`), all
+      model: model to plan for; or `Sizes`, which plans a transformer in closed form, with Adam.
+      tx: optimizer of the model; None for sizes.
+      mesh: mesh of the model; for sizes, axis sizes by name (`{"fsdp": 64, "tensor": 8}`), with all
         devices on fsdp by default.
-      batch: of a model, arrays or ShapeDtypeStructs of one step.
-      machine: its figures, or its name or file as `zj.machine` takes them; by default those of the
-        mesh's devices by name, or of this machine, which `zj.probe` measures.
-      fixed: fields of `ZeroConfig` that stay: "precision", "clip_norm", "swap_dir", and any that is
-        not to be chosen. The disk is used only where "swap_dir" is given.
-      min_disk_days: days that the disk has to last, by its TBW.
-      rounds_moments: moments in bfloat16 may be chosen, which round what is trained; else they rest
-        as `fixed` says.
-      tiles: of sizes, the numbers of tiles in which the layers' MLPs may run; powers of two to 32
-        by default.
-      validate: compile the plan's step for the mesh's devices, or the machine's GPUs, and tell what
-        it takes beside the plan. A step that takes more than the device has is left out, and the
-        next one is compiled.
-      axes: for a model on a mesh of your own, its axes by name, as for `build_train_step`.
+      batch: arrays or ShapeDtypeStructs of one step; None for sizes.
+      machine: machine, or its name or file as in `zj.machine`; by default the named machine with
+        the mesh's devices, or this machine as measured by `zj.probe`.
+      fixed: fields of `ZeroConfig` with fixed values: "precision", "clip_norm", "swap_dir", and any
+        field that must not be chosen. The disk is used only if "swap_dir" is given.
+      min_disk_days: days that the disk must last, by its TBW.
+      rounds_moments: whether bfloat16 moments, which round what is trained, may be chosen;
+        otherwise moments are stored as `fixed` says.
+      tiles: for sizes, the numbers of tiles in which the layers' MLPs may run; powers of two up to
+        32 by default.
+      validate: whether to compile the plan's step for the mesh's devices, or the machine's GPUs,
+        and report its bytes next to the plan's. A step that needs more than the device has is left
+        out, and the next one is compiled.
+      axes: for a model on a mesh of your own, its axes by name, as in `build_train_step`.
 
     Raises:
-      PlanError: nothing fits, or not what is fixed; with what is needed and had, and the nearest
-        change that fits.
-      ValueError: unknown or contradicting fields, a batch that does not divide, or a figure that
-        the machine lacks.
+      PlanError: nothing fits, or not with the fixed fields; the message has the needed and
+        available bytes, and the nearest change that fits.
+      ValueError: fields are unknown or contradict each other, the batch does not divide evenly, or
+        the machine lacks a figure.
     """
     with _told_once():
         if axes is not None and not isinstance(mesh, Mesh):
             raise ValueError(
-                f"axes={axes!r} names the axes of a jax.sharding.Mesh, and mesh is {mesh!r}"
+                f"axes={axes!r} names the axes of a jax.sharding.Mesh, but mesh is {mesh!r}"
             )
         if isinstance(mesh, Mesh) and not isinstance(model, Sizes):
             mesh = own_mesh(mesh, axes)
@@ -135,7 +138,7 @@ def plan(
 
 @contextlib.contextmanager
 def _told_once() -> Iterator[None]:
-    """Let each warning through once: a plan lays out the same model for many configs."""
+    """Log each warning only once, since a plan lays out the same model for many configs."""
     told, logger = set[str](), logging.getLogger("zerojax")
 
     def is_new(record: logging.LogRecord) -> bool:
@@ -164,22 +167,23 @@ def auto(
     """Return the config of `plan`: the fastest that fits. `ZeroConfig.auto` is this function.
 
     Args:
-      model: as of `build_train_step`.
-      tx: likewise.
-      mesh: likewise.
-      batch: arrays, or ShapeDtypeStructs, of one step.
-      machine: as of `plan`.
-      axes: names of the mesh's axes, as for `build_train_step`.
-      **fixed: fields of the config that stay as they are.
+      model: model, as in `build_train_step`.
+      tx: optimizer, as in `build_train_step`.
+      mesh: mesh, as in `build_train_step`.
+      batch: arrays or ShapeDtypeStructs of one step.
+      machine: machine to plan for, as in `plan`.
+      axes: names of the mesh's axes, as in `build_train_step`.
+      **fixed: fields of the config that keep these values.
 
     Raises:
-      PlanError, ValueError: as `plan`.
+      PlanError: nothing fits.
+      ValueError: an argument is invalid; see `plan`.
     """
     return plan(model, tx, mesh, batch, machine, fixed=fixed, axes=axes).config
 
 
 class Planner:
-    """One plan in the making."""
+    """State of one call of `plan`."""
 
     def __init__(
         self,
@@ -193,6 +197,7 @@ class Planner:
         tiles: Sequence[int] | None = None,
         rounds_moments: bool = False,
     ) -> None:
+        """Check the arguments and trace the model; they are the arguments of `plan`."""
         _check_arguments(fixed, min_disk_days, tiles)
         self.model, self.tx, self.batch, self.fixed = model, tx, batch, dict(fixed or {})
         self.tiles = tuple(int(n) for n in tiles or _TILES)
@@ -205,16 +210,16 @@ class Planner:
         self.mesh: Mesh | None = None if self.is_sizes else mesh
         self.shares_cores = self.mesh is not None and self.mesh.devices.flat[0].platform == "cpu"
         if self.is_sizes:
-            # The folder is not known, and not needed: nothing runs.
+            # The folder is unknown and not needed, because nothing runs.
             self.fixed = {"swap_dir": _SWAP_DIR} | self.fixed
         self.base = ZeroConfig(**{**self.fixed, **_fitting(self.fixed)})
         self.machine = _with_both(self._on_mesh(self._machine(machine)))
         self.grid = self._grid(mesh)
         self.min_disk_days = as_number(min_disk_days)
-        # the part of its usable memory that a plan fills, where a compiled one took more than it
-        # counted
+        # Fraction of the device's usable memory that a plan may fill; below 1 after a compiled plan
+        # took more than it counted.
         self.less = 1.0
-        _ = self.limits  # which says what figures are missing
+        _ = self.limits  # raises an error if figures are missing
         self.workload = self._workload()
         self._check_fixed()
 
@@ -222,16 +227,19 @@ class Planner:
         if self.is_sizes:
             if self.tx is not None or self.batch is not None or isinstance(mesh, Mesh):
                 raise ValueError(
-                    "a plan from Sizes takes no optimizer, batch or Mesh: sizes say the batch, Adam is assumed"
+                    "a plan from Sizes takes no optimizer, batch or Mesh: the sizes include the "
+                    "batch, and Adam is assumed"
                 )
             return
         if not isinstance(self.model, Model | LayeredModel):
             raise ValueError(
-                f"model must be a zerojax.Model, LayeredModel or Sizes, got {type(self.model).__name__}"
+                "model must be a zerojax.Model, LayeredModel or Sizes, "
+                f"got {type(self.model).__name__}"
             )
         if isinstance(self.model, LayeredModel) and self.model.num_layers > MOST_LAYERS:
             raise ValueError(
-                f"the model has {self.model.num_layers:,} layers: at most {MOST_LAYERS:,} are planned"
+                f"the model has {self.model.num_layers:,} layers: the planner supports at most "
+                f"{MOST_LAYERS:,}"
             )
         wrong = [
             name
@@ -242,17 +250,19 @@ class Planner:
             shown = (
                 f"lacks {', '.join(wrong)}"
                 if wrong
-                else f"mesh is {mesh!r}, and no jax.sharding.Mesh"
+                else f"mesh is {mesh!r}, which is not a jax.sharding.Mesh"
             )
             raise ValueError(f"a plan of a model takes (model, tx, mesh, batch): {shown}")
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.batch):
             if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
                 raise ValueError(
-                    f"batch{jax.tree_util.keystr(path)} is {leaf!r}: a plan takes arrays or jax.ShapeDtypeStructs of one step"
+                    f"batch{jax.tree_util.keystr(path)} is {leaf!r}: a plan takes arrays or "
+                    "jax.ShapeDtypeStructs of one step"
                 )
         if not any(leaf.shape for leaf in jax.tree.leaves(self.batch)):
             raise ValueError(
-                "batch has no array with rows: a plan takes arrays or jax.ShapeDtypeStructs of one step"
+                "batch has no array with rows: a plan takes arrays or jax.ShapeDtypeStructs of one "
+                "step"
             )
 
     def _machine(self, machine: Machine | str | None) -> Machine:
@@ -261,7 +271,8 @@ class Planner:
         if machine is not None:
             if not isinstance(machine, Machine):
                 raise ValueError(
-                    f"machine must be a zerojax.Machine or its name, such as 'h200', got {type(machine).__name__}"
+                    "machine must be a zerojax.Machine or its name, such as 'h200', "
+                    f"got {type(machine).__name__}"
                 )
             return machine
         if self.mesh is None:
@@ -271,18 +282,20 @@ class Planner:
             return named_machine(name)
         if not is_there(self.mesh):
             raise ValueError(
-                f"nothing is known of {kind!r}, and it is not here to be measured: give machine="
+                f"{kind!r} is not a known machine, and is not present to be measured: pass machine="
             )
         if jax.process_count() > 1:
             raise ValueError(
-                f"nothing is known of {kind!r}, and each of {jax.process_count()} processes would measure another machine: "
-                "give machine=, the same to all, such as zj.machine('lab.toml') of zerojax probe"
+                f"{kind!r} is not a known machine, and each of {jax.process_count()} processes "
+                "would measure different figures: pass the same machine= in all processes, such as "
+                "zj.machine('lab.toml') from zerojax probe"
             )
         return probe(self.base.swap_dir)
 
     def _on_mesh(self, machine: Machine) -> Machine:
-        """Return a machine with the devices of the mesh: a part of one node, or as many nodes as it
-        takes.
+        """Return the machine reduced or extended to the mesh's devices.
+
+        They are a part of one node, or as many nodes as needed.
         """
         if self.mesh is None or self.mesh.size == machine.devices:
             return machine
@@ -293,13 +306,17 @@ class Planner:
         if self.mesh is not None:
             return grid_of(self.mesh)
         if mesh is not None and not isinstance(mesh, Mapping):
-            raise ValueError(f"mesh={mesh!r}: of Sizes it is axes by name, such as {{'fsdp': 8}}")
+            raise ValueError(
+                f"mesh={mesh!r}: for Sizes, pass axis sizes by name, such as {{'fsdp': 8}}"
+            )
         devices, axes = self.machine.devices, dict(mesh or {})
         if unknown := sorted(set(axes) - set(Grid._fields)):
-            raise ValueError(f"mesh has the axes {unknown}: they may be {', '.join(Grid._fields)}")
+            raise ValueError(
+                f"mesh has unknown axes {unknown}: choose from {', '.join(Grid._fields)}"
+            )
         if wrong := [n for n in axes.values() if (as_integer(n) or 0) < 1]:
             raise ValueError(
-                f"mesh {axes}: {wrong[0]!r} is no number of devices, a whole one of at least 1"
+                f"mesh {axes}: {wrong[0]!r} is not a number of devices, an integer of at least 1"
             )
         axes = {axis: int(n) for axis, n in axes.items()}
         others = math.prod(n for axis, n in axes.items() if axis != "fsdp")
@@ -310,7 +327,7 @@ class Planner:
         grid = Grid(**{"fsdp": devices // others, **axes})
         if grid.devices != devices:
             raise ValueError(
-                f"mesh {axes} has {grid.devices} devices, and {self.machine.name} has {devices}"
+                f"mesh {axes} has {grid.devices} devices, but {self.machine.name} has {devices}"
             )
         return grid
 
@@ -321,21 +338,24 @@ class Planner:
         rows = next((a.shape[0] for a in jax.tree.leaves(self.batch) if a.shape), 0)
         if rows % self.grid.batch_shards:
             raise ValueError(
-                f"batch {rows} does not divide by data x fsdp = {self.grid.data} x {self.grid.fsdp}: each device has whole "
-                f"rows; use {-(-rows // self.grid.batch_shards) * self.grid.batch_shards}"
+                f"batch {rows} is not divisible by data x fsdp = {self.grid.data} x "
+                f"{self.grid.fsdp}, and a row is not split over devices; "
+                f"use {-(-rows // self.grid.batch_shards) * self.grid.batch_shards}"
             )
         return workload_of_model(
             self.model, self.tx, self.mesh, self.batch, self.machine, self.base
         )
 
     def _check_fixed(self) -> None:
-        """Raise ValueError for fixed fields that do not go with the model: nothing may be built
-        that would tell.
+        """Raise ValueError for fixed fields that do not match the model.
+
+        They are checked here because no program may be built that would report them.
         """
         work, config = self.workload, self.base
         if work.rows % config.num_microbatches:
             raise ValueError(
-                f"num_microbatches={config.num_microbatches} does not divide the {work.rows} rows of a device: use one of "
+                f"num_microbatches={config.num_microbatches} does not divide the {work.rows} rows "
+                "of a device: use one of "
                 f"{[n for n in range(1, work.rows + 1) if work.rows % n == 0][:16]}"
             )
         segments = config.activations if isinstance(config.activations, tuple) else ()
@@ -344,28 +364,28 @@ class Planner:
             and (count := sum(segment.num_layers for segment in segments)) != work.num_layers
         ):
             raise ValueError(
-                f"the segments of activations have {count} layers, and the model has {work.num_layers}"
+                f"the segments of activations have {count} layers, but the model has "
+                f"{work.num_layers}"
             )
         known = {value.name for stack in work.stacks for value in stack.values}
         named = [config, *segments]
         names = {name for each in named for name in (*each.saved_names, *each.offloaded_names)}
         if self.is_sizes and (missing := sorted(names - known)):
             raise ValueError(
-                f"saved_names and offloaded_names name {missing}: a transformer of sizes has {sorted(known)}"
+                f"saved_names and offloaded_names contain unknown names {missing}: "
+                f"a transformer from Sizes has {sorted(known)}"
             )
 
     @property
     def limits(self) -> Limits:
-        """What one device may use."""
+        """Bytes that one device may use, and the required life of the disk."""
         limits = limits_of(self.machine, self.shares_cores, self.min_disk_days)
         return dataclasses.replace(limits, device=self.less * limits.device)
 
     # --- the search -------------------------------------------------------------------------------
 
     def plan(self, validate: bool) -> Plan:
-        """Search, and return the plan; of those that are compiled, one whose program fits as
-        compiled.
-        """
+        """Search, and return the plan; with `validate`, one whose compiled program fits."""
         made = self._plan()
         if not validate:
             return made
@@ -375,13 +395,13 @@ class Planner:
             made = dataclasses.replace(made, validated=compiled)
             if compiled.device_bytes <= most:
                 return made
-            # It takes more than was counted: the next plan may count so much less.
+            # The program takes more than was counted, so the next plan may use less memory.
             self._note(f"{_named(_chosen(made.config))} was left out: {compiled}")
             self.less *= min(0.98, 0.98 * most / compiled.device_bytes)
             made = self._plan()
         assert compiled is not None
         raise PlanError(
-            f"nothing that was compiled fits {self.machine.name}: {compiled}, of {size_of(most)}",
+            f"no compiled step fits {self.machine.name}: {compiled}, of {size_of(most)}",
             "device",
             compiled.device_bytes,
             most,
@@ -396,8 +416,9 @@ class Planner:
         return self.made(search, best)
 
     def _tell_of_moments(self, best: Found) -> None:
-        """Note where moments in bfloat16 would be faster: they round what is trained, and so are no
-        choice unless asked for.
+        """Note if bfloat16 moments would be faster.
+
+        They round what is trained, so they are not chosen unless requested.
         """
         if self.rounds_moments or "moments" in self.fixed or best.config.opt_state == "device":
             return
@@ -408,8 +429,9 @@ class Planner:
         rounded.run(below=best.seconds * (1 - WORTH))
         if rounded.found and rounded.found[0].seconds < best.seconds * (1 - WORTH):
             self._note(
-                f"with moments='bfloat16', which rounds the optimizer's moments, a step is predicted to take "
-                f"{rounded.found[0].seconds:.4g} s; it is not chosen unless it is fixed, or rounds_moments=True"
+                f"with moments='bfloat16', which rounds the optimizer's moments, a step is "
+                f"predicted to take {rounded.found[0].seconds:.4g} s; "
+                "to use it, fix moments or set rounds_moments=True"
             )
 
     def search(self, space: Space) -> Search:
@@ -420,12 +442,12 @@ class Planner:
         return search
 
     def space(self, fixed: Mapping[str, Any] | None = None) -> Space:
-        """Return what may be chosen; tells in notes what is left out because a figure is missing."""
+        """Return the choices; notes record what is left out because a figure is missing."""
         fixed = self.fixed if fixed is None else fixed
         tiers, allowed = self._tiers(fixed), dict[str, list[Any]]()
         if "host_kernel" not in self.machine.figures and fixed.get("update_on") != "host":
             allowed["update_on"] = ["device"]
-            self._note("update_on='host' is not considered: the machine's host_kernel is not given")
+            self._note("update_on='host' is not considered: the machine lacks host_kernel")
         if not self.is_sizes:
             allowed |= self._capable(tiers, allowed, fixed)
         searched = {name: value for name, value in fixed.items() if name in SEARCHED}
@@ -444,13 +466,15 @@ class Planner:
         return with_options(space)
 
     def _tiers(self, fixed: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the tiers that the machine has; those that a fixed field needs must have their
-        figures.
+        """Return the tiers that the machine has.
+
+        Raises ValueError if a fixed field needs a tier whose figures the machine lacks.
         """
         figures, tiers, asked = self.machine.figures, ["device"], _asked_tiers(fixed)
         link = ("link_up", "link_down", "link_both")
         host = ("host_bytes", *link)
-        # Records on their way to the disk and back are in buffers of host memory.
+        # Records in flight to and from the disk are in host memory buffers, so nvme needs host
+        # memory and the host link, too.
         needs = {"pinned_host": host, "nvme": ("disk_bytes", "disk_read", "disk_write", *host)}
         for tier, names in needs.items():
             if missing := [name for name in names if name not in figures]:
@@ -458,7 +482,7 @@ class Planner:
                     self._need(tier, missing, fixed)
                 self._note(f"{tier} is not considered: the machine lacks {', '.join(missing)}")
             elif tier == "nvme" and fixed.get("swap_dir") is None:
-                self._note("nvme is not considered: fixed={'swap_dir': folder} gives the disk")
+                self._note("nvme is not considered: pass fixed={'swap_dir': folder} to use it")
             elif tier == "nvme" and not self.machine.disk_bytes:
                 continue
             else:
@@ -470,9 +494,7 @@ class Planner:
         return tuple(tiers)
 
     def _need(self, tier: str, missing: Sequence[str], fixed: Mapping[str, Any]) -> None:
-        """Raise ValueError for figures that the machine lacks and fixed fields need, which are
-        named.
-        """
+        """Raise ValueError for missing figures, naming the fixed fields that need them."""
         try:
             self.machine.needs(*missing)
         except ValueError as error:
@@ -487,8 +509,9 @@ class Planner:
     def _capable(
         self, tiers: tuple[str, ...], allowed: Mapping[str, Any], fixed: Mapping[str, Any]
     ) -> dict[str, list[Any]]:
-        """Return by field the choices that this model and optimizer can take, found by building one
-        of each.
+        """Return the choices that the model and optimizer support, by field.
+
+        They are found by building one program for each choice.
         """
         tries = {
             "opt_state": [{"opt_state": tier} for tier in tiers],
@@ -507,14 +530,14 @@ class Planner:
                 o.get(name, default.get(name)) for o in options if self._builds(o, fixed)
             ]
         if self.workload.is_layered and "activations" not in fixed:
-            # A layer whose tiles are stored off the device cannot keep everything.
+            # A layer whose tiles are stored off the device cannot use activations="everything".
             away = {"params": found["params"][-1]} if "params" in found else {}
             if not self._builds({"activations": "everything", **away}, fixed):
                 found["activations"] = ["save", "selective", "remat", *tiers[1:]]
         return found
 
     def _builds(self, fields: Mapping[str, Any], fixed: Mapping[str, Any]) -> bool:
-        """Tell whether a program of some fields can be built."""
+        """Return whether a program can be built with some fields."""
         assert self.mesh is not None
         try:
             plain = {name: value for name, value in fixed.items() if name not in fields}
@@ -526,10 +549,10 @@ class Planner:
         return True
 
     def exact(self, config: ZeroConfig, tiles: int = 1) -> Exact:
-        """Return what the program of a config takes.
+        """Return the bytes of a config's program.
 
         Raises:
-          ValueError, NotImplementedError: it cannot be built.
+          ValueError, NotImplementedError: the program cannot be built.
         """
         of_program = self._buildable(tiles)
         parts = assemble(of_program.model, of_program.tx, config, of_program.mesh)
@@ -542,7 +565,7 @@ class Planner:
         return Exact(tiers, (steps.moved("read"), steps.moved("write")))
 
     def _buildable(self, tiles: int) -> Buildable:
-        """Return what programs are built of: the model that was given, or one of the sizes."""
+        """Return what programs are built from: the given model, or a model of the sizes."""
         if not isinstance(self.model, Sizes):
             assert self.mesh is not None
             return Buildable(self.model, self.tx, self.mesh, self.batch)
@@ -561,20 +584,22 @@ class Planner:
                 why = str(error)
         if why is not None:
             self._note(
-                f"bytes are estimated in closed form, because no program can be built of these sizes: {why}"
+                "bytes are estimated in closed form, because no program can be built from these "
+                f"sizes: {why}"
             )
         return why is None
 
     # --- results ----------------------------------------------------------------------------------
 
     def made(self, search: Search, best: Found) -> Plan:
-        """Return what a search found as a plan."""
+        """Return the plan for the config that a search settled on."""
         tally, work = search.tally, self.workload
         of_best, moved = best.estimate, best.estimate.moved
         per = self.machine.devices_per_node
         others = [f for f in search.found if f is not best][:_TOLD]
         text = (
-            f"{tally.candidates:,} configs, {tally.estimated:,} estimated, {tally.walked:,} walked through"
+            f"{tally.candidates:,} configs, {tally.estimated:,} estimated, "
+            f"{tally.walked:,} walked through"
             + (f", {tally.exact} built" if tally.exact else "")
             + f" in {tally.seconds:.1f} s"
             + (f"; layers by {tally.solver}" if tally.solver else "")
@@ -616,18 +641,14 @@ class Planner:
         )
 
     def _hardware_flops(self, found: Found) -> float:
-        """Return the FLOPs of a step with what backward computes again, in proportion to its
-        seconds.
-        """
+        """Return the FLOPs of a step including recomputation, in proportion to its seconds."""
         work = self.workload
         forward = sum(s.num_layers * s.forward for s in work.stacks)
         again = max(0.0, found.estimate.again)
         return work.flops + work.forward_flops * (again / forward if forward else 0.0)
 
     def error(self, search: Search) -> PlanError:
-        """Return the error that nothing fits: what is lacking, and the nearest change with which
-        something does.
-        """
+        """Return the error that nothing fits: what is missing, and the nearest change that fits."""
         nearest = search.tally.nearest
         if nearest is None:
             fixed = {name: value for name, value in self.fixed.items() if value != _SWAP_DIR}
@@ -636,7 +657,10 @@ class Planner:
             )
         worst = nearest.lacks[0]
         if worst.what == DAYS:
-            text = f"the disk lasts {worst.had:.4g} days of steps, and min_disk_days={worst.needed:.4g} are asked for"
+            text = (
+                f"the disk lasts {worst.had:.4g} days of steps, "
+                f"but min_disk_days={worst.needed:.4g} is required"
+            )
         else:
             text = f"nothing fits {self.machine.name}: {what_lacks(worst)}"
         notes = [note for note in self.notes if note.startswith(("pinned_host", "nvme"))]
@@ -644,27 +668,25 @@ class Planner:
             tries=self._tried, machine=self.machine, fixed=self.fixed, filled=USABLE * self.less
         )
         return PlanError(
-            f"{text}, with the config that comes nearest ({_named(_chosen(nearest.config))}). {repairs.nearest(search)}"
-            + (f" Not tried: {'; '.join(notes)}." if notes else ""),
+            f"{text}, with the config that comes nearest ({_named(_chosen(nearest.config))}). "
+            f"{repairs.nearest(search)}" + (f" Not tried: {'; '.join(notes)}." if notes else ""),
             worst.what,
             worst.needed,
             worst.had,
         )
 
     def _contradiction(self, search: Search) -> str:
-        """Return why no config can be built: what refused the first one, and what was not
-        considered.
-        """
+        """Return why no config can be built: the first refusal, and what was not considered."""
         none = [name for name in SEARCHED if not search.space.choices(name)]
         why = [
             *search.tally.refused[:1],
-            *(f"no {name} can be taken" for name in none),
+            *(f"no value of {name} is possible" for name in none),
             *self.notes,
         ]
         return "; ".join(why) or "the fixed fields contradict each other"
 
     def _tried(self, change: Change) -> tuple[Search, Found | None]:
-        """Return the search with a change of what was asked for, and what it has settled on."""
+        """Return the search with a changed request, and the config that it settled on."""
         other = copy.copy(self)
         other.notes, other.machine = [], dataclasses.replace(self.machine, **change.figures)
         other.fixed = {
@@ -680,26 +702,27 @@ class Planner:
 
 
 def _check_arguments(fixed: Any, min_disk_days: Any, tiles: Any) -> None:
-    """Raise ValueError for arguments of `plan` that are of another kind."""
+    """Raise ValueError for arguments of `plan` with wrong types or values."""
     if fixed is not None and not (
         isinstance(fixed, Mapping) and all(isinstance(name, str) for name in fixed)
     ):
         raise ValueError(
-            f"fixed={fixed!r}: fields of ZeroConfig by name are needed, such as fixed={{'stage': 3}}"
+            f"fixed={fixed!r}: pass fields of ZeroConfig by name, such as fixed={{'stage': 3}}"
         )
     if min_disk_days is not None and (as_number(min_disk_days) or 0) <= 0:
         raise ValueError(
-            f"min_disk_days={min_disk_days!r}: a number of days above 0 is needed, or None for any"
+            f"min_disk_days={min_disk_days!r}: pass a number of days above 0, or None for any"
         )
     if tiles is not None and not (
         isinstance(tiles, Sequence) and tiles and all((as_integer(n) or 0) >= 1 for n in tiles)
     ):
-        raise ValueError(f"tiles={tiles!r}: numbers of at least 1 are needed, such as (1, 2, 4)")
+        raise ValueError(f"tiles={tiles!r}: pass numbers of at least 1, such as (1, 2, 4)")
 
 
 def _with_both(machine: Machine) -> Machine:
-    """Return a machine with a rate of reads and writes at once, which no data sheet has: the lower
-    of those alone.
+    """Return a machine with a rate of simultaneous reads and writes, which no data sheet lists.
+
+    It is assumed to be the lower of the rates of reads alone and of writes alone.
     """
     read, write = machine.disk_read, machine.disk_write
     if (
@@ -713,7 +736,7 @@ def _with_both(machine: Machine) -> Machine:
 
 
 def _asked_tiers(fixed: Mapping[str, Any]) -> set[str]:
-    """Return the tiers that fixed fields name, and host memory where they offload values of layers."""
+    """Return the tiers that fixed fields name, and host memory if they offload layer values."""
     named = {fixed.get(name) for name in ("params", "grads", "opt_state", "frozen")}
     chosen = fixed.get("activations")
     segments = chosen if isinstance(chosen, tuple) else ()
@@ -728,13 +751,13 @@ def _asked_tiers(fixed: Mapping[str, Any]) -> set[str]:
 
 
 def _fitting(fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what makes a config of the fixed fields valid before the others are chosen."""
+    """Return extra fields that make a config of the fixed fields valid."""
     needs_host = fixed.get("update_on") == "host" or fixed.get("opt_state_device_fraction")
     return {"opt_state": "pinned_host"} if needs_host and "opt_state" not in fixed else {}
 
 
 def _chosen(config: ZeroConfig) -> dict[str, Any]:
-    """Return the fields of a config that were chosen and are not the default."""
+    """Return the fields of a config that the planner chose and that differ from the default."""
     names = (*SEARCHED, "saved_names", "offloaded_names")
     return {name: value for name, value in changed(config).items() if name in names}
 
@@ -744,8 +767,9 @@ def _named(fields: Mapping[str, Any]) -> str:
 
 
 def _reason(fields: str, text: str) -> str:
-    """Return why some fields are not considered, given what refuses them: without the fields again,
-    and without the repair.
+    """Return why some fields are not considered, given the error that refuses them.
+
+    The fields and the remedy are cut from the error's text.
     """
     first = text.split("; ")[0]
     return (

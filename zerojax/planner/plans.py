@@ -1,8 +1,7 @@
-"""A plan: the config that was chosen, what it needs of each tier, how long its step takes, and what
-it does to the disk.
+"""A plan: the chosen config, its bytes in each tier, its step time, and its wear of the disk.
 
-Every second of a plan is predicted, and every byte counted before anything runs. It says at what
-rates, and where these are from.
+All seconds of a plan are predicted, and all bytes are counted before anything runs. The plan shows
+the rates that it uses, and their sources.
 """
 
 import dataclasses
@@ -18,50 +17,64 @@ from zerojax.planner.candidates import WORTH
 from zerojax.planner.pictures import draw_plan, page_of
 
 TRACED = ("compute", "up", "down", "read", "write")
-"""Lanes that a trace of swapping shows beside what was moved."""
+"""Lanes that a trace of swapping shows next to the measured moves."""
 
 
 class PlanError(ValueError):
-    """Nothing fits. The message has the tier, the bytes that are needed and had, and the nearest
-    change that fits.
+    """Nothing fits.
+
+    The message has the tier, the needed and available bytes, and the nearest change that fits.
 
     Attributes:
-      tier: that lacks the most, of the config that comes nearest: "device", "pinned_host", "nvme",
-        on a CPU "device and pinned_host"; or "days of the disk"; "" where no config can be built.
-      needed: bytes of it on one device; or days.
-      had: bytes that a device may use; or days.
+      tier: tier that lacks the most in the config that comes nearest: "device", "pinned_host",
+        "nvme", on a CPU "device and pinned_host"; or "days of the disk"; "" if no config can be
+        built.
+      needed: bytes of the tier that one device needs; or days.
+      had: bytes of the tier that one device may use; or days.
     """
 
     def __init__(self, message: str, tier: str = "", needed: float = 0.0, had: float = 0.0) -> None:
+        """Create the error.
+
+        Args:
+          message: message of the error.
+          tier: tier that lacks the most.
+          needed: bytes, or days, that are needed.
+          had: bytes, or days, that are available.
+        """
         super().__init__(message)
         self.tier, self.needed, self.had = tier, needed, had
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Beaten:
-    """A config that is slower, or that saves less than `WORTH` and is less plain: its seconds, and
-    its fields.
+    """A config that lost: it is slower, or it is less plain and saves less than `WORTH`.
+
+    Attributes:
+      seconds: predicted seconds of its step.
+      fields: its fields that differ from the default.
     """
 
     seconds: float
     fields: Mapping[str, Any]
 
     def __str__(self) -> str:
+        """Return the seconds and the fields as text."""
         return f"{self.seconds:.4g} s: {_named(self.fields)}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Validated:
-    """What the compiled program takes of one device, beside the plan.
+    """Bytes of the compiled program next to the plan's.
 
     Attributes:
-      device_bytes: arguments, results that are not donated, and temporaries; and what records take
-        beside the program.
-      planned_bytes: of the plan.
-      host_bytes: of arguments in pinned host memory.
-      planned_host_bytes: of the plan.
-      sent: bytes that a device sends over `data` and `fsdp` in a step, by collective.
-      planned_sent: of the plan.
+      device_bytes: bytes per device of arguments, undonated results and temporaries, plus records
+        outside the program.
+      planned_bytes: bytes per device in the plan.
+      host_bytes: bytes per device of arguments in pinned host memory.
+      planned_host_bytes: bytes per device in pinned host memory in the plan.
+      sent: bytes that a device sends over `data` and `fsdp` per step, by collective.
+      planned_sent: bytes that a device sends per step in the plan, by collective.
     """
 
     device_bytes: int
@@ -72,41 +85,46 @@ class Validated:
     planned_sent: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
+        """Return the compiled and the planned device bytes as text."""
         off = self.planned_bytes / self.device_bytes - 1
-        return f"compiled: {size_of(self.device_bytes)} of the device, planned {size_of(self.planned_bytes)} ({off:+.1%})"
+        return (
+            f"compiled: {size_of(self.device_bytes)} per device, "
+            f"planned {size_of(self.planned_bytes)} ({off:+.1%})"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What was chosen for a model on a machine.
+    """The config chosen for a model on a machine, with its predicted costs.
 
     Attributes:
-      config: to build the step with.
-      name: of the model.
-      grid: sizes of the mesh's axes.
-      machine: its figures.
-      tiles: in which the layers' MLPs run; 1: whole. Of a model's own tiles it says nothing.
-      bytes: of one device, {tier: {kind: bytes}}: what `program.memory` counts of the config's
-        program. If no program can be built of sizes, which a note says, they are estimates, and
-        "working" is what one layer's backward or the head needs.
-      peak_bytes: the most that the device holds at once, estimated: its states, and the phase that
-        holds the most with the working memory of a layer or the head. `bytes` has the most of each
-        kind, whichever phase has it, and no working memory.
-      capacity: bytes of each tier that one device may use; None where nobody told.
-      time: seconds of the step, predicted, with every lane's share.
-      estimate: from which it was predicted: schedules, work of each lane, rates.
-      tokens: of a step; rows where they are not known.
-      flops: the model's FLOPs of a step, of all devices.
-      hardware_flops: with what is recomputed.
-      link_bytes: bytes of one device over its link in a step: "up" and "down".
-      disk_bytes: bytes that one node's disks read and write in a step: "read" and "write".
-      collectives: bytes that a device sends in a step, by collective.
-      beaten: other configs that fit, the fastest first. Those that are faster than the plan are
-        less plain, and save less than `WORTH`.
+      config: config to build the step with.
+      name: description of the model.
+      grid: sizes of the mesh axes.
+      machine: machine that was planned for.
+      tiles: number of tiles in which the layers' MLPs run, for a plan from sizes; 1 means untiled.
+        It does not describe a model's own tiles.
+      bytes: bytes per device, {tier: {kind: bytes}}, as `program.memory` counts them for the
+        config's program. If no program can be built from sizes, which a note reports, they are
+        estimates, and "working" is what the backward of one layer, or the head, needs.
+      peak_bytes: estimated peak bytes of the device: its states, and the phase that holds the most,
+        including the working memory of a layer or the head. `bytes` has the most of each kind in
+        any phase, and no working memory.
+      capacity: bytes of each tier that one device may use; None if unknown.
+      time: predicted seconds of the step, by lane.
+      estimate: estimate that the prediction is based on: schedules, work of each lane, rates.
+      tokens: tokens per step; rows if the number of tokens is unknown.
+      flops: the model's FLOPs per step, on all devices.
+      hardware_flops: FLOPs per step including recomputation, on all devices.
+      link_bytes: bytes that one device moves over the host link per step: "up" and "down".
+      disk_bytes: bytes that one node's disks read and write per step: "read" and "write".
+      collectives: bytes that a device sends per step, by collective.
+      beaten: other configs that fit, the fastest first. Configs faster than the plan are less
+        plain, and save less than `WORTH`.
       notes: what the plan could not consider, and what it assumes.
-      source: where the seconds of compute are from.
-      search: configs that were looked at, and how.
-      validated: what the compiled program takes, or None.
+      source: source of the seconds of compute.
+      search: number of configs that were examined, and how.
+      validated: bytes of the compiled program, or None.
     """
 
     config: ZeroConfig
@@ -133,31 +151,30 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step, predicted."""
+        """Predicted seconds of a step."""
         return self.time.seconds
 
     @property
     def device_bytes(self) -> int:
-        """Bytes that a device must have for the plan to fit: the sum of `bytes`, or `peak_bytes` if
-        that is more.
+        """Bytes that a device must have for the plan to fit.
+
+        This is the sum of `bytes["device"]`, or `peak_bytes` if that is more.
         """
         return max(sum(self.bytes["device"].values()), self.peak_bytes)
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens a second of all devices."""
+        """Tokens per second on all devices together."""
         return self.tokens / self.seconds
 
     @property
     def mfu(self) -> float | None:
-        """The model's FLOPs over the vendor's peak of all devices; None where the machine has no
-        peak.
-        """
+        """The model's FLOP/s over the vendor's peak of all devices; None if the peak is unknown."""
         return self._of_peak(self.flops)
 
     @property
     def hfu(self) -> float | None:
-        """The same with what is recomputed."""
+        """FLOP/s including recomputation over the vendor's peak; None if the peak is unknown."""
         return self._of_peak(self.hardware_flops)
 
     def _of_peak(self, flops: float) -> float | None:
@@ -166,25 +183,26 @@ class Plan:
 
     @property
     def disk_bytes_a_day(self) -> float:
-        """Bytes that a node's disks write in a day of steps."""
+        """Bytes that a node's disks write per day of steps."""
         return self.disk_bytes["write"] / self.seconds * 86400
 
     @property
     def disk_days(self) -> float | None:
-        """Days until a node's disks have written what they are rated for (TBW); None where nothing
-        is written, or unknown.
+        """Days until a node's disks have written their rated bytes (TBW).
+
+        None if nothing is written or the rating is unknown.
         """
         rated = self.machine.disk_tbw_bytes
         return rated / self.disk_bytes_a_day if rated and self.disk_bytes_a_day else None
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields of `config` that are not the default."""
+        """Fields of `config` that differ from the default."""
         return changed(self.config)
 
     @property
     def title(self) -> str:
-        """The model, the machine, the mesh, and the seconds of a step."""
+        """The model, the machine, the mesh, and the seconds of a step, as text."""
         shape = (
             ", ".join(f"{axis}={n}" for axis, n in self.grid._asdict().items() if n > 1)
             or "one device"
@@ -195,8 +213,9 @@ class Plan:
 
     @property
     def spans(self) -> tuple[tuple[str, str, float, float], ...]:
-        """What the lanes of `TRACED` do: (lane, label with the layer, start, stop), in seconds from
-        the step's begin.
+        """Work of the lanes of `TRACED`.
+
+        Each is (lane, label with the layer, start, stop), in seconds from the step's start.
         """
         spans = [span for span in self.time.spans if span.lane in TRACED]
         return tuple(
@@ -205,7 +224,7 @@ class Plan:
         )
 
     def to_json(self) -> str:
-        """Return the plan as JSON: bytes, seconds, ratios; without what single lanes do."""
+        """Return the plan's bytes, seconds and ratios as JSON, without the spans of lanes."""
         time = self.time
         lanes = {
             lane: {
@@ -250,6 +269,7 @@ class Plan:
         return json.dumps(found, indent=2)
 
     def __str__(self) -> str:
+        """Return the plan as text."""
         rows = [
             self.title,
             f"  config      {_named(self.fields) or 'the default'}"
@@ -273,7 +293,8 @@ class Plan:
                 )
                 rows.append(f"  {tier:<11} {size_of(sum(kinds.values()))}{of} a device: {parts}")
         rows.append(
-            f"  peak        {size_of(self.peak_bytes)} of the device at once, with what is computed; estimated"
+            f"  peak        {size_of(self.peak_bytes)} per device, including working memory; "
+            "estimated"
         )
         for name, moved in (
             ("link", self.link_bytes),
@@ -283,12 +304,14 @@ class Plan:
             if any(moved.values()):
                 of = "a node" if name == "disk" else "a device"
                 rows.append(
-                    f"  {name:<11} {', '.join(f'{way} {size_of(n)}' for way, n in moved.items() if n)} a step, {of}"
+                    f"  {name:<11} "
+                    f"{', '.join(f'{way} {size_of(n)}' for way, n in moved.items() if n)} "
+                    f"a step, {of}"
                 )
         if self.disk_bytes_a_day:
             days = "" if self.disk_days is None else f", {self.disk_days:,.0f} days to its TBW"
             rows.append(
-                f"  wear        {size_of(self.disk_bytes_a_day)} written a day and node{days}"
+                f"  wear        {size_of(self.disk_bytes_a_day)} written per day and node{days}"
             )
         rows += ["  " + line for line in str(self.time).splitlines()]
         rows += [f"  {self._against(other)}" for other in self.beaten]
@@ -297,26 +320,25 @@ class Plan:
         return "\n".join([*rows, f"  seconds of compute: {self.source}; {self.search}"])
 
     def _against(self, other: Beaten) -> str:
-        """Return a line that says what became of another config; one that is faster is not worth
-        that it is less plain.
-        """
+        """Return a line about another config: that it is slower, or faster but less plain."""
         if other.seconds >= self.seconds:
             return f"beaten      {other}"
-        return f"less plain  {other} ({1 - other.seconds / self.seconds:.1%} faster, and {WORTH:.0%} are asked for)"
+        return (
+            f"less plain  {other} ({1 - other.seconds / self.seconds:.1%} faster, "
+            f"but {WORTH:.0%} required)"
+        )
 
     def svg(self) -> str:
-        """Return the plan as an SVG document: bytes by tier against capacity, the step's timeline,
-        and its efficiency.
-        """
+        """Return the plan as an SVG document: bytes by tier, the timeline, and its efficiency."""
         return draw_plan(self)
 
     def html(self) -> str:
-        """Return an HTML file that holds the SVG, and the plan as text below it."""
+        """Return the plan as an HTML document: the SVG, followed by the plan as text."""
         return page_of(self)
 
 
 def changed(config: ZeroConfig) -> dict[str, Any]:
-    """Return the fields of a config that are not the default."""
+    """Return the fields of a config that differ from the default."""
     default = ZeroConfig()
     names = [field.name for field in dataclasses.fields(ZeroConfig)]
     return {
@@ -332,7 +354,7 @@ def _named(fields: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a field's value as JSON has it."""
+    """Return a field's value in a form that JSON can hold."""
     if isinstance(value, tuple):
         return [_plain(each) for each in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -1,13 +1,12 @@
-"""What to change where nothing fits: the nearest change with which a plan is found, followed before
-it is told.
+"""What to change if nothing fits: the nearest change with which a search finds a plan.
 
-    without a fixed field                 "Without opt_state='device' a plan fits."
-    moments in bfloat16                   which rounds them, so that only a user may choose it
-    a machine with more of each tier      that the config which comes nearest lacks
+    without a fixed field               "Without opt_state='device' a plan fits."
+    moments in bfloat16                 which rounds them, so that only a user may choose it
+    a machine with more of each tier    that the nearest config lacks
 
-A change is told only if a search with it finds a plan. What a config needs is estimated, and then
-counted of its program, which may be more; and in a machine that has it another config may come
-nearest, which lacks something else. So what is lacking adds up until a plan is found.
+A change is reported only if a search with it finds a plan. A config's needs are first estimated and
+then counted from its program, which may need more. In a machine that satisfies them, another config
+may come nearest and lack something else. So missing figures accumulate until a plan is found.
 """
 
 import dataclasses
@@ -25,13 +24,13 @@ _MOMENTS = {"moments": "bfloat16"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change of what was asked for.
+    """A change of the request.
 
     Attributes:
-      without: a fixed field that is left to the planner.
-      fixed: fields that are fixed besides.
-      figures: of the machine, in the place of its own.
-      min_disk_days: days that the disk has to last; None: as asked for.
+      without: name of a fixed field that is left to the planner instead.
+      fixed: additional fixed fields.
+      figures: machine figures that replace the machine's own.
+      min_disk_days: days that the disk must last; None keeps the request.
     """
 
     without: str | None = None
@@ -45,10 +44,11 @@ class Repairs:
     """Changes that may make something fit.
 
     Attributes:
-      tries: returns the search with a change, and what it has settled on, if anything fits.
-      machine: that was asked for.
-      fixed: fields that were.
-      filled: the part of the device's memory that a plan fills.
+      tries: function that runs a search with a change and returns the search and its result, if
+        anything fits.
+      machine: requested machine.
+      fixed: requested fixed fields.
+      filled: fraction of the device's memory that a plan fills.
     """
 
     tries: Callable[[Change], tuple[Search, Found | None]]
@@ -65,8 +65,8 @@ class Repairs:
             found := self._fits(Change(without="moments", fixed=_MOMENTS))
         ):
             return (
-                f"With moments='bfloat16' fixed, which rounds the optimizer's moments, a plan fits: {found.seconds:.4g} s a "
-                "step, predicted."
+                f"With moments='bfloat16' fixed, which rounds the optimizer's moments, a plan "
+                f"fits: {found.seconds:.4g} s a step, predicted."
             )
         return self._more(search)
 
@@ -74,9 +74,7 @@ class Repairs:
         return self.tries(change)[1]
 
     def _more(self, search: Search) -> str:
-        """Return which figures the machine would have to have, or how many days are to be asked
-        for.
-        """
+        """Return the figures that the machine would need, or the days that could be requested."""
         figures, days = dict[str, int](), None
         for _ in range(_MOST_ROUNDS):
             near = search.tally.nearest
@@ -91,15 +89,18 @@ class Repairs:
             search, found = self.tries(Change(figures=figures, min_disk_days=days))
             if found is not None:
                 return _told(figures, days)
-        return f"No change was found in {_MOST_ROUNDS} tries with which a plan fits: use more devices, or a smaller batch."
+        return (
+            f"No change with which a plan fits was found in {_MOST_ROUNDS} tries: "
+            "use more devices, or a smaller batch."
+        )
 
     def _lacking(self, lacks: Sequence[Lack]) -> dict[str, int]:
-        """Return the figures that a machine would have to have for what is lacking."""
+        """Return the figures that a machine would need to provide what is missing."""
         machine, least = self.machine, dict[str, int]()
         per, pinned = machine.devices_per_node, machine.pinned_bytes
         for what, needed, _ in (lack for lack in lacks if lack.what != DAYS):
             part = {"device": self.filled, "nvme": 1.0}.get(what, USABLE)
-            # One byte more, because the share of it that is usable is a rounded number.
+            # One extra byte, because the usable fraction of the figure is rounded.
             whole = math.ceil(needed * (1 if what == "device" else per) / part) + 1
             fields = {"device": ["device_bytes"], "nvme": ["disk_bytes"]}.get(what, ["host_bytes"])
             if what == "pinned_host" and pinned is not None:
@@ -113,8 +114,9 @@ class Repairs:
 
 
 def lacks_of(search: Search, near: Nearest) -> list[Lack]:
-    """Return all that the nearest config lacks, the more of what is estimated and what its program
-    takes.
+    """Return everything that the nearest config lacks.
+
+    Each need is the larger of the estimate and the program's account.
     """
     most = {lack.what: lack for lack in near.lacks}
     for lack in search.lacks_of_program(near.config, near.tiles):
@@ -124,23 +126,32 @@ def lacks_of(search: Search, near: Nearest) -> list[Lack]:
 
 
 def what_lacks(lack: Lack) -> str:
-    """Return a tier that lacks bytes, with what is needed and had of one device."""
+    """Return a description of a tier that lacks bytes.
+
+    It has the needed and the available bytes per device.
+    """
     what = (
         f"{lack.what} needs"
         if lack.what != BOTH
-        else "device and pinned_host, which are one memory on a CPU, need"
+        else "device and pinned_host, which share one memory on a CPU, need"
     )
-    return f"{what} {size_of(lack.needed)} of a device's {size_of(lack.had)} ({lack.needed:,.0f} and {lack.had:,.0f})"
+    return (
+        f"{what} {size_of(lack.needed)} of a device's {size_of(lack.had)} "
+        f"({lack.needed:,.0f} and {lack.had:,.0f})"
+    )
 
 
 def _told(figures: Mapping[str, int], days: float | None) -> str:
     machine = " and ".join(f"{field} of {least:,}" for field, least in figures.items())
     if not machine:
         return f"With min_disk_days={days} it fits."
-    return f"A machine with {machine}{'' if days is None else f', and min_disk_days={days},'} would fit it."
+    return (
+        f"A machine with {machine}"
+        f"{'' if days is None else f', and min_disk_days={days},'} would fit it."
+    )
 
 
 def _rounded_down(days: float) -> float:
-    """Return days that a plan keeps for sure: three digits of them."""
+    """Return days rounded down to three digits, which a plan can be sure to keep."""
     unit = 10.0 ** (math.floor(math.log10(days)) - 2)
     return float(f"{math.floor(days / unit) * unit:.3g}")

@@ -1,20 +1,19 @@
-"""The search for the fastest config that fits: best first by a bound of its seconds, until no bound
-is below what was found.
+"""The search for the fastest config that fits, best first by a lower bound of its seconds.
 
-    candidates, by their bound  ->  estimate: does it fit?  ->  walk through its schedule  ->  the fastest so far
+    candidates, by bound -> estimate: does it fit? -> walk through its schedule -> fastest so far
 
-A candidate whose bound is not below the fastest so far cannot beat it, nor can any after it. So the
-result is the fastest uniform config of all, although few are walked through. What does not fit is
-looked at once, also where the search runs again after a program was refused. Of configs that differ
-only in how far ahead they fetch and gather, none fits if the one with the least on its way does
-not. `exact`, where it is given, has the last word on bytes: it counts the bytes of the real program
-for the configs that were found, best first. A config is returned only if its program fits. After
-`MOST_EXACT` programs that do not, each further one lowers the memory that an estimate may fill, so
-the search ends.
+A candidate whose bound is not below the fastest config so far cannot beat it, and neither can any
+later candidate. So the result is the fastest of all uniform configs, although few are walked
+through. A config that does not fit is examined only once, even if the search runs again after a
+program was refused. Among configs that differ only in how far ahead they fetch and gather, none
+fits if the one with the fewest bytes in flight does not.
 
-Then layers may differ (`zerojax.planner.segments`). Of all that was found, the plainest config
-stays that is no more than 3 % slower than the fastest: a plan that is harder to read has to earn
-it.
+`exact`, if given, decides about bytes: it counts the bytes of the real program for the configs that
+were found, best first. A config is returned only if its program fits. After `MOST_EXACT` programs
+that do not fit, each further one lowers the memory that an estimate may fill, so the search ends.
+
+Then layers may differ (`zerojax.planner.segments`). The result is the plainest config that is at
+most 3 % slower than the fastest: a plan that is harder to read must be worth it.
 """
 
 import dataclasses
@@ -39,20 +38,19 @@ from zerojax.planner.candidates import (
 )
 
 _AHEAD = ("prefetch_distance", "gather_ahead")
-"""Fields of which more takes more bytes of each tier, and no others change with them."""
+"""Fields whose larger values take more bytes in every tier, and that affect no other field."""
 
 MOST_EXACT = 40
-"""Programs that are built before estimates have to leave room for what programs take beyond them.
-"""
+"""Programs that are built before estimates must leave room for their underestimation."""
 _PHASE_KINDS = ("in_flight", "gathered", "activations", "working")
-"""Kinds of an estimate that it counts in the phase that holds the most, where a program's account
-has the most of each.
+"""Kinds that an estimate counts in the phase that holds the most.
+
+A program's account has the most of each kind in any phase.
 """
 _LEAST_PART = 0.1
-"""Of a device's memory: where estimates may fill no more of it, nothing is looked at again."""
+"""Least fraction of a device's memory that estimates may fill; below it, the search gives up."""
 USABLE = 0.95
-"""The part of a device's memory that a plan fills: XLA's allocator and its libraries need the rest.
-"""
+"""Fraction of a device's memory that a plan fills; XLA's allocator and libraries need the rest."""
 DAY = 86400.0
 
 
@@ -60,8 +58,12 @@ DAYS, BOTH = "days of the disk", "device and pinned_host"
 
 
 class Lack(NamedTuple):
-    """What a config lacks: of a tier, or of a CPU's memory `BOTH` tiers, bytes that one device
-    needs and has; or `DAYS`.
+    """Something that a config lacks.
+
+    Attributes:
+      what: name of a tier; `BOTH` tiers, for a CPU's shared memory; or `DAYS`.
+      needed: bytes that one device needs; or days.
+      had: bytes that one device may use; or days.
     """
 
     what: str
@@ -70,12 +72,18 @@ class Lack(NamedTuple):
 
     @property
     def share(self) -> float:
-        """How often what there is would have to be there."""
+        """Ratio of the needed amount to the available amount."""
         return self.needed / max(self.had, 1.0 if self.what != DAYS else 1e-9)
 
 
 class Nearest(NamedTuple):
-    """The config that comes nearest to fitting, and what it lacks, the most by share first."""
+    """The config that comes nearest to fitting.
+
+    Attributes:
+      lacks: everything that it lacks, the largest share first.
+      config: the config.
+      tiles: number of tiles of its layers' MLPs.
+    """
 
     lacks: tuple[Lack, ...]
     config: ZeroConfig
@@ -87,13 +95,13 @@ class Limits:
     """Bytes that one device may use of each tier, and the life of the disk.
 
     Attributes:
-      device: bytes of its memory.
-      pinned_host: its part of a node's host memory; None: not known.
-      nvme: its part of a node's disks; None: not known.
-      both: the device's and the host's together, where a CPU's devices share the host's memory.
-      devices_per_node: devices that share a node's disks.
-      disk_tbw: bytes that may be written to a node's disks.
-      min_disk_days: days that they have to last; None: any.
+      device: bytes of device memory.
+      pinned_host: the device's part of a node's host memory, in bytes; None if unknown.
+      nvme: the device's part of a node's disks, in bytes; None if unknown.
+      both: bytes of device and host memory together, if a CPU's devices share the host's memory.
+      devices_per_node: number of devices that share a node's disks.
+      disk_tbw: bytes that may be written to a node's disks over their lifetime.
+      min_disk_days: days that the disks must last; None for any.
     """
 
     device: float
@@ -105,13 +113,15 @@ class Limits:
     min_disk_days: float | None = None
 
     def of(self, tier: str) -> float:
-        """Return the bytes of a tier; 0 where nobody told."""
+        """Return the usable bytes of a tier; 0 if unknown."""
         found = getattr(self, tier)
         return 0.0 if found is None else found
 
     def missing(self, bytes_by_tier: Mapping[str, float]) -> list[Lack]:
-        """Return what is lacking, the tier that lacks the most first, by share; nothing where all
-        fits.
+        """Return everything that is lacking, the largest share first; nothing if all fits.
+
+        Args:
+          bytes_by_tier: needed bytes per device of each tier.
         """
         wrong = [
             Lack(tier, bytes_by_tier[tier], self.of(tier))
@@ -127,9 +137,14 @@ class Limits:
 def limits_of(machine: Machine, shares_cores: bool, min_disk_days: float | None = None) -> Limits:
     """Return what one device of a machine may use.
 
+    Args:
+      machine: machine whose figures are used.
+      shares_cores: whether the devices are threads of a CPU.
+      min_disk_days: days that the disks must last; None for any.
+
     Raises:
-      ValueError: the device's memory, or the disk's endurance where days are asked for, is not
-        given.
+      ValueError: the device's memory is unknown, or the disk's endurance although days are
+        required.
     """
     per, figures = machine.devices_per_node, machine.figures
     host = figures.get("host_bytes")
@@ -149,8 +164,12 @@ def limits_of(machine: Machine, shares_cores: bool, min_disk_days: float | None 
 
 
 def disk_days(limits: Limits, written: float, seconds: float) -> float | None:
-    """Return the days until a node's disks have written their TBW, given a device's bytes of a
-    step; None where unknown.
+    """Return the days until a node's disks have written their TBW; None if unknown.
+
+    Args:
+      limits: limits with the disks' rating.
+      written: bytes that one device writes per step.
+      seconds: seconds of a step.
     """
     if limits.disk_tbw is None or not written:
         return None
@@ -158,26 +177,25 @@ def disk_days(limits: Limits, written: float, seconds: float) -> float | None:
 
 
 class Exact(NamedTuple):
-    """What a program takes.
+    """Bytes of a program.
 
     Attributes:
-      bytes: of one device, by tier and kind (`program.memory`).
-      swapped: bytes that one device reads from disk and writes to it in a step, or None.
+      bytes: bytes per device, by tier and kind (`program.memory`).
+      swapped: bytes that one device reads from disk and writes to disk per step, or None.
     """
 
     bytes: Mapping[str, Mapping[str, int]]
     swapped: tuple[int, int] | None
 
     def peak_bytes(self, of_config: Estimate) -> int:
-        """Return the most bytes that the device holds at once: its states, and an estimate of the
-        phase that holds the most.
-        """
+        """Return the peak bytes of the device: its states, and the estimate's largest phase."""
         states = sum(n for kind, n in self.bytes["device"].items() if kind not in _PHASE_KINDS)
         return states + sum(of_config.bytes["device"].get(kind, 0) for kind in _PHASE_KINDS)
 
     def needed(self, of_config: Estimate) -> dict[str, float]:
-        """Return the bytes of each tier that a machine must have: the program's own account, and on
-        the device the peak.
+        """Return the bytes of each tier that a machine must have.
+
+        They are the program's own account, and on the device the peak, if that is more.
         """
         of_tiers = _sums(self.bytes)
         of_tiers["device"] = max(of_tiers["device"], float(self.peak_bytes(of_config)))
@@ -189,10 +207,10 @@ class Found:
     """A config that fits.
 
     Attributes:
-      estimate: of it.
-      seconds: of its step.
-      complexity: how far it is from the plainest.
-      exact: of the real program, or None.
+      estimate: estimate of the config.
+      seconds: predicted seconds of its step.
+      complexity: distance from the plainest config.
+      exact: bytes of the real program, or None.
     """
 
     estimate: Estimate
@@ -207,9 +225,7 @@ class Found:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that the device holds at once, with the working memory of a layer or the
-        head; estimated.
-        """
+        """Estimated peak bytes of the device, including working memory of a layer or the head."""
         if self.exact is None:
             return self.estimate.needed("device")
         return self.exact.peak_bytes(self.estimate)
@@ -217,17 +233,17 @@ class Found:
 
 @dataclasses.dataclass
 class Tally:
-    """What a search saw.
+    """Statistics of a search.
 
     Attributes:
-      candidates: configs in all.
-      estimated: of which bytes were estimated.
-      walked: whose schedules were walked through.
-      exact: whose programs were built.
-      solver: what chose among layers, or "".
-      nearest: the config that lacks least, of those that did not fit.
-      refused: why programs could not be built.
-      seconds: of the search.
+      candidates: number of configs in total.
+      estimated: number of configs whose bytes were estimated.
+      walked: number of configs whose schedules were walked through.
+      exact: number of configs whose programs were built.
+      solver: method that chose among layers, or "".
+      nearest: config that lacks the least, among those that did not fit.
+      refused: reasons why programs could not be built.
+      seconds: seconds of the search.
     """
 
     candidates: int = 0
@@ -241,7 +257,7 @@ class Tally:
 
 
 class Search:
-    """One search. Its results are `found`, the fastest first."""
+    """A search. Its results are in `found`, the fastest first."""
 
     def __init__(
         self,
@@ -250,14 +266,14 @@ class Search:
         exact: Callable[[ZeroConfig, int], Exact] | None = None,
         most_exact: int | None = None,
     ) -> None:
-        """Search later, by `run`.
+        """Prepare a search, which `run` starts.
 
         Args:
-          space: what may be chosen.
-          limits: that it has to keep.
-          exact: returns what the program of a config and a number of tiles takes, or raises that it
-            cannot be built.
-          most_exact: programs that may be built to settle on one, else on none; None: any number.
+          space: configs to choose among.
+          limits: limits that a config must keep.
+          exact: function that returns the bytes of the program of a config and a number of tiles,
+            or raises an error if it cannot be built.
+          most_exact: most programs that may be built to settle on a config; None for any number.
         """
         self.space, self.limits, self.exact, self.tally, self.bound = (
             space,
@@ -270,21 +286,21 @@ class Search:
         self.found: list[Found] = []
         self._known: dict[
             tuple[ZeroConfig, int], bool
-        ] = {}  # what was kept, and what `exact` has refused
+        ] = {}  # whether a config was kept (True) or refused by `exact` (False)
         self._estimates: dict[tuple[ZeroConfig, int], Estimate] = {}
         self._programs: dict[tuple[ZeroConfig, int], Exact | None] = {}
-        self._part = 1.0  # of the device's memory that an estimate may fill
+        self._part = 1.0  # fraction of the device's memory that an estimate may fill
         self._factors: dict[
             tuple[Any, ...], float
-        ] = {}  # by kind of config, how much more its programs took at least
+        ] = {}  # least ratio of a program's bytes to its estimate, by kind of config
         self._candidates: list[Candidate] | None = None
-        self._unfit = set[int]()  # of the candidates, by number
+        self._unfit = set[int]()  # numbers of the candidates that do not fit
         self._groups: dict[
             tuple[Any, ...], bool
-        ] = {}  # of candidates alike but for `_AHEAD`: whether the least takes too much
+        ] = {}  # for candidates that differ only in `_AHEAD`: whether the least takes too much
 
     def run(self, below: float = math.inf) -> None:
-        """Look through all candidates, but for those that take `below` seconds or more."""
+        """Examine all candidates, except for those that take `below` seconds or more."""
         begin = time.perf_counter()
         if self._candidates is None:
             self._candidates = sorted(self.space, key=lambda c: (c.seconds, c.complexity))
@@ -299,9 +315,9 @@ class Search:
                 candidate.seconds, candidate.complexity
             ):
                 continue
-            # More microbatches or tiles take no less time: they are there for what does not fit
-            # with fewer. With a fraction that is to be found they may, as more of the state fits
-            # beside them.
+            # More microbatches or tiles never save time; they only help configs that do not fit
+            # with fewer. The exception is a fraction that is still to be found, as they leave room
+            # for more of the optimizer state.
             has_fraction = self.space.leaves_fraction(candidate.fields)
             key = tuple(
                 value for name, value in candidate.fields.items() if name != "num_microbatches"
@@ -316,10 +332,10 @@ class Search:
         self.tally.seconds += time.perf_counter() - begin
 
     def consider_candidate(self, candidate: Candidate) -> bool | None:
-        """Consider a candidate, unless it cannot fit, and others came nearer.
+        """Consider a candidate, unless its bound already shows that it cannot fit.
 
         Returns:
-          Whether it fits; None where that does not matter.
+          Whether it fits; None if that does not matter.
         """
         lacks = self.limits.missing(
             {tier: n * (1 - 1e-6) for tier, n in self.bound.resting(candidate.fields).items()}
@@ -346,9 +362,7 @@ class Search:
         return fits
 
     def _takes_too_much(self, config: ZeroConfig, tiles: int) -> bool:
-        """Tell whether a config that fetches and gathers no further ahead than it has to takes too
-        much, too.
-        """
+        """Return whether a config takes too much even with the least possible fetching ahead."""
         least = {name: min(self.space.choices(name)) for name in _AHEAD}
         try:
             config = dataclasses.replace(config, **least)
@@ -358,13 +372,16 @@ class Search:
         return not self._fits_by_estimate(of_config)
 
     def _consider_largest_fraction(self, candidate: Candidate, config: ZeroConfig) -> bool | None:
-        """Consider a candidate with as much of the optimizer's state on the device as fits, and
-        tell whether any does.
+        """Consider a candidate with the most optimizer state on the device that fits.
 
-        The more is there, the less is moved. How much fits follows from the bytes of an estimate.
+        The more state stays on the device, the less is moved. The fraction follows from the bytes
+        of an estimate.
+
+        Returns:
+          Whether any fraction fits; None if that does not matter.
         """
         fields, (part, rounded) = candidate.fields, self.bound.part_bytes(candidate.fields)
-        if not part:  # layers that are not trained have no such state
+        if not part:  # frozen layers have no optimizer state
             return False
         free = self.limits.device - self.bound.resting(fields)["device"]
         parts = min(PARTS - 1, int((free + rounded) / part)) if free > 0 else 0
@@ -382,7 +399,7 @@ class Search:
         return False
 
     def estimate(self, config: ZeroConfig, tiles: int = 1) -> Estimate:
-        """Return the estimate of a config, made once."""
+        """Return the estimate of a config, which is computed once."""
         if (of_config := self._estimates.get((config, tiles))) is None:
             space = self.space
             how = {"shares_cores": space.shares_cores, "tiles": tiles}
@@ -392,8 +409,9 @@ class Search:
         return of_config
 
     def consider(self, config: ZeroConfig, tiles: int = 1) -> bool:
-        """Estimate a config, keep it if it may be the fastest or the plainest of fast ones, and
-        tell whether it fits.
+        """Estimate a config, and return whether it fits.
+
+        It is kept if it may be the fastest, or the plainest of the fast ones.
         """
         if (is_kept := self._known.get((config, tiles))) is not None:
             return is_kept
@@ -420,8 +438,11 @@ class Search:
         return True
 
     def _may_matter(self, seconds: float, harder: float) -> bool:
-        """Tell whether a config of at least so many seconds may be the fastest, or the plainest of
-        about as fast ones.
+        """Return whether a config may be the fastest, or the plainest of about equally fast ones.
+
+        Args:
+          seconds: lower bound of its seconds.
+          harder: its complexity.
         """
         if not self.found or seconds < self.found[0].seconds:
             return True
@@ -430,11 +451,10 @@ class Search:
         return is_near and (harder, seconds) < (plainest.complexity, plainest.seconds)
 
     def settle(self) -> Found | None:
-        """Return the plan: the plainest config of those within `WORTH` of the fastest, whose
-        program fits; None if none does.
+        """Return the plainest config within `WORTH` of the fastest whose program fits, or None.
 
-        What was found is built best first. A program that cannot be built, or that does not fit
-        after all, is left out, and what had been passed over because of it is looked at again.
+        Programs of found configs are built best first. A config whose program cannot be built or
+        does not fit is dropped, and configs that were passed over because of it are examined again.
         """
         while self.found and (self.most_exact is None or self.tally.exact < self.most_exact):
             first = self._settled(self.found[0])
@@ -444,7 +464,10 @@ class Search:
         return None
 
     def _settled(self, one: Found) -> Found | None:
-        """Return a config with the bytes of its program; or None, leave it out, and look further."""
+        """Return a config with the bytes of its program, or drop it and search again.
+
+        Returns None if the config was dropped.
+        """
         if self.exact is None or one.exact is not None:
             return one
         exact = self.program_that_fits(one.config, one.estimate.tiles)
@@ -459,16 +482,15 @@ class Search:
         return self.found[at]
 
     def leave_out(self, config: ZeroConfig, tiles: int) -> None:
-        """Drop a config whose program does not fit, for good."""
+        """Drop a config whose program does not fit, permanently."""
         self.found = [f for f in self.found if (f.config, f.estimate.tiles) != (config, tiles)]
         self._known[config, tiles] = False
 
     def _correct(self, of_config: Estimate) -> None:
-        """Learn from a program that takes more of the device than its estimate: others of its kind
-        do, too.
+        """Learn from a program that takes more device memory than its estimate.
 
-        The least factor that was seen holds for all configs with the same tiers and activations, so
-        that few programs of a kind are built in vain.
+        The least ratio seen applies to all configs with the same tiers and activations, so that few
+        programs of a kind are built in vain.
         """
         exact = self._programs[of_config.config, of_config.tiles]
         if exact is None:
@@ -486,25 +508,23 @@ class Search:
         return of_config.needed("device") * factor <= self._part * self.limits.device
 
     def _leave_more_room(self) -> None:
-        """Once many programs took more than their estimates, drop configs whose estimates leave
-        less room than before.
-        """
+        """Drop configs whose estimates leave too little room, after many programs did not fit."""
         if self.tally.exact < MOST_EXACT:
             return
         self._part = self._part * 0.9 if self._part > _LEAST_PART else 0.0
         self.found = [f for f in self.found if f.exact is not None or self._has_room(f.estimate)]
 
     def program_that_fits(self, config: ZeroConfig, tiles: int) -> Exact | None:
-        """Return what the program of a config takes if it fits, or None."""
+        """Return the bytes of a config's program if it fits, or None."""
         of_config, exact = self.estimate(config, tiles), self._of_program(config, tiles)
         return (
             exact if exact is not None and self._fits(exact.needed(of_config), of_config) else None
         )
 
     def _of_program(self, config: ZeroConfig, tiles: int) -> Exact | None:
-        """Return what the real program takes, or None where it cannot be built.
+        """Return the bytes of the real program, or None if it cannot be built.
 
-        It is built once.
+        It is built only once.
         """
         assert self.exact is not None
         if (config, tiles) not in self._programs:
@@ -517,9 +537,7 @@ class Search:
         return self._programs[config, tiles]
 
     def lacks_of_program(self, config: ZeroConfig, tiles: int = 1) -> list[Lack]:
-        """Return what a config lacks by the bytes of its program; nothing where no program is
-        built.
-        """
+        """Return what a config lacks by its program's bytes; nothing if no program can be built."""
         exact = None if self.exact is None else self._of_program(config, tiles)
         return (
             [] if exact is None else self.limits.missing(exact.needed(self.estimate(config, tiles)))
@@ -536,12 +554,12 @@ class Search:
         return fits and self._has_room(of_config)
 
     def _note(self, lacks: Sequence[Lack], of_config: Estimate) -> None:
-        """Keep what lacks the least."""
+        """Remember the config that lacks the least."""
         nearest = self.tally.nearest
         if nearest is not None and lacks[0].share >= nearest.lacks[0].share:
             return
         least = self.limits.min_disk_days
-        if least is not None and lacks[0].what != DAYS:  # would the disk last, if there were room?
+        if least is not None and lacks[0].what != DAYS:  # would the disk last if memory sufficed?
             days = disk_days(self.limits, of_config.moved["write"], of_config.time.seconds)
             lacks = (
                 [*lacks, Lack(DAYS, least, days)] if days is not None and days < least else lacks
@@ -563,7 +581,7 @@ class Search:
 
 
 def _kind(config: ZeroConfig) -> tuple[Any, ...]:
-    """Return the fields on which it depends how far an estimate is from its program."""
+    """Return the fields that determine how far an estimate is from its program."""
     return (
         config.stage,
         config.params,
@@ -577,5 +595,5 @@ def _kind(config: ZeroConfig) -> tuple[Any, ...]:
 
 
 def _sums(tiers: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
-    """Return the bytes of each tier."""
+    """Return the bytes of each tier, summed over kinds."""
     return {tier: float(sum(kinds.values())) for tier, kinds in tiers.items()}

@@ -1,17 +1,17 @@
-"""Layers that differ: which of them keep, offload or recompute what, given the other choices of a
-config.
+"""Layers that differ: which layers keep, offload or recompute what, given a config's other choices.
 
-For a context, a config without its activations, the memory that is left is the budget of a
-`Problem` whose options are those of one layer (`zerojax.choice.layer_choices`). Its link carries
-what the context moves besides. The choice among options is exact (`zerojax.choice.choice`), and
+A context is a config without its activations. The memory that it leaves is the budget of a
+`Problem`, whose options are those of one layer (`zerojax.choice.layer_choices`) and whose link also
+carries the context's own moves. The choice among options is exact (`zerojax.choice.choice`), and
 becomes segments:
 
     keep all values        zj.Segment(n, activations="save")
-    none                   zj.Segment(n, activations="remat"), or "pinned_host" where the layer's input is offloaded
-    some                   the same, with saved_names and offloaded_names
+    keep none              zj.Segment(n, activations="remat"), or "pinned_host" if the layer's input
+                           is offloaded
+    keep some              the same, with saved_names and offloaded_names
 
-Contexts are met best first: first with the quick search of `by_greedy`, then the best one with the
-  solver.
+Contexts are examined best first: all with the quick search of `by_greedy`, then the best one with
+the solver.
 """
 
 import dataclasses
@@ -29,18 +29,18 @@ MAX_SEGMENTS = 4
 _MOST_CONTEXTS = 16
 _MOST_ROUNDS = 4
 _FRACTIONS = (0.25, 0.5, 0.75)
-_UNBOUNDED = 1e18  # bytes a second of a link that nobody told of: the solver takes finite numbers
+_UNBOUNDED = 1e18  # bytes per second of an unknown link, because the solver needs finite numbers
 
 
 @dataclasses.dataclass(frozen=True)
 class _Context:
-    """A config without its activations, and the choice among those.
+    """A config without its activations, and the choice among activations.
 
     Attributes:
-      config: with activations="remat".
-      tiles: of the layers' MLPs.
-      problem: of the choice.
-      choice: found quickly.
+      config: config, with activations="remat".
+      tiles: number of tiles of the layers' MLPs.
+      problem: problem of the choice.
+      choice: choice found by the quick search.
     """
 
     config: ZeroConfig
@@ -50,12 +50,13 @@ class _Context:
 
 
 def mix(search: Search, *, seconds: float = 20.0) -> None:
-    """Add to what a search found the fastest config whose layers differ, if one fits and is faster
-    than all.
+    """Add the fastest config with different layers to a search's results.
+
+    It is added if it fits and is faster than all configs found so far.
 
     Args:
-      search: that was run.
-      seconds: of the solver, at most.
+      search: search that has run.
+      seconds: time limit of the solver, in seconds.
     """
     options = options_of(search.space)
     if not options:
@@ -83,8 +84,9 @@ def mix(search: Search, *, seconds: float = 20.0) -> None:
 
 
 def _leave_room(search: Search, context: _Context, choice: Choice) -> None:
-    """Choose again in less memory while the program of a choice, which fills it by an estimate,
-    takes more than there is.
+    """Choose again with less memory while the program of a choice takes more than is available.
+
+    By its estimate, a choice fills the memory to the byte.
     """
     if search.exact is None:
         return
@@ -109,9 +111,7 @@ def _leave_room(search: Search, context: _Context, choice: Choice) -> None:
 
 
 def with_options(space: Space) -> Space:
-    """Return a space in which all layers may do as one option says, besides what modes and tiers
-    do.
-    """
+    """Return a space in which all layers may also follow one option of `options_of`."""
     options = options_of(space)
     modes = (
         Segment(1, activations="save"),
@@ -124,12 +124,11 @@ def with_options(space: Space) -> Space:
 
 
 def options_of(space: Space) -> tuple[LayerOption, ...]:
-    """Return the options of a layer, without host memory those that offload nothing; each with what
-    its estimate will say.
+    """Return the options of a layer, with the costs that an estimate will have.
 
-    A choice fills the memory to the byte, so what it counts has to be what is counted of its
-    config. There are none where what layers keep is fixed, or where their values are not known, or
-    those of several stacks.
+    Without host memory, only options that offload nothing are returned. A choice fills the memory
+    to the byte, so its costs must equal those of its config's estimate. There are no options if the
+    activations are fixed, if the values of a layer are unknown, or if there are several stacks.
     """
     stacks = space.workload.stacks
     is_fixed = bool({"activations", "saved_names", "offloaded_names"} & space.fixed.keys())
@@ -157,14 +156,12 @@ def _as_estimated(
 
 
 def _contexts(search: Search, options: Sequence[LayerOption]) -> list[_Context]:
-    """Return contexts that may be faster than what was found, each with a quick choice; the most
-    promising first.
-    """
+    """Return contexts that may beat the configs found, each with a quick choice, the best first."""
     space, bound = search.space, Bound(search.space)
     best = search.found[0].seconds if search.found else math.inf
     seen, contexts = set[tuple[Any, ...]](), list[_Context]()
-    # Of segments, which stream: a layer is gathered once for all microbatches, and computes again
-    # what it has to.
+    # Bounds are computed for segments, which stream: a layer is gathered once for all microbatches,
+    # and recomputes what it must.
     of_segments = {"activations": ()}
     plain = dataclasses.replace(space, options=(), fixed={**space.fixed, "activations": "remat"})
     fields = sorted(
@@ -174,7 +171,7 @@ def _contexts(search: Search, options: Sequence[LayerOption]) -> list[_Context]:
     for least, _, _, candidate in fields:
         if least >= best * (1 - WORTH) or len(contexts) == _MOST_CONTEXTS:
             break
-        # Where the schedule fetches activations it needs slots, whatever else it fetches.
+        # A schedule that fetches activations needs slots, regardless of its other fetches.
         config = space.config(candidate.fields)
         if config is None or config.prefetch_distance < 1:
             continue
@@ -189,8 +186,9 @@ def _contexts(search: Search, options: Sequence[LayerOption]) -> list[_Context]:
 
 
 def _with_fractions(space: Space, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
-    """Yield candidates, one whose fraction is to be found with each of some: what the state leaves
-    is the activations'.
+    """Yield candidates, replacing a fraction that is still to be found by each of several.
+
+    A smaller fraction leaves more memory for activations.
     """
     for candidate in candidates:
         fractions = (
@@ -209,11 +207,9 @@ def _rest(search: Search, context: _Context) -> float:
 def _problem(
     search: Search, config: ZeroConfig, tiles: int, options: Sequence[LayerOption]
 ) -> Problem | None:
-    """Return the choice among options in a context; None where even its states do not fit."""
+    """Return the choice among options in a context, or None if even its states do not fit."""
     (stack,), limits = search.space.workload.stacks, search.limits
-    streamed = (
-        Segment(stack.num_layers, activations="remat"),
-    )  # as layers that differ are, whatever else is chosen
+    streamed = (Segment(stack.num_layers, activations="remat"),)  # layers that differ always stream
     of_config = search.estimate(
         dataclasses.replace(config, num_microbatches=1, activations=streamed), tiles
     )
@@ -230,7 +226,7 @@ def _problem(
         return None
 
     def moved(phase: str, lane: str) -> float:
-        """Return the most bytes that a tick moves, but for activations, which the choice is about."""
+        """Return the most bytes that a tick moves, without activations, which are to be chosen."""
         ticks = [loop.ops for each in schedule.phases if each.name == phase for loop in each.main]
         counted = [
             [op.num_bytes for op in ops if op.lane == lane and op.record.kind != "activations"]
@@ -258,7 +254,7 @@ def _problem(
 
 
 def _config(context: _Context, choice: Choice) -> ZeroConfig:
-    """Return a context's config with the segments of a choice; with one segment, what it does."""
+    """Return a context's config with a choice's segments, or with its only segment's fields."""
     options = context.problem.options
     segments = [_segment(n, options[option], options) for n, option in choice.segments]
     if len(segments) > 1:

@@ -1,15 +1,13 @@
-"""Choose the schedule of a step by prediction: it is compiled with each of a few settings, and each
-program is simulated.
+"""Choose the schedule of a step by prediction: compile it with several settings and simulate each.
 
     tuned = zj.autotune(model, tx, config, mesh, batch)
-    print(tuned)                                              # a table; every figure in it is predicted
+    print(tuned)                        # a table; every figure in it is predicted
     program = zj.build_train_step(model, tx, tuned.config, mesh)
 
-Two settings change when records cross the link to the host, and no number: `prefetch_distance`, and
-  `link_groups` where the
-link works in both directions at once. What is fastest depends on how XLA schedules the program
-around them, which no formula tells. So each is compiled, for devices that may not be there, and its
-schedule is walked by `hlo.simulate`.
+Two settings change when records cross the host link, without changing results: `prefetch_distance`,
+and `link_groups` if the link works in both directions at the same time. Which is fastest depends on
+how XLA schedules the program around them, which no formula predicts. So each program is compiled,
+for devices that need not be present, and `hlo.simulate` walks its schedule.
 """
 
 import dataclasses
@@ -32,20 +30,17 @@ from zerojax.sharding import own_mesh, without_mesh
 DISTANCES = (1, 2, 4)
 GROUPS = (2, 4, 5, 6, 8, 10)
 LEAST_GAIN = 0.005
-"""Of the seconds of a step.
-
-What gains less is not preferred to a setting that was tried before it.
-"""
+"""Least gain, as a fraction of a step's seconds, for which a later setting is preferred."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TunedStep:
-    """A step with some settings, as it was predicted.
+    """A step with some settings, with its prediction.
 
     Attributes:
-      config: with these settings.
-      simulation: of its compiled program.
-      num_bytes: that its arguments and temporaries take on a device; compiled, not predicted.
+      config: config with these settings.
+      simulation: simulation of its compiled program.
+      num_bytes: bytes per device of its arguments and temporaries; compiled, not predicted.
     """
 
     config: ZeroConfig
@@ -58,13 +53,13 @@ class Tuned:
     """The settings that are predicted to be fastest. It prints as a table.
 
     Attributes:
-      config: with the fastest ones that fit.
-      tried: all steps, in the order in which they were compiled; the first is that of the config as
-        it was given. A setting that makes the same program as one before it is not among them.
-      refused: settings with which the step cannot be built, such as by `device_budget_bytes`, and
-        why.
-      device_bytes: most bytes on a device, or None where that is not known.
-      rates: assumed.
+      config: config with the fastest settings that fit.
+      tried: all steps, in the order in which they were compiled; the first has the given config. A
+        setting whose program equals an earlier one is omitted.
+      refused: settings with which the step cannot be built, for example because of
+        `device_budget_bytes`, with the reason.
+      device_bytes: most bytes on the device, or None if unknown.
+      rates: assumed rates.
     """
 
     config: ZeroConfig
@@ -74,11 +69,14 @@ class Tuned:
     rates: Rates
 
     def __str__(self) -> str:
+        """Return the tried settings and their predictions as a table."""
         rates = self.rates
         lines = [
-            f"predicted from {len(self.tried)} compiled programs at assumed rates, such as {rates.link / 1e9:.4g} GB/s of the "
-            f"link each way and {rates.products / 1e12:.4g} TF/s; nothing here was measured",
-            f"{'prefetch_distance':>17} {'link_groups':>11} {'predicted ms':>12} {'idle':>6} {'floor ms':>10} {'MB':>11}",
+            f"predicted from {len(self.tried)} compiled programs at assumed rates, such as "
+            f"{rates.link / 1e9:.4g} GB/s of the link each way and "
+            f"{rates.products / 1e12:.4g} TF/s; nothing here was measured",
+            f"{'prefetch_distance':>17} {'link_groups':>11} {'predicted ms':>12} {'idle':>6} "
+            f"{'floor ms':>10} {'MB':>11}",
         ]
         for step in self.tried:
             config, found = step.config, step.simulation
@@ -97,7 +95,10 @@ class Tuned:
 
 def _settings(config: ZeroConfig) -> str:
     """Return the settings of a config, as the first columns of the table."""
-    return f"{config.prefetch_distance:>17} {'default' if config.link_groups is None else config.link_groups:>11}"
+    return (
+        f"{config.prefetch_distance:>17} "
+        f"{'default' if config.link_groups is None else config.link_groups:>11}"
+    )
 
 
 @without_mesh
@@ -113,39 +114,40 @@ def autotune(
     groups: Sequence[int] = GROUPS,
     device_bytes: int | None = None,
 ) -> Tuned:
-    """Compile a step with several settings of its schedule, and return those that are predicted to
-    be fastest.
+    """Compile a step with several schedule settings, and return the predicted fastest settings.
 
-    First `prefetch_distance` is chosen, then `link_groups`, each only where the step has a use for
-    it. A step takes seconds to compile, a large one tens of them. No figure is measured. No setting
-    changes what a step computes, but for rounding.
+    First `prefetch_distance` is chosen, then `link_groups`, each only if the step uses it.
+    Compiling a step takes seconds, or tens of seconds for a large one. Nothing is measured. No
+    setting changes what a step computes, except for rounding.
 
     Args:
-      model: as of `build_train_step`.
-      tx: likewise.
-      config: likewise; its settings are tried first.
-      mesh: of one GPU, which need not be there (`zerojax.aot`), of any axes.
-      batch: arrays, or a tree of ShapeDtypeStruct.
-      rates: as of `hlo.simulate`; `zj.machine(...).rates()` are those of other machines.
+      model: model, as in `build_train_step`.
+      tx: optimizer, as in `build_train_step`.
+      config: config, as in `build_train_step`; its settings are tried first.
+      mesh: mesh of one GPU, which need not be present (`zerojax.aot`), with any axes.
+      batch: batch of one step, as arrays or a pytree of ShapeDtypeStruct.
+      rates: rates or their name, as in `hlo.simulate`; for other machines,
+        `zj.machine(...).rates()`.
       distances: values of `prefetch_distance` to try.
       groups: values of `link_groups` to try.
-      device_bytes: most bytes on the device. None: what a described chip has; of a GPU that is
-        there, what JAX may take.
+      device_bytes: most bytes on the device. By default, the memory of a described chip; for a
+        present GPU, what JAX may allocate.
 
     Raises:
       NotImplementedError: the mesh is not one GPU: CPUs have no link, and collectives have no
         rates.
-      ValueError: no step fits, or an argument is none of those; and as `build_train_step`, of the
-        config as it is given.
+      ValueError: no step fits, an argument is invalid, or `build_train_step` refuses the given
+        config.
     """
     mesh = own_mesh(mesh)
     device, rates = mesh.devices.flat[0], rates_of(rates)
     if device.platform not in ("gpu", "cuda") or mesh.size > 1:
         raise NotImplementedError(
-            f"autotune predicts steps of one GPU, and this mesh has {mesh.size} of platform {device.platform!r}: give "
-            'zerojax.aot.gpu_mesh("h200", gpus_per_host=1), which need not be there'
+            f"autotune predicts steps on one GPU, but this mesh has {mesh.size} "
+            f"of platform {device.platform!r}: pass "
+            'zerojax.aot.gpu_mesh("h200", gpus_per_host=1), whose GPU need not be present'
         )
-    # Each is checked before anything is compiled.
+    # All values are checked before anything is compiled.
     by_distance = _with_each(config, "prefetch_distance", distances)
     by_groups = _with_each(config, "link_groups", groups)
     if device_bytes is not None:
@@ -167,7 +169,7 @@ def autotune(
         for other in configs:
             try:
                 attempt(other)
-            except ValueError as error:  # the config as it was given can be built
+            except ValueError as error:  # the given config itself can be built
                 refused.append((other, str(error)))
 
     def best() -> ZeroConfig:
@@ -175,7 +177,8 @@ def autotune(
         if not fitting:
             least = min(step.num_bytes for step in tried)
             raise ValueError(
-                f"no setting fits: the least takes {least:,} bytes of the device, which has {limit:,}"
+                f"no setting fits: the smallest takes {least:,} bytes of the device, which has "
+                f"{limit:,}"
             )
         chosen = fitting[0]
         for step in fitting[1:]:
@@ -201,16 +204,16 @@ def _with_each(config: ZeroConfig, name: str, values: Any) -> list[ZeroConfig]:
     """Return a config with each of some values of a field.
 
     Raises:
-      ValueError: they are no sequence, or the field takes one of them not.
+      ValueError: `values` is not a sequence, or the field does not allow one of them.
     """
     if isinstance(values, str) or not isinstance(values, Iterable):
         what = "distances" if name == "prefetch_distance" else "groups"
-        raise ValueError(f"{what}={values!r}: a sequence of values of {name} is needed")
+        raise ValueError(f"{what}={values!r}: pass a sequence of values of {name}")
     return [dataclasses.replace(config, **{name: value}) for value in values]
 
 
 def _predicted(config: ZeroConfig, lowered: LoweredStep, rates: Rates) -> TunedStep:
-    """Compile and walk a step."""
+    """Compile a step and simulate it."""
     with tempfile.TemporaryDirectory() as folder:
         compiled = lowered.compile({"xla_dump_to": folder})
         text, stats = compiled.as_text(), compiled.memory_analysis()
@@ -226,7 +229,7 @@ def _predicted(config: ZeroConfig, lowered: LoweredStep, rates: Rates) -> TunedS
 
 
 def _callbacks(config: ZeroConfig) -> str:
-    """Return what a step's callbacks do, as `simulate` takes it."""
+    """Return the kind of a step's callbacks, as `simulate` takes it."""
     on_disk = "nvme" in (config.params, config.grads, config.opt_state, config.frozen)
     if config.update_on == "host":
         return "nvme_update" if on_disk else "delayed" if config.delayed_update else "update"
@@ -234,10 +237,10 @@ def _callbacks(config: ZeroConfig) -> str:
 
 
 def _device_bytes(device: Any) -> int | None:
-    """Return the bytes that a program may take on a device; None where that is not known."""
+    """Return the bytes that a program may use on a device, or None if unknown."""
     chip = chip_of(device.device_kind)
     try:
         stats = device.memory_stats()
-    except (jax.errors.JaxRuntimeError, NotImplementedError):  # of a device that is not there
+    except (jax.errors.JaxRuntimeError, NotImplementedError):  # the device is not present
         stats = None
     return (stats or {}).get("bytes_limit") or (None if chip is None else chip.allocatable_bytes)

@@ -1,9 +1,7 @@
-"""A plan beside its compiled program: the step is compiled for the plan's mesh, on devices that
-need not be there.
+"""A plan next to its compiled program, compiled for the plan's mesh on devices that may be absent.
 
-Compiling tells what no closed form does: how XLA packs what a layer has at once. It takes a minute
-  for a large model, and
-allocates nothing.
+Compilation shows what closed forms cannot: how XLA packs a layer's temporary memory. It takes a
+minute for a large model, and allocates nothing.
 """
 
 import math
@@ -23,17 +21,19 @@ from zerojax.program import Program, assemble
 def validated(
     plan: Plan, model: Model | LayeredModel | Sizes, tx: Any, mesh: Mesh | None, batch: Any
 ) -> Validated:
-    """Return the bytes of a plan's compiled step on one device, beside those of the plan.
+    """Return the bytes per device of a plan's compiled step, next to the plan's own.
 
     Args:
-      plan: whose step is compiled.
-      model: that was planned; of sizes `zerojax.costs.sized_model` stands for it, with Adam.
-      tx: of a model.
-      mesh: likewise.
-      batch: likewise.
+      plan: plan whose step is compiled.
+      model: model that was planned; for sizes, `zerojax.costs.sized_model` takes its place, with
+        Adam.
+      tx: optimizer of the model; ignored for sizes.
+      mesh: mesh of the model; ignored for sizes.
+      batch: batch of the model; ignored for sizes.
 
     Raises:
-      ValueError: nothing compiles for the machine's GPUs here, or the sizes have no vocabulary.
+      ValueError: no program can be compiled here for the machine's GPUs, or the sizes have no
+        vocabulary.
     """
     if isinstance(model, Sizes):
         check_chip(plan.machine)
@@ -54,10 +54,10 @@ def validated(
         + stats.output_size_in_bytes
         - stats.alias_size_in_bytes
     )
-    # Beside the program, and so unknown to it: records of disk and host's update on their way, on a
-    # GPU.
+    # On a GPU, records in flight for the disk and the host update are outside the program, and so
+    # unknown to it.
     device += program.memory(batch).tiers["device"].get("slots", 0)
-    # What the program does not take as arguments: callbacks and the disk's engine have it.
+    # Callbacks and the disk engine hold these kinds, which are not arguments of the program.
     host = sum(
         n
         for kind, n in plan.bytes["pinned_host"].items()
@@ -65,7 +65,7 @@ def validated(
     )
     if (
         mesh.devices.flat[0].platform == "cpu"
-    ):  # whose programs do not tell host memory from a device's
+    ):  # CPU programs do not distinguish host memory from device memory
         device -= host
     return Validated(
         device_bytes=device,
@@ -78,12 +78,13 @@ def validated(
 
 
 def sent_by(text: str, mesh: Mesh) -> dict[str, float]:
-    """Return the bytes that a device sends over `data` and `fsdp` in a step of a compiled program,
-    by collective, as a ring.
+    """Return the bytes that a device sends over `data` and `fsdp` per step, by collective.
+
+    Collectives are assumed to be rings.
 
     Args:
-      text: `compiled.as_text()`.
-      mesh: that it was compiled for.
+      text: text of the compiled program, `compiled.as_text()`.
+      mesh: mesh that it was compiled for.
     """
     sent: dict[str, float] = {}
     for each in collectives(text, 1, mesh=mesh):
@@ -100,5 +101,6 @@ def check_chip(machine: Machine) -> None:
     """Raise ValueError for a machine whose GPUs no program can be compiled for."""
     if machine.name not in CHIPS:
         raise ValueError(
-            f"no program can be compiled for {machine.name!r} here: known chips are {', '.join(CHIPS)}"
+            f"no program can be compiled here for {machine.name!r}: "
+            f"known chips are {', '.join(CHIPS)}"
         )

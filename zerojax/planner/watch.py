@@ -1,19 +1,19 @@
-"""A run beside its plan: a step that is 20 % off is told once, with what is at fault; and what the
-run does to the disk.
+"""Compare a run with its plan: log once if steps are 20 % off, with the cause and the disk's wear.
 
-    watch = zj.StepWatch(plan)                     # or zj.StepWatch(machine=machine), of a run without a plan
+    watch = zj.StepWatch(plan)              # or zj.StepWatch(machine=machine), without a plan
     for batch in data:
         state, metrics = program.step(state, batch)
-        watch.step(metrics)                        # waits for the step
+        watch.step(metrics)                 # waits for the step
 
-Seconds are those from one call to the next, less what `pause` was told of, such as a validation.
-Their median over ten steps is held against the plan's: one slow step is no finding. At fault is the
-disk if the devices waited for it for longer than the plan says, by at least half of the difference
-(`metrics["swap_stall_seconds"]`); else what computes, or the link, which no metric tells apart.
+Seconds are measured from one call to the next, without intervals marked by `pause`, such as a
+validation. Their median over ten steps is compared with the plan's, so a single slow step does not
+count. The cause is the disk if the devices waited longer for it than planned, by at least half of
+the difference (`metrics["swap_stall_seconds"]`); otherwise it is compute or the link, which no
+metric distinguishes.
 
-Bytes written to the disk are counted by the step itself. Over the seconds of these steps they are
-bytes a day; the disks' rated bytes (`Machine.disk_tbw_bytes`) over those are the days that they
-last.
+The step itself counts the bytes written to the disk. Divided by the seconds of these steps, they
+give bytes per day; the disks' rated bytes (`Machine.disk_tbw_bytes`) divided by bytes per day give
+the days that the disks last.
 """
 
 import logging
@@ -28,30 +28,32 @@ from zerojax.machines import Machine
 from zerojax.planner.plans import Plan
 
 OFF = 0.2
-"""The part of the plan's seconds by which a step may differ from them without a word."""
+"""Fraction of the plan's seconds by which a step may differ without a warning."""
 _STEPS = 10
 _DAY = 86400.0
 logger = logging.getLogger("zerojax")
 
 
 class StepWatch:
-    """Compares steps with a plan, and logs once what is worth knowing.
+    """Compares steps with a plan, and logs findings once.
 
     Attributes:
-      seconds: of a step, the median of the last ones; None before `_STEPS` of them.
-      written_a_day: bytes that this process's disk takes in a day at this pace; 0 where nothing is
-        on disk.
+      plan: plan of the step, or None.
+      machine: machine whose disk endurance is used, or None.
+      seconds: median seconds of the last steps; None before `_STEPS` of them.
+      written_a_day: bytes that this process writes to disk per day at this pace; 0 if nothing is on
+        disk.
     """
 
     def __init__(self, plan: Plan | None = None, *, machine: Machine | None = None) -> None:
         """Watch a run.
 
         Args:
-          plan: of its step, if there is one.
-          machine: whose disk's endurance is known; the plan's by default.
+          plan: plan of the step, if available.
+          machine: machine whose disk endurance is used; the plan's by default.
 
         Raises:
-          ValueError: one of them is of another kind.
+          ValueError: an argument has the wrong type.
         """
         for name, value, kind in (("plan", plan, Plan), ("machine", machine, Machine)):
             if value is not None and not isinstance(value, kind):
@@ -64,21 +66,20 @@ class StepWatch:
         self.written_a_day = 0.0
         self._times: list[
             tuple[float, float, float]
-        ] = []  # seconds, written bytes, seconds of waiting for the disk
+        ] = []  # (seconds, written bytes, seconds of waiting for the disk)
         self._last: float | None = None
         self._has_told, self._is_compiled = False, False
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """Take note of a step that was started, by its metrics, and wait for it. The first one
-        compiles, and does not count.
+        """Record a step that was started, given its metrics, and wait for it.
+
+        The first step compiles, and is not counted.
 
         Raises:
-          ValueError: these are no metrics.
+          ValueError: `metrics` is not a mapping.
         """
         if not isinstance(metrics, Mapping):
-            raise ValueError(
-                f"metrics={metrics!r}: what program.step returns beside the state is needed"
-            )
+            raise ValueError(f"metrics={metrics!r}: pass the metrics that program.step returns")
         jax.block_until_ready(dict(metrics))
         now, last = time.perf_counter(), self._last
         self._last = now
@@ -100,16 +101,12 @@ class StepWatch:
             self._tell()
 
     def pause(self) -> None:
-        """Leave out the time from the last step to the next one: something else was done in
-        between.
-        """
+        """Exclude the time from the last step to the next one, in which something else runs."""
         self._last = None
 
     @property
     def disk_days(self) -> float | None:
-        """Days until the disks have written what they are rated for, at this pace; None where that
-        is not known.
-        """
+        """Days until the disks have written their rated bytes at this pace; None if unknown."""
         rated = None if self.machine is None else self.machine.disk_tbw_bytes
         return rated / self.written_a_day if rated and self.written_a_day else None
 
@@ -117,7 +114,9 @@ class StepWatch:
         if self.written_a_day:
             days = "" if self.disk_days is None else f", {self.disk_days:,.0f} days to its TBW"
             logger.info(
-                "the disk takes %.3g TB a day at this pace%s", self.written_a_day / 1e12, days
+                "%.3g TB per day are written to disk at this pace%s",
+                self.written_a_day / 1e12,
+                days,
             )
         if (
             self.plan is None
@@ -126,7 +125,7 @@ class StepWatch:
         ):
             return
         logger.warning(
-            "a step takes %.3g s, and its plan says %.3g s (%+.0f %%): %s",
+            "a step takes %.3g s, but its plan predicts %.3g s (%+.0f %%): %s",
             self.seconds,
             self.plan.seconds,
             100 * (self.seconds / self.plan.seconds - 1),
@@ -134,16 +133,19 @@ class StepWatch:
         )
 
     def at_fault(self) -> str:
-        """Return what the difference to the plan comes from."""
+        """Return the cause of the difference to the plan."""
         assert self.plan is not None
         assert self.seconds is not None
         more, exposed = self.seconds - self.plan.seconds, self.plan.time.exposed
         stall = statistics.median(stall for _, _, stall in self._times) / jax.local_device_count()
         waits = stall - exposed["read"] - exposed["write"]
         if abs(waits) >= abs(more) / 2 and waits * more > 0:
-            return f"disk, which is waited for {stall:.3g} s and not {exposed['read'] + exposed['write']:.3g} s"
+            return (
+                f"the disk: the devices wait for it {stall:.3g} s, "
+                f"not {exposed['read'] + exposed['write']:.3g} s"
+            )
         return (
-            "compute, or the link: no more is waited for the disk than planned"
+            "compute or the link: the devices wait no longer for the disk than planned"
             if stall
-            else "compute, or the link"
+            else "compute or the link"
         )
