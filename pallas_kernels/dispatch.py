@@ -7,8 +7,7 @@
 
 A named implementation either runs or raises. No call falls back silently, because a missing kernel
 would only show up in a profile, if at all. `None` means "choose for me"; each choice is logged
-once,
-with its reason.
+once, with its reason.
 
 The choice is made while the program is traced, for the program's target device: the device of the
 mesh in its arguments' shardings, else of the mesh in scope (`jax.set_mesh`), else JAX's default

@@ -2,30 +2,29 @@
 
 The logits `x[T, D] @ w[D, V]` of a large vocabulary are the largest array of a language model: at
 16K tokens and 128K words, 8 GiB in float32, compared with 128 MiB for x. Here they exist one tile
-at
-a time, in the forward pass and again in backward.
+at a time, in the forward pass and again in backward.
 
 Comparison with existing implementations (optax 0.2.8; tokamax, Liger-Kernel and torch of 2026):
 
-| | optax | tokamax | Liger (torch has its options) | here |
-|---|---|---|---|---|
-| never holds `[T, V]` | no | chunked XLA, Mosaic, Triton | tiles of tokens | tiles of both; on
-Hopper in registers |
-| backward | from logits | from log-sum-exps; on GPU with float32 copies | computed in forward |
-from log-sum-exps |
-| sums of dw | | float32, or the dtype of w | the dtype of w, unless asked | float32, rounded once |
-| dims that tiles do not divide | | a padded copy of w | any T | any; kernels copy unless 64 divides
-D, V and 8 T |
-| ignored labels | `where` | no | `ignore_index=-100` | negative labels, `ignore_index` |
-| options | none | none | `label_smoothing`, `lse_square_scale`, `softcap` | `label_smoothing`,
-`z_loss`, `softcap` |
-| reduction | none | sum (default), mean | mean (default), sum, none | mean (default), sum, none |
-| over devices | partitioner | no | no | vocabulary split, w gathered by tiles |
+- optax holds `[T, V]` and differentiates the logits. Labels are ignored by `where`; there are no
+  options and no reduction; devices are left to the partitioner.
+- tokamax has chunked XLA, Mosaic and Triton implementations. Backward starts from log-sum-exps, on
+  GPUs with float32 copies; dw is summed in float32 or in the dtype of w; dims that tiles do not
+  divide need a padded copy of w. It has no ignored labels, no options and no splitting over
+  devices. The reduction is sum (default) or mean.
+- Liger (torch has its options) has tiles of tokens and any T, and computes gradients in forward. dw
+  is summed in the dtype of w, unless asked otherwise. It has `ignore_index=-100`,
+  `label_smoothing`, `lse_square_scale` and `softcap`, the reductions mean (default), sum and none,
+  and no splitting over devices.
+- Here there are tiles of both tokens and vocabulary, on Hopper in registers. Backward starts from
+  log-sum-exps, and dw is summed in float32 and rounded once. Any dims work; the kernels copy unless
+  64 divides D, V and 8 T. It has negative labels and `ignore_index`, `label_smoothing`, `z_loss`
+  and `softcap`, and the reductions mean (default), sum and none. Over devices the vocabulary is
+  split, and w is gathered by tiles.
 
 Argument names follow torch and Liger, except `z_loss`, which PaLM, T5X and MaxText use. As in torch
 and Liger, the mean is over the labels that count. If no label counts, the loss is 0 with gradient
-0,
-where torch returns NaN: a batch of padding then does not disturb a run.
+0, where torch returns NaN: a batch of padding then does not disturb a run.
 """
 
 import dataclasses
@@ -72,46 +71,36 @@ def linear_cross_entropy(
     """Return the cross entropy of `x[..., D] @ w[D, V]` with `labels[...]`, in nats and float32.
 
     Differentiable in x and w. Products are in the inputs' dtype and summed in float32; each
-    gradient is
-    summed in float32 and rounded once to its dtype. Temporary arrays take about a twentieth of the
-    logits' bytes (see `Config`), or 512 D bytes per core with Hopper's kernels. Backward recomputes
-    the
-    logits: forward and backward take 4 or 5 products instead of 3.
+    gradient is summed in float32 and rounded once to its dtype. Temporary arrays take about a
+    twentieth of the logits' bytes (see `Config`), or 512 D bytes per core with Hopper's kernels.
+    Backward recomputes the logits: forward and backward take 4 or 5 products instead of 3.
 
     A label >= V makes the loss and the gradients NaN in every mode. The function works under jit,
-    vmap,
-    scan, `jax.checkpoint` and first-order reverse-mode differentiation.
+    vmap, scan, `jax.checkpoint` and first-order reverse-mode differentiation.
 
     Args:
       x: activations `[..., D]`: float32, bfloat16 or float16.
       w: weight of the head, `[D, V]`, in x's dtype.
       labels: integers below V, as an array or a list. A token with a negative label is ignored: its
         loss and gradient are 0. Unsigned dtypes have no negative numbers: a -1 that was cast to
-        uint32
-        is above V and gives NaN; uint8 and uint16 are refused if V is so large that a cast -1 would
-        be
-        a valid label.
+        uint32 is above V and gives NaN; uint8 and uint16 are refused if V is so large that a cast
+        -1 would be a valid label.
       reduction: "mean" over the labels that count (0 if none does), "sum", or "none" for losses of
-        the
-        shape of `labels`.
+        the shape of `labels`.
       ignore_index: one more label to ignore, such as the label of padding.
       label_smoothing: fraction of a label that is spread evenly over the vocabulary, 0 to 1.
       z_loss: factor of lse^2 in each token's loss; 1e-4 is usual.
       softcap: bound c of the logits, which become `c * tanh(logits / c)`; None for no cap.
       check_labels: whether labels >= V raise ValueError. Under jit the labels are not known: there
-        the
-        error is reported through `jax.experimental.checkify`, whose `err.throw()` raises it.
-        Without
-        `checkify` only the NaN shows the error, because a callback that raised would leave other
-        devices waiting in a collective.
+        the error is reported through `jax.experimental.checkify`, whose `err.throw()` raises it.
+        Without `checkify` only the NaN shows the error, because a callback that raised would leave
+        other devices waiting in a collective.
       num_tiles: number of tiles of each device's part of the vocabulary; None chooses it by memory.
       implementation: "mosaic" (the Hopper kernel in forward, for 16-bit dtypes and an unsharded w;
         backward uses XLA's loops unless `KernelConfig(backward=True)` asks for the kernels), "xla"
-        (in
-        tiles), "reference" (full logits in float32), or None to choose and log one.
+        (in tiles), "reference" (full logits in float32), or None to choose and log one.
       split: how the arrays are split over a mesh. None if they are not split, or if the call is
-        inside
-        a `jax.shard_map` with an unsharded w.
+        inside a `jax.shard_map` with an unsharded w.
       config: sizes of the tiles on one device: a `KernelConfig` for the kernels or a `Config` for
         XLA's loops. None chooses them. Cannot be combined with `num_tiles`.
 

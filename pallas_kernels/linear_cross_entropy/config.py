@@ -11,16 +11,12 @@ Both ways sum each gradient in float32 and round it once. Counted in products of
 forward and backward take 4 or 5 products; a program that keeps its logits takes 3.
 
 The choice prefers one pass, then the largest tiles, as long as the temporary arrays take less than
-a
-twentieth of the full logits in the inputs' dtype, or less than 128 MiB, below which a second pass
-is
-not worth it. The memory for logits therefore disappears for every shape; in 16 bits one pass fits
-if
-D is below about V / 50. One pass is never used with tiles of 512 columns. Each tile reads and
-writes
-dx, 8 T D bytes for 6 T D v operations, which on an H200 (4.8 TB/s, 989 TFLOP/s) takes 0.27 and 0.13
-of the time of its products for v of 1024 and 2048. For v of 512 it is 0.54, while a second pass
-costs a third.
+a twentieth of the full logits in the inputs' dtype, or less than 128 MiB, below which a second pass
+is not worth it. The memory for logits therefore disappears for every shape; in 16 bits one pass
+fits if D is below about V / 50. One pass is never used with tiles of 512 columns. Each tile reads
+and writes dx, 8 T D bytes for 6 T D v operations, which on an H200 (4.8 TB/s, 989 TFLOP/s) takes
+0.27 and 0.13 of the time of its products for v of 1024 and 2048. For v of 512 it is 0.54, while a
+second pass costs a third.
 """
 
 import dataclasses
@@ -44,8 +40,7 @@ class Config:
     Attributes:
       block_t, block_v: tokens and columns per tile; `block_v` counts gathered columns if w is
         gathered. If a dim is not divisible by its block, the last tile overlaps the one before, and
-        the
-        overlap is not counted twice.
+        the overlap is not counted twice.
       passes: number of passes of backward, 1 or 2.
     """
 
@@ -70,8 +65,7 @@ class Problem:
       vocab: number of columns V.
       itemsize: bytes per number.
       gathers: whether w arrives tile by tile from other devices, so that a second pass would gather
-        it
-        again.
+        it again.
     """
 
     tokens: int
@@ -89,10 +83,8 @@ class Problem:
         """Return the bytes of backward's temporary arrays; forward has fewer.
 
         They are a tile of logits in float32 and its slopes in the inputs' dtype, a tile of x and a
-        tile of
-        w, and the float32 sums of a gradient's tile. One pass holds the sums of both gradients at
-        the same
-        time, and all of dx.
+        tile of w, and the float32 sums of a gradient's tile. One pass holds the sums of both
+        gradients at the same time, and all of dx.
         """
         t, v = min(config.block_t, self.tokens), min(config.block_v, self.vocab)
         tile = t * v * (4 + self.itemsize) + (t + v) * self.hidden * self.itemsize + WORKSPACE

@@ -1,14 +1,12 @@
 """Choose the sizes of the Hopper kernels' blocks, by shape.
 
 A GPU block works on ROWS tokens (for dw: columns of the vocabulary), half of them per warpgroup,
-and
-processes D in parts of COLUMNS. Forward's tile of logits is as wide as the registers allow.
+and processes D in parts of COLUMNS. Forward's tile of logits is as wide as the registers allow.
 Backward's slopes are narrower, because a block accumulates `width * num_slopes` of them before it
 reads and writes its float32 sums. Per element of a gradient and group it moves 8 bytes, and 2 bytes
 of the operand that it owns, for 4 * width * num_slopes operations. With 4 tiles of 128 this is one
 byte of memory per 205 operations. An H200 (4.8 TB/s, 989 TFLOP/s) does 206 operations in the time
-of
-one byte, so fewer would be bound by memory.
+of one byte, so fewer would be bound by memory.
 
 Forward's vocabulary is cut into at least as many parts as needed for the tokens of concurrently
 running blocks to fit half of the L2 cache. Above that minimum, the number of parts with the least
@@ -47,8 +45,7 @@ class KernelConfig:
       num_cores: blocks that run at a time; None takes the GPU's number of cores.
       backward: whether backward uses the kernels too. By default it uses XLA's loops, starting from
         forward's log-sum-exps: in the kernels a gradient's products are only 64 columns wide, and
-        their
-        float32 sums pass through memory.
+        their float32 sums pass through memory.
     """
 
     block_v: int = 256
@@ -85,8 +82,7 @@ class KernelConfig:
         num_blocks, num_tiles = -(-tokens // ROWS), -(-columns // self.block_v)
         together = min(num_blocks, self.num_cores) * ROWS * hidden * ITEMSIZE
         # Concurrent blocks share tokens if they have different parts, so p parts divide the number
-        # of
-        # tokens in use by p.
+        # of tokens in use by p.
         least = min(-(-together // CACHE), num_tiles)
 
         def time_of(parts: int) -> int:
@@ -97,6 +93,5 @@ class KernelConfig:
             range(least, max(least, min(num_tiles, MAX_PARTS)) + 1), key=time_of
         )
         # All parts but the last have the same number of tiles, which may leave the last parts
-        # without
-        # any: drop them.
+        # without any: drop them.
         return -(-num_tiles // -(-num_tiles // parts))

@@ -23,10 +23,8 @@ Existing kernels (read in 2026):
 - tokamax's `linear_softmax_cross_entropy_loss` has a Hopper kernel for forward. It needs dims that
   its blocks divide, supports only bfloat16 (other dtypes are cast to it), returns a log-sum-exp per
   tile of columns instead of an online one, and gathers the labels' columns outside as float32[D,
-  T].
-  Its backward kernel adds to both gradients with atomic operations and is not used: backward runs
-  in
-  XLA, on float32 copies. It has no smoothing, z-loss, softcap, ignored labels or float16.
+  T]. Its backward kernel adds to both gradients with atomic operations and is not used: backward
+  runs in XLA, on float32 copies. It has no smoothing, z-loss, softcap, ignored labels or float16.
 - jax ships no such op. In `jax.experimental.pallas.ops.gpu`, attention has the online softmax, and
   `hopper_matmul_mgpu` has the product with an epilogue per tile, which sees only one tile's
   columns.
@@ -159,8 +157,7 @@ def _typed(shape: tuple[int, ...], dtype: Any, *arrays: Array) -> Any:
     """Return the type of a kernel's result.
 
     In a `jax.shard_map` the type includes the axes over which the value varies: all axes over which
-    any
-    of `arrays` varies.
+    any of `arrays` varies.
     """
 
     def made_of(*arrays: Array) -> Array:

@@ -158,8 +158,7 @@ def _load(sweep: Sweep, ring: Ring, count: Any, x_gmem: Any, w_gmem: Any) -> Non
             ring.fill(first + num_slopes * sweep.num_steps + step, copies)
 
         # Load in the order in which the multiplying warpgroups read: tiles by parts of D, then
-        # parts
-        # of D by tiles.
+        # parts of D by tiles.
         loop(0, num_slopes * sweep.num_steps, load_logits)
         loop(0, num_slopes * sweep.num_steps, load_swept)
 
@@ -192,8 +191,7 @@ class _Multiplier:
                 lambda i: self._slopes(item, group, i, first + i * sweep.num_steps),
             )
             # The next products read the slopes by wgmma, which sees the threads' writes only after
-            # this
-            # commit.
+            # this commit.
             plgpu.commit_smem()
             first += sweep.config.num_slopes * sweep.num_steps
             loop(
@@ -277,8 +275,7 @@ class _Multiplier:
             sums, plgpu.Layout.WGMMA
         )  # requested now, so that it is in flight during the products
         # The first group reads memory that was never written, or another item's sums: a select
-        # drops
-        # them, even if they are NaN.
+        # drops them, even if they are NaN.
         is_first = lax.broadcast_in_dim(group == 0, before.shape, ())
         total = jnp.where(is_first, 0.0, before) + products()
 

@@ -2,7 +2,7 @@
 
 No logit leaves a core.
 
-    item (t, p):  m = -inf, l = y = u = 0              a block of tokens t, a part p of the vocabulary
+    item (t, p):  m = -inf, l = y = u = 0            a block of tokens t, a part p of the vocabulary
       for v in p: z = cap(sum_k x[t, k] w[k, v])       float32, in registers
                   m' = max(m, max z),  l = l exp(m - m') + sum exp(z - m')
                   y += z[label],  u += sum z
@@ -104,8 +104,7 @@ def stats(
 
                 loop(0, tiles, load_tile)
                 # Carried instead of computed from the item, because the last part may have fewer
-                # tiles
-                # than the other parts.
+                # tiles than the other parts.
                 return done + tiles * num_steps
 
             ring.drain(lax.fori_loop(0, count, load_item, jnp.int32(0)))

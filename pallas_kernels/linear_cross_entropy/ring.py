@@ -68,8 +68,7 @@ class Ring:
             plgpu.barrier_wait(self.empty.at[slot])
 
         # `full` counts exactly COPIES arrivals: with fewer copies a multiplier would wait forever,
-        # with
-        # more it would start too early.
+        # with more it would start too early.
         pairs = copies(slot)
         assert len(pairs) == COPIES
         for gmem, smem in pairs:

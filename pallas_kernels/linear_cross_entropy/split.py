@@ -32,11 +32,9 @@ class Split:
       mesh: concrete or abstract mesh.
       tokens: axes that split dim 0 of x and of labels.
       w: spec of w. Axes in `tokens` are gathered on use; the other axes, allowed only on dim V,
-        split
-        the vocabulary.
+        split the vocabulary.
       dw: spec of w's gradient; None means `w`. On one dim it may name axes in `tokens` that `w`
-        does
-        not name.
+        does not name.
 
     Raises:
       ValueError: an axis is unknown, is named twice, or splits neither tokens nor the vocabulary.

@@ -2,9 +2,8 @@
 
 The residuals are x, w, the labels and the log-sum-exp of each token, 4 T bytes; backward recomputes
 the logits, tile by tile. If the arrays are split, forward and backward are one `jax.shard_map`
-each,
-with the collectives of `split` spelt out. The rule is therefore opaque to transformations of the
-surrounding program, and the partitioner never sees an array [T, V].
+each, with the collectives of `split` spelt out. The rule is therefore opaque to transformations of
+the surrounding program, and the partitioner never sees an array [T, V].
 
 There is no forward-mode derivative: `jax.jvp` and `jax.hessian` raise.
 """

@@ -160,8 +160,7 @@ def forward(pieces: Pieces) -> Stats:
 
         def over_tokens(t: Array, stats: Stats) -> Stats:
             # The statistics of rows in the overlap already include this tile. Joining the tile to
-            # them
-            # again is harmless, because those rows are not written.
+            # them again is harmless, because those rows are not written.
             before = Stats(*(rows.read(a, t, 0) for a in stats))
             z = pieces.logits(t, w)  # [block_t, v]
             inside = z if fresh is None else jnp.where(fresh, z, -jnp.inf)
