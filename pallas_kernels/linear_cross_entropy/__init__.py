@@ -195,7 +195,7 @@ def _check_arrays(x: Any, w: Any, labels: Any) -> None:
     shapes = f"x is {list(x.shape)} and w {list(w.shape)}"
     if x.dtype not in DTYPES or w.dtype != x.dtype:
         raise _refusal(
-            f"x is {x.dtype} and w {w.dtype}: both must have one dtype of {names}; cast one of them"
+            f"x is {x.dtype} and w {w.dtype}: one dtype of {names} is needed; cast one of them"
         )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise _refusal(
