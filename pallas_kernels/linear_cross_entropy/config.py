@@ -49,6 +49,7 @@ class Config:
     passes: int = 2
 
     def __post_init__(self):
+        """Raise ValueError if a size is below 1 or `passes` is unknown."""
         if min(self.block_t, self.block_v) < 1:
             raise ValueError(f"block_t={self.block_t}, block_v={self.block_v}: 1 or more is needed")
         if self.passes not in (1, 2):

@@ -58,6 +58,7 @@ class KernelConfig:
     backward: bool = False
 
     def __post_init__(self):
+        """Raise ValueError if a size is out of range or shared memory does not suffice."""
         for name in ("block_v", "width"):
             if not 0 < getattr(self, name) <= 256 or getattr(self, name) % COLUMNS:
                 raise ValueError(

@@ -46,6 +46,7 @@ class Split:
     dw: PartitionSpec | None = None
 
     def __post_init__(self):
+        """Raise ValueError if the specs do not fit the mesh or each other."""
         for name, spec in (("w", self.w), ("dw", self.grad_spec)):
             used = [axis for entry in spec for axis in axes_of(entry)]
             if len(spec) > 2 or len(set(used)) < len(used):

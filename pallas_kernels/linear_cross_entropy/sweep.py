@@ -43,11 +43,13 @@ class Sweep:
 
     @property
     def num_blocks(self) -> int:
+        """Number of blocks of the grid."""
         assert self.config.num_cores is not None
         return min(self.config.num_cores, self.num_items)
 
     @property
     def num_groups(self) -> int:
+        """Number of groups of `num_slopes` tiles into which the swept dim is cut."""
         return pl.cdiv(
             self.vocab if self.of_x else self.tokens, self.config.width * self.config.num_slopes
         )
@@ -59,6 +61,7 @@ class Sweep:
 
     @property
     def steps_a_group(self) -> int:
+        """Number of steps per group."""
         # The parts of D are needed twice: for the logits, and for the gradient.
         return 2 * self.config.num_slopes * self.num_steps
 

@@ -60,6 +60,7 @@ class Tiles:
 
     @property
     def count(self) -> int:
+        """Number of tiles."""
         return -(-self.size // self.block)
 
     @property
@@ -68,6 +69,7 @@ class Tiles:
         return self.size % self.block != 0
 
     def start(self, k: Array) -> Array:
+        """Return the first position of tile k."""
         return jnp.minimum(k * self.block, self.size - self.block)
 
     def fresh(self, k: Array) -> Array | None:
@@ -75,6 +77,7 @@ class Tiles:
         return self.start(k) + jnp.arange(self.block) >= k * self.block if self.overlap else None
 
     def read(self, a: Array, k: Array, dim: int) -> Array:
+        """Return tile k of an array along dim `dim`."""
         return jax.lax.dynamic_slice_in_dim(a, self.start(k), self.block, dim)
 
     def write(self, a: Array, k: Array, tile: Array, dim: int) -> Array:
@@ -99,6 +102,7 @@ class Pieces:
 
     @property
     def rows(self) -> Tiles:
+        """Tiles of the tokens."""
         return Tiles(len(self.x), min(self.config.block_t, len(self.x)))
 
     @property
@@ -141,6 +145,7 @@ class Pieces:
         )
 
     def is_label(self, t: Array, places: Array) -> Array:
+        """Return whether each column is its token's label, bool[block_t, v]."""
         # A label of -1 equals STALE and matches stale columns, but its token is ignored.
         return self.rows.read(self.labels, t, 0)[:, None] == places[None, :]
 

@@ -62,6 +62,7 @@ class Config:
         return self.cluster_m * self.cluster_n
 
     def __post_init__(self):
+        """Raise ValueError if the sizes do not fit the hardware."""
         if (
             self.block_m % (WARPGROUPS * CHUNK_M)
             or self.block_n % COLUMNS

@@ -76,6 +76,7 @@ class Row:
     date: str
 
     def __post_init__(self):
+        """Raise ValueError if a field is not valid."""
         dims = {name: getattr(self.problem, name) for name in DIMS} | {"num_cores": self.num_cores}
         if (
             any(type(value) is not int or value < 1 for value in dims.values())

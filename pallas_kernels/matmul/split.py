@@ -39,6 +39,7 @@ class Split:
     summed: tuple[str, ...] = ()
 
     def __post_init__(self):
+        """Raise ValueError if an axis is unknown or named twice."""
         used = (*self.rows, *self.columns, *self.summed)
         if unknown := [axis for axis in used if axis not in self.mesh.axis_names]:
             raise ValueError(f"matmul: the mesh has axes {self.mesh.axis_names}, and not {unknown}")

@@ -44,6 +44,7 @@ class Config:
     num_cores: int = 132
 
     def __post_init__(self):
+        """Raise ValueError if a size is out of range."""
         if (
             not 1 <= self.num_warpgroups <= MAX_WARPGROUPS
             or self.num_stages < 1

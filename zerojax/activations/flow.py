@@ -130,15 +130,18 @@ class SplitAnalysis(Analysis[Split | None]):
         self.sizes, self.apart = sizes, apart
 
     def constant(self, value: Any) -> Split:
+        """Return the split of a constant, ANY in every dim."""
         return (ANY,) * jnp.ndim(value)
 
     def instruction(self, i: Instruction, ins: Sequence[Split | None]) -> list[Split | None]:
+        """Return how the results of an instruction are split."""
         program = self.apart.get(i.outs[0]) if i.outs else None
         if program is None:
             return self.equation(i.eqn, ins)
         return self.results(program, SplitAnalysis(self.sizes).run(program, ins))
 
     def equation(self, eqn: jex.JaxprEqn, ins: Sequence[Split | None]) -> list[Split | None]:
+        """Return how the results of an equation are split; None where that is unclear."""
         try:
             outs = super().equation(eqn, ins)
         except _Unclear:
@@ -146,6 +149,7 @@ class SplitAnalysis(Analysis[Split | None]):
         return [None if out is None or _is_twice(out) else out for out in outs]
 
     def apply(self, eqn: jex.JaxprEqn, ins: Sequence[Split | None]) -> Sequence[Split | None]:
+        """Return how the results are split, by the rule of the primitive."""
         name, free = eqn.primitive.name, [(ANY,) * _ndim(v) for v in eqn.outvars]
         # Each device computes the random bits that it needs from the key.
         if name.startswith("random_") or name == "iota":
@@ -160,13 +164,16 @@ class SplitAnalysis(Analysis[Split | None]):
         raise _Unclear
 
     def join(self, facts: Sequence[Split | None]) -> Split | None:
+        """Return the common split of a value that has several origins."""
         known = [split for split in facts if split is not None]
         return _meet_all(known) if len(known) == len(facts) else None
 
     def sliced(self, fact: Split | None) -> Split | None:
+        """Return the split of one entry of a stack."""
         return None if fact is None else _unsplit(fact, (0,))[1:]
 
     def stacked(self, fact: Split | None) -> Split | None:
+        """Return the split of a stack of values."""
         return None if fact is None else ((), *fact)
 
     def of_shards(self, eqn: jex.JaxprEqn, ins: Sequence[Split | None]) -> list[Split | None]:

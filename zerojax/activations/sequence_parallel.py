@@ -69,6 +69,7 @@ class SequenceParallelism:
     """Collects the products of a model's blocks, as they were last traced."""
 
     def __init__(self) -> None:
+        """Start without any products."""
         self._of_stacks: dict[str, tuple[BlockProduct, ...]] = {}
 
     @property

@@ -61,6 +61,7 @@ class BlockProduct:
     why: str
 
     def __str__(self) -> str:
+        """Return the product as one line of a table."""
         return (
             f"{self.kind:<10}  {self.stack}{self.weight or '(data)'} -> {list(self.shape)}: "
             f"{self.why}"
@@ -149,6 +150,7 @@ class SequenceInterpreter:
         return [read(ref, self.slots) for ref in refs], of_outs
 
     def canonical(self, slot: int) -> int:
+        """Return the slot that stands for all equal casts of a value."""
         return self.same.get(slot, slot)
 
     def apply(
@@ -204,9 +206,11 @@ class SequenceInterpreter:
     def plain(
         self, i: Instruction, values: Sequence[Any], splits: Sequence[Split | None]
     ) -> tuple[Any, list[Split | None]]:
+        """Run an equation unchanged; return its results and how they are split."""
         return bind(i.eqn, values), outs_of(i.eqn, splits, self.mesh.shape)
 
     def note(self, i: Instruction, weight: Sequence[str], kind: str, why: str) -> None:
+        """Add a product to the list of the rule."""
         out: Any = i.eqn.outvars[0].aval
         self.rule.products.append(BlockProduct("", ", ".join(weight), tuple(out.shape), kind, why))
 

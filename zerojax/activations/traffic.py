@@ -112,9 +112,11 @@ class TensorTrafficCounter(Analysis[_Value]):
         self.sent: collections.Counter[str] = collections.Counter()
 
     def constant(self, value: Any) -> _Value:
+        """Return the value of a constant, with ANY in every dim."""
         return _Value((ANY,) * jnp.ndim(value))
 
     def apply(self, eqn: jex.JaxprEqn, ins: Sequence[_Value]) -> list[_Value]:
+        """Return the results of an equation, and count the bytes that it sends."""
         if eqn.primitive.name == "sharding_constraint":
             return [self.constrained(eqn, ins[0])]
         if eqn.primitive.name not in _SUMS:

@@ -54,6 +54,7 @@ class Kept:
     replicated: str = ""
 
     def __str__(self) -> str:
+        """Return the value as one line of a table."""
         split = ", ".join("+".join(axes_of(entry)) or "-" for entry in self.spec)
         shape = f"{jnp.dtype(self.dtype).name}{list(self.shape)}"
         why = f" (whole: {self.replicated})" if self.replicated else ""
@@ -72,6 +73,7 @@ class KeptValues(tuple[Kept, ...]):
         return sum(kept.num_bytes for kept in self)
 
     def __str__(self) -> str:
+        """Return the values as a table."""
         head = f"{'bytes':>16} {'count':>5} x {'shape':<32} (spec) tier stack name"
         return "\n".join(
             [f"{self.num_bytes:>16,} bytes kept on each device", head, *map(str, self)]

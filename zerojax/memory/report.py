@@ -85,6 +85,7 @@ class MemoryReport:
         )
 
     def __str__(self) -> str:
+        """Return the bytes as a table."""
         rows = [f"{self.num_params:,} parameters; bytes on each device"]
         for tier, kinds in self.tiers.items():
             rows += [f"  {tier:<12} {kind:<12} {n:>20,}" for kind, n in kinds.items() if n]

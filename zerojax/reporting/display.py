@@ -46,11 +46,13 @@ class Display:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Display":
+        """Start to draw bars, and show long operations of the library."""
         self._stack.enter_context(self._progress)
         self._stack.enter_context(shown_by(self.work))
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Remove the bars."""
         self._stack.close()
 
     @contextlib.contextmanager

@@ -65,7 +65,7 @@ class RunFolder:
                     f"logdir={path!r} cannot be written: {error}: choose another folder"
                 ) from error
             logger.warning(
-                "logdir=%r: %s; the run goes on, and writes its figures once there is room",
+                "logdir=%r: %s; the run continues, and writes its figures once there is room",
                 path,
                 error.strerror,
             )

@@ -162,6 +162,7 @@ class Run:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
+        """Lock the folder and start the display."""
         # Measure before the program makes its files, or the disk would seem smaller.
         self._capacity = capacity_of(self._mesh, self._program.config.swap_dir)
         with contextlib.ExitStack() as stack:
@@ -180,6 +181,7 @@ class Run:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Fetch the last values, close the files and write the page."""
         with self._stack:
             if error is None:
                 self.flush()

@@ -27,8 +27,13 @@ _RETRY_SECONDS = 60.0
 class Writer(Protocol):
     """Receives figures by name and step."""
 
-    def write(self, step: int, figures: Mapping[str, float]) -> None: ...
-    def close(self, failed: bool) -> None: ...
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        """Write the figures of a step."""
+        ...
+
+    def close(self, failed: bool) -> None:
+        """Close the writer; `failed` is whether the run ended with an error."""
+        ...
 
 
 def module_of(name: str, package: str) -> Any:
@@ -88,9 +93,11 @@ class Guarded:
         self._try(lambda _: None)
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
+        """Write the figures of a step, or log a failure."""
         self._try(lambda writer: writer.write(step, figures))
 
     def close(self, failed: bool) -> None:
+        """Close the writer, or log a failure."""
         if self._writer is not None:
             self._try(lambda writer: writer.close(failed))
             self._writer = None
@@ -160,6 +167,7 @@ class TensorBoard:
             self._add(step=first, session_log=start)
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
+        """Write the figures of a step."""
         for name, value in figures.items():
             self._add(step=step, summary=self._summary.scalar(name, value))
         now = time.monotonic()
@@ -168,6 +176,7 @@ class TensorBoard:
             self._records.flush()
 
     def close(self, failed: bool) -> None:
+        """Close the file."""
         del failed
         self._records.close()
 
@@ -184,6 +193,7 @@ class Wandb:
     """
 
     def __init__(self, module: Any, logdir: str, name: str, config: Mapping[str, Any]) -> None:
+        """Start a run; WANDB_PROJECT and WANDB_NAME override its project and name."""
         project = os.environ.get("WANDB_PROJECT", "zerojax")
         self._run = module.init(
             project=project,
@@ -193,7 +203,9 @@ class Wandb:
         )
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
+        """Log the figures of a step."""
         self._run.log(dict(figures), step=step)
 
     def close(self, failed: bool) -> None:
+        """Finish the run; `failed` sets a nonzero exit code."""
         self._run.finish(exit_code=int(failed))

@@ -67,6 +67,7 @@ class TiledDense(nn.Module):
     implementation: Implementation | None = None
 
     def __post_init__(self) -> None:
+        """Raise ValueError if the implementation is unknown."""
         check_implementation(self.implementation, "TiledDense")
         super().__post_init__()
 
@@ -133,6 +134,7 @@ class TiledMLP(nn.Module):
     implementation: Implementation | None = None
 
     def __post_init__(self) -> None:
+        """Raise ValueError if the implementation is unknown or the activation is no function."""
         check_implementation(self.implementation, "TiledMLP")
         check_activation(self.activation, "TiledMLP")
         super().__post_init__()
