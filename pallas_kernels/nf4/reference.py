@@ -146,7 +146,10 @@ def _ungrouped(array: jax.Array, shape: tuple[int, ...], group: Group) -> jax.Ar
 
 
 def scales(largest: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (largest, inverse, mask) of each block as `Format.scales`, inverse for `nearest`."""
+    """Return (largest, inverse, mask) of each block, similar to `Format.scales`.
+
+    The inverse scales elements for `nearest`.
+    """
     scale, inverse, mask = FORM.scales(largest)
     return scale * UNIT, inverse, mask
 

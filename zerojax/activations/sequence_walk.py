@@ -106,7 +106,7 @@ class SequenceInterpreter:
         self.after: Sequence[Instruction] = ()  # this equation, and the equations after it
         self.made: dict[
             int, Array
-        ] = {}  # results of later products that a ring has already computed
+        ] = {}  # results of products that a ring has already computed
 
     def run(
         self, program: FlatJaxpr, values: Sequence[Any], splits: Sequence[Split | None]
