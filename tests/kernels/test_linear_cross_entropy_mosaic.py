@@ -175,7 +175,9 @@ def test_loss_of_a_matrix_that_rests_on_shards_is_xlas():
     x, w, labels = BF16
     with (
         on_gpu("NVIDIA H200", count=2),
-        pytest.raises(NotImplementedError, match="w is stored split over data, and only XLA's loops"),
+        pytest.raises(
+            NotImplementedError, match="w is stored split over data, and only XLA's loops"
+        ),
     ):
         mosaic(x, w, labels, split=Split(jax.sharding.get_abstract_mesh(), ("data",), P("data")))
 
