@@ -1,17 +1,18 @@
-"""Which implementation of an op runs: the one that is named, or the first that serves and pays.
+"""Choose the implementation of an op: the named one, or the first that is supported and pays off.
 
 - `"mosaic"` is a kernel of this package, written in Pallas for one generation of GPUs.
-- `"xla"` is the op in jnp at the precision of its inputs, fused as XLA sees fit. It serves
+- `"xla"` is the op in jnp at the precision of its inputs, fused as XLA sees fit. It runs
   everywhere.
 - `"reference"` is the op in float32, for comparison.
 
-A named one serves or raises: no call falls back behind its caller's back, for a kernel that does
-not run is a surprise in a profile, or none at all. `None` means "choose for me", and each choice is
-logged once, with its reason.
+A named implementation either runs or raises. No call falls back silently, because a missing kernel
+would only show up in a profile, if at all. `None` means "choose for me"; each choice is logged
+once, with its reason.
 
-The question is asked while a program is traced, of the device that the program is for: that of the
+The choice is made while the program is traced, for the program's target device: the device of the
 mesh in its arguments' shardings, else of the mesh in scope (`jax.set_mesh`), else JAX's default
-device. So a program for GPUs that are not there gets the kernels that it would get beside them.
+device. A program compiled ahead of time for absent GPUs therefore gets the same kernels as on a
+machine that has them.
 """
 
 import dataclasses
@@ -22,13 +23,13 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
-from jax._src import config as jax_config  # pyright: ignore[reportPrivateImportUsage]  the interpreter's switch has no public face
+from jax._src import config as jax_config  # pyright: ignore[reportPrivateImportUsage]  the interpreter's switch has no public API
 
 logger = logging.getLogger(__name__)
 
 Implementation = Literal["mosaic", "xla", "reference"]
-# A mesh of devices that are not there has their names, but no compute capability: these are the
-# names of 9.0.
+# A mesh of absent devices has device names but no compute capability. These names have capability
+# 9.0.
 HOPPER = re.compile(r"\bG?H(100|200|800|20)\b")
 
 
@@ -37,10 +38,11 @@ class Target:
     """A device that a program is traced for.
 
     Attributes:
-      kind: its name, as NVIDIA's.
-      platform: "gpu", "cpu", ..; "interpreter" where kernels are interpreted.
-      num_cores: its streaming multiprocessors; the blocks that run at a time.
-      is_hopper: it has the tensor core instructions of compute capability 9.0a.
+      kind: device name as NVIDIA reports it.
+      platform: "gpu", "cpu", ..; "interpreter" if kernels are interpreted.
+      num_cores: number of streaming multiprocessors, which is the number of blocks that run at a
+        time.
+      is_hopper: whether the device has the tensor core instructions of compute capability 9.0a.
     """
 
     kind: str
@@ -50,27 +52,31 @@ class Target:
 
     @property
     def chip(self) -> str:
-        """The name without its memory, such as "H200" of "NVIDIA H200 141GB HBM3e"; of other than
-        Hopper's GPUs the kind.
+        """Device name without its memory size, such as "H200" for "NVIDIA H200 141GB HBM3e".
+
+        For GPUs other than Hopper it is the full `kind`.
         """
         match = HOPPER.search(self.kind)
         return match[0] if match else self.kind
 
     def without_hopper(self) -> str | None:
-        """Tell why a kernel of Hopper's instructions does not run here, or None."""
+        """Return why a kernel with Hopper's instructions cannot run here, or None if it can."""
         if self.is_hopper:
             return None
-        return f"it needs a Hopper GPU (compute capability 9.0: H100, H200), and the program is for {self.platform} {self.kind!r}"
+        return (
+            "it needs a Hopper GPU (compute capability 9.0: H100, H200), and the program is for "
+            f"{self.platform} {self.kind!r}"
+        )
 
 
 def is_interpreted() -> bool:
-    """Tell whether kernels are interpreted, as in `force_gpu_interpret_mode`."""
+    """Return whether kernels are interpreted, as under `force_gpu_interpret_mode`."""
     return jax_config.pallas_tpu_interpret_mode_context_manager.value is not None
 
 
 def target_of(*arrays: Any) -> Target:
-    """Return the device that a program of these arrays is for."""
-    if is_interpreted():  # 2 blocks, one after the other, so that each has several tiles
+    """Return the device that a program with these arrays as arguments is traced for."""
+    if is_interpreted():  # 2 blocks that run one after the other, so that each has several tiles
         return Target("CPU", "interpreter", num_cores=2, is_hopper=True)
     meshes = [jax.typeof(array).sharding.mesh for array in arrays] + [
         jax.sharding.get_abstract_mesh()
@@ -98,28 +104,31 @@ def resolve(
     refusals: Mapping[Implementation, str | None],
     passed_over: Mapping[Implementation, str | None],
 ) -> Implementation:
-    """Return the implementation that runs.
+    """Return the implementation that runs, and log it if it was chosen here.
 
     Args:
-      op: the name of the op, for messages.
-      implementation: the one that the caller names, or None.
+      op: name of the op, for messages.
+      implementation: implementation that the caller named, or None.
       refusals: for each implementation, in order of preference, why it cannot serve this call, or
         None.
-      passed_over: why one that can serve is not chosen unless it is named.
+      passed_over: for each implementation that can serve but is only used if it is named, the
+        reason.
 
     Raises:
-      ValueError: no such implementation.
-      NotImplementedError: the named one cannot serve this call.
+      ValueError: the implementation is unknown.
+      NotImplementedError: the named implementation cannot serve this call.
     """
     if implementation is not None:
         if implementation not in refusals:
             raise ValueError(
-                f"{op}: implementation={implementation!r} is unknown: choose from {', '.join(refusals)}, or None"
+                f"{op}: implementation={implementation!r} is unknown: choose from "
+                f"{', '.join(refusals)}, or None"
             )
         if reason := refusals[implementation]:
             others = ", ".join(name for name, refusal in refusals.items() if refusal is None)
             raise NotImplementedError(
-                f"{op}: implementation={implementation!r} cannot serve: {reason}; choose {others} or None"
+                f"{op}: implementation={implementation!r} cannot serve: {reason}; choose {others} "
+                "or None"
             )
         return implementation
     reasons = []
@@ -132,7 +141,7 @@ def resolve(
     raise NotImplementedError(f"{op}: no implementation serves: {'; '.join(reasons)}")
 
 
-# The cache makes it once: a second call with the same arguments does nothing.
+# Cached, so that a second call with the same arguments logs nothing.
 @functools.cache
 def log_choice(op: str, name: str, reasons: str) -> None:
     """Log which implementation of an op runs, and why."""

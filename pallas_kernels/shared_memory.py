@@ -1,5 +1,6 @@
-"""Shared memory of Hopper's kernels: how much there is, and how the tensor memory accelerator (TMA)
-lays out tiles in it.
+"""Shared memory of Hopper's kernels: its size, and TMA's layout of tiles in it.
+
+TMA is the tensor memory accelerator.
 """
 
 from typing import Any
@@ -8,18 +9,18 @@ import jax.numpy as jnp
 
 from pallas_kernels import mosaic_gpu as plgpu
 
-SHARED_BYTES = 226 << 10  # of 227 KiB that a block may have: the rest holds barriers
+SHARED_BYTES = 226 << 10  # of the 227 KiB per block; the remainder holds barriers
 TILE_ROWS = (
-    8  # of a swizzled tile; JAX copies from and to arrays alone whose rows are a multiple of it
+    8  # rows of a swizzled tile; JAX only copies arrays whose number of rows is a multiple of it
 )
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any, width: int | None = None) -> Any:
-    """Return shared memory as TMA and wgmma share it: tiles of 8 rows by up to 128 bytes, their
-    16-byte parts permuted.
+    """Return shared memory in the layout of TMA and wgmma.
 
-    `width` is the most columns that a tile may have: of those that are sliced, for a slice is of
-    whole tiles.
+    It consists of tiles of 8 rows by up to 128 bytes, with their 16-byte parts permuted. `width` is
+    the most columns that a tile may have; give it if columns are sliced, because a slice must
+    consist of full tiles.
     """
     size = jnp.dtype(dtype).itemsize
     # The widest of 128, 64, 32 and 16 bytes that divides a row; the argument is in bits.

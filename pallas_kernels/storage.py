@@ -1,32 +1,33 @@
-"""Weights as they rest when they are never trained: in 8 or 4 bits, split over devices as the
-weights themselves are.
+"""Store weights that are never trained in 8 or 4 bits, split over devices like the weights.
 
-    layout = choose_layout("nf4", (4096, 11008), (8, 1))      # of one layer's leaf W[D_fsdp, F], from shapes alone
-    q = encode(w, layout)                                     # 0.516 bytes an element; int8: 1.016
-    w = decode(q, jnp.bfloat16)                               # W[D, F]
+    layout = choose_layout("nf4", (4096, 11008), (8, 1))    # one layer's leaf W[D_fsdp, F]
+    q = encode(w, layout)                                   # bytes per element: 0.516; int8: 1.016
+    w = decode(q, jnp.bfloat16)                             # W[D, F]
 
-    all_gather(encode(shard)) = encode(all_gather(shard)),    decode(all_gather(q)) = all_gather(decode(q))        bit for bit
+A layout depends only on shapes. The following equations are exact, bit for bit:
 
-The second line holds where no block, and no group of scales, lies across two shards. A piece of an
-array that is split along one dim is a range of its elements in memory, once for each index of the
-dims before: so the last dim that is split is merged with all dims behind it, and blocks lie along
-the result,
+    all_gather(encode(shard)) = encode(all_gather(shard))
+    decode(all_gather(q)) = all_gather(decode(q))
+
+They require that no block, and no group of scales, crosses two shards. A piece of an array that is
+split along one dim is a contiguous range of its elements, once for each index of the dims before.
+The last split dim is therefore merged with all dims after it, and blocks lie along the result,
 
     W[A, B_fsdp, C, D] -> codes[A, (B C D / 2)_fsdp], scales[A, (B C D / block)_fsdp], ..
 
-whose dims are split as the weight's are. What must divide is each shard's own range, B C D /
-shards, by the block: 256 elements of int8 and 64 of nf4. Where it does not, as for W[D_fsdp,
-F_tensor] whose F / shards is 1376, another dim is moved to the end and has the blocks: W[D_fsdp,
-F_tensor] -> codes[F_tensor, (D / 2)_fsdp], which decoding transposes. Where no dim serves, and for
-a leaf that is a vector or less than a block, there is no layout: `refusal` tells why, and the
-caller keeps the weight as it is, as bitsandbytes does with biases and norms. A ragged last block is
-refused too: it would be another one on every mesh.
+whose dims are split like the weight's. The block, 256 elements for int8 and 64 for nf4, must divide
+each shard's own range, B C D / shards. If it does not, as for W[D_fsdp, F_tensor] with F / shards
+of 1376, another dim is moved to the end and has the blocks: W[D_fsdp, F_tensor] -> codes[F_tensor,
+(D / 2)_fsdp], which decoding transposes. If no dim is divisible, and for vectors and leaves smaller
+than a block, there is no layout: `refusal` returns the reason, and the caller keeps the weight as
+it is, as bitsandbytes does with biases and norms. A ragged last block is refused too, because it
+would differ from mesh to mesh.
 
-A group of nf4's scales is of as many blocks of a row, and then of rows, as divide a shard's, 256 at
-most. So what is encoded depends on the shards that it was made for, by the layout alone: where two
-layouts are equal but for `inner`, and each group is of one row, the arrays have the same bytes in
-the same order. Stacks of layers `[L, ...]` are encoded by the layout of one layer: L stays a dim of
-its own.
+A group of nf4's scales has as many blocks of a row, and then as many rows, as divide a shard's,
+256 blocks at most. The encoded arrays depend on the intended shards only through the layout: if two
+layouts differ only in `inner`, and each group is within one row, the arrays have the same bytes in
+the same order. Stacks of layers `[L, ...]` are encoded with the layout of one layer: L remains a
+dim of its own.
 """
 
 import dataclasses
@@ -44,20 +45,21 @@ from pallas_kernels.quantize import Quantized, dequantize, quantize
 
 Format = Literal["int8", "nf4"]
 BLOCKS: dict[Format, int] = {"int8": 256, "nf4": 64}
-"""Elements of a block."""
+"""Elements per block, by format."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a leaf lies in its encoded arrays; the same for the whole leaf, for each shard and for a
-    stack of layers.
+    """How a leaf is arranged in its encoded arrays.
+
+    It is the same for the full leaf, for each shard and for a stack of layers.
 
     Attributes:
       format: "int8" or "nf4".
-      inner: the dims that are merged with the one before them.
-      moved: the dim that was moved to the end before that, counted from the end (-1 is the last);
-        None where none was.
-      group: nf4's rows and blocks of a group of scales; (1, 1) of int8.
+      inner: sizes of the dims that are merged with the dim before them.
+      moved: dim that is moved to the end before the merge, counted from the end (-1 is the last);
+        None if no dim is moved.
+      group: rows and blocks per group of nf4's scales; (1, 1) for int8.
     """
 
     format: Format
@@ -72,8 +74,9 @@ class Encoded:
     """A leaf in 8 or 4 bits.
 
     Attributes:
-      q: the arrays, all of one number of dims, each split over devices by `encoded_spec`.
-      layout: how the leaf lies in them.
+      q: encoded arrays, all with the same number of dims, each split over devices by
+        `encoded_spec`.
+      layout: how the leaf is arranged in the arrays.
     """
 
     q: Quantized | Nf4
@@ -81,9 +84,15 @@ class Encoded:
 
 
 def refusal(format: Format, shape: Sequence[int], shards: Sequence[int]) -> str | None:
-    """Tell why a leaf has no layout and keeps its dtype, or None.
+    """Return why a leaf has no layout and keeps its dtype, or None if it has one.
 
-    Arguments as of `choose_layout`.
+    Args:
+      format: "int8" (blocks of 256 elements) or "nf4" (64).
+      shape: shape of the full leaf of one layer.
+      shards: number of devices over which each dim is split; 1 if it is not split.
+
+    Raises:
+      ValueError: the format is unknown, or the shards do not fit the shape.
     """
     layout = _layout(format, tuple(shape), tuple(shards))
     return layout if isinstance(layout, str) else None
@@ -94,12 +103,12 @@ def choose_layout(format: Format, shape: Sequence[int], shards: Sequence[int]) -
 
     Args:
       format: "int8" (blocks of 256 elements) or "nf4" (64).
-      shape: of the whole leaf; of one layer, where layers are stacked.
-      shards: for each dim, over how many devices it is split; 1 where it is whole.
+      shape: shape of the full leaf; of one layer if layers are stacked.
+      shards: number of devices over which each dim is split; 1 if it is not split.
 
     Raises:
-      ValueError: no such format, shards that do not fit the shape, or `refusal` tells why the leaf
-        cannot be encoded.
+      ValueError: the format is unknown, the shards do not fit the shape, or the leaf cannot be
+        encoded (`refusal` returns why).
     """
     layout = _layout(format, tuple(shape), tuple(shards))
     if isinstance(layout, str):
@@ -111,9 +120,9 @@ def encoded_spec(layout: Layout, spec: Sequence[Any]) -> tuple[Any, ...]:
     """Return the entries of the PartitionSpec of every encoded array.
 
     Args:
-      layout: of `choose_layout`.
-      spec: an entry for each dim of the leaf, None where it is whole; of a stack, its first entry
-        included.
+      layout: layout of the leaf, from `choose_layout`.
+      spec: one entry per dim of the leaf, None if the dim is not split; for a stack of layers it
+        includes the entry of the stacked dim.
     """
     entries = list(spec)
     if layout.moved is not None:
@@ -122,9 +131,7 @@ def encoded_spec(layout: Layout, spec: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def abstract_encoded(layout: Layout, shape: Sequence[int]) -> Encoded:
-    """Return shapes and dtypes of the encoded arrays of a leaf, a shard or a stack of this shape:
-    ShapeDtypeStructs.
-    """
+    """Return ShapeDtypeStructs of the encoded arrays for a leaf, shard or stack of `shape`."""
     return jax.eval_shape(
         functools.partial(encode, layout=layout), jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
     )
@@ -136,34 +143,36 @@ def encoded_bytes(layout: Layout, shape: Sequence[int]) -> int:
 
 
 def encode(w: jax.Array, layout: Layout, implementation: Implementation | None = None) -> Encoded:
-    """Return w in 8 or 4 bits; deterministic, and on each device's own shard the same as of the
-    whole.
+    """Return w in 8 or 4 bits.
 
-    Errors and what is not finite: see `quantize` and `quantize_nf4`. On several devices call it in
-    `jax.shard_map`.
+    Encoding is deterministic, and encoding each device's own shard gives the shards of the encoded
+    full leaf. For the error bounds and the treatment of NaN and infinities see `quantize` and
+    `quantize_nf4`. On several devices call it in `jax.shard_map`.
 
     Args:
       w: the leaf, a shard of it or a stack of either, `[.., *shape]`: bfloat16, float16 or float32.
-      layout: of the whole leaf of one layer.
-      implementation: "mosaic", "xla", "reference", or None to have it chosen and logged.
+      layout: layout of the full leaf of one layer.
+      implementation: "mosaic", "xla", "reference", or None to choose and log one.
 
     Raises:
       ValueError: w does not fit the layout.
-      NotImplementedError: the named implementation cannot serve.
+      NotImplementedError: the named implementation does not support this call.
     """
     if layout.moved is not None:
         w = jnp.moveaxis(w, layout.moved, -1)
     outer = w.ndim - len(layout.inner) - 1
     if outer < 0 or w.shape[outer + 1 :] != layout.inner:
         raise ValueError(
-            f"encode: w is {list(w.shape)}, and its layout merges the dims {list(layout.inner)} with one before them"
+            f"encode: w is {list(w.shape)}, and its layout merges the dims {list(layout.inner)} "
+            "with one before them"
         )
     (r, c), block = layout.group, BLOCKS[layout.format]
     rows, size = w.shape[outer - 1] if outer else 1, math.prod(w.shape[outer:])
     if size % (block * c) or rows % r:
         raise ValueError(
-            f"encode: w is {list(w.shape)}, {rows} rows of {size} elements, and its layout has groups of {r} rows and {c} "
-            f"blocks of {block}: make the layout for the shards that w is split into"
+            f"encode: w is {list(w.shape)}, {rows} rows of {size} elements, and its layout has "
+            f"groups of {r} rows and {c} blocks of {block}: make the layout for the shards that w "
+            "is split into"
         )
     w = w.reshape(*w.shape[:outer], size)
     if layout.format == "int8":
@@ -174,16 +183,22 @@ def encode(w: jax.Array, layout: Layout, implementation: Implementation | None =
 def decode(
     encoded: Encoded, dtype: Any = jnp.bfloat16, implementation: Implementation | None = None
 ) -> jax.Array:
-    """Return the leaf, the shard or the stack that was encoded, in bfloat16, float16 or float32.
+    """Return the encoded leaf, shard or stack in bfloat16, float16 or float32.
 
-    The result of XLA's form may be split as the arrays are, without communication; the kernels are
-    opaque to the partitioner and want `jax.shard_map`. What is encoded is a constant to
-    derivatives, where `dequantize` raises: these weights are never trained, and a barrier beside
-    what is differentiated would give them a derivative of zeros.
+    The result of XLA's form may be split like the arrays, without communication; the kernels are
+    opaque to the partitioner and need `jax.shard_map`. The encoded arrays are constants to
+    derivatives, where `dequantize` would raise: these weights are never trained, and an
+    optimization barrier next to differentiated values would otherwise ask for their derivative, of
+    zeros.
+
+    Args:
+      encoded: the encoded arrays.
+      dtype: dtype of the result: bfloat16, float16 or float32.
+      implementation: "mosaic", "xla", "reference", or None to choose and log one.
 
     Raises:
-      ValueError: arrays that do not fit each other, or another dtype.
-      NotImplementedError: the named implementation cannot serve.
+      ValueError: the arrays do not fit each other, or the dtype is not supported.
+      NotImplementedError: the named implementation does not support this call.
     """
     q, layout = jax.lax.stop_gradient(encoded.q), encoded.layout
     w = (
@@ -197,14 +212,15 @@ def decode(
 
 
 def _layout(format: Format, shape: tuple[int, ...], shards: tuple[int, ...]) -> Layout | str:
-    """Return the layout, or why there is none."""
+    """Return the layout, or the reason why there is none."""
     if format not in BLOCKS:
         raise ValueError(f"format={format!r}: choose from {', '.join(BLOCKS)}")
     if len(shards) != len(shape) or any(
         n < 1 or size % n for size, n in zip(shape, shards, strict=False)
     ):
         raise ValueError(
-            f"a leaf {list(shape)} in {list(shards)} shards: each dim needs a number of shards that divides it"
+            f"a leaf {list(shape)} in {list(shards)} shards: each dim needs a number of shards "
+            "that divides it"
         )
     block = BLOCKS[format]
     if len(shape) < 2:
@@ -226,6 +242,7 @@ def _layout(format: Format, shape: tuple[int, ...], shards: tuple[int, ...]) -> 
         if own[dim] % block == 0:
             return layout(own[:dim] + own[dim + 1 :], own[dim], moved=dim - len(shape))
     return (
-        f"a leaf {list(shape)} in {list(shards)} shards has {size} elements in a row of a shard's dims {first} to "
-        f"{len(shape) - 1}, and {own} along its dims: none is a multiple of the block, {block}"
+        f"a leaf {list(shape)} in {list(shards)} shards has {size} elements in a row of a shard's "
+        f"dims {first} to {len(shape) - 1}, and {own} along its dims: none is a multiple of the "
+        f"block, {block}"
     )

@@ -1,9 +1,9 @@
-"""Over which axes of a `jax.shard_map` around it a value varies, where that is checked
-(`check_vma`).
+"""Track the axes of a surrounding `jax.shard_map` over which a value varies.
 
-A kernel's operands must vary over the same axes, and so must what a derivative returns and what it
-was of. A replicated weight is therefore cast to vary as its activations do, before the rule: JAX
-transposes the cast to the sum of the weight's gradient over the shards.
+This matters if the shard_map checks them (`check_vma`). A kernel's operands must all vary over the
+same axes, and so must a derivative and the value it belongs to. A replicated weight is therefore
+cast to vary like its activations, before the custom rule: JAX transposes the cast to the sum of the
+weight's gradient over the shards.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ def varying_axes(array: Any) -> frozenset[Any]:
 
 
 def vary_alike(arrays: Any) -> Any:
-    """Let all arrays of a tree vary over the axes that any of them varies over."""
+    """Return the tree with each array cast to vary over the axes that any of them varies over."""
     axes = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
 
     def vary(array: Any) -> Any:

@@ -1,26 +1,30 @@
 """Cross entropy of a linear head without its logits: `linear_cross_entropy`.
 
 The logits `x[T, D] @ w[D, V]` of a large vocabulary are the largest array of a language model: at
-16K tokens and 128K words, 8 GiB in float32, beside 128 MiB of x. Here they exist a tile at a time,
-in the forward pass and again in backward.
+16K tokens and 128K words, 8 GiB in float32, compared with 128 MiB for x. Here they exist one tile
+at a time, in the forward pass and again in backward.
 
-What there was already, and why this is written all the same (read in optax 0.2.8, and in tokamax,
-Liger-Kernel and torch of 2026):
+Comparison with existing implementations (optax 0.2.8; tokamax, Liger-Kernel and torch of 2026):
 
-| | optax | tokamax | Liger (torch has its options) | here |
-|---|---|---|---|---|
-| never holds `[T, V]` | no | chunked XLA, Mosaic, Triton | tiles of tokens | tiles of both; on Hopper in registers |
-| backward | of logits | from log-sum-exps; on GPU of float32 copies | made in forward | from log-sum-exps |
-| sums of dw | | float32, or the dtype of w | the dtype of w, unless asked | float32, rounded once |
-| dims that tiles do not divide | | a padded copy of w | any T | any; kernels copy unless 64 divides D, V and 8 T |
-| ignored labels | `where` | no | `ignore_index=-100` | negative ones, `ignore_index` |
-| options | none | none | `label_smoothing`, `lse_square_scale`, `softcap` | `label_smoothing`, `z_loss`, `softcap` |
-| reduction | none | sum (default), mean | mean (default), sum, none | mean (default), sum, none |
-| over devices | partitioner | no | no | vocabulary split, w gathered by tiles |
+- optax holds `[T, V]` and differentiates the logits. Labels are ignored by `where`; there are no
+  options and no reduction; devices are left to the partitioner.
+- tokamax has chunked XLA, Mosaic and Triton implementations. Backward starts from log-sum-exps, on
+  GPUs with float32 copies; dw is summed in float32 or in the dtype of w; dims that tiles do not
+  divide need a padded copy of w. It has no ignored labels, no options and no splitting over
+  devices. The reduction is sum (default) or mean.
+- Liger (torch has its options) has tiles of tokens and any T, and computes gradients in forward. dw
+  is summed in the dtype of w, unless asked otherwise. It has `ignore_index=-100`,
+  `label_smoothing`, `lse_square_scale` and `softcap`, the reductions mean (default), sum and none,
+  and no splitting over devices.
+- Here there are tiles of both tokens and vocabulary, on Hopper in registers. Backward starts from
+  log-sum-exps, and dw is summed in float32 and rounded once. Any dims work; the kernels copy unless
+  64 divides D, V and 8 T. It has negative labels and `ignore_index`, `label_smoothing`, `z_loss`
+  and `softcap`, and the reductions mean (default), sum and none. Over devices the vocabulary is
+  split, and w is gathered by tiles.
 
-Names are those of torch and Liger, except `z_loss`, as PaLM, T5X and MaxText call it. The mean is
-over labels that count, as theirs is; where none counts it is 0 with gradient 0, where torch's is
-NaN: a batch of padding then leaves a run alone.
+Argument names follow torch and Liger, except `z_loss`, which PaLM, T5X and MaxText use. As in torch
+and Liger, the mean is over the labels that count. If no label counts, the loss is 0 with gradient
+0, where torch returns NaN: a batch of padding then does not disturb a run.
 """
 
 import dataclasses
@@ -44,8 +48,7 @@ from pallas_kernels.varying import vary_alike
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 REDUCTIONS = ("mean", "sum", "none")
 _LEAST_CAST = 127
-"""Negative labels down to -128, such as -1 and -100, may have been cast to a dtype that has none.
-"""
+"""Negative labels from -128 to -1, such as -1 and -100, may have been cast to an unsigned dtype."""
 UNMEASURED = "no measurement on a GPU says yet that it is faster"
 
 
@@ -65,56 +68,57 @@ def linear_cross_entropy(
     split: Split | None = None,
     config: Config | KernelConfig | None = None,
 ) -> jax.Array:
-    """Return the cross entropy of `x[..., D] @ w[D, V]` with `labels[...]`, in nats and float32,
-    differentiable in x and w.
+    """Return the cross entropy of `x[..., D] @ w[D, V]` with `labels[...]`, in nats and float32.
 
-    Products are of the inputs' dtype, summed in float32; each gradient is summed in float32 and
-    rounded once to its dtype. Temporary arrays take about a twentieth of the logits (`Config`), or
-    on Hopper's kernels 512 D bytes a core. Backward computes logits again: 4 or 5 products for 3.
+    Differentiable in x and w. Products are in the inputs' dtype and summed in float32; each
+    gradient is summed in float32 and rounded once to its dtype. Temporary arrays take about a
+    twentieth of the logits' bytes (see `Config`), or 512 D bytes per core with Hopper's kernels.
+    Backward recomputes the logits: forward and backward take 4 or 5 products instead of 3.
 
-    A label of V or more makes the loss NaN, and the gradients, in every mode. It works under jit,
-    vmap, scan, `jax.checkpoint` and reverse-mode differentiation of first order.
+    A label >= V makes the loss and the gradients NaN in every mode. The function works under jit,
+    vmap, scan, `jax.checkpoint` and first-order reverse-mode differentiation.
 
     Args:
-      x: float32, bfloat16 or float16.
-      w: of x's dtype.
-      labels: integers below V, in an array or a list. Tokens of negative labels count nothing:
-        their loss and gradient are 0. Unsigned ones have no negative number: a -1 that was cast to
-        uint32 is above V, and so NaN; uint8 and uint16 are refused where V is so large that it
-        would be a label.
-      reduction: "mean" over the labels that count (0 where none does), "sum", or "none" for losses
-        of the shape of `labels`.
-      ignore_index: one more label that counts nothing, such as that of padding.
-      label_smoothing: the part of a label that is spread evenly over the vocabulary, 0 to 1.
+      x: activations `[..., D]`: float32, bfloat16 or float16.
+      w: weight of the head, `[D, V]`, in x's dtype.
+      labels: integers below V, as an array or a list. A token with a negative label is ignored: its
+        loss and gradient are 0. Unsigned dtypes have no negative numbers: a -1 that was cast to
+        uint32 is above V and gives NaN; uint8 and uint16 are refused if V is so large that a cast
+        -1 would be a valid label.
+      reduction: "mean" over the labels that count (0 if none does), "sum", or "none" for losses of
+        the shape of `labels`.
+      ignore_index: one more label to ignore, such as the label of padding.
+      label_smoothing: fraction of a label that is spread evenly over the vocabulary, 0 to 1.
       z_loss: factor of lse^2 in each token's loss; 1e-4 is usual.
-      softcap: logits become `softcap * tanh(logits / softcap)`.
-      check_labels: labels of V or more raise ValueError where labels are known. Under jit they are
-        not: there the error is one of `jax.experimental.checkify`, whose `err.throw()` raises it,
-        and without `checkify` the NaN is what tells. A callback that raised would leave other
-        devices waiting in a collective.
-      num_tiles: of each device's part of the vocabulary; None has them chosen, by memory.
-      implementation: "mosaic" (the Hopper kernel forward, 16-bit dtypes, w whole on its device;
-        backward is XLA's loops unless `KernelConfig(backward=True)` asks for the kernels), "xla"
-        (in tiles), "reference" (whole logits in float32), or None to have it chosen and logged.
-      split: how the arrays are split over a mesh; None: they are not, or the call is inside a
-        `jax.shard_map` on whole w.
-      config: sizes of the tiles on one device, a `KernelConfig` of the kernels or a `Config` of
-        XLA's loops; None has them chosen. Not with `num_tiles`.
+      softcap: bound c of the logits, which become `c * tanh(logits / c)`; None for no cap.
+      check_labels: whether labels >= V raise ValueError. Under jit the labels are not known: there
+        the error is reported through `jax.experimental.checkify`, whose `err.throw()` raises it.
+        Without `checkify` only the NaN shows the error, because a callback that raised would leave
+        other devices waiting in a collective.
+      num_tiles: number of tiles of each device's part of the vocabulary; None chooses it by memory.
+      implementation: "mosaic" (the Hopper kernel in forward, for 16-bit dtypes and an unsharded w;
+        backward uses XLA's loops unless `KernelConfig(backward=True)` asks for the kernels), "xla"
+        (in tiles), "reference" (full logits in float32), or None to choose and log one.
+      split: how the arrays are split over a mesh. None if they are not split, or if the call is
+        inside a `jax.shard_map` with an unsharded w.
+      config: sizes of the tiles on one device: a `KernelConfig` for the kernels or a `Config` for
+        XLA's loops. None chooses them. Cannot be combined with `num_tiles`.
 
     Raises:
-      ValueError: dims, dtypes or options that do not fit, labels out of range as told above.
-      NotImplementedError: the named implementation does not serve this call; or the kernels are
-        under `jax.vmap` in jax 0.10, which batches no kernel.
+      ValueError: dims, dtypes or options do not fit, or labels are out of range (see `labels` and
+        `check_labels`).
+      NotImplementedError: the named implementation does not support this call, or the kernels are
+        under `jax.vmap` in jax 0.10, which cannot batch a kernel.
     """
     x, w = jnp.asarray(x), jnp.asarray(w)
     if not isinstance(labels, jax.Array) or (check_labels and _is_known(labels)):
-        labels = np.asarray(labels)  # what is known stays so while a program is traced
+        labels = np.asarray(labels)  # a NumPy array stays concrete while a program is traced
     _check_arrays(x, w, labels)
     vocab = w.shape[1]
     _check_options(reduction, label_smoothing, z_loss, softcap)
     _check_tiles(num_tiles, config, vocab, implementation)
     if jnp.iinfo(labels.dtype).bits < 32:
-        labels = labels.astype(np.int32)  # V is more than such a dtype holds
+        labels = labels.astype(np.int32)  # V may exceed the range of such a dtype
     counts = labels >= 0
     if ignore_index is not None:
         counts = counts & (labels != ignore_index)
@@ -138,8 +142,8 @@ def linear_cross_entropy(
         {"mosaic": UNMEASURED},
     )
     rows = x.reshape(-1, x.shape[-1])
-    # One mark for all that count nothing. Labels of V or more become V, which matches no column,
-    # and NaN replaces their loss. In 32 bits they might be negative themselves, and count nothing.
+    # -1 marks every ignored label. Labels >= V become V, which matches no column, and NaN replaces
+    # their loss: cast to int32 they might be negative and would be ignored instead.
     places = jnp.where(counts, jnp.where(wrong, vocab, labels).astype(jnp.int32), -1).reshape(-1)
     losses: Any
     if chosen == "reference":
@@ -157,7 +161,7 @@ def linear_cross_entropy(
         )
     losses = jnp.reshape(losses, labels.shape) * jnp.where(
         wrong, jnp.nan, 1
-    )  # a factor, for gradients to be NaN too
+    )  # a factor, so that the gradients are NaN too
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -165,8 +169,11 @@ def linear_cross_entropy(
 
 
 def _refuse(wrong: Any, labels: Any, vocab: int) -> None:
-    """Raise, now or under checkify, where labels are out of range."""
-    message = f"{{count}} of {math.prod(labels.shape)} labels are not below V={vocab}; the largest is {{largest}}"
+    """Raise, now or under checkify, if labels are out of range."""
+    message = (
+        f"{{count}} of {math.prod(labels.shape)} labels are not below V={vocab}; the largest is "
+        "{largest}"
+    )
     if isinstance(labels, Tracer):
         checkify.debug_check(
             ~wrong.any(),
@@ -174,7 +181,7 @@ def _refuse(wrong: Any, labels: Any, vocab: int) -> None:
             count=wrong.sum(),
             largest=labels.max(),
         )
-    # Labels of which other processes hold a part are neither: for them the NaN is what tells.
+    # Labels partly held by other processes are neither traced nor known: only the NaN reports them.
     elif isinstance(wrong, np.ndarray | np.generic) and wrong.any():
         raise _refusal(message.format(count=wrong.sum(), largest=labels.max()))
 
@@ -191,21 +198,25 @@ def _check_arrays(x: Any, w: Any, labels: Any) -> None:
             f"x is {x.dtype} and w {w.dtype}: one dtype of {names} is needed; cast one of them"
         )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise _refusal(f"labels are {labels.dtype}: integers, places in the vocabulary, are needed")
+        raise _refusal(
+            f"labels are {labels.dtype}: integers, which index the vocabulary, are needed"
+        )
     bounds = jnp.iinfo(labels.dtype)
     if bounds.min == 0 and bounds.max - _LEAST_CAST < w.shape[-1]:
         raise _refusal(
-            f"labels are {labels.dtype}, which holds no negative number: a -1 that was cast to it is {bounds.max}, and V="
-            f"{w.shape[-1]} has labels up to there. Make int32 of the numbers that they were made from"
+            f"labels are {labels.dtype}, which holds no negative number: a -1 that was cast to it "
+            f"is {bounds.max}, which may be a valid label for V={w.shape[-1]}. Convert the "
+            "original labels to int32"
         )
     if w.ndim != 2 or not x.ndim or x.shape[-1] != w.shape[0]:
         raise _refusal(f"{shapes}: x[..., D] and w[D, V] are needed; transpose an embedding[V, D]")
     if labels.shape != x.shape[:-1]:
         raise _refusal(
-            f"labels are {list(labels.shape)} and {shapes}: a label for each token, {list(x.shape[:-1])}, is needed"
+            f"labels are {list(labels.shape)} and {shapes}: one label per token, "
+            f"{list(x.shape[:-1])}, is needed"
         )
     if not x.size or not w.size:
-        raise _refusal(f"{shapes}: one token, one dim and one column at least are needed")
+        raise _refusal(f"{shapes}: at least one token, one dim and one column are needed")
 
 
 def _check_options(
@@ -214,7 +225,9 @@ def _check_options(
     if reduction not in REDUCTIONS:
         raise _refusal(f"reduction={reduction!r} is unknown: choose from {', '.join(REDUCTIONS)}")
     if not 0 <= label_smoothing <= 1:
-        raise _refusal(f"label_smoothing={label_smoothing}: a part of a label, 0 to 1, is needed")
+        raise _refusal(
+            f"label_smoothing={label_smoothing}: a fraction of a label, 0 to 1, is needed"
+        )
     if not 0 <= z_loss < math.inf:
         raise _refusal(f"z_loss={z_loss}: a factor of 0 or more is needed")
     if softcap is not None and not 0 < softcap < math.inf:
@@ -229,22 +242,21 @@ def _check_tiles(
 ) -> None:
     if isinstance(config, KernelConfig) and implementation != "mosaic":
         raise _refusal(
-            f"{config} is of the kernels, and implementation={implementation!r}: implementation='mosaic' is needed"
+            f"{config} is for the kernels, but implementation={implementation!r}: set "
+            "implementation='mosaic'"
         )
     if isinstance(config, Config) and implementation == "mosaic":
         raise _refusal(
-            f"{config} is of XLA's loops, and implementation='mosaic': a KernelConfig is needed, or None"
+            f"{config} is for XLA's loops, but implementation='mosaic': pass a KernelConfig or None"
         )
     if num_tiles is None:
         return
     if config is not None:
         raise _refusal(
-            f"num_tiles={num_tiles} and {config} both give the tiles: one of them is needed"
+            f"num_tiles={num_tiles} and {config} both set the tiles: pass only one of them"
         )
     if isinstance(num_tiles, bool) or not isinstance(num_tiles, int) or not 1 <= num_tiles <= vocab:
-        raise _refusal(
-            f"num_tiles={num_tiles!r}: 1 to V={vocab} is needed, or None to have it chosen"
-        )
+        raise _refusal(f"num_tiles={num_tiles!r}: 1 to V={vocab} is needed, or None to choose it")
 
 
 def _refusal(what: str) -> ValueError:

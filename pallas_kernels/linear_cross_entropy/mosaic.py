@@ -1,40 +1,42 @@
-"""`linear_cross_entropy` for Hopper, in Pallas Mosaic GPU: logits in registers, slopes in shared
-memory, and neither beyond.
+"""`linear_cross_entropy` for Hopper in Pallas Mosaic GPU.
 
-    forward    one kernel    statistics of each token, 16 bytes a part of the vocabulary        1 product
-    backward   dx, then dw   each computes the logits that it needs again, by tiles             4 products
+Logits stay in registers and slopes in shared memory.
 
-`mosaic_forward` and `mosaic_backward` hold the kernels, `ring` the loads that both hide behind
-products. Products are of the inputs' dtype, on tensor cores (wgmma), summed in float32; what is
-done with the logits is the reference's own arithmetic.
+    forward    one kernel    statistics of each token, 16 bytes per vocabulary part   1 product
+    backward   dx, then dw   each recomputes the logits it needs, by tiles            4 products
 
-What is traded. Logits are computed three times, where XLA's loops with one pass of backward compute
-them twice; one kernel for both gradients would have to add to one of them from many blocks at once,
-with atomic operations, in an order that changes from run to run. Sums of a gradient lie in global
-memory in float32, 4 * 128 * D bytes a core (264 MiB on an H200 at D = 4096), and are read and
-written once for 512 columns or tokens (`kernel_config` counts it). XLA's tiles are wider, 2048, and
-cuBLAS multiplies them: whether the kernels are faster is for a GPU to say. Until those of backward
-are wider than COLUMNS and keep their sums out of memory nobody takes them who does not ask
-(`KernelConfig.backward`): backward is XLA's loops.
+`mosaic_forward` and `mosaic_backward` hold the kernels; `ring` holds the loads, which both hide
+behind products. Products are in the inputs' dtype, on tensor cores (wgmma), summed in float32. The
+arithmetic on the logits is the reference's own code.
 
-What there was, and whether it serves (read in 2026):
+Trade-offs. Logits are computed three times, where XLA's loops with one backward pass compute them
+twice. One kernel for both gradients would have to add to one of them from many blocks at the same
+time with atomic operations, in an order that changes from run to run. A gradient's sums live in
+global memory in float32, 4 * 128 * D bytes per core (264 MiB on an H200 at D = 4096), and are read
+and written once per 512 columns or tokens (`kernel_config` counts it). XLA's tiles are wider, 2048,
+and multiplied by cuBLAS; only a measurement on a GPU can show whether the kernels are faster. Until
+backward's products are wider than COLUMNS and keep their sums out of memory, backward uses XLA's
+loops unless `KernelConfig.backward` asks for the kernels.
 
-- tokamax's `linear_softmax_cross_entropy_loss` has a Hopper kernel forward: dims that its blocks
-  divide, bfloat16 alone (others are cast to it), a log-sum-exp for each tile of columns instead of
-  online, labels' columns gathered outside as float32[D, T]. Its backward kernel adds to both
-  gradients with atomic operations and is not used: backward is XLA's, on float32 copies. No
-  smoothing, z-loss, softcap, ignored labels or float16.
-- jax ships no such op: of `jax.experimental.pallas.ops.gpu`, attention has the online softmax, and
-  `hopper_matmul_mgpu` the product with an epilogue a tile, which sees one tile's columns.
+Existing kernels (read in 2026):
+
+- tokamax's `linear_softmax_cross_entropy_loss` has a Hopper kernel for forward. It needs dims that
+  its blocks divide, supports only bfloat16 (other dtypes are cast to it), returns a log-sum-exp per
+  tile of columns instead of an online one, and gathers the labels' columns outside as float32[D,
+  T]. Its backward kernel adds to both gradients with atomic operations and is not used: backward
+  runs in XLA, on float32 copies. It has no smoothing, z-loss, softcap, ignored labels or float16.
+- jax ships no such op. In `jax.experimental.pallas.ops.gpu`, attention has the online softmax, and
+  `hopper_matmul_mgpu` has the product with an epilogue per tile, which sees only one tile's
+  columns.
 
 Over a mesh (`split`) each device runs the kernels on its tokens and its columns of the vocabulary,
-and what is joined is joined as XLA's loops have it. Where dw goes to shards of V it is transposed
-for that, which is a copy. A matrix that rests on shards of D, or of V over axes of the tokens, is
-gathered by XLA's loops alone.
+and the results are joined in the same way as for XLA's loops. If dw is sent to shards of V, it is
+transposed first, which is a copy. A matrix stored in shards of D, or of V over axes of the tokens,
+can only be gathered by XLA's loops.
 
-Edges. T may be any multiple of 8, and D and V any of 64; others are padded with zeros before the
-kernels, which copies the operand, and the gradient where 128 does not divide T or V, or 64 D.
-Columns beyond V count nothing, tokens beyond T have weight 0.
+Edges. T may be any multiple of 8, and D and V any multiple of 64. Other sizes are padded with zeros
+before the kernels, which copies the operand. The gradient is copied too if 128 does not divide T or
+V, or 64 does not divide D. Columns beyond V are ignored, and tokens beyond T have weight 0.
 """
 
 import functools
@@ -57,22 +59,25 @@ NARROW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 def refusal(dtype: Any, target: Target, split: Split | None, num_tiles: int | None) -> str | None:
-    """Tell why the kernels cannot serve a call, or None."""
+    """Return why the kernels cannot serve a call, or None if they can."""
     if dtype not in NARROW:
         return f"it multiplies bfloat16 and float16, not {dtype}"
     if split is not None and split.gathered:
-        return f"w rests split over {', '.join(split.gathered)}, and XLA's loops gather it, a tile at a time"
+        return (
+            f"w is stored split over {', '.join(split.gathered)}, and only XLA's loops gather it, "
+            "one tile at a time"
+        )
     if num_tiles is not None:
-        return f"num_tiles={num_tiles} is of XLA's loops; a KernelConfig has the kernels' sizes"
+        return f"num_tiles={num_tiles} is for XLA's loops; pass a KernelConfig to size the kernels"
     return target.without_hopper()
 
 
 @functools.partial(jax.jit, static_argnames=("form", "config"))
 def forward(form: Form, config: KernelConfig, x: Array, w: Array, labels: Array) -> Stats:
-    """Return the statistics, float32[T] each, of the logits of x[T, D] and w[D, V]: columns of the
-    vocabulary, or all of it.
+    """Return the statistics, float32[T] each, of the logits x[T, D] @ w[D, V].
 
-    A label is a place among these columns, or none of theirs.
+    w holds some or all columns of the vocabulary. Labels are indices into these columns; any other
+    number matches none of them.
     """
     tokens, columns = len(x), w.shape[1]
     padded = -(-tokens // ROWS) * ROWS
@@ -83,7 +88,7 @@ def forward(form: Form, config: KernelConfig, x: Array, w: Array, labels: Array)
         ..., :tokens
     ]  # [P, 4, T]
     stats = Stats(*(parts[:, n] for n in range(mosaic_forward.STATS)))  # [num_parts, T]
-    # Parts are joined as tiles are: sums of exponentials are brought to the largest maximum.
+    # Join parts like tiles: rescale their sums of exponentials to the largest maximum.
     largest = stats.max.max(0)
     total = (stats.sum * jnp.exp(stats.max - largest)).sum(0)
     return Stats(largest, total, stats.of_label.sum(0), stats.total.sum(0))
@@ -93,16 +98,16 @@ def forward(form: Form, config: KernelConfig, x: Array, w: Array, labels: Array)
 def backward(
     form: Form, config: KernelConfig, x: Array, w: Array, labels: Array, lse: Array, weight: Array
 ) -> tuple[Array, Array]:
-    """Return dx[T, D], of these columns alone, and dw[D, V].
+    """Return dx[T, D], which covers only these columns of the vocabulary, and dw[D, V].
 
     Args:
-      form: of the loss.
-      config: sizes.
-      x: `[T, D]`.
-      w: `[D, V]`.
-      labels: `[T]`, as forward's.
-      lse: float32[T], of all columns.
-      weight: float32[T], the cotangent of each token's loss; 0 where a token counts nothing.
+      form: options of the loss.
+      config: sizes of the kernels.
+      x: activations `[T, D]`.
+      w: weight `[D, V]`.
+      labels: `[T]`, indices into w's columns.
+      lse: float32[T], each token's log-sum-exp over the full vocabulary.
+      weight: float32[T], the cotangent of each token's loss; 0 for ignored tokens.
     """
     weight, unit = scaled(weight, x.dtype)
     return (
@@ -125,7 +130,7 @@ def _gradient(
     out_types = [_typed(sweep.out_shape, x.dtype, x, w, *tokens)]
     if sweep.num_groups > 1:
         out_types.append(_typed(sweep.sums_shape, jnp.float32, x, w, *tokens))
-    # Tokens of padding have weight 0 and a finite log-sum-exp, 0: their slopes are 0 and not NaN.
+    # Padding tokens have weight 0 and a finite log-sum-exp of 0, so their slopes are 0 and not NaN.
     tokens = tuple(_pad(each, (sweep.num_tokens - len(x),)) for each in tokens)
     gradient = mosaic_backward.gradient(
         form, sweep, whole_x, whole_w, tokens, unit.reshape(1), out_types
@@ -135,7 +140,7 @@ def _gradient(
 
 
 def _whole(x: Array, w: Array) -> tuple[Array, Array]:
-    """Return x and w with dims as TMA and the swizzle of shared memory take them."""
+    """Return x and w padded to dims that TMA and the swizzle of shared memory accept."""
     more_d = -x.shape[1] % COLUMNS
     return _pad(x, (-x.shape[0] % TILE_ROWS, more_d)), _pad(w, (more_d, -w.shape[1] % COLUMNS))
 
@@ -149,12 +154,14 @@ def _pad(array: Array, more: tuple[int, ...], value: int = 0) -> Array:
 
 
 def _typed(shape: tuple[int, ...], dtype: Any, *arrays: Array) -> Any:
-    """Return the type of a kernel's result; in a `jax.shard_map` it tells over which axes the value
-    varies: the arguments'.
+    """Return the type of a kernel's result.
+
+    In a `jax.shard_map` the type includes the axes over which the value varies: all axes over which
+    any of `arrays` varies.
     """
 
     def made_of(*arrays: Array) -> Array:
-        # A sum of one element of each array varies over the axes of all of them.
+        # A sum of one element per array varies over the axes of all arrays.
         return functools.reduce(
             jnp.add, (a.ravel()[0].astype(dtype) for a in arrays), jnp.zeros(shape, dtype)
         )

@@ -1,22 +1,23 @@
-"""The backward kernel of `linear_cross_entropy` on Hopper: dx or dw, of slopes that exist in shared
-memory alone.
+"""The backward kernel of `linear_cross_entropy` on Hopper, for dx or dw.
+
+The slopes exist only in shared memory.
 
 A block owns rows of the gradient and sweeps the dim that is summed over: for dx it owns tokens and
-sweeps the vocabulary, for dw it owns columns of the vocabulary and sweeps tokens (`sweep`). It goes
-by groups of `num_slopes` tiles, each `width` wide:
+sweeps the vocabulary, for dw it owns columns of the vocabulary and sweeps tokens (`sweep`). It
+proceeds in groups of `num_slopes` tiles, each `width` wide:
 
     for each group:
       for i in tiles:  z = sum_k x[t, k] w[k, v];  s_i = slope(z) -> shared memory, 16 bits
-      for d in D / 64: dx[t, d] += sum_i s_i w[d, v_i]^T        or        dw[d, v] += sum_i x[t_i, d]^T s_i
+      for d in D / 64: dx[t, d] += sum_i s_i w[d, v_i]^T    or    dw[d, v] += sum_i x[t_i, d]^T s_i
 
 Both loops take the same tiles of w (for dw, of x), 64 of D by `width`, through the same slots
-(`ring`): what was summed over in the first product are columns of the second. A warpgroup makes the
-slopes that it multiplies, so the two share slots alone.
+(`ring`): the summed dim of the first product becomes the columns of the second. Each warpgroup
+computes the slopes that it multiplies, so the two warpgroups share only the slots.
 
-A gradient's rows over all of D are more than a core's registers and shared memory hold: between
-groups they lie in a float32 array of global memory that only this block touches, where each element
-is read and written by one and the same thread. So there is no atomic operation, sums are added in
-one order, and two runs give the same bits. The last group rounds and writes the result instead.
+A gradient's rows over all of D do not fit a core's registers and shared memory. Between groups they
+live in a float32 array of global memory that only this block touches, where each element is always
+read and written by the same thread. Hence there are no atomic operations, sums are added in a fixed
+order, and two runs give the same bits. The last group rounds and writes the result instead.
 """
 
 import dataclasses
@@ -52,16 +53,16 @@ def gradient(
     unit: jax.Array,
     out_types: list[Any],
 ) -> jax.Array:
-    """Return dx[T', D'] or dw[D', V'] in whole pieces.
+    """Return dx[T', D'] or dw[D', V'], padded to full blocks.
 
     Args:
-      form: of the loss.
-      sweep: which of them, and how.
-      x: `[T, D]`.
-      w: `[D, V]`.
-      tokens: labels, log-sum-exps and weights: int32 and float32 of `[num_tokens]`.
-      unit: float32[1], a factor of the sums.
-      out_types: of the gradient and, of several groups, of the sums between them.
+      form: options of the loss.
+      sweep: which gradient to compute, and its tiling.
+      x: activations `[T, D]`.
+      w: weight `[D, V]`.
+      tokens: labels (int32), log-sum-exps and weights (float32), each `[num_tokens]`.
+      unit: float32[1], a factor applied to the sums.
+      out_types: type of the gradient and, if there are several groups, of the sums between them.
     """
     config = sweep.config
 
@@ -115,14 +116,14 @@ def gradient(
 
 
 def _load(sweep: Sweep, ring: Ring, count: Any, x_gmem: Any, w_gmem: Any) -> None:
-    """Copy the operands of every step: the work of the loading warpgroup."""
+    """Copy the operands of every step: the loop of the loading warpgroup."""
     plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
     (rows, columns), num_slopes = sweep.tile, sweep.config.num_slopes
 
     def load_group(item: Any, group: Any) -> None:
         first = (item * sweep.num_groups + group) * sweep.steps_a_group
 
-        # Every group has as many steps: of tiles beyond an array TMA makes zeros.
+        # All groups have the same number of steps: TMA returns zeros for tiles beyond an array.
         def load_logits(step: Any) -> None:
             row, column = sweep.start(item, group, lax.div(step, sweep.num_steps))
             part = pl.ds(lax.rem(step, sweep.num_steps) * COLUMNS, COLUMNS)
@@ -135,7 +136,7 @@ def _load(sweep: Sweep, ring: Ring, count: Any, x_gmem: Any, w_gmem: Any) -> Non
             )
 
         def load_swept(step: Any) -> None:
-            """Copy a tile of what is swept, in two copies, as every step has."""
+            """Copy a tile of the swept operand, in two copies like every step."""
             row, column = sweep.start(item, group, lax.rem(step, num_slopes))
             part = lax.div(step, num_slopes) * COLUMNS
 
@@ -156,8 +157,8 @@ def _load(sweep: Sweep, ring: Ring, count: Any, x_gmem: Any, w_gmem: Any) -> Non
 
             ring.fill(first + num_slopes * sweep.num_steps + step, copies)
 
-        # In the order in which the multiplying warpgroups use them: tiles by parts of D, then parts
-        # of D by tiles.
+        # Load in the order in which the multiplying warpgroups read: tiles by parts of D, then
+        # parts of D by tiles.
         loop(0, num_slopes * sweep.num_steps, load_logits)
         loop(0, num_slopes * sweep.num_steps, load_swept)
 
@@ -167,7 +168,7 @@ def _load(sweep: Sweep, ring: Ring, count: Any, x_gmem: Any, w_gmem: Any) -> Non
 
 @dataclasses.dataclass(frozen=True)
 class _Multiplier:
-    """The work of the two multiplying warpgroups, each half of what a block owns."""
+    """The loop of the two multiplying warpgroups, each of which handles half of a block's rows."""
 
     form: Form
     sweep: Sweep
@@ -189,8 +190,8 @@ class _Multiplier:
                 sweep.config.num_slopes,
                 lambda i: self._slopes(item, group, i, first + i * sweep.num_steps),
             )
-            # The next products read the slopes by wgmma, which sees what threads wrote only after
-            # this.
+            # The next products read the slopes by wgmma, which sees the threads' writes only after
+            # this commit.
             plgpu.commit_smem()
             first += sweep.config.num_slopes * sweep.num_steps
             loop(
@@ -202,7 +203,7 @@ class _Multiplier:
         loop(0, count, lambda item: loop(0, sweep.num_groups, lambda group: of_group(item, group)))
 
     def _slopes(self, item: Any, group: Any, i: Any, first: Any) -> None:
-        """Write tile i of a group's slopes to shared memory, the part of this warpgroup."""
+        """Write this warpgroup's part of tile i of a group's slopes to shared memory."""
         sweep, warpgroup = self.sweep, lax.axis_index("warpgroup")
         half = pl.ds(warpgroup * HALF, HALF)
         rows, columns = sweep.half_tile
@@ -218,7 +219,8 @@ class _Multiplier:
             row += warpgroup * HALF
         else:
             column += warpgroup * HALF
-        # In pieces of 64 x 64, or the values between sums and slopes would not fit the registers.
+        # Process pieces of 64 x 64: the values between sums and slopes of more would not fit the
+        # registers.
         for r in range(0, rows, HALF):
             label, lse, weight = (
                 registers.load(gmem.at[pl.ds(row + r, HALF)], registers.row_layout())
@@ -238,7 +240,7 @@ class _Multiplier:
                 slope = self.form.slope(
                     self.form.cap(chunk), spread(lse), at == spread(label - (column + c))
                 )
-                # Columns of padding have logits of 0, and so a probability.
+                # Padding columns have logits of 0, and so a nonzero probability.
                 slope = jnp.where(at < sweep.columns - (column + c), slope * spread(weight), 0.0)
                 self.slopes[i, warpgroup, r : r + HALF, c : c + COLUMNS] = slope.astype(
                     self.slopes.dtype
@@ -264,16 +266,16 @@ class _Multiplier:
         def finish(total: jax.Array) -> None:
             registers.store(out, (total * self.unit[0]).astype(out.dtype))
 
-        # A single group: the sums never leave the registers.
+        # With a single group the sums never leave the registers.
         if self.sums is None:
             finish(products())
             return
         sums = self.sums.at[(lax.axis_index("block"), *sweep.own(0, d))]
         before = registers.load(
             sums, plgpu.Layout.WGMMA
-        )  # asked for now, on its way while products are made
-        # The first group reads what was never written, or another item's sums: a select drops them,
-        # even if they are NaN.
+        )  # requested now, so that it is in flight during the products
+        # The first group reads memory that was never written, or another item's sums: a select
+        # drops them, even if they are NaN.
         is_first = lax.broadcast_in_dim(group == 0, before.shape, ())
         total = jnp.where(is_first, 0.0, before) + products()
 

@@ -1,15 +1,18 @@
-"""The forward kernel of `linear_cross_entropy` on Hopper: statistics of each token's logits, and no
-logit leaves a core.
+"""The forward kernel of `linear_cross_entropy` on Hopper: statistics of each token's logits.
 
-    item (t, p):  m = -inf, l = y = u = 0                      a block of tokens t, a part p of the vocabulary
-      for v in p: z = cap(sum_k x[t, k] w[k, v])               float32, in registers
-                  m' = max(m, max z),  l = l exp(m - m') + sum exp(z - m'),  y += z[label],  u += sum z
+No logit leaves a core.
+
+    item (t, p):  m = -inf, l = y = u = 0            a block of tokens t, a part p of the vocabulary
+      for v in p: z = cap(sum_k x[t, k] w[k, v])       float32, in registers
+                  m' = max(m, max z),  l = l exp(m - m') + sum exp(z - m')
+                  y += z[label],  u += sum z
       m, l, y, u -> stats[p, t]
 
-A block has one loading warpgroup and two that multiply, each half of the tokens (`ring`). A token's
-logits are in four threads of one of them, so that no statistic crosses warpgroups. The parts are
-joined outside, 16 bytes a token and part. The grid is as large as the GPU, and parts vary fastest
-over it: blocks that run together share some tokens and some columns in the L2 cache.
+A block has one loading warpgroup and two multiplying warpgroups, each with half of the tokens
+(`ring`). A token's logits are in four threads of one warpgroup, so no statistic crosses warpgroups.
+The parts are joined outside the kernel, at 16 bytes per token and part. The grid is as large as the
+GPU, and parts vary fastest over it, so that concurrent blocks share some tokens and some columns in
+the L2 cache.
 """
 
 from typing import Any
@@ -48,10 +51,10 @@ def stats(
     labels: jax.Array,
     out_type: Any,
 ) -> jax.Array:
-    """Return float32[num_parts, STATS, T'] for x[T, D], w[D, V'] and int32 labels[T'], T' a
-    multiple of ROWS.
+    """Return the statistics float32[num_parts, STATS, T'] of the logits x[T, D] @ w[D, V'].
 
-    Columns of w from `columns` on count nothing.
+    Labels are int32[T'], with T' a multiple of ROWS. Columns of w from index `columns` on are
+    ignored.
     """
     num_parts, _, padded = out_type.shape
     num_tokens, hidden = padded // ROWS, x.shape[1]
@@ -67,9 +70,7 @@ def stats(
         count = (num_items - block + num_blocks - 1) // num_blocks
 
         def place(item: Any) -> tuple[Any, Any, Any, Any]:
-            """Return an item's first token, its part, its first tile of the vocabulary and how many
-            it has.
-            """
+            """Return an item's first token, its part, its first tile and its number of tiles."""
             index = block + item * num_blocks
             part = lax.rem(index, num_parts)
             first = part * tiles_a_part
@@ -102,8 +103,8 @@ def stats(
                     loop(0, num_steps, load_step)
 
                 loop(0, tiles, load_tile)
-                # Carried, and not computed from the item: the last part may have fewer tiles than
-                # the others.
+                # Carried instead of computed from the item, because the last part may have fewer
+                # tiles than the other parts.
                 return done + tiles * num_steps
 
             ring.drain(lax.fori_loop(0, count, load_item, jnp.int32(0)))
@@ -167,7 +168,8 @@ def stats(
             num_threads=WARPGROUPS + 1,
             thread_name="warpgroup",
         ),
-        # No sum crosses warps, whose scratch memory both warpgroups would share.
+        # No reduction crosses warps: the scratch memory for that would be shared by both
+        # warpgroups.
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup, reduction_scratch_bytes=0
         ),
@@ -179,9 +181,9 @@ def stats(
 def _join(
     form: Form, sums: jax.Array, label: jax.Array, columns: int, start: Any, *statistics: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Return the statistics with those of a tile of products, of columns from `start`.
+    """Return the statistics joined with a tile of products, whose first column is `start`.
 
-    A chunk of columns at a time, each joined by itself: all at once would not fit the registers.
+    Chunks of columns are joined one by one, because a full tile would not fit the registers.
     """
     for first in range(0, sums.shape[1], CHUNK):
         z = form.cap(sums[:, first : first + CHUNK])  # [HALF, CHUNK]
@@ -203,19 +205,19 @@ def _join_chunk(
     of_label: jax.Array,
     plain: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """Return the statistics with those of logits z, of which columns below `stop` exist."""
+    """Return the statistics joined with logits z; columns from `stop` on do not exist."""
 
     def spread(row: jax.Array) -> jax.Array:
         return lax.broadcast_in_dim(row, z.shape, (0,))
 
     there = column < stop
-    # A part begins with a column that exists. So `largest` is finite from the first chunk on, and
-    # nothing is inf - inf.
+    # A part begins with a column that exists, so `largest` is finite from the first chunk on, and
+    # inf - inf never occurs.
     inside = jnp.where(there, z, -jnp.inf)
     before, largest = largest, jnp.maximum(largest, inside.max(1))
     total = total * jnp.exp(before - largest) + jnp.exp(inside - spread(largest)).sum(1)
     of_label = of_label + jnp.where(column == spread(label), z, 0.0).sum(1)
-    # Nothing else reads the sum of logits.
+    # Only label smoothing reads the sum of logits.
     if form.label_smoothing:
         plain = plain + jnp.where(there, z, 0.0).sum(1)
     return largest, total, of_label, plain

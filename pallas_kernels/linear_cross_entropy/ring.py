@@ -1,11 +1,10 @@
-"""Tiles of x and w on their way through shared memory: a ring of slots that one warpgroup fills and
-two empty.
+"""A ring of slots in shared memory for tiles of x and w; one warpgroup fills it, two empty it.
 
-The tensor memory accelerator (TMA) copies a tile of x and one of w into a slot; wgmma reads both
-from there. Two barriers a slot order them: `full`, on which its two copies arrive, and `empty`, on
-which each multiplying warpgroup arrives when the product that read the slot has ended. That is one
-product later, so that one is always in flight. Steps are counted through over all tiles of a block,
-so the loader runs ahead into the next tile while one ends.
+The tensor memory accelerator (TMA) copies a tile of x and a tile of w into a slot; wgmma reads both
+from there. Two barriers per slot order them: `full`, on which the slot's two copies arrive, and
+`empty`, on which each multiplying warpgroup arrives when the product that read the slot has ended.
+It arrives one product later, so that one product is always in flight. Steps are numbered
+consecutively over all tiles of a block, so the loader runs ahead into the next tile while one ends.
 
     loader     s:  wait empty[s - num_stages];  two copies -> slot
     multiplier s:  wait full[s];  acc += a @ b;  wait for product s - 1;  arrive empty[s - 1]
@@ -23,13 +22,13 @@ from jax.experimental import pallas as pl
 from pallas_kernels import mosaic_gpu as plgpu
 
 COPIES = 2
-"""Of each step: what its barrier counts."""
+"""Copies per step, the number of arrivals on a slot's `full` barrier."""
 WARPGROUPS = 2
-"""That multiply; one more loads."""
+"""Multiplying warpgroups per block; one more warpgroup loads."""
 LOADER_REGISTERS, MULTIPLIER_REGISTERS = (
     40,
     232,
-)  # a thread; 128 * (40 + 2 * 232) = 63 Ki of the 64 Ki that a core has
+)  # per thread; 128 * (40 + 2 * 232) = 63 Ki of a core's 64 Ki
 
 
 def loop(start: Any, stop: Any, body: Callable[[Any], None]) -> None:
@@ -44,7 +43,7 @@ def loop(start: Any, stop: Any, body: Callable[[Any], None]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """The slots, `x[num_stages, ..]` and `w[num_stages, ..]` in shared memory, and their barriers."""
+    """Slots `x[num_stages, ..]` and `w[num_stages, ..]` in shared memory, and their barriers."""
 
     num_stages: int
     x: Any
@@ -53,29 +52,30 @@ class Ring:
     empty: Any
 
     def slot(self, step: Any) -> Any:
-        """Return the slot of a step, counted from a block's first."""
+        """Return the slot of a step; steps are counted from the block's first."""
         return lax.rem(step, self.num_stages)
 
     def fill(self, step: Any, copies: Callable[[Any], list[tuple[Any, Any]]]) -> None:
-        """Start the copies of a step, pairs of global and shared memory for its slot, once that is
-        empty.
+        """Wait until a step's slot is empty, then start its copies.
+
+        `copies(slot)` returns pairs of views of global and shared memory.
         """
         slot = self.slot(step)
 
-        # In the first round every slot is empty, and nobody arrives for it.
+        # In the first round every slot is empty, and nothing has arrived on its barrier.
         @pl.when(step >= self.num_stages)
         def _():
             plgpu.barrier_wait(self.empty.at[slot])
 
-        # As many as `full` counts: with fewer a multiplier would wait forever, with more it would
-        # start too early.
+        # `full` counts exactly COPIES arrivals: with fewer copies a multiplier would wait forever,
+        # with more it would start too early.
         pairs = copies(slot)
         assert len(pairs) == COPIES
         for gmem, smem in pairs:
             plgpu.copy_gmem_to_smem(gmem, smem, self.full.at[slot])
 
     def drain(self, steps: Any) -> None:
-        """Wait until all of `steps` steps were used, so that barriers are left as they were found."""
+        """Wait until all `steps` steps are consumed; barriers are then in their initial state."""
         loop(
             jnp.maximum(steps - self.num_stages, 0),
             steps,
@@ -89,13 +89,14 @@ class Ring:
         shape: tuple[int, int],
         operands: Callable[[Any, Any], tuple[Any, Any]],
     ) -> jax.Array:
-        """Return the float32 sum, of this shape, of the products of `count` steps from `first`.
+        """Return the float32 sum of the products of `count` steps from `first`.
 
         Args:
-          first: step.
-          count: of steps.
-          shape: of the sum.
-          operands: `operands(i, slot)` are the two of step `first + i`.
+          first: number of the first step.
+          count: number of steps.
+          shape: shape of the sum.
+          operands: function such that `operands(i, slot)` returns the two operands of step `first +
+            i`.
         """
 
         def scope(acc_ref: Any) -> jax.Array:
@@ -103,9 +104,9 @@ class Ring:
                 slot = self.slot(first + i)
                 plgpu.barrier_wait(self.full.at[slot])
                 plgpu.wgmma(acc_ref, *operands(i, slot))
-                plgpu.wgmma_wait(1)  # that of the step before has ended
+                plgpu.wgmma_wait(1)  # the product of the step before has ended
 
-                # The step before the first was given back at the end of its own sum.
+                # The slot of the step before `first` was released at the end of the previous sum.
                 @pl.when(i > 0)
                 def _():
                     plgpu.barrier_arrive(self.empty.at[self.slot(first + i - 1)])

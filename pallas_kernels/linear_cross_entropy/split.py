@@ -1,18 +1,18 @@
-"""How `linear_cross_entropy` is split over a mesh, in collectives inside one `jax.shard_map`.
+"""Split `linear_cross_entropy` over a mesh, with collectives inside one `jax.shard_map`.
 
-    x[T_tokens, D], labels[T_tokens]      tokens over some axes: `data` and `fsdp`, say
-    w[D, V_vocab]                         the vocabulary over others: `tensor`
-    w[D_fsdp, V_vocab]                    and at rest also over axes that split tokens, on either dim
+    x[T_tokens, D], labels[T_tokens]      tokens over some axes, such as `data` and `fsdp`
+    w[D, V_vocab]                         the vocabulary over other axes, such as `tensor`
+    w[D_fsdp, V_vocab]                    w may be stored split over token axes too, on either dim
 
-Each device computes its columns for its tokens. Over the axes of the vocabulary log-sum-exps are
-joined (pmax, and psum, of numbers a token) and dx is summed: dx[T, D]{U_vocab} -> dx[T, D]. Over
-those of tokens dw is summed: dw[D, V]{U_tokens} -> dw[D, V]. Both sums are of arrays in the inputs'
-dtype, as those of the partitioner are.
+Each device computes its columns for its tokens. Over the axes of the vocabulary, log-sum-exps are
+joined (pmax and psum of a few numbers per token) and dx is summed: dx[T, D]{U_vocab} -> dx[T, D].
+Over the axes of the tokens, dw is summed: dw[D, V]{U_tokens} -> dw[D, V]. Both sums are in the
+inputs' dtype, like the partitioner's.
 
-Where w rests split over an axis of the tokens, it is gathered a tile at a time, w[D_fsdp, v] ->
-w[D, v], used and released, and a tile's gradient is reduce-scattered as it is made: no device holds
-the whole matrix. Where w arrives whole, its gradient may still go to shards (`dw`), which halves
-the bytes of its reduction.
+If w is stored split over an axis of the tokens, it is gathered one tile at a time, w[D_fsdp, v] ->
+w[D, v], used and released, and each tile's gradient is reduce-scattered as soon as it is computed:
+no device holds the full matrix. If w arrives unsharded, its gradient may still be scattered to
+shards (`dw`), which halves the bytes of its reduction.
 """
 
 import dataclasses
@@ -29,16 +29,15 @@ class Split:
     """Axes of a mesh that split the arrays.
 
     Attributes:
-      mesh: concrete or abstract.
+      mesh: concrete or abstract mesh.
       tokens: axes that split dim 0 of x and of labels.
-      w: spec of w. Axes among `tokens` are gathered on use; the others, on dim V alone, split the
-        vocabulary.
-      dw: spec of w's gradient; None is `w`. It may name axes among `tokens` that `w` does not, on
-        one dim.
+      w: spec of w. Axes in `tokens` are gathered on use; the other axes, allowed only on dim V,
+        split the vocabulary.
+      dw: spec of w's gradient; None means `w`. On one dim it may name axes in `tokens` that `w`
+        does not name.
 
     Raises:
-      ValueError: an unknown axis, one named twice, or one that splits neither tokens nor the
-        vocabulary.
+      ValueError: an axis is unknown, is named twice, or splits neither tokens nor the vocabulary.
     """
 
     mesh: Any
@@ -47,17 +46,20 @@ class Split:
     dw: PartitionSpec | None = None
 
     def __post_init__(self):
+        """Raise ValueError if the specs do not fit the mesh or each other."""
         for name, spec in (("w", self.w), ("dw", self.grad_spec)):
             used = [axis for entry in spec for axis in axes_of(entry)]
             if len(spec) > 2 or len(set(used)) < len(used):
                 raise ValueError(
-                    f"linear_cross_entropy: the spec {spec} of {name}[D, V] must have one entry a dim, an axis once"
+                    f"linear_cross_entropy: the spec {spec} of {name}[D, V] must have one entry "
+                    "per dim and name each axis once"
                 )
             if unknown := [
                 axis for axis in (*used, *self.tokens) if axis not in self.mesh.axis_names
             ]:
                 raise ValueError(
-                    f"linear_cross_entropy: the mesh has axes {self.mesh.axis_names}, and not {unknown}"
+                    f"linear_cross_entropy: the mesh has axes {self.mesh.axis_names}, and not "
+                    f"{unknown}"
                 )
             if wrong := [
                 axis
@@ -65,20 +67,24 @@ class Split:
                 if axis not in (*self.tokens, *self.vocab)
             ]:
                 raise ValueError(
-                    f"linear_cross_entropy: {wrong[0]!r} splits {name}[D, V] in {spec}: only axes that split the tokens, "
-                    f"{self.tokens}, may split D, and be gathered; the rest split V of w"
+                    f"linear_cross_entropy: {wrong[0]!r} splits {name}[D, V] in {spec}: only axes "
+                    f"that split the tokens, {self.tokens}, may split D and be gathered; all other "
+                    "axes must split V of w"
                 )
         if self.gathered and self.grad_spec != self.w:
             raise ValueError(
-                f"linear_cross_entropy: w is gathered from {self.w}, so dw goes there, and not to {self.grad_spec}"
+                f"linear_cross_entropy: w is gathered from {self.w}, so dw must have the same "
+                f"spec, and not {self.grad_spec}"
             )
         if not self.gathered and _entry(self.grad_spec, 1)[: len(self.vocab)] != self.vocab:
             raise ValueError(
-                f"linear_cross_entropy: dw goes to {self.grad_spec}: V must be split as in {self.w}, and then further"
+                f"linear_cross_entropy: dw has the spec {self.grad_spec}: V must be split as in "
+                f"{self.w}, and then optionally further"
             )
         if sum(bool(set(_entry(self.grad_spec, dim)) & set(self.tokens)) for dim in (0, 1)) > 1:
             raise ValueError(
-                f"linear_cross_entropy: axes of the tokens split both dims of w in {self.grad_spec}: one is allowed"
+                "linear_cross_entropy: axes of the tokens split both dims of w in "
+                f"{self.grad_spec}: they may split only one"
             )
 
     @property
@@ -105,20 +111,20 @@ class Split:
 
     @property
     def dim(self) -> int:
-        """Dim of w that the axes of tokens split."""
+        """Dim of w that the token axes split."""
         return 0 if set(_entry(self.grad_spec, 0)) else 1
 
     @property
     def widening(self) -> int:
-        """How many devices' columns a gathered tile has."""
+        """Number of devices whose columns a gathered tile holds."""
         return self.size(self.gathered) if self.dim == 1 else 1
 
     def size(self, axes: tuple[str, ...]) -> int:
-        """Return the number of pieces that `axes` make."""
+        """Return the number of pieces into which `axes` split a dim."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     def check(self, tokens: int, hidden: int, vocab: int) -> None:
-        """Raise ValueError where dims do not divide."""
+        """Raise ValueError if a dim is not divisible by the devices along its axes."""
         for name, size, axes in (
             ("T", tokens, self.tokens),
             ("D", hidden, _entry(self.grad_spec, 0)),
@@ -131,22 +137,21 @@ class Split:
                 )
 
     def column_ids(self, start: jax.Array, count: int, local: int) -> jax.Array:
-        """Return the places in the whole vocabulary of `count` columns from `start` of this
-        device's `local` ones.
+        """Return the indices in the full vocabulary of `count` of this device's columns.
+
+        `start` is the first of them, counted among the device's `local` columns.
         """
         axes = _entry(self.w, 1)
         first = jax.lax.axis_index(axes) * local if axes else 0
         return first + start + jnp.arange(count)
 
     def gather(self, w: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """All_gather a tile w[D, v] and the places ids[v] of its columns over the axes of tokens
-        that split it.
-        """
+        """All-gather a tile w[D, v] and its columns' ids[v] over the token axes that split w."""
         if not self.gathered:
             return w, ids
         if self.dim == 0:
             return jax.lax.all_gather(w, self.gathered, tiled=True), ids
-        # Stacked and then transposed, a tile at a time: for a gather tiled along V XLA would
+        # Stacked and then transposed, one tile at a time: for a gather tiled along V, XLA would
         # transpose all of w.
         whole = jax.lax.all_gather(w, self.gathered)  # [N, D, v]
         return jnp.moveaxis(whole, 0, 1).reshape(len(w), -1), jax.lax.all_gather(
@@ -154,30 +159,30 @@ class Split:
         )
 
     def reduce_dw(self, dw: jax.Array) -> jax.Array:
-        """Sum dw over the tokens of all devices, and return this device's shard: a part of dim 0."""
-        # shards first: the rest of the axes, which may cross nodes, then carry 1 / N of the bytes
+        """Sum dw over the tokens of all devices; return this device's shard along dim 0."""
+        # Scatter first: the remaining axes, which may cross nodes, then carry 1 / N of the bytes.
         if self.scattered:
             dw = jax.lax.psum_scatter(dw, self.scattered, tiled=True)
         rest = tuple(axis for axis in self.tokens if axis not in self.scattered)
         return jax.lax.psum(dw, rest) if rest else dw
 
     def reduce_gradients(self, dx: jax.Array, dw: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Sum dx[T, D] over the vocabulary and dw[D, V] of whole w over the tokens of all devices;
-        dw goes to its shards.
+        """Sum dx[T, D] over the vocabulary and dw[D, V] over the tokens of all devices.
+
+        w is unsharded; dw is scattered to its shards.
         """
         dx = jax.lax.psum(dx, self.vocab) if self.vocab else dx
-        # A reduce-scatter cuts dim 0: for shards of V it is given dw^T.
+        # A reduce-scatter cuts dim 0: for shards of V it takes dw^T.
         return dx, self.reduce_dw(dw.T).T if self.scattered and self.dim == 1 else self.reduce_dw(
             dw
         )
 
     def reduce_tile(self, dw: jax.Array) -> jax.Array:
-        """Do the same for a tile of gathered columns, dw[D, v]."""
+        """Sum a tile of gathered columns, dw[D, v], over all devices' tokens; return its shard."""
         if self.dim == 0:
             return self.reduce_dw(dw)
         by_device = dw.reshape(len(dw), self.widening, -1)
-        # [N, D, v] -> [N D, v]: each device's columns are one piece of dim 0, which the
-        # reduce-scatter cuts.
+        # [N, D, v] -> [N D, v]: the reduce-scatter cuts dim 0 into the devices' columns.
         return self.reduce_dw(
             jnp.moveaxis(by_device, 1, 0).reshape(-1, by_device.shape[2])
         ).reshape(len(dw), -1)

@@ -1,10 +1,9 @@
-"""How the backward kernel of `linear_cross_entropy` goes through its arrays: what a block owns, and
-what it sweeps.
+"""Tiling of the backward kernel of `linear_cross_entropy`: what a block owns and what it sweeps.
 
-    dx[T, D]   a block owns ROWS tokens, and sweeps the vocabulary      a tile of slopes is [ROWS, width]
-    dw[D, V]   a block owns ROWS columns, and sweeps tokens             a tile of slopes is [width, ROWS]
+    dx[T, D]   a block owns ROWS tokens and sweeps the vocabulary    slopes per tile: [ROWS, width]
+    dw[D, V]   a block owns ROWS columns and sweeps tokens           slopes per tile: [width, ROWS]
 
-Half of what a block owns is a warpgroup's. The grid is as large as the GPU (persistent).
+Each warpgroup handles half of what a block owns. The grid is as large as the GPU (persistent).
 """
 
 import dataclasses
@@ -21,12 +20,13 @@ HALF = ROWS // WARPGROUPS
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """How a kernel goes through x[T, D] and w[D, V].
+    """Tiling of x[T, D] and w[D, V] in one backward kernel.
 
     Attributes:
-      of_x: the gradient is dx; else it is dw.
-      tokens, hidden, vocab: T, D and V, as the arrays are padded.
-      columns: of w that count; those behind them are padding.
+      config: sizes of the kernels.
+      of_x: whether the gradient is dx; otherwise it is dw.
+      tokens, hidden, vocab: T, D and V of the padded arrays.
+      columns: number of columns of w without padding.
     """
 
     config: KernelConfig
@@ -38,56 +38,59 @@ class Sweep:
 
     @property
     def num_items(self) -> int:
-        """Pieces of the gradient that a block owns at a time."""
+        """Number of pieces of ROWS tokens or columns into which the gradient is cut."""
         return pl.cdiv(self.tokens if self.of_x else self.vocab, ROWS)
 
     @property
     def num_blocks(self) -> int:
+        """Number of blocks of the grid."""
         assert self.config.num_cores is not None
         return min(self.config.num_cores, self.num_items)
 
     @property
     def num_groups(self) -> int:
+        """Number of groups of `num_slopes` tiles into which the swept dim is cut."""
         return pl.cdiv(
             self.vocab if self.of_x else self.tokens, self.config.width * self.config.num_slopes
         )
 
     @property
     def num_steps(self) -> int:
-        """Parts of D."""
+        """Number of parts of D."""
         return pl.cdiv(self.hidden, COLUMNS)
 
     @property
     def steps_a_group(self) -> int:
-        # The same parts of D twice: for the logits, and for the gradient.
+        """Number of steps per group."""
+        # The parts of D are needed twice: for the logits, and for the gradient.
         return 2 * self.config.num_slopes * self.num_steps
 
     @property
     def num_tokens(self) -> int:
-        """What the arrays of a number a token are padded to."""
+        """Padded length of the per-token arrays."""
         block = ROWS if self.of_x else self.config.width * self.config.num_slopes
         return pl.cdiv(self.tokens, block) * block
 
     @property
     def out_shape(self) -> tuple[int, int]:
-        """Shape of the gradient, in whole pieces."""
+        """Shape of the gradient, padded to full pieces."""
         owned, hidden = self.num_items * ROWS, self.num_steps * COLUMNS
         return (owned, hidden) if self.of_x else (hidden, owned)
 
     @property
     def sums_shape(self) -> tuple[int, int, int]:
-        """Shape of the sums that lie in global memory between groups."""
+        """Shape of the sums that live in global memory between groups."""
         hidden = self.num_steps * COLUMNS
         return (self.num_blocks, ROWS, hidden) if self.of_x else (self.num_blocks, hidden, ROWS)
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Tokens and columns of a tile of slopes, of both warpgroups."""
+        """Tokens and columns of a tile of slopes, for both warpgroups together."""
         return (ROWS, self.config.width) if self.of_x else (self.config.width, ROWS)
 
     @property
     def half_tile(self) -> tuple[int, int]:
-        """Those of one warpgroup."""
+        """Tokens and columns of one warpgroup's half of a tile of slopes."""
         return (HALF, self.config.width) if self.of_x else (self.config.width, HALF)
 
     def start(self, item: Any, group: Any, i: Any) -> tuple[Any, Any]:
@@ -97,7 +100,7 @@ class Sweep:
         return (owned, swept) if self.of_x else (swept, owned)
 
     def own(self, start: Any, d: Any) -> tuple[Any, Any]:
-        """Return where a warpgroup's 64 rows of the gradient are, from `start`, and part d of D."""
+        """Return the slices of this warpgroup's 64 rows, from `start` on, and of part d of D."""
         owned = pl.ds(start + lax.axis_index("warpgroup") * HALF, HALF)
         part = pl.ds(d * COLUMNS, COLUMNS)
         return (owned, part) if self.of_x else (part, owned)

@@ -1,10 +1,9 @@
-"""The losses of `linear_cross_entropy` and their derivative: one rule for every implementation and
-split.
+"""The losses of `linear_cross_entropy` and their derivative, for every implementation and split.
 
-From forward to backward are kept x, w, the labels and the log-sum-exp of each token, 4 T bytes;
-logits are computed again, tile by tile. Both directions are one `jax.shard_map` each where arrays
-are split, with the collectives of `split` spelt out: so the rule is opaque to transformations of
-what surrounds it, and no array [T, V] is ever handed to the partitioner.
+The residuals are x, w, the labels and the log-sum-exp of each token, 4 T bytes; backward recomputes
+the logits, tile by tile. If the arrays are split, forward and backward are one `jax.shard_map`
+each, with the collectives of `split` spelt out. The rule is therefore opaque to transformations of
+the surrounding program, and the partitioner never sees an array [T, V].
 
 There is no forward-mode derivative: `jax.jvp` and `jax.hessian` raise.
 """
@@ -27,22 +26,24 @@ from pallas_kernels.linear_cross_entropy.split import Split
 
 Array = jax.Array
 LSE = "linear_cross_entropy.lse"
-"""Name of the log-sum-exps: a rematerialised region whose policy saves it does not compute the
-forward pass again.
+"""Name of the saved log-sum-exps.
+
+A rematerialised region whose policy saves this name does not recompute the forward pass.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What is static about a call.
+    """Static arguments of a call.
 
     Attributes:
-      form: of the loss.
-      config: tiles; None has them chosen.
-      num_tiles: of each device's columns; None has them chosen. Not with `config`.
-      split: over a mesh, or None.
-      kernel: sizes of the Hopper kernels; where it is given forward's runs, and backward's where it
-        says so. `config` and `num_tiles` are of XLA's loops.
+      form: options of the loss.
+      config: tiles of XLA's loops; None chooses them.
+      num_tiles: number of tiles of each device's columns; None chooses it. Cannot be combined with
+        `config`.
+      split: how the arrays are split over a mesh, or None.
+      kernel: sizes of the Hopper kernels. If given, forward runs the kernel, and backward does if
+        `kernel.backward`. `config` and `num_tiles` are for XLA's loops.
     """
 
     form: Form
@@ -62,7 +63,7 @@ class Call:
         )
 
     def places(self, w: Array, labels: Array) -> Array:
-        """Return labels as places among one device's columns, w[D, v]; those of others are outside."""
+        """Return labels as indices into one device's columns, w[D, v]; others are out of range."""
         return (
             labels - self.split.column_ids(jnp.int32(0), 1, w.shape[1])
             if self.split and self.split.vocab
@@ -70,8 +71,9 @@ class Call:
         )
 
     def mapped(self, fn: Callable[..., Any], in_specs: str, out_specs: str) -> Callable[..., Any]:
-        """Return `fn` of each device's pieces; a letter a spec: x of [T, D], t of [T], w of [D, V],
-        g of w's gradient.
+        """Return `fn` mapped over the devices' pieces.
+
+        Each letter is a spec: x for x[T, D], t for an array [T], w for w[D, V], g for w's gradient.
         """
         if self.split is None:
             return fn
@@ -87,7 +89,7 @@ class Call:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def losses(call: Call, x: Array, w: Array, labels: Array) -> Array:
-    """Return float32 losses[T] for x[T, D], w[D, V] and labels[T]; those of negative labels are 0."""
+    """Return float32 losses[T] for x[T, D], w[D, V] and labels[T]; 0 for negative labels."""
     return _forward(call, x, w, labels)[0]
 
 
@@ -107,7 +109,7 @@ def _forward(call: Call, x: Array, w: Array, labels: Array) -> tuple[Array, Any]
 
 def _backward(call: Call, residuals: Any, dloss: Array) -> tuple[Array, Array, None]:
     def run(x: Array, w: Array, labels: Array, lse: Array, dloss: Array) -> tuple[Array, Array]:
-        # The cotangent of a token that counts nothing may be anything, NaN included.
+        # The cotangent of an ignored token may be anything, including NaN.
         weight = jnp.where(labels >= 0, dloss, 0)
         if call.kernel is not None and call.kernel.backward:
             grads = mosaic.backward(

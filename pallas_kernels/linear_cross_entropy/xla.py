@@ -1,23 +1,27 @@
-"""`linear_cross_entropy` as XLA computes it: loops over tiles of tokens and vocabulary, products of
-the inputs' dtype.
+"""`linear_cross_entropy` in XLA: loops over tiles of tokens and vocabulary.
 
-    forward                                       backward in one pass              backward in two passes
-    for v: w_v                                    for v: w_v, dw_v = 0              for t: dx_t = 0
-      for t: z = x_t w_v                            for t: s = slope(x_t w_v)         for v: dx_t += slope(x_t w_v) w_v^T
-        join max, sum, z[label], sum of z               dx_t += s w_v^T             for v: dw_v = 0
-                                                        dw_v += x_t^T s               for t: dw_v += x_t^T slope(x_t w_v)
+Products are in the inputs' dtype.
 
-The log-sum-exp is joined online (Milakov and Gimelshein, arXiv:1805.02867): a maximum m and a sum l
-of exp(z - m) become, with a tile's, m' = max(m, max z) and l exp(m - m') + sum exp(z - m').
+    forward               backward in one pass          backward in two passes
+    for v: w_v            for v: w_v, dw_v = 0          for t: dx_t = 0
+      for t:                for t:                        for v: dx_t += slope(x_t w_v) w_v^T
+        z = x_t w_v           s = slope(x_t w_v)        for v: dw_v = 0
+        join stats of z       dx_t += s w_v^T             for t: dw_v += x_t^T slope(x_t w_v)
+                              dw_v += x_t^T s
+
+The statistics are the maximum, the sum of exponentials, z[label] and the sum of z.
+
+The log-sum-exp is joined online (Milakov and Gimelshein, arXiv:1805.02867): with a new tile, a
+maximum m and a sum l of exp(z - m) become m' = max(m, max z) and l exp(m - m') + sum exp(z - m').
 
 Slopes are rounded to the inputs' dtype for the two products of backward, so they are kept near 1:
-the cotangents of the tokens, 1 / T each for a mean, are divided by their largest, which multiplies
-the float32 sums afterwards. In float16, whose numbers end at 6e-8, that is not enough for
-probabilities of a vocabulary of 1e5: there slopes are multiplied by 2^12 too.
+the cotangents of the tokens, 1 / T each for a mean, are divided by the largest of them, and the
+float32 sums are multiplied by it afterwards. In float16, whose smallest number is 6e-8, that is not
+enough for the probabilities of a vocabulary of 1e5: there slopes are also multiplied by 2^12.
 
-Tiles of dims that blocks do not divide: the last starts early enough to be whole and overlaps the
-one before, so that no array is padded, which would be a copy. In a tile, `fresh` are the places
-that were not in the one before; the others count nothing, and are not written.
+If a block does not divide its dim, the last tile starts early enough to be full and overlaps the
+tile before, because padding an array would copy it. `fresh` marks a tile's positions that were not
+in the tile before; the other positions are ignored and not written.
 """
 
 import dataclasses
@@ -33,14 +37,13 @@ from pallas_kernels.linear_cross_entropy.split import Split
 
 Array = jax.Array
 STALE = -1
-"""The place of a column that the tile before had: that of no label that counts."""
+"""Index given to a column that the tile before also had: no label that counts equals it."""
 HEADROOM = {jnp.dtype(jnp.float16): 2.0**12}
-"""Slopes are multiplied by it: at most about 2 in absolute value, they stay below float16's 65504.
-"""
+"""Factor of the slopes by dtype; slopes of magnitude 2 or less stay below float16's 65504."""
 
 
 class Stats(NamedTuple):
-    """What is known of each token's logits, float32[T]: of the columns so far, or of all."""
+    """Statistics of each token's logits, float32[T], over the columns so far or all columns."""
 
     max: Array
     sum: Array
@@ -50,32 +53,35 @@ class Stats(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """One dim in tiles."""
+    """One dim cut into tiles."""
 
     size: int
     block: int
 
     @property
     def count(self) -> int:
+        """Number of tiles."""
         return -(-self.size // self.block)
 
     @property
     def overlap(self) -> bool:
-        """Tell whether the last tile has places of the one before."""
+        """Whether the last tile shares positions with the tile before."""
         return self.size % self.block != 0
 
     def start(self, k: Array) -> Array:
+        """Return the first position of tile k."""
         return jnp.minimum(k * self.block, self.size - self.block)
 
     def fresh(self, k: Array) -> Array | None:
-        """Return which places of tile k the one before did not have; None: all, in every tile."""
+        """Return which positions of tile k are not in tile k - 1; None if tiles never overlap."""
         return self.start(k) + jnp.arange(self.block) >= k * self.block if self.overlap else None
 
     def read(self, a: Array, k: Array, dim: int) -> Array:
+        """Return tile k of an array along dim `dim`."""
         return jax.lax.dynamic_slice_in_dim(a, self.start(k), self.block, dim)
 
     def write(self, a: Array, k: Array, tile: Array, dim: int) -> Array:
-        """Write the fresh places of a tile."""
+        """Write the fresh positions of a tile."""
         fresh = self.fresh(k)
         if fresh is not None:
             fresh = jnp.expand_dims(fresh, [d for d in range(a.ndim) if d != dim])
@@ -85,10 +91,7 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """One device's x[T, D], w[D, V] and labels[T], in tiles.
-
-    Labels of tokens that count nothing are negative.
-    """
+    """One device's x[T, D], w[D, V] and labels[T], in tiles; ignored labels are negative."""
 
     form: Form
     config: Config
@@ -99,18 +102,20 @@ class Pieces:
 
     @property
     def rows(self) -> Tiles:
+        """Tiles of the tokens."""
         return Tiles(len(self.x), min(self.config.block_t, len(self.x)))
 
     @property
     def columns(self) -> Tiles:
-        """This device's columns: a tile of them, gathered, has the configured width."""
+        """Tiles of this device's columns; once gathered, a tile has the configured width."""
         width = self.config.block_v // (self.split.widening if self.split else 1)
         return Tiles(self.w.shape[1], min(max(1, width), self.w.shape[1]))
 
     @property
     def sends_columns(self) -> bool:
-        """Tell whether all of dw is summed here and its columns go to other devices: then it is
-        dw^T[V, D], for shards to be whole pieces of memory.
+        """Whether all of dw is summed here before its columns are sent to other devices.
+
+        It is then dw^T[V, D], so that shards are contiguous in memory.
         """
         return (
             self.split is not None
@@ -120,8 +125,9 @@ class Pieces:
         )
 
     def read_w(self, k: Array) -> tuple[Array, Array]:
-        """Return tile k of the columns, w[D, v], and their places[v] in the vocabulary; STALE where
-        they are not fresh.
+        """Return tile k of the columns, w[D, v], and their indices[v] in the vocabulary.
+
+        Columns that are not fresh have the index STALE.
         """
         tiles = self.columns
         w, fresh = tiles.read(self.w, k, 1), tiles.fresh(k)
@@ -133,24 +139,24 @@ class Pieces:
         return (w, places) if self.split is None else self.split.gather(w, places)
 
     def logits(self, t: Array, w: Array) -> Array:
-        """Return float32 logits[block_t, v] of a tile of tokens."""
+        """Return float32 logits[block_t, v] for tile t of the tokens."""
         return self.form.cap(
             jnp.dot(self.rows.read(self.x, t, 0), w, preferred_element_type=jnp.float32)
         )
 
     def is_label(self, t: Array, places: Array) -> Array:
-        # A label of -1 equals STALE and matches stale columns. Its token counts nothing, so that
-        # this has no effect.
+        """Return whether each column is its token's label, bool[block_t, v]."""
+        # A label of -1 equals STALE and matches stale columns, but its token is ignored.
         return self.rows.read(self.labels, t, 0)[:, None] == places[None, :]
 
 
 def loop(count: int, body: Callable[[Array, Any], Any], carry: Any) -> Any:
-    """Run `body(k, carry)` for k below `count`."""
+    """Run `body(k, carry)` for k below `count` and return the last carry."""
     return jax.lax.fori_loop(0, count, body, carry) if count > 1 else body(jnp.int32(0), carry)
 
 
 def forward(pieces: Pieces) -> Stats:
-    """Return what the losses and backward need of this device's columns."""
+    """Return the statistics of this device's columns, which the losses and backward need."""
     rows = pieces.rows
 
     def over_vocab(v: Array, stats: Stats) -> Stats:
@@ -158,8 +164,8 @@ def forward(pieces: Pieces) -> Stats:
         fresh = (places != STALE)[None, :] if pieces.columns.overlap else None
 
         def over_tokens(t: Array, stats: Stats) -> Stats:
-            # The statistics of rows in the overlap have this tile already. What is joined to them
-            # again is not written.
+            # The statistics of rows in the overlap already include this tile. Joining the tile to
+            # them again is harmless, because those rows are not written.
             before = Stats(*(rows.read(a, t, 0) for a in stats))
             z = pieces.logits(t, w)  # [block_t, v]
             inside = z if fresh is None else jnp.where(fresh, z, -jnp.inf)
@@ -184,7 +190,7 @@ def forward(pieces: Pieces) -> Stats:
 
 
 def joined(stats: Stats, axes: tuple[str, ...]) -> Stats:
-    """Return the stats of all columns, of those of each device along mesh axes."""
+    """Return the statistics over all columns from each device's, joined along mesh axes."""
     if not axes:
         return stats
     largest = jax.lax.pmax(stats.max, axes)
@@ -193,36 +199,38 @@ def joined(stats: Stats, axes: tuple[str, ...]) -> Stats:
 
 
 def scaled(weight: Array, dtype: Any) -> tuple[Array, Array]:
-    """Return weights of tokens whose slopes `dtype` keeps, and the factor of their sums that undoes
-    the scaling.
+    """Return weights scaled so that `dtype` can represent the slopes.
+
+    The second result is the factor that undoes the scaling, to apply to the sums.
     """
     headroom = HEADROOM.get(dtype, 1.0)
-    # Where no token counts, weights are 0 and any unit serves.
+    # If no token counts, all weights are 0 and any unit works.
     largest = jnp.abs(weight).max()
     unit = jnp.where(largest == 0, 1, largest)
     return weight / unit * headroom, unit / headroom
 
 
 def backward(pieces: Pieces, lse: Array, weight: Array) -> tuple[Array, Array]:
-    """Return dx[T, D] of this device's columns, and dw[D, V] of all tokens where w is, or as the
-    split sends it.
+    """Return dx[T, D] and dw[D, V], reduced over devices as the split asks.
+
+    Without a split, dx covers this device's columns and dw its tokens.
 
     Args:
-      pieces: what forward had.
-      lse: float32[T], of all columns.
-      weight: float32[T], the cotangent of each token's loss; 0 where a token counts nothing.
+      pieces: the same arrays as in forward.
+      lse: float32[T], each token's log-sum-exp over the full vocabulary.
+      weight: float32[T], the cotangent of each token's loss; 0 for ignored tokens.
     """
     rows, columns, x, w = pieces.rows, pieces.columns, pieces.x, pieces.w
     columns_first = pieces.sends_columns
     weight, unit = scaled(weight, x.dtype)
 
     def slopes(t: Array, w_v: Array, places: Array) -> Array:
-        """Return slopes[block_t, v] in x's dtype, 0 for what is not fresh."""
+        """Return slopes[block_t, v] in x's dtype, 0 at positions that are not fresh."""
         slope = pieces.form.slope(
             pieces.logits(t, w_v), rows.read(lse, t, 0)[:, None], pieces.is_label(t, places)
         )
         counts, fresh = rows.read(weight, t, 0), rows.fresh(t)
-        # Rows of the overlap have added their part to dw: here they count nothing.
+        # Rows of the overlap have already added their part to dw: ignore them here.
         counts = counts if fresh is None else jnp.where(fresh, counts, 0)
         slope = slope * counts[:, None]
         return (jnp.where(places == STALE, 0, slope) if columns.overlap else slope).astype(x.dtype)
@@ -238,8 +246,8 @@ def backward(pieces: Pieces, lse: Array, weight: Array) -> tuple[Array, Array]:
 
     def keep(dw: Array, v: Array, tile: Array) -> Array:
         tile = (tile * unit).astype(w.dtype)
-        # Gathered columns are reduced a tile at a time; whole ones wait for one reduction at the
-        # end.
+        # Gathered columns are reduced one tile at a time; unsharded columns are reduced together at
+        # the end.
         if pieces.split is not None and pieces.split.gathered:
             tile = pieces.split.reduce_tile(tile)
         return columns.write(dw, v, tile, 0 if columns_first else 1)

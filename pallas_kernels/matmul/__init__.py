@@ -1,23 +1,24 @@
 """A product with its bias, accumulation, activation and gate: `matmul`, one kernel on Hopper.
 
-What there was already, and why this is written all the same (read in jax 0.10.2 and 0.12.0, and in
-tokamax of 2026):
+Comparison with existing kernels (jax 0.10.2 and 0.12.0, and tokamax of 2026):
 
-| | jax `hopper_matmul_mgpu` | tokamax `gated_linear_unit`, sm90 | here |
-|---|---|---|---|
-| bias, activation | no | activation, no bias | gelu, silu, bias |
-| gate of two weights | no | one array `[K, 2, N]` | two arrays, as checkpoints have them |
-| what is accumulated | of the result's dtype, a stall a chunk, not in place | no | both dtypes, read ahead, in place |
-| M, N, K | multiples of the blocks | the same | any; N and K that are no multiples of 64, and M of 8, cost copies |
-| between two tiles | the pipeline drains and fills | the same | the next tile's loads go on in the epilogue |
-| gradient | no | yes | yes, products left to cuBLAS |
-| over devices | no | no | rows, columns, and parts of a sum (`Split`) |
-| clusters that share loads | yes | yes | of two blocks, along M or N |
+- jax's `hopper_matmul_mgpu` has no bias, activation or gate. It accumulates only onto arrays of the
+  result's dtype, stalls once per chunk, and does not write in place. M, N and K must be multiples
+  of the blocks, and the pipeline drains and fills between two tiles. It has no gradient and no
+  splitting over devices. Clusters share loads.
+- tokamax's `gated_linear_unit` for sm90 has an activation but no bias, and takes the two weights of
+  a gate as one array `[K, 2, N]`. It does not accumulate. Blocks, pipeline and clusters are as in
+  jax. It has a gradient and no splitting over devices.
+- Here there are gelu, silu and a bias; a gate takes two arrays, as checkpoints store them.
+  Accumulation takes both dtypes, reads ahead and writes in place. Any M, N and K work; N and K that
+  are not multiples of 64, and M that is not a multiple of 8, cost copies. The next tile's loads
+  continue during the epilogue. The gradient leaves its products to cuBLAS. Over devices it splits
+  rows, columns, or parts of a sum (`Split`). Clusters of two blocks, along M or N, share loads.
 
-So a plain product with dims that blocks divide is served by what JAX ships, and by XLA's cuBLAS;
-this one is for what they do not do. The gated form takes two arrays, as Llama's checkpoints name
-the weights apart (`gate_proj`, `up_proj`), and to stack them is a copy; tokamax takes such a pair
-too, and stacks it.
+A plain product with dims that blocks divide is therefore served by JAX's kernel, and by XLA's
+cuBLAS; this kernel is for everything else. The gated form takes two arrays because Llama's
+checkpoints name the weights separately (`gate_proj`, `up_proj`), and stacking them is a copy;
+tokamax accepts such a pair too, and stacks it.
 """
 
 import dataclasses
@@ -51,44 +52,44 @@ def matmul(
     config: Config | None = None,
     split: Split | None = None,
 ) -> jax.Array:
-    """Return `activation(x @ w + bias + accumulate)`, or of two weights `activation(z_0) * z_1`
-    with `z_i` such sums.
+    """Return `activation(x @ w + bias + accumulate)`, summed in float32 and rounded once.
 
-    `x[..., K] @ w[K, N] -> y[..., N]`, summed in float32 and rounded once. Differentiable in every
-    array. On several devices give a `split`, or call it in `jax.shard_map` on each device's own
-    pieces: the kernel is opaque to the partitioner.
+    With two weights, return `activation(z_0) * z_1`, where each z_i is such a sum.
+
+    `x[..., K] @ w[K, N] -> y[..., N]`. Differentiable in every array. On several devices pass a
+    `split`, or call it in `jax.shard_map` on each device's own pieces: the kernel is opaque to the
+    partitioner.
 
     Args:
-      x: bfloat16 or float16 for the kernel; any float dtype otherwise.
-      w: of x's dtype. Two of them, `(gate, up)`, make a gated linear unit.
-      bias: `[N]`, of x's dtype or float32; two of them for two weights.
+      x: activations `[..., K]`: bfloat16 or float16 for the kernel; any float dtype otherwise.
+      w: weight `[K, N]` in x's dtype. A pair `(gate, up)` makes a gated linear unit.
+      bias: `[N]`, in x's dtype or float32; a pair for two weights.
       activation: "gelu" (tanh form), "silu" or None.
-      accumulate: `[..., N]`, an existing output that the product is added to, before the
-        activation; two for two weights. The kernel overwrites it (the first of two) where its dtype
-        is the result's: donate it. Not in a `jax.shard_map` that checks which axes a value varies
-        over: JAX aliases nothing there, so give that `check_vma=False` where memory counts.
-      implementation: "mosaic" (the Hopper kernel), "xla", "reference" (float32), or None to have it
-        chosen and logged: the kernel where the table of `pallas_kernels.matmul.measured` says that
-        it is faster for this shape, XLA's form elsewhere and under `jax.vmap`, of which nothing is
-        measured.
-      preferred_element_type: dtype of the result; None is that of `accumulate`, else x's. float32
-        is for sums that go on.
-      config: sizes of the kernel; None takes those of that table, and for other shapes those of a
+      accumulate: `[..., N]`, an existing output to which the product is added before the
+        activation; a pair for two weights. The kernel overwrites it (the first of a pair) if its
+        dtype is the result's dtype: donate it. Inside a `jax.shard_map` that checks over which axes
+        a value varies, JAX cannot alias it: set `check_vma=False` there if memory matters.
+      implementation: "mosaic" (the Hopper kernel), "xla", "reference" (float32), or None to choose
+        and log one: the kernel if the table of `pallas_kernels.matmul.measured` shows that it is
+        faster for this shape, XLA's form otherwise and under `jax.vmap`, which has no measurements.
+      preferred_element_type: dtype of the result; None takes the dtype of `accumulate`, else x's.
+        Use float32 for sums that continue.
+      config: sizes of the kernel; None takes them from that table, and for unmeasured shapes from a
         closed form.
-      split: how the arrays are split over a mesh; what is in place stays so. Where it splits K,
-        over P devices, the result and `accumulate` are `[P, ..., N]`, the parts of the sum. None:
-        nothing is split, or the call is inside a `jax.shard_map`.
+      split: how the arrays are split over a mesh; in-place accumulation still works. If it splits
+        K, over P devices, the result and `accumulate` are `[P, ..., N]`, the parts of the sum. None
+        if nothing is split, or if the call is inside a `jax.shard_map`.
 
     Raises:
-      ValueError: dims or dtypes that do not fit each other, an unknown activation or
-        implementation, blocks that do not fit.
-      NotImplementedError: the named implementation has no kernel for these dtypes or this device;
-        or the named kernel is under `jax.vmap` in jax 0.10, which batches no kernel.
+      ValueError: dims or dtypes do not fit each other, the activation or implementation is unknown,
+        or the blocks do not fit.
+      NotImplementedError: the named implementation has no kernel for these dtypes or this device,
+        or the named kernel is under `jax.vmap` in jax 0.10, which cannot batch a kernel.
     """
     weights, biases, accumulates = _tuple(w), _tuple(bias), _tuple(accumulate)
     call = _describe(x, weights, biases, accumulates, activation, preferred_element_type, split)
     problem, row = call.problem, call.row
-    # Below here everything is a matrix: the leading dims are rows.
+    # From here on everything is a matrix: the leading dims are flattened to rows.
     k, n = weights[0].shape
     m, num_parts = math.prod(x.shape[:-1]), 0 if split is None else split.num_parts
     rows = x.reshape(m, k)
@@ -102,7 +103,7 @@ def matmul(
         {"mosaic": call.passed_over},
     )
     if chosen == "reference":
-        # Not by the rule of `vjp`: its gradients are JAX's own.
+        # The reference bypasses the rule of `vjp`: JAX derives its gradients.
         y = reference.matmul(form, rows, weights, biases, accumulates, num_parts)
     else:
         if chosen == "mosaic":
@@ -114,16 +115,14 @@ def matmul(
         static = vjp.Call(
             form, config, is_named, split, problem.bias_dtype, problem.accumulate_dtype
         )
-        # Cast outside of the rule, so that JAX sums a replicated weight's gradient over the shards
-        # (see `varying`).
+        # The cast is outside of the rule, so that JAX sums a replicated weight's gradient over the
+        # shards (see `varying`).
         y: Any = vjp.matmul(static, *vary_alike((rows, weights, biases, accumulates)))
     return y.reshape((*parts, *x.shape[:-1], n))
 
 
 def is_measured(*arrays: Any) -> bool:
-    """Tell whether the table of measurements has a row of the device that a program of these arrays
-    is for.
-    """
+    """Return whether the table of measurements has a row for the target device of these arrays."""
     target = target_of(*arrays)
     return any(
         (row.chip, row.num_cores) == (target.chip, target.num_cores) for row in measured.table()
@@ -140,11 +139,12 @@ def is_faster(
     preferred_element_type: Any = None,
     split: Split | None = None,
 ) -> bool:
-    """Tell whether `matmul` of these takes the kernel where no implementation is named: a
-    measurement says it is faster.
+    """Return whether `matmul` would use the kernel for these arguments with `implementation=None`.
+
+    It does if a measurement shows that the kernel is faster. The arguments are those of `matmul`.
 
     Raises:
-      ValueError: as `matmul`.
+      ValueError: the arguments do not fit; see `matmul`.
     """
     call = _describe(
         x, _tuple(w), _tuple(bias), _tuple(accumulate), activation, preferred_element_type, split
@@ -154,9 +154,7 @@ def is_faster(
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A call's problem on one device, the device, and the row of the table that speaks for it, or
-    None.
-    """
+    """A call's problem on one device, the target device, and the matching measurement, or None."""
 
     problem: Problem
     target: Target
@@ -164,12 +162,12 @@ class _Call:
 
     @property
     def refusal(self) -> str | None:
-        """Why the kernel cannot serve, or None."""
+        """Why the kernel cannot serve, or None if it can."""
         return mosaic.refusal(self.problem, self.target)
 
     @property
     def passed_over(self) -> str | None:
-        """Why the kernel is not taken unless it is named, or None."""
+        """Why the kernel is only used if it is named, or None if it is chosen by default."""
         if self.row is None:
             return UNMEASURED
         return (
@@ -225,7 +223,8 @@ def _check(
 ) -> None:
     if activation not in ACTIVATIONS:
         raise ValueError(
-            f"matmul: activation={activation!r} is unknown: choose from {', '.join(map(repr, ACTIVATIONS))}"
+            f"matmul: activation={activation!r} is unknown: choose from "
+            f"{', '.join(map(repr, ACTIVATIONS))}"
         )
     if len(weights) not in (1, 2):
         raise ValueError(
@@ -240,8 +239,9 @@ def _check(
         raise ValueError(f"matmul: preferred_element_type={dtype}: a float dtype is needed")
     if num_parts and (len(weights) > 1 or biases or activation is not None):
         raise ValueError(
-            f"matmul: K is split over {num_parts} devices, and bias, activation and gate come after the sum of their parts: "
-            f"one weight alone is needed, not {len(weights)} with {len(biases)} biases and activation={activation!r}"
+            f"matmul: K is split over {num_parts} devices, and bias, activation and gate come "
+            f"after the sum of their parts: one weight alone is needed, not {len(weights)} with "
+            f"{len(biases)} biases and activation={activation!r}"
         )
     y_shape = (*((num_parts,) if num_parts else ()), *x.shape[:-1], n)
     for name, terms, shape in (
@@ -251,18 +251,22 @@ def _check(
     ):
         if terms and len(terms) != len(weights):
             raise ValueError(
-                f"matmul: {len(terms)} of {name} for {len(weights)} of w: one for each weight is needed"
+                f"matmul: {len(terms)} of {name} for {len(weights)} of w: one for each weight is "
+                "needed"
             )
         for term in terms:
             if term.shape != shape:
                 raise ValueError(
-                    f"matmul: {name} is {list(term.shape)}, and x is {list(x.shape)}: {list(shape)} is needed"
+                    f"matmul: {name} is {list(term.shape)}, and x is {list(x.shape)}: "
+                    f"{list(shape)} is needed"
                 )
             if term.dtype != terms[0].dtype or not jnp.issubdtype(term.dtype, jnp.floating):
                 raise ValueError(
-                    f"matmul: {name} is {', '.join(str(t.dtype) for t in terms)}: one float dtype is needed"
+                    f"matmul: {name} is {', '.join(str(t.dtype) for t in terms)}: one float dtype "
+                    "is needed"
                 )
     if weights[0].dtype != x.dtype:
         raise ValueError(
-            f"matmul: x is {x.dtype} and w {weights[0].dtype}: one dtype is needed; cast one of them"
+            f"matmul: x is {x.dtype} and w {weights[0].dtype}: one dtype is needed; cast one of "
+            "them"
         )

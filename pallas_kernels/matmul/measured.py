@@ -1,20 +1,22 @@
-"""What was measured of the kernel of `matmul`: the table `measured.json`, which chooses its sizes,
-and where None takes it.
+"""Measurements of the kernel of `matmul`: the table `measured.json`.
 
-A row is one problem on one chip: the sizes of the kernel that were fastest in a sweep, and seconds
-of a call of it, of XLA's form, and of JAX's own kernel where that serves. `benchmarks/kernels.py
-sweep` writes rows, beside a GPU.
+The table chooses the kernel's sizes, and decides where `implementation=None` uses the kernel.
 
-    {"chip": "H200", "num_cores": 132, "m": 8192, .., "config": {..}, "seconds": .., "xla_seconds": .., "jax_seconds": .., ..}
+A row is one problem on one chip. It holds the sizes of the kernel that were fastest in a sweep, and
+the seconds per call of the kernel, of XLA's form, and of JAX's own kernel if that supports the
+problem. `benchmarks/kernels.py sweep` writes rows on a machine with a GPU.
 
-A row speaks for calls on its chip with as many cores, of its N and K, weights, dtypes and
-activation, and of M from its own up to, and without, twice that: a larger M leaves less of the last
-wave of tiles empty. M that 8 does not divide, which is padded, has rows of its own. Of several rows
-that of the largest M speaks. A call that no row speaks for takes the sizes of `config.choose` where
-the kernel is named, and XLA's form else: nothing is read off the neighbours of a row in any other
-dim.
+    {"chip": "H200", "num_cores": 132, "m": 8192, .., "config": {..}, "seconds": ..,
+     "xla_seconds": .., "jax_seconds": .., ..}
 
-Forward alone is measured, of one device, without the products that the derivative keeps.
+A row applies to calls on its chip with the same number of cores, the same N, K, weights, dtypes and
+activation, and M from its own up to, and excluding, twice its own: a larger M leaves less of the
+last wave of tiles empty. M that is not divisible by 8 is padded and has rows of its own. If several
+rows apply, the row of the largest M is used. A call to which no row applies takes the sizes of
+`config.choose` if the kernel is named, and XLA's form otherwise. Nothing is inferred from rows that
+differ in any other dim.
+
+Only forward is measured, on one device, without writing the products that the derivative needs.
 """
 
 import dataclasses
@@ -33,13 +35,13 @@ from pallas_kernels.matmul.reference import ACTIVATIONS
 from pallas_kernels.shared_memory import TILE_ROWS
 
 PATH = pathlib.Path(__file__).with_name("measured.json")
-# of XLA's time, at most, where None takes the kernel: a chosen margin, so that noise alone moves no
-# program
+# The kernel is chosen by default if it takes at most this fraction of XLA's time: the margin keeps
+# noise from changing programs.
 FASTER = 0.98
-REACH = 2  # a row speaks for less than so many times its M
+REACH = 2  # a row applies to M below REACH times its own
 
 DIMS = ("m", "n", "k", "num_weights")
-TERMS = ("bias_dtype", "accumulate_dtype")  # null where there is no such term
+TERMS = ("bias_dtype", "accumulate_dtype")  # null if the term is absent
 DTYPES = ("dtype", "out_dtype", *TERMS)
 TIMES = ("seconds", "xla_seconds", "jax_seconds")
 ABOUT = ("device", "jax", "date")
@@ -47,17 +49,17 @@ ABOUT = ("device", "jax", "date")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One problem as it was measured.
+    """The measurement of one problem.
 
     Attributes:
-      chip, num_cores: of `dispatch.Target`.
-      problem: of one device.
+      chip, num_cores: the chip, as in `dispatch.Target`.
+      problem: dims and dtypes on one device.
       activation: a key of `reference.ACTIVATIONS`.
       config: the sizes that were fastest.
-      seconds: of a call of the kernel, the median.
-      xla_seconds: of XLA's form, likewise, in the same run.
-      jax_seconds: of JAX's own `hopper_matmul_mgpu` with its fastest sizes, likewise; None where it
-        does not serve.
+      seconds: median seconds per call of the kernel.
+      xla_seconds: median seconds per call of XLA's form, in the same run.
+      jax_seconds: median seconds per call of JAX's own `hopper_matmul_mgpu` with its fastest sizes,
+        in the same run; None if it does not support the problem.
       device, jax, date: the device's full name, JAX's version, and the day.
     """
 
@@ -74,6 +76,7 @@ class Row:
     date: str
 
     def __post_init__(self):
+        """Raise ValueError if a field is not valid."""
         dims = {name: getattr(self.problem, name) for name in DIMS} | {"num_cores": self.num_cores}
         if (
             any(type(value) is not int or value < 1 for value in dims.values())
@@ -82,7 +85,8 @@ class Row:
             raise ValueError(f"{dims}: integers of 1 or more, and one weight or two, are needed")
         if self.activation not in ACTIVATIONS:
             raise ValueError(
-                f"activation={self.activation!r} is unknown: choose from {', '.join(map(repr, ACTIVATIONS))}"
+                f"activation={self.activation!r} is unknown: choose from "
+                f"{', '.join(map(repr, ACTIVATIONS))}"
             )
         for name in TIMES:
             if (value := getattr(self, name)) is None and name == "jax_seconds":
@@ -103,21 +107,21 @@ class Row:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What a table has one row of."""
+        """The key that is unique in a table: chip, number of cores, activation and problem."""
         return self.chip, self.num_cores, self.activation, self.problem
 
     @property
     def over_xla(self) -> float:
-        """The kernel's time over that of XLA's form."""
+        """Ratio of the kernel's time to the time of XLA's form."""
         return self.seconds / self.xla_seconds
 
     @property
     def is_faster(self) -> bool:
-        """Whether None takes the kernel."""
+        """Whether the kernel is faster than XLA's form by enough to be chosen by default."""
         return self.over_xla <= FASTER
 
     def serves(self, problem: Problem, activation: str | None, target: Target) -> bool:
-        """Tell whether the row speaks for a call."""
+        """Return whether the row applies to a call."""
         own = self.problem
         return (
             (self.chip, self.num_cores, self.activation)
@@ -131,17 +135,17 @@ class Row:
 def find(
     rows: Iterable[Row], problem: Problem, activation: str | None, target: Target
 ) -> Row | None:
-    """Return the row that speaks for a call, or None."""
+    """Return the row that applies to a call, or None."""
     serving = [row for row in rows if row.serves(problem, activation, target)]
     return max(serving, key=lambda row: row.problem.m, default=None)
 
 
 @functools.cache
 def table() -> tuple[Row, ...]:
-    """Return the rows of `measured.json`, read once.
+    """Return the rows of `measured.json`, which is read once.
 
     Raises:
-      ValueError: the file has another form; with the row and what is wrong.
+      ValueError: the file is malformed; the message names the row and the fault.
     """
     return parse(PATH.read_text(), str(PATH))
 
@@ -149,8 +153,12 @@ def table() -> tuple[Row, ...]:
 def parse(text: str, name: str) -> tuple[Row, ...]:
     """Return the rows of a table.
 
+    Args:
+      text: the table in JSON.
+      name: name of the table, for messages.
+
     Raises:
-      ValueError: it has another form; with `name`, the row and what is wrong.
+      ValueError: the table is malformed; the message has `name`, the row and the fault.
     """
     try:
         data = json.loads(text)
@@ -177,7 +185,8 @@ def _row(fields: Any) -> Row:
     needed = {*own, *DIMS, *DTYPES, "config"}
     if set(fields) != needed:
         raise ValueError(
-            f"without {sorted(needed - set(fields))}, and with the unknown {sorted(set(fields) - needed)}"
+            f"without {sorted(needed - set(fields))}, and with the unknown "
+            f"{sorted(set(fields) - needed)}"
         )
     sizes = fields["config"]
     if not isinstance(sizes, Mapping) or any(type(size) is not int for size in sizes.values()):
@@ -196,7 +205,7 @@ def _row(fields: Any) -> Row:
 
 
 def dump(rows: Iterable[Row]) -> str:
-    """Return a table's text, a line for each row, in order of chip and problem."""
+    """Return a table's text, one line per row, ordered by chip and problem."""
     lines = []
     for row in sorted(
         rows,
@@ -219,5 +228,5 @@ def dump(rows: Iterable[Row]) -> str:
 
 
 def merged(rows: Iterable[Row], new: Iterable[Row]) -> tuple[Row, ...]:
-    """Return a table in which new rows take the places of those of the same chip and problem."""
+    """Return a table in which each new row replaces the row of the same chip and problem."""
     return tuple(({row.key: row for row in rows} | {row.key: row for row in new}).values())

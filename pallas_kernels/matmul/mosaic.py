@@ -1,37 +1,37 @@
-"""`matmul` for Hopper, in Pallas Mosaic GPU: loads, products and epilogue at the same time.
+"""`matmul` for Hopper, in Pallas Mosaic GPU, with overlapping loads, products and epilogue.
 
 A block has three warpgroups. One loads: the tensor memory accelerator (TMA) copies `block_k`
 columns of x and rows of each weight into one of `num_stages` slots of shared memory. Two multiply,
 each `block_m / 2` rows: wgmma reads both operands from shared memory and sums in float32 registers.
-Two barriers a slot order them: `full`, on which the copies arrive, and `empty`, on which each
-multiplying warpgroup arrives when the product that read the slot has ended; that is one product
-later, so that one is always in flight.
+Two barriers per slot order them: `full`, on which the copies arrive, and `empty`, on which each
+multiplying warpgroup arrives when the product that read the slot has ended. It arrives one product
+later, so that one product is always in flight.
 
     loader     s:  wait empty[s - num_stages];  x[tile, s], w[s, tile] -> slot
     multiplier s:  wait full[s];  acc += x @ w;  wait for product s - 1;  arrive empty[s - 1]
 
-The grid is as large as the GPU (persistent): each block goes through tiles of the result, in an
-order that keeps neighbours together. Steps are counted through, over all tiles, so while a tile
+The grid is as large as the GPU (persistent): each block processes tiles of the result, in an order
+that keeps neighbours together. Steps are numbered consecutively over all tiles, so while a tile
 ends (activation, stores) the loader fills the slots with the first steps of the next one.
 
-Two blocks may form a cluster (`cluster_m`, `cluster_n`): they have neighbouring tiles, go through
-them in step, and what both read is loaded once. Each of the two loads half of it and TMA writes
-that to the memory of both (multicast), so a slot is filled from two sides: `empty` counts the
-multiplying warpgroups of both blocks, in each of them, while `full` counts bytes, whoever sends
-them. By the wait for every last arrival no block ends while the other still writes to it. JAX's own
-`hopper_matmul_mgpu` does the same.
+Two blocks may form a cluster (`cluster_m`, `cluster_n`): they have neighbouring tiles, process them
+in step, and load shared operands only once. Each of the two loads half of a shared operand, and TMA
+writes it to the memory of both (multicast). A slot is therefore filled from two sides: `empty`
+counts the multiplying warpgroups of both blocks, in each of them, while `full` counts bytes from
+either sender. Because each block waits for every last arrival, no block ends while the other still
+writes to it. JAX's own `hopper_matmul_mgpu` does the same.
 
-The end of a tile passes through shared memory in chunks of 64 rows and 128 bytes. Bias and what is
-accumulated come by TMA, asked for before the products start, so they are there when those end; the
-result leaves by TMA, two chunks in flight.
+The end of a tile passes through shared memory in chunks of 64 rows and 128 bytes. Biases and
+accumulated arrays arrive by TMA and are requested before the products start, so that they are
+present when the products end. The result leaves by TMA, two chunks in flight.
 
-Edges: M may be any multiple of 8, and N and K any of 64. TMA gives zeros outside of an array, and
-writes nothing there. Others are padded with zeros before the kernel, which copies the operand, and
-for M and N the result; JAX's transform for swizzled memory takes no other.
+Edges: M may be any multiple of 8, and N and K any multiple of 64. TMA reads zeros outside of an
+array, and writes nothing there. Other sizes are padded with zeros before the kernel, which copies
+the operand, and for M and N the result; JAX's transform for swizzled memory takes no other sizes.
 
-What is accumulated is overwritten by the result where both have one dtype (the first of two): XLA
-aliases both, and copies only if its old value is used again. Each chunk is read before it is
-written, by the same warpgroup. JAX does this through a Ref, and has none that varies over axes of a
+If the accumulated array (the first of two) has the result's dtype, the result overwrites it: XLA
+aliases both, and copies only if the old value is used again. Each chunk is read before it is
+written, by the same warpgroup. JAX does this through a Ref, and a Ref cannot vary over axes of a
 shard_map.
 """
 
@@ -43,7 +43,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
-from jax._src.state.discharge import discharge_state  # pyright: ignore[reportPrivateImportUsage]  it has no public face
+from jax._src.state.discharge import discharge_state  # pyright: ignore[reportPrivateImportUsage]  no public API
 from jax.experimental import pallas as pl
 
 from pallas_kernels import mosaic_gpu as plgpu
@@ -65,12 +65,12 @@ from pallas_kernels.varying import varying_axes
 LOADER_REGISTERS, MULTIPLIER_REGISTERS = (
     40,
     232,
-)  # a thread; 128 * (40 + 2 * 232) = 63 Ki of the 64 Ki that a core has
+)  # per thread; 128 * (40 + 2 * 232) = 63 Ki of a core's 64 Ki
 NARROW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 def refusal(problem: Problem, target: Target) -> str | None:
-    """Tell why the kernel cannot serve a call, or None."""
+    """Return why the kernel cannot serve a call, or None if it can."""
     if problem.dtype not in NARROW:
         return f"it multiplies bfloat16 and float16, not {problem.dtype}"
     for name, dtype in (
@@ -80,7 +80,7 @@ def refusal(problem: Problem, target: Target) -> str | None:
     ):
         if dtype not in (None, problem.dtype, jnp.dtype(jnp.float32)):
             return (
-                f"of {problem.dtype} inputs the {name} is {problem.dtype} or float32, not {dtype}"
+                f"with {problem.dtype} inputs the {name} is {problem.dtype} or float32, not {dtype}"
             )
     if 0 in (problem.m, problem.n, problem.k):
         return f"dims of 0 have no tiles (M, N, K = {problem.m}, {problem.n}, {problem.k})"
@@ -89,7 +89,7 @@ def refusal(problem: Problem, target: Target) -> str | None:
 
 @functools.partial(
     jax.jit, static_argnames=("form", "config", "keeps_products")
-)  # Refs in GMEM exist in a jit only
+)  # Refs in GMEM exist only inside of a jit
 def matmul(
     form: Form,
     config: Config,
@@ -99,9 +99,7 @@ def matmul(
     accumulates: Sequence[jax.Array],
     keeps_products: bool,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Return y[M, N], and where `keeps_products` the z_i[M, N] that it was made of, in the result's
-    dtype.
-    """
+    """Return y[M, N] and, if `keeps_products`, the z_i[M, N], all in the result's dtype."""
     (m, k), n = x.shape, weights[0].shape[1]
     more_m, more_k, more_n = -m % TILE_ROWS, -k % COLUMNS, -n % COLUMNS
     results = _kernel(
@@ -135,14 +133,13 @@ def _kernel(
     chunk_n = chunk_columns(
         [form.dtype, *(accumulate.dtype for accumulate in accumulates)], columns
     )
-    # A cluster takes its tiles together, and as many of them as it has blocks: those outside of the
-    # array are zeros.
+    # A cluster takes one tile per block at a time; tiles outside of the array are zeros.
     grid = (pl.cdiv(m, config.block_m * config.cluster_m), pl.cdiv(n, columns * config.cluster_n))
     num_clusters = min(config.num_cores // config.cluster, grid[0] * grid[1])
-    # In shard_map a result's type also tells over which axes it varies: it is that of XLA's form.
+    # In shard_map a result's type includes the axes over which it varies: take it from XLA's form.
     xla_form = functools.partial(xla.matmul, form, keeps_products=keeps_products)
     out_types = jax.tree.leaves(jax.eval_shape(xla_form, x, weights, biases, accumulates))
-    # In place means through a Ref, and a Ref has no axes over which it varies.
+    # Writing in place needs a Ref, and a Ref cannot vary over axes.
     in_place = (
         bool(accumulates)
         and accumulates[0].dtype == form.dtype
@@ -152,7 +149,7 @@ def _kernel(
     def body(
         x_gmem: Any, w_gmems: Any, bias_gmems: Any, accumulate_gmems: Any, *out_gmems: Any
     ) -> None:
-        # The array that is overwritten is an input, and takes the place of the first output.
+        # The overwritten array is an input, and replaces the first output.
         results = [accumulate_gmems[0], *out_gmems] if in_place else list(out_gmems)
 
         def scope(x_smem: Any, w_smems: Any, full: Any, empty: Any, *ends: Any) -> None:
@@ -173,8 +170,8 @@ def _kernel(
             [swizzled((config.num_stages, config.block_k, columns), w.dtype) for w in weights],
             plgpu.Barrier(num_arrivals=1 + len(weights), num_barriers=config.num_stages),
             _empty(config),
-            # For the end of a tile, a part for each warpgroup. A barrier counts 1 or more, also one
-            # that nobody waits for.
+            # For the end of a tile, one part per warpgroup. A barrier must count at least 1, even
+            # if nothing waits on it.
             [plgpu.SMEM((WARPGROUPS, columns), bias.dtype) for bias in biases],
             [
                 swizzled((WARPGROUPS, SLOTS, CHUNK_M, chunk_n), accumulate.dtype)
@@ -204,22 +201,22 @@ def _kernel(
         return list(call(x, list(weights), list(biases), list(accumulates)))
 
     def run(x: jax.Array, weights: Any, biases: Any, accumulates: Any) -> list[jax.Array]:
-        # XLA lets the Ref have the array's memory, and copies only where the old value is used
-        # again.
+        # XLA gives the Ref the array's memory, and copies only if the old value is used again.
         place = jax.new_ref(accumulates[0], memory_space=plgpu.GMEM)
         products = call(x, weights, biases, [place, *accumulates[1:]])
         return [jax.freeze(place), *products]
 
     operands = (x, list(weights), list(biases), list(accumulates))
-    # The Ref begins and ends here. Taken out of the program now, it is no effect in it that others
-    # would have to look at.
+    # The Ref begins and ends here. Discharging it now keeps its effect out of the surrounding
+    # program.
     pure = discharge_state(jax.make_jaxpr(run)(*operands))
     return jex.jaxpr_as_fun(pure)(*jax.tree.leaves(operands))
 
 
 def _empty(config: Config) -> Any:
-    """Return the barriers on which multiplying warpgroups arrive: of a cluster, those of all its
-    blocks, in each block.
+    """Return the barriers on which multiplying warpgroups arrive.
+
+    In a cluster each block's barriers count the warpgroups of all its blocks.
     """
     if config.cluster == 1:
         return plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.num_stages)
@@ -229,7 +226,7 @@ def _empty(config: Config) -> Any:
 
 
 class _Tiles:
-    """The tiles of the result that a block goes through, in order, and the steps of K in each."""
+    """The tiles of the result that a block processes, in order, and the steps of K in each."""
 
     def __init__(
         self, config: Config, grid: tuple[int, int], num_steps: int, columns: int, num_clusters: int
@@ -240,13 +237,13 @@ class _Tiles:
         block = lax.axis_index("block") if config.cluster > 1 else 0
         self.block_m, self.block_n = (
             (block, 0) if config.cluster_m > 1 else (0, block)
-        )  # its place in the cluster
-        # This cluster has the groups of tiles cluster, cluster + num_clusters, ...
+        )  # the block's position in the cluster
+        # This cluster processes the groups of tiles cluster, cluster + num_clusters, ...
         self.count = (grid[0] * grid[1] - self.cluster + num_clusters - 1) // num_clusters
 
     def start(self, tile: Any) -> tuple[Any, Any]:
         """Return the first row and column of a block's tile."""
-        # Bands of `raster` tiles along N are walked down M, every other one back up.
+        # Bands of `raster` tiles along N are walked down M, and every second band back up.
         m, n = plgpu.planar_snake(
             self.cluster + tile * self.num_clusters, self.grid, 1, self.config.raster
         )
@@ -256,7 +253,7 @@ class _Tiles:
         ) * self.columns
 
     def slot(self, step: Any) -> Any:
-        """Return the slot of a step, counted from the first of the first tile."""
+        """Return the slot of a step; steps are counted from the first step of the first tile."""
         return lax.rem(step, self.config.num_stages)
 
 
@@ -271,9 +268,9 @@ def _loop(start: Any, stop: Any, body: Callable[[Any], None]) -> None:
 def _load(
     tiles: _Tiles, x_gmem: Any, w_gmems: Any, x_smem: Any, w_smems: Any, full: Any, empty: Any
 ) -> None:
-    """Copy the operands of every step to its slot: the work of the loading warpgroup."""
+    """Copy the operands of every step to its slot: the loop of the loading warpgroup."""
     config = tiles.config
-    # TMA needs few registers: the rest goes to the warpgroups that multiply.
+    # TMA needs few registers: leave the others to the warpgroups that multiply.
     plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
 
     def load_tile(tile: Any) -> None:
@@ -284,12 +281,12 @@ def _load(
             slot = tiles.slot(step)
             ks = pl.ds(k * config.block_k, config.block_k)
 
-            # In the first round every slot is empty, and nobody arrives for it.
+            # In the first round every slot is empty, and nothing has arrived on its barrier.
             @pl.when(step >= config.num_stages)
             def _():
                 plgpu.barrier_wait(empty.at[slot])
 
-            # Blocks along N have the same rows of x, and those along M the same columns of the
+            # Blocks side by side along N share rows of x, and blocks along M share columns of the
             # weights.
             x_shared = "block" if config.cluster_n > 1 else None
             w_shared = "block" if config.cluster_m > 1 else None
@@ -305,7 +302,7 @@ def _load(
         _loop(0, tiles.num_steps, load_step)
 
     _loop(0, tiles.count, load_tile)
-    # Barriers are left as they were found: every arrival is waited for.
+    # Wait for every arrival, which leaves the barriers in their initial state.
     steps = tiles.count * tiles.num_steps
     _loop(
         jnp.maximum(steps - config.num_stages, 0),
@@ -315,8 +312,9 @@ def _load(
 
 
 def _multiply(tiles: _Tiles, end: "_End", x_smem: Any, w_smems: Any, full: Any, empty: Any) -> None:
-    """Multiply and end every tile: the work of the two multiplying warpgroups, each half of the
-    rows.
+    """Multiply and end every tile: the loop of the two multiplying warpgroups.
+
+    Each warpgroup handles half of the rows.
     """
     rows = tiles.config.block_m // WARPGROUPS
     warpgroup = lax.axis_index("warpgroup")
@@ -325,8 +323,8 @@ def _multiply(tiles: _Tiles, end: "_End", x_smem: Any, w_smems: Any, full: Any, 
 
     def multiply_tile(tile: Any) -> None:
         row, column = tiles.start(tile)
-        # Its memory is free: all threads had read the last tile's terms at that tile's last
-        # `commit_smem`, which is a barrier.
+        # The memory for the terms is free: the last `commit_smem` of the previous tile was a
+        # barrier, so all threads have read that tile's terms.
         end.ask(row + warpgroup * rows, column)
 
         def sums(*acc_refs: Any) -> tuple[jax.Array, ...]:
@@ -336,7 +334,7 @@ def _multiply(tiles: _Tiles, end: "_End", x_smem: Any, w_smems: Any, full: Any, 
                 plgpu.barrier_wait(full.at[slot])
                 for acc_ref, w_smem in zip(acc_refs, w_smems, strict=True):
                     plgpu.wgmma(acc_ref, x_smem.at[slot, half], w_smem.at[slot])
-                plgpu.wgmma_wait(len(acc_refs))  # those of the step before have ended
+                plgpu.wgmma_wait(len(acc_refs))  # the products of the step before have ended
 
                 @pl.when(k > 0)
                 def _():
@@ -344,12 +342,12 @@ def _multiply(tiles: _Tiles, end: "_End", x_smem: Any, w_smems: Any, full: Any, 
 
             _loop(0, tiles.num_steps, multiply_step)
             plgpu.wgmma_wait(0)
-            # Now, and not after the end of the tile: meanwhile the loader fills the slot for the
-            # next one.
+            # Arrive now, and not after the tile's epilogue, so that the loader fills the slot for
+            # the next tile in the meantime.
             plgpu.barrier_arrive(empty.at[tiles.slot((tile + 1) * tiles.num_steps - 1)])
             return tuple(acc_ref[...] for acc_ref in acc_refs)
 
-        # Accumulators exist in a scope alone; what leaves it are arrays in registers.
+        # Accumulators exist only in a scope; their values leave it as arrays in registers.
         accumulators = [
             plgpu.WGMMAAccumulatorRef((rows, tiles.columns), jnp.float32) for _ in w_smems
         ]
@@ -361,8 +359,9 @@ def _multiply(tiles: _Tiles, end: "_End", x_smem: Any, w_smems: Any, full: Any, 
 
 
 class _End:
-    """The end of a tile, for the rows of one warpgroup: bias, accumulation, activation, and the way
-    to global memory.
+    """The epilogue of a tile, for one warpgroup's rows.
+
+    It adds biases and accumulated arrays, applies the activation, and writes to global memory.
     """
 
     def __init__(
@@ -391,9 +390,7 @@ class _End:
         self.warpgroup = lax.axis_index("warpgroup")
 
     def ask(self, row: Any, column: Any) -> None:
-        """Start the copies of what is added: the biases, and the first chunks of what is
-        accumulated.
-        """
+        """Start the copies of the biases and of the first chunks of the accumulated arrays."""
         for bias_gmem, bias_smem in self.biases:
             source = bias_gmem.at[pl.ds(column, self.columns)]
             plgpu.copy_gmem_to_smem(
@@ -408,7 +405,7 @@ class _End:
             plgpu.barrier_wait(self.bias_barrier.at[self.warpgroup])
         plgpu.wait_smem_to_gmem(
             0, wait_read_only=True
-        )  # stores of the tile before, which ended in either slot
+        )  # the previous tile's stores, whose last ones may be in either slot
         num_stores = 0
         for index, (r, c) in enumerate(self.chunks):
             columns = slice(c, c + self.chunk_n)
@@ -429,7 +426,7 @@ class _End:
                     for _, smem in self.accumulates
                 ]
                 products = [z + a for z, a in zip(products, terms, strict=True)]
-            # y first. The products follow where the derivative keeps them; else there is one
+            # y is first. The products follow if the derivative needs them; otherwise y is the only
             # result.
             values = [self.form.join(products), *products][: len(self.result_gmems)]
             for value, result_gmem in zip(values, self.result_gmems, strict=True):
@@ -438,15 +435,15 @@ class _End:
                     SLOTS - 1, wait_read_only=True
                 )  # the store that last used this slot
                 self.result_smem[self.warpgroup, slot] = value.astype(self.form.dtype)
-                # TMA sees what threads wrote to shared memory only from here on. It is also a
-                # barrier of the warpgroup.
+                # TMA sees the threads' writes to shared memory only after this commit, which is
+                # also a barrier of the warpgroup.
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(
                     self.result_smem.at[self.warpgroup, slot],
                     self._chunk(result_gmem, index, row, column),
                 )
                 num_stores += 1
-            # Every thread has read this chunk (the barrier above): its slot may be filled again.
+            # Every thread has read this chunk (the barrier above), so its slot may be refilled.
             if index + SLOTS < len(self.chunks):
                 self._ask_chunk(index + SLOTS, row, column)
 

@@ -1,14 +1,14 @@
 """The specification of `matmul`, in float32: products, bias, accumulation, activation, gate.
 
     z_i[M, N] = x[M, K] @ w_i[K, N] + bias_i[N] + accumulate_i[M, N]
-    y = f(z_0)  or, of two weights,  f(z_0) * z_1
+    y = f(z_0)  or, with two weights,  f(z_0) * z_1
 
-with f the identity, gelu (its tanh form, as jax.nn.gelu and Flax have it) or silu. One weight is a
-dense layer; two are a gated linear unit (Shazeer, arXiv:2002.05202): SwiGLU with silu, GeGLU with
-gelu. What is accumulated comes before the activation, as in cuBLASLt and CUTLASS: a product over
-tiles of K keeps its sums in float32 and applies the activation with the last tile.
+with f the identity, gelu (its tanh form, as in jax.nn.gelu and Flax) or silu. One weight is a dense
+layer; two are a gated linear unit (Shazeer, arXiv:2002.05202): SwiGLU with silu, GeGLU with gelu.
+Accumulated arrays are added before the activation, as in cuBLASLt and CUTLASS: a product over tiles
+of K keeps its sums in float32 and applies the activation with the last tile.
 
-Its gradients are JAX's own.
+JAX derives the gradients.
 """
 
 import dataclasses
@@ -27,18 +27,18 @@ ACTIVATIONS: dict[str | None, Callable[[jax.Array], jax.Array]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What follows the products.
+    """The operations after the products.
 
     Attributes:
       activation: a key of `ACTIVATIONS`.
-      dtype: of the result.
+      dtype: dtype of the result.
     """
 
     activation: str | None
     dtype: jnp.dtype
 
     def join(self, products: Sequence[jax.Array]) -> jax.Array:
-        """Return y of z, both float32 and of any shape: activation and gate."""
+        """Return y from z, both float32 and of any shape: apply activation and gate."""
         y = ACTIVATIONS[self.activation](products[0])
         return y if len(products) == 1 else y * products[1]
 
@@ -51,11 +51,12 @@ def matmul(
     accumulates: Sequence[jax.Array],
     num_parts: int = 0,
 ) -> jax.Array:
-    """Return y[M, N] for x[M, K] and one or two of w[K, N], bias[N] and accumulate[M, N]; or parts
-    y[P, M, N].
+    """Return y[M, N] for x[M, K] and one or two of w[K, N], bias[N] and accumulate[M, N].
+
+    With `num_parts` = P > 0, return the parts of the sum, y[P, M, N].
     """
     wide = x.astype(jnp.float32)
-    # By default accelerators multiply float32 with fewer bits (TF32 on GPUs).
+    # By default accelerators multiply float32 at reduced precision (TF32 on GPUs).
     products = [
         product(wide, w.astype(jnp.float32), num_parts, precision=jax.lax.Precision.HIGHEST)
         for w in weights
@@ -69,7 +70,7 @@ def matmul(
 
 
 def product(x: jax.Array, w: jax.Array, num_parts: int, **options: Any) -> jax.Array:
-    """Return x[M, K] w[K, N]; in P parts x[M, P, K / P] w[P, K / P, N] -> y[P, M, N]."""
+    """Return x[M, K] w[K, N]; in P parts, x[M, P, K / P] w[P, K / P, N] -> y[P, M, N]."""
     if not num_parts:
         return jnp.dot(x, w, **options)
     x, w = x.reshape(len(x), num_parts, -1), w.reshape(num_parts, -1, w.shape[1])

@@ -1,12 +1,14 @@
-"""How the kernel of `matmul` is split over a mesh: the partitioner sees nothing of a kernel, so a
-`jax.shard_map` says it.
+"""Split the kernel of `matmul` over a mesh with a `jax.shard_map`.
+
+The partitioner cannot see into a kernel, so the split is given explicitly.
 
     x[M_rows, K] @ w[K, N_columns] -> y[M_rows, N_columns]
-    x[M_rows, K_summed] @ w[K_summed, N] -> y[P_summed, M_rows, N]     each device's part of the sum: sum(y, 0) is the product
+    x[M_rows, K_summed] @ w[K_summed, N] -> y[P_summed, M_rows, N]     sum(y, 0) is the product
 
-No collective in either: who wants the product adds the parts up, after as many products as were
-added to them. Only what runs forward is inside. The derivative's products are XLA's, on whole
-arrays, and the partitioner has their sums over devices as those of any dense layer.
+In the second form y holds each device's part of the sum. Neither form has a collective: the caller
+adds the parts up, after accumulating any number of products onto them. Only forward is inside the
+shard_map. The derivative's products are XLA's, on unsharded arrays, and the partitioner sums them
+over devices like those of any dense layer.
 """
 
 import dataclasses
@@ -21,14 +23,14 @@ class Split:
     """Axes of a mesh that split the arrays of a product.
 
     Attributes:
-      mesh: concrete or abstract.
+      mesh: concrete or abstract mesh.
       rows: axes that split M.
-      columns: axes that split N; not with `summed`.
-      summed: axes that split K, over P devices. Of one weight, without bias and activation: these
-        come after the sum.
+      columns: axes that split N; cannot be combined with `summed`.
+      summed: axes that split K, over P devices. It needs a single weight without bias and
+        activation, because these are applied after the sum.
 
     Raises:
-      ValueError: an unknown axis, or one named twice.
+      ValueError: an axis is unknown or named twice.
     """
 
     mesh: Any
@@ -37,18 +39,19 @@ class Split:
     summed: tuple[str, ...] = ()
 
     def __post_init__(self):
+        """Raise ValueError if an axis is unknown or named twice."""
         used = (*self.rows, *self.columns, *self.summed)
         if unknown := [axis for axis in used if axis not in self.mesh.axis_names]:
             raise ValueError(f"matmul: the mesh has axes {self.mesh.axis_names}, and not {unknown}")
         if len(set(used)) < len(used) or (self.columns and self.summed):
             raise ValueError(
-                f"matmul: M, N and K are split over {self.rows}, {self.columns} and {self.summed}: each axis once is needed, "
-                "and not both N and K"
+                f"matmul: M, N and K are split over {self.rows}, {self.columns} and {self.summed}: "
+                "each axis once is needed, and not both N and K"
             )
 
     @property
     def num_parts(self) -> int:
-        """P, or 0 where K is whole."""
+        """Number of parts P of the sum, or 0 if K is not split."""
         return self.size(self.summed) if self.summed else 0
 
     @property
@@ -68,19 +71,19 @@ class Split:
 
     @property
     def y(self) -> PartitionSpec:
-        """Spec of y, and of what is accumulated: [M, N], or [P, M, N]."""
+        """Spec of y and of accumulated arrays: [M, N], or [P, M, N]."""
         whole = (self.rows or None, self.columns or None)
         return PartitionSpec(self.summed, *whole) if self.summed else PartitionSpec(*whole)
 
     def size(self, axes: tuple[str, ...]) -> int:
-        """Return the number of pieces that `axes` make."""
+        """Return the number of pieces into which `axes` split a dim."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     def shard(self, m: int, n: int, k: int) -> tuple[int, int, int]:
-        """Return M, N and K of one device's product.
+        """Return M, N and K of one device's product, from the full dims.
 
         Raises:
-          ValueError: a dim that its axes do not divide.
+          ValueError: a dim is not divisible by the devices along its axes.
         """
         for name, size, axes in (
             ("M", m, self.rows),
@@ -89,7 +92,7 @@ class Split:
         ):
             if size % self.size(axes):
                 raise ValueError(
-                    f"matmul: {name}={size} does not divide by {self.size(axes)}, the devices along {' x '.join(axes)}: "
-                    "pad it, or choose another split"
+                    f"matmul: {name}={size} does not divide by {self.size(axes)}, the devices "
+                    f"along {' x '.join(axes)}: pad it, or choose another split"
                 )
         return m // self.size(self.rows), n // self.size(self.columns), k // self.size(self.summed)

@@ -1,16 +1,16 @@
-"""The derivative of `matmul`, one rule for the kernel and for XLA's form.
+"""The derivative of `matmul`: one rule for the kernel and for XLA's form.
 
     dz_i = d/dz_i join(z_0, ..) . dy            elementwise in float32, then rounded to x's dtype
     dx = sum_i dz_i @ w_i^T                     summed in float32
     dw_i = x^T @ dz_i,  dbias_i = sum_m dz_i,  daccumulate_i = dz_i
 
-Kept for it are x, the weights and, where there is an activation or a gate, the z_i in the result's
-dtype, which the forward kernel writes beside y. To recompute them would be a third product; whoever
-must not keep them wraps the layer in `jax.checkpoint`.
+The residuals are x, the weights and, if there is an activation or a gate, the z_i in the result's
+dtype, which the forward kernel writes in addition to y. Recomputing them would be a third product;
+to save their memory, wrap the layer in `jax.checkpoint`.
 
-Both products of the backward pass are plain, with nothing before or after them that a kernel could
-fuse and transposed operands that cuBLAS takes as they are: they are left to XLA. JAX's own rule for
-a product of bfloat16 that sums in float32 would multiply in float32; this one keeps both operands
+Both products of backward are plain, with nothing before or after them that a kernel could fuse, and
+with transposed operands that cuBLAS takes as they are, so they are left to XLA. JAX's own rule for
+a product of bfloat16 that sums in float32 would multiply in float32; this rule keeps both operands
 narrow.
 """
 
@@ -33,8 +33,15 @@ Terms = tuple[jax.Array, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What is static about a call: its form, who computes it (`config`: the kernel; None: XLA),
-    whether the caller named who, over which mesh, and the dtypes of its terms.
+    """Static arguments of a call.
+
+    Attributes:
+      form: operations after the products.
+      config: sizes of the kernel; None if XLA computes the call.
+      is_named: whether the caller named the implementation.
+      split: how the arrays are split over a mesh, or None.
+      bias_dtype: dtype of the biases, or None.
+      accumulate_dtype: dtype of the accumulated arrays, or None.
     """
 
     form: Form
@@ -47,7 +54,7 @@ class Call:
     def run(
         self, x: jax.Array, weights: Terms, biases: Terms, accumulates: Terms, keeps_products: bool
     ) -> tuple[jax.Array, Terms]:
-        """Return y, and the products where they are kept."""
+        """Return y and, if `keeps_products`, the products."""
         operands = (x, weights, biases, accumulates)
         by_xla = functools.partial(
             xla.matmul, self.form, keeps_products=keeps_products, num_parts=self.num_parts
@@ -57,8 +64,8 @@ class Call:
         by_kernel = functools.partial(self._run_kernel, self.config, keeps_products)
         if self.is_named:
             return by_kernel(*operands)
-        # What was measured speaks for one product, and not for as many as a batch has. And jax 0.10
-        # batches no kernel.
+        # The measurements are of single products, not of batches. Also, jax 0.10 cannot batch a
+        # kernel.
         unless_batched = jax.custom_batching.custom_vmap(by_kernel)
 
         @unless_batched.def_vmap
@@ -95,8 +102,8 @@ class Call:
             y, products = kernel(x, weights, biases, tuple(a[0] for a in accumulates))
             return y[None], products
 
-        # Nothing is differentiated in there, so no axes need be followed; and unfollowed, what is
-        # accumulated is in place.
+        # Nothing inside is differentiated, so varying axes need not be tracked, and without
+        # tracking the accumulated array is updated in place.
         ins, outs = (
             (self.split.x, self.split.w, self.split.bias, self.split.y),
             (self.split.y, self.split.y),
@@ -108,7 +115,7 @@ class Call:
 
     @property
     def num_parts(self) -> int:
-        """P, or 0."""
+        """Number of parts P of the sum, or 0 if K is not split."""
         return 0 if self.split is None else self.split.num_parts
 
 
@@ -116,8 +123,9 @@ class Call:
 def matmul(
     call: Call, x: jax.Array, weights: Terms, biases: Terms, accumulates: Terms
 ) -> jax.Array:
-    """Return y[M, N] for x[M, K] and one or two of w[K, N], bias[N] and accumulate[M, N]; terms
-    that are absent are ().
+    """Return y[M, N] for x[M, K] and one or two of w[K, N], bias[N] and accumulate[M, N].
+
+    Absent terms are ().
     """
     return call.run(x, weights, biases, accumulates, keeps_products=False)[0]
 
@@ -141,20 +149,20 @@ def _backward(call: Call, residuals: Any, dy: jax.Array) -> tuple[jax.Array, Ter
             () if call.accumulate_dtype is None else (dy.astype(call.accumulate_dtype),),
         )
     dzs = (dy.astype(jnp.float32),)
-    # Where none were kept z is y, and its cotangent is dy.
+    # If no products were saved, z is y and its cotangent is dy.
     if products:
         dzs = jax.vjp(lambda *z: call.form.join(z), *(z.astype(jnp.float32) for z in products))[1](
             *dzs
         )
-    # Rounded for the two products alone: sums of biases are made of the float32 ones.
+    # Rounded only for the two products: the biases' gradients are sums of the float32 values.
     narrow = [dz.astype(x.dtype) for dz in dzs]  # [M, N] each
-    # On a mesh devices sum these products, in the dtype that they come in: that of x, as those of a
-    # dense layer.
+    # On a mesh, devices sum these products in the dtype of the partial products: x's dtype, as for
+    # a dense layer.
     dtype = jnp.float32 if call.split is None else x.dtype
     parts = [
         _contract(dz, w, 1, 1, dtype) for dz, w in zip(narrow, weights, strict=True)
     ]  # [M, N] [K, N] -> [M, K]
-    # The parts of two weights are added before they are rounded.
+    # The contributions of two weights are added before they are rounded.
     dx = functools.reduce(jnp.add, parts).astype(x.dtype)
     dweights = tuple(
         _contract(x, dz, 0, 0, dtype).astype(x.dtype) for dz in narrow
@@ -173,13 +181,14 @@ def _backward(call: Call, residuals: Any, dy: jax.Array) -> tuple[jax.Array, Ter
 def _derivative_of_parts(
     call: Call, x: jax.Array, w: jax.Array, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return dx[M, K] and dw[K, N] of y[P, M, N], whose parts each read their K / P columns of x
-    and rows of w.
+    """Return dx[M, K] and dw[K, N] for y[P, M, N].
+
+    Each part of y reads its K / P columns of x and rows of w.
     """
     assert call.split is not None
     count = call.num_parts
-    # The parts have one cotangent, which every device has. Left to itself, the partitioner may
-    # split another dim of its copies.
+    # All parts have the same cotangent, present on every device. Without the constraint, the
+    # partitioner might split another dim of its copies.
     dy = jax.lax.with_sharding_constraint(dy, NamedSharding(call.split.mesh, call.split.y))
     xs, ws = x.reshape(len(x), count, -1), w.reshape(count, -1, w.shape[1])
     dx = jnp.einsum("pmn,pkn->mpk", dy, ws, preferred_element_type=x.dtype)

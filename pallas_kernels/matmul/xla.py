@@ -1,5 +1,6 @@
-"""`matmul` as XLA computes it: products of narrow inputs summed in float32 (cuBLAS on GPUs), the
-rest fused as it sees fit.
+"""`matmul` in XLA: products of narrow inputs summed in float32 (cuBLAS on GPUs).
+
+XLA fuses the other operations as it sees fit.
 """
 
 from collections.abc import Sequence
@@ -19,8 +20,9 @@ def matmul(
     keeps_products: bool,
     num_parts: int = 0,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Return y[M, N], and where `keeps_products` the z_i[M, N] that it was made of, in the result's
-    dtype; or y[P, M, N].
+    """Return y[M, N] and, if `keeps_products`, the z_i[M, N], all in the result's dtype.
+
+    With `num_parts` = P > 0, return the parts of the sum, y[P, M, N].
     """
     products = [product(x, w, num_parts, preferred_element_type=jnp.float32) for w in weights]
     for terms in (biases, accumulates):

@@ -1,20 +1,23 @@
-"""Weights in 4 bits with a scale for each block of 64: `quantize_nf4` and `dequantize_nf4`, for
-what is kept and never trained.
+"""Quantize weights to 4 bits with a scale per block of 64: `quantize_nf4` and `dequantize_nf4`.
 
-    q = quantize_nf4(w)                        # 0.5 bytes an element, 1/64 for the scales, 1/2048 for the scales of the scales
+The format is for weights that are stored and never trained.
+
+    q = quantize_nf4(w)                        # 0.516 bytes per element
     y = dequantize_nf4(q, jnp.bfloat16)
 
-NormalFloat (Dettmers et al., QLoRA, arXiv:2305.14314, section 3): an element becomes the nearest of
-16 values, quantiles of a normal distribution, times the largest magnitude of its block; these
-magnitudes are themselves kept in 8 bits (the paper's double quantisation). With a float32 scale a
-block it would be 0.5625 bytes an element; it is 0.516.
+Of these bytes 0.5 are codes, 1/64 are scales, and 1/2048 are scales of the scales.
 
-What there was already, and why this is written all the same: bitsandbytes is CUDA for torch, one
-mean for all scales of an array, a table of 256 values for the scales, and blocks of the flattened
-array, which lie across the shards of a split one. qwix has the 16 values in jnp, without the second
-quantisation. Here blocks and their groups lie along the last dim, so that a shard has the blocks of
-the whole array, and every implementation returns the same bits on every device. The 16 values and
-the rule for the nearest are those of bitsandbytes.
+NormalFloat (Dettmers et al., QLoRA, arXiv:2305.14314, section 3): an element becomes the nearest of
+16 values, quantiles of a normal distribution, times the largest magnitude of its block. These
+magnitudes are themselves stored in 8 bits (the paper's double quantisation). With a float32 scale
+per block it would take 0.5625 bytes per element.
+
+Comparison with existing implementations: bitsandbytes is CUDA for torch, with one mean for all
+scales of an array, a table of 256 values for the scales, and blocks of the flattened array, which
+cross the shards of a split array. qwix has the 16 values in jnp, without the second quantisation.
+Here blocks and their groups lie along the last dim, so that a shard has the same blocks as the full
+array, and every implementation returns the same bits on every device. The 16 values and the rule
+for the nearest one are bitsandbytes'.
 """
 
 import dataclasses
@@ -44,15 +47,15 @@ UNMEASURED = "no measurement on a GPU says yet that it is faster"
 )
 @dataclasses.dataclass(frozen=True)
 class Nf4:
-    """An array in blocks of 64 values of 4 bits, whose scales are in groups of values of 8 bits.
+    """An array in blocks of 64 4-bit values, whose scales are in groups of 8-bit values.
 
     Attributes:
-      codes: `[..., R, K / 2]`, uint8: byte j of a block's 32 has element j in its low bits and
-        element 32 + j above.
+      codes: `[..., R, K / 2]`, uint8: byte j of a block's 32 bytes has element j in its low bits
+        and element 32 + j in its high bits.
       scales: `[..., R, K / 64]`, int8: a block's largest magnitude is about its group's mean plus
-        this times the group's step; -128 is a block with NaN or an infinity in it.
+        its scale times the group's step; -128 marks a block that holds NaN or an infinity.
       steps: `[..., R / r, K / 64 / c]`, float32, for groups of r rows and c blocks.
-      means: the same.
+      means: `[..., R / r, K / 64 / c]`, float32, the mean magnitude of each group.
     """
 
     codes: jax.Array
@@ -62,10 +65,14 @@ class Nf4:
 
 
 def group_of(rows: int, blocks: int) -> Group:
-    """Return the largest group, 256 blocks or less, for an array of so many rows and blocks in a
-    row.
+    """Return the largest group (rows, blocks) of at most 256 blocks for an array.
 
-    As many blocks of a row as divide it, then as many rows as divide theirs.
+    It takes as many blocks of a row as divide the row's `blocks`, then as many rows as divide
+    `rows`.
+
+    Args:
+      rows: number of rows of the array.
+      blocks: number of blocks per row.
     """
     in_row = _divisor(blocks, GROUP)
     return _divisor(rows, GROUP // in_row), in_row
@@ -84,39 +91,42 @@ def quantize_nf4(
 ) -> Nf4:
     """Return x in 4 bits, with scales in 8 bits.
 
-    An element is off by half the distance of two of the 16 values, times the largest magnitude of
-    its block, which is at most 0.152 of it; and by the error of that magnitude, at most 1 / 254 of
-    how far the farthest of its group is from their mean: a block with a weight a thousand times its
-    group's others' costs them their precision. 0 stays 0. A block with NaN or an infinity in it
-    comes back as NaN, all of it; in the mean it counts as 0, and the other blocks' error has the
-    same bound. A block whose largest magnitude is below 2^-72 counts as zeros. Nothing is random.
+    An element is off by at most half the distance between two of the 16 values, times the largest
+    magnitude of its block, which is at most 0.152 of that magnitude. In addition there is the error
+    of the magnitude itself, at most 1 / 254 of the largest deviation from the mean in its group: a
+    block with a weight a thousand times larger than the other weights of its group costs them their
+    precision. 0 stays 0. A block that holds NaN or an infinity is decoded as all NaN; in the mean
+    it counts as 0, and the error bound of the other blocks stays the same. A block whose largest
+    magnitude is below 2^-72 counts as zeros. Nothing is random.
 
     `x[..., R, K] -> codes[..., R, K / 2], scales[..., R, K / 64], steps and means[..., R / r, K /
-    64 / c]`; of a vector there is no R. Not differentiable: see `vjp` of `quantize`. On several
-    devices call it in `jax.shard_map` on each device's own pieces.
+    64 / c]`; a vector has no R. Not differentiable: see `vjp` of `quantize`. On several devices
+    call it in `jax.shard_map` on each device's own pieces.
 
     Args:
-      x: bfloat16, float16 or float32; K a multiple of 64.
-      group: (r, c): rows and blocks of a row whose scales share a step and a mean, divisors of R (1
-        for a vector) and K / 64. None: those of `group_of`. For pieces of an array, name one that
-        divides each piece, or the whole has other groups.
+      x: array `[..., R, K]`: bfloat16, float16 or float32; K a multiple of 64.
+      group: (r, c), the rows and the blocks per row whose scales share a step and a mean; divisors
+        of R (1 for a vector) and K / 64. None takes `group_of`. For pieces of an array, name a
+        group that divides each piece; otherwise the pieces' groups differ from the full array's.
       implementation: "mosaic" (the Hopper kernel), "xla", "reference" (the same in jnp, fused only
-        by a `jax.jit` around it), or None to have it chosen and logged.
+        by a `jax.jit` around it), or None to choose and log one.
       config: sizes of the kernel; None chooses them.
 
     Raises:
-      ValueError: x, group or implementation is none of these, sizes that do not fit, or a
+      ValueError: x, group or implementation is not supported, the kernel's sizes do not fit, or a
         derivative is taken.
-      NotImplementedError: the named implementation has no kernel for this device; or the kernel is
-        under `jax.vmap` in jax 0.10, which batches no kernel.
+      NotImplementedError: the named implementation has no kernel for this device, or the kernel is
+        under `jax.vmap` in jax 0.10, which cannot batch a kernel.
     """
     if not x.ndim or x.dtype not in FLOATS:
         raise ValueError(
-            f"quantize_nf4: x is {x.dtype}{list(x.shape)}: [..., K] of bfloat16, float16 or float32 is needed"
+            f"quantize_nf4: x is {x.dtype}{list(x.shape)}: [..., K] of bfloat16, float16 or "
+            "float32 is needed"
         )
     if x.shape[-1] % BLOCK:
         raise ValueError(
-            f"quantize_nf4: x is {list(x.shape)}: {x.shape[-1]} is no multiple of {BLOCK}, the size of a block"
+            f"quantize_nf4: x is {list(x.shape)}: {x.shape[-1]} is no multiple of {BLOCK}, the "
+            "size of a block"
         )
     per_row = x.shape[-1] // BLOCK
     rows = x.shape[-2] if x.ndim > 1 else 1
@@ -126,7 +136,8 @@ def quantize_nf4(
         for n, size in zip(group, (rows, per_row), strict=True)
     ):
         raise ValueError(
-            f"quantize_nf4: group={group}: divisors of {rows} rows and of the {per_row} blocks of a row are needed"
+            f"quantize_nf4: group={group}: divisors of {rows} rows and of the {per_row} blocks of "
+            "a row are needed"
         )
     chosen, config = _choose(
         "quantize_nf4", implementation, _problem(x.shape, x.dtype, jnp.int8), config, x
@@ -140,7 +151,7 @@ def quantize_nf4(
             largest = largest.reshape(blocks.shape[:-1])
         else:
             codes, largest = (xla if chosen == "xla" else reference).quantize(blocks)
-        # 1 / 64 of the elements: their arithmetic is XLA's everywhere.
+        # 1 / 64 of the elements, so XLA computes the scales in every implementation.
         scales, steps, means = (reference if chosen == "reference" else xla).quantize_scales(
             _rows(largest), group
         )
@@ -163,23 +174,24 @@ def dequantize_nf4(
     *,
     config: Config | None = None,
 ) -> jax.Array:
-    """Return the array `[..., K]`: values times scales, multiplied in float32 and rounded to
-    nearest.
+    """Return `[..., K]`: values times scales, multiplied in float32 and rounded to nearest.
 
     XLA's form leaves the dims as they are, so that the partitioner may split any of them, the last
-    one by blocks. For the kernel the scales are made first, 4 bytes for 64 elements. Not
+    one by blocks. For the kernel the scales are decoded first, 4 bytes per 64 elements. Not
     differentiable: see `vjp` of `quantize`.
 
     Args:
-      q: of `quantize_nf4`.
-      dtype: bfloat16, float16 or float32.
-      implementation: as of `quantize_nf4`.
-      config: as of `quantize_nf4`.
+      q: result of `quantize_nf4`.
+      dtype: dtype of the result: bfloat16, float16 or float32.
+      implementation: "mosaic" (the Hopper kernel), "xla", "reference" (the same in jnp, fused only
+        by a `jax.jit` around it), or None to choose and log one.
+      config: sizes of the kernel; None chooses them.
 
     Raises:
-      ValueError: q's arrays do not fit each other, dtype or implementation is none of these, sizes
-        that do not fit, or a derivative is taken.
-      NotImplementedError: as of `quantize_nf4`.
+      ValueError: q's arrays do not fit each other, dtype or implementation is not supported, the
+        kernel's sizes do not fit, or a derivative is taken.
+      NotImplementedError: the named implementation has no kernel for this device, or the kernel is
+        under `jax.vmap` in jax 0.10, which cannot batch a kernel.
     """
     dtype = jnp.dtype(dtype)
     if dtype not in FLOATS:
@@ -214,12 +226,12 @@ def dequantize_nf4(
 
 
 def _rows(array: jax.Array) -> jax.Array:
-    """Return a vector as one row."""
+    """Return the array as it is, or a vector as a matrix of one row."""
     return array[None] if array.ndim == 1 else array
 
 
 def _check(q: Nf4) -> None:
-    """Raise ValueError where the arrays are not those of `quantize_nf4`."""
+    """Raise ValueError if the arrays do not have the shapes and dtypes of `quantize_nf4`."""
     arrays = {"codes": q.codes, "scales": q.scales, "steps": q.steps, "means": q.means}
     dtypes = [jnp.uint8, jnp.int8, jnp.float32, jnp.float32]
     ndim, fits = q.codes.ndim, [a.dtype for a in arrays.values()] == dtypes
@@ -239,13 +251,14 @@ def _check(q: Nf4) -> None:
     if not fits:
         found = ", ".join(f"{name} {a.dtype}{list(a.shape)}" for name, a in arrays.items())
         raise ValueError(
-            f"dequantize_nf4: {found}: codes uint8[..., R, K / 2], scales int8[..., R, K / {BLOCK}], and steps and means "
-            f"float32[..., R / r, K / {BLOCK} / c] of one R and one K, a multiple of {BLOCK}, are needed"
+            f"dequantize_nf4: {found}: codes uint8[..., R, K / 2], scales int8[..., R, K / "
+            f"{BLOCK}], and steps and means float32[..., R / r, K / {BLOCK} / c] of one R and one "
+            f"K, a multiple of {BLOCK}, are needed"
         )
 
 
 def _problem(shape: tuple[int, ...], in_dtype: Any, out_dtype: Any) -> Problem:
-    """Return what the sizes of a kernel depend on; the dtype of codes is int8."""
+    """Return the problem that a kernel's sizes depend on; codes have the dtype int8."""
     is_read = jnp.dtype(in_dtype) == jnp.int8
     return Problem(
         num_blocks=math.prod(shape) // BLOCK,
@@ -265,7 +278,7 @@ def _choose(
     config: Config | None,
     *arrays: Any,
 ) -> tuple[Implementation, Config | None]:
-    """Return the implementation that runs, and the sizes of its kernel."""
+    """Return the implementation that runs, and the sizes of its kernel, or None."""
     target = target_of(*arrays)
     refusals: dict[Implementation, str | None] = {
         "mosaic": refusal(problem, target),

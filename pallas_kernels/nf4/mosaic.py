@@ -1,16 +1,17 @@
-"""`quantize_nf4` and `dequantize_nf4` for Hopper, in Pallas Mosaic GPU: each element is read once
-and written once.
+"""`quantize_nf4` and `dequantize_nf4` for Hopper, in Pallas Mosaic GPU.
 
-Tiles of 64 blocks go through shared memory as those of `quantize` do (`quantize.mosaic`, `stream`).
-A byte has an element of a block's first half and one of its second, so that a tile of codes makes
-two tiles of elements side by side, and no element changes its thread:
+Each element is read once and written once.
+
+Tiles of 64 blocks pass through shared memory as in `quantize` (`quantize.mosaic`, `stream`). A byte
+holds an element of a block's first half and one of its second, so that a tile of codes makes two
+tiles of elements side by side, and no element changes its thread:
 
     dequantize:  codes[64, 32] -> y[64, 0:32] of the low bits, y[64, 32:64] of the high ones
     quantize:    x[64, 0:32], x[64, 32:64] -> largest[64], codes[64, 32]
 
-Threads cannot look a value up in registers: to dequantize, selects choose among the 16 values, 10
-an element as compiled. By arithmetic, at 64 a cycle and core, they take longer than the memory
-does; a lookup by bytes (PTX prmt) would take less.
+Threads cannot look up a value in registers, so dequantizing chooses among the 16 values by selects,
+10 per element as compiled. By arithmetic, at 64 per cycle and core, the selects take longer than
+the memory traffic; a lookup by bytes (PTX prmt) would take less.
 """
 
 import functools
@@ -29,7 +30,7 @@ HALVES = (slice(0, BLOCK // 2), slice(BLOCK // 2, BLOCK))
 
 @functools.partial(jax.jit, static_argnames="config")
 def quantize(config: Config, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (codes int8[G, 32] as bits, largest float32[G]) of x[G, 64]."""
+    """Return (codes int8[G, 32] as bits, largest float32[G]) for x[G, 64]."""
 
     def compute(x_smem: Any, code_smem: Any, largest_smem: Any) -> None:
         halves = [load(x_smem, half) for half in HALVES]  # [64, 32] each

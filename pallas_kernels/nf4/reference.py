@@ -1,31 +1,32 @@
-"""The specification of `quantize_nf4` and `dequantize_nf4`, on blocks `x[..., 64]`: plain jnp,
-which is also XLA's form.
+"""The specification of `quantize_nf4` and `dequantize_nf4`, on blocks `x[..., 64]`.
+
+It is plain jnp, which is also XLA's form.
 
     largest[...]    = max |x|                              over a block
-    code[..., 64]   = the n with LEVELS[n] nearest to x / largest, the lower one of two
+    code[..., 64]   = the n with LEVELS[n] nearest to x / largest; the lower n on a tie
     y[..., 64]      = LEVELS[code] * largest'
 
-LEVELS are quantiles of the normal distribution, as many on each side of 0 as 4 bits leave, divided
-by the largest (QLoRA, arXiv:2305.14314, equation 4 and appendix E): with q the inverse of its
-distribution function and d = 1 - (1/30 + 1/32) / 2,
+LEVELS are quantiles of the normal distribution, as many on each side of 0 as 4 bits allow, divided
+by the largest one (QLoRA, arXiv:2305.14314, equation 4 and appendix E): with q the inverse of its
+distribution function and d = 1 - (1/30 + 1/32) / 2, they are
 
     q(p) for 8 values p from d to 1/2, its end left out, -q(p) for 7 of them, and 0;  all over q(d)
 
-They stand here as that appendix has them, for what others have quantised has these bits; computed
-in float64 they are the same to 2e-7. largest' is what is left of `largest` when it is kept in 8
-bits, by groups of blocks:
+They are written here as in that appendix, so that the codes match weights quantised elsewhere;
+computed in float64 they agree to 2e-7. largest' is the decoded value of `largest`, which is stored
+in 8 bits, by groups of blocks:
 
     mean  = sum of largest / blocks of the group
     step  = max |largest - mean| / 127                      in 16 significant bits
-    scale = round((largest - mean) * inverse)               -127 .. 127; -128: the block is not finite
+    scale = round((largest - mean) * inverse)               -127 .. 127; -128: not a finite block
     largest' = max(0, mean + scale * step)
 
-Every implementation returns the same bits on every device, as `quantize.reference` tells of its
-own. Here further:
+Every implementation returns the same bits on every device, for the reasons given in
+`quantize.reference` and for two more:
 
-- A sum depends on the order of its terms. So halves are added to halves, which is one order.
-- A product and the sum it goes into become one instruction that rounds once, where a compiler likes
-  to. So steps have 16 significant bits: times 8 they are exact, rounded or not.
+- A sum depends on the order of its terms. Halves are added to halves, which fixes the order.
+- A compiler may fuse a product and the sum that uses it into one instruction that rounds once.
+  Steps have 16 significant bits, so that their products with 8-bit scales are exact in both cases.
 """
 
 import itertools
@@ -46,9 +47,9 @@ from pallas_kernels.quantize.reference import (
 )
 
 Group = tuple[int, int]
-BLOCK = 64  # elements of a block
-GROUP = 256  # blocks of a group at most
-NOT_FINITE = -128  # the scale of a block with NaN or an infinity
+BLOCK = 64  # elements per block
+GROUP = 256  # most blocks per group
+NOT_FINITE = -128  # the scale of a block that holds NaN or an infinity
 LEVELS = (
     -1.0,
     -0.6961928009986877,
@@ -68,16 +69,17 @@ LEVELS = (
     1.0,
 )
 MIDPOINTS = tuple(float(np.float32((low + high) / 2)) for low, high in itertools.pairwise(LEVELS))
-# Its inverse takes the largest magnitude to 128 at most: what takes it to 1 may be subnormal, and a
-# zero on some processors.
+# The inverse scales the largest magnitude to at most 128: a factor that scales it to 1 may be
+# subnormal, which is zero on some processors.
 UNIT = 128.0
 FORM = Format(jnp.dtype(jnp.int8), UNIT)
 INT8 = FORMATS[jnp.dtype(jnp.int8)]
 
 
 def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (codes int8[..., 32] as bits, largest float32[...], NaN of blocks that are not finite)
-    of x[..., 64].
+    """Return (codes int8[..., 32] as bits, largest float32[...]) for x[..., 64].
+
+    `largest` is NaN for blocks that are not finite.
     """
     x = x.astype(jnp.float32)
     largest, inverse, mask = scales(magnitudes(x).max(-1))
@@ -87,7 +89,7 @@ def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def dequantize(codes: jax.Array, largest: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Return y[..., 64] for codes int8[..., 32], as bits, and largest float32[...]."""
-    # One axis more instead of two halves joined: an elementwise program for XLA.
+    # An extra axis instead of two concatenated halves: XLA can fuse this elementwise.
     halves = codes.astype(jnp.int32)[..., None, :] >> jnp.array([0, 4])[:, None]  # [..., 2, 32]
     return (
         (chosen(halves, _pairs(halves)) * largest[..., None, None])
@@ -97,15 +99,14 @@ def dequantize(codes: jax.Array, largest: jax.Array, dtype: jnp.dtype) -> jax.Ar
 
 
 def quantize_scales(largest: jax.Array, group: Group) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (scales int8[..., R, K], steps float32[..., R / r, K / c], means the same) of
-    magnitudes [..., R, K].
+    """Return (scales int8[..., R, K], steps, means) for magnitudes [..., R, K].
 
-    A group is of r rows and c blocks.
+    Steps and means are float32[..., R / r, K / c] for groups of r rows and c blocks.
     """
     is_finite = magnitudes(largest) < EXPONENT
     value = _grouped(jnp.where(is_finite, largest, 0.0), group)
     means = _means(value)
-    # Blocks of zeros are told by their codes: their scale may be any.
+    # Blocks of zeros are identified by their codes, so their scale may be anything.
     apart = jnp.where(value > 0, value - means[..., None], 0.0)
     steps, inverse, mask = INT8.scales(magnitudes(apart).max(-1))
     scales = INT8.encode(normalized(apart, inverse[..., None], mask[..., None]), None)
@@ -115,7 +116,7 @@ def quantize_scales(largest: jax.Array, group: Group) -> tuple[jax.Array, jax.Ar
 
 
 def dequantize_scales(scales: jax.Array, steps: jax.Array, means: jax.Array) -> jax.Array:
-    """Return the largest magnitudes, float32[..., R, K]."""
+    """Return the largest magnitude of each block, float32[..., R, K]."""
     if not scales.size:
         return scales.astype(jnp.float32)
     group = (scales.shape[-2] // steps.shape[-2], scales.shape[-1] // steps.shape[-1])
@@ -125,7 +126,7 @@ def dequantize_scales(scales: jax.Array, steps: jax.Array, means: jax.Array) -> 
 
 
 def _grouped(array: jax.Array, group: Group) -> jax.Array:
-    """Return `[..., R / r, K / c, r c]` of `[..., R, K]`."""
+    """Return `[..., R / r, K / c, r c]` for `[..., R, K]`."""
     *outer, rows, blocks = array.shape
     r, c = group
     array = array.reshape(*outer, rows // r, r, blocks // c, c)
@@ -133,8 +134,9 @@ def _grouped(array: jax.Array, group: Group) -> jax.Array:
 
 
 def _ungrouped(array: jax.Array, shape: tuple[int, ...], group: Group) -> jax.Array:
-    """Return an array of this shape `[..., R, K]` of `[..., R / r, K / c, r c]`, or of one value
-    for each group.
+    """Return an array of `shape` `[..., R, K]` from `[..., R / r, K / c, r c]`.
+
+    The last dim may also be 1, a value for the full group.
     """
     *outer, rows, blocks = shape
     r, c = group
@@ -144,8 +146,9 @@ def _ungrouped(array: jax.Array, shape: tuple[int, ...], group: Group) -> jax.Ar
 
 
 def scales(largest: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (largest, inverse, mask) of each block as `Format.scales` does, the inverse for
-    `nearest`.
+    """Return (largest, inverse, mask) of each block, similar to `Format.scales`.
+
+    The inverse scales elements for `nearest`.
     """
     scale, inverse, mask = FORM.scales(largest)
     return scale * UNIT, inverse, mask
@@ -160,15 +163,16 @@ def nearest(v: jax.Array) -> jax.Array:
 
 
 def pack(low: jax.Array, high: jax.Array) -> jax.Array:
-    """Return bytes, int8, of two of 4 bits, int32."""
+    """Return int8 bytes that each hold two 4-bit codes, given as int32."""
     return (low | (high << 4)).astype(jnp.int8)
 
 
 def _pairs(codes: jax.Array) -> list[jax.Array]:
-    """Return LEVELS[2 k + (codes & 1)] for k = 0 .. 7, float32, by bits.
+    """Return LEVELS[2 k + (codes & 1)] for k = 0 .. 7, float32, by bit operations.
 
-    A select wants its numbers as arrays, 16 of them as large as the result. XLA never makes these;
-    but JAX takes what depends on no argument out of a scan that is differentiated, and hands it in.
+    A select needs its numbers as arrays, 16 arrays as large as the result. XLA never materialises
+    them, but JAX hoists values that depend on no argument out of a differentiated scan and passes
+    them in as arrays.
     """
     mask = -(codes & 1)
     bits = [int(n) for n in np.asarray(LEVELS, np.float32).view(np.int32)]
@@ -179,11 +183,11 @@ def _pairs(codes: jax.Array) -> list[jax.Array]:
 
 
 def chosen(codes: jax.Array, pairs: Sequence[jax.Array] = ()) -> jax.Array:
-    """Return LEVELS[codes & 15], float32: chosen by a bit of the code at a time, without a table in
-    memory.
+    """Return LEVELS[codes & 15], float32, chosen by one bit of the code at a time.
 
-    A kernel has no lookup in registers, and XLA's, an element at a time from memory, is no faster
-    on a CPU. `pairs` are what the first bit has chosen, if that is known.
+    It uses no table in memory: a kernel has no lookup in registers, and XLA's lookup, one element
+    at a time from memory, is no faster on a CPU. `pairs` are the values already chosen by the first
+    bit, if known.
     """
     values: list[jax.Array | float] = list(pairs or LEVELS)
     for bit in range(1 if pairs else 0, 4):
@@ -197,15 +201,15 @@ def chosen(codes: jax.Array, pairs: Sequence[jax.Array] = ()) -> jax.Array:
 
 
 def _means(value: jax.Array) -> jax.Array:
-    """Return the means float32[...] of value[..., group], not negative."""
+    """Return the means float32[...] of value[..., group], which is not negative."""
     group = value.shape[-1]
     whole = 1 << (group - 1).bit_length()
     value = jnp.pad(value, [(0, 0)] * (value.ndim - 1) + [(0, whole - group)])
-    value = value * (1 / whole)  # by a power of 2, which is exact: no sum overflows
+    value = value * (1 / whole)  # exact, by a power of 2, so that no sum overflows
     while value.shape[-1] > 1:
         half = value.shape[-1] // 2
         value = value[..., :half] + value[..., half:]
-    # Its magnitude: lest a product and the difference it goes into become one instruction.
+    # Masking the sign prevents fusing the product with the difference that uses it.
     return _floats(_integers(value[..., 0] * (whole / group)) & MAGNITUDE)
 
 

@@ -1,6 +1,4 @@
-"""`quantize_nf4` and `dequantize_nf4` as XLA computes them: the reference, compiled as programs
-that it fuses.
-"""
+"""`quantize_nf4` and `dequantize_nf4` in XLA: the reference, compiled so that XLA fuses it."""
 
 import jax
 

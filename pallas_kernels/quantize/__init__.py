@@ -1,26 +1,27 @@
-"""Arrays in 8 bits with a scale for each block: `quantize` and `dequantize`, for what is sent or
-kept.
+"""Quantize arrays to 8 bits with a scale per block: `quantize` and `dequantize`.
 
-    q = quantize(x, jnp.int8, block_size=256, key=key)      # 1 byte an element and 4 a block
+The format is for arrays that are sent or stored.
+
+    q = quantize(x, jnp.int8, block_size=256, key=key)      # 1 byte per element and 4 per block
     y = dequantize(q, jnp.bfloat16)
 
-What there was already, and why this is written all the same (read in jax 0.10.2, tokamax, qwix,
-DeepSpeed and bitsandbytes, all of 2025 and 2026):
+Comparison with existing implementations (jax 0.10.2, tokamax, qwix, DeepSpeed and bitsandbytes of
+2025 and 2026):
 
-- jax quantises inside of `jax.nn.scaled_dot_general` alone: blocks of 32 or 16 with scales of 8
-  bits, for products.
+- jax quantises only inside of `jax.nn.scaled_dot_general`: blocks of 32 or 16 with 8-bit scales,
+  for products.
 - qwix is jnp: scales for tiles that must divide the dim, a cast to fp8 by the compiler, stochastic
-  rounding by noise that is added. tokamax's `quantize_as` is jnp too: tiles that must divide,
-  integers cut off instead of rounded.
-- ZeRO++ in DeepSpeed is CUDA: float16 to int8 and int4, to nearest. Its scale is max / 128, so that
-  the largest element, where it is positive, is cut to 127 / 128 of itself.
-- bitsandbytes is CUDA: blocks of the flattened array, each element looked up in a table of 256
+  rounding by added noise. tokamax's `quantize_as` is jnp too: tiles that must divide, integers
+  truncated instead of rounded.
+- ZeRO++ in DeepSpeed is CUDA: float16 to int8 and int4, rounded to nearest. Its scale is max / 128,
+  so that a positive largest element is cut to 127 / 128 of itself.
+- bitsandbytes is CUDA: blocks of the flattened array, with each element looked up in a table of 256
   values.
 
-None serves bfloat16 to int8 or fp8 on a GPU in one pass in JAX, and none says what becomes of NaN
-and infinity. Here blocks lie along the last dim, so a shard along any other dim has the blocks of
-the whole array, and the last block of a row may be shorter. What is not finite is not hidden: such
-a block's scale is NaN, and all of it comes back as NaN.
+None of them converts bfloat16 to int8 or fp8 on a GPU in one pass in JAX, and none documents its
+treatment of NaN and infinity. Here blocks lie along the last dim, so a shard along any other dim
+has the same blocks as the full array, and the last block of a row may be shorter. Values that are
+not finite are not hidden: the scale of such a block is NaN, and the full block is decoded as NaN.
 """
 
 import dataclasses
@@ -52,7 +53,7 @@ class Quantized:
       values: `[..., K]`, int8, float8_e4m3fn or float8_e5m2.
       scales: `[..., ceil(K / block_size)]`, float32; an element is about its value times its
         block's scale.
-      block_size: elements of a block along the last dim; the last block of a row may have fewer.
+      block_size: elements per block along the last dim; the last block of a row may have fewer.
     """
 
     values: jax.Array
@@ -69,37 +70,36 @@ def quantize(
     *,
     config: Config | None = None,
 ) -> Quantized:
-    """Return x in 8 bits, with a scale for each block of its last dim: the largest magnitude
-    becomes the largest value.
+    """Return x in 8 bits, with a scale for each block of its last dim.
 
-    Rounded to nearest even, an element is off by half a step at most; a step is largest / 127 of
-    int8, and 2^-3 (float8_e4m3fn) or 2^-2 (float8_e5m2) of the power of 2 below the element.
-    Rounded stochastically it is off by less than a step, and not at all in expectation. A block
-    with NaN or an infinity in it has the scale NaN and zeros for values. A block whose largest
-    magnitude is below 2^-72 has the scale 0. Every implementation returns the same bits, on every
-    device.
+    The largest magnitude of a block becomes the largest value of the dtype. Rounded to nearest
+    even, an element is off by at most half a step; a step is largest / 127 for int8, and 2^-3
+    (float8_e4m3fn) or 2^-2 (float8_e5m2) of the power of 2 below the element. Rounded
+    stochastically, it is off by less than a step, and the expected error is 0. A block that holds
+    NaN or an infinity has the scale NaN and zeros for values. A block whose largest magnitude is
+    below 2^-72 has the scale 0. Every implementation returns the same bits, on every device.
 
     `x[..., K] -> values[..., K], scales[..., ceil(K / block_size)]`. Not differentiable: see `vjp`.
-    On several devices call it in `jax.shard_map` on each device's own pieces, where the kernel is
-    wanted: it is opaque to the partitioner.
+    On several devices, call it in `jax.shard_map` on each device's own pieces to use the kernel,
+    which is opaque to the partitioner.
 
     Args:
-      x: bfloat16, float16 or float32.
-      dtype: int8, float8_e4m3fn or float8_e5m2.
-      block_size: elements of a block. The kernel takes multiples of 64. It copies x where K is no
-        multiple of it, and where the number of blocks is none of 8.
-      key: of `jax.random.key`, to round stochastically. The bits depend on the key and on an
-        element's place in x alone: for pieces of an array, fold each piece's index into the key, or
-        equal places round alike.
+      x: array `[..., K]`: bfloat16, float16 or float32.
+      dtype: dtype of the values: int8, float8_e4m3fn or float8_e5m2.
+      block_size: elements per block. The kernel takes multiples of 64. It copies x if K is not a
+        multiple of `block_size`, or if the number of blocks is not a multiple of 8.
+      key: key of `jax.random.key`, to round stochastically. The bits depend only on the key and an
+        element's position in x: for pieces of an array, fold each piece's index into the key, or
+        equal positions round alike.
       implementation: "mosaic" (the Hopper kernel), "xla", "reference" (the same in jnp, fused only
-        by a `jax.jit` around it), or None to have it chosen and logged.
+        by a `jax.jit` around it), or None to choose and log one.
       config: sizes of the kernel; None chooses them.
 
     Raises:
-      ValueError: x, dtype, block_size, key or implementation is none of these, sizes that do not
-        fit, or a derivative is taken.
+      ValueError: x, dtype, block_size, key or implementation is not supported, the kernel's sizes
+        do not fit, or a derivative is taken.
       NotImplementedError: the named implementation has no kernel for this block size or this
-        device; or the kernel is under `jax.vmap` in jax 0.10, which batches no kernel.
+        device, or the kernel is under `jax.vmap` in jax 0.10, which cannot batch a kernel.
     """
     form = FORMATS.get(jnp.dtype(dtype))
     if form is None:
@@ -108,7 +108,8 @@ def quantize(
         )
     if not x.ndim or x.dtype not in mosaic.FLOATS:
         raise ValueError(
-            f"quantize: x is {x.dtype}{list(x.shape)}: [..., K] of bfloat16, float16 or float32 is needed"
+            f"quantize: x is {x.dtype}{list(x.shape)}: [..., K] of bfloat16, float16 or float32 is "
+            "needed"
         )
     _check_block_size("quantize", block_size)
     _check_key(key)
@@ -124,7 +125,8 @@ def quantize(
     chosen, config = _choose("quantize", implementation, problem, config, x)
 
     def run(x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        # A word for each block alone: an element's bits are hashed from it where they are used.
+        # Only one word per block is stored: an element's bits are hashed from it where they are
+        # used.
         words = None if key is None else reference.block_words(key, num_blocks)
         blocks = _in_blocks(x, block_size)
         if chosen == "mosaic":
@@ -151,19 +153,20 @@ def dequantize(
 ) -> jax.Array:
     """Return `values * scales`, `[..., K]`, multiplied in float32 and rounded to nearest.
 
-    Values are read as those that `quantize` writes, which are finite. Not differentiable: see
-    `vjp`.
+    Values must be finite, like those that `quantize` writes. Not differentiable: see `vjp`.
 
     Args:
-      q: of `quantize`.
-      dtype: bfloat16, float16 or float32.
-      implementation: as of `quantize`.
-      config: as of `quantize`.
+      q: result of `quantize`.
+      dtype: dtype of the result: bfloat16, float16 or float32.
+      implementation: "mosaic" (the Hopper kernel), "xla", "reference" (the same in jnp, fused only
+        by a `jax.jit` around it), or None to choose and log one.
+      config: sizes of the kernel; None chooses them.
 
     Raises:
-      ValueError: q's arrays do not fit each other, dtype or implementation is none of these, sizes
-        that do not fit, or a derivative is taken.
-      NotImplementedError: as of `quantize`.
+      ValueError: q's arrays do not fit each other, dtype or implementation is not supported, the
+        kernel's sizes do not fit, or a derivative is taken.
+      NotImplementedError: the named implementation has no kernel for this block size or this
+        device, or the kernel is under `jax.vmap` in jax 0.10, which cannot batch a kernel.
     """
     dtype = jnp.dtype(dtype)
     if dtype not in mosaic.FLOATS:
@@ -174,14 +177,15 @@ def dequantize(
     form = FORMATS.get(values.dtype)
     if form is None or not values.ndim:
         raise ValueError(
-            f"dequantize: values are {values.dtype}{list(values.shape)}: [..., K] of {', '.join(map(str, FORMATS))} is needed"
+            f"dequantize: values are {values.dtype}{list(values.shape)}: [..., K] of "
+            f"{', '.join(map(str, FORMATS))} is needed"
         )
     _check_block_size("dequantize", block_size)
     shape = (*values.shape[:-1], -(-values.shape[-1] // block_size))
     if scales.shape != shape or scales.dtype != jnp.float32:
         raise ValueError(
-            f"dequantize: scales are {scales.dtype}{list(scales.shape)}, and values {list(values.shape)} in blocks of "
-            f"{block_size}: float32{list(shape)} is needed"
+            f"dequantize: scales are {scales.dtype}{list(scales.shape)}, and values "
+            f"{list(values.shape)} in blocks of {block_size}: float32{list(shape)} is needed"
         )
     problem = Problem(
         num_blocks=_num_blocks(values.shape, block_size),
@@ -199,8 +203,8 @@ def dequantize(
             assert config is not None
             y = mosaic.dequantize(form, config, codes, scales.reshape(-1), dtype)
         else:
-            # With their dims: the partitioner may split any of them, and would gather what is
-            # flattened.
+            # Restore the dims: the partitioner may split any of them, but would gather a flattened
+            # array.
             codes = codes.reshape(*scales.shape, block_size)
             y = (xla if chosen == "xla" else reference).dequantize(form, codes, scales, dtype)
         return _of_blocks(y, values.shape)
@@ -215,7 +219,7 @@ def _choose(
     config: Config | None,
     *arrays: Any,
 ) -> tuple[Implementation, Config | None]:
-    """Return the implementation that runs, and the sizes of its kernel."""
+    """Return the implementation that runs, and the sizes of its kernel, or None."""
     target = target_of(*arrays)
     refusals: dict[Implementation, str | None] = {
         "mosaic": mosaic.refusal(problem, target),
@@ -226,7 +230,7 @@ def _choose(
     if chosen != "mosaic":
         return chosen, None
     config = config or choose(problem, target.num_cores)
-    assert config is not None  # or the kernel had refused
+    assert config is not None  # the kernel refuses a problem that no sizes fit
     problem.check(config)
     return chosen, config
 
@@ -236,8 +240,8 @@ def _num_blocks(shape: tuple[int, ...], block_size: int) -> int:
 
 
 def _in_blocks(array: jax.Array, block_size: int) -> jax.Array:
-    """Return `[G, block_size]` of `[..., K]`, the last block of a row filled with zeros."""
-    # Zeros change no block's largest magnitude.
+    """Return `[G, block_size]` for `[..., K]`, with the last block of a row padded with zeros."""
+    # Zeros do not change a block's largest magnitude.
     more = -array.shape[-1] % block_size
     if more:
         array = jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, more)])
@@ -245,8 +249,9 @@ def _in_blocks(array: jax.Array, block_size: int) -> jax.Array:
 
 
 def _of_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return the array `[..., K]` of this shape that blocks `[G, block_size]`, or `[...,
-    block_size]`, make.
+    """Return the array `[..., K]` of this shape from blocks.
+
+    The blocks are `[G, block_size]` or `[..., block_size]`.
     """
     per_row = -(-shape[-1] // blocks.shape[-1])
     return blocks.reshape(*shape[:-1], per_row * blocks.shape[-1])[..., : shape[-1]]
@@ -255,16 +260,18 @@ def _of_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def _check_block_size(op: str, block_size: Any) -> None:
     if not isinstance(block_size, int) or block_size < 1:
         raise ValueError(
-            f"{op}: block_size={block_size!r}: an integer of 1 or more is needed, as 128 or 256"
+            f"{op}: block_size={block_size!r}: an integer of 1 or more is needed, such as 128 or "
+            "256"
         )
 
 
 def _check_key(key: Any) -> None:
     dtype = getattr(key, "dtype", None)
     is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and not key.shape
-    is_raw_key = dtype == jnp.uint32 and key.ndim == 1  # of jax.random.PRNGKey
+    is_raw_key = dtype == jnp.uint32 and key.ndim == 1  # from jax.random.PRNGKey
     if key is not None and not (is_key or is_raw_key):
         value = repr(key) if dtype is None else f"{dtype}{list(key.shape)}"
         raise ValueError(
-            f"quantize: key is {value}: one key is needed, as jax.random.key(0), or None to round to nearest"
+            f"quantize: key is {value}: one key is needed, such as jax.random.key(0), or None to "
+            "round to nearest"
         )

@@ -1,24 +1,25 @@
-"""`quantize` and `dequantize` for Hopper, in Pallas Mosaic GPU: each element is read once and
-written once.
+"""`quantize` and `dequantize` for Hopper, in Pallas Mosaic GPU.
 
-Blocks of the last dim, one after the other in memory, are the rows of `x[G, B]`, so that neither
-kernel knows of the array's shape. A tile is 64 rows. A warpgroup has tiles to itself: the tensor
-memory accelerator (TMA) copies them to shared memory, `num_stages` ahead, and the results back,
-while other warpgroups of the core, and the same one's copies, go on.
+Each element is read once and written once.
 
-    tile i:  wait for its copy;  results of the tile -> slot;  start their copy out;  start the copy of tile i + num_stages
+Blocks of the last dim, consecutive in memory, are the rows of `x[G, B]`, so that neither kernel
+depends on the array's shape. A tile is 64 rows. Each warpgroup has its own tiles: the tensor memory
+accelerator (TMA) copies them to shared memory, `num_stages` ahead, and the results back, while
+other warpgroups of the core, and the warpgroup's own copies, continue.
 
-Results are written to shared memory when every thread has read the tile, and `commit_smem`, which
-copies out need, waits for all of them: only then is the tile's memory given to the next copy. The
+    tile i:  wait for its copy;  results -> slot;  start their copy out;  copy tile i + num_stages
+
+Results are written to shared memory after every thread has read the tile. `commit_smem`, which the
+copies out need, waits for all threads: only then is the tile's memory given to the next copy. The
 grid is as large as the GPU (persistent).
 
-To quantize, a tile is read twice from shared memory, 128 columns at a time, so that few of it are
-in registers: for the largest magnitude of each row, which 4 threads have and exchange, and for the
-codes. The arithmetic is the reference's own.
+To quantize, a tile is read twice from shared memory, 128 columns at a time, so that only a small
+part of it is in registers: once for the largest magnitude of each row, which 4 threads hold and
+exchange, and once for the codes. The arithmetic is the reference's own code.
 
-Edges: G may be any multiple of 8. TMA gives zeros outside of an array, and writes nothing there.
-Other G are padded with zeros before the kernel, which copies the array, and so does what takes them
-off the result; JAX's transform for swizzled memory takes no other.
+Edges: G may be any multiple of 8. TMA reads zeros outside of an array, and writes nothing there.
+Other G are padded with zeros before the kernel, which copies the array, and so does removing the
+padding from the result; JAX's transform for swizzled memory takes no other sizes.
 """
 
 import functools
@@ -41,12 +42,12 @@ FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32
 
 
 def _layout() -> Any:
-    """Return the layout of a row on 4 threads, 4 columns at a time, which is one word of codes."""
+    """Return the layout with a row on 4 threads, 4 columns (one word of codes) at a time."""
     return plgpu.Layout.WGMMA_8BIT
 
 
 def refusal(problem: Problem, target: Target) -> str | None:
-    """Tell why the kernels cannot serve a call, or None."""
+    """Return why the kernels cannot serve a call, or None if they can."""
     for dtype in (problem.in_dtype, problem.out_dtype):
         if dtype.itemsize > 1 and dtype not in FLOATS:
             return f"it has code for bfloat16, float16 and float32, not {dtype}"
@@ -63,8 +64,9 @@ def refusal(problem: Problem, target: Target) -> str | None:
 def quantize(
     form: Format, config: Config, x: jax.Array, words: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (codes int8[G, B], scales float32[G]) of x[G, B] and, to round stochastically, words
-    uint32[G].
+    """Return (codes int8[G, B], scales float32[G]) for x[G, B].
+
+    To round stochastically, `words` are the uint32[G] of `block_words`; otherwise None.
     """
     chunks = _chunks(x.shape[1])
 
@@ -89,8 +91,8 @@ def quantize(
             code_smem[:, at] = form.encode(v, r)
 
     arrays = [x] if words is None else [x, words]
-    # The reference tells the types of the results, with the axes of a shard_map over which they
-    # vary.
+    # The reference determines the types of the results, including the axes of a shard_map over
+    # which they vary.
     out_types = jax.eval_shape(functools.partial(reference.quantize, form), x, words)
     codes, scales = stream("quantize", config, compute, arrays, out_types)
     return codes, scales
@@ -117,18 +119,18 @@ def dequantize(
 
 
 def _chunks(block_size: int) -> list[slice]:
-    """Return the columns that are in registers at a time."""
+    """Return the slices of columns that are in registers at a time."""
     width = 2 * COLUMNS if block_size % (2 * COLUMNS) == 0 else COLUMNS
     return [slice(start, start + width) for start in range(0, block_size, width)]
 
 
 def load(x_smem: Any, columns: slice, dtype: Any = jnp.float32) -> jax.Array:
-    """Return columns of a tile in registers."""
+    """Return the given columns of a tile in registers."""
     return plgpu.layout_cast(x_smem[:, columns], _layout()).astype(dtype)
 
 
 def spread(row: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return a tile of this shape that has `row[i]` in all of row i."""
+    """Return a tile of this shape with `row[i]` in all of row i."""
     return lax.broadcast_in_dim(row, shape, (0,))
 
 
@@ -140,11 +142,10 @@ def stream(
     out_types: Sequence[Any],
     width: int | None = None,
 ) -> list[jax.Array]:
-    """Run `compute(*inputs, *outputs)` on each tile of 64 rows, in shared memory; arrays are [G, B]
-    or [G].
+    """Run `compute(*inputs, *outputs)` on each tile of 64 rows, in shared memory.
 
-    `width` is the number of columns that `compute` reads or writes at a time, where it is less than
-    a swizzled tile's.
+    The arrays are [G, B] or [G]. `width` is the number of columns that `compute` reads or writes at
+    a time, if that is less than a swizzled tile's.
     """
     num_rows = arrays[0].shape[0]
     if more := -num_rows % TILE_ROWS:
@@ -176,8 +177,7 @@ def stream(
                         gmem.at[rows(tile)], smem.at[warpgroup, slot], arrived(slot)
                     )
 
-            # Fill every slot first; from then on a tile's slot is filled again when the tile is
-            # done.
+            # Fill every slot first; from then on a tile's slot is refilled when the tile is done.
             for slot in range(config.num_stages):
 
                 @pl.when(slot < count)
@@ -193,11 +193,11 @@ def stream(
                 outs = [smem.at[warpgroup, out_slot] for smem in out_smems]
                 compute(*(smem.at[warpgroup, slot] for smem in in_smems), *outs)
                 plgpu.commit_smem()
-                # One group for all results of a tile: waits count groups.
+                # One commit group for all results of a tile, because waits count groups.
                 for n, (gmem, out) in enumerate(zip(out_gmems, outs, strict=True), 1):
                     plgpu.copy_smem_to_gmem(out, gmem.at[rows(tile)], commit_group=n == len(outs))
 
-                # `commit_smem` was a barrier: every thread has read the tile, and its slot may be
+                # `commit_smem` was a barrier: every thread has read the tile, so its slot may be
                 # overwritten.
                 @pl.when(tile + config.num_stages < count)
                 def _() -> None:
@@ -206,7 +206,7 @@ def stream(
                 return ()
 
             lax.fori_loop(0, count, step, ())
-            # The last copies out read this block's shared memory, which ends with it.
+            # The last copies out read this block's shared memory, which ends with the block.
             plgpu.wait_smem_to_gmem(0)
 
         pl.run_scoped(
@@ -228,7 +228,7 @@ def stream(
             num_threads=config.num_warpgroups,
             thread_name="warpgroup",
         ),
-        # A row is on four threads of one warp: its maximum needs no scratch memory, which all
+        # A row is on four threads of one warp, so its maximum needs no scratch memory, which all
         # warpgroups would share.
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup, reduction_scratch_bytes=0

@@ -1,6 +1,4 @@
-"""`quantize` and `dequantize` as XLA computes them: the reference, compiled as one program that it
-fuses.
-"""
+"""`quantize` and `dequantize` in XLA: the reference, compiled as one program that XLA fuses."""
 
 import jax
 

@@ -127,8 +127,8 @@ def test_gradients_beside_rings_are_float32_products_of_16_bits():
 
 HIDDEN = 8
 AROUND = {
-    "column": "its operand comes around a ring beside it",
-    "row": "its sum goes around a ring beside it",
+    "column": "its operand is passed around a ring during the product",
+    "row": "its sum is passed around a ring during the product",
 }
 
 

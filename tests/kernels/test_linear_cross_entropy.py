@@ -351,7 +351,7 @@ def test_ignored_labels_are_not_out_of_range():
         ({"softcap": 0.0}, "softcap=0.0"),
         ({"num_tiles": 0}, "num_tiles=0: 1 to V=101"),
         ({"num_tiles": V + 1}, "1 to V=101"),
-        ({"num_tiles": 2, "config": Config()}, "both give the tiles"),
+        ({"num_tiles": 2, "config": Config()}, "both set the tiles"),
         ({"implementation": "cuda"}, "'cuda' is unknown: choose from mosaic, xla, reference"),
     ],
 )

@@ -157,7 +157,7 @@ BF16 = problem("bfloat16", (8, 64, 128))
             {},
             "it multiplies bfloat16 and float16, not float32; choose xla, reference or None",
         ),
-        ("NVIDIA H200", BF16, {"num_tiles": 2}, "num_tiles=2 is of XLA's loops"),
+        ("NVIDIA H200", BF16, {"num_tiles": 2}, "num_tiles=2 is for XLA's loops"),
     ],
 )
 def test_loss_kernels_that_cannot_serve_say_why_and_xla_is_chosen(kind, arrays, options, words):
@@ -175,7 +175,9 @@ def test_loss_of_a_matrix_that_rests_on_shards_is_xlas():
     x, w, labels = BF16
     with (
         on_gpu("NVIDIA H200", count=2),
-        pytest.raises(NotImplementedError, match="w rests split over data, and XLA's loops"),
+        pytest.raises(
+            NotImplementedError, match="w is stored split over data, and only XLA's loops"
+        ),
     ):
         mosaic(x, w, labels, split=Split(jax.sharding.get_abstract_mesh(), ("data",), P("data")))
 
@@ -249,11 +251,11 @@ def test_sizes_of_loss_kernels_that_do_not_fit_are_refused(sizes, words):
 def test_sizes_of_one_implementation_are_refused_by_another():
     with pytest.raises(
         ValueError,
-        match="is of the kernels, and implementation=None: implementation='mosaic' is needed",
+        match="is for the kernels, but implementation=None: set implementation='mosaic'",
     ):
         linear_cross_entropy(*BF16, config=KernelConfig())
     with pytest.raises(
-        ValueError, match="is of XLA's loops, and implementation='mosaic': a KernelConfig is needed"
+        ValueError, match="is for XLA's loops, but implementation='mosaic': pass a KernelConfig"
     ):
         mosaic(*BF16, config=Config())
 

@@ -174,8 +174,8 @@ def test_inside_a_shard_map_of_the_callers_own_the_call_is_local():
         ({}, {"w_spec": P("tensor", None)}, "'tensor' splits w"),
         ({}, {"w_spec": P("rows", None)}, r"and not \['rows'\]"),
         ({}, {"w_spec": P("data", "fsdp")}, "both dims"),
-        ({}, {"w_spec": P("fsdp", "fsdp")}, "an axis once"),
-        ({}, {"w_spec": P(None, None, "fsdp")}, "one entry a dim"),
+        ({}, {"w_spec": P("fsdp", "fsdp")}, "each axis once"),
+        ({}, {"w_spec": P(None, None, "fsdp")}, "one entry per dim"),
     ],
 )
 def test_bad_splits_are_refused_in_plain_words(shapes, options, words):

@@ -302,7 +302,7 @@ Q = quantize(X, block_size=64)
         (lambda: quantize(X[0, 0]), r"x is bfloat16\[\]"),
         (lambda: quantize(X, block_size=0), "block_size=0: an integer of 1 or more"),
         (lambda: quantize(X, block_size=64.0), "block_size=64.0: an integer"),
-        (lambda: quantize(X, key=0), "key is 0: one key is needed, as jax.random.key"),
+        (lambda: quantize(X, key=0), "key is 0: one key is needed, such as jax.random.key"),
         (
             lambda: quantize(X, key=jax.random.split(jax.random.key(0))),
             r"key is key<fry>\[2\]: one key",

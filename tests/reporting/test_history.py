@@ -160,7 +160,7 @@ def test_lines_wait_for_room_on_a_full_disk(folder, monkeypatch, caplog, room):
         history.write(step, {"train/loss": 1.0})
         assert pathlib.Path(folder.file(METRICS)).read_bytes().endswith(b"\n")
     assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
-    assert "No space left on device; the run goes on" in caplog.text
+    assert "No space left on device; the run continues" in caplog.text
     disk.room = 10**9
     history.write(5, {"train/loss": 1.0})
     assert [line["step"] for line in lines_of(folder)] == [1, 2, 3, 4, 5]
@@ -281,7 +281,7 @@ def test_a_writer_that_fails_is_closed_and_opened_again_later(monkeypatch, caplo
     guarded.close(failed=False)
     assert calls == ["open", "write 1", "write 2", "close True", "open", "write 4", "close False"]
     assert (
-        "tensorboard takes no figures: OSError: [Errno 28] No space left on device; the run goes on"
+        "tensorboard takes no figures: OSError: [Errno 28] No space left on device; the run continues"
         in caplog.text
     )
 

@@ -1,6 +1,4 @@
-"""What of a layer's activations is kept from forward to backward, and how they are split over the
-mesh.
-"""
+"""Choose a layer's saved activations, and follow how values are split over the mesh."""
 
 from zerojax.activations.apart import Apart as Apart
 from zerojax.activations.flow import ANY as ANY

@@ -1,16 +1,15 @@
-"""Equations that hold a derivative of their own, taken apart: what forward keeps for that
-derivative, and the derivative.
+"""Take apart equations with a derivative of their own: forward with its residuals, and backward.
 
-A fused attention kernel is one equation, a custom_vjp, whose rule saves what it needs: its output
-and the logsumexp of its rows. So is a loop, whose derivative reads what each of its iterations
-made. Differentiated where backward runs, such an equation would run forward a second time. Taken
-apart
+A fused attention kernel is one equation, a custom_vjp, whose rule saves its output and the
+logsumexp of its rows. A loop is one equation too, whose derivative reads the results of each
+iteration. Differentiated where backward runs, such an equation would run forward a second time.
+Taken apart,
 
     forward    outs, kept = F(operands)
     backward   d_operands = B(operands, outs, kept, d_outs)
 
-its forward runs once. Of a loop each iteration keeps what a layer would: the results of its
-products.
+its forward runs once. In a loop, each iteration saves the same values as a layer: the results of
+its products.
 """
 
 import dataclasses
@@ -31,13 +30,14 @@ class Apart:
     """One equation, taken apart.
 
     Attributes:
-      program: of the operands; returns the equation's results, then what else its derivative reads.
-      sources: where each value comes from that the derivative reads: ("operand", n), ("out", n),
-        ("kept", n), or itself where it is a constant.
-      structure: of the derivative, a tree of these values.
+      program: function of the operands; it returns the equation's results, then the further values
+        that its derivative reads.
+      sources: origin of each value that the derivative reads: ("operand", n), ("out", n), ("kept",
+        n) or ("constant", value).
+      structure: the derivative, a tree of these values.
       differentiable: whether each operand is floating.
-      num_outs: results of the equation.
-      kept: shapes of what is kept besides operands and results.
+      num_outs: number of results of the equation.
+      kept: shapes of the saved values other than operands and results.
     """
 
     program: FlatJaxpr
@@ -48,20 +48,21 @@ class Apart:
     kept: tuple[Any, ...]
 
     def forward(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Return the results, and what is kept for the derivative."""
+        """Return the results, and the values saved for the derivative."""
         values = self.program.run(operands)
         return values[: self.num_outs], values[self.num_outs :]
 
     def read_by_backward(
         self, operands: Sequence[Any], outs: Sequence[Any], kept: Sequence[Any]
     ) -> list[Any]:
-        """Return the values that the derivative reads, of which some may be constants."""
+        """Return the values that the derivative reads, some of which may be constants."""
         of = {"operand": operands, "out": outs, "kept": kept}
         return [of[kind][n] if kind in of else n for kind, n in self.sources]
 
     def backward(self, values: Sequence[Any], d_outs: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the cotangents of the operands, None of those that have none, from what
-        `read_by_backward` returned.
+        """Return the cotangents of the operands, from the values of `read_by_backward`.
+
+        An operand that is not floating has None.
         """
         cotangents = iter(jax.tree.unflatten(self.structure, values)(list(d_outs)))
         return tuple(next(cotangents) if floating else None for floating in self.differentiable)
@@ -69,8 +70,9 @@ class Apart:
     def derivable(
         self, operands: Sequence[Any], outs: Sequence[Any], kept: Sequence[Any]
     ) -> list[Any]:
-        """Return `outs`, whose derivative with respect to the operands is the equation's, from what
-        was kept.
+        """Return `outs`, with the equation's derivative with respect to the operands.
+
+        The derivative uses the saved values `kept`.
         """
 
         @jax.custom_vjp
@@ -91,8 +93,8 @@ class Apart:
 
 
 def is_openable(i: Instruction) -> bool:
-    """Tell whether an equation's derivative would run it a second time unless it is taken apart."""
-    # A while loop has no derivative in reverse, and a custom_jvp is differentiated equation by
+    """Return whether an equation's derivative would run it again unless it is taken apart."""
+    # A while loop has no reverse-mode derivative, and a custom_jvp is differentiated equation by
     # equation.
     return (
         i.has_jaxpr
@@ -103,11 +105,11 @@ def is_openable(i: Instruction) -> bool:
 
 
 def take_apart(i: Instruction, run: Callable[[Sequence[Any]], list[Any]]) -> Apart | None:
-    """Take an equation apart; None where it has no derivative.
+    """Take an equation apart; return None if it has no derivative.
 
     Args:
-      i: the equation.
-      run: runs it, as a differentiable function of its operands.
+      i: the equation's instruction.
+      run: function that runs it, differentiable in its operands.
     """
     pairs = zip(i.ins, i.eqn.invars, strict=True)
     avals: list[Any] = [

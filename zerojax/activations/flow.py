@@ -1,17 +1,22 @@
-"""How every value of a traced function is split, from how its inputs are split.
+"""How every value of a traced function is split, given the splits of its inputs.
 
-The partitioner decides that in the compiled program. It carries the specs of the inputs forward
+The partitioner decides this in the compiled program. It propagates the specs of the inputs forward
 through the equations, in the notation of `zerojax.sharding`:
 
-    qkv[B_fsdp, T, F_tensor] = x[B_fsdp, T, H] W[H, F_tensor]      free dims keep their axes
-    y[B_fsdp, T, H]          = a[B_fsdp, T, F_tensor] V[F_tensor, H]      what both split in a contracted dim is summed
-    q[B, T, heads_tensor, w] = reshape(qkv[B, T, F_tensor])        the first of the dims into which a dim falls
-    s[B, T, S_tensor] + m[T, S] -> [B, T, S_tensor]                 a dim that is split meets one that is not
+    qkv[B_fsdp, T, F_tensor] = x[B_fsdp, T, H] W[H, F_tensor]          free dims keep their axes
+    y[B_fsdp, T, H] = a[B_fsdp, T, F_tensor] V[F_tensor, H]            an axis of both contracted
+                                                                       dims is summed over
+    q[B, T, heads_tensor, w] = reshape(qkv[B, T, F_tensor])            a dim that is reshaped to
+                                                                       several keeps its axes in
+                                                                       the first of them
+    s[B, T, S_tensor] + m[T, S] -> [B, T, S_tensor]                    a split dim meets an
+                                                                       unsplit one
 
-`flow` says what these rules give, and None where they leave a choice: two operands whose splits
-differ, an axis that a result would have in two dims, a split that a reshape or a slice does not
-keep, an equation that is not in the table. What is made of no data (an iota, a mask of random bits,
-a dim that a broadcast made) is split as what it meets: nothing is said of it alone.
+`flow` returns what these rules imply, and None where they leave a choice: two operands whose splits
+differ, an axis that would split two dims of a result, a split that a reshape or a slice does not
+preserve, an equation that is not in the table. Values that are made of no data (an iota, a mask of
+random bits, a dim made by a broadcast) are split like the values that they meet; on their own
+nothing is known about them.
 """
 
 import math
@@ -35,13 +40,13 @@ from zerojax.jaxprs import (
 from zerojax.sharding import TENSOR, Spec, axes_of, pad_spec
 
 ANY: Any = object()
-"""The entry of a dim that is split as what it meets."""
+"""Entry of a dim that takes the split of the values that it meets."""
 Split = tuple[Any, ...]
-"""For each dim the mesh axes that split it, as a tuple, or ANY."""
+"""For each dim, the mesh axes that split it, as a tuple, or ANY."""
 _Rule = Callable[[jex.JaxprEqn, Sequence[Split], Mapping[str, int]], Sequence[Split | None]]
 
 
-class _Unclear(Exception):  # noqa: N818  # no error: it ends a rule that leaves a choice
+class _Unclear(Exception):  # noqa: N818  # not an error: it ends a rule that leaves a choice
     """The rules leave a choice."""
 
 
@@ -55,15 +60,15 @@ def flow(
 
     Args:
       program: a flattened function.
-      inputs: of each input slot its spec, one entry a dim, or None where it is not known.
-      axis_sizes: of the mesh, `mesh.shape`.
-      apart: by the slot of its first result, the program of an equation that is taken apart and
-        returns more than it did.
+      inputs: spec of each input slot, one entry per dim, or None if unknown.
+      axis_sizes: sizes of the mesh axes, `mesh.shape`.
+      apart: for equations that are taken apart, and therefore return more results, their programs
+        by the slot of the first result.
     """
     given: list[Split | None] = [
         None if spec is None else tuple(map(axes_of, spec)) for spec in inputs
     ]
-    # What an equation returns besides, when it is taken apart, comes last.
+    # The additional results of an equation that is taken apart come last.
     shapes = {
         out: v.aval
         for i in program.instructions
@@ -74,10 +79,10 @@ def flow(
 
 
 def spec_of(split: Split | None, aval: Any) -> Spec | None:
-    """Return a split as a spec; None if nothing is known of it."""
+    """Return a split as a spec, or None if nothing is known about it."""
     if split is None:
         return None
-    # Beside a dim that is known, one that nothing splits is whole.
+    # If any dim is known, dims that nothing splits count as unsplit.
     is_open = any(
         entry is ANY and (aval is None or aval.shape[dim] != 1) for dim, entry in enumerate(split)
     )
@@ -90,7 +95,7 @@ def spec_of(split: Split | None, aval: Any) -> Spec | None:
 
 
 def as_spec(split: Split) -> Spec:
-    """Return a split as a spec; a dim that is split as what it meets is whole."""
+    """Return a split as a spec in which ANY counts as unsplit."""
     return tuple(
         None if entry is ANY or not entry else entry[0] if len(entry) == 1 else tuple(entry)
         for entry in split
@@ -107,12 +112,12 @@ def outs_of(
     ins: Sequence[Split | None],
     sizes: Mapping[str, int],
 ) -> list[Split | None]:
-    """Return how the results of one equation are split."""
+    """Return how the results of one equation are split, or None where that is unclear."""
     return SplitAnalysis(sizes).equation(eqn, ins)
 
 
 class SplitAnalysis(Analysis[Split | None]):
-    """How every value is split, or None where the rules leave a choice."""
+    """Analysis of the split of every value; None where the rules leave a choice."""
 
     enters = ENTERED["flow"]
 
@@ -121,19 +126,22 @@ class SplitAnalysis(Analysis[Split | None]):
         sizes: Mapping[str, int],
         apart: Mapping[int, FlatJaxpr] = MappingProxyType({}),
     ) -> None:
-        """Follow values over a mesh of these axes; see `flow` for `apart`."""
+        """Track values over a mesh of these axis sizes; see `flow` for `apart`."""
         self.sizes, self.apart = sizes, apart
 
     def constant(self, value: Any) -> Split:
+        """Return the split of a constant, ANY in every dim."""
         return (ANY,) * jnp.ndim(value)
 
     def instruction(self, i: Instruction, ins: Sequence[Split | None]) -> list[Split | None]:
+        """Return how the results of an instruction are split."""
         program = self.apart.get(i.outs[0]) if i.outs else None
         if program is None:
             return self.equation(i.eqn, ins)
         return self.results(program, SplitAnalysis(self.sizes).run(program, ins))
 
     def equation(self, eqn: jex.JaxprEqn, ins: Sequence[Split | None]) -> list[Split | None]:
+        """Return how the results of an equation are split; None where that is unclear."""
         try:
             outs = super().equation(eqn, ins)
         except _Unclear:
@@ -141,8 +149,9 @@ class SplitAnalysis(Analysis[Split | None]):
         return [None if out is None or _is_twice(out) else out for out in outs]
 
     def apply(self, eqn: jex.JaxprEqn, ins: Sequence[Split | None]) -> Sequence[Split | None]:
+        """Return how the results are split, by the rule of the primitive."""
         name, free = eqn.primitive.name, [(ANY,) * _ndim(v) for v in eqn.outvars]
-        # Each device makes the random bits that it needs from the key.
+        # Each device computes the random bits that it needs from the key.
         if name.startswith("random_") or name == "iota":
             return free
         known = [split for split in ins if split is not None]
@@ -155,17 +164,20 @@ class SplitAnalysis(Analysis[Split | None]):
         raise _Unclear
 
     def join(self, facts: Sequence[Split | None]) -> Split | None:
+        """Return the common split of a value that has several origins."""
         known = [split for split in facts if split is not None]
         return _meet_all(known) if len(known) == len(facts) else None
 
     def sliced(self, fact: Split | None) -> Split | None:
+        """Return the split of one entry of a stack."""
         return None if fact is None else _unsplit(fact, (0,))[1:]
 
     def stacked(self, fact: Split | None) -> Split | None:
+        """Return the split of a stack of values."""
         return None if fact is None else ((), *fact)
 
     def of_shards(self, eqn: jex.JaxprEqn, ins: Sequence[Split | None]) -> list[Split | None]:
-        """Return how operands are split inside: over the axes that are left to the partitioner."""
+        """Return how the operands are split inside, over the axes left to the partitioner."""
         manual = manual_axes(eqn)
 
         def rest(entry: Any) -> Any:
@@ -174,12 +186,12 @@ class SplitAnalysis(Analysis[Split | None]):
         return [None if split is None else tuple(map(rest, split)) for split in ins]
 
     def of_wholes(self, eqn: jex.JaxprEqn, outs: Sequence[Split | None]) -> list[Split | None]:
-        """Return how results are split: by their specs, and by what is inside."""
+        """Return how the results are split, by their specs and by the splits inside."""
 
         def joined(spec: PartitionSpec, split: Split | None, v: Any) -> Split | None:
             if split is None:
                 return None
-            # The island's axes come first: others split what one of its devices has.
+            # The axes of the shard_map come first: other axes split each of its devices' pieces.
             pairs = zip(map(axes_of, pad_spec(spec, _ndim(v))), split, strict=True)
             return tuple((a or ANY) if b is ANY else (*a, *b) for a, b in pairs)
 
@@ -196,13 +208,13 @@ def _shape(v: Any) -> tuple[int, ...]:
 
 
 def _is_twice(split: Split) -> bool:
-    """Tell whether a mesh axis would split two dims."""
+    """Return whether a mesh axis would split two dims."""
     axes = [axis for entry in split if entry is not ANY for axis in entry]
     return len(set(axes)) < len(axes)
 
 
 def _meet(a: Any, b: Any) -> Any:
-    """Return how a dim is split that is split as `a` in one operand and as `b` in another."""
+    """Return the split of a dim whose split is `a` in one operand and `b` in another."""
     if a is ANY or (b is not ANY and not a):
         return b
     if b is ANY or not b or a == b:
@@ -211,7 +223,7 @@ def _meet(a: Any, b: Any) -> Any:
 
 
 def _meet_all(splits: Sequence[Split]) -> Split:
-    """Return the same of whole operands of one shape."""
+    """Return the common split of several operands of one shape."""
     result = splits[0]
     for split in splits[1:]:
         result = tuple(map(_meet, result, split))
@@ -219,7 +231,7 @@ def _meet_all(splits: Sequence[Split]) -> Split:
 
 
 def _unsplit(split: Split, dims: Sequence[int]) -> Split:
-    """Return a split of which these dims, which an equation needs whole, are unsplit.
+    """Return the split, after checking that these dims, which an equation needs unsplit, are.
 
     Raises:
       _Unclear: one of them is split.
@@ -235,7 +247,7 @@ def _pointwise(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]
     for v, split in zip(eqn.invars, ins, strict=True):
         if len(split) not in (0, len(shape)):  # a bitcast to another width
             raise _Unclear
-        if split:  # else a scalar beside arrays
+        if split:  # otherwise it is a scalar next to arrays
             # A dim of 1 is repeated along the dim that it meets.
             result = tuple(
                 _meet(a, ANY if n != m else b)
@@ -261,14 +273,14 @@ def _squeeze(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) 
 
 
 def _reshape(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
-    """Dims fall into groups of equal products.
+    """Return the split of a reshape, whose dims fall into groups of equal products.
 
-    Inside of a group axes stay where shards stay runs of neighbouring elements.
+    Inside of a group, axes are kept if each shard is a run of consecutive elements.
     """
     old, new = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
     if eqn.params.get("dimensions") is not None or 0 in (*old, *new):
         raise _Unclear
-    result: list[Any] = [ANY] * len(new)  # dims of 1 hold nothing that could be split
+    result: list[Any] = [ANY] * len(new)  # dims of 1 have nothing to split
     for old_dims, new_dims in _groups(old, new):
         entries = _regrouped(
             [(old[d], ins[0][d]) for d in old_dims], [new[d] for d in new_dims], sizes
@@ -279,8 +291,9 @@ def _reshape(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) 
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Return the shortest runs of old and of new dims that hold as many elements, in order, without
-    dims of 1.
+    """Return the shortest runs of old and new dims with equal numbers of elements, in order.
+
+    Dims of 1 are left out.
     """
     olds, news = ([d for d, n in enumerate(shape) if n != 1] for shape in (old, new))
     groups = list[tuple[list[int], list[int]]]()
@@ -297,8 +310,9 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], lis
 def _regrouped(
     old: Sequence[tuple[int, Any]], new: Sequence[int], sizes: Mapping[str, int]
 ) -> list[Any]:
-    """Return how the dims `new` of a reshape are split that hold the elements of `old`, dims with
-    their entries.
+    """Return the entries of the dims `new` of a reshape, given the sizes and entries of `old`.
+
+    Both hold the same elements.
     """
     if all(entry is ANY for _, entry in old):
         return [ANY] * len(new)
@@ -307,7 +321,7 @@ def _regrouped(
         if entry is ANY or not entry:
             is_run = is_run and size == 1
             continue
-        if not is_run:  # a dim before it is not split to the end: shards are no runs of neighbours
+        if not is_run:  # a dim before is not fully split, so shards are not contiguous
             raise _Unclear
         axes += entry
         is_run = math.prod(sizes[axis] for axis in entry) == size
@@ -326,8 +340,9 @@ def _regrouped(
 
 
 def _slice(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
-    """Also of a dynamic_slice, a pad, a concatenation, a split and a tiling: dims whose size
-    changes must be whole.
+    """Return the split of the result of a slice, pad, concatenate or split.
+
+    Dims whose size changes must be unsplit.
     """
     arrays = [
         (v, split)
@@ -377,8 +392,9 @@ def _dynamic_update_slice(
 
 
 def _along(*names: str) -> _Rule:
-    """Return the rule of an equation that keeps shapes and needs one dim whole, which a parameter
-    names.
+    """Return the rule of an equation that keeps shapes and needs some dims unsplit.
+
+    A parameter of the equation, one of `names`, gives these dims.
     """
 
     def rule(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
@@ -407,8 +423,8 @@ def _dot_general(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, in
     out = [_meet(ins[0][i], ins[1][j]) for i, j in zip(*batch, strict=True)]
     for split, contracted, batched in zip(ins, contract, batch, strict=True):
         out += [entry for d, entry in enumerate(split) if d not in contracted and d not in batched]
-    # An axis of a contracted dim goes away, in a sum over devices. It is no axis of the result
-    # beside that.
+    # An axis of a contracted dim disappears in a sum over devices. It must not also split a dim of
+    # the result.
     summed = [_meet(ins[0][i], ins[1][j]) for i, j in zip(*contract, strict=True)]
     if _is_twice((*out, *summed)):
         raise _Unclear
@@ -416,9 +432,9 @@ def _dot_general(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, in
 
 
 def _gather(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
-    """A look-up: dims of the indices, and of the table those that are taken whole.
+    """Return the split of a look-up: the indices' dims, and the dims that are taken in full.
 
-    Of a split vocabulary a sum over devices.
+    If the vocabulary is split, the result is a sum over devices.
     """
     (table, ids), numbers = ins, eqn.params["dimension_numbers"]
     shape, taken = _shape(eqn.invars[0]), eqn.params["slice_sizes"]
@@ -440,8 +456,9 @@ def _gather(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -
 def _fused_attention(
     eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]
 ) -> list[Split]:
-    """cuDNN's: of q, k, v[B, T, N, H] (or [B, N, T, H]) the output, split as q, and logsumexp[B, N,
-    T]; backward dq, dk, dv.
+    """Return the split of cuDNN's attention, for q, k, v[B, T, N, H] (or [B, N, T, H]).
+
+    The output is split like q, and the logsumexp is [B, N, T]; backward returns dq, dk, dv.
     """
     seq = 2 if eqn.params["layout"] else 1
     for split in ins[:3]:

@@ -1,25 +1,27 @@
-"""Which values of a traced layer are kept from forward to backward; the others are computed again.
+"""Choose the values of a traced layer to save from forward to backward; others are recomputed.
 
-Backward reads more values than it need be given. Kept are results of equations that cost something
-to repeat: products, convolutions, look-ups, sorts, loops, kernels. What elementwise, layout, cast
-and reduction equations make of these is computed again, random masks included. In units of s b h
-bytes (s tokens of b sequences of width h in 16 bits, a heads), a GPT's layer keeps
+Backward reads more values than need to be saved. The saved values are results of equations that are
+expensive to repeat: products, convolutions, look-ups, sorts, loops, kernels. Values that
+elementwise, layout, cast and reduction equations derive from them are recomputed, including random
+masks. In units of s b h bytes (s tokens of b sequences of width h in 16 bits, a heads), a GPT's
+layer saves
 
-    save         20 + 4 a s / h    the layer's input 2, qkv 6, scores in float32 4 a s / h, attention's output 2, its projection
-                                   2, the hidden layer 8
+    save         20 + 4 a s / h    the layer's input 2, qkv 6, scores in float32 4 a s / h,
+                                   attention's output 2, its projection 2, the hidden layer 8
     selective    20
     remat        2
 
-where Korthikanti et al. (arXiv:2205.05198, table 2) count 34 + 5 a s / h, 34 and 2: they keep what
-each operator reads.
+where Korthikanti et al. (arXiv:2205.05198, table 2) count 34 + 5 a s / h, 34 and 2, because they
+save every value that an operator reads.
 
-    save         the results of all equations that cost
-    selective    those, less attention's inner part: the products between that of queries and keys and that with the values
-    remat        nothing but the layer's input
+    save         the results of all expensive equations
+    selective    the same without attention's inner part, between the product of queries and keys
+                 and the product with the values
+    remat        only the layer's input
 
-Nothing that is computed from parameters alone is ever kept: backward has the gathered layer. So
-ZeRO-3's bound of memory holds in every mode. Attention is found by its form: two products with
-batch dims of data with data, one feeding the other.
+Values computed from parameters alone are never saved, because backward has the gathered layer.
+ZeRO-3's bound on memory therefore holds in every mode. Attention is recognized by its form: two
+products of data with data that have batch dims, one feeding the other.
 """
 
 import collections
@@ -75,12 +77,13 @@ _ALSO_CHEAP = frozenset(
     }
 )
 _REPEATED = CHEAP | POINTWISE | REDUCTIONS | _ALSO_CHEAP
-"""Equations whose results are made again from what they read."""
+"""Equations whose results are recomputed from their operands."""
 
 
 def is_cheap(eqn: jex.JaxprEqn) -> bool:
-    """Tell whether an equation's result is better made again than kept; of a custom derivative:
-    whether all inside of it is.
+    """Return whether an equation's result is better recomputed than saved.
+
+    A custom derivative counts as cheap if all equations inside of it are.
     """
     if eqn.primitive.name in _REPEATED:
         return True
@@ -90,10 +93,11 @@ def is_cheap(eqn: jex.JaxprEqn) -> bool:
 
 
 def depending(program: FlatJaxpr, data: Iterable[int]) -> set[int]:
-    """Return the slots that depend on data, those of the inputs among them.
+    """Return the slots that depend on data, including the slots of `data` themselves.
 
-    A slice of a stack of parameters is a parameter, also at an index that is data: no layer is kept
-    because it was chosen so. Rows that a look-up takes of a table are activations.
+    A slice of a stack of parameters is a parameter, even at an index that is data: choosing a layer
+    by data does not make it a value to save. Rows that a look-up takes from a table are
+    activations.
     """
     of_data = set(data)
     for i in program.instructions:
@@ -104,9 +108,7 @@ def depending(program: FlatJaxpr, data: Iterable[int]) -> set[int]:
 
 
 def candidates(program: FlatJaxpr, of_data: set[int]) -> dict[int, Any]:
-    """Return those of the slots that depend on data, with their avals, that cost something to make
-    again.
-    """
+    """Return the avals of the slots in `of_data` that are expensive to recompute, by slot."""
     avals: dict[int, Any] = {
         out: v.aval
         for i in program.instructions
@@ -114,14 +116,14 @@ def candidates(program: FlatJaxpr, of_data: set[int]) -> dict[int, Any]:
         for out, v in zip(i.outs, i.eqn.outvars, strict=True)
         if out in of_data
     }
-    # A product whose result is scattered is kept as it is after that.
+    # If a product's result is scattered, the scattered value is saved instead.
     readers = collections.Counter(slot for i in program.instructions for slot in i.reads)
     readers.update(ref for ref in program.outputs if isinstance(ref, int))
     for i in program.instructions:
         if is_scatter(i.eqn) and i.reads and i.reads[0] in avals and readers[i.reads[0]] == 1:
             del avals[i.reads[0]]
             avals[i.outs[0]] = i.eqn.outvars[0].aval
-    # Keys are made again: they are functions of (step, layer).
+    # Random keys are recomputed, since they are functions of (step, layer).
     return {
         s: a
         for s, a in avals.items()
@@ -130,10 +132,10 @@ def candidates(program: FlatJaxpr, of_data: set[int]) -> dict[int, Any]:
 
 
 def describe(eqn: jex.JaxprEqn) -> str:
-    """Return an equation in short: `dot_general f32[8,16] f32[16,32]`."""
+    """Return a short description of an equation, such as `dot_general f32[8,16] f32[16,32]`."""
     operands = [v.aval.str_short(short_dtypes=True) for v in eqn.invars]  # pyright: ignore[reportAttributeAccessIssue]
-    # The scopes that the model named; not those of transformations, nor the one that stands for
-    # none (`zerojax.jaxprs.bind`).
+    # Only the scopes that the model named, without those of transformations and without the
+    # placeholder for an empty scope (`zerojax.jaxprs.bind`).
     scopes = re.sub(
         r"\b(jvp|transpose|vmap|checkpoint|rematted_computation)\(?",
         "",
@@ -151,22 +153,23 @@ def describe(eqn: jex.JaxprEqn) -> str:
 
 
 def attention_inner(program: FlatJaxpr, activations: Iterable[int]) -> frozenset[int]:
-    """Return the slots between the two products of attention: scores, weights, and the masks that
-    only they read.
+    """Return the slots between the two products of attention.
+
+    These are the scores, the weights, and the masks that only they read.
 
     Args:
-      program: of a layer.
+      program: program of a layer.
       activations: slots of the layer's input.
     """
     data = depending(program, activations)
 
     def of_data(i: Instruction) -> bool:
-        """Tell whether an instruction multiplies data with data, batched."""
+        """Return whether an instruction is a batched product of data with data."""
         if i.eqn.primitive.name != "dot_general" or not all(
             isinstance(ref, int) and ref in data for ref in i.ins
         ):
             return False
-        # dimension_numbers is (contracting dims, batch dims), and each of these (lhs, rhs).
+        # dimension_numbers is (contracting dims, batch dims), each of them (lhs, rhs).
         return bool(i.eqn.params["dimension_numbers"][1][0])
 
     products = [i for i in program.instructions if of_data(i)]
@@ -180,20 +183,19 @@ def attention_inner(program: FlatJaxpr, activations: Iterable[int]) -> frozenset
 
 
 def _between(program: FlatJaxpr, second: Instruction, after: set[int], data: set[int]) -> set[int]:
-    """Return the slots on the way from the first product to the second, and what is made of no data
-    for them.
+    """Return the slots between two products, and the values for them that do not depend on data.
 
     Args:
-      program: the block.
+      program: program of the block.
       second: the second product.
-      after: slots that depend on the first.
+      after: slots that depend on the first product.
       data: slots that depend on data.
     """
 
     def is_inner(slot: int) -> bool:
         return slot in after or slot not in data
 
-    # Back from the second product until the first is reached, and into whatever reads no data, such
-    # as dropout masks.
+    # Walk back from the second product to the first, and through everything that reads no data,
+    # such as dropout masks.
     live = program.live(second.ins, is_followed=is_inner)
     return {slot for i in (*live, second) for slot in i.reads if is_inner(slot)}

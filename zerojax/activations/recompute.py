@@ -1,13 +1,12 @@
-"""A function under `jax.checkpoint` that keeps what costs and computes the rest again, for steps
-that JAX differentiates.
+"""Rematerialisation that saves expensive values, for steps that JAX differentiates.
 
-The function is traced, and each value to keep is named. The checkpoint's policy keeps these names.
-Loops are entered, so that each iteration keeps as a layer does; an equation with a derivative of
-its own runs forward once (`zerojax.activations.apart`).
+The function is traced, and each value to save is named. A `jax.checkpoint` has a policy that saves
+these names. Loops are entered, so that each iteration saves the same values as a layer; an equation
+with a derivative of its own runs forward once (`zerojax.activations.apart`).
 
-The values of a layer are counted in the order of its program, up to a loop or a branch, of whose
-inside no order is known. Of these counts follow the numbers of the values that backward reads,
-which are those of a streamed step (`zerojax.streamed.residuals`).
+The values of a layer are counted in the order of its program, up to a loop or a branch, whose inner
+order is unknown. From these counts follow the numbers of the values that backward reads, which are
+the same as in a streamed step (`zerojax.streamed.residuals`).
 """
 
 import dataclasses
@@ -49,21 +48,23 @@ _COUNTED = re.compile(r"#(\w*):(\d+) (.*)")
 
 
 def keeps(prim: Any, *args: Any, **params: Any) -> bool:
-    """Checkpoint policy: what a `Keeper` named is kept, and so is the logsumexp of a tiled loss."""
+    """Checkpoint policy that saves the values named by a `Keeper` and a tiled loss's logsumexp."""
     del args
-    # Without the logsumexp backward would compute the tiles of logits twice.
+    # Without the saved logsumexp, backward would compute the tiles of logits twice.
     return prim.name == "name" and (params["name"].startswith(PREFIX) or params["name"] == LSE)
 
 
 def label_of(name: str) -> str:
-    """Return the equation that a `Keeper` named, its count before it, or the name that the model
-    gave.
+    """Return the label of a saved value.
+
+    It is the description of an equation that a `Keeper` named, preceded by its count, or the name
+    that the model gave.
     """
     return name.removeprefix(PREFIX)
 
 
 def numbered_labels(labels: Sequence[str]) -> list[str]:
-    """Return the labels of all that is kept with numbers in place of counts: "#2 dot_general ..."."""
+    """Return the labels with consecutive numbers instead of counts: "#2 dot_general ..."."""
     found = [_COUNTED.fullmatch(label) for label in labels]
     by_group: dict[str, list[int]] = {}
     for match in found:
@@ -78,12 +79,13 @@ def numbered_labels(labels: Sequence[str]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Splits:
-    """How the inputs of a function are split over a mesh with tensor parallelism, from which
-    follows how all its values are.
+    """How the inputs of a function are split over a mesh with tensor parallelism.
+
+    The splits of all its values follow from this.
 
     Attributes:
       mesh: the device mesh.
-      params: spec of each leaf of the parameters, or None where it is not known.
+      params: spec of each leaf of the parameters, or None if unknown.
     """
 
     mesh: Mesh
@@ -95,9 +97,9 @@ class Splits:
         """Return the spec of every slot of a program over (params, *data).
 
         Args:
-          program: flattened.
-          shapes: of the leaves of the data.
-          batch_size: rows of the batch, by which dim 0 of some of these is known to be it.
+          program: a flattened program.
+          shapes: shapes of the leaves of the data.
+          batch_size: number of rows of the batch; a dim 0 of this size is taken to be the batch.
         """
         data = [ActivationSpec(self.mesh).given(shape, batch_size) for shape in shapes]
         return flow(program, [*self.params, *data], self.mesh.shape)
@@ -109,14 +111,14 @@ def keep_products(
     splits: Splits | None = None,
     group: str = "",
 ) -> Callable[..., Any]:
-    """Return `function(params, x, *data)`, keeping from forward to backward what costs something to
-    make again.
+    """Return `function(params, x, *data)`, saving values that are expensive to recompute.
 
     Args:
-      function: its argument x is a tree whose leaves have the batch as dim 0. One with side effects
-        keeps what JAX keeps.
-      prevent_cse: as of `jax.checkpoint`.
-      splits: then what is kept is split as it says; without, as the partitioner chooses.
+      function: function whose argument x is a tree of leaves with the batch as dim 0. If it has
+        side effects, JAX chooses the saved values.
+      prevent_cse: option of `jax.checkpoint`.
+      splits: how the inputs are split, which determines the splits of the saved values; None leaves
+        these to the partitioner.
       group: name of the functions whose values are counted together.
     """
 
@@ -140,10 +142,10 @@ def keep_products(
 
 
 class Keeper:
-    """Runs instructions of a program and names what is kept for backward.
+    """Run instructions of a program and name the values to save for backward.
 
     Attributes:
-      group: where values are counted, the name of those that are counted together; else None.
+      group: name of the values that are counted together; None while values are not counted.
     """
 
     def __init__(
@@ -153,13 +155,13 @@ class Keeper:
         specs: Mapping[int, Spec | None] = MappingProxyType({}),
         mesh: Mesh | None = None,
     ) -> None:
-        """Choose what is kept of a program.
+        """Choose the values of a program to save.
 
         Args:
-          program: over parameters and data.
-          data: slots of the inputs that are no parameters.
-          specs: of slots, where it is known how they are split.
-          mesh: over which.
+          program: program over parameters and data.
+          data: slots of the inputs that are not parameters.
+          specs: spec of each slot whose split is known.
+          mesh: mesh of these specs.
         """
         self.of_data, self.specs, self.mesh = depending(program, data), specs, mesh
         self.kept = candidates(program, self.of_data)
@@ -170,9 +172,7 @@ class Keeper:
     def of(
         cls, program: FlatJaxpr, slots: Sequence[int], splits: Splits | None, data: Sequence[Any]
     ) -> Self:
-        """Choose what is kept of a program over (params, *data), of which `slots` are those of the
-        data.
-        """
+        """Choose the values of a program over (params, *data) to save; `slots` are the data's."""
         if splits is None:
             return cls(program, slots)
         shapes = [jnp.shape(a) for a in jax.tree.leaves(data)]
@@ -183,7 +183,7 @@ class Keeper:
         for i in instructions:
             values = [read(ref, slots) for ref in i.ins]
             # An equation that is taken apart names its results itself: named twice, they would be
-            # kept twice.
+            # saved twice.
             apart = (
                 take_apart(i, partial(bind, i.eqn))
                 if _has_rule(i) and not self.of_data.isdisjoint(i.reads)
@@ -203,7 +203,7 @@ class Keeper:
             )
 
     def named(self, slot: int, value: Any, label: str) -> Any:
-        """Return a value that is kept, under a name."""
+        """Return a saved value under a name, constrained to its spec if known."""
         if (spec := self.specs.get(slot)) is not None:
             assert self.mesh is not None
             value = jax.lax.with_sharding_constraint(
@@ -222,9 +222,7 @@ class Keeper:
     def _named_by_rule(
         self, i: Instruction, apart: Apart, values: Sequence[Any], label: str
     ) -> list[Any]:
-        """Return the results of an equation that is taken apart; what its derivative reads is
-        named.
-        """
+        """Return the results of a taken-apart equation, naming what its derivative reads."""
 
         @jax.custom_vjp
         def call(*operands: Any) -> list[Any]:
@@ -234,8 +232,8 @@ class Keeper:
             outs, kept = apart.forward(operands)
             outs = [self.named(slot, a, label) for slot, a in zip(i.outs, outs, strict=True)]
             kept = [_named(a, self._counted(label)) for a in kept]
-            # What the derivative does not read, such as the result of one tile of a sum, is not
-            # kept.
+            # Values that the derivative does not read are not saved, such as the result of one tile
+            # of a sum.
             return outs, apart.read_by_backward(operands, outs, kept)
 
         def backward(saved: list[Any], d_outs: list[Any]) -> tuple[Any, ...]:
@@ -253,7 +251,7 @@ def _named(value: Any, label: str) -> Any:
     """Return a value under a name."""
     if jnp.issubdtype(
         value.dtype, jnp.complexfloating
-    ):  # a checkpoint that keeps a complex number does not trace
+    ):  # a checkpoint that saves a complex number cannot be traced
         return jax.lax.complex(
             checkpoint_name(value.real, label), checkpoint_name(value.imag, label)
         )
@@ -261,7 +259,7 @@ def _named(value: Any, label: str) -> Any:
 
 
 def _has_rule(i: Instruction) -> bool:
-    """Tell whether an equation's own rule, or the model's own checkpoint, says what is kept of it."""
+    """Return whether an equation's own rule or checkpoint chooses its saved values."""
     return is_openable(i) and i.eqn.primitive.name not in _ENTERED
 
 
@@ -269,7 +267,7 @@ _ENTERED = ENTERED["keep_products"] - INLINED
 
 
 def _run(i: Instruction, values: Sequence[Any], of_data: Sequence[bool]) -> list[Any]:
-    """Return the results of one equation. In loops and branches, what is kept is named."""
+    """Return the results of one equation, naming the values to save in loops and branches."""
     is_entered = i.eqn.primitive.name in _ENTERED and any(of_data)
     if not is_entered or i.eqn.effects or is_cheap(i.eqn):
         return bind(i.eqn, values)
@@ -277,14 +275,14 @@ def _run(i: Instruction, values: Sequence[Any], of_data: Sequence[bool]) -> list
 
 
 def _inside(region: Region, of_data: Sequence[bool]) -> Function:
-    """Return a function that runs a loop's body, or a branch, and names what is kept.
+    """Return a function that runs a loop's body or a branch, naming the values to save.
 
     Args:
-      region: of the equation.
+      region: loop body or branch of the equation.
       of_data: whether each operand of the equation depends on data.
     """
     program = region.flatten()
-    # What is carried meets data sooner or later.
+    # Carried values meet data sooner or later.
     flags = [of or p in region.carried for p, of in enumerate(of_data[region.first :])]
     pairs = zip(program.inputs, flags, strict=True)
     keeper = Keeper(program, [slot for slot, of in pairs if of])
@@ -294,16 +292,16 @@ def _inside(region: Region, of_data: Sequence[bool]) -> Function:
 def open_equations(
     program: FlatJaxpr, data: Sequence[int], closed: Iterable[int]
 ) -> tuple[FlatJaxpr, dict[int, Apart], dict[int, Any]]:
-    """Take apart the equations of a program that depend on data and hold a derivative of their own.
+    """Take apart the equations of a program that depend on data and have their own derivative.
 
     Args:
-      program: of a layer.
-      data: slots of the inputs that are no parameters.
-      closed: first results of equations that stay as they are.
+      program: program of a layer.
+      data: slots of the inputs that are not parameters.
+      closed: first results of equations that stay unchanged.
 
     Returns:
-      The program, where these equations return what they keep too; each of them, by the slot of its
-      first result; and the new slots, with avals.
+      The program, in which these equations also return their saved values; each taken-apart
+      equation, by the slot of its first result; and the new slots, with avals.
     """
     keeper, stay = Keeper(program, data), set(closed)
     fresh = itertools.count(
@@ -327,12 +325,12 @@ def open_equations(
 
 
 def _differentiable(i: Instruction, of_data: Sequence[bool], values: Sequence[Any]) -> list[Any]:
-    """Run an equation, of which a derivative keeps what `keeps` says, or what its own rule does."""
+    """Run an equation such that its derivative saves values by `keeps` or by its own rule."""
     if _has_rule(i):
         return bind(i.eqn, values)
     return jax.checkpoint(lambda *v: _run(i, v, of_data), policy=keeps, prevent_cse=False)(*values)
 
 
 def _batch_size(x: Any) -> int:
-    """Return dim 0 of the leaves of x."""
+    """Return dim 0 of the leaves of x, or 0 if all are scalars."""
     return next((a.shape[0] for a in jax.tree.leaves(x) if a.shape), 0)

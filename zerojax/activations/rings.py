@@ -1,27 +1,27 @@
-"""Products beside which their collective runs: rings of t - 1 permutes over `tensor`, in the place
-of a gather or a scatter.
+"""Products overlapped with their collective: rings of t - 1 permutes over `tensor`.
 
-A device of t multiplies one piece of the sequence while the next piece, or a partial sum, is on its
-way to its neighbour:
+A ring replaces a gather or a scatter. Each of t devices multiplies one piece of the sequence while
+the next piece, or a partial sum, is in flight to its neighbour:
 
-    column     y[B, T, F_t] = z[B, T_t, H] W[H, F_t]     step n: multiply the piece that is here, pass it on
-    row        y[B, T_t, H] = h[B, T, F_t] V[F_t, H]     step n: multiply a piece of h, add it to the sum that came
+    column   y[B, T, F_t] = z[B, T_t, H] W[H, F_t]   step n: multiply the present piece, pass it on
+    row      y[B, T_t, H] = h[B, T, F_t] V[F_t, H]   step n: multiply a piece of h, add it to the
+                                                     partial sum that arrived
 
-A permute moves one piece, B T H / t elements, so a ring moves what the collective does: (t - 1) / t
-of B T H on each device. The transposes are spelt out, as rings of the other kind:
+A permute moves one piece, B T H / t elements, so a ring moves as much as the collective: (t - 1) /
+t of B T H per device. The transposes are written out, as rings of the other kind:
 
-    column     dz[B, T_t, H] = dy W^T around a ring, as of a row product. Beside the same products the pieces of z come around
-               once more: a gathered value is never kept. Then dW = z^T dy. Where backward computes the layer again, they came
-               around for that already.
-    row        dh[B, T, F_t] = dy[B, T_t, H] V^T around a ring, as of a column product; its pieces of dy are put together. Then
-               dV = h^T dy.
+    column   dz[B, T_t, H] = dy W^T around a ring, like a row product. During the same products the
+             pieces of z are passed around once more, because a gathered value is never saved. Then
+             dW = z^T dy. If backward recomputes the layer, they were already passed around then.
+    row      dh[B, T, F_t] = dy[B, T_t, H] V^T around a ring, like a column product; its pieces of
+             dy are put together. Then dV = h^T dy.
 
-The gradients of weights are single products outside of the rings. In pieces each would be reduced
-over `data` and `fsdp` by itself, t times the bytes, and summed in 16 bits.
+The gradients of weights are single products outside of the rings. In pieces, each would be reduced
+over `data` and `fsdp` separately, t times the bytes, and summed in 16 bits.
 
-XLA for GPUs would schedule such permutes one after the other, and would make one product of those
-of a scattering ring. So barriers tie each step's permutes to its products: both end before the next
-step begins.
+XLA for GPUs would schedule such permutes one after the other, and would merge the products of a
+scattering ring into one. Barriers therefore tie each step's permutes to its products: both end
+before the next step begins.
 """
 
 import dataclasses
@@ -48,9 +48,9 @@ class RingProduct:
     Attributes:
       contract: contracted dims of the data, and of the weight.
       weight_first: whether the weight is the first operand.
-      sequence: the dim of the data that the ring passes around, which is not contracted.
-      split: the dim of the weight that `tensor` splits.
-      options: `precision` and `preferred_element_type`, as of dot_general.
+      sequence: dim of the data that the ring passes around; it is not contracted.
+      split: dim of the weight that `tensor` splits.
+      options: `precision` and `preferred_element_type` of the dot_general.
     """
 
     contract: tuple[tuple[int, ...], tuple[int, ...]]
@@ -71,7 +71,7 @@ class RingProduct:
         )
 
     def of_data(self, d_result: Array, weight: Array, data: Any) -> Array:
-        """Return the cotangent of the data, whose shape and dtype `data` has."""
+        """Return the cotangent of the data, with the shape and dtype of `data`."""
         return jax.linear_transpose(
             lambda a: self(a, weight), jax.ShapeDtypeStruct(data.shape, data.dtype)
         )(d_result)[0]
@@ -85,7 +85,7 @@ class RingProduct:
     def dims_of_result(
         self, data_ndim: int, weight_ndim: int
     ) -> tuple[dict[int, int], dict[int, int]]:
-        """Return where the free dims of the data, and those of the weight, are in the result."""
+        """Return the positions in the result of the data's and of the weight's free dims."""
         data = [d for d in range(data_ndim) if d not in self.contract[0]]
         weight = [d for d in range(weight_ndim) if d not in self.contract[1]]
         first = len(weight) if self.weight_first else 0
@@ -98,12 +98,12 @@ class RingProduct:
 def ring_product(
     eqn: jex.JaxprEqn, kind: str, w: int, splits: Sequence[Split | None]
 ) -> tuple[RingProduct | None, str]:
-    """Return a product as a ring runs it; or None, and the reason why none does.
+    """Return a product as a ring runs it, or None and the reason why no ring can run it.
 
     Args:
-      eqn: the product.
+      eqn: the product's equation.
       kind: "column" or "row".
-      w: position of its weight.
+      w: position of its weight among the operands.
       splits: how its two operands are split.
     """
     if eqn.primitive.name != "dot_general":
@@ -127,7 +127,7 @@ def ring_product(
     else:
         if of_data != {contract[1 - w][contract[w].index(k)]: (TENSOR,)}:
             return None, "; no ring, since its operand is not known to be split as its weight is"
-        # Dim 1 of the result is the stream's.
+        # Dim 1 of the result is the sequence dim of the stream.
         free = [d for d in range(len(data)) if d not in contract[1 - w]]
         if w == 0 or len(free) < 2:
             return None, "; no ring, since dim 1 of its result is its weight's"
@@ -145,20 +145,19 @@ def column_products(
     mesh: Mesh,
     again: bool = True,
 ) -> list[Array]:
-    """Multiply z, split over `tensor` in its sequence, by weights that `tensor` splits in a free
-    dim.
+    """Multiply z, split over `tensor` in its sequence, by weights split in a free dim.
 
     Args:
       z: [B, T_t, H], whose pieces go once around the ring for all products.
       weights: [H, F_t] each.
-      products: of z and each weight; their `sequence` is the same dim.
+      products: products of z and each weight; their `sequence` is the same dim.
       mesh: the device mesh.
-      again: whether the derivative sends the pieces of z around once more. Otherwise its forward
-        puts them together, which is right where the derivative runs that forward anyhow: inside of
-        what is rematerialised.
+      again: whether the derivative passes the pieces of z around once more. Otherwise its forward
+        puts them together, which is right if the derivative runs that forward anyway, because it is
+        rematerialised.
 
     Returns:
-      [B, T, F_t] of each.
+      [B, T, F_t] for each weight.
     """
     dim, weights = products[0].sequence, list(weights)
     placed = [p.dims_of_result(z.ndim, w.ndim) for p, w in zip(products, weights, strict=True)]
@@ -224,17 +223,16 @@ def column_products(
 
 
 def row_product(h: Array, weight: Array, product: RingProduct, mesh: Mesh) -> Array:
-    """Multiply h by a weight, both split over `tensor` in a contracted dim; the sum over `tensor`
-    is scattered.
+    """Multiply h by a weight, both split over `tensor` in a contracted dim, and scatter the sum.
 
     Args:
       h: [B, T, F_t].
       weight: [F_t, H].
-      product: of the two.
+      product: product of the two.
       mesh: the device mesh.
 
     Returns:
-      [B, T_t, H].
+      [B, T_t, H], split over `tensor` in the sequence.
     """
     dim = product.sequence
     (of_h, of_w), (h_contract, w_contract) = (
@@ -289,11 +287,10 @@ def row_product(h: Array, weight: Array, product: RingProduct, mesh: Mesh) -> Ar
 
 
 def _island(local: Callable[..., Any], mesh: Mesh, ins: Any, outs: Any) -> Callable[..., Any]:
-    """Return a function of arrays that are split over `tensor` as specs say, from what one device
-    of it does.
+    """Return a function of arrays split over `tensor`, given its computation on one device.
 
-    Other axes are left to the partitioner, as outside. `local` is given its device's place in the
-    ring first.
+    Other axes are left to the partitioner, as outside. The first argument of `local` is its
+    device's position in the ring.
     """
     axes, ins = {TENSOR}, (PartitionSpec(TENSOR), *ins)
     mapped = jax.shard_map(
@@ -304,8 +301,8 @@ def _island(local: Callable[..., Any], mesh: Mesh, ins: Any, outs: Any) -> Calla
         axis_names=axes,
         check_vma=False,
     )
-    # Not axis_index: beside arrays in host memory XLA refuses the partition's number where some
-    # axes are left to it.
+    # Not axis_index: next to arrays in host memory, XLA refuses the partition's number if some axes
+    # are left to it.
     return lambda *args: mapped(jax.lax.iota(jnp.int32, mesh.shape[TENSOR]), *args)
 
 
@@ -315,26 +312,26 @@ def _spec(ndim: int, dim: int) -> PartitionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    """One device's place in the ring.
+    """One device's position in the ring.
 
     Attributes:
-      place: i32[], from 0.
-      size: devices of the ring.
+      place: position i32[], from 0.
+      size: number of devices of the ring.
     """
 
     place: Array
     size: int
 
     def passed(self, piece: Array) -> Array:
-        """Return what the device behind had."""
+        """Pass a piece to the next device, and return the piece of the device behind."""
         return jax.lax.ppermute(piece, TENSOR, [(n, (n + 1) % self.size) for n in range(self.size)])
 
     def behind(self, n: int) -> Array:
-        """Return the place of the device that is n steps behind."""
+        """Return the position of the device that is n steps behind."""
         return jax.lax.rem(self.place + (self.size - n % self.size), self.size)
 
     def piece(self, a: Array, n: Array, dim: int) -> Array:
-        """Return piece n of an array."""
+        """Return piece n of an array along dim `dim`."""
         size = a.shape[dim] // self.size
         return jax.lax.dynamic_slice_in_dim(a, n * size, size, dim)
 
@@ -347,13 +344,13 @@ def _sum(arrays: Sequence[Array]) -> Array:
 
 
 class _Whole:
-    """Puts pieces together, in place."""
+    """Put pieces together, in place."""
 
     def __init__(self, dim: int, count: int) -> None:
         self.dim, self.count, self._value = dim, count, None
 
     def put(self, piece: Array, n: Array) -> None:
-        """Put in the piece of device n."""
+        """Insert the piece of device n."""
         if self._value is None:
             shape = list(piece.shape)
             shape[self.dim] *= self.count
@@ -364,7 +361,7 @@ class _Whole:
 
     @property
     def value(self) -> Array:
-        """All pieces."""
+        """The array of all pieces."""
         assert self._value is not None
         return self._value
 
@@ -372,18 +369,18 @@ class _Whole:
 def _gathering(
     ring: _Ring, piece: Array, dim: int, multiplied: _Partial, dims: Sequence[int], whole: bool
 ) -> tuple[list[Array], list[Array]]:
-    """Pass pieces around; each device makes of all of them, in turn, pieces of its results.
+    """Pass pieces around; each device computes pieces of its results from all of them, in turn.
 
     Args:
-      ring: this device's place.
-      piece: of this device.
-      dim: of the pieces.
-      multiplied: what is made of a piece.
-      dims: along which pieces of each result are put together.
-      whole: whether the pieces themselves are put together too.
+      ring: this device's position.
+      piece: this device's piece.
+      dim: dim along which the pieces are cut.
+      multiplied: function from a piece to its products.
+      dims: for each result, the dim along which its pieces are put together.
+      whole: whether to put the passed pieces together too.
 
     Returns:
-      The results; and the pieces put together, if they are.
+      The results, and a list of the pieces put together, empty unless `whole`.
     """
     results, pieces = [_Whole(d, ring.size) for d in dims], _Whole(dim, ring.size)
     for n in range(ring.size):
@@ -403,18 +400,18 @@ def _scattering(
     others: list[Array],
     dim: int,
 ) -> tuple[Array, list[Array]]:
-    """Pass partial sums around, to each of which a device adds its own.
+    """Pass partial sums around; each device adds its own part to each of them.
 
     Args:
-      ring: this device's place.
-      piece_of_sum: of the number of a piece: the operands that this device has for it, and what
-        makes its part of the sum of these.
-      others: pieces of this device that are passed around beside the same products, and put
-        together.
-      dim: along which they are.
+      ring: this device's position.
+      piece_of_sum: function from the number of a piece to this device's operands for it, and to a
+        function that computes this device's part of the sum from them.
+      others: this device's pieces of other arrays, which are passed around during the same products
+        and put together.
+      dim: dim along which these pieces are cut.
 
     Returns:
-      This device's piece of the sum, and what was put together.
+      This device's piece of the sum, and the arrays that were put together.
     """
     wholes, total = [_Whole(dim, ring.size) for _ in others], list[Array]()
     for n in range(ring.size):
@@ -422,10 +419,10 @@ def _scattering(
             whole.put(other, ring.behind(n))
         if n == ring.size - 1:
             others = []
-        # A sum starts one step ahead of the device that it is of, and comes to it last.
+        # A sum starts one step ahead of the device that owns it, and reaches that device last.
         operands, product = piece_of_sum(ring.behind(n + 1))
         if total:
-            # Else XLA makes one product of all.
+            # Without the barrier, XLA would merge all products into one.
             *total, operands = jax.lax.optimization_barrier((*total, operands))
         moved, own = [ring.passed(a) for a in (*total, *others)], product(operands)
         *moved, own = jax.lax.optimization_barrier((*moved, own))

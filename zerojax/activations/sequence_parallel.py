@@ -1,31 +1,34 @@
-"""Sequence parallelism of a model that knows nothing of it (Korthikanti et al., arXiv:2205.05198,
-section 4.2.2).
+"""Sequence parallelism for a model that does not implement it.
 
-With tensor parallelism alone every device of a tensor group holds the whole stream x[B, T, H], and
-repeats norms, dropout and residual sums. Here the stream rests as x[B, T_tensor, H], and only
-products whose weights `tensor` splits see it whole:
+It follows Korthikanti et al. (arXiv:2205.05198, section 4.2.2).
 
-    column     W[H, F_t], split in a free dim         gather   z[B, T_t, H] -> z[B, T, H], then h[B, T, F_t] = z W
-    row        V[F_t, H], split in the summed dim     scatter  y[B, T, H]{U_t} = h V, then y -> y[B, T_t, H]
+With tensor parallelism alone, every device of a tensor group holds the full stream x[B, T, H], and
+repeats norms, dropout and residual sums. Here the stream is stored as x[B, T_tensor, H], and only
+products whose weights `tensor` splits see it in full:
 
-An all_reduce is a reduce_scatter and an all_gather. So two gathers and two scatters a layer,
-forward and backward, move what two all_reduces did. Backward gathers z once more, for the gradients
-of W, since a gathered value is never kept.
+    column     W[H, F_t], split in a free dim      gather   z[B, T_t, H] -> z[B, T, H],
+                                                            then h[B, T, F_t] = z W
+    row        V[F_t, H], split in the summed dim  scatter  y[B, T, H]{U_t} = h V,
+                                                            then y -> y[B, T_t, H]
 
-Each function of the model is traced, and its trace run equation by equation.
-`zerojax.activations.flow` follows which values are split in the sequence. Where that meets a split
-weight, one of the two operations of `zerojax.activations.sequence_ops` is put in: one gather for
-all products that read a value, one scatter of each sum. All other equations run as they are, and
-where the rules do not tell what is split, the partitioner decides: the values are right whatever is
-put in, since both operations only say where a value is.
+An all_reduce is a reduce_scatter and an all_gather, so two gathers and two scatters per layer,
+forward and backward, move as much as two all_reduces. Backward gathers z once more, for the
+gradients of W, since a gathered value is never saved.
 
-A rematerialised region is entered. A loop over tiles has its operand gathered before it and its
-result scattered after it: its products are computed for [t_tensor, ...] entries, one of each
-device, so that nothing is reduced inside of the loop.
+Each function of the model is traced, and its trace is run equation by equation.
+`zerojax.activations.flow` tracks which values are split in the sequence. Where such a value meets a
+split weight, one of the two operations of `zerojax.activations.sequence_ops` is inserted: one
+gather for all products that read a value, one scatter of each sum. All other equations run
+unchanged, and where the rules leave a split open, the partitioner decides. The values are right
+whatever is inserted, since both operations only specify where a value is stored.
 
-With `overlap` a gather and its products, or a product and its scatter, become one ring
-(`zerojax.activations.rings`), where all of them are plain products of which it is known how they
-are split; else the operations stay, and `why` tells the reason.
+Rematerialised regions are entered. For a loop over tiles, the operand is gathered before it and the
+result is scattered after it. Its products are computed as [t_tensor, ...] entries, one per device,
+so that nothing is reduced inside of the loop.
+
+With `overlap`, a gather and its products, or a product and its scatter, become one ring
+(`zerojax.activations.rings`), if all of them are plain products with known splits. Otherwise the
+operations stay, and `why` gives the reason.
 """
 
 import dataclasses
@@ -66,15 +69,16 @@ class SequenceParallelism:
     """Collects the products of a model's blocks, as they were last traced."""
 
     def __init__(self) -> None:
+        """Start without any products."""
         self._of_stacks: dict[str, tuple[BlockProduct, ...]] = {}
 
     @property
     def products(self) -> tuple[BlockProduct, ...]:
-        """Of all stacks, in order."""
+        """Products of all stacks, in order."""
         return tuple(product for products in self._of_stacks.values() for product in products)
 
     def traced(self, stack: str, products: Sequence[BlockProduct]) -> None:
-        """Take the products of one block."""
+        """Replace the products of a stack by those of a newly traced block."""
         self._of_stacks[stack] = tuple(products)
 
 
@@ -85,16 +89,17 @@ def sequence_parallel(
     overlap: bool = False,
     recomputed: bool = False,
 ) -> LayeredModel:
-    """Return a model whose stream is split over `tensor` in its sequence; its functions take and
-    return what they did.
+    """Return a model whose stream is split over `tensor` in its sequence.
+
+    Its functions have the same arguments and results.
 
     Args:
-      model: whose specs name `tensor`. Floating leaves of x of three dims or more are its stream:
-        dim 0 is the batch, dim 1 the sequence.
+      model: model whose specs name `tensor`. The floating leaves of x with three dims or more are
+        its stream: dim 0 is the batch, dim 1 the sequence.
       mesh: the device mesh.
-      seen: told the products of the blocks, as they are traced.
-      overlap: whether gathers and scatters run beside the products, around rings.
-      recomputed: whether backward computes all of a layer again.
+      seen: collector that receives the products of the blocks as they are traced.
+      overlap: whether to overlap gathers and scatters with the products, in rings.
+      recomputed: whether backward recomputes all of a layer.
 
     Raises:
       ValueError: no weight of a block names `tensor`, which has more than one device.
@@ -105,13 +110,14 @@ def sequence_parallel(
     given = jax.tree.leaves(specs.get("block"), is_leaf=lambda s: isinstance(s, PartitionSpec))
     if not any(TENSOR in axes_of(entry) for spec in given for entry in spec):
         raise ValueError(
-            "sequence_parallel=True gathers and scatters activations beside products whose weights "
-            f"tensor={mesh.shape[TENSOR]} splits, and no weight of a block names 'tensor': give the blocks specs, by Flax's "
-            "annotations, or as in zerojax.with_specs(model, {r'(qkv|fc)/kernel': P(None, 'tensor'), "
-            "r'(proj|out)/kernel': P('tensor', None)}); or leave sequence_parallel=False"
+            "sequence_parallel=True gathers and scatters activations for products whose weights "
+            f"tensor={mesh.shape[TENSOR]} splits, and no weight of a block names 'tensor': give "
+            "the blocks specs, by Flax's annotations, or as in zerojax.with_specs(model, "
+            "{r'(qkv|fc)/kernel': P(None, 'tensor'), r'(proj|out)/kernel': P('tensor', None)}); or "
+            "leave sequence_parallel=False"
         )
-    # The derivative of a head begins where its forward ends: no more is kept for it than while it
-    # runs.
+    # The derivative of a head begins where its forward ends, so saving fewer values would not lower
+    # its peak memory.
     ends, ends_rule = (
         (specs.get("head"), specs.get("embed")),
         Rule(mesh, overlap=overlap, recomputed=True),
@@ -119,7 +125,7 @@ def sequence_parallel(
     rule = dataclasses.replace(ends_rule, recomputed=recomputed)
 
     def of_blocks(name: str, of: Any, block_specs: Any) -> dict[str, Any]:
-        """Return the functions of a stack, or of a model that has one."""
+        """Return the functions to replace in a stack, or in a model that has only one."""
 
         def traced(products: Sequence[BlockProduct]) -> None:
             seen.traced(name, [dataclasses.replace(product, stack=name) for product in products])
@@ -152,19 +158,20 @@ def sequence_parallel(
 def _leaving(
     function: Callable[..., Any], mesh: Mesh, stream_of: Callable[[Any], Any]
 ) -> Callable[..., Any]:
-    """Return an embedding, or an `enter`, whose x leaves it as a stream: the sum over a split
-    vocabulary is scattered.
+    """Return an embedding, or an `enter`, whose x leaves it as a stream.
+
+    If the vocabulary is split, the sum over it is scattered.
     """
 
     def run(*args: Any) -> Any:
         leaves, tree = jax.tree.flatten(out := function(*args))
-        # x comes first, whatever is returned beside it.
+        # x comes first, before any other results.
         is_stream = _is_stream(jax.tree.leaves(stream_of(out)))
         for n, (path, a) in enumerate(jax.tree_util.tree_flatten_with_path(stream_of(out))[0]):
             if is_stream[n]:
                 spec = _stream_spec(a, mesh, jax.tree_util.keystr(path))
-                # Else the partitioner splits tokens by the sequence too, and may gather the table
-                # for them.
+                # Without the constraint, the partitioner splits tokens by the sequence too, and may
+                # gather the table for them.
                 leaves[n] = scatter_sequence(
                     constrain(a, without_axis(spec, TENSOR), mesh), spec, mesh
                 )
@@ -180,18 +187,18 @@ def _entered(
     traced: Callable[[Sequence[BlockProduct]], None] = lambda products: None,
     returns_stream: bool = False,
 ) -> Callable[..., Any]:
-    """Return `function(*params, x, *rest)`, with what sequence parallelism puts in.
+    """Return `function(*params, x, *rest)` with the operations of sequence parallelism inserted.
 
     Args:
       function: a block, or a head.
-      specs: of each tree of params.
-      rule: of the walk, without what follows from x.
-      traced: told the products.
-      returns_stream: whether it returns an x, alone or before other things.
+      specs: specs of each tree of params.
+      rule: options of the walk, except those that depend on x.
+      traced: function that receives the products.
+      returns_stream: whether the function returns an x, alone or before other results.
 
     Raises:
-      ValueError: when it is traced: it returns an x of which nothing is a stream, or of which dim 1
-        does not divide.
+      ValueError: during tracing, if x has no stream although the function returns one, or if dim 1
+        of x is not divisible.
     """
     mesh = rule.mesh
 
@@ -213,7 +220,7 @@ def _entered(
             splits.append(
                 tuple(map(axes_of, streams[n])) if n in streams else split_as_batch(a, mesh)
             )
-        # Of what comes besides, dim 0 may be the batch. Other dims are as the partitioner has them.
+        # Dim 0 of further arguments may be the batch. Their other dims are left to the partitioner.
         batch = {jnp.shape(a)[:1] for a in jax.tree.leaves(x)}
         for a in jax.tree.leaves(rest):
             values.append(a)
@@ -225,8 +232,8 @@ def _entered(
                 f"{jnp.result_type(a).name}{list(jnp.shape(a))}" for a in jax.tree.leaves(x)
             )
             raise ValueError(
-                "sequence_parallel=True splits dim 1 of x[B, T, ...] between layers, and no floating leaf of x has three dims: "
-                f"x is {leaves}. Leave sequence_parallel=False"
+                "sequence_parallel=True splits dim 1 of x[B, T, ...] between layers, and no "
+                f"floating leaf of x has three dims: x is {leaves}. Leave sequence_parallel=False"
             )
         shapes = {jnp.shape(a)[:2] for n, a in enumerate(jax.tree.leaves(x)) if n in streams}
         walk = SequenceInterpreter(dataclasses.replace(rule, streams=shapes, products=[]), paths)
@@ -235,15 +242,17 @@ def _entered(
         for n, spec in streams.items() if returns_stream else ():
             outs[n] = constrain(
                 outs[n], spec, mesh
-            )  # x comes first, whatever a block returns beside it
+            )  # x comes first, before any other results of a block
         return jax.tree.unflatten(jax.tree.structure(out), outs)
 
     return run
 
 
 def _is_stream(leaves: Sequence[Any]) -> list[bool]:
-    """Tell which leaves of x are its stream: floating, of three dims or more, and of the sequence
-    of the largest of these.
+    """Return which leaves of x are its stream.
+
+    They are floating, have three dims or more, and have the sequence length of the largest such
+    leaf.
     """
     could = [jnp.ndim(a) >= 3 and jnp.issubdtype(jnp.result_type(a), jnp.inexact) for a in leaves]
     largest = max(
@@ -255,16 +264,17 @@ def _is_stream(leaves: Sequence[Any]) -> list[bool]:
 
 
 def _stream_spec(a: Any, mesh: Mesh, path: str) -> Spec:
-    """Return P((data, fsdp), tensor, None) of a leaf of x.
+    """Return P((data, fsdp), tensor, None) for a leaf of x.
 
     Raises:
-      ValueError: its dim 1 does not divide.
+      ValueError: dim 1 of the leaf is not divisible by `tensor`.
     """
     shape, t = jnp.shape(a), mesh.shape[TENSOR]
     if shape[1] % t:
         raise ValueError(
-            f"sequence_parallel=True splits dim 1 of x{path}, of shape {tuple(shape)}, over tensor={t}, and {shape[1]} does "
-            f"not divide by {t}: pad the sequences to {-(-shape[1] // t) * t}, or leave sequence_parallel=False"
+            f"sequence_parallel=True splits dim 1 of x{path}, of shape {tuple(shape)}, over "
+            f"tensor={t}, and {shape[1]} does not divide by {t}: pad the sequences to "
+            f"{-(-shape[1] // t) * t}, or leave sequence_parallel=False"
         )
     return (
         BATCH_AXES if shape[0] % num_batch_shards(mesh) == 0 else None,

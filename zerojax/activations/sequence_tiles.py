@@ -1,5 +1,6 @@
-"""Loops over tiles under sequence parallelism: what each device of a tensor group adds to a sum is
-an entry of an array.
+"""Loops over tiles under sequence parallelism.
+
+The partial sum of each device of a tensor group is an entry of an array.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -20,12 +21,12 @@ Array = jax.Array
 
 
 class Walked(NamedTuple):
-    """What is known of the values of a program that was run with the operations of sequence
-    parallelism.
+    """What is known about the values of a program that ran with sequence parallelism.
 
     Attributes:
-      kinds: of the result of a product, "column" or "row", and the position of its weight.
-      scattered: results that were scattered.
+      kinds: for the result of a product, its kind, "column" or "row", and the position of its
+        weight.
+      scattered: slots of results that were scattered.
       splits: how each value is split.
     """
 
@@ -35,22 +36,23 @@ class Walked(NamedTuple):
 
 
 class Entries:
-    """The unit of a loop over tiles, computed for [t_tensor, ...] entries: one of each device of a
-    tensor group.
+    """The unit of a loop over tiles, computed as [t_tensor, ...] entries, one per device.
 
-        h[B, T, F_t]      = sum_d x[t_tensor, B, T, D] W[D, t_tensor, F/t]        a column product of copies of x
-        y[t_tensor, B, T, H] = sum_f h[B, T, t_tensor, F/t] V[t_tensor, F/t, H]   the parts of a row product's sum
+    A column product of copies of x, and the partial sums of a row product, are
 
-    So neither y nor the cotangent of x is reduced while the loop adds to it.
+        h[B, T, F_t]         = sum_d x[t_tensor, B, T, D] W[D, t_tensor, F/t]
+        y[t_tensor, B, T, H] = sum_f h[B, T, t_tensor, F/t] V[t_tensor, F/t, H]
+
+    so neither y nor the cotangent of x is reduced while the loop adds to it.
 
     Attributes:
-      serves: whether the unit has this form: only column products read x, and a row product makes
-        its result.
-      dtype: of the operands of the row product.
+      serves: whether the unit has this form: only column products read x, and a row product
+        computes its result.
+      dtype: dtype of the operands of the row product.
     """
 
     def __init__(self, unit: FlatJaxpr, walked: Walked, copied: set[int], mesh: Mesh) -> None:
-        """Read a unit that was walked with the slots `copied` whole."""
+        """Check a unit that was walked with the slots `copied` gathered."""
         self.unit, self.walked, self.copied, self.mesh = unit, walked, copied, mesh
         self.dtype: Any = None
         self.serves = self._check()
@@ -80,9 +82,7 @@ class Entries:
         return True
 
     def loop(self, loop: TileLoop, values: Sequence[Any]) -> Array:
-        """Return the loop's result, with a dim of entries behind the first if it is that of a row
-        product.
-        """
+        """Return the loop's result; a row product's has a dim of entries after the first dim."""
         first = loop.sizes[0]
         tiles, parts = ([values[n] for n in at] for at in (loop.tiles, loop.parts))
         shared = [v for n, v in enumerate(values) if n not in (*loop.tiles, *loop.parts)]
@@ -108,16 +108,14 @@ class Entries:
         return slots[self.unit.outputs[0]]  # pyright: ignore[reportArgumentType]
 
     def _split(self, a: Array, dim: int) -> Array:
-        """Return [t_tensor, ...] of an array that is split in a dim: W[D, F_t] -> W[t_tensor, D,
-        F/t].
-        """
+        """Return an array split in `dim` as [t_tensor, ...]: W[D, F_t] -> W[t_tensor, D, F/t]."""
         t = self.mesh.shape[TENSOR]
         return jnp.moveaxis(
             a.reshape(*a.shape[:dim], t, a.shape[dim] // t, *a.shape[dim + 1 :]), dim, 0
         )
 
     def _dot(self, eqn: jex.JaxprEqn, values: Sequence[Array]) -> Array:
-        """Return the product of entries, of operands [t, ...]."""
+        """Return the entries of a product, for operands [t, ...]."""
         contract, batch = (
             tuple(tuple(d + 1 for d in dims) for dims in two)
             for two in eqn.params["dimension_numbers"]
@@ -130,8 +128,8 @@ class Entries:
         contract, batch = i.eqn.params["dimension_numbers"]
         k = self._split_dim(i, w)
         y = self._dot(i.eqn, [self._split(v, k) if n == w else v for n, v in enumerate(values)])
-        # Entries are its first dim. They are put before the part of the weight's dim that they are
-        # entries of.
+        # The entries are the first dim. Move them in front of the dim of the weight that they
+        # split.
         avals: list[Any] = [v.aval for v in i.eqn.invars]
         lhs, rhs = (
             [d for d in range(a.ndim) if d not in (*contract[n], *batch[n])]
@@ -154,7 +152,7 @@ class Entries:
         return constrain(y, (TENSOR, *whole), self.mesh)
 
     def _split_dim(self, i: Instruction, w: int) -> int:
-        """Return the dim of its weight that `tensor` splits."""
+        """Return the dim of the product's weight that `tensor` splits."""
         ref = i.ins[w]
         assert isinstance(ref, int)
         return tensor_dims(self.walked.splits[ref] or ())[0]

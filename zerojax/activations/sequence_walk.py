@@ -1,4 +1,4 @@
-"""A traced function, run with the operations of sequence parallelism beside its products."""
+"""Run a traced function with the operations of sequence parallelism inserted at its products."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence, Set
@@ -37,21 +37,21 @@ Array = jax.Array
 _ENTERED = ENTERED["sequence_parallel"] - INLINED
 _OTHER_PRODUCTS = ("conv_general_dilated", "ragged_dot", "ragged_dot_general")
 _AROUND = {
-    "column": "its operand comes around a ring beside it",
-    "row": "its sum goes around a ring beside it",
+    "column": "its operand is passed around a ring during the product",
+    "row": "its sum is passed around a ring during the product",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockProduct:
-    """One product of a block, and what sequence parallelism makes of it.
+    """One product of a block, and its treatment by sequence parallelism.
 
     Attributes:
-      stack: name of the block's stack, "" of the only one.
-      weight: path of its weight in the block's parameters; "" of a product of data with data.
-      shape: of its result, of one microbatch.
+      stack: name of the block's stack; "" for a single stack.
+      weight: path of its weight in the block's parameters; "" for a product of data with data.
+      shape: shape of its result for one microbatch.
       kind: "column", "row", or "left alone".
-      why: what is put in, or the reason why nothing is.
+      why: description of the inserted operation, or the reason why there is none.
     """
 
     stack: str
@@ -61,20 +61,24 @@ class BlockProduct:
     why: str
 
     def __str__(self) -> str:
-        return f"{self.kind:<10}  {self.stack}{self.weight or '(data)'} -> {list(self.shape)}: {self.why}"
+        """Return the product as one line of a table."""
+        return (
+            f"{self.kind:<10}  {self.stack}{self.weight or '(data)'} -> {list(self.shape)}: "
+            f"{self.why}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What a walk needs to know.
+    """Options of a walk.
 
     Attributes:
       mesh: the device mesh.
-      streams: the (B, T) of the leaves of x.
-      products: that were met, in order.
-      overlap: whether rings are put in.
-      recomputed: whether the derivative of what is walked runs its forward too: it is
-        rematerialised, or a head.
+      streams: (B, T) of the leaves of x.
+      products: products met so far, in order.
+      overlap: whether to insert rings.
+      recomputed: whether the derivative of the walked function runs its forward too, because it is
+        rematerialised or is a head.
     """
 
     mesh: Mesh
@@ -85,24 +89,24 @@ class Rule:
 
 
 class SequenceInterpreter:
-    """Runs a program, and puts the two operations in."""
+    """Runs a program, inserting the two operations."""
 
     def __init__(self, rule: Rule, params: Mapping[int, tuple[str, ...]]) -> None:
-        """Run under `rule`; `params` are the paths of the input slots that are parameters."""
+        """Run under `rule`; `params` maps the input slots that are parameters to their paths."""
         self.rule, self.mesh, self.params = rule, rule.mesh, dict(params)
         self.slots: dict[int, Any] = {}
         self.splits: dict[int, Split | None] = {}
         self.same: dict[int, int] = {}  # a cast of a value -> the first such cast of it
         self.casts: dict[tuple[int, Any], int] = {}
-        self.whole: dict[int, Array] = {}  # what was gathered, by slot
+        self.whole: dict[int, Array] = {}  # gathered values, by slot
         self.kinds: dict[
             int, tuple[str, int]
-        ] = {}  # of the result of a product: its kind, and the position of its weight
-        self.scattered: set[int] = set()  # results that were scattered
-        self.after: Sequence[Instruction] = ()  # this equation, and those after it
+        ] = {}  # by the slot of a product's result: its kind, and the position of its weight
+        self.scattered: set[int] = set()  # slots of results that were scattered
+        self.after: Sequence[Instruction] = ()  # this equation, and the equations after it
         self.made: dict[
             int, Array
-        ] = {}  # results of products that a ring made, with that of the first
+        ] = {}  # results of products that a ring has already computed
 
     def run(
         self, program: FlatJaxpr, values: Sequence[Any], splits: Sequence[Split | None]
@@ -114,7 +118,7 @@ class SequenceInterpreter:
         instructions = program.instructions
         if (
             self.rule.overlap
-        ):  # a ring makes the products of all weights that read a value where the first of them is
+        ):  # a ring computes all products of a value at the first one, which needs their weights
             instructions = sorted(
                 instructions, key=lambda i: bool(i.eqn.effects) or not data.isdisjoint(i.outs)
             )
@@ -132,8 +136,8 @@ class SequenceInterpreter:
                 paths = tuple(dict.fromkeys(path for slot in i.reads for path in self.params[slot]))
                 self.params.update(dict.fromkeys(i.outs, paths))
             elif i.eqn.primitive.name == "convert_element_type":
-                # Modules cast their input, each for itself: what they read is one value all the
-                # same.
+                # Each module casts its input by itself; equal casts of one value are treated as one
+                # value.
                 slot = self.canonical(i.reads[0])
                 self.same[i.outs[0]] = self.casts.setdefault(
                     (slot, i.eqn.params["new_dtype"]), i.outs[0]
@@ -146,12 +150,13 @@ class SequenceInterpreter:
         return [read(ref, self.slots) for ref in refs], of_outs
 
     def canonical(self, slot: int) -> int:
+        """Return the slot that stands for all equal casts of a value."""
         return self.same.get(slot, slot)
 
     def apply(
         self, i: Instruction, values: list[Any], splits: list[Split | None], data: set[int]
     ) -> tuple[Sequence[Any], Sequence[Split | None]]:
-        """Run one equation, with what is put in beside it."""
+        """Run one equation, with the inserted operations."""
         if data.isdisjoint(i.outs):
             return self.plain(i, values, splits)
         if (dot := product_of(i.eqn)) is not None:
@@ -182,8 +187,9 @@ class SequenceInterpreter:
     def fft(
         self, i: Instruction, values: list[Any], splits: list[Split | None]
     ) -> tuple[list[Any], list[Split | None]]:
-        """Run a transform along whole dims: XLA's partitioner ends the process where a split one
-        does not divide twice.
+        """Run a Fourier transform along unsplit dims.
+
+        XLA's partitioner aborts the process if a split dim is not divisible twice.
         """
         split = splits[0]
         if split is None:
@@ -191,7 +197,7 @@ class SequenceInterpreter:
         spec = as_spec(split)
         if any(d >= len(split) - len(i.eqn.params["fft_lengths"]) for d in tensor_dims(split)):
             values, spec = [self.gathered(i.ins[0], values[0], spec)], without_axis(spec, TENSOR)
-        # Both ends are stated, and so are those of the transform of its cotangent.
+        # Constrain both ends, which also constrains the transform of the cotangent.
         outs, of_outs = self.plain(
             i, [constrain(values[0], spec, self.mesh)], [tuple(map(axes_of, spec))]
         )
@@ -200,9 +206,11 @@ class SequenceInterpreter:
     def plain(
         self, i: Instruction, values: Sequence[Any], splits: Sequence[Split | None]
     ) -> tuple[Any, list[Split | None]]:
+        """Run an equation unchanged; return its results and how they are split."""
         return bind(i.eqn, values), outs_of(i.eqn, splits, self.mesh.shape)
 
     def note(self, i: Instruction, weight: Sequence[str], kind: str, why: str) -> None:
+        """Add a product to the list of the rule."""
         out: Any = i.eqn.outvars[0].aval
         self.rule.products.append(BlockProduct("", ", ".join(weight), tuple(out.shape), kind, why))
 
@@ -211,8 +219,10 @@ class SequenceInterpreter:
     def product(
         self, i: Instruction, dot: jex.JaxprEqn, values: list[Any], splits: list[Split | None]
     ) -> tuple[Sequence[Any], Sequence[Split | None]]:
-        """Run a product: its operand is gathered, of a weight split in a free dim; its result
-        scattered, in a summed one.
+        """Run a product with a gather of its operand or a scatter of its result.
+
+        The operand is gathered if the weight is split in a free dim; the result is scattered if the
+        weight is split in a summed dim.
         """
         at = [n for n, ref in enumerate(i.ins) if not isinstance(ref, int) or ref in self.params]
         (contract, batch), paths = dot.params["dimension_numbers"], ()
@@ -264,14 +274,14 @@ class SequenceInterpreter:
     def ring(
         self, i: Instruction, kind: str, w: int, values: list[Any], splits: list[Split | None]
     ) -> tuple[tuple[list[Array], list[Split | None]] | None, str]:
-        """Run a product with its gather or its scatter around a ring.
+        """Run a product with its gather or its scatter in a ring.
 
         Returns:
-          Its result and how that is split, or None where no ring serves; and the reason of that.
+          Its result and how that is split, or None if no ring can run it; and the reason, or "".
         """
         data = splits[1 - w]
         if kind == "column" and not tensor_dims(data or ()):
-            return None, ""  # its operand is whole: there is nothing to gather
+            return None, ""  # its operand is unsplit, so there is nothing to gather
         one, reason = ring_product(i.eqn, kind, w, splits)
         if one is None:
             return None, reason
@@ -295,9 +305,7 @@ class SequenceInterpreter:
         return ([self.made.pop(i.outs[0])], of_outs), ""
 
     def ring_of_readers(self, key: int, value: Array, split: Split) -> str:
-        """Run all column products that read a value around one ring; return the reason why not,
-        where one of them cannot.
-        """
+        """Run all column products of a value in one ring; return the reason if one cannot."""
         if key in self.whole:
             return "; no ring, since another product had it gathered"
         same, products = (
@@ -305,7 +313,7 @@ class SequenceInterpreter:
             list[tuple[Instruction, int, RingProduct]](),
         )
         for i in self.after:
-            # Casts to come, of what the value was cast from.
+            # Later casts of the value from which this value was cast.
             is_cast = i.eqn.primitive.name == "convert_element_type" and bool(i.reads)
             if (
                 is_cast
@@ -340,16 +348,14 @@ class SequenceInterpreter:
         return ""
 
     def gathered(self, ref: Any, value: Array, spec: Spec) -> Array:
-        """Return a value gathered, once for all that read it."""
+        """Return a value gathered, once for all equations that read it."""
         key = self.canonical(ref)
         if key not in self.whole:
             self.whole[key] = gather_sequence(value, spec, self.mesh)
         return self.whole[key]
 
     def scattered_spec(self, shape: tuple[int, ...], split: Split | None) -> Spec | None:
-        """Return the spec of the scattered result of a row product, or None where it is not clear
-        which dim is the sequence.
-        """
+        """Return the spec of a row product's scattered result; None if its sequence is unclear."""
         if len(shape) < 3 or shape[:2] not in self.rule.streams:
             return None
         split = (
@@ -361,14 +367,14 @@ class SequenceInterpreter:
             return None
         return as_spec((split[0], (TENSOR,), *split[2:]))
 
-    # --- what holds products ----------------------------------------------------------------------
+    # --- regions that hold products ---------------------------------------------------------------
 
     def region(
         self, i: Instruction, values: list[Any], splits: list[Split | None]
     ) -> tuple[Sequence[Any], Sequence[Split | None]]:
         """Enter a rematerialised region.
 
-        What is gathered in it is never kept, whatever its policy keeps.
+        Values gathered in it are never saved, whatever its policy saves.
         """
         (region,) = regions_of(i.eqn)
         inner = region.flatten(lambda eqn: parse(eqn) is not None)
@@ -387,7 +393,7 @@ class SequenceInterpreter:
         return outs, of_outs
 
     def inner_params(self, i: Instruction, inputs: Sequence[int]) -> dict[int, tuple[str, ...]]:
-        """Return the input slots of an equation's inner program that are parameters."""
+        """Return the paths of an inner program's input slots that are parameters."""
         pairs = zip(inputs, i.ins, strict=True)
         return {
             slot: self.params[ref]
@@ -398,16 +404,14 @@ class SequenceInterpreter:
     def loop(
         self, i: Instruction, loop: TileLoop, values: list[Any], splits: list[Split | None]
     ) -> tuple[Sequence[Any], Sequence[Split | None]]:
-        """Run a loop over tiles: its operands are gathered before it, its result is scattered after
-        it.
-        """
+        """Run a loop over tiles: gather its operands before it, and scatter its result after it."""
         if loop.accumulates:
             return self._loop_of_kernels(i, loop, values, splits)
         unit = flatten(loop.unit, ())
         params = self.inner_params(i, unit.inputs)
 
         def walked(splits: Sequence[Split | None]) -> SequenceInterpreter:
-            """Run the unit over shapes alone."""
+            """Walk the unit with abstract values only."""
             stacked = (*loop.tiles, *loop.parts)
             of_tile = [s[1:] if n in stacked and s is not None else s for n, s in enumerate(splits)]
             rule = dataclasses.replace(self.rule, products=[], overlap=False)
@@ -417,8 +421,8 @@ class SequenceInterpreter:
             return walk
 
         first = walked(splits)
-        # What its column products gather is computed from operands that are split: these are
-        # gathered before the loop.
+        # The column products gather values that are computed from these split operands, so the
+        # operands are gathered before the loop.
         hoisted = [
             n
             for n, (slot, split) in enumerate(zip(unit.inputs, splits, strict=True))
@@ -450,8 +454,8 @@ class SequenceInterpreter:
             if isinstance(out, int) and out in walk.scattered
             else None
         )
-        # A dim of entries in front, where there is one, and of a sum of tiles' products the dtype
-        # that a single product has.
+        # The result has a dim of entries in front if `is_copied`. A sum of tiles' products is sent
+        # in the dtype of a single product.
         if is_copied:
             y = entries.loop(loop, values)
             if spec is not None:
@@ -487,14 +491,15 @@ class SequenceInterpreter:
     def _loop_of_kernels(
         self, i: Instruction, loop: TileLoop, values: list[Any], splits: list[Split | None]
     ) -> tuple[Sequence[Any], Sequence[Split | None]]:
-        """Run a loop whose kernels add to its sum: each says itself how it is split, and takes and
-        returns whole sequences.
+        """Run a loop whose kernels add to its sum.
+
+        Each kernel has its own `jax.shard_map`, and takes and returns gathered sequences.
         """
         values, spec, rows = list(values), None, loop.result.shape[:-1]
         for n, (ref, split) in enumerate(zip(i.ins, splits, strict=True)):
             if ref in self.params or split is None or not tensor_dims(split):
                 continue
-            # Gathered before the loop, and not in it a tile at a time.
+            # Gathered before the loop, instead of in it one tile at a time.
             values[n] = gather_sequence(values[n], as_spec(split), self.mesh)
             of_tile = slice(1, None) if n in loop.parts else slice(None)
             if values[n].shape[of_tile][:-1] == rows and tensor_dims(split[of_tile][:-1]):
@@ -506,7 +511,7 @@ class SequenceInterpreter:
 
 
 def split_as_batch(a: Any, mesh: Mesh) -> Split:
-    """Return how an array is split of which dim 0 is the batch, where it divides."""
+    """Return the split of an array whose dim 0 is the batch, if it is divisible."""
     shape = jnp.shape(a)
     is_batch = bool(shape) and shape[0] % num_batch_shards(mesh) == 0
     return tuple(BATCH_AXES if is_batch and d == 0 else () for d in range(len(shape)))
@@ -519,13 +524,13 @@ def _kind(
     summed_of_data: Sequence[int],
     batched: Sequence[int],
 ) -> tuple[str, str]:
-    """Return the kind of a product, and why.
+    """Return the kind of a product, and the reason.
 
     Args:
       weight: how its weight is split.
       data: how its operand is split.
       summed: dims of the weight that are summed.
-      summed_of_data: dims of the operand that are.
+      summed_of_data: dims of the operand that are summed.
       batched: dims of the weight that are batch dims.
     """
     if weight is None:

@@ -1,20 +1,21 @@
-"""Bytes that tensor parallelism sends in a traced function, from how its inputs are split.
+"""Bytes that tensor parallelism sends in a traced function, given the splits of its inputs.
 
-`zerojax.activations.flow` says how each value is split. Where `tensor` splits a dim that is summed,
-each device has a part of the sum, y{U_tensor}, and the partitioner adds the parts:
+`zerojax.activations.flow` determines how each value is split. If `tensor` splits a summed dim, each
+device has a partial sum, y{U_tensor}, and the partitioner adds the partial sums:
 
-    y[B, T, H]{U_tensor} -> y[B, T, H]             all_reduce, where a whole value is read
+    y[B, T, H]{U_tensor} -> y[B, T, H]             all_reduce, where a complete value is read
     y[B, T, H]{U_tensor} -> y[B, T_tensor, H]      reduce_scatter, where a constraint splits it
-    z[B, T_tensor, H]    -> z[B, T, H]             all_gather, where a constraint makes it whole
+    z[B, T_tensor, H]    -> z[B, T, H]             all_gather, where a constraint unsplits it
     the rings of `zerojax.activations.rings`       permute
 
-Parts are added once, however many equations read a value, and sums of parts are added before:
-cotangents of the queries, keys and values make one all_reduce. So in a derivative these are
-Megatron's collectives, those of sequence parallelism, and those of an embedding and a head that are
-split by the vocabulary; and what is computed again is sent again.
+Partial sums are reduced once, however many equations read the value, and partial sums that are
+added together are reduced after the addition: cotangents of the queries, keys and values make one
+all_reduce. In a derivative this yields Megatron's collectives, those of sequence parallelism, and
+those of an embedding and a head that are split by the vocabulary. Recomputed values are sent again.
 
-A ring sends of n bytes n (t-1)/t in a gather or a scatter, twice that in an all_reduce, and n in
-each permute. Where the rules of flow leave a choice, a value is taken to be split as what it meets.
+For n bytes a ring sends n (t-1)/t in a gather or a scatter, twice that in an all_reduce, and n in
+each permute. Where the rules of flow leave a choice, a value is assumed to be split like the values
+that it meets.
 """
 
 import collections
@@ -44,7 +45,7 @@ _SUMS = frozenset(
         "copy",
     }
 )
-"""Equations that act on parts of a sum as on the sum."""
+"""Equations that act on partial sums as on the sum."""
 _REDUCED = ("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin")
 _INSIDE = {
     "psum": "all_reduce",
@@ -57,13 +58,11 @@ _INSIDE = {
     "reduce_scatter": "reduce_scatter",
     "ppermute": "permute",
 }
-"""Collectives that a `jax.shard_map` spells out."""
+"""Collectives that a `jax.shard_map` calls explicitly."""
 
 
 class _Value:
-    """A value: how it is split, whether each device of a tensor group has a part of its sum, and
-    how often it is made.
-    """
+    """A value's split, whether it is a partial sum per device, and how often it is computed."""
 
     __slots__ = ("is_part", "split", "times")
 
@@ -72,13 +71,14 @@ class _Value:
 
 
 def sent_over_tensor(jaxpr: Any, inputs: Sequence[Spec | None], mesh: Mesh) -> dict[str, float]:
-    """Return the bytes that each device sends over `tensor`, by collective: "all_gather",
-    "reduce_scatter", "all_reduce" and "permute".
+    """Return the bytes that each device sends over `tensor`, by collective.
+
+    The keys are "all_gather", "reduce_scatter", "all_reduce" and "permute".
 
     Args:
-      jaxpr: a closed jaxpr, of a derivative.
-      inputs: of each argument its spec, one entry a dim, or None where it is split as what it
-        meets.
+      jaxpr: closed jaxpr of a derivative.
+      inputs: spec of each argument, one entry per dim, or None if it is split like the values that
+        it meets.
       mesh: the device mesh.
     """
     counter = TensorTrafficCounter(mesh.shape)
@@ -98,7 +98,7 @@ def _ndim(aval: Any) -> int:
 
 
 class TensorTrafficCounter(Analysis[_Value]):
-    """Follows splits through equations, and adds up what is sent.
+    """Track splits through equations, and add up the bytes that are sent.
 
     Attributes:
       sent: bytes that each device sends, by collective.
@@ -107,14 +107,16 @@ class TensorTrafficCounter(Analysis[_Value]):
     enters = ENTERED["traffic"]
 
     def __init__(self, sizes: Mapping[str, int], times: float = 1) -> None:
-        """Follow values over a mesh of these axes, in a jaxpr that runs so many times."""
+        """Track values over a mesh of these axis sizes, in a jaxpr that runs `times` times."""
         self.sizes, self.tensor, self.times = sizes, sizes[TENSOR], times
         self.sent: collections.Counter[str] = collections.Counter()
 
     def constant(self, value: Any) -> _Value:
+        """Return the value of a constant, with ANY in every dim."""
         return _Value((ANY,) * jnp.ndim(value))
 
     def apply(self, eqn: jex.JaxprEqn, ins: Sequence[_Value]) -> list[_Value]:
+        """Return the results of an equation, and count the bytes that it sends."""
         if eqn.primitive.name == "sharding_constraint":
             return [self.constrained(eqn, ins[0])]
         if eqn.primitive.name not in _SUMS:
@@ -123,13 +125,14 @@ class TensorTrafficCounter(Analysis[_Value]):
         splits = self.splits(eqn, [v.split for v in ins])
         return [_Value(split, self.is_part(eqn, ins), self.times) for split in splits]
 
-    # --- control flow: parts stay parts in a call; others read whole values --------------------
+    # --- control flow: a call keeps partial sums; other regions read complete values --------------
 
     def scan(self, eqn: jex.JaxprEqn, ins: Sequence[_Value]) -> list[_Value]:
-        """Return the results of a loop, whose body sends what it sends in each iteration.
+        """Return the results of a loop, whose body sends its bytes in each iteration.
 
-        A sum that a loop only adds parts to is reduced after the loop. Once the splits are known,
-        every carried part may be one; each round drops the parts that the body reads whole.
+        A sum to which a loop only adds partial sums is reduced after the loop. Once the splits are
+        known, every carried value is assumed to be a partial sum; each round drops those that the
+        body reads in full.
         """
         self.add_all_parts(ins, eqn.invars)
         (region,) = regions_of(eqn)
@@ -139,12 +142,12 @@ class TensorTrafficCounter(Analysis[_Value]):
         sums: set[int] | None = None
         while True:
             counter = TensorTrafficCounter(self.sizes, times)
-            # what a loop reads whole each time is made whole once
+            # values that a loop reads in full in each iteration are reduced once
             operands = [_Value(v.split, times=v.times) for v in consts]
             carry = [_Value(split, n in (sums or ()), times) for n, split in enumerate(splits)]
             operands += [*carry, *(_Value(split, times=times) for split in slices)]
             outs = counter.region(region, operands)
-            # What is not known of a carry is known after an iteration.
+            # Unknown splits of a carry may be known after an iteration.
             pairs = zip(splits, outs, strict=False)
             after = [tuple(map(_first_known, split, out.split)) for split, out in pairs]
             stay = [n for n, v in enumerate(carry) if sums is None or v.is_part]
@@ -163,7 +166,7 @@ class TensorTrafficCounter(Analysis[_Value]):
         return [*carried, *stacks]
 
     def cond(self, eqn: jex.JaxprEqn, ins: Sequence[_Value]) -> list[_Value]:
-        """Return the results of the branch that sends most."""
+        """Return the results of the branch that sends the most bytes."""
         self.add_all_parts(ins, eqn.invars)
         branches = list[tuple[TensorTrafficCounter, list[_Value]]]()
         for region in regions_of(eqn):
@@ -176,7 +179,7 @@ class TensorTrafficCounter(Analysis[_Value]):
         return outs
 
     def shard_map(self, eqn: jex.JaxprEqn, ins: Sequence[_Value]) -> list[_Value]:
-        """Return the results of an island, and count the collectives that it spells out."""
+        """Return the results of a shard_map, and count the collectives that it calls explicitly."""
         self.add_all_parts(ins, eqn.invars)
         (region,) = regions_of(eqn)
         splits = [v.split for v in ins]
@@ -190,8 +193,10 @@ class TensorTrafficCounter(Analysis[_Value]):
     # --- one equation --------------------------------------------------------------------------
 
     def gather_operand(self, eqn: jex.JaxprEqn, ins: Sequence[_Value]) -> None:
-        """All_gather an operand that has to be whole: of a reshape across its shards, or of two
-        that are split in free dims.
+        """All-gather an operand that must be unsplit.
+
+        This is the operand of a reshape across its shards, or one of two operands that are split in
+        free dims.
         """
         if eqn.primitive.name == "reshape":
             is_whole = outs_of(eqn, [ins[0].split], self.sizes)[0] is not None
@@ -210,7 +215,7 @@ class TensorTrafficCounter(Analysis[_Value]):
             self.send("all_gather", self.bytes(eqn.invars[0].aval, v.split), v.times)
 
     def splits(self, eqn: jex.JaxprEqn, ins: Sequence[Split]) -> list[Split]:
-        """Return how the results are split; where that is not clear, as what they meet."""
+        """Return how the results are split, with ANY in every dim if that is unclear."""
         outs = outs_of(eqn, ins, self.sizes)
         return [
             (ANY,) * _ndim(v.aval) if out is None else out
@@ -218,7 +223,7 @@ class TensorTrafficCounter(Analysis[_Value]):
         ]
 
     def is_part(self, eqn: jex.JaxprEqn, ins: Sequence[_Value]) -> bool:
-        """Tell whether the results are parts of sums."""
+        """Return whether the results are partial sums."""
         name = eqn.primitive.name
         if name in _SUMS:
             return any(v.is_part for v in ins)
@@ -229,14 +234,14 @@ class TensorTrafficCounter(Analysis[_Value]):
             return any(
                 _has(v.split[d]) for v, dims in zip(ins, contract, strict=True) for d in dims
             )
-        if name == "gather":  # a look-up in a table that is split by its rows
+        if name == "gather":  # a look-up in a table whose rows are split
             return any(
                 _has(ins[0].split[d]) for d in eqn.params["dimension_numbers"].collapsed_slice_dims
             )
         return False
 
     def constrained(self, eqn: jex.JaxprEqn, v: _Value) -> _Value:
-        """Return a value as a constraint splits it."""
+        """Return a value with the split of a constraint."""
         out: Any = eqn.outvars[0].aval
         (split,) = self.splits(eqn, [v.split])
         was, now = (any(map(_has, s)) for s in (v.split, split))
@@ -250,12 +255,12 @@ class TensorTrafficCounter(Analysis[_Value]):
         return _Value(split, times=self.times)
 
     def inside(self, jaxpr: jex.Jaxpr, splits: Sequence[Split | None], times: float) -> None:
-        """Count the collectives that a shard_map spells out, on the arrays of one device.
+        """Count the collectives that a shard_map calls explicitly, on the arrays of one device.
 
         Args:
-          jaxpr: inside of it.
-          splits: how its arguments are split over axes that are left to the partitioner.
-          times: how often it runs.
+          jaxpr: jaxpr inside of the shard_map.
+          splits: how its arguments are split over the axes that are left to the partitioner.
+          times: number of times that it runs.
         """
         env: dict[Any, Split | None] = dict(zip(jaxpr.invars, splits, strict=True))
         for eqn in jaxpr.eqns:
@@ -267,14 +272,14 @@ class TensorTrafficCounter(Analysis[_Value]):
             env.update(zip(eqn.outvars, outs, strict=True))
             axes = axes_of(eqn.params.get("axes", eqn.params.get("axis_name", ())))
             if kind is not None and TENSOR in axes:
-                # The whole is the result of a gather, and the operand of a reduction.
+                # The full array is the result of a gather, and the operand of a reduction.
                 arrays = (
                     zip(eqn.outvars, outs, strict=True)
                     if kind == "all_gather"
                     else zip(eqn.invars, ins, strict=True)
                 )
                 num_bytes = sum(self.bytes(v.aval, split or ()) for v, split in arrays)
-                # A permute sends all of what it is given.
+                # A permute sends its full operand.
                 factor = {"all_reduce": 2, "permute": self.tensor / (self.tensor - 1)}.get(kind, 1)
                 self.send(kind, num_bytes * factor, times)
             for inner in jex.jaxprs_in_params(eqn.params):
@@ -286,14 +291,12 @@ class TensorTrafficCounter(Analysis[_Value]):
                 )
 
     def add_all_parts(self, values: Sequence[_Value], atoms: Sequence[Any]) -> None:
-        """Reduce what is a part among values, whose variables are given."""
+        """Reduce the partial sums among values, whose variables are given."""
         for v, atom in zip(values, atoms, strict=True):
             self.add_parts(v, atom.aval)
 
     def add_parts(self, v: _Value, aval: Any) -> None:
-        """All_reduce a value of which each device has a part; afterwards it is whole for whoever
-        reads it.
-        """
+        """All-reduce a value if it is a partial sum; afterwards it is complete for all readers."""
         if v.is_part:
             self.send("all_reduce", 2 * self.bytes(aval, v.split), v.times)
             v.is_part = False
@@ -306,12 +309,12 @@ class TensorTrafficCounter(Analysis[_Value]):
         return math.prod(aval.shape) * jnp.dtype(aval.dtype).itemsize / shards
 
     def send(self, kind: str, num_bytes: float, times: float) -> None:
-        """Count what a ring sends of so many bytes."""
+        """Count the bytes that a ring sends for an array of `num_bytes`."""
         self.sent[kind] += num_bytes * (self.tensor - 1) / self.tensor * times  # pyright: ignore[reportArgumentType]
 
 
 def _has(entry: Any) -> bool:
-    """Tell whether `tensor` splits a dim."""
+    """Return whether `tensor` splits a dim."""
     return entry is not ANY and TENSOR in entry
 
 

@@ -1,6 +1,4 @@
-"""Bytes of memory and of communication: in closed form for a model's size, and leaf by leaf for one
-program.
-"""
+"""Bytes of memory and communication: in closed form by model size, and per leaf of one program."""
 
 from zerojax.formulas import collective_elements as collective_elements
 from zerojax.formulas import korthikanti_layer_bytes as korthikanti_layer_bytes

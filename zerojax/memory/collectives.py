@@ -1,15 +1,15 @@
 """Bytes that each device sends in a step of one program, by collective.
 
-A leaf that `fsdp` splits sends what the closed form of its stage says; one that stays replicated is
-reduced by an all_reduce over all replicas. With reduce_dtype="float32" an element counts 4 bytes
-where it is reduced, and 2 where it is gathered; with reduce_every="step" it is reduced once a step.
-An embedding may send fewer, by rows (`zerojax.gather.look_up`), which the batch decides. What
-tensor parallelism sends is inside of the model: `zerojax.memory.tensor` counts it.
+A leaf that `fsdp` splits sends the bytes of its stage's closed form; a leaf that stays replicated
+is reduced by an all_reduce over all replicas. With reduce_dtype="float32" an element counts 4 bytes
+when it is reduced, and 2 when it is gathered; with reduce_every="step" it is reduced once per step.
+An embedding may send fewer bytes, by rows (`zerojax.gather.look_up`), which depends on the batch.
+Tensor parallelism sends its bytes inside of the model: `zerojax.memory.tensor` counts them.
 
-An optimizer that needs whole leaves of a layer (`zerojax.optim.leaf_rule`) moves them besides, in
-float32: of stacks that are updated together by an all_to_all there and one back, of a record on its
-own by an all_gather. Sums over a leaf, such as a norm, are not counted, nor what XLA sends to
-partition the products of leaves that are no stack.
+An optimizer that needs full leaves of a layer (`zerojax.optim.leaf_rule`) moves them in addition,
+in float32: stacks that are updated together by one all_to_all each way, and a record updated on its
+own by an all_gather. Not counted are sums over a leaf, such as a norm, and the bytes that XLA sends
+to partition the products of unstacked leaves.
 """
 
 import math
@@ -22,11 +22,15 @@ from zerojax.streamed import StreamedStep
 
 
 def collectives_of_step(layout: Layout, streamed: StreamedStep | None) -> dict[str, int]:
-    """Return bytes sent by each device: the closed form over the leaves that `fsdp` splits,
-    all_reduce for the rest.
+    """Return the bytes that each device sends in a step, by collective.
 
-    A streamed step gathers a layer once for all microbatches, and tiles once more where backward
-    runs their loop again.
+    They follow the closed form for leaves that `fsdp` splits, and are an all_reduce for other
+    leaves. A streamed step gathers a layer once for all microbatches, and tiles once more if
+    backward runs their loop again.
+
+    Args:
+      layout: layout of the program.
+      streamed: the streamed step, or None for a resident step.
     """
     gathers_of_tiles = _gathers_again(streamed)
     mesh, config = layout.mesh, layout.config
@@ -36,17 +40,16 @@ def collectives_of_step(layout: Layout, streamed: StreamedStep | None) -> dict[s
     for leaf in layout.all_leaves:
         elements = local_elements(leaf.shape, leaf.spec.base, mesh)
         split = STAGES[config.stage].opt_state and leaf.spec.sharded != leaf.spec.base
-        # What `fsdp` does not split is reduced by an all_reduce over all of its copies.
+        # A leaf that `fsdp` does not split is reduced by an all_reduce over all of its copies.
         stage, copies = (config.stage, shards) if split else (0, shards * replicas)
         elements_sent = collective_elements(elements, stage, copies, count, reductions)
         if streamed and leaf.is_stacked:
             elements_sent["all_gather"] = (
                 collective_elements(elements, config.stage, shards)["all_gather"] if split else 0.0
             )
-            # Once in forward and once in backward; and again where backward runs a loop over tiles
-            # once more.
+            # Once in forward and once in backward, and again if backward reruns a loop over tiles.
             elements_sent["all_gather"] *= 1 + gathers_of_tiles.get(leaf.group, 0) / 2
-        if leaf.frozen:  # it is gathered where it is split, and has no gradient
+        if leaf.frozen:  # it is gathered if it is split, and has no gradient
             elements_sent = {
                 "all_gather": elements_sent["all_gather"] if STAGES[config.stage].params else 0.0
             }
@@ -66,7 +69,7 @@ def collectives_of_step(layout: Layout, streamed: StreamedStep | None) -> dict[s
 
 
 def _of_whole_leaves(layout: Layout, tx: OwnedTransformation) -> dict[str, float]:
-    """Return the bytes that an optimizer which needs whole leaves of a layer sends besides."""
+    """Return the additional bytes that an optimizer sends if it needs full leaves of a layer."""
     sent = {"all_to_all": 0.0, "all_gather": 0.0}
     for leaf, (there, back) in zip(layout.leaves, tx.moved, strict=True):
         axes = [layout.mesh.shape[axis] for entry in leaf.spec.sharded for axis in axes_of(entry)]
@@ -75,8 +78,8 @@ def _of_whole_leaves(layout: Layout, tx: OwnedTransformation) -> dict[str, float
         if layout.updates_by_record:
             sent["all_gather"] += 4 * there * layers * (devices - 1) / devices
         elif leaf.is_stacked:
-            # One axis after the other: each all_to_all keeps a part of what the device has, and
-            # sends the others.
+            # One axis after the other: in each all_to_all a device keeps its own part and sends the
+            # other parts.
             rows = -(-layers // devices) * devices
             sent["all_to_all"] += (
                 4 * (there + back) * rows / devices * sum((n - 1) / n for n in axes)
@@ -85,8 +88,9 @@ def _of_whole_leaves(layout: Layout, tx: OwnedTransformation) -> dict[str, float
 
 
 def _gathers_again(streamed: StreamedStep | None) -> dict[str, float]:
-    """Return how often backward runs a group's forward loop, by the group's name: a mean over the
-    layers of its stack.
+    """Return how often backward runs each group's forward loop, by the group's name.
+
+    It is a mean over the layers of the group's stack.
     """
     if streamed is None:
         return {}

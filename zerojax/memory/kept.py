@@ -1,9 +1,9 @@
-"""What one program keeps from forward to backward, value by value: `program.kept(batch)`.
+"""The values that one program saves from forward to backward: `program.kept(batch)`.
 
-Of a streamed step it is what its plan says. Of a resident one it is found by tracing the loss and
-its derivative, without running either: residuals are the results of the traced forward that the
-derivative reads. A residual that is an argument takes no bytes of its own. In a loop over layers
-each is a stack, one entry a layer.
+For a streamed step they follow from its plan. For a resident step they are found by tracing the
+loss and its derivative, without running either: residuals are the results of the traced forward
+that the derivative reads. A residual that is an argument takes no bytes of its own. In a loop over
+layers each residual is a stack, with one entry per layer.
 """
 
 import dataclasses
@@ -26,21 +26,21 @@ from zerojax.streamed import ResidualPlan, StreamedStep
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kept:
-    """One value that forward keeps for backward.
+    """One value that forward saves for backward.
 
     Attributes:
-      name: the name that the model gave it (`jax.ad_checkpoint.checkpoint_name`), "x" and a path
-        for the input of a layer, or the equation that made it.
-      shape: of one layer and microbatch, on all devices.
-      dtype: of it.
-      spec: how it is split, one entry a dim; None in the place of a dim that is whole, or that XLA
-        may split as it likes.
-      tier: where it rests.
-      count: how many there are at once: layers, times microbatches in a streamed step.
-      num_bytes: of all of these on one device.
-      stack: of which layers it is, in a model of several stacks or where there are segments; else
-        "".
-      replicated: why `partition_activations` leaves it whole, or "".
+      name: name that the model gave it (`jax.ad_checkpoint.checkpoint_name`), "x" and a path for
+        the input of a layer, or a description of the equation that computed it.
+      shape: shape for one layer and microbatch, over all devices.
+      dtype: dtype of the value.
+      spec: how it is split, one entry per dim; None for a dim that is unsplit, or that XLA may
+        split.
+      tier: tier where it is stored.
+      count: number of copies that exist at the same time: layers, times microbatches in a streamed
+        step.
+      num_bytes: bytes of all copies per device.
+      stack: name of its layers, in a model of several stacks or with segments; otherwise "".
+      replicated: reason why `partition_activations` leaves it unsplit, or "".
     """
 
     name: str
@@ -54,21 +54,26 @@ class Kept:
     replicated: str = ""
 
     def __str__(self) -> str:
+        """Return the value as one line of a table."""
         split = ", ".join("+".join(axes_of(entry)) or "-" for entry in self.spec)
         shape = f"{jnp.dtype(self.dtype).name}{list(self.shape)}"
         why = f" (whole: {self.replicated})" if self.replicated else ""
-        return f"{self.num_bytes:>16,} {self.count:>5} x {shape:<32} ({split}) {self.tier} {self.stack} {self.name}{why}"
+        return (
+            f"{self.num_bytes:>16,} {self.count:>5} x {shape:<32} ({split}) {self.tier} "
+            f"{self.stack} {self.name}{why}"
+        )
 
 
 class KeptValues(tuple[Kept, ...]):
-    """The values that a step keeps, largest first; prints as a table."""
+    """The values that a step saves, largest first; prints as a table."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all of them on one device, in every tier."""
+        """Bytes of all saved values per device, in every tier."""
         return sum(kept.num_bytes for kept in self)
 
     def __str__(self) -> str:
+        """Return the values as a table."""
         head = f"{'bytes':>16} {'count':>5} x {'shape':<32} (spec) tier stack name"
         return "\n".join(
             [f"{self.num_bytes:>16,} bytes kept on each device", head, *map(str, self)]
@@ -76,22 +81,22 @@ class KeptValues(tuple[Kept, ...]):
 
 
 def kept_values(values: list[Kept]) -> KeptValues:
-    """Return values in order, largest first."""
+    """Return the values as KeptValues, largest first."""
     return KeptValues(sorted(values, key=lambda kept: -kept.num_bytes))
 
 
 def streamed_kept(streamed: StreamedStep, abstract_batch: Any) -> list[Kept]:
-    """Return what a streamed step keeps of its layers."""
+    """Return the values that a streamed step saves of its layers."""
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract_batch)
     plans = zip(streamed.loops, streamed.abstract_residuals(shapes), strict=True)
     return [kept for loops, residuals in plans for kept in _of_run(loops.stack.run, residuals)]
 
 
 def bytes_gathered(streamed: StreamedStep, abstract_batch: Any) -> int:
-    """Return the bytes that each device sends over `tensor` for backward to have whole what rests
-    split over it.
+    """Return the bytes that each device sends over `tensor` to gather saved values for backward.
 
-    In a ring each device passes on every piece but one: t - 1 times what rests on it.
+    Only values that are stored split over `tensor` count. In a ring, each device passes on every
+    piece but one: t - 1 times the bytes that it stores.
     """
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract_batch)
     held = 0
@@ -134,12 +139,13 @@ def _of_run(run: LayerRun, residuals: ResidualPlan) -> list[Kept]:
 
 
 def resident_kept(layout: Layout, loss: Any, abstract_batch: Any) -> list[Kept]:
-    """Return what a microbatch of a resident step keeps; those of one are gone when the next one
-    runs.
+    """Return the values that a microbatch of a resident step saves.
+
+    The values of one microbatch are freed before the next one runs.
 
     Args:
-      layout: of the program.
-      loss: the objective over whole parameters.
+      layout: layout of the program.
+      loss: objective, a function of the full parameters.
       abstract_batch: tree of ShapeDtypeStruct.
     """
     count = layout.config.num_microbatches
@@ -156,15 +162,15 @@ def resident_kept(layout: Layout, loss: Any, abstract_batch: Any) -> list[Kept]:
     )
     frozen = jax.eval_shape(
         layout.decode, frozen
-    )  # backward decodes again, so that what is decoded is no residual
+    )  # backward decodes again, so the decoded weights are not residuals
 
     def residuals(params: Any, frozen: Any, batch: Any, model_state: Any) -> list[Any]:
         value = lambda p: loss(join_frozen(p, frozen), batch, None, model_state)[0].value()  # noqa: E731
         return jax.tree.leaves(jax.vjp(value, params)[1])
 
     jaxpr = jax.make_jaxpr(residuals)(params, frozen, micro, model_state).jaxpr
-    # A residual that is an argument (a parameter, the batch) takes no bytes of its own, and each
-    # other counts once.
+    # A residual that is an argument (a parameter, the batch) takes no bytes of its own; every other
+    # residual counts once.
     values = {v: None for v in jaxpr.outvars if isinstance(v, jex.Var)}
     for v in jaxpr.invars:
         values.pop(v, None)
@@ -193,14 +199,15 @@ _PASSED_ON = ("reduce_precision", "optimization_barrier")
 
 
 def _source(v: Any, jaxpr: jex.Jaxpr, loops: int) -> tuple[str, Spec | None, int]:
-    """Return what made a variable, how it is split if that was said, and in how many loops, each of
-    which stacks it.
+    """Return the description, spec and number of enclosing loops of the equation that made v.
+
+    The spec is None unless a constraint set it. Each loop stacks the value.
     """
     makers: Mapping[Any, Any] = {
         out: (eqn, n) for eqn in jaxpr.eqns for n, out in enumerate(eqn.outvars)
     }
     spec: Spec | None = None
-    while not isinstance(v, jex.Literal) and v in makers:  # a constant is hashed by nobody
+    while not isinstance(v, jex.Literal) and v in makers:  # a Literal is not hashable
         eqn, position = makers[v]
         primitive = eqn.primitive.name
         if primitive == "name":
@@ -218,7 +225,7 @@ def _source(v: Any, jaxpr: jex.Jaxpr, loops: int) -> tuple[str, Spec | None, int
 
 
 def _constrained(makers: Mapping[Any, Any], v: Any) -> Spec | None:
-    """Return the spec of a variable that a constraint made."""
+    """Return the spec of a variable that is the result of a constraint, or None."""
     eqn = makers[v][0] if not isinstance(v, jex.Literal) and v in makers else None
     return (
         _spec_of(eqn) if eqn is not None and eqn.primitive.name == "sharding_constraint" else None
@@ -226,9 +233,7 @@ def _constrained(makers: Mapping[Any, Any], v: Any) -> Spec | None:
 
 
 def _spec_of(eqn: jex.JaxprEqn) -> Spec:
-    """Return the spec to which an equation constrains; None in the place of dims that are left to
-    the partitioner.
-    """
+    """Return the spec of a constraint; None for dims that are left to the partitioner."""
     entries = (
         None if entry is PartitionSpec.UNCONSTRAINED else entry
         for entry in eqn.params["sharding"].spec

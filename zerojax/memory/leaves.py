@@ -1,8 +1,7 @@
-"""Bytes of single leaves and records on one device: at rest by tier, as gradients, and held whole
-beside their shards.
+"""Bytes per device of single leaves and records: stored, as gradients, and gathered.
 
-Whoever counts a program adds these up. Specs and tiers are those that `Layout` chose, so a leaf
-that does not divide, or that `tensor` splits too, counts what a device really holds of it.
+Modules that count a program add these up. Specs and tiers are those that `Layout` chose, so a leaf
+that is not divisible, or that `tensor` splits too, counts the bytes that a device really holds.
 """
 
 import math
@@ -19,23 +18,26 @@ from zerojax.state import Layout, Leaf, RecordSpec, is_away
 
 
 def compute_itemsize(layout: Layout) -> int:
-    """Return the bytes of one element in the compute dtype."""
+    """Return the bytes per element of the compute dtype."""
     return jnp.dtype(PRECISIONS[layout.config.precision].compute_dtype).itemsize
 
 
 def grad_itemsize(layout: Layout) -> int:
-    """Return the bytes of an element of a gradient at rest."""
+    """Return the bytes per element of a stored gradient."""
     return 4 if layout.grads_in_float32 else compute_itemsize(layout)
 
 
 def reduced_itemsize(layout: Layout, leaf: Leaf) -> int:
-    """Return the bytes of an element of a leaf's gradient as it is reduced: of each microbatch."""
+    """Return the bytes per element of a leaf's gradient when a microbatch's is reduced."""
     return max(leaf.dtype.itemsize, 4) if layout.reduces_in_float32 else leaf.dtype.itemsize
 
 
 def grad_elements(layout: Layout, blocks: bool | None = None) -> int:
-    """Return the elements of the gradients on one device: of all leaves, of the stacked layers, or
-    of the other leaves.
+    """Return the number of gradient elements per device.
+
+    Args:
+      layout: layout of the program.
+      blocks: True for the stacked layers, False for the unstacked leaves, None for all leaves.
     """
     sharded = STAGES[layout.config.stage].opt_state
     return sum(
@@ -46,8 +48,13 @@ def grad_elements(layout: Layout, blocks: bool | None = None) -> int:
 
 
 def unreduced_bytes(layout: Layout, blocks: bool | None = None) -> int:
-    """Return what a float32 gradient of some leaves, as in `grad_elements`, takes beside its shards
-    while it is not reduced.
+    """Return the bytes per device of unreduced float32 gradients in addition to their shards.
+
+    It is 0 unless gradients are reduced once per step.
+
+    Args:
+      layout: layout of the program.
+      blocks: True for the stacked layers, False for the unstacked leaves, None for all leaves.
     """
     if not layout.reduces_once:
         return 0
@@ -59,17 +66,17 @@ def unreduced_bytes(layout: Layout, blocks: bool | None = None) -> int:
 
 
 def gathered_bytes(layout: Layout, layers: int = 1, fetched: bool = False) -> int:
-    """Return the bytes of the largest unit held whole beside its shards.
+    """Return the bytes per device of the largest gathered unit, in addition to its shards.
 
     Args:
-      layout: of the program. The units of a Model are its leaves; else they are embedding, head,
-        and layers of each stack.
-      layers: layers of a stack held at once.
-      fetched: parameters come from another tier, so that a layer takes its bytes even where nothing
-        is split.
+      layout: layout of the program. The units of a Model are its leaves; otherwise they are
+        embedding, head, and the layers of each stack.
+      layers: number of layers of a stack that are gathered at the same time.
+      fetched: whether parameters are loaded from another tier, so that a layer takes its bytes even
+        if nothing is split.
     """
-    # Else parameters rest whole on the device: nothing is gathered, and what rests encoded is
-    # decoded all the same.
+    # Otherwise parameters are stored in full on the device: nothing is gathered, but quantized
+    # weights are decoded all the same.
     is_gathered = STAGES[layout.config.stage].params and (layout.mesh.shape[FSDP] > 1 or fetched)
     if not is_gathered and not layout.encodings:
         return 0
@@ -83,15 +90,15 @@ def gathered_bytes(layout: Layout, layers: int = 1, fetched: bool = False) -> in
         )
         size = (whole if is_gathered else 0) + decoded_bytes(leaf, layout)
         if leaf.is_stacked:
-            # A stacked leaf counts all layers, but only some are whole at a time: one, or two with
-            # gather_ahead.
+            # A stacked leaf counts all layers, but only some are gathered at a time: one, or two
+            # with gather_ahead.
             size = size // leaf.shape[0] * layers
         if leaf.role == "tile":
             of_tiles[leaf.group] = of_tiles.get(leaf.group, 0) + size // num_tiles[leaf.group]
         else:
             unit = leaf.name if layout.num_layers is None else _unit(leaf)
             of_units[unit] = of_units.get(unit, 0) + size
-    for stack in layout.stacks:  # tiles are gathered one by one, beside what else a layer has
+    for stack in layout.stacks:  # tiles are gathered one by one, next to the layer's other leaves
         units = [_unit(layout.all_leaves[i]) for i in stack.in_tree[:1]]
         most = max((of_tiles.get(group.name, 0) for group in stack.groups), default=0)
         of_units |= {unit: of_units.get(unit, 0) + most for unit in units}
@@ -99,15 +106,17 @@ def gathered_bytes(layout: Layout, layers: int = 1, fetched: bool = False) -> in
 
 
 def _unit(leaf: Leaf) -> tuple[Any, str]:
-    """Return what is gathered at once of which a leaf of a LayeredModel is: embedding, head, or a
-    layer of a stack.
+    """Return the unit that is gathered together with a leaf of a LayeredModel.
+
+    It is the embedding, the head, or a layer of a stack.
     """
     return leaf.path[0], leaf.stack
 
 
 def decoded_bytes(leaf: Leaf, layout: Layout) -> int:
-    """Return the bytes of all layers of the weight that an encoded array, and those beside it, are
-    decoded to.
+    """Return the bytes per device of the decoded weight, over all layers, or 0 if not quantized.
+
+    It is counted for only one of the encoded arrays of a weight.
     """
     of = leaf.decodes
     return (
@@ -118,14 +127,14 @@ def decoded_bytes(leaf: Leaf, layout: Layout) -> int:
 def local_record_bytes(record: RecordSpec, shape: Sequence[int], dtype: Any) -> int:
     """Return the bytes of one device's part of a record.
 
-    What XLA may split as it likes counts as whole.
+    Dims that XLA may split as it likes count as unsplit.
     """
     spec = tuple(None if axes is PartitionSpec.UNCONSTRAINED else axes for axes in record.spec)
     return local_elements(shape, spec, record.mesh) * jnp.dtype(dtype).itemsize
 
 
 def bytes_by_tier(tree: Any) -> dict[str, int]:
-    """Return the bytes of one device's part of a tree of ShapeDtypeStruct with shardings, by tier."""
+    """Return the bytes per device of a tree of ShapeDtypeStruct with shardings, by tier."""
     total = {"device": 0, "pinned_host": 0}
     for leaf in jax.tree.leaves(tree):
         tier = "pinned_host" if is_away(leaf) else "device"

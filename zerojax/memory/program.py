@@ -1,18 +1,17 @@
-"""Bytes of one program: what a step holds in each tier, sends over the mesh and moves over the host
-link.
+"""Bytes of one program: held in each tier, sent over the mesh, and moved over the host link.
 
-`program_memory` counts, leaf by leaf and with the specs and tiers that were chosen, what
-`zerojax.formulas` has in closed form: leaves that do not divide, tensor parallelism and any
-optimizer's state are exact. Its `argument_bytes` are what a compiled step takes as arguments on the
-device, its `host_argument_bytes` those in pinned host memory. What moves is read off the list of
-the step's operations (`host_offload.schedule.StepPlan`):
+`program_memory` counts leaf by leaf, with the chosen specs and tiers, the quantities that
+`zerojax.formulas` has in closed form: leaves that are not divisible, tensor parallelism and any
+optimizer's state are exact. Its `argument_bytes` are the bytes of a compiled step's arguments on
+the device, and its `host_argument_bytes` the bytes of its arguments in pinned host memory. Moved
+bytes are read from the list of the step's operations (`host_offload.schedule.StepPlan`):
 
-    in flight    the most that a tick holds, over all phases
+    in flight    the largest number of bytes held in a tick, over all phases
     host link    every load and store, once
 
-With `update_on="host"` gradients go down, and compute-dtype parameters up where they rest on the
-device: 2P + 2P bytes in 16 bits. Callbacks of the program move them, so the compiled program's own
-copies are the rest of `host_link`.
+With `update_on="host"` gradients are stored to the host, and compute-dtype parameters are loaded if
+they are stored on the device: 2P + 2P bytes in 16 bits. Callbacks of the program move them, so the
+compiled program's own copies are the remainder of `host_link`.
 """
 
 import dataclasses
@@ -41,13 +40,13 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Any) -> 
     """Count the bytes of a step, leaf by leaf.
 
     Args:
-      records: how the states of the program rest.
-      step: of the program. What a resident one keeps from forward to backward is counted by tracing
+      records: how the states of the program are stored.
+      step: the program's step. The activations that a resident step saves are counted by tracing
         its loss.
       abstract_batch: tree of ShapeDtypeStruct with shardings.
 
     Raises:
-      NotImplementedError: the step is of another kind.
+      NotImplementedError: the step is neither streamed nor resident.
     """
     if not isinstance(step, StreamedStep | ResidentStep):
         raise NotImplementedError(
@@ -109,15 +108,15 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Any) -> 
 
 
 def steps_of_program(records: StateRecords, step: object, abstract_batch: Any) -> StepPlan:
-    """Return everything that a step does with records, with the bytes of each operation.
+    """Return a step's operations on records, with the bytes of each.
 
     Args:
-      records: how the states of the program rest.
-      step: of the program.
+      records: how the states of the program are stored.
+      step: the program's step.
       abstract_batch: tree of ShapeDtypeStruct with shardings.
 
     Raises:
-      NotImplementedError: the step is of another kind.
+      NotImplementedError: the step is neither streamed nor resident.
     """
     if isinstance(step, StreamedStep):
         return streamed_steps(step, abstract_batch)
@@ -125,34 +124,34 @@ def steps_of_program(records: StateRecords, step: object, abstract_batch: Any) -
         steps = steps_of_leaves(records, None if step.update is None else step.update.num_pieces())
         return dataclasses.replace(
             steps, stacks=step.stacks
-        )  # forward and backward: the update is leaf by leaf
+        )  # for forward and backward; the update is leaf by leaf
     raise NotImplementedError(
         f"the operations of a {type(step).__name__} are not listed in this version"
     )
 
 
 def kept_by_program(records: StateRecords, step: object, abstract_batch: Any) -> KeptValues:
-    """Return what a step keeps from forward to backward, value by value.
+    """Return the values that a step saves from forward to backward.
 
     Args:
-      records: how the states of the program rest.
-      step: of the program.
+      records: how the states of the program are stored.
+      step: the program's step.
       abstract_batch: tree of ShapeDtypeStruct with shardings.
 
     Raises:
-      NotImplementedError: the step is of another kind.
+      NotImplementedError: the step is neither streamed nor resident.
     """
     if isinstance(step, StreamedStep):
         return kept_values(streamed_kept(step, abstract_batch))
     if isinstance(step, ResidentStep):
         return kept_values(resident_kept(records.layout, step.objective, abstract_batch))
-    raise NotImplementedError(f"what a {type(step).__name__} keeps is not counted in this version")
+    raise NotImplementedError(
+        f"the saved values of a {type(step).__name__} are not counted in this version"
+    )
 
 
 def _disk_bytes(disk: DiskLayout) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """Return the bytes of a device's records by kind of state, of the buffers in host memory, and
-    of a GPU's slots.
-    """
+    """Return a device's bytes on disk by kind, of host memory buffers, and of a GPU's slots."""
     on_disk: dict[str, int] = {}
     slots = 0
     for kind, records in disk.kinds.items():

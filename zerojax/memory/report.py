@@ -1,7 +1,7 @@
-"""What `program.memory` returns: bytes by tier and kind, bytes sent, and bytes over the host link.
+"""The result of `program.memory`: bytes by tier and kind, bytes sent, and bytes over the host link.
 
-Two kinds of bytes are kept apart: the arguments of the compiled step, which must equal what XLA
-reports, and the memory that the step takes beside them while it runs.
+Two kinds of bytes are kept apart: the arguments of the compiled step, which must equal XLA's
+report, and the memory that the step takes in addition while it runs.
 """
 
 import dataclasses
@@ -16,30 +16,36 @@ class MemoryReport:
     """Bytes of one step on each device, and in host memory for it.
 
     Attributes:
-      tiers: {tier: {kind: bytes}}. Kinds "params", "master", "opt_state", "frozen", "batch" and
-        "scalars" (with the schedule's arrays, of which XLA may drop some) are arguments of the
-        step. While it runs there are also
+      tiers: {tier: {kind: bytes}}. The kinds "params", "master", "opt_state", "frozen", "batch" and
+        "scalars" (which include the schedule's arrays, some of which XLA may drop) are arguments of
+        the step. While it runs there are also
 
-          - "grads": between backward and update.
-          - "unreduced": what each device's own sums, of reduce_every="step", take beside those shards.
-          - "activations": between forward and backward; of a streamed step, those of all microbatches.
-          - "gathered": the largest layer or leaf held whole; two layers with gather_ahead.
-          - "in_flight": other records on their way between tiers, and a layer's gradient before it is stored, in the tick that
-            holds the most. With "gathered" it is the peak of the schedule.
-          - "slots": on a GPU, where records of the nvme tier, and what an update on the host is given and makes, are on their
-            way beside the program.
+          - "grads": gradients between backward and update.
+          - "unreduced": bytes of each device's own sums, with reduce_every="step", in addition to
+            these shards.
+          - "activations": saved activations between forward and backward; in a streamed step, of
+            all microbatches.
+          - "gathered": the largest gathered layer or leaf; two layers with gather_ahead.
+          - "in_flight": other records in flight between tiers, and a layer's gradient before it is
+            stored, in the tick that holds the most. Together with "gathered" it is the peak of the
+            schedule.
+          - "slots": on a GPU, memory in which records of the nvme tier, and the inputs and results
+            of a host update, are in flight next to the program.
 
-        Gradients and activations of a streamed step in "pinned_host" are arguments too, as are the "pending" gradients of a
-        delayed update. No argument are the gradients that callbacks keep for an update on the host, "stashed", the
-        parameters that a delayed one makes beside the old ones, "made", and the "buffers" of the nvme tier and, on a
-        GPU, of the update on the host. On disk the masters are part of "opt_state", and bytes are those of files.
+        In a streamed step, gradients and activations in "pinned_host" are arguments too, as are the
+        "pending" gradients of a delayed update. The following are not arguments: "stashed", the
+        gradients that callbacks keep for a host update; "made", the parameters that a delayed
+        update computes in addition to the old ones; and "buffers", of the nvme tier and, on a GPU,
+        of the host update. On disk the masters are part of "opt_state", and bytes are file sizes.
       collectives: bytes that each device sends, by collective: "all_gather", "reduce_scatter",
-      "all_reduce" and so on of states
-        and gradients, and of activations over `tensor` "tensor_all_gather",
-        "tensor_reduce_scatter", "tensor_all_reduce" and "tensor_permute".
+        "all_reduce" and so on for states and gradients, and "tensor_all_gather",
+        "tensor_reduce_scatter", "tensor_all_reduce" and "tensor_permute" for activations over
+        `tensor`.
       host_link: bytes that cross each device's link to the host in a step: "to_device" and
-      "to_host". callback_link: those of them that callbacks move, for an update on the host and for
-      the nvme tier. num_params: P, tensor-parallel shards counted once.
+        "to_host".
+      callback_link: the part of `host_link` that callbacks move, for a host update and for the nvme
+        tier.
+      num_params: number of parameters P; tensor-parallel shards are counted once.
     """
 
     tiers: Mapping[str, Mapping[str, int]]
@@ -50,12 +56,12 @@ class MemoryReport:
 
     @property
     def argument_bytes(self) -> int:
-        """Bytes that a compiled step takes as device arguments."""
+        """Bytes of a compiled step's arguments on the device."""
         return sum(self.tiers["device"][kind] for kind in (*STATE_KINDS, "batch", "scalars"))
 
     @property
     def host_argument_bytes(self) -> int:
-        """Bytes that a compiled step takes as arguments in pinned host memory."""
+        """Bytes of a compiled step's arguments in pinned host memory."""
         return sum(
             n
             for kind, n in self.tiers["pinned_host"].items()
@@ -66,20 +72,20 @@ class MemoryReport:
     def device_bytes(self) -> int:
         """Bytes of every kind on the device.
 
-        What a layer needs to compute, beside what is kept of it, is not part of it.
+        The temporary memory of a layer's computation, other than its saved activations, is not
+        included.
         """
         return sum(self.tiers["device"].values())
 
     @property
     def model_state_bytes(self) -> int:
-        """Bytes of model states in every tier: parameters, gradients, master weights, optimizer
-        state.
-        """
+        """Bytes of parameters, gradients, master weights and optimizer state, in all tiers."""
         return sum(
             t.get(kind, 0) for t in self.tiers.values() for kind in (*STATE_KINDS, *GRAD_KINDS)
         )
 
     def __str__(self) -> str:
+        """Return the bytes as a table."""
         rows = [f"{self.num_params:,} parameters; bytes on each device"]
         for tier, kinds in self.tiers.items():
             rows += [f"  {tier:<12} {kind:<12} {n:>20,}" for kind, n in kinds.items() if n]
@@ -94,10 +100,13 @@ class MemoryReport:
 
 @dataclasses.dataclass(frozen=True)
 class RunningBytes:
-    """Bytes beside the arguments, while a step runs: by kind on the device and on the host, and
-    over the link.
+    """Bytes in addition to the arguments while a step runs, and bytes over the host link.
 
-    `link` is what the compiled program copies, `called` what its callbacks do.
+    Attributes:
+      device: bytes on the device, by kind.
+      host: bytes in host memory, by kind.
+      link: bytes that the compiled program copies, "to_device" and "to_host".
+      called: bytes that callbacks copy, "to_device" and "to_host".
     """
 
     device: dict[str, int]

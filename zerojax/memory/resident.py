@@ -1,7 +1,7 @@
-"""Bytes that a resident step takes beside its arguments, and moves over the link.
+"""Bytes that a resident step takes in addition to its arguments, and moves over the host link.
 
-All layers are on the device, so what comes and goes is the optimizer: where its state is elsewhere,
-the update runs leaf by leaf.
+All layers are on the device, so only the optimizer's records move: if its state is stored
+elsewhere, the update runs leaf by leaf.
 """
 
 from collections.abc import Mapping
@@ -16,24 +16,24 @@ from zerojax.state import StateRecords, steps_of_leaves
 def resident_bytes(
     records: StateRecords, pieces: Mapping[int, int], loss: Any, abstract_batch: Any
 ) -> RunningBytes:
-    """Return what a resident step takes beside its arguments, and moves over the link.
+    """Return the bytes of a resident step in addition to its arguments, and over the host link.
 
     Args:
-      records: how the states of the program rest.
-      pieces: in how many the device updates each leaf, by its index.
-      loss: the objective over whole parameters.
+      records: how the states of the program are stored.
+      pieces: number of pieces in which the device updates each leaf, by the leaf's index.
+      loss: objective, a function of the full parameters.
       abstract_batch: tree of ShapeDtypeStruct with shardings.
     """
     layout = records.layout
     steps = steps_of_leaves(records, pieces)
     device = {
         "grads": grad_elements(layout) * grad_itemsize(layout),
-        # Sums over microbatches, and those that the microbatch which is computed adds to them.
+        # The sums over microbatches, and the current microbatch's gradients before they are added.
         "unreduced": 2 * unreduced_bytes(layout),
         "gathered": gathered_bytes(layout),
         "activations": sum(kept.num_bytes for kept in resident_kept(layout, loss, abstract_batch)),
-        # The device updates one leaf at a time, or a piece of it. Callbacks bring all leaves at
-        # once.
+        # The device updates one leaf, or a piece of it, at a time. Callbacks bring all leaves at
+        # the same time.
         "in_flight": steps.peak_of("ends"),
     }
     link, called = (

@@ -1,9 +1,8 @@
-"""Bytes that a streamed step takes beside its arguments, and moves over the link: read off its list
-of operations.
+"""Bytes that a streamed step takes in addition to its arguments, and moves over the host link.
 
-A tick holds the records that are on their way in it, so the most that any tick holds is what the
-step needs beside its arguments (`host_offload.schedule.StepPlan`). Each load and store crosses the
-link once.
+They are read from its list of operations. A tick holds the records that are in flight in it, so the
+most that any tick holds is the step's need in addition to its arguments
+(`host_offload.schedule.StepPlan`). Each load and store crosses the link once.
 """
 
 from collections.abc import Mapping
@@ -27,7 +26,7 @@ from zerojax.streamed import ResidualPlan, StreamedStep
 
 
 def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) -> RunningBytes:
-    """Return what a streamed step takes beside its arguments, and what it moves over the link."""
+    """Return the bytes of a streamed step in addition to its arguments, and over the host link."""
     plan, saved = streamed.plan, _saved(streamed, abstract_batch)
     steps = streamed.steps(_kept(saved))
     gathered = gathered_bytes(
@@ -40,11 +39,12 @@ def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) 
 
     device = {
         "grads": grads,
-        # Those of embedding and head live through backward; a layer's are in flight in its tick.
+        # Gradients of embedding and head live through backward; a layer's are in flight in its
+        # tick.
         "unreduced": unreduced_bytes(layout, blocks=False),
         "gathered": gathered,
         "activations": kept("device") + _entered_bytes(streamed, _shapes(abstract_batch)),
-        # What is gathered has a line of its own.
+        # Gathered layers have a line of their own.
         "in_flight": max(0, steps.peak_bytes - gathered),
     }
     host = {"grads": 0, "activations": kept("pinned_host")} | host_grads
@@ -59,7 +59,7 @@ def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) 
 
 
 def streamed_steps(streamed: StreamedStep, abstract_batch: Any) -> StepPlan:
-    """Return everything that a streamed step does, with the bytes of a batch."""
+    """Return a streamed step's operations, with their bytes for a batch."""
     return streamed.steps(_kept(_saved(streamed, abstract_batch)))
 
 
@@ -68,29 +68,28 @@ def _shapes(abstract_batch: Any) -> Any:
 
 
 def _saved(streamed: StreamedStep, abstract_batch: Any) -> dict[str, dict[str, int]]:
-    """Return the bytes that one layer of each run keeps from forward to backward, by its name and
-    by tier.
-    """
+    """Return the bytes of one layer's saved activations for each run, by run and tier."""
     plans = streamed.abstract_residuals(_shapes(abstract_batch))
     pairs = zip(streamed.plan.of_stacks, plans, strict=True)
     return {stack.run.name: _saved_bytes(residuals) for stack, residuals in pairs}
 
 
 def _saved_bytes(residuals: ResidualPlan) -> dict[str, int]:
-    """Return the bytes that one layer keeps from forward to backward, by tier, and those of its
-    record on the disk.
+    """Return the bytes that one layer saves from forward to backward, by tier.
+
+    The entry "on_disk" has the bytes of its record on the disk.
     """
     tiers = {"device": 0, "pinned_host": 0, "nvme": 0, "on_disk": 0}
     for record, a in zip(residuals.records, residuals.shapes, strict=True):
         tiers[record.tier] += local_record_bytes(record, a.shape, a.dtype)
         if record.disk_records is not None:
-            # All that a layer keeps there is one record, which is padded.
+            # Everything that a layer saves on the disk is one padded record.
             tiers["on_disk"] = record.disk_records.num_bytes
     return tiers
 
 
 def _kept(saved: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
-    """Return the bytes that one layer of each run keeps off the device, as its schedule takes them."""
+    """Return the bytes that one layer of each run saves off the device, for its schedule."""
     return {
         run: {
             "activations": tiers["pinned_host"] + tiers["nvme"],
@@ -101,9 +100,7 @@ def _kept(saved: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
 
 
 def _entered_bytes(streamed: StreamedStep, abstract_batch: Any) -> int:
-    """Return the bytes of what the `enter` of stacks is given, and of the contexts that it makes,
-    kept for backward.
-    """
+    """Return the bytes of the inputs and contexts of the stacks' `enter`, saved for backward."""
     spec, lead = (
         ActivationSpec(streamed.mesh, streamed.microbatches.count),
         int(streamed.microbatches.count > 1),
@@ -119,8 +116,9 @@ def _entered_bytes(streamed: StreamedStep, abstract_batch: Any) -> int:
 
 
 def _resting_grads(layout: Layout, streamed: StreamedStep) -> tuple[int, dict[str, int]]:
-    """Return the bytes of gradients between backward and update: on the device, and by kind in host
-    memory.
+    """Return the bytes of gradients between backward and update.
+
+    The first result is on the device, the second in host memory by kind.
     """
     config = layout.config
     ends = grad_elements(layout, blocks=False) * grad_itemsize(layout)
@@ -130,7 +128,7 @@ def _resting_grads(layout: Layout, streamed: StreamedStep) -> tuple[int, dict[st
         else grad_elements(layout, blocks=True) * grad_itemsize(layout)
     )
     tier = config.grads
-    if streamed.host is not None:  # callbacks keep what waits off the device
+    if streamed.host is not None:  # callbacks keep the gradients that wait off the device
         tier = (
             "device"
             if not streamed.host.stashes
@@ -145,6 +143,6 @@ def _resting_grads(layout: Layout, streamed: StreamedStep) -> tuple[int, dict[st
         if tier == "stashed"
         else {}
     )
-    if config.delayed_update:  # of every leaf, and the new parameters beside the old ones
+    if config.delayed_update:  # every leaf's gradient, and new parameters next to the old ones
         host |= {"stashed": layers + ends, "made": grad_elements(layout) * compute_itemsize(layout)}
     return ends + (layers if tier == "device" else 0), host

@@ -1,19 +1,20 @@
 """Bytes that each device sends over `tensor` in a step of one program, by collective.
 
-The loss and its derivative are traced, as a resident step evaluates them, with what the config
-keeps of a layer; and read by `zerojax.activations.sent_over_tensor`. Nothing runs. A streamed step
-computes the same of a layer, in loops of its own.
+The loss and its derivative are traced as a resident step evaluates them, with the layers' saved
+activations of the config, and read by `zerojax.activations.sent_over_tensor`. Nothing runs. A
+streamed step computes the same for a layer, in loops of its own.
 
-Per layer of Megatron's that is, in units of s b h (t-1)/t bytes times the itemsize,
+For one of Megatron's layers this is, in units of s b h (t-1)/t bytes times the itemsize,
 
     tensor parallelism       all_reduce   2 x (2 + 2), and 2 more with remat
     sequence parallelism     all_gather 2 + 4, reduce_scatter 2 + 2; with remat one more scatter
     rings                    permute, as much as these together
 
-The layers of a stack send equally much, so that of segments each mode is traced for all of them,
-and counts for its part.
+The layers of a stack all send the same number of bytes. With segments, each mode is therefore
+traced for all layers, and weighted by its share of them.
 
-What `partition_activations` gathers of what is kept is counted by `zerojax.memory.kept`.
+The bytes that `partition_activations` sends to gather saved values are counted by
+`zerojax.memory.kept`.
 """
 
 from collections.abc import Mapping
@@ -29,12 +30,13 @@ from zerojax.state import Layout, runs_of
 
 
 def tensor_collectives(layout: Layout, model: Any, abstract_batch: Any) -> dict[str, int]:
-    """Return bytes sent by each device over `tensor`: "tensor_all_gather", and so on; nothing where
-    it has one device.
+    """Return the bytes that each device sends over `tensor`: "tensor_all_gather" and so on.
+
+    The result is empty if `tensor` has one device.
 
     Args:
-      layout: of the program.
-      model: that the step computes; with sequence parallelism what that made of it.
+      layout: layout of the program.
+      model: model that the step computes; with sequence parallelism, the transformed model.
       abstract_batch: tree of ShapeDtypeStruct with shardings.
     """
     if layout.mesh.shape[TENSOR] == 1:
@@ -53,12 +55,14 @@ def tensor_collectives(layout: Layout, model: Any, abstract_batch: Any) -> dict[
 
 
 def _layers_by_mode(layout: Layout) -> dict[str, dict[str, int]]:
-    """Return, by stack, how many layers keep "everything", the results of products, "save", or
-    their input alone, "remat".
+    """Return the number of layers by stack and mode.
+
+    The modes are "everything"; "save", the results of products; and "remat", only the layer's
+    input.
     """
     layers: dict[str, dict[str, int]] = {}
     for run in runs_of(layout):
-        # Where a tier is named, a layer's input is kept there.
+        # If a tier is named, the layer's input is saved there.
         chosen = run.segment.activations
         mode = (
             chosen
@@ -75,7 +79,7 @@ def _layers_by_mode(layout: Layout) -> dict[str, dict[str, int]]:
 def _sent(
     layout: Layout, model: Any, abstract_batch: Any, modes: Mapping[str, str]
 ) -> dict[str, int]:
-    """Return the bytes by collective where all layers of a stack keep what `modes` says."""
+    """Return the bytes by collective if all layers of a stack save activations by `modes`."""
     mesh = layout.mesh
     objective = plain_objective(model, layout, modes)
     shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # noqa: E731

@@ -1,4 +1,4 @@
-"""A run as it is seen: bars and lines on a terminal, writers of figures, and a report on one page."""
+"""Show a run: bars and lines on a terminal, writers of figures, and a report on one page."""
 
 from zerojax.reporting.display import bars as bars
 from zerojax.reporting.run import Run as Run

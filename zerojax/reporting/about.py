@@ -1,4 +1,4 @@
-"""What a run ran on and with: memory of each tier, hardware, versions."""
+"""Describe what a run runs on: memory of each tier, hardware, versions."""
 
 import importlib.metadata
 import os
@@ -18,10 +18,10 @@ _PACKAGES = ("zerojax", "jax", "jaxlib", "flax", "optax", "numpy")
 
 
 def capacity_of(mesh: Mesh, swap_dir: str | None) -> dict[str, float | None]:
-    """Return the bytes of each tier that one device may use: its share of what this process's node
-    has, and has free on disk.
+    """Return the bytes of each tier that one device may use.
 
-    To be called before the program makes its files.
+    A device's share of pinned host memory and of free disk space is its part of this process's
+    node. Call it before the program makes its files.
     """
     devices = mesh.local_devices
     memories, _ = memories_of(devices)
@@ -34,7 +34,7 @@ def capacity_of(mesh: Mesh, swap_dir: str | None) -> dict[str, float | None]:
 
 
 def hardware_of(mesh: Mesh) -> dict[str, str]:
-    """Return what the run's devices and this host are."""
+    """Return a description of the run's devices and of this host."""
     device, memories = mesh.devices.flat[0], memories_of(mesh.local_devices)[0]
     axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     found = {
@@ -48,9 +48,7 @@ def hardware_of(mesh: Mesh) -> dict[str, str]:
 
 
 def peaks_of(devices: Iterable[Any]) -> dict[str, str]:
-    """Return the most memory that was in use so far: of each device that tells, and of this
-    process.
-    """
+    """Return the peak memory use so far: of the devices that report it, and of this process."""
     peaks = [
         stats["peak_bytes_in_use"]
         for d in devices

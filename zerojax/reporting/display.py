@@ -1,7 +1,6 @@
-"""What a run shows on a terminal: lines, the bar of its steps, and a bar for each long piece of
-work before them.
+"""Show a run on a terminal: lines, a bar for its steps, and a bar for each long operation.
 
-On a file or a pipe there are lines alone. Bars are rich's, which redraws them in a thread, so they
+In a file or a pipe there are only lines. Bars are rich's, which redraws them in a thread, so they
 move while a program compiles.
 """
 
@@ -19,11 +18,11 @@ class Display:
     """Bars and lines; a context manager."""
 
     def __init__(self, *, is_quiet: bool, has_bars: bool | None) -> None:
-        """Show on standard output.
+        """Set up the display on standard output.
 
         Args:
-          is_quiet: show nothing.
-          has_bars: draw bars; None: where standard output is a terminal.
+          is_quiet: whether to show nothing.
+          has_bars: whether to draw bars; None draws them if standard output is a terminal.
 
         Raises:
           ModuleNotFoundError: rich is not installed.
@@ -47,16 +46,18 @@ class Display:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Display":
+        """Start to draw bars, and show long operations of the library."""
         self._stack.enter_context(self._progress)
         self._stack.enter_context(shown_by(self.work))
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Remove the bars."""
         self._stack.close()
 
     @contextlib.contextmanager
     def work(self, what: str, total: int | None) -> Iterator[Advance]:
-        """Show a piece of work, as `zerojax.progress` has it."""
+        """Show a bar while the context runs, through the interface of `zerojax.progress`."""
         bar = self._progress.add_task(what, total=total)
         try:
             yield lambda count: self._progress.advance(bar, count)
@@ -64,22 +65,21 @@ class Display:
             self._progress.remove_task(bar)
 
     def step(self, step: int, total: int | None, line: str) -> None:
-        """Show how far the steps are."""
+        """Show the number of steps so far, with `line` next to the bar."""
         if self._steps is None:
             self._steps = self._progress.add_task(line, total=total)
         self._progress.update(self._steps, completed=step, description=line)
 
     def print(self, text: str) -> None:
-        """Print a line as it is."""
+        """Print a line verbatim."""
         self.console.print(text, markup=False)
 
 
 @contextlib.contextmanager
 def bars() -> Iterator[None]:
-    """Show bars of long work in this context, where standard output is a terminal: init, import,
-    export, restore, compile.
+    """Show bars for init, import, export, restore and compile while the context runs.
 
-    `zj.Run` does that by itself.
+    They are shown only if standard output is a terminal. `zj.Run` does this by itself.
 
     Raises:
       ModuleNotFoundError: rich is not installed.

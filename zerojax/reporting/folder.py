@@ -1,13 +1,13 @@
-"""The folder of one run: locked while the run writes there, and made of regular files only.
+"""The folder of one run: locked while the run writes to it, and made of regular files only.
 
-    runs/gpt/.zerojax-run.lock       flocked by the process that writes; holds its number
-    runs/gpt/metrics.jsonl           figures, one line a step
+    runs/gpt/.zerojax-run.lock       flocked by the writing process; holds its process number
+    runs/gpt/metrics.jsonl           figures, one line per step
     runs/gpt/metrics.dropped.jsonl   lines that a later run replaced
     runs/gpt/report.html             the page
 
-Two runs that share a folder would overwrite each other's figures, and a run that resumes would take
-over the figures of the other run. The kernel releases the lock with the process, however the
-process ends.
+Without the lock, two runs that share a folder would overwrite each other's figures, and a resuming
+run would take over the other run's figures. The kernel releases the lock when the process ends,
+for whatever reason.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ METRICS = "metrics.jsonl"
 DROPPED = "metrics.dropped.jsonl"
 PAGE = "report.html"
 UNFINISHED = ".tmp"
-"""End of the name of a file that is about to replace another one."""
+"""Suffix of a file that is about to replace another one."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -36,14 +36,14 @@ class RunFolder:
     """A folder that belongs to one run until `close`.
 
     Attributes:
-      path: of the folder, absolute.
+      path: absolute path of the folder.
     """
 
     def __init__(self, path: str) -> None:
         """Make the folder, check its files and lock it.
 
         Args:
-          path: of the folder.
+          path: path of the folder.
 
         Raises:
           ValueError: the folder cannot be made or written, another run writes to it, or one of its
@@ -65,7 +65,7 @@ class RunFolder:
                     f"logdir={path!r} cannot be written: {error}: choose another folder"
                 ) from error
             logger.warning(
-                "logdir=%r: %s; the run goes on, and writes its figures once there is room",
+                "logdir=%r: %s; the run continues, and writes its figures once there is room",
                 path,
                 error.strerror,
             )
@@ -75,7 +75,7 @@ class RunFolder:
         return os.path.join(self.path, name)
 
     def close(self) -> None:
-        """Release the folder."""
+        """Release the lock on the folder."""
         lock, self._lock = self._lock, None
         if lock is not None:
             with contextlib.suppress(OSError):  # only the process number was written
@@ -88,7 +88,7 @@ class RunFolder:
                 os.close(open_file(self.file(name), os.O_RDONLY))
 
     def _acquire(self) -> int | None:
-        """Return the descriptor of the locked file, or None on a file system without locks."""
+        """Return the descriptor of the locked file, or None if the file system has no locks."""
         fd = open_file(self.file(LOCK), os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -96,8 +96,8 @@ class RunFolder:
             owner = os.pread(fd, 32, 0).decode(errors="replace").strip()
             os.close(fd)
             raise ValueError(
-                f"logdir={self.path!r} is in use: another run, of process {owner or 'unknown'}, writes its figures there; "
-                "choose another folder for this run"
+                f"logdir={self.path!r} is in use: another run, of process {owner or 'unknown'}, "
+                "writes its figures there; choose another folder for this run"
             ) from None
         except OSError as error:
             os.close(fd)
@@ -110,16 +110,14 @@ class RunFolder:
             return None
         with contextlib.suppress(
             OSError
-        ):  # a full disk: the number only makes the message above clearer
+        ):  # the disk is full: the number only makes the message above clearer
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         os.register_at_fork(after_in_child=lambda: self._forget(fd))
         return fd
 
     def _forget(self, fd: int) -> None:
-        """Close the lock's file in a forked child, which would keep the lock when this process is
-        gone.
-        """
+        """Close the lock's file in a forked child, which would keep the lock after this process."""
         if self._lock == fd:
             self._lock = None
             os.close(fd)
@@ -129,13 +127,12 @@ def open_file(path: str, flags: int) -> int:
     """Return a descriptor of a regular file of the run, which other users may read.
 
     Args:
-      path: of the file.
-      flags: of os.open.
+      path: path of the file.
+      flags: flags of os.open.
 
     Raises:
-      NotRegularError: a link, a folder, a FIFO or a device has that name; the message names the
-        path.
-      OSError: as os.open raises it.
+      NotRegularError: a link, a folder, a FIFO or a device has that name; the message has the path.
+      OSError: os.open failed.
     """
     try:
         return open_regular(path, flags, 0o644)
@@ -144,15 +141,14 @@ def open_file(path: str, flags: int) -> int:
 
 
 def replace_file(path: str, parts: Iterable[bytes]) -> None:
-    """Replace a file by a rename, so that a reader, or a run after a kill, sees the old file or the
-    new one.
+    """Replace a file by a rename, so that the old or the new file exists after a kill at any time.
 
     Args:
-      path: of the file.
-      parts: what it is to hold.
+      path: path of the file.
+      parts: new contents, in pieces.
 
     Raises:
-      OSError: the disk is full, say; the old file stays.
+      OSError: the file could not be written, for example on a full disk; the old file remains.
     """
     unfinished = path + UNFINISHED
     fd = open_file(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -169,8 +165,9 @@ def replace_file(path: str, parts: Iterable[bytes]) -> None:
 
 
 def set_aside(path: str) -> None:
-    """Give a file of an earlier run a name of its own: `report.html` becomes `report.1.html`, or
-    the next free number.
+    """Rename an earlier run's file, such as `report.html` to `report.1.html`.
+
+    The number is the next free one.
     """
     stem, end = os.path.splitext(path)
     number = 1

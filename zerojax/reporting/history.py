@@ -1,14 +1,13 @@
-"""All figures of a run: in memory, from which the report is drawn, and line by line in
-`metrics.jsonl`.
+"""All figures of a run: in memory for the report, and line by line in `metrics.jsonl`.
 
-    {"step": 7, "train/loss": 2.25, "train/grad_norm": null}        a number that is not finite is null
+    {"step": 7, "train/loss": 2.25, "train/grad_norm": null}        null is a non-finite number
 
-A run that resumes at step N keeps the lines of earlier steps. Lines of later steps, which it makes
-again, and lines that cannot be read move to `metrics.dropped.jsonl`. The shorter file is written
-beside the old one and renamed, so a kill at any moment leaves one of them whole.
+A run that resumes at step N keeps the lines of earlier steps. Lines of later steps, which it
+recomputes, and unreadable lines move to `metrics.dropped.jsonl`. The shorter file is written next
+to the old one and renamed, so that one complete file exists after a kill at any moment.
 
-The disk of a log may fill up while the training goes on: lines that could not be written stay in
-memory and are written with a later step.
+If the disk fills up, training continues: lines that could not be written stay in memory and are
+written with a later step.
 """
 
 import contextlib
@@ -29,14 +28,14 @@ class History:
     """The figures of a run and of the runs that it resumes.
 
     Attributes:
-      series: {name: (steps, values)}, in the order in which they were written.
+      series: {name: (steps, values)}, in the order of writing.
     """
 
     def __init__(self, folder: RunFolder, first: int) -> None:
         """Read the lines of steps before `first`, and open the file for more.
 
         Args:
-          folder: of the run.
+          folder: folder of the run.
           first: number of the next step.
         """
         self.series: dict[str, tuple[list[int], list[float]]] = {}
@@ -46,9 +45,9 @@ class History:
         self._kept: list[bytes] = []
         self._dropped: list[bytes] = []
         self._is_changed = False
-        """Whether the lines that are kept differ from those in the file."""
+        """Whether the kept lines differ from the lines in the file."""
         self._size = 0
-        """Bytes of the whole lines in the file."""
+        """Bytes of the complete lines in the file."""
         self._pending: list[bytes] = []
         self._is_failing = False
         try:
@@ -58,13 +57,13 @@ class History:
         self._write_pending()
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """Add figures of a step."""
+        """Add the figures of a step."""
         self._remember(step, figures)
         self._pending.append(_line_of(step, figures))
         self._write_pending()
 
     def close(self, failed: bool) -> None:
-        """Write the lines that are left, and close the file."""
+        """Write the remaining lines, and close the file."""
         del failed
         self._write_pending()
         if self._pending:
@@ -75,7 +74,7 @@ class History:
         if fd is not None:
             with contextlib.suppress(
                 OSError
-            ):  # a network file system reports here what was warned of before
+            ):  # a network file system reports errors here that were already logged
                 os.close(fd)
 
     def _remember(self, step: int, figures: Mapping[str, float]) -> None:
@@ -85,7 +84,7 @@ class History:
             values.append(value)
 
     def _read(self, first: int) -> None:
-        """Sort the lines of the file into those that are kept and those that are dropped."""
+        """Sort the lines of the file into kept and dropped lines."""
         damaged: list[int] = []
         last = 0
         for number, line in enumerate(_lines(self._path), 1):
@@ -110,7 +109,7 @@ class History:
             logger.warning("%s has no figures of steps %d to %d", self._path, last + 1, first - 1)
 
     def _open(self) -> None:
-        """Take the dropped lines out of the file, and open it."""
+        """Remove the dropped lines from the file, and open it."""
         if self._dropped:
             _append(self._dropped_path, self._dropped)
             self._dropped.clear()
@@ -124,7 +123,7 @@ class History:
         self._size = os.fstat(fd).st_size
 
     def _write_pending(self) -> None:
-        """Append the pending lines: all of them, or nothing."""
+        """Append the pending lines: all of them, or none."""
         data = b"".join(self._pending)
         try:
             if self._fd is None:
@@ -136,7 +135,7 @@ class History:
         except OSError as error:
             self._warn(error)
             if self._fd is not None:
-                with contextlib.suppress(OSError):  # a part of a line
+                with contextlib.suppress(OSError):  # remove the part of a line that was written
                     os.ftruncate(self._fd, self._size)
             return
         self._size += len(data)
@@ -147,7 +146,7 @@ class History:
         if not self._is_failing:
             reason = error.strerror or error
             logger.warning(
-                "%s cannot be written: %s; the run goes on, and tries again at each step",
+                "%s cannot be written: %s; the run continues, and tries again at each step",
                 self._path,
                 reason,
             )
@@ -163,7 +162,7 @@ class _Record:
 
 
 def _lines(path: str) -> list[bytes]:
-    """Return the lines of a file with their ends, none where there is no file."""
+    """Return the lines of a file with their line ends, or an empty list if there is no file."""
     try:
         fd = open_file(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -173,8 +172,8 @@ def _lines(path: str) -> list[bytes]:
 
 
 def _record_of(line: bytes) -> _Record | None:
-    """Return the record of a line, or None where the line holds none."""
-    if not line.endswith(b"\n"):  # a run was killed while it wrote
+    """Return the record of a line, or None if the line is not a record."""
+    if not line.endswith(b"\n"):  # the run was killed while it wrote the line
         return None
     try:
         fields = Field(parse_json(line))
@@ -186,9 +185,7 @@ def _record_of(line: bytes) -> _Record | None:
 
 
 def _has_literals(line: bytes, figures: Mapping[str, float]) -> bool:
-    """Return whether a line has NaN or an infinity, which strict readers of JSON refuse, where null
-    stands for them.
-    """
+    """Return whether a line has NaN or infinity instead of null, which strict readers refuse."""
     count = sum(not math.isfinite(value) for value in figures.values())
     return count != line.count(b"null")
 

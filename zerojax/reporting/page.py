@@ -1,8 +1,7 @@
-"""The report of a run: one page of HTML with its curves, its memory by tier against what there is,
-and what it ran with.
+"""The report of a run: one page of HTML with its curves, its memory by tier, and its settings.
 
-It needs no script and no file beside it. Its pictures are SVG, drawn of the parts of which a plan's
-picture is made.
+Memory is compared with the capacity of each tier. The page needs no script and no other file. Its
+pictures are SVG, drawn with the same elements as a plan's picture.
 """
 
 import dataclasses
@@ -18,7 +17,8 @@ Series = Mapping[str, tuple[Sequence[int], Sequence[float]]]
 _ORANGE, _GREEN, _PURPLE = "#c2571a", "#2b8a4b", "#7a4fa3"
 _COLOURS = ("#1f6fb4", _ORANGE, _GREEN, _PURPLE, "#a8324a", "#6b6b2a")
 _STYLE = """
-body { background: #fff; color: #222; font-family: sans-serif; font-size: 13px; max-width: 1200px; margin: 16px auto; }
+body { background: #fff; color: #222; font-family: sans-serif; font-size: 13px;
+  max-width: 1200px; margin: 16px auto; }
 h1 { font-size: 20px; margin: 0 16px 8px; } h2 { font-size: 14px; margin: 0 0 6px; }
 .tables { display: flex; flex-wrap: wrap; gap: 28px; margin: 8px 16px; align-items: flex-start; }
 td { padding: 1px 14px 1px 0; vertical-align: top; overflow-wrap: anywhere; }
@@ -29,15 +29,15 @@ section { max-width: 560px; }
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """What the page tells.
+    """The contents of the page.
 
     Attributes:
-      name: of the run.
-      summary: how it ended, and its last figures.
-      series: by a figure's name, the steps and their values.
-      tiers: bytes of one device, {tier: {kind: bytes}}; None where nobody told.
+      name: name of the run.
+      summary: how the run ended, and its last figures.
+      series: {name of a figure: (steps, values)}.
+      tiers: bytes per device, {tier: {kind: bytes}}; None if unknown.
       capacity: bytes of each tier that one device may use.
-      tables: under their headings, what the run ran with.
+      tables: settings of the run, by heading.
     """
 
     name: str
@@ -49,13 +49,14 @@ class Report:
 
 
 def page_of(report: Report) -> str:
-    """Return the page."""
+    """Return the page as HTML."""
     parts = [draw_charts(charts_of(report.series))]
     if report.tiers is not None:
         parts.append(draw_tiers(report.tiers, report.capacity))
     tables = "".join(_table(heading, rows) for heading, rows in report.tables.items() if rows)
     return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{html.escape(report.name)}</title>'
+        f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8">'
+        f"<title>{html.escape(report.name)}</title>"
         f"<style>{_STYLE}</style></head>\n<body>\n<h1>{html.escape(report.name)}</h1>\n"
         f'<div class="tables">{_table("", report.summary)}</div>\n'
         f'{draw_parts("", parts)}\n<div class="tables">{tables}</div>\n</body>\n</html>\n'
@@ -66,19 +67,17 @@ def write_page(path: str, report: Report) -> None:
     """Replace the page's file by a rename, so that a reader sees the old page or the new one.
 
     Args:
-      path: of the file.
-      report: that it shows.
+      path: path of the file.
+      report: contents of the page.
 
     Raises:
-      OSError: the disk is full, say; the old page stays.
+      OSError: the file could not be written, for example on a full disk; the old page remains.
     """
     replace_file(path, [page_of(report).encode()])
 
 
 def charts_of(series: Series) -> list[Chart]:
-    """Return the charts of a run's figures: what every run has, and one for each metric of the
-    model's own.
-    """
+    """Return the charts of a run's figures: common ones, and one per metric of the model."""
 
     def line(
         key: str, name: str, colour: str = _COLOURS[0], scale: float = 1.0, has_dots: bool = False
@@ -130,7 +129,7 @@ def charts_of(series: Series) -> list[Chart]:
         for key in series
         if key.startswith("train/") and not key.startswith(("train/swap_", "train/learning_rate"))
     ]
-    # Nothing to see in most runs.
+    # These are zero in most runs.
     shown |= {
         key
         for key in own

@@ -1,27 +1,32 @@
-"""A training run that is seen: its figures on the terminal, in TensorBoard or Weights & Biases, and
-on one page at its end.
+"""A reported training run: its figures on the terminal, in TensorBoard or W&B, and on one page.
 
-    with zj.Run("runs/gpt", program=program, memory=program.memory(batch), steps=1000, tokens=batch_size * seq) as run:
+    with zj.Run(
+        "runs/gpt",
+        program=program,
+        memory=program.memory(batch),
+        steps=1000,
+        tokens=batch_size * seq,
+    ) as run:
         state = program.init(key)                     # with a bar, on a terminal
         for step in range(1, 1001):
             state, metrics = program.step(state, batch)
             run.step(step, metrics)
             if step % 100 == 0:
-                with run.pause():                     # what is done in it is no step's time
+                with run.pause():                     # this time does not count as step time
                     run.log(step, {"validation/loss": validate(state)})
 
-Who asks for a metric's value waits for its step, and the device then waits for the next program. So
-on an accelerator the values of a step are fetched when the next one has been started: one step is
-always queued, and the loop runs no further ahead. On CPUs they are fetched at once: many programs
-that run at the same time there can wait for each other without end.
+Reading a metric's value waits for its step, and the device would then wait for the next program. On
+an accelerator the values of a step are therefore fetched when the next step has been started: one
+step is always queued, and the loop runs no further ahead. On CPUs they are fetched immediately,
+because many programs that run at the same time there can wait for each other forever.
 
-Steps that are skipped one after the other, and batches with a fault, are said in a line of their
-own, and in the report.
+Consecutive skipped steps, and batches with a fault, are reported on a line of their own, and in the
+report.
 
-The folder holds `report.html`, written at each pause (at most once a minute) and at the end, also
-after an error, Ctrl-C or SIGTERM; `metrics.jsonl`, a line of figures a step; and TensorBoard's
-events. Only process 0 writes and prints. The folder is locked while the run writes there. A full
-disk costs figures and a warning, and never ends the training.
+The folder holds `report.html`, which is written at each pause (at most once a minute) and at the
+end, even after an error, Ctrl-C or SIGTERM; `metrics.jsonl`, with one line of figures per step; and
+TensorBoard's events. Only process 0 writes and prints. The folder is locked while the run writes
+to it. A full disk costs figures and a warning, but never ends the training.
 """
 
 import contextlib
@@ -53,18 +58,18 @@ from zerojax.runtime import AllProcesses
 
 _PAGE_SECONDS = 60.0
 _PROFILE_AFTER = 2
-"""Steps before those that are profiled: the first one compiles."""
+"""Number of steps before the profiled ones; the first one compiles."""
 logger = logging.getLogger("zerojax")
 
 
 class Run:
-    """Takes each step's metrics, and shows them; a context manager.
+    """Receive each step's metrics and show them; a context manager.
 
     Attributes:
-      figures: the last value of each, by name: "train/loss", "validation/loss",
+      figures: last value of each figure, by name: "train/loss", "validation/loss",
         "speed/tokens_per_second" and so on.
-      watch: compares the steps with the plan, and counts what the disk takes a day.
-      ended: how the run ended, for the report; to be set where it is not as planned.
+      watch: comparison of the steps with the plan, and count of bytes written to disk per day.
+      ended: how the run ended, for the report; set it if the run did not end as planned.
     """
 
     def __init__(
@@ -89,31 +94,33 @@ class Run:
         """Make a run; entering it locks its folder, and its first step writes files.
 
         Args:
-          logdir: folder of its files, for this run alone; made when the run is entered. A run that
-            resumes at a later step keeps the figures of earlier steps. Figures and page of another
-            run are renamed, not overwritten.
-          program: whose steps it has.
-          report_to: where figures go beside the report: "tensorboard", "wandb" (whose
-            WANDB_MODE=offline needs no network).
-          schedule: the learning rate by the number of updates before, where the step's metrics do
-            not have it: those of `optax.adamw(schedule)` and `inject_hyperparams` do.
-          steps: of the whole run, for the bar.
-          tokens: of a step, over all processes.
-          flops_per_token: of the model, for MFU (`zerojax.planner.flops_per_token`).
-          memory: of a step, by tier (`program.memory(batch)`).
-          plan: to compare the steps with.
-          machine: whose disks' endurance is known; the plan's by default.
-          config: options of the run, a mapping or a dataclass, for the report; numbers, texts and
-            None, nested.
-          name: of the run; the folder's by default.
-          profile: steps to trace by `jax.profiler`, from the third on, into the folder, for
-            TensorBoard or XProf.
-          bars: draw bars; by default where standard output is a terminal.
-          late: fetch a step's values when the next one has been started; by default on all but
-            CPUs.
+          logdir: folder of the run's files, for this run alone; it is made when the run is entered.
+            A run that resumes at a later step keeps the figures of earlier steps. Figures and page
+            of another run are renamed, not overwritten.
+          program: program whose steps are reported.
+          report_to: destinations of figures in addition to the report: "tensorboard", "wandb"
+            (which needs no network with WANDB_MODE=offline).
+          schedule: function from the number of previous updates to the learning rate; only needed
+            if the step's metrics do not have the rate, as they do with `optax.adamw(schedule)` and
+            `inject_hyperparams`.
+          steps: total number of steps of the run, for the bar.
+          tokens: tokens per step, over all processes.
+          flops_per_token: FLOPs of the model per token, for MFU
+            (`zerojax.planner.flops_per_token`).
+          memory: memory of a step by tier (`program.memory(batch)`).
+          plan: plan to compare the steps with.
+          machine: machine whose disks' endurance is known; the plan's by default.
+          config: options of the run, for the report: a mapping or a dataclass of numbers, texts and
+            None, possibly nested.
+          name: name of the run; the folder's name by default.
+          profile: number of steps to trace by `jax.profiler`, from the third one on, into the
+            folder, for TensorBoard or XProf.
+          bars: whether to draw bars; by default if standard output is a terminal.
+          late: whether to fetch a step's values only when the next one has been started; by default
+            on all platforms but CPUs.
 
         Raises:
-          ValueError: `report_to` has an unknown name, or a number is below its least.
+          ValueError: `report_to` has an unknown name, or a number is below its minimum.
           ModuleNotFoundError: a package is missing; the message names what to install.
         """
         steps = None if steps is None else whole_number("steps", steps, 0)
@@ -155,7 +162,8 @@ class Run:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        # Before the program makes its files, or the disk would seem smaller.
+        """Lock the folder and start the display."""
+        # Measure before the program makes its files, or the disk would seem smaller.
         self._capacity = capacity_of(self._mesh, self._program.config.swap_dir)
         with contextlib.ExitStack() as stack:
             stack.callback(self._close_folder)
@@ -173,6 +181,7 @@ class Run:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Fetch the last values, close the files and write the page."""
         with self._stack:
             if error is None:
                 self.flush()
@@ -180,25 +189,26 @@ class Run:
                 self.ended = self.ended or f"{type(error).__name__}: {error}"
                 with contextlib.suppress(
                     Exception
-                ):  # the step that failed has no values, and the error is on its way
+                ):  # the failed step has no values, and its error is already propagating
                     self.flush()
             self._end_profile()
             for writer in self._writers:
                 writer.close(failed=error is not None)
             self._write_page(self.ended or "ended as planned")
 
-    # --- what the loop calls ----------------------------------------------------------------------
+    # --- called by the training loop --------------------------------------------------------------
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take the metrics of a step that was started; those of the step before are fetched now, or
-        on CPUs these.
+        """Take the metrics of a started step, and fetch the values of the step before.
+
+        On CPUs this step's values are fetched.
 
         Args:
-          step: its number, from 1 on; the first one that is given opens the files.
-          metrics: as `program.step` returned them.
+          step: number of the step, from 1 on; the first call opens the files.
+          metrics: metrics returned by `program.step`.
         """
         step = whole_number("step", step, 0)
-        if self._received:  # what was raised then has been caught by somebody else
+        if self._received:  # other code caught the SystemExit that was raised at the signal
             raise SystemExit(128 + self._received[0])
         self._started += 1
         self._pending.append((step, metrics))
@@ -209,21 +219,21 @@ class Run:
             and self._is_first
             and self._started in (_PROFILE_AFTER, _PROFILE_AFTER + self._profile)
         ):
-            self.flush()  # a trace has whole steps
+            self.flush()  # so that a trace has complete steps
             self._begin_profile() if self._started == _PROFILE_AFTER else self._end_profile()
 
     def log(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Take figures that are not of a step, such as {"validation/loss": 2.5}, in a `pause`.
+        """Take figures in a `pause` that belong to no step, such as {"validation/loss": 2.5}.
 
         Raises:
-          ValueError: `step` is no whole number.
+          ValueError: `step` is not a whole number.
         """
         step = whole_number("step", step, 0)
         self._record(step, {name: float(value) for name, value in figures.items()})
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Wait for the steps so far; what is done in this context counts as no step's time."""
+        """Wait for the steps so far; the time spent in this context does not count as step time."""
         self.flush()
         try:
             yield
@@ -235,12 +245,12 @@ class Run:
                 self._speed.restart(time.monotonic())
 
     def flush(self) -> None:
-        """Fetch the values of all steps that were started."""
+        """Fetch the values of all started steps."""
         while self._pending:
             self._take()
 
     def print(self, text: str) -> None:
-        """Print a line, in process 0, above the bar."""
+        """Print a line above the bar, in process 0."""
         self._display.print(text)
 
     @property
@@ -248,7 +258,7 @@ class Run:
         """The last figures in one line."""
         return describe(self.figures)
 
-    # --- what it does with them -------------------------------------------------------------------
+    # --- implementation ---------------------------------------------------------------------------
 
     def _take(self) -> None:
         """Fetch the values of the oldest step, which waits for it."""
@@ -271,7 +281,7 @@ class Run:
         self._display.step(step, self._steps, self.line)
 
     def _rate(self, updates: int) -> float:
-        """Return the schedule's value, computed on a CPU: no device waits for it."""
+        """Return the schedule's value, computed on a CPU so that no device waits for it."""
         assert self._schedule is not None
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
             return float(self._schedule(updates))
@@ -286,7 +296,7 @@ class Run:
             writer.write(step, figures)
 
     def _open_folder(self) -> None:
-        """Lock the folder, in process 0, and open what a later failure could only report."""
+        """Lock the folder in process 0, and open the writers that must be able to fail early."""
         if not self._is_first:
             return
         self._folder = RunFolder(self.logdir)
@@ -300,7 +310,7 @@ class Run:
             self._folder.close()
 
     def _open_history(self, first: int) -> History:
-        """Open the files, whose content depends on the step at which the run begins."""
+        """Open the files whose content depends on the step at which the run begins."""
         if self._folder is None:
             raise RuntimeError(
                 "a zj.Run takes steps in its context: with zj.Run(...) as run: run.step(...)"
@@ -325,11 +335,12 @@ class Run:
         self._is_profiling = False
         try:
             jax.profiler.stop_trace()
-        except Exception as error:  # a full disk, as JAX or its profiler reports it
+        except Exception as error:  # such as a full disk, as JAX or its profiler reports it
             logger.warning("the profile could not be written to %s: %s", self.logdir, error)
             return
         self.print(
-            f"a profile is in {self.logdir}: tensorboard --logdir {self.logdir}, with the package xprof"
+            f"a profile is in {self.logdir}: tensorboard --logdir {self.logdir}, with the package "
+            "xprof"
         )
 
     def _write_page(self, state: str) -> None:
@@ -373,10 +384,10 @@ class Run:
 
 
 def _flat(config: Any) -> dict[str, str]:
-    """Return options as texts, those that are nested by names with dots.
+    """Return options as texts; nested options get dotted names.
 
     Raises:
-      ValueError: it is neither a mapping nor a dataclass.
+      ValueError: the options are neither a mapping nor a dataclass.
     """
     if config is None:
         return {}
@@ -399,13 +410,12 @@ def _flat(config: Any) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _sigterm_raises(received: list[int]) -> Iterator[None]:
-    """Let SIGTERM raise SystemExit(143), where it would end the process at once, and note it in
-    `received`.
+    """Make SIGTERM raise SystemExit(143) instead of killing the process, and add it to `received`.
 
-    Python's collector of garbage and the like catch what is raised in them, so the next step asks
-    for what was noted.
+    Python's garbage collector, for example, swallows exceptions raised while it runs, so the next
+    step checks `received`.
 
-    Where a handler is there, such as `zj.Preemption`'s, it stays. In a run of several processes it
+    An existing handler, such as `zj.Preemption`'s, stays. In a run of several processes the handler
     is JAX's, which Python does not see.
     """
     is_free = (

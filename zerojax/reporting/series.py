@@ -1,7 +1,7 @@
-"""Draw figures over the steps of a run: two charts a row, each with an axis at round numbers.
+"""Draw figures over the steps of a run: two charts per row, each with an axis at round numbers.
 
-Of a long run a point is the mean of several steps, and a pale band goes from their least to their
-largest. What is not finite is left out, and the note says how many.
+In a long run, each point is the mean of several steps, and a pale band shows their range from least
+to largest. Values that are not finite are left out, and the chart's key shows how many.
 """
 
 import dataclasses
@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from zerojax.planner import DARK, EDGE, GREY, WIDTH, Part, element, line, round_ticks, text
 
 WIDE, HIGH, LEFT = 480, 170, 80
-"""Pixels of a chart's plot, and of the room for numbers left of it."""
+"""Pixels of a chart's plot, and of the room for numbers to its left."""
 ROW, COLUMN = HIGH + 84, (WIDTH - EDGE) // 2
 MOST = 480
-"""Points of a line."""
+"""Most points of a line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Line:
     """One line of a chart.
 
     Attributes:
-      name: that the chart's key has.
-      steps: in order.
-      values: of these steps.
-      colour: of the line.
-      has_dots: at each point, as of figures that few steps have.
+      name: name in the chart's key.
+      steps: step numbers, in order.
+      values: values at these steps.
+      colour: colour of the line.
+      has_dots: whether to draw a dot at each point, for figures that few steps have.
     """
 
     name: str
@@ -42,10 +42,10 @@ class Chart:
     """Lines over steps.
 
     Attributes:
-      heading: above it.
-      lines: that it has.
-      unit: after the numbers of its axis.
-      from_zero: the axis begins at zero; else at the least value.
+      heading: text above the chart.
+      lines: lines to draw.
+      unit: unit after the numbers of the vertical axis.
+      from_zero: whether the vertical axis begins at zero; otherwise it begins at the least value.
     """
 
     heading: str
@@ -55,7 +55,7 @@ class Chart:
 
 
 def draw_charts(charts: Sequence[Chart]) -> Part:
-    """Return charts, two a row; without those that have no point."""
+    """Return the charts, two per row; charts without any finite value are left out."""
     drawn = [
         chart
         for chart in charts
@@ -71,7 +71,7 @@ def draw_charts(charts: Sequence[Chart]) -> Part:
 
 
 def _draw(chart: Chart) -> list[str]:
-    """Return a chart from its upper left corner on."""
+    """Return the elements of a chart, positioned relative to its upper left corner."""
     points = [
         (s, v)
         for one in chart.lines
@@ -122,7 +122,7 @@ def _draw(chart: Chart) -> list[str]:
 def _line(
     one: Line, kept: Sequence[tuple[int, float]], at: Callable[[float, float], tuple[float, float]]
 ) -> list[str]:
-    """Return the line, and where a point stands for several steps, the band below it."""
+    """Return the line and, if a point represents several steps, the band behind it."""
     size = -(-len(kept) // MOST)
     groups = [kept[i : i + size] for i in range(0, len(kept), size)]
     body = []
@@ -158,7 +158,7 @@ def _points(places: Sequence[tuple[float, float]]) -> str:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Return round numbers from at most `low` to at least `high`."""
+    """Return round numbers that cover the range from `low` to `high`."""
     if high <= low:
         high = low + (abs(low) or 1.0)
     ticks = round_ticks(high - low, 5)

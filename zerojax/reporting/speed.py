@@ -1,11 +1,11 @@
-"""What a run's steps do a second, over the steps since the last pause.
+"""Rates of a run's steps, measured since the last pause.
 
-    tokens/s   steps * tokens of a step / seconds
-    MFU        FLOPs of the model a second / the vendor's peak of all devices
+    tokens/s   steps * tokens per step / seconds
+    MFU        FLOPs of the model per second / the vendor's peak of all devices
     stall      seconds that devices waited for the disk / (devices of this process * seconds)
 
-The first step compiles, and what is done between steps, such as a validation, is no step's time:
-after both a new window begins.
+The first step compiles, and work between steps, such as a validation, is not step time: after both,
+a new window begins.
 """
 
 import dataclasses
@@ -18,10 +18,9 @@ from zerojax.machines import machine, machine_of
 
 
 def peak_flops(mesh: Mesh, precision: str) -> float | None:
-    """Return the vendor's FLOP/s of a mesh, or None where it is not known or the products are
-    float32.
+    """Return the vendor's peak FLOP/s of a mesh, or None if unknown.
 
-    Of float32 products it is not known whether they are TF32's.
+    It is None for float32 too, because float32 products may or may not run as TF32.
     """
     name = machine_of(mesh.devices.flat[0].device_kind)
     peak = machine(name).peak_flops.get(precision) if name and precision != "fp32" else None
@@ -30,14 +29,14 @@ def peak_flops(mesh: Mesh, precision: str) -> float | None:
 
 @dataclasses.dataclass(kw_only=True)
 class Speed:
-    """Counts what the steps of a window did.
+    """Rates of the steps in a window of time.
 
     Attributes:
-      tokens: of a step, of all processes; None where nobody told.
-      flops_per_token: of the model, without what is recomputed.
-      peak: FLOP/s of all devices.
-      devices: of this process.
-      since: when the window began, in seconds; None before the first step has ended.
+      tokens: tokens per step, over all processes; None if unknown.
+      flops_per_token: FLOPs of the model per token, without recomputation; None if unknown.
+      peak: peak FLOP/s of all devices; None if unknown.
+      devices: number of devices of this process.
+      since: start of the window in seconds; None before the first step has ended.
     """
 
     tokens: int | None = None
@@ -54,8 +53,9 @@ class Speed:
         self.since, self._steps, self._swapped, self._stall = now, 0, 0.0, 0.0
 
     def add(self, metrics: Mapping[str, Any], now: float) -> dict[str, float]:
-        """Count a step that ended, and return the figures of the window: none after the first step,
-        which compiled.
+        """Count a finished step, and return the figures of the window by name.
+
+        The first step, which compiled, returns none. `now` is in seconds.
         """
         if self.since is None:
             self.restart(now)
@@ -79,7 +79,7 @@ class Speed:
 
 
 def describe(figures: Mapping[str, float]) -> str:
-    """Return one line of progress."""
+    """Return the figures as one line of progress."""
     parts = [f"loss {figures['train/loss']:.3f}"] if "train/loss" in figures else []
     if "train/grad_norm" in figures:
         parts.append(f"norm {figures['train/grad_norm']:.2f}")

@@ -1,7 +1,7 @@
-"""Where the figures of a run go beside its own file: TensorBoard and Weights & Biases.
+"""Further destinations of a run's figures: TensorBoard and Weights & Biases.
 
-A missing package is an error when the run is made, not at its first step. TensorBoard's file comes
-with the first figures: the step from which a run resumes is known then.
+A missing package is an error when the run is made, not at its first step. TensorBoard's file is
+opened with the first figures, when the step from which a run resumes is known.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 logger = logging.getLogger("zerojax")
 
 _PACKAGES = {"tensorboard": ("tensorboardX", "zerojax[report]"), "wandb": ("wandb", "wandb")}
-"""By a name in `report_to`: the module, and what pip installs it by."""
+"""(module, package to install with pip), by name in `report_to`."""
 
 
 _FLUSH_SECONDS = 10.0
@@ -25,39 +25,45 @@ _RETRY_SECONDS = 60.0
 
 
 class Writer(Protocol):
-    """Takes figures by name and step."""
+    """Receives figures by name and step."""
 
-    def write(self, step: int, figures: Mapping[str, float]) -> None: ...
-    def close(self, failed: bool) -> None: ...
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        """Write the figures of a step."""
+        ...
+
+    def close(self, failed: bool) -> None:
+        """Close the writer; `failed` is whether the run ended with an error."""
+        ...
 
 
 def module_of(name: str, package: str) -> Any:
-    """Import a module that not everyone has.
+    """Import and return a module of an optional package.
 
     Raises:
-      ModuleNotFoundError: it is not installed; the message says how.
+      ModuleNotFoundError: the package is not installed; the message says how to install it.
     """
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         top = name.partition(".")[0]
         if error.name not in (top, name):
-            raise  # it is there, and lacks something itself
+            raise  # the module exists, but lacks one of its own dependencies
         raise ModuleNotFoundError(
             f"zj.Run needs {top}: pip install '{package}'", name=top
         ) from error
 
 
 def modules_of(report_to: Sequence[str]) -> dict[str, Any]:
-    """Return the module of each name.
+    """Return {name: module} for the names of `report_to`.
 
     Raises:
       ValueError: a name is unknown.
-      ModuleNotFoundError: its package is not installed.
+      ModuleNotFoundError: the package of a name is not installed.
     """
     if isinstance(report_to, str) or not set(report_to) <= _PACKAGES.keys():
         raise ValueError(
-            f"report_to={report_to!r}: a tuple of {', '.join(map(repr, _PACKAGES))} is needed; () is none"
+            f"report_to={report_to!r}: a tuple of {', '.join(map(repr, _PACKAGES))} is needed; () "
+            "is none"
         )
     return {name: module_of(*_PACKAGES[name]) for name in report_to}
 
@@ -65,8 +71,8 @@ def modules_of(report_to: Sequence[str]) -> dict[str, Any]:
 class Guarded:
     """A writer whose failures end neither the training nor the other writers.
 
-    A failure is logged once. If the writer can be opened again, that is tried a minute later: a
-    full disk may have room by then. The figures in between are missing there, and are in
+    Each failure is logged once. If the writer can be reopened, this is tried a minute later,
+    because a full disk may have room by then. The figures in between are missing there, but are in
     `metrics.jsonl`.
     """
 
@@ -76,9 +82,9 @@ class Guarded:
         """Guard a writer.
 
         Args:
-          key: its name in `report_to`.
-          writer: an open one, or None to open it now.
-          reopen: opens the writer; None if it can be opened only once.
+          key: name of the writer in `report_to`.
+          writer: an open writer, or None to open it now.
+          reopen: function that opens the writer; None if it can be opened only once.
         """
         self._key = key
         self._writer = writer
@@ -87,9 +93,11 @@ class Guarded:
         self._try(lambda _: None)
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
+        """Write the figures of a step, or log a failure."""
         self._try(lambda writer: writer.write(step, figures))
 
     def close(self, failed: bool) -> None:
+        """Close the writer, or log a failure."""
         if self._writer is not None:
             self._try(lambda writer: writer.close(failed))
             self._writer = None
@@ -102,9 +110,9 @@ class Guarded:
                 use(self._writer)
         except (
             Exception
-        ) as error:  # whatever another package raises: the training is worth more than its figures
+        ) as error:  # any error of another package: the training is worth more than its figures
             logger.warning(
-                "%s takes no figures: %s: %s; the run goes on without it",
+                "%s takes no figures: %s: %s; the run continues without it",
                 self._key,
                 type(error).__name__,
                 error,
@@ -128,9 +136,9 @@ class Guarded:
 class TensorBoard:
     """An event file in the run's folder.
 
-    Events are written in the caller's thread. The package's own writer uses a thread, which ends at
+    Events are written in the caller's thread. The package's own writer uses a thread that ends at
     the first error of the disk; after ten more events its queue is full, and the training would
-    wait for it without end.
+    wait for it forever.
     """
 
     def __init__(self, logdir: str, first: int) -> None:
@@ -143,19 +151,23 @@ class TensorBoard:
         package = _PACKAGES["tensorboard"][1]
         self._summary = module_of("tensorboardX.summary", package)
         self._protocol = module_of("tensorboardX.proto.event_pb2", package)
-        # TensorBoard reads the files of a folder in the order of their names; the number keeps two
-        # of one second apart.
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{time.monotonic_ns()}"
+        # TensorBoard reads the files of a folder in the order of their names; the last number
+        # distinguishes two files of the same second.
+        name = (
+            f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}."
+            f"{time.monotonic_ns()}"
+        )
         self._records = module_of("tensorboardX.record_writer", package).RecordWriter(
             os.path.join(logdir, name)
         )
         self._add(file_version="brain.Event:2")
         self._flushed = -math.inf
-        if first > 1:  # TensorBoard hides what an earlier file has of these steps
+        if first > 1:  # makes TensorBoard hide these steps of an earlier file
             start = self._protocol.SessionLog(status=self._protocol.SessionLog.START)
             self._add(step=first, session_log=start)
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
+        """Write the figures of a step."""
         for name, value in figures.items():
             self._add(step=step, summary=self._summary.scalar(name, value))
         now = time.monotonic()
@@ -164,6 +176,7 @@ class TensorBoard:
             self._records.flush()
 
     def close(self, failed: bool) -> None:
+        """Close the file."""
         del failed
         self._records.close()
 
@@ -173,14 +186,14 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of Weights & Biases, whose environment variables hold: WANDB_MODE=offline needs no
-    network.
+    """A run of Weights & Biases.
 
-    A run that goes on is a new one there, whose steps go on; WANDB_RUN_ID and WANDB_RESUME make it
-    the same.
+    Its environment variables apply: WANDB_MODE=offline needs no network. A resumed run is a new run
+    there, whose step numbers continue; set WANDB_RUN_ID and WANDB_RESUME to continue the same run.
     """
 
     def __init__(self, module: Any, logdir: str, name: str, config: Mapping[str, Any]) -> None:
+        """Start a run; WANDB_PROJECT and WANDB_NAME override its project and name."""
         project = os.environ.get("WANDB_PROJECT", "zerojax")
         self._run = module.init(
             project=project,
@@ -190,7 +203,9 @@ class Wandb:
         )
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
+        """Log the figures of a step."""
         self._run.log(dict(figures), step=step)
 
     def close(self, failed: bool) -> None:
+        """Finish the run; `failed` sets a nonzero exit code."""
         self._run.finish(exit_code=int(failed))

@@ -1,4 +1,4 @@
-"""Operators that run tile by tile: functions, NNX and Linen modules, and a loss without its logits."""
+"""Operators that run tile by tile: functions, NNX and Linen modules, and a head loss."""
 
 from zerojax.tiling import linen as linen
 from zerojax.tiling.head_loss import linear_cross_entropy as linear_cross_entropy

@@ -1,14 +1,16 @@
-"""The loss of a language model's head without its logits, split as the project splits everything
-else.
+"""The loss of a language model's head without its logits, split over the program's mesh.
 
-    x[B_(data, fsdp), S, D], labels[B_(data, fsdp), S]      tokens as the batch is
-    w[D, V] -> w[D, V_tensor]                               each device of a tensor group takes its columns of the vocabulary
-    dw[D, V]{U_data, U_fsdp} -> dw[D_fsdp, V_tensor]        a reduce_scatter, then a psum over replicas, as for any parameter
+    x[B_(data, fsdp), S, D], labels[B_(data, fsdp), S]    tokens are split like the batch
+    w[D, V] -> w[D, V_tensor]                             each device of a tensor group takes its
+                                                          columns of the vocabulary
+    dw[D, V]{U_data, U_fsdp} -> dw[D_fsdp, V_tensor]      a reduce_scatter, then a psum over
+                                                          replicas, as for any parameter
 
-The op itself, and what was compared, is `pallas_kernels.linear_cross_entropy`; this adds the mesh.
-The mesh is that in scope, which is the program's inside a train step. In a step w arrives gathered,
-as every parameter does, and its gradient leaves for the shards. Elsewhere w may rest on shards:
-given as `w_spec`, it is gathered a tile at a time and never held whole.
+The op itself, and a comparison with other implementations, is in
+`pallas_kernels.linear_cross_entropy`; this module adds the mesh. It uses the mesh in scope, which
+inside of a train step is the program's. In a step w arrives gathered, like every parameter, and its
+gradient is scattered to the shards. Elsewhere w may be stored in shards: given as `w_spec`, it is
+gathered one tile at a time, and no device holds it in full.
 """
 
 from typing import Any
@@ -29,40 +31,40 @@ def linear_cross_entropy(
     w_spec: PartitionSpec | None = None,
     **options: Any,
 ) -> jax.Array:
-    """Return the mean cross entropy of `x[..., D] @ w[D, V]` with the labels >= 0, never holding
-    `[..., V]`.
+    """Return the mean cross entropy of `x[..., D] @ w[D, V]` with the labels >= 0.
 
         loss = zj.linear_cross_entropy(x, w, labels)
         loss = zj.linear_cross_entropy(x, embedding.T, labels, z_loss=1e-4, softcap=30.0)
 
-    In nats and float32; differentiable in x and w. Tokens of negative labels count nothing; where
-    none counts, the loss is 0.
+    The loss is in nats and float32, and differentiable in x and w. The logits `[..., V]` are never
+    held in full. Tokens with negative labels are ignored; if no label counts, the loss is 0.
 
     Args:
-      x: float32, bfloat16 or float16. On a mesh its tokens, all dims but the last, divide by the
-        devices of `data` x `fsdp`.
-      w: of x's dtype.
-      labels: integers below V, of x's leading dims. One of V or more makes the loss NaN; see
+      x: activations `[..., D]`: float32, bfloat16 or float16. On a mesh the number of its tokens,
+        all dims but the last, must be divisible by the number of devices along `data` x `fsdp`.
+      w: weight of the head, `[D, V]`, in x's dtype.
+      labels: integers below V, with x's leading dims. A label >= V makes the loss NaN; see
         `check_labels`.
-      mesh: a mesh of `zj.make_mesh`; None is the one in scope, or none.
-      w_spec: how w rests, such as P("fsdp", "tensor"), to be gathered a tile at a time. None:
-        whole, V over `tensor` where it divides.
+      mesh: mesh of `zj.make_mesh`; None takes the mesh in scope, if there is one.
+      w_spec: spec of the shards in which w is stored, such as P("fsdp", "tensor"), to gather it one
+        tile at a time. None: w is gathered, except that V is split over `tensor` if divisible.
       **options: `reduction`, `ignore_index`, `label_smoothing`, `z_loss`, `softcap`,
         `check_labels`, `num_tiles`, `implementation` and `config` of
         `pallas_kernels.linear_cross_entropy.linear_cross_entropy`.
 
     Raises:
-      ValueError: dims, dtypes, options or axes that do not fit.
-      NotImplementedError: the named implementation does not serve this call.
+      ValueError: dims, dtypes, options or axes do not fit.
+      NotImplementedError: the named implementation does not support this call.
     """
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     manual = getattr(mesh, "manual_axes", ())
-    # Under shard_map (manual axes) the arrays are one device's already, so the op runs as it does
-    # without a mesh.
+    # Under shard_map (manual axes) the arrays are already one device's, so the op runs as without a
+    # mesh.
     if mesh.empty or mesh.size == 1 or manual or options.get("implementation") == "reference":
         if w_spec is not None and (mesh.empty or manual):
             raise ValueError(
-                f"linear_cross_entropy: w_spec={w_spec} needs a mesh, and outside of any jax.shard_map"
+                f"linear_cross_entropy: w_spec={w_spec} needs a mesh, and outside of any "
+                "jax.shard_map"
             )
         return op.linear_cross_entropy(x, w, labels, **options)
     tokens = batch_axes(mesh)
@@ -76,9 +78,7 @@ def linear_cross_entropy(
 
 
 def grad_spec(shape: tuple[int, ...], whole: PartitionSpec, mesh: Any) -> PartitionSpec:
-    """Return where the gradient of a gathered w[D, V] goes: to its shards, as leaves are split over
-    `fsdp`.
-    """
+    """Return the spec of the gradient of a gathered w[D, V]: split over `fsdp` like any leaf."""
     if FSDP not in mesh.axis_names:
         return whole
     return PartitionSpec(*leaf_spec(shape, mesh, FSDP, pad_spec(whole, 2)).sharded)

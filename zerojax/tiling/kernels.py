@@ -1,13 +1,13 @@
 """Products of tiles by `pallas_kernels.matmul`, on the mesh in scope.
 
-    up      h[B_(data, fsdp), S, H_t/t] = f(x up + b)      one kernel: product, bias, activation, and a gate if there is one
-    down    y[B_(data, fsdp), S, D]    += h down           one kernel, which adds to y where it is
+    up      h[B_(data, fsdp), S, H_t/t] = f(x up + b)    one kernel: product, bias, activation, gate
+    down    y[B_(data, fsdp), S, D]    += h down         one kernel, which adds to y in place
 
-The partitioner sees nothing of a kernel, so each is in a `jax.shard_map` of its own: rows of x as
-batches are, columns over `tensor` where it divides them. Where `tensor` splits the summed dim each
-device adds up its own part, over all tiles and in place, y[t_tensor, B, S, D]; the parts are added
-after the loop, in one all_reduce in the dtype of x. Only what runs forward is in there. Backward is
-XLA's products, and the partitioner's collectives, as those of a dense layer.
+The partitioner cannot see into a kernel, so each kernel has a `jax.shard_map` of its own: rows of x
+are split like batches, and columns over `tensor` if divisible. If `tensor` splits the summed dim,
+each device adds up its own part over all tiles, in place, y[t_tensor, B, S, D]; the parts are added
+after the loop, in one all_reduce in the dtype of x. The shard_map holds only forward. Backward uses
+XLA's products and the partitioner's collectives, like a dense layer.
 """
 
 import functools
@@ -26,16 +26,20 @@ Array = jax.Array
 
 
 def check_implementation(implementation: str | None, what: str) -> None:
-    """Raise ValueError unless `implementation` is one of `pallas_kernels`, or None."""
+    """Raise ValueError unless `implementation` is a name in `pallas_kernels` or None.
+
+    `what` is the caller's name, for the message.
+    """
     names = get_args(Implementation)
     if implementation is not None and implementation not in names:
         raise ValueError(
-            f"{what}: implementation={implementation!r} is unknown: choose from {', '.join(names)}, or None"
+            f"{what}: implementation={implementation!r} is unknown: choose from "
+            f"{', '.join(names)}, or None"
         )
 
 
 def check_activation(activation: Any, what: str) -> None:
-    """Raise ValueError unless an activation is a function."""
+    """Raise ValueError unless `activation` is a function; `what` is the caller's name."""
     if not callable(activation):
         raise ValueError(
             f"{what}: activation={activation!r}: a function is needed, such as jax.nn.gelu"
@@ -43,8 +47,9 @@ def check_activation(activation: Any, what: str) -> None:
 
 
 def name_of(activation: Callable[[Array], Array]) -> str | None:
-    """Return the kernel's name of an activation, or None where it has none: the activation then
-    follows the kernel.
+    """Return the kernel's name of an activation, or None if the kernel does not have it.
+
+    An activation without a name is applied after the kernel.
     """
     if (
         isinstance(activation, functools.partial)
@@ -67,22 +72,23 @@ def product(
     summed: str | None = None,
     preferred_element_type: Any = None,
 ) -> Array:
-    """Return `pallas_kernels.matmul.matmul` of x[..., K] and w[K, N] as the mesh in scope has them.
+    """Return `pallas_kernels.matmul.matmul` of x[..., K] and w[K, N], split over the mesh in scope.
 
     Args:
-      x: dim 0 is split over `data` and `fsdp` where they divide it; else every device has all rows.
-      w: cast to x's dtype. Two of them make a gated product.
-      bias: of N; one for each weight.
-      activation: by name.
-      accumulate: float32, what is added to.
-      implementation: as of that function.
-      columns: mesh axis that splits N where it divides, or None.
-      summed: likewise of K; then the result and `accumulate` are the parts of the sum, [t_tensor,
-        ..., N].
-      preferred_element_type: of the result.
+      x: activations `[..., K]`. Dim 0 is split over `data` and `fsdp` if divisible; otherwise every
+        device has all rows.
+      w: weight `[K, N]`, cast to x's dtype. A pair makes a gated product.
+      bias: `[N]`; one per weight.
+      activation: name of the activation, or None.
+      accumulate: float32 array to which the product is added, or None.
+      implementation: "mosaic", "xla", "reference" or None, as for `pallas_kernels.matmul.matmul`.
+      columns: mesh axis that splits N if divisible, or None.
+      summed: mesh axis that splits K if divisible, or None. If it does, the result and `accumulate`
+        are the parts of the sum, [t_tensor, ..., N].
+      preferred_element_type: dtype of the result.
 
     Raises:
-      NotImplementedError: the named implementation does not serve this call.
+      NotImplementedError: the named implementation does not support this call.
     """
     w, split = _as_the_mesh_has_it(x, w, columns, summed)
     options = {"preferred_element_type": preferred_element_type, "split": split}
@@ -90,10 +96,10 @@ def product(
 
 
 def measured_faster(use: Callable[..., Any], *args: Any) -> bool:
-    """Tell whether a measurement on this device gives a product of `use(run, *args)` to the kernel.
+    """Return whether, by measurement on this device, the kernel is faster for a product of `use`.
 
-    `use` takes its products by `run`, which is `product` without an implementation. It is traced,
-    and nothing is computed.
+    `use(run, *args)` computes its products by `run`, which is `product` without an implementation.
+    It is only traced; nothing is computed.
     """
     if not op.is_measured(*jax.tree.leaves(args)):
         return False
@@ -129,7 +135,7 @@ def _split(
     x: Array, shape: tuple[int, ...], columns: str | None, summed: str | None
 ) -> op.Split | None:
     mesh: Any = jax.sharding.get_abstract_mesh()
-    # Under shard_map (manual axes) the arrays are one device's already.
+    # Under shard_map (manual axes) the arrays are already one device's.
     if mesh.empty or mesh.size == 1 or getattr(mesh, "manual_axes", ()):
         return None
     has_rows = x.ndim > 1 and x.shape[0] % num_batch_shards(mesh) == 0
@@ -144,19 +150,20 @@ def _split(
 
 
 def joined(y: Array, ndim: int, dtype: Any) -> Array:
-    """Return a product of `ndim` dims in a dtype: the sum of its parts y[t_tensor, ..., N], where
-    it comes in parts.
+    """Return a product with `ndim` dims in `dtype`.
+
+    If y is the parts of a sum, [t_tensor, ..., N], add them.
     """
     y = y.astype(dtype)
-    # lax.reduce, since jnp.sum would widen 16 bits, and send twice the bytes. With a known zero JAX
-    # can transpose it.
+    # lax.reduce, since jnp.sum would widen 16 bits and send twice the bytes. JAX can transpose it
+    # because the initial value is a known zero.
     return y if y.ndim == ndim else jax.lax.reduce(y, np.zeros((), dtype), jax.lax.add, (0,))
 
 
 def tensor_dims(spec: Any) -> tuple[str | None, str | None]:
     """Return the axes that split the columns and the summed dim of W[D, F], given its annotation.
 
-    Of `tensor` alone: the shards of other axes are gathered before a tile is used.
+    Only `tensor` counts: shards of other axes are gathered before a tile is used.
     """
     summed, columns = (*(spec or ()), None, None)[:2]
     return TENSOR if columns == TENSOR else None, TENSOR if summed == TENSOR else None
@@ -169,15 +176,17 @@ def use_mlp(
     activation: Callable[[Array], Array],
     total: Array | None = None,
 ) -> Array:
-    """Return what one tile of an MLP's hidden dim adds to its result, added to `total`: float32
-    [..., S, D], or in parts.
+    """Return the result of one tile of an MLP's hidden dim, added to `total`.
+
+    It is float32 [..., S, D], or the parts of a sum over `tensor`.
 
     Args:
-      run: `product`, of an implementation.
-      tile: "up"[D, h], "down"[h, D], and "gate", "up_bias" and "gate_bias" if there are such.
-      x: [..., S, D].
-      activation: of the hidden activations.
-      total: like the result, overwritten by a kernel; or None.
+      run: `product`, with an implementation bound.
+      tile: "up"[D, h], "down"[h, D], and optionally "gate", "up_bias" and "gate_bias".
+      x: activations [..., S, D].
+      activation: activation function of the hidden layer.
+      total: sum so far, shaped like the result; a kernel overwrites it. None if there is no sum
+        yet.
     """
     name, bias = (
         name_of(activation),

@@ -1,6 +1,4 @@
-"""Tiled layers for Flax Linen: the same as those for NNX (`zerojax.tiling.nnx`), with a Linen
-module's fields.
-"""
+"""Tiled layers for Flax Linen, equivalent to the NNX layers in `zerojax.tiling.nnx`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,13 +17,14 @@ Initializer = Callable[..., Any]
 
 
 def _tiled(init: Initializer, tile: Callable[[Array], Array]) -> Initializer:
-    """Return an initializer that is called with the dense shape and returns tiles; a sharding
-    annotation is adapted to them.
+    """Return an initializer that is called with the dense shape and returns tiles.
+
+    It adapts a sharding annotation to the tiles.
     """
 
     def make(key: Array, shape: tuple[int, ...], dtype: Any) -> Any:
         param = init(key, shape, dtype)
-        # The dim that numbers the tiles comes first, and no axis splits it.
+        # The dim that numbers the tiles is first, and no axis splits it.
         if isinstance(param, nn.Partitioned):
             return param.replace(value=tile(param.value), names=(None, *param.names))
         return tile(param)
@@ -34,7 +33,7 @@ def _tiled(init: Initializer, tile: Callable[[Array], Array]) -> Initializer:
 
 
 def _annotation(init: Initializer, shape: tuple[int, ...]) -> tuple[str | None, ...] | None:
-    """Return the mesh axes of a parameter's dims, as `nn.with_partitioning` says them, or None."""
+    """Return the mesh axes of a parameter's dims by its `nn.with_partitioning`, or None."""
     box = jax.eval_shape(
         lambda key: init(key, shape, jnp.float32), jax.eval_shape(lambda: jax.random.key(0))
     )
@@ -45,16 +44,16 @@ class TiledDense(nn.Module):
     """A dense layer y = x W + b whose W is gathered, fetched, used and released one tile at a time.
 
     Attributes:
-      features: F.
-      num_tiles: along F; None chooses by `zerojax.tiling.choose_num_tiles`.
-      in_tiles: along the input's dim.
-      use_bias: whether there is one.
-      dtype: of x, products and result; that of x by default.
-      param_dtype: of the weights.
-      implementation: of the products, as of `zerojax.tiling.tiled_dense`; None chooses by
-        measurements. An unknown one is a ValueError.
-      kernel_init: makes [D, F]; may be `nn.with_partitioning`.
-      bias_init: makes [F].
+      features: number of output features F.
+      num_tiles: number of tiles along F; None chooses it by `zerojax.tiling.choose_num_tiles`.
+      in_tiles: number of tiles along the input's dim.
+      use_bias: whether the layer has a bias.
+      dtype: dtype of x, products and result; x's dtype by default.
+      param_dtype: dtype of the weights.
+      implementation: implementation of the products, as in `zerojax.tiling.tiled_dense`; None
+        chooses by measurements. An unknown name raises ValueError.
+      kernel_init: initializer of the kernel [D, F]; may be `nn.with_partitioning`.
+      bias_init: initializer of the bias [F].
     """
 
     features: int
@@ -68,6 +67,7 @@ class TiledDense(nn.Module):
     implementation: Implementation | None = None
 
     def __post_init__(self) -> None:
+        """Raise ValueError if the implementation is unknown."""
         check_implementation(self.implementation, "TiledDense")
         super().__post_init__()
 
@@ -77,12 +77,13 @@ class TiledDense(nn.Module):
         x = x if self.dtype is None else x.astype(self.dtype)
         size = x.shape[-1]
         check_tiles(self.in_tiles, size, "in_tiles")
-        # Float32 bytes of [D / in_tiles, F], which `num_tiles` divides along F.
+        # Float32 bytes of [D / in_tiles, F], which is divided into `num_tiles` along F.
         num_bytes = 4 * size * self.features // self.in_tiles
         tiles = tiles_of(
             self.num_tiles, self.features, num_bytes, f"a dense kernel [{size}, {self.features}]"
         )
-        # Initialized whole and then cut, so fan-in and random numbers are those of the dense layer.
+        # Initialize the full kernel and then cut it, so that fan-in and random numbers are the
+        # dense layer's.
         init = _tiled(
             self.kernel_init, lambda w: tile_kernel(w, in_tiles=self.in_tiles, out_tiles=tiles)
         )
@@ -99,23 +100,23 @@ class TiledDense(nn.Module):
 
 
 class TiledMLP(nn.Module):
-    """An MLP y = f(x up + b) down + c, whose weights are used one tile of the hidden dim at a time.
+    """An MLP y = f(x up + b) down + c that uses its weights one tile of the hidden dim at a time.
 
     Attributes:
-      hidden: H.
-      num_tiles: along H; None chooses by `zerojax.tiling.choose_num_tiles`.
-      seq_tiles: pieces of the sequence in which a tile is used.
-      activation: f.
-      gated: whether f(x gate) * (x up) takes the place of f(x up).
-      use_bias: whether there are biases.
-      dtype: of x, products and result; that of x by default.
-      param_dtype: of the weights.
-      implementation: of the products, as of `zerojax.tiling.tiled_mlp`; None chooses by
-        measurements. An unknown one is a ValueError.
-      up_init: makes [D, H], of up and gate; may be `nn.with_partitioning`.
-      down_init: makes [H, D]; may be `nn.with_partitioning`.
-      bias_init: makes [H], of up and gate; may be `nn.with_partitioning`.
-      down_bias_init: makes [D].
+      hidden: number of hidden features H.
+      num_tiles: number of tiles along H; None chooses it by `zerojax.tiling.choose_num_tiles`.
+      seq_tiles: number of pieces of the sequence for which a tile is used one after the other.
+      activation: activation function f.
+      gated: whether f(x gate) * (x up) replaces f(x up).
+      use_bias: whether the layers have biases.
+      dtype: dtype of x, products and result; x's dtype by default.
+      param_dtype: dtype of the weights.
+      implementation: implementation of the products, as in `zerojax.tiling.tiled_mlp`; None chooses
+        by measurements. An unknown name raises ValueError.
+      up_init: initializer of up and gate, [D, H]; may be `nn.with_partitioning`.
+      down_init: initializer of down, [H, D]; may be `nn.with_partitioning`.
+      bias_init: initializer of the biases of up and gate, [H]; may be `nn.with_partitioning`.
+      down_bias_init: initializer of the bias of down, [D].
     """
 
     hidden: int
@@ -133,13 +134,14 @@ class TiledMLP(nn.Module):
     implementation: Implementation | None = None
 
     def __post_init__(self) -> None:
+        """Raise ValueError if the implementation is unknown or the activation is no function."""
         check_implementation(self.implementation, "TiledMLP")
         check_activation(self.activation, "TiledMLP")
         super().__post_init__()
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        """Return the MLP of x[..., S, D]."""
+        """Return the MLP's result: x[..., S, D] -> [..., S, D]."""
         x = x if self.dtype is None else x.astype(self.dtype)
         size, hidden = x.shape[-1], self.hidden
         tiles = tiles_of(

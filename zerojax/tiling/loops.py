@@ -1,17 +1,19 @@
-"""Loops over tiles. A streamed step finds them in a block's jaxpr and runs them itself, since it
-never holds whole stacks.
+"""Loops over tiles, which a streamed step finds in a block's jaxpr and runs itself.
+
+A streamed step never holds full stacks of tiles, so it cannot run such a loop as an ordinary scan.
 
 A loop of `zerojax.tiling` is a `jit` of a scan. The name of the `jit` describes the operands.
 Outside of streamed steps the loop is simply that scan. A streamed step fetches a block's tiles one
-by one while the block runs. It keeps the `jit` as one equation
+by one while the block runs. It treats the `jit` as one equation
 
     forward    y          = F(consts, tiles, x, parts)
     backward   d_operands = B(consts, tiles, x, parts, dy)
 
-extracts the computation of one tile from it, and runs the other equations as they are
-(`zerojax.streamed`). The description lives in the equation and not in any state of the tracing, so
-it survives JAX's caches. The name holds a checksum of the operands' shapes. Where a transformation
-(vmap, jvp) changed the equation they no longer agree, and it counts as an ordinary scan.
+extracts the computation of one tile from it, and runs the other equations unchanged
+(`zerojax.streamed`). The description is stored in the equation and not in any tracing state, so it
+survives JAX's caches. The name holds a checksum of the operands' shapes. If a transformation (vmap,
+jvp) has changed the equation, name and shapes no longer agree, and the equation is treated as an
+ordinary scan.
 """
 
 import dataclasses
@@ -30,7 +32,7 @@ Array = jax.Array
 NAME = "zerojax_tiles"
 """Prefix of a loop's name."""
 MARK = "zerojax_mark"
-"""Prefix of the name of an equation that stands for a loop or its derivative, and is never run."""
+"""Prefix of the name of a placeholder equation for a loop or its derivative, which never runs."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,14 +40,14 @@ class TileLoop:
     """One loop over tiles.
 
     Attributes:
-      unit: jaxpr of `function(tile, x, part)`; constants, what the function closed over, come
-        before its arguments. Where it accumulates, of `function(tile, x, part, total)`.
-      sizes: how many arrays consts, tiles, x and parts are.
-      num_tiles: T.
-      num_out: leading dim of the result; T / num_out successive tiles make one of its entries.
-      summed: whether these are summed, in float32.
+      unit: jaxpr of `function(tile, x, part)`, or of `function(tile, x, part, total)` if it
+        accumulates. Its constants, which the function closed over, precede its arguments.
+      sizes: numbers of arrays in consts, tiles, x and parts.
+      num_tiles: number of tiles T.
+      num_out: leading dim of the result; T / num_out successive tiles make one entry of it.
+      summed: whether these successive tiles are summed, in float32.
       result: ShapeDtypeStruct of the unit's result.
-      accumulates: whether the unit itself adds to the sum so far, and returns the new one.
+      accumulates: whether the unit itself adds to the sum so far, and returns the new sum.
     """
 
     unit: jex.Jaxpr
@@ -58,26 +60,26 @@ class TileLoop:
 
     @property
     def out(self) -> jax.ShapeDtypeStruct:
-        """The loop's result."""
+        """ShapeDtypeStruct of the loop's result."""
         return jax.ShapeDtypeStruct(
             (self.num_out, *self.result.shape), jnp.float32 if self.summed else self.result.dtype
         )
 
     @property
     def tiles(self) -> range:
-        """Which operands are stacks of tiles."""
+        """Positions of the operands that are stacks of tiles."""
         return range(self.sizes[0], self.sizes[0] + self.sizes[1])
 
     @property
     def parts(self) -> range:
-        """Which operands are read a slice at a time, one for each tile."""
+        """Positions of the operands of which each tile reads one slice."""
         return range(sum(self.sizes[:3]), sum(self.sizes))
 
     def run(self, values: Sequence[Any], total: Array | None = None) -> Array:
-        """Return the function's result for one tile, of a sum that starts at `total` (None: at
-        zero) where it accumulates.
+        """Return the function's result for one tile.
 
-        `values` are the operands in order, one slice of stacks and parts.
+        If the loop accumulates, the sum starts at `total` (None: at zero). `values` are the
+        operands in order, with one slice of each stack and part.
         """
         if self.accumulates:
             values = [
@@ -89,17 +91,18 @@ class TileLoop:
         return jnp.asarray(result)
 
     def place(self, tile: Array) -> Array:
-        """Return the entry of the result that a tile is part of: i32[]."""
+        """Return the index i32[] of the result's entry to which a tile contributes."""
         return tile // (self.num_tiles // self.num_out)
 
     def put(self, y: Array, tile: Array, values: Sequence[Any]) -> Array:
-        """Return the loop's result `y` after one tile's result, of operands `values`, was added or
-        put into it.
+        """Return the loop's result `y` after adding or inserting one tile's result.
+
+        `values` are the operands, with the tile's slice of each stack and part.
         """
         if self.accumulates:
             if (
                 self.num_out == 1
-            ):  # of the whole array: what adds in place does so in the memory that the loop carries
+            ):  # use the full array, so that in-place addition writes to the loop's carry
                 return self.run(values, y[0])[None]
             place = self.place(tile)
             total = jax.lax.dynamic_index_in_dim(y, place, 0, keepdims=False)
@@ -120,11 +123,11 @@ class TileLoop:
         )
 
     def scan(self, operands: Sequence[Any]) -> Array:
-        """Return the loop's result, from whole stacks. Backward computes each tile again."""
+        """Return the loop's result from full stacks; backward recomputes each tile."""
         if self.accumulates:
             return self._scan_that_accumulates(operands)
-        # Else the scan would stack the residuals of every tile. `parse` also finds the unit by this
-        # equation.
+        # Without the checkpoint, the scan would stack the residuals of every tile. `parse` also
+        # finds the unit by this equation.
         unit = jax.checkpoint(lambda *values: self.run(values))
         shared = list(operands[: self.sizes[0]])
         x = list(operands[self.tiles.stop : self.parts.start])
@@ -133,8 +136,8 @@ class TileLoop:
             return jax.lax.scan(
                 lambda _, each: (None, unit(*shared, *each[0], *x, *each[1])), None, (tiles, parts)
             )[1]
-        # Sums are kept in float32: rounded to 16 bits after each tile, they would lose more the
-        # more tiles there are.
+        # Sums are kept in float32: rounded to 16 bits after each tile, they would lose more
+        # precision the more tiles there are.
         if self.num_out == 1:
 
             def add(total: Array, each: Any) -> tuple[Array, None]:
@@ -151,7 +154,7 @@ class TileLoop:
         return jax.lax.scan(put, y, (tiles, parts, jnp.arange(self.num_tiles)))[0]
 
     def _scan_that_accumulates(self, operands: Sequence[Any]) -> Array:
-        """Return the loop's result of a unit that adds to the sum so far."""
+        """Return the loop's result if the unit itself adds to the sum so far."""
         unit = jax.checkpoint(lambda *values: self.run(values[:-1], values[-1]))
         shared, x = operands[: self.sizes[0]], operands[self.tiles.stop : self.parts.start]
         tiles, parts = ([operands[p] for p in at] for at in (self.tiles, self.parts))
@@ -178,7 +181,7 @@ class TileLoop:
     def derivable(self, number: int, operands: Sequence[Any]) -> Array:
         """Return a placeholder equation for the loop, whose derivative is a placeholder too.
 
-        Neither is ever run.
+        Neither is ever run. `number` identifies the loop.
         """
         floating = [i for i, a in enumerate(operands) if jnp.issubdtype(a.dtype, jnp.floating)]
         shapes = [jax.ShapeDtypeStruct(operands[i].shape, operands[i].dtype) for i in floating]
@@ -192,7 +195,7 @@ class TileLoop:
 
         def backward(operands: Any, dy: Array) -> tuple[Any, ...]:
             cotangents = iter(_mark(f"{MARK}_{number}_backward", shapes, [*operands, dy]))
-            # An integer has no cotangent, for which a custom_vjp takes None.
+            # Integers have no cotangent; custom_vjp takes None for them.
             return tuple(next(cotangents) if i in floating else None for i in range(len(operands)))
 
         call.defvjp(lambda *operands: (forward(operands), operands), backward)
@@ -200,22 +203,23 @@ class TileLoop:
 
 
 def _mark(name: str, out: Any, operands: list[Any]) -> Any:
-    """Return the results of a placeholder: a jit that reads `operands` and is never run."""
+    """Return the results of a placeholder, a jit that reads `operands` and is never run."""
 
     def mark(operands: list[Any]) -> Any:
         del operands
         return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), out)
 
-    # JAX keeps a jit's name in its equation, where `marked` reads it.
+    # JAX stores a jit's name in its equation, where `marked` reads it.
     mark.__name__ = mark.__qualname__ = name
     return jax.jit(mark)(operands)
 
 
 def marked(eqn: jex.JaxprEqn) -> tuple[int, bool] | None:
-    """Return the number of the loop that an equation stands for, and whether it is its derivative;
-    None of others.
+    """Return (number of the loop, whether it is the derivative) of a placeholder equation.
+
+    Return None for any other equation.
     """
-    # In full: a user's function may have a name that begins so.
+    # Match the full name, because a user's function may have a name with this prefix.
     match = re.fullmatch(rf"{MARK}_(\d+)_(forward|backward)", str(eqn.params.get("name", "")))
     return None if match is None else (int(match[1]), match[2] == "backward")
 
@@ -230,23 +234,27 @@ def loop_over(
     summed: bool = True,
     accumulates: bool = False,
 ) -> Array:
-    """Return [num_out, ...]: function(tiles[k], x, parts[k]), summed over every T / num_out
-    successive tiles, or each alone.
+    """Return function(tiles[k], x, parts[k]), summed over successive tiles or stacked.
 
     Args:
-      function: `function(tile, x, part)`; returns one array, of the same shape for every tile.
-      tiles: tree of [T, ...].
-      x: tree, the same for every tile. What is no array of it is handed on as it is.
-      parts: tree of [T, ...], or None.
-      num_out: a divisor of T; T itself if not summed.
-      summed: in float32.
-      accumulates: the function is `function(tile, x, part, total)`, and returns total, the float32
-        sum so far, with its own result added, which a kernel does in place; its own result alone
-        where total is None.
+      function: `function(tile, x, part)`, which returns one array, of the same shape for every
+        tile.
+      tiles: tree of stacks [T, ...].
+      x: tree that is the same for every tile. Leaves that are not arrays are passed on unchanged.
+      parts: tree of stacks [T, ...], or None.
+      num_out: number of entries of the result, a divisor of T. Each entry sums T / num_out
+        successive tiles. It is T if not summed.
+      summed: whether to sum, in float32.
+      accumulates: whether the function is `function(tile, x, part, total)`. It then returns total,
+        the float32 sum so far, plus its own result, so that a kernel can add in place; if total is
+        None, only its own result.
+
+    Returns:
+      An array [num_out, ...].
 
     Raises:
-      ValueError: there is no tile, the stacks differ in length, or the function returns something
-        else.
+      ValueError: there is no tile, the stacks differ in length, or the function does not return one
+        array.
     """
     leaves, structure = jax.tree.flatten((tiles, x, parts))
     counts = [len(jax.tree.leaves(tree)) for tree in (tiles, x, parts)]
@@ -254,10 +262,11 @@ def loop_over(
     lengths = {a.shape[0] if a.ndim else 0 for a in map(jnp.asarray, stacks)}
     if not counts[0] or len(lengths) > 1 or 0 in lengths:
         raise ValueError(
-            f"tiles and parts are stacks of one length, one entry for each tile, not {list(lengths)}"
+            "tiles and parts are stacks of one length, one entry for each tile, not "
+            f"{list(lengths)}"
         )
     middle = range(counts[0], counts[0] + counts[1])
-    # What of x is no array, such as a flag, stays a constant of the unit.
+    # Leaves of x that are not arrays, such as a flag, stay constants of the unit.
     at = [i for i, a in enumerate(leaves) if i not in middle or hasattr(a, "dtype")]
     arrays = [jnp.asarray(leaves[i]) for i in at]
     is_stack = [i not in middle for i in at]
@@ -276,7 +285,7 @@ def loop_over(
         return y
 
     pairs = zip(arrays, is_stack, strict=True)
-    # Weak types are kept: without them the unit's dtypes would be promoted unlike the caller's.
+    # Keep weak types: otherwise the unit's dtypes would be promoted differently from the caller's.
     shapes = [
         jax.ShapeDtypeStruct(a.shape[1:] if s else a.shape, a.dtype, weak_type=a.weak_type)
         for a, s in pairs
@@ -284,25 +293,25 @@ def loop_over(
     if accumulates:
         shapes.append(jax.ShapeDtypeStruct(jax.eval_shape(unit, *shapes).shape, jnp.float32))
     closed, result = jax.make_jaxpr(unit, return_shape=True)(*shapes)
-    # What the function closed over becomes an operand, so that the equation shows all that the loop
-    # reads.
+    # Values that the function closed over become operands, so that the equation lists everything
+    # that the loop reads.
     consts = list(map(jnp.asarray, closed.consts))
     sizes = (len(consts), counts[0], len(at) - counts[0] - counts[2], counts[2])
     loop = TileLoop(closed.jaxpr, sizes, lengths.pop(), num_out, summed, result, accumulates)
-    if loop.num_tiles == 1:  # one tile is the whole: there is nothing to stream
+    if loop.num_tiles == 1:  # nothing to stream
         return loop.scan([*consts, *arrays])
 
     def scan(*operands: Any) -> Array:
         return loop.scan(operands)
 
-    # The name is what tracing keeps of the loop. `parse` reads the loop's description from it.
+    # Tracing keeps only the name, from which `parse` reads the loop's description.
     scan.__name__ = scan.__qualname__ = _name(loop, [*consts, *arrays])
     return jax.jit(scan)(*consts, *arrays)
 
 
 def _name(loop: TileLoop, operands: Sequence[Any]) -> str:
     shapes = str([(tuple(a.shape), str(a.dtype)) for a in (*operands, loop.out)])
-    # vmap and jvp change the operands and keep the name, so the name holds a checksum of the
+    # vmap and jvp change the operands but keep the name, so the name holds a checksum of the
     # operands' shapes.
     numbers = (
         *loop.sizes,
@@ -315,9 +324,9 @@ def _name(loop: TileLoop, operands: Sequence[Any]) -> str:
 
 
 def parse(eqn: jex.JaxprEqn) -> TileLoop | None:
-    """Return the loop over tiles that an equation is, or None."""
+    """Return the loop over tiles that an equation represents, or None."""
     name = str(eqn.params.get("name", ""))
-    # In full: a user's function may have a name that begins so.
+    # Match the full name, because a user's function may have a name with this prefix.
     is_named = re.fullmatch(rf"{NAME}(_\d+){{8}}", name) is not None
     if eqn.primitive.name != "jit" or not is_named or len(eqn.outvars) != 1:
         return None
@@ -330,8 +339,8 @@ def parse(eqn: jex.JaxprEqn) -> TileLoop | None:
         if e.primitive.name == REMAT
     ]
     accumulates = summed == 2
-    # A transformation keeps the name and may rewrite what is inside. A loop as written is one scan
-    # of one checkpointed unit.
+    # A transformation keeps the name and may rewrite the body. An unchanged loop is one scan of
+    # one checkpointed unit.
     if len(scans) != 1 or len(units) != 1 or len(eqn.invars) != sum(sizes):
         return None
     if len(units[0].invars) != sum(sizes) + accumulates:
@@ -343,13 +352,15 @@ def parse(eqn: jex.JaxprEqn) -> TileLoop | None:
 
 
 def find_loops(program: FlatJaxpr) -> dict[int, TileLoop]:
-    """Return the loops over tiles among a program's instructions, by the slot of their result."""
+    """Return the loops over tiles in a program, keyed by the slot of their result."""
     return {i.outs[0]: loop for i in program.instructions if (loop := parse(i.eqn)) is not None}
 
 
 def find_stacks(function: Callable[..., Any], params: Any, *args: Any) -> Any:
-    """Return which leaves of abstract parameters are stacks that `function(params, *args)` loops
-    over: a tree of bool.
+    """Return which leaves of abstract parameters are used only as stacks of tiles.
+
+    The result is a tree of bool, shaped like `params`. A leaf counts if `function(params, *args)`
+    only loops over its tiles.
     """
     closed = jax.make_jaxpr(lambda *args: function(*args))(params, *args)
     program = flatten(closed.jaxpr, closed.consts, lambda eqn: parse(eqn) is not None)
@@ -357,7 +368,7 @@ def find_stacks(function: Callable[..., Any], params: Any, *args: Any) -> Any:
     stacks: set[Any] = set()
     others: set[Any] = {
         ref for ref in program.outputs if isinstance(ref, int)
-    }  # a stack that is returned is needed whole
+    }  # a stack that is returned is needed in full
     for i in program.instructions:
         at = loops[i.outs[0]].tiles if i.outs and i.outs[0] in loops else range(0)
         for position, ref in enumerate(i.ins):

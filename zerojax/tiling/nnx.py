@@ -1,8 +1,8 @@
-"""Tiled layers for Flax NNX: they hold the weights of a dense layer as tiles, and use one at a time
-(`operators`).
+"""Tiled layers for Flax NNX that store dense weights as tiles and use one tile at a time.
 
-They are initialized with the numbers of the dense layers they stand for, from the same random
-streams, so that one can replace the other in a model. `tile_kernel` and `tile_mlp` cut dense
+The tiles are used by the functions of `operators`. The layers are initialized with the same
+numbers as the dense layers that they replace, from the same
+random streams, so that either can be used in a model. `tile_kernel` and `tile_mlp` cut dense
 weights into tiles; `untile_kernel` and `untile_mlp` join them.
 """
 
@@ -22,14 +22,13 @@ from zerojax.tiling.weights import check_tiles, tile_kernel, tiles_of
 Array = jax.Array
 Initializer = Callable[..., Any]
 _ANNOTATIONS = ("out_sharding", "sharding_names", "sharding")
-"""Versions of Flax differ in the name of an annotation."""
+"""Names of an annotation in different versions of Flax."""
 
 
 def _param(param: Any, in_tiles: int, tile: Callable[[Array], Array]) -> nnx.Param[Array]:
-    """Return a parameter that holds tiles; its sharding annotation, if there is one, is adapted to
-    them.
+    """Return a parameter that holds tiles, with its sharding annotation, if any, adapted to them.
 
-    Its metadata `tiles` is (how many tiles lie along the first dim, number of dims). The number of
+    Its metadata `tiles` is (number of tiles along the first dim, number of dims). The number of
     dims distinguishes it from a stack of modules, which has one more.
     """
     if not isinstance(param, nnx.VariableMetadata):
@@ -37,7 +36,7 @@ def _param(param: Any, in_tiles: int, tile: Callable[[Array], Array]) -> nnx.Par
         return nnx.Param(value, tiles=(in_tiles, value.ndim))
     value = tile(param.raw_value)
     metadata: dict[str, Any] = {**param.metadata, "tiles": (in_tiles, value.ndim)}
-    # The dim that numbers the tiles comes first, and no axis splits it.
+    # The dim that numbers the tiles is first, and no axis splits it.
     for name in _ANNOTATIONS:
         if metadata.get(name) is not None:
             metadata[name] = (None, *metadata[name])
@@ -48,8 +47,8 @@ class TiledDense(nnx.Module):
     """A dense layer y = x W + b whose W is gathered, fetched, used and released one tile at a time.
 
     Attributes:
-      kernel: [out_tiles * in_tiles, D / in_tiles, F / out_tiles].
-      bias: [F], or None.
+      kernel: weights [out_tiles * in_tiles, D / in_tiles, F / out_tiles].
+      bias: bias [F], or None.
     """
 
     def __init__(
@@ -67,34 +66,35 @@ class TiledDense(nnx.Module):
         bias_init: Initializer = default_bias_init,
         rngs: nnx.Rngs,
     ) -> None:
-        """Make the weights: those that `nnx.Linear` makes.
+        """Initialize the weights with the same values as `nnx.Linear`.
 
         Args:
-          in_features: D.
-          out_features: F.
-          num_tiles: along F; None chooses by `zerojax.tiling.choose_num_tiles`.
-          in_tiles: along D.
-          use_bias: whether there is one.
-          dtype: of x, products and result; that of x by default.
-          param_dtype: of the weights.
-          implementation: of the products, as of `zerojax.tiling.tiled_dense`; None chooses by
-            measurements.
-          kernel_init: makes [D, F]; may be `nnx.with_partitioning`.
-          bias_init: makes [F]; may be `nnx.with_partitioning`.
-          rngs: streams.
+          in_features: number of input features D.
+          out_features: number of output features F.
+          num_tiles: number of tiles along F; None chooses it by `zerojax.tiling.choose_num_tiles`.
+          in_tiles: number of tiles along D.
+          use_bias: whether the layer has a bias.
+          dtype: dtype of x, products and result; x's dtype by default.
+          param_dtype: dtype of the weights.
+          implementation: implementation of the products, as in `zerojax.tiling.tiled_dense`; None
+            chooses by measurements.
+          kernel_init: initializer of the kernel [D, F]; may be `nnx.with_partitioning`.
+          bias_init: initializer of the bias [F]; may be `nnx.with_partitioning`.
+          rngs: random streams.
 
         Raises:
-          ValueError: tiles that do not divide a dim, or an unknown implementation.
+          ValueError: a number of tiles does not divide its dim, or the implementation is unknown.
         """
         check_implementation(implementation, "TiledDense")
         check_tiles(in_tiles, in_features, "in_tiles")
-        # Float32 bytes of [D / in_tiles, F], which `num_tiles` divides along F.
+        # Float32 bytes of [D / in_tiles, F], which is divided into `num_tiles` along F.
         num_bytes = 4 * in_features * out_features // in_tiles
         tiles = tiles_of(
             num_tiles, out_features, num_bytes, f"a dense kernel [{in_features}, {out_features}]"
         )
         self.in_tiles, self.dtype, self.implementation = in_tiles, dtype, implementation
-        # Initialized whole and then cut, so fan-in and random numbers are those of `nnx.Linear`.
+        # Initialize the full kernel and then cut it, so that fan-in and random numbers are
+        # `nnx.Linear`'s.
         kernel = kernel_init(rngs.params(), (in_features, out_features), param_dtype)
         self.kernel = _param(
             kernel, in_tiles, lambda w: tile_kernel(w, in_tiles=in_tiles, out_tiles=tiles)
@@ -120,7 +120,7 @@ class TiledDense(nnx.Module):
 
 
 def annotation(param: Any) -> tuple[str | None, ...] | None:
-    """Return the mesh axes of a parameter's dims, as `nnx.with_partitioning` says them, or None."""
+    """Return the mesh axes of a parameter's dims by its `nnx.with_partitioning`, or None."""
     metadata = param.metadata if isinstance(param, nnx.VariableMetadata) else {}
     return next(
         (tuple(metadata[name]) for name in _ANNOTATIONS if metadata.get(name) is not None), None
@@ -136,17 +136,17 @@ def _bias(param: Any) -> nnx.Param[Array]:
 
 
 class TiledMLP(nnx.Module):
-    """An MLP y = f(x up + b) down + c, whose weights are used one tile of the hidden dim at a time.
+    """An MLP y = f(x up + b) down + c that uses its weights one tile of the hidden dim at a time.
 
-    Neither a whole weight nor the hidden activations are ever there. With `gated`, f(x gate) * (x
+    Neither a full weight nor the full hidden activations ever exist. With `gated`, f(x gate) * (x
     up) replaces f(x up).
 
     Attributes:
-      up: [t, D, H / t].
-      down: [t, H / t, D].
-      gate: [t, D, H / t], or None.
-      up_bias: [t, H / t], or None; gate_bias has the same shape.
-      down_bias: [D], or None.
+      up: weights [t, D, H / t].
+      down: weights [t, H / t, D].
+      gate: weights [t, D, H / t], or None.
+      up_bias: bias [t, H / t], or None; gate_bias has the same shape.
+      down_bias: bias [D], or None.
     """
 
     def __init__(
@@ -168,33 +168,32 @@ class TiledMLP(nnx.Module):
         down_bias_init: Initializer = default_bias_init,
         rngs: nnx.Rngs,
     ) -> None:
-        """Make the weights: those of `nnx.Linear` for up, gate if there is one, and down, in this
-        order.
+        """Initialize up, gate (if gated) and down, in this order, with the values of `nnx.Linear`.
 
         Args:
-          features: D.
-          hidden: H.
-          num_tiles: along H; None chooses by `zerojax.tiling.choose_num_tiles`.
-          seq_tiles: pieces of the sequence in which a tile is used.
-          activation: f.
-          gated: whether there is a gate.
-          use_bias: whether there are biases.
-          dtype: of x, products and result; that of x by default.
-          param_dtype: of the weights.
-          implementation: of the products, as of `zerojax.tiling.tiled_mlp`; None chooses by
-            measurements.
-          up_init: makes [D, H], of up and gate; may be `nnx.with_partitioning`.
-          down_init: makes [H, D]; may be `nnx.with_partitioning`.
-          bias_init: makes [H], of up and gate; may be `nnx.with_partitioning`.
-          down_bias_init: makes [D].
-          rngs: streams.
+          features: number of input and output features D.
+          hidden: number of hidden features H.
+          num_tiles: number of tiles along H; None chooses it by `zerojax.tiling.choose_num_tiles`.
+          seq_tiles: number of pieces of the sequence for which a tile is used one after the other.
+          activation: activation function f.
+          gated: whether the MLP has a gate.
+          use_bias: whether the layers have biases.
+          dtype: dtype of x, products and result; x's dtype by default.
+          param_dtype: dtype of the weights.
+          implementation: implementation of the products, as in `zerojax.tiling.tiled_mlp`; None
+            chooses by measurements.
+          up_init: initializer of up and gate, [D, H]; may be `nnx.with_partitioning`.
+          down_init: initializer of down, [H, D]; may be `nnx.with_partitioning`.
+          bias_init: initializer of the biases of up and gate, [H]; may be `nnx.with_partitioning`.
+          down_bias_init: initializer of the bias of down, [D].
+          rngs: random streams.
 
         Raises:
-          ValueError: tiles that do not divide the hidden dim, or an unknown implementation.
+          ValueError: the tiles do not divide the hidden dim, or the implementation is unknown.
         """
         check_implementation(implementation, "TiledMLP")
         check_activation(activation, "TiledMLP")
-        # Float32 bytes of all weights of which a tile has a slice: up and down, and gate.
+        # Float32 bytes of all weights that are tiled together: up, down and, if gated, gate.
         num_bytes = 4 * features * hidden * (3 if gated else 2)
         tiles = tiles_of(num_tiles, hidden, num_bytes, f"an MLP [{features}, {hidden}]")
         self.num_tiles, self.seq_tiles, self.activation, self.dtype = (
@@ -206,7 +205,7 @@ class TiledMLP(nnx.Module):
         self.implementation = implementation
 
         def column() -> tuple[Any, Any]:
-            # The kernel before its bias, as `nnx.Linear` draws from the stream.
+            # The kernel before its bias, in the order in which `nnx.Linear` draws from the stream.
             kernel = up_init(rngs.params(), (features, hidden), param_dtype)
             bias = bias_init(rngs.params(), (hidden,), param_dtype) if use_bias else None
             param = _param(kernel, 1, lambda w: tile_kernel(w, out_tiles=tiles))
@@ -225,7 +224,7 @@ class TiledMLP(nnx.Module):
         )
 
     def __call__(self, x: Array) -> Array:
-        """Return the MLP of x[..., S, D]."""
+        """Return the MLP's result: x[..., S, D] -> [..., S, D]."""
         x = x if self.dtype is None else x.astype(self.dtype)
         names = ("up", "gate", "down", "up_bias", "gate_bias", "down_bias")
         weights = {name: a[...] for name in names if (a := getattr(self, name)) is not None}

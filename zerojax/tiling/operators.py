@@ -1,20 +1,20 @@
-"""Memory-centric tiling: an operator too large to be whole on a device runs as a sequence of tiles.
+"""Memory-centric tiling: an operator too large for a device runs as a sequence of tiles.
 
 After ZeRO-Infinity (arXiv:2104.07857, section 5.1.3). The weight of a dense layer is stored as a
-stack of tiles, and used in a loop that gathers, uses and releases one at a time:
+stack of tiles, and used in a loop that gathers, uses and releases one tile at a time:
 
-    tiles along the output   W[t, D, F/t]        y[:, k] = x W[k]                     columns of y
-    along the input          W[t, D/t, F]        y = sum_k x[:, k] W[k]               summed in float32
+    tiles along the output   W[t, D, F/t]        y[:, k] = x W[k]                   columns of y
+    along the input          W[t, D/t, F]        y = sum_k x[:, k] W[k]             float32 sum
     along both               W[o*i, D/i, F/o]    y[:, k] = sum_j x[:, j] W[k*i + j]
 
-and of an MLP along its hidden dim, so that neither its two weights nor its hidden activations are
-ever whole:
+An MLP is tiled along its hidden dim, so that neither its two weights nor its hidden activations
+ever exist in full:
 
     up[t, D, H/t], down[t, H/t, D]               y = sum_k f(x up[k]) down[k]
 
-A tile is a unit of rematerialisation. Backward gathers it again, computes its inner activations
-again, and reduces its gradient to the shards before it turns to the next tile. Forward keeps only
-the input, which all tiles share. At stage 3 the loop is a scan over a stack whose tile dim is not
+A tile is a unit of rematerialisation. Backward gathers it again, recomputes its inner activations,
+and reduces its gradient to the shards before it moves on to the next tile. Forward saves only the
+input, which all tiles share. At stage 3 the loop is a scan over a stack whose tile dim is not
 split, so gather-on-use slices the stack while it is sharded.
 
 DeepSpeed's TiledLinear makes a module of each tile, so that its hooks gather it; here the tiles are
@@ -45,7 +45,7 @@ from zerojax.tiling.weights import check_tiles
 
 Array = jax.Array
 WIDE = "zerojax_wide_product"
-"""The name inside of a `wide_product`, by which its equation is known."""
+"""Name inside of a `wide_product` that identifies its equation."""
 
 
 def tile_sum(
@@ -54,10 +54,11 @@ def tile_sum(
     """Return sum_k function(tiles[k], x, parts[k]), summed in float32.
 
     Args:
-      function: differentiable; run again in backward. Its result has the same shape for every tile.
+      function: differentiable function of (tile, x, part), which backward runs again. Its result
+        has the same shape for every tile.
       tiles: tree of stacks [t, ...]; a slice of each is one tile.
-      x: what every tile reads.
-      parts: tree of [t, ...], what each tile reads of its own; or None.
+      x: tree that every tile reads.
+      parts: tree of stacks [t, ...] of which each tile reads its own slice, or None.
     """
     return loop_over(function, tiles, x, parts)[0]
 
@@ -65,7 +66,7 @@ def tile_sum(
 def tile_stack(function: Callable[[Any, Any], Array], tiles: Any, x: Any) -> Array:
     """Return function(tiles[k], x) for every tile, stacked: [t, ...].
 
-    The function is run again in backward.
+    Backward runs the function again.
     """
     count = jax.tree.leaves(tiles)[0].shape[0]
     return loop_over(lambda tile, x, _: function(tile, x), tiles, x, num_out=count, summed=False)
@@ -74,10 +75,9 @@ def tile_stack(function: Callable[[Any, Any], Array], tiles: Any, x: Any) -> Arr
 def in_chunks(
     function: Callable[[Any, Array], Array], num_chunks: int
 ) -> Callable[[Any, Array], Array]:
-    """Return `function(tile, x)` for x[..., S, D] run on `num_chunks` pieces of dim S, one after
-    the other.
+    """Return `function(tile, x)` for x[..., S, D], run on `num_chunks` pieces of dim S in sequence.
 
-    Its inner activations are never held for more than one piece, nor are they in backward.
+    Its inner activations are never held for more than one piece, in forward or in backward.
     """
     if num_chunks == 1:
         return function
@@ -106,24 +106,24 @@ def tiled_dense(
     """Return x W + b, one tile of W at a time.
 
     Args:
-      x: [..., D].
-      kernel: [out_tiles * in_tiles, D / in_tiles, F / out_tiles], as `tile_kernel` makes it; in the
+      x: activations [..., D].
+      kernel: tiles [out_tiles * in_tiles, D / in_tiles, F / out_tiles] from `tile_kernel`, in the
         dtype of x.
-      bias: [F], or None.
-      in_tiles: tiles along D.
-      implementation: of the products: "mosaic" (`pallas_kernels.matmul`'s kernel for Hopper GPUs,
-        16-bit dtypes), "xla" or "reference" of that op; None is XLA's products, and those of the op
-        where its table of measurements gives a tile's product to the kernel.
-      spec: for the kernel, the mesh axes of W's dims (D, F): it is run on the columns, or the rows,
-        that a device of a tensor group has. None: on whole tiles.
+      bias: bias [F], or None.
+      in_tiles: number of tiles along D.
+      implementation: implementation of the products: "mosaic" (`pallas_kernels.matmul`'s kernel for
+        Hopper GPUs, 16-bit dtypes), "xla" or "reference" of that op. None takes XLA's products, and
+        the op's if its table of measurements shows that the kernel is faster for a tile's product.
+      spec: mesh axes of W's dims (D, F), for the kernel: it runs on the columns, or the rows, of a
+        device of a tensor group. None runs it on full tiles.
 
     Returns:
       [..., F] in the dtype of x; products are summed in float32.
 
     Raises:
-      ValueError: x and the tiles do not fit, `in_tiles` does not divide the tiles, or the
+      ValueError: x and the tiles do not fit, `in_tiles` does not divide the number of tiles, or the
         implementation is unknown.
-      NotImplementedError: the named implementation does not serve this dtype or this device.
+      NotImplementedError: the named implementation does not support this dtype or this device.
     """
     check_implementation(implementation, "tiled_dense")
     count, d, f = kernel.shape
@@ -147,7 +147,7 @@ def tiled_dense(
     if implementation is not None or measured_faster(one_tile, kernel, x, bias):
         run = functools.partial(product, implementation=implementation, **axes)
         if not accumulates:
-            # The bias is the kernel's, a part for each tile.
+            # The kernel adds the bias, one part per tile.
             parts = None if bias is None else bias.reshape(count, f)
             y = loop_over(
                 lambda w, x, b: run(x, w, b), kernel, x, parts, num_out=count, summed=False
@@ -173,8 +173,9 @@ def tiled_dense(
 
 
 def _accumulated(run: Callable[..., Array], kernel: Array, x: Array, in_tiles: int) -> Array:
-    """Return y[..., F] of tiles along D in x's dtype, each product added by its kernel to the
-    float32 sum of those before.
+    """Return y[..., F] for tiles along D, in x's dtype.
+
+    Each kernel adds its product to the float32 sum of the products before.
     """
     lead, out_tiles = x.shape[:-1], kernel.shape[0] // in_tiles
     parts = jnp.moveaxis(x.reshape(*lead, in_tiles, -1), -2, 0)  # [i, ..., D/i]
@@ -204,15 +205,15 @@ def _accumulated(run: Callable[..., Array], kernel: Array, x: Array, in_tiles: i
 
 
 def _both(kernel: Array, parts: Array, out_tiles: int) -> Array:
-    """Return y[..., F] of tiles along both dims, in float32; parts are [i, ..., D/i]."""
+    """Return y[..., F] for tiles along both dims, in float32; parts are [i, ..., D/i]."""
     in_tiles, lead, f = parts.shape[0], parts.shape[1:-1], kernel.shape[-1]
 
     def unit(w: Array, parts: Array, j: Array) -> Array:
         part = jax.lax.dynamic_index_in_dim(parts, j, 0, keepdims=False)
         return wide_product(part, w.astype(part.dtype))
 
-    # Tile k i + j reads part j. `loop_over` hands a tile its own entry of a stack, so j is given as
-    # a stack of numbers.
+    # Tile k i + j reads part j. `loop_over` passes a tile its own entry of a stack, so j is passed
+    # as a stack of numbers.
     which = jnp.arange(kernel.shape[0]) % in_tiles
     y = loop_over(unit, kernel, parts, which, num_out=out_tiles)
     return jnp.moveaxis(y, 0, -2).reshape(*lead, out_tiles * f)
@@ -226,30 +227,30 @@ def tiled_mlp(
     seq_tiles: int = 1,
     implementation: Implementation | None = None,
 ) -> Array:
-    """Return an MLP's result, one tile of its hidden dim at a time: y = sum_k f(x up[k] + b[k])
-    down[k] + c.
+    """Return an MLP's result, computed one tile of its hidden dim at a time.
 
-    With a "gate", f(x gate[k]) * (x up[k]) takes the place of f(x up[k]) (arXiv:2002.05202).
+    It is y = sum_k f(x up[k] + b[k]) down[k] + c. With a "gate", f(x gate[k]) * (x up[k]) replaces
+    f(x up[k]) (arXiv:2002.05202).
 
     Args:
-      x: [..., S, D].
-      weights: "up"[t, D, H/t], "down"[t, H/t, F], and if there are such "gate"[t, D, H/t],
-        "up_bias"[t, H/t], "gate_bias"[t, H/t] and "down_bias"[F]; as `tile_mlp` makes them, in the
-        dtype of x.
-      activation: f.
-      seq_tiles: pieces of S in which each tile is used, so that the hidden activations are [..., S
-        / seq_tiles, H / t].
-      implementation: of the products, as of `tiled_dense`. The kernel takes in biases, a gate, and
-        f where that is `jax.nn.gelu` or `jax.nn.silu`; another f follows it. It adds a tile to the
-        sum in place where `seq_tiles` is 1.
+      x: activations [..., S, D].
+      weights: "up"[t, D, H/t], "down"[t, H/t, F], and optionally "gate"[t, D, H/t], "up_bias"[t,
+        H/t],
+        "gate_bias"[t, H/t] and "down_bias"[F], as returned by `tile_mlp`, in the dtype of x.
+      activation: activation function f.
+      seq_tiles: number of pieces of S for which each tile is used one after the other; the hidden
+        activations are then [..., S / seq_tiles, H / t].
+      implementation: implementation of the products, as in `tiled_dense`. The kernel includes
+        biases, a gate, and f if it is `jax.nn.gelu` or `jax.nn.silu`; any other f is applied after
+        it. It adds a tile to the sum in place if `seq_tiles` is 1.
 
     Returns:
       [..., S, F] in the dtype of x; summed in float32.
 
     Raises:
-      ValueError: weights that do not belong together, tiles that do not divide S, or an unknown
-        implementation.
-      NotImplementedError: the named implementation does not serve this dtype or this device.
+      ValueError: the weights do not belong together, `seq_tiles` does not divide S, or the
+        implementation is unknown.
+      NotImplementedError: the named implementation does not support this dtype or this device.
     """
     check_implementation(implementation, "tiled_mlp")
     check_activation(activation, "tiled_mlp")
@@ -260,7 +261,7 @@ def tiled_mlp(
         )
     shapes = {name: a.shape for name, a in tiles.items()}
     if missing := sorted({"up", "down"} - set(tiles)):
-        raise ValueError(f"an MLP has up and down, and {missing} are not there")
+        raise ValueError(f"an MLP has up and down, and {missing} are missing")
     up, down = shapes["up"], shapes["down"]
     biases = {shape for name, shape in shapes.items() if name.endswith("_bias")}
     alike = (
@@ -308,12 +309,11 @@ def tiled_mlp(
 
 @jax.custom_vjp
 def wide_product(x: Array, w: Array) -> Array:
-    """Return x[..., D] w[D, F] in float32, of operands of one dtype, to be summed and rounded to
-    that dtype.
+    """Return x[..., D] w[D, F] in float32, for operands of one dtype.
 
-    Its cotangent is then a number of that dtype, and so the gradients are products of that dtype,
-    which devices sum as they do those of a dense layer. By JAX's rule they would be float32 first,
-    and collectives would move twice the bytes.
+    Use it if the result is summed and then rounded to that dtype. Its cotangent is then a number of
+    that dtype, so the gradients are products of that dtype, which devices sum like those of a dense
+    layer. By JAX's rule they would first be float32, and collectives would move twice the bytes.
     """
     return checkpoint_name(jnp.matmul(x, w, preferred_element_type=jnp.float32), WIDE)
 
@@ -324,13 +324,13 @@ def _wide_product_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array
 
 def _wide_product_backward(residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     x, w = residuals
-    # Rounded before the products, so that dw, and the collective that sums it, has the dtype of x.
+    # Round before the products, so that dw, and the collective that sums it, has the dtype of x.
     dy, lead = dy.astype(x.dtype), tuple(range(x.ndim - 1))
     return dy @ w.T, jnp.tensordot(x, dy, (lead, lead))
 
 
 def is_wide_product(eqn: jex.JaxprEqn) -> bool:
-    """Tell whether an equation is a `wide_product`."""
+    """Return whether an equation is a `wide_product`."""
     inner = [e for jaxpr in jex.jaxprs_in_params(eqn.params) for e in jaxpr.eqns]
     return eqn.primitive.name == "custom_vjp_call" and any(
         e.params.get("name") == WIDE for e in inner

@@ -1,6 +1,4 @@
-"""Weights in tiles: how many tiles to use, how a whole weight is cut into them, and how they are
-joined again.
-"""
+"""Cut weights into tiles, choose the number of tiles, and join tiles again."""
 
 import logging
 import math
@@ -14,59 +12,62 @@ logger = logging.getLogger("zerojax")
 Array = jax.Array
 
 TILE_BYTES = 1 << 28
-"""Bytes of a tile, gathered in float32, at most, with `num_tiles=None`: a small part of any GPU,
-and a product large enough.
+"""Most bytes of a tile, gathered in float32, with `num_tiles=None`.
+
+It is a small part of any GPU's memory, and still makes a large enough product.
 """
 
 
 def choose_num_tiles(size: int, num_bytes: int, what: str) -> int:
-    """Return the fewest tiles that divide a dim and are each at most TILE_BYTES; logs it if there
-    is more than one.
+    """Return the fewest tiles that divide a dim and have at most TILE_BYTES each; log if several.
 
     Args:
-      size: of the dim.
-      num_bytes: of the whole weight, or of the weights that are tiled together.
-      what: they are, for the log.
+      size: size of the dim.
+      num_bytes: float32 bytes of the full weight, or of the weights that are tiled together.
+      what: description of these weights, for the log.
 
     Raises:
       ValueError: the dim has no such divisor.
     """
-    # Upwards from the least number that keeps a tile within TILE_BYTES: the first divisor has the
-    # largest tiles.
+    # Search upwards from the least number that keeps a tile within TILE_BYTES: the first divisor
+    # has the largest tiles.
     for tiles in range(max(1, math.ceil(num_bytes / TILE_BYTES)), size + 1):
         if size % tiles == 0:
             if tiles > 1:
                 logger.info("%s of %.2f GiB is kept as %d tiles", what, num_bytes / 2**30, tiles)
             return tiles
     raise ValueError(
-        f"{what} of {num_bytes} bytes is not divided into tiles of {TILE_BYTES} bytes by any divisor of {size}"
+        f"{what} of {num_bytes} bytes cannot be divided into tiles of {TILE_BYTES} bytes by any "
+        f"divisor of {size}"
     )
 
 
 def check_tiles(tiles: int, size: int, what: str) -> int:
-    """Return a number of tiles that divides a dim.
+    """Return `tiles` as an int if it divides a dim of `size`; `what` is its name, for messages.
 
     Raises:
-      ValueError: it does not, or is no positive integer.
+      ValueError: it does not divide the dim, or is not a positive integer.
     """
     dim = as_integer(size)
     if dim is None or dim < 1:
         raise ValueError(
-            f"a dim of {size!r}, to be tiled by {what}={tiles!r}: an integer of at least 1 is needed"
+            f"a dim of {size!r}, to be tiled by {what}={tiles!r}: an integer of at least 1 is "
+            "needed"
         )
     count = whole_number(what, tiles, 1)
     if dim % count:
         raise ValueError(
-            f"{what}={count} does not divide the dim of {dim} that it tiles: {dim} % {count} = {dim % count}"
+            f"{what}={count} does not divide the dim of {dim} that it tiles: {dim} % {count} = "
+            f"{dim % count}"
         )
     return count
 
 
 def tiles_of(num_tiles: int | None, size: int, num_bytes: int, what: str) -> int:
-    """Return the number of tiles of a dim: the one asked for, or as `choose_num_tiles` says.
+    """Return the number of tiles of a dim: `num_tiles`, or the choice of `choose_num_tiles`.
 
     Raises:
-      ValueError: it does not divide the dim.
+      ValueError: `num_tiles` does not divide the dim, or no number of tiles does.
     """
     return (
         choose_num_tiles(size, num_bytes, what)
@@ -76,11 +77,10 @@ def tiles_of(num_tiles: int | None, size: int, num_bytes: int, what: str) -> int
 
 
 def tile_kernel(kernel: Array, *, in_tiles: int = 1, out_tiles: int = 1) -> Array:
-    """Return a dense kernel as tiles: W[D, F] -> W[out_tiles * in_tiles, D / in_tiles, F /
-    out_tiles].
+    """Return a dense kernel W[D, F] as tiles [out_tiles * in_tiles, D / in_tiles, F / out_tiles].
 
     Raises:
-      ValueError: the tiles do not divide a dim.
+      ValueError: the kernel is not [D, F], or the tiles do not divide a dim.
     """
     if kernel.ndim != 2:
         raise ValueError(f"a dense kernel is [D, F], and this one is {kernel.shape}")
@@ -88,22 +88,22 @@ def tile_kernel(kernel: Array, *, in_tiles: int = 1, out_tiles: int = 1) -> Arra
     in_tiles = check_tiles(in_tiles, d, "in_tiles")
     out_tiles = check_tiles(out_tiles, f, "out_tiles")
     split = kernel.reshape(in_tiles, d // in_tiles, out_tiles, f // out_tiles)  # [i, D/i, o, F/o]
-    # The tiles of one block of columns follow each other, so their sum is finished before the next
+    # The tiles of one block of columns are consecutive, so their sum is complete before the next
     # block's begins.
     return split.transpose(2, 0, 1, 3).reshape(out_tiles * in_tiles, d // in_tiles, f // out_tiles)
 
 
 def untile_kernel(tiles: Array, *, in_tiles: int = 1) -> Array:
-    """Return tiles as the dense kernel: what `tile_kernel` does, undone.
+    """Return the dense kernel of tiles, the inverse of `tile_kernel`.
 
     Raises:
-      ValueError: `in_tiles` does not divide the tiles, or is no positive integer.
+      ValueError: `in_tiles` does not divide the number of tiles, or is not a positive integer.
     """
     rows = as_integer(in_tiles)
     if rows is None or rows < 1 or tiles.ndim != 3 or tiles.shape[0] % rows:
         raise ValueError(
-            f"in_tiles={in_tiles!r}: tiles are [out_tiles * in_tiles, D / in_tiles, F / out_tiles], both numbers integers of "
-            f"at least 1, not {tiles.shape}"
+            f"in_tiles={in_tiles!r}: tiles are [out_tiles * in_tiles, D / in_tiles, F / "
+            f"out_tiles], both numbers integers of at least 1, not {tiles.shape}"
         )
     count, d, f = tiles.shape
     out_tiles = count // in_tiles
@@ -118,12 +118,12 @@ def tile_mlp(dense: Mapping[str, Array], num_tiles: int) -> dict[str, Array]:
     """Return the weights of a dense MLP as tiles along its hidden dim.
 
     Args:
-      dense: "up"[D, H], "down"[H, D], and if there are such "gate"[D, H], "up_bias"[H],
-        "gate_bias"[H]; others stay so.
-      num_tiles: of them.
+      dense: weights "up"[D, H], "down"[H, D], and optionally "gate"[D, H], "up_bias"[H],
+        "gate_bias"[H]; other entries are kept unchanged.
+      num_tiles: number of tiles.
 
     Raises:
-      ValueError: they do not divide H.
+      ValueError: the tiles do not divide H.
     """
     tiled = dict(dense)
     for name in ("up", "gate"):
@@ -137,7 +137,7 @@ def tile_mlp(dense: Mapping[str, Array], num_tiles: int) -> dict[str, Array]:
 
 
 def untile_mlp(tiled: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the weights of a tiled MLP as those of a dense one: what `tile_mlp` does, undone."""
+    """Return the dense weights of a tiled MLP, the inverse of `tile_mlp`."""
     dense = dict(tiled)
     for name in ("up", "gate"):
         if name in tiled:
