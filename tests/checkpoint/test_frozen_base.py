@@ -197,10 +197,14 @@ def test_a_base_on_disk_is_linked_from_its_checkpoint_and_outlives_a_new_state_w
         ckpt.wait()
         before = held_bytes(swap)
         with no_room() as patch:
-            with pytest.raises(SwapError, match=r"in addition to a record that checkpoints hold.*ENOSPC"):
+            with pytest.raises(
+                SwapError, match=r"in addition to a record that checkpoints hold.*ENOSPC"
+            ):
                 program.init(jax.random.key(1))
             patch.setattr(os, "link", other_file_system)
-            with pytest.raises(SwapError, match=r"in addition to a record that checkpoints hold.*ENOSPC"):
+            with pytest.raises(
+                SwapError, match=r"in addition to a record that checkpoints hold.*ENOSPC"
+            ):
                 ckpt.restore(program)
         assert held_bytes(swap) == before
         state, metrics = program.step(state, second)  # the last state is still there

@@ -8,6 +8,8 @@ import subprocess
 import blocks
 import pytest
 
+import zerojax as zj
+
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
@@ -47,8 +49,26 @@ def test_every_page_is_in_the_index_and_can_be_reached_from_readme():
     )
     for page in (blocks.ROOT / "docs").rglob("*.md"):
         if page.name != "README.md":
-            assert f"({page.name})" in index, page.name
+            path = page.relative_to(blocks.ROOT / "docs")
+            assert f"({path})" in index or page.name == "index.md", page
     assert "(docs/README.md)" in readme
+
+
+def test_every_public_name_is_in_the_reference():
+    reference = (blocks.ROOT / "docs/reference/zerojax.md").read_text()
+    for name in zj.__all__:
+        if not name.startswith("__") and name != "linen":
+            assert re.search(rf"^\.\. auto\w+:: zerojax\.{name}$", reference, re.MULTILINE), name
+            docstring = getattr(zj, name).__doc__ or ""
+            assert len(docstring) > 40, f"{name} has no docstring of its own"
+
+
+def test_every_page_is_in_the_site():
+    site = (blocks.ROOT / "docs/index.md").read_text()
+    for page in (blocks.ROOT / "docs").rglob("*.md"):
+        path = page.relative_to(blocks.ROOT / "docs").with_suffix("")
+        if page.name not in ("README.md", "index.md"):
+            assert f"\n{path}\n" in site, path
 
 
 def test_config_page_is_what_the_docstrings_say():

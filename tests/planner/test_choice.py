@@ -391,5 +391,7 @@ def test_choice_refuses_a_problem_that_makes_no_sense(fields, message):
 def test_choice_refuses_an_assignment_of_other_layers_or_options():
     with pytest.raises(ValueError, match="the assignment has 2 layers, but the problem has 3"):
         predicted_seconds(LAYER, [0, 0])
-    with pytest.raises(ValueError, match="unknown option 1: the problem has 1 options, counted from 0"):
+    with pytest.raises(
+        ValueError, match="unknown option 1: the problem has 1 options, counted from 0"
+    ):
         predicted_seconds(LAYER, [0, 1, 0])

@@ -148,7 +148,10 @@ def test_layer_options_without_values_are_those_of_the_input():
         ({"num_bytes": 0}, "value 'b': num_bytes=0, seconds=1.0: at least 1 byte"),
         ({"seconds": -1.0}, "value 'b': num_bytes=2, seconds=-1.0"),
         ({"seconds": float("nan")}, "value 'b': num_bytes=2, seconds=nan"),
-        ({"operands": (1,)}, "value 'b': operand 1 is not an earlier value; earlier values are 0 to 0"),
+        (
+            {"operands": (1,)},
+            "value 'b': operand 1 is not an earlier value; earlier values are 0 to 0",
+        ),
         ({"name": "a"}, "value 1: the name 'a' is already used"),
     ],
 )

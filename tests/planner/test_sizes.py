@@ -146,7 +146,9 @@ def test_sizes_split_what_a_llamas_layer_keeps_over_tensor():
     assert LLAMA_8B.layer_kept_bytes(1, tensor=8, activations="selective") == 8192 * 2 * (
         stream + split / 8
     )
-    with pytest.raises(ValueError, match=r"kv_heads = 8 is not divisible by tensor = 16, .*such as 8"):
+    with pytest.raises(
+        ValueError, match=r"kv_heads = 8 is not divisible by tensor = 16, .*such as 8"
+    ):
         LLAMA_8B.layer_kept_bytes(1, tensor=16)
 
 
@@ -164,7 +166,10 @@ def test_sizes_split_what_a_llamas_layer_keeps_over_tensor():
             r"hidden = 2048 is not divisible by heads = 24: choose 16 heads, or hidden = 2064",
         ),
         ({"kv_heads": 6}, r"heads = 16 is not divisible by kv_heads = 6: .*choose 4"),
-        ({"params": 1.1e9}, r"params = 1,100,000,000, .* imply 1,310,885,888 \(-16%\): drop params"),
+        (
+            {"params": 1.1e9},
+            r"params = 1,100,000,000, .* imply 1,310,885,888 \(-16%\): drop params",
+        ),
         (
             {"params": 1.31e9, "vocab": 0, "layers": 20},
             r"imply 1,006,632,960 \(\+30%\).*vocab = 0 leaves out the embedding",

@@ -429,7 +429,10 @@ def test_stacks_of_one_loop_are_held_together():
             TILED | {"first": 3},
             r"tiles holds 3 for \['first'\].*: the number along the first dim must divide them",
         ),
-        (TILED | {"mix": True}, r"in one module are used together, but differ in their number of tiles: .*16"),
+        (
+            TILED | {"mix": True},
+            r"in one module are used together, but differ in their number of tiles: .*16",
+        ),
     ],
 )
 def test_tiles_that_do_not_fit_are_refused_at_build_time(tiles, why):

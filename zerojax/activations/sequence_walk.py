@@ -104,9 +104,7 @@ class SequenceInterpreter:
         ] = {}  # by the slot of a product's result: its kind, and the position of its weight
         self.scattered: set[int] = set()  # slots of results that were scattered
         self.after: Sequence[Instruction] = ()  # this equation, and the equations after it
-        self.made: dict[
-            int, Array
-        ] = {}  # results of products that a ring has already computed
+        self.made: dict[int, Array] = {}  # results of products that a ring has already computed
 
     def run(
         self, program: FlatJaxpr, values: Sequence[Any], splits: Sequence[Split | None]
