@@ -18,7 +18,7 @@ sys.path.insert(0, str(HERE.parent))
 
 project = "zerojax"
 author = "the zerojax authors"
-copyright = "2026, the zerojax authors"  # noqa: A001  the name that Sphinx reads
+copyright = "2026, the zerojax authors"
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",

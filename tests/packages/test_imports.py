@@ -5,8 +5,10 @@ used.
 import ast
 import json
 import pathlib
+import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -96,3 +98,35 @@ def test_modules_are_attributes_and_unknown_names_are_errors():
 def test_the_words_of_commands_are_those_of_the_tables():
     assert tuple(PRECISIONS) == vocabulary.PRECISION_NAMES
     assert tuple(DTYPES) == vocabulary.EXPORT_DTYPES
+
+
+OURS = ("zerojax", "host_offload", "pallas_kernels")
+DISTRIBUTIONS = {"orbax": "orbax-checkpoint"}
+"""Names under which packages are declared, where they differ from what is imported."""
+
+
+def imports_of(path: pathlib.Path) -> set[str]:
+    """Return the top-level packages that a file imports, wherever in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.split(".")[0])
+    return found - set(sys.stdlib_module_names) - set(OURS)
+
+
+def test_every_import_is_a_declared_dependency():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [line for lines in project["optional-dependencies"].values() for line in lines]
+    name = re.compile(r"[A-Za-z0-9_-]+")
+    needed = {match[0] for line in project["dependencies"] if (match := name.match(line))}
+    optional = {match[0] for line in extras if (match := name.match(line))}
+    imported: dict[str, str] = {}
+    for package in OURS:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            imported |= {DISTRIBUTIONS.get(n, n): str(path) for n in imports_of(path)}
+    declared = needed | {extra.replace("-", "_") for extra in optional} | {"cuda"}  # cuda-bindings
+    assert not (missing := {n: imported[n] for n in imported if n not in declared}), missing
+    unused = needed - set(imported)
+    assert unused <= {"jaxlib"}, unused

@@ -95,9 +95,8 @@ def collectives(
             if i.op == "while":
                 before = len(operations)
                 for computation in i.called:
-                    visit(
-                        computation, times * ((unknown_trips or 1) if i.trips is None else i.trips)
-                    )
+                    trips = unknown_trips if i.trips is None else i.trips
+                    visit(computation, times * (1 if trips is None else trips))
                 # Only a loop that contains collectives makes the count wrong.
                 if i.trips is None and unknown_trips is None and len(operations) > before:
                     raise ValueError(

@@ -75,7 +75,7 @@ def mix(search: Search, *, seconds: float = 20.0) -> None:
     choice = by_milp(best.problem, seconds=seconds)
     search.tally.solver = f"{choice.solver.text}, {choice.solver.seconds:.1f} s" + (
         f", at most {choice.solver.gap:.2%} above the least"
-        if choice.solver.gap is not None
+        if math.isfinite(choice.solver.gap)
         else ""
     )
     if choice.fits and choice.assignment != best.choice.assignment:
