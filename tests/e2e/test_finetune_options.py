@@ -374,7 +374,7 @@ def test_advice_of_the_library_names_options(tmp_path, inputs):
     given = ["--data", str(tmp_path / "a.jsonl"), "--chat-template", str(tmp_path / "r1.jinja")]
     with pytest.raises(
         ValueError,
-        match=r"in the context of the whole: give a --chat-template that has {% generation %} marks",
+        match=r"this context when it answers: give a --chat-template that has {% generation %} marks",
     ):
         finetune.prepare(finetune.parse([*inputs, *given]))
 
