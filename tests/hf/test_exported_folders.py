@@ -181,7 +181,7 @@ def test_folders_of_other_models_are_told(tmp_path):
     save(program, zj.import_hf(program, like, key=jax.random.key(0)), tmp_path / "ckpt")
     with pytest.raises(
         zj.CheckpointError,
-        match=r"is of another model.*mlp.*gate_proj.kernel \[2, 48, 64\].*q_proj.bias",
+        match=r"holds another model.*mlp.*gate_proj.kernel \[2, 48, 64\].*q_proj.bias",
     ):
         zj.export_hf(tmp_path / "ckpt", tmp_path / "out", like=other)
     with pytest.raises(ValueError, match="holds no adapters"):

@@ -61,7 +61,7 @@ def test_an_export_names_the_key_of_another_size(saved, tmp_path, key):
     like = like_with(saved, tmp_path, **{key: value})
     for export, checkpoint in ((zj.export_hf, "whole"), (zj.export_peft, "adapters")):
         with pytest.raises(
-            zj.CheckpointError, match=rf"config\.json is not of the weights beside it: .*{message}"
+            zj.CheckpointError, match=rf"config\.json does not describe the weights next to it: .*{message}"
         ):
             export(saved / checkpoint, tmp_path / "out", like=like)
         assert not (tmp_path / "out").exists()
@@ -80,7 +80,7 @@ def test_layers_and_heads_are_named(saved, tmp_path):
     like = like_with(saved, tmp_path, num_hidden_layers=3)
     program = program_of(model_of(like), "device", tmp_path, 1)
     with pytest.raises(
-        zj.CheckpointError, match="num_hidden_layers=3, and the tensors are of 2 layers"
+        zj.CheckpointError, match="num_hidden_layers=3, but the tensors have 2 layers"
     ):
         zj.import_hf(program, like, key=jax.random.key(0))
     (like / "config.json").write_text(
