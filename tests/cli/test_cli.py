@@ -160,7 +160,7 @@ def test_errors_of_an_export_name_options(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["export", str(tmp_path), "out", "--format", "hf", "--like", "folder"])
     assert (
-        "by --merge-lora, or write them alone by --format peft; give it as --like\n"
+        "by --merge-lora, or write only the adapters by --format peft; give it as --like\n"
         in capsys.readouterr().err
     )
 

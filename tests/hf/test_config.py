@@ -111,7 +111,7 @@ REFUSED = {
     ),
     "no rope": ({"rope_parameters": False}, "rope_parameters is False, and an object is needed"),
     "no older rope": ({"rope_scaling": False}, "rope_scaling is False, and an object is needed"),
-    "null activation": ({"hidden_act": None}, "hidden_act is null, and one of silu, gelu"),
+    "null activation": ({"hidden_act": None}, "hidden_act is null, but one of silu, gelu"),
     "no eps": ({"rms_norm_eps": 0}, "rms_norm_eps is 0, and a number"),
     "text as eps": ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6', and a number"),
     "theta": ({"rope_theta": float("nan")}, "rope_theta is nan, and a number, above 1"),
@@ -449,7 +449,7 @@ def test_the_most_layers_take_a_moment(tmp_path):
         ({"attention": "flash"}, "attention='flash' is unknown"),
         (
             {"mlp_tiles": 2, "lora": zj.Lora(rank=2, alpha=4, targets="all")},
-            "mlp_tiles=2 with adapters beside down_proj",
+            "mlp_tiles=2 cannot be combined with adapters for down_proj",
         ),
         ({"mlp_tiles": 3}, "3"),
         ({"trainable": lambda path, value: False}, "matches no parameter"),

@@ -244,7 +244,7 @@ def test_adapters_are_exported_for_their_own_base(tmp_path):
     ):
         zj.export_peft(ckpt, tmp_path / "adapters", like=tmp_path / "wider")
     with pytest.raises(
-        zj.CheckpointError, match=r"layers.2.self_attn.q_proj.weight which is not there"
+        zj.CheckpointError, match=r"layers.2.self_attn.q_proj.weight which does not exist"
     ):
         zj.export_peft(ckpt, tmp_path / "adapters", like=tmp_path / "shallow")
     with pytest.raises(
@@ -290,7 +290,7 @@ def test_another_base_of_the_same_shapes_is_not_merged_onto(
     # The same codes, and other scales.
     change(like, "model.layers.0.mlp.up_proj.weight", 2)
     with pytest.raises(
-        zj.CheckpointError, match=r"that differ: model.layers.0.mlp.up_proj.weight. Give"
+        zj.CheckpointError, match=r"that differ: model.layers.0.mlp.up_proj.weight. Pass"
     ):
         zj.export_peft(ckpt, out, like=like)
     change(like, "model.layers.0.mlp.up_proj.weight", 0.5)

@@ -17,11 +17,11 @@ need("torch", "transformers")
 
 SIZES_OF = {**SIZES, "num_hidden_layers": 2}
 OTHERS = {
-    "vocab_size": (300, r"vocab_size=300, and model\.embed_tokens\.weight \[96, 48\] has 96"),
-    "hidden_size": (64, r"hidden_size=64, and model\.[a-z_.0-9]* .*has 48"),
+    "vocab_size": (300, r"vocab_size=300, but model\.embed_tokens\.weight \[96, 48\] has 96"),
+    "hidden_size": (64, r"hidden_size=64, but model\.[a-z_.0-9]* .*has 48"),
     "intermediate_size": (
         80,
-        r"intermediate_size=80, and model\.layers\.0\.mlp\.[a-z]*_proj\.weight .* has 64",
+        r"intermediate_size=80, but model\.layers\.0\.mlp\.[a-z]*_proj\.weight .* has 64",
     ),
     "attention_bias": (True, r"no model\.layers\.0\.self_attn\.q_proj\.bias"),
     "mlp_bias": (True, r"no model\.layers\.0\.mlp\.gate_proj\.bias"),
@@ -92,7 +92,7 @@ def test_layers_and_heads_are_named(saved, tmp_path):
     program = program_of(model_of(like), "device", tmp_path, 1)
     with pytest.raises(
         zj.CheckpointError,
-        match=r"num_attention_heads=2 times head_dim=12, and .*q_proj\.weight .* has 48",
+        match=r"num_attention_heads=2 times head_dim=12, but .*q_proj\.weight .* has 48",
     ):
         zj.import_hf(program, like, key=jax.random.key(0))
 

@@ -42,7 +42,7 @@ def test_attention_is_cudnns_for_a_described_gpu_in_16_bits_and_xlas_elsewhere(
         == "attention runs as xla (not cudnn: it takes bfloat16 and float16, not float32)"
     )
     assert messages[2:] == [
-        "attention runs as xla (not cudnn: it is for NVIDIA GPUs, and the program for cpu 'cpu')"
+        "attention runs as xla (not cudnn: it is for NVIDIA GPUs, but the program is for cpu 'cpu')"
     ]
 
 
