@@ -36,8 +36,7 @@ class Batches:
         if len(rows) < batch_size:
             raise ValueError(
                 f"{len(rows)} rows are too few for a batch of {batch_size}: use a smaller "
-                "batch_size "
-                "or a shorter seq"
+                "batch_size or a shorter seq"
             )
         self._identity = _identity(rows, batch_size, seed)
         # Local batches are dealt to the parts in turn: the k-th local batch of every part makes up
@@ -77,15 +76,14 @@ class Batches:
         """Continue at a position that `get_state` returned.
 
         Raises:
-          ValueError: The position belongs to different rows: another file, tokenizer, seq, batch
+          ValueError: the position belongs to different rows: another file, tokenizer, seq, batch
             size or seed.
         """
         if state["rows"] != self._identity:
             raise ValueError(
                 f"the position was saved for the rows {state['rows']}, but these are "
-                f"{self._identity}: "
-                "use the file, the tokenizer, seq, batch_size and seed that it was saved with, or "
-                "restore without data"
+                f"{self._identity}: use the file, the tokenizer, seq, batch_size and seed that it "
+                "was saved with, or restore without data"
             )
         self.go_to(state["next"])
 
@@ -113,7 +111,7 @@ def batches(
       An iterator of dicts of i32[batch_size / num_parts, seq].
 
     Raises:
-      ValueError: There are fewer rows than `batch_size`, or `batch_size` is not divisible by
+      ValueError: there are fewer rows than `batch_size`, or `batch_size` is not divisible by
         `num_parts`.
     """
     part, num_parts = _own_part(part, num_parts)
@@ -195,6 +193,6 @@ def _identity(rows: Rows, batch_size: int, seed: int) -> str:
     for a in (rows.examples.tokens, rows.examples.counted, rows.order, rows.starts):
         checksum.update(np.ascontiguousarray(a).data)
     return (
-        f"{len(rows)} of {rows.seq}, batch_size {batch_size}, seed {seed}, "
-        f"checksum {checksum.hexdigest()}"
+        f"{len(rows)} of {rows.seq}, batch_size {batch_size}, seed {seed}, checksum "
+        f"{checksum.hexdigest()}"
     )

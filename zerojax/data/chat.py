@@ -89,7 +89,7 @@ class Template:
           limit: CPU time limit for rendering.
 
         Raises:
-          ValueError: The tokenizer has no template, or the template reads no option of a given
+          ValueError: the tokenizer has no template, or the template reads no option of a given
             name.
         """
         templates = tokenizer.chat_template
@@ -125,7 +125,7 @@ class Template:
         """Return the Jinja source of the template for a conversation with these tools, or without.
 
         Raises:
-          ValueError: The tokenizer has several templates, and none of them is for this case.
+          ValueError: the tokenizer has several templates, and none of them is for this case.
         """
         return self._tokenizer.get_chat_template(tools=tools)
 
@@ -137,7 +137,7 @@ class Template:
         """Return the text of a conversation; with `prompt`, up to where the next answer begins.
 
         Raises:
-          TemplateError: The template fails, exceeds its CPU time, or writes too much.
+          TemplateError: the template fails, exceeds its CPU time, or writes too much.
         """
         source = self.source(tools)
         call = functools.partial(
@@ -189,7 +189,7 @@ class Template:
         Arguments of tool calls become objects or JSON texts, and contents become parts or texts.
 
         Raises:
-          ValueError: The template does not read a field that an answer consists of.
+          ValueError: the template does not read a field that an answer consists of.
         """
         tools = conversation.tools
         source = self.source(tools)
@@ -198,8 +198,7 @@ class Template:
                 if message.get(key) and key not in source:
                     raise ValueError(
                         f"message {i} has {key!r}, which the chat template does not read, so it "
-                        "would "
-                        "be lost: use a template that reads it, or remove the message"
+                        "would be lost: use a template that reads it, or remove the message"
                     )
             if isinstance(message.get("content"), Mapping) and not re.search(
                 r"\bis\s+mapping\b", source
@@ -255,9 +254,9 @@ class Template:
         """Return the rendered conversation and the ranges of `answers`, found by its prefixes.
 
         Raises:
-          ContextError: The template renders the start of this conversation differently when more
+          ContextError: the template renders the start of this conversation differently when more
             follows.
-          ValueError: The conversation begins with an answer.
+          ValueError: the conversation begins with an answer.
         """
         whole = self.render(messages, tools)
         found = []
@@ -267,8 +266,7 @@ class Template:
             if before > after:
                 raise ContextError(
                     f"the chat template writes less with message {i}, an answer, than with a "
-                    "prompt "
-                    "for it"
+                    "prompt for it"
                 )
             found.append((before, after))
         return Rendered(whole, tuple(found))
@@ -281,7 +279,7 @@ class Template:
         The ranges include the messages' headers.
 
         Raises:
-          ContextError: The template renders the start of this conversation differently when more
+          ContextError: the template renders the start of this conversation differently when more
             follows.
         """
         return [
@@ -293,9 +291,9 @@ class Template:
         """Return the character of `whole` at which the answer to the messages `context` begins."""
         if not context:
             raise ValueError(
-                "the conversation begins with an answer, and a chat template without "
-                "{% generation %} marks does not show where that answer begins: put a user or "
-                "system message first"
+                "the conversation begins with an answer, and a chat template without {% generation "
+                "%} marks does not show where that answer begins: put a user or system message "
+                "first"
             )
         before = self.render(context, tools, prompt=True)
         _check_prefix(
@@ -332,7 +330,7 @@ def prompt_tokens(
       Token ids.
 
     Raises:
-      ValueError: The messages have another form, the tokenizer has no chat template, or the
+      ValueError: the messages have another form, the tokenizer has no chat template, or the
         template fails or does not end.
     """
     options = checked_options(template_options)
@@ -402,6 +400,5 @@ def _check_prefix(part: str, whole: str, what: str) -> None:
     raise ContextError(
         f"the chat template writes {what} differently when more follows: from character {at} it "
         f"writes {part[at : at + 40]!r}, but in the full conversation {whole[at : at + 40]!r}. So "
-        "the "
-        "model would not see this context when it answers"
+        "the model would not see this context when it answers"
     )

@@ -62,7 +62,7 @@ class ContentForms:
           source: Jinja source of the template.
 
         Raises:
-          EndlessError: The template does not end.
+          EndlessError: the template does not end.
         """
         forms = self._forms(messages, tools, source)
         in_parts = {role for role, form in forms.items() if form == "parts"}

@@ -56,7 +56,7 @@ def read_conversation(messages: Any, first: int, tools: Any) -> Conversation:
     """Check a conversation and return it; only answers from message `first` on may count.
 
     Raises:
-      ValueError: The conversation does not have the form; the error names the message and the key.
+      ValueError: the conversation does not have the form; the error names the message and the key.
     """
     _check_messages(messages)
     as_objects, as_texts, weights = [], [], []
@@ -96,7 +96,7 @@ def check_contents(messages: Any) -> None:
     """Check that messages have roles and valid contents.
 
     Raises:
-      ValueError: A message does not; the error names it.
+      ValueError: a message does not; the error names it.
     """
     _check_messages(messages)
     for i, message in enumerate(messages):
@@ -115,8 +115,7 @@ def _check_messages(messages: Any) -> None:
         if not isinstance(message.get("role"), str):
             raise ValueError(
                 f"message {i} has the keys {sorted(map(str, message))}, but 'role' and 'content' "
-                "are "
-                "needed"
+                "are needed"
             )
 
 
@@ -145,7 +144,7 @@ def check_json(value: Any, place: str, depth: int = 0) -> None:
     """Check that a value is JSON that a tokenizer can read.
 
     Raises:
-      ValueError: Some part of the value is not; the error names its place.
+      ValueError: some part of the value is not; the error names its place.
     """
     if depth > DEEPEST:
         raise ValueError(f"{place[:200]} is nested more than {DEEPEST} levels deep")
@@ -165,8 +164,7 @@ def check_json(value: Any, place: str, depth: int = 0) -> None:
     elif value is not None and not isinstance(value, bool | int | float):
         raise ValueError(
             f"{place} is a {type(value).__name__}, but JSON holds only texts, numbers, true, "
-            "false, "
-            "null, lists and objects"
+            "false, null, lists and objects"
         )
 
 
@@ -174,7 +172,7 @@ def check_text(text: str, place: str) -> None:
     """Check that a text can be encoded.
 
     Raises:
-      ValueError: The text holds half of a surrogate pair.
+      ValueError: the text holds half of a surrogate pair.
     """
     try:
         text.encode()

@@ -67,7 +67,7 @@ class CpuLimit:
         """Return the result of `call`.
 
         Raises:
-          OverrunError: The call took longer than the limit and was ended.
+          OverrunError: the call took longer than the limit and was ended.
         """
         if self._thread.ident is None:
             self._thread.start()

@@ -96,8 +96,7 @@ class Encoder:
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(
                 f"{type(tokenizer).__name__} does not map tokens to characters: use a fast "
-                "tokenizer, which the "
-                "tokenizers library implements (is_fast)"
+                "tokenizer, which the tokenizers library implements (is_fast)"
             )
         if not tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=False):
             raise ValueError(
@@ -122,7 +121,7 @@ class Encoder:
         """Yield the example of a record; with `each_answer`, one example per answer.
 
         Raises:
-          ValueError: The record has no known form, a value has a wrong type, or no token counts.
+          ValueError: the record has no known form, a value has a wrong type, or no token counts.
         """
         form = self._form_of(record)
         values = [record[key] for key in KEYS[form]]
@@ -279,7 +278,7 @@ class Encoder:
         For a message that calls a tool, a missing text is only a warning.
 
         Raises:
-          ValueError: The text is missing.
+          ValueError: the text is missing.
         """
         if _keeps(answer, text_of(message)):
             return
@@ -307,8 +306,8 @@ class Encoder:
         """Return the remedy if a template with marks does not show which answer is which."""
         if self._each_answer and not conversation.skipped:
             return (
-                "leave out each_answer=True, because the template's marks show which tokens "
-                "are answers"
+                "leave out each_answer=True, because the template's marks show which tokens are "
+                "answers"
             )
         return (
             "set tokenizer.chat_template to one that writes messages in the same way whatever "
@@ -331,8 +330,7 @@ class Encoder:
             ):
                 self.notices.add(
                     f"the chat template writes no thoughts ({', '.join(_THOUGHTS)}): the thoughts "
-                    "in "
-                    "the answers are lost"
+                    "in the answers are lost"
                 )
         if conversation.tools and "tools" not in source:
             self.notices.add("the chat template writes no tools: the record's tools are lost")
@@ -360,7 +358,6 @@ def _checked(example: Encoded) -> Encoded:
     if not example.counted[1:].any():
         raise ValueError(
             f"no token counts in the loss: of {len(example.tokens)} tokens none after the first "
-            "belongs to an answer, a completion or "
-            "a text, and nothing predicts the first token"
+            "belongs to an answer, a completion or a text, and nothing predicts the first token"
         )
     return example

@@ -119,7 +119,7 @@ def tokenize(
       The examples, in the order of the file.
 
     Raises:
-      ValueError: A record cannot be read, none of its tokens counts, or the chat template does not
+      ValueError: a record cannot be read, none of its tokens counts, or the chat template does not
         show which ones do; the error names the file and line, or the number of the example. Or the
         source has no records.
     """

@@ -23,7 +23,7 @@ class Folder:
         """Open a folder.
 
         Raises:
-          ValueError: The folder holds no data set, or no such split.
+          ValueError: the folder holds no data set, or no such split.
         """
         try:
             import datasets

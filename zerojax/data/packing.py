@@ -157,7 +157,7 @@ def pack(examples: Examples, seq: int, *, too_long: TooLong = "refuse") -> Rows:
       The packed rows.
 
     Raises:
-      ValueError: An example is too long, or none of its tokens counts after truncation (the error
+      ValueError: an example is too long, or none of its tokens counts after truncation (the error
         names its place), or no example is left.
     """
     if too_long not in get_args(TooLong):
@@ -188,8 +188,7 @@ def pack(examples: Examples, seq: int, *, too_long: TooLong = "refuse") -> Rows:
         raise ValueError(
             f"{examples.place(i)}: of its {lengths[i]} tokens only the first seq + 1 = {seq + 1} "
             f"are kept, and none of them counts in the loss. This affects {len(empty)} examples: "
-            "use a "
-            "longer seq, or too_long='drop'"
+            "use a longer seq, or too_long='drop'"
         )
     order, starts = best_fit(pieces - 1, seq)
     cuts = len(long) if too_long == "truncate" else 0

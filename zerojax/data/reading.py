@@ -41,7 +41,7 @@ class Source:
         """Yield (number, record); empty lines of a file are skipped.
 
         Raises:
-          ValueError: A line is not a JSON object, or the folder has no such split.
+          ValueError: a line is not a JSON object, or the folder has no such split.
         """
         return enumerate(Folder(self.path, self.split)) if self.path.is_dir() else self._lines()
 
@@ -49,7 +49,7 @@ class Source:
         """Return the number of records; empty lines of a file are included.
 
         Raises:
-          ValueError: The folder has no such split.
+          ValueError: the folder has no such split.
         """
         if self.path.is_dir():
             return len(Folder(self.path, self.split))
@@ -91,7 +91,7 @@ def source(path: str | os.PathLike[str], split: str | None = None) -> Source:
     """Return the source at a path; `~` is expanded to the user's home.
 
     Raises:
-      ValueError: The path is empty, does not exist, or is a pipe or a device, or `split` is given
+      ValueError: the path is empty, does not exist, or is a pipe or a device, or `split` is given
         for a file.
     """
     given = as_path(path)
@@ -106,8 +106,7 @@ def source(path: str | os.PathLike[str], split: str | None = None) -> Source:
     if not found.is_dir() and not found.is_file():
         raise ValueError(
             f"{found} is a pipe or a device, which cannot be read twice: write the records to a "
-            "file, "
-            "and give that"
+            "file, and give that"
         )
     if split is not None and not found.is_dir():
         raise ValueError(f"{found} is a file, which has no splits: leave out split={split!r}")

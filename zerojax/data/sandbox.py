@@ -66,7 +66,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Return the result of an operator.
 
         Raises:
-          TooLargeError: The result would be huge.
+          TooLargeError: the result would be huge.
         """
         if operator == "%" and isinstance(left, str):
             _check_widths(left, right if isinstance(right, tuple) else (right,))
@@ -84,7 +84,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Return the result of `~`.
 
         Raises:
-          TooLargeError: The result would be huge.
+          TooLargeError: the result would be huge.
         """
         _check_size("~", _length(values))
         return str_join(values)
@@ -93,7 +93,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Return the result of a function or a method.
 
         Raises:
-          TooLargeError: The result would be huge.
+          TooLargeError: the result would be huge.
         """
         method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
         owner = getattr(method, "__self__", None)

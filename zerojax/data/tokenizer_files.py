@@ -33,7 +33,7 @@ def load_tokenizer(
       The tokenizer that `AutoTokenizer` of transformers loads.
 
     Raises:
-      ValueError: The files of the tokenizer or of the template cannot be read.
+      ValueError: the files of the tokenizer or of the template cannot be read.
     """
     path = _folder(folder)
     try:
@@ -120,8 +120,8 @@ def _folder(folder: object) -> pathlib.Path:
     repo = name if re.fullmatch(r"[\w.-]+/[\w.-]+", name) else "OWNER/NAME"
     raise ValueError(
         f"folder={name!r}: no such folder; one that holds tokenizer.json is needed, because "
-        "nothing is downloaded here. To use a model of the Hugging Face Hub, download it first: "
-        f"hf download {repo} --local-dir FOLDER"
+        "nothing is downloaded here. To use a model of the Hugging Face Hub, download it first: hf "
+        f"download {repo} --local-dir FOLDER"
     )
 
 

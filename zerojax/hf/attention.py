@@ -215,7 +215,7 @@ def takes_cudnn(kind: Kind, target: Target, is_named: bool) -> bool:
       is_named: whether the user asked for cuDNN.
 
     Raises:
-      ValueError: The user asked for cuDNN, but it does not support this attention.
+      ValueError: the user asked for cuDNN, but it does not support this attention.
     """
     reason = _unsupported(kind, target)
     if reason is None and (device := _device_of(target)) is not None:

@@ -75,7 +75,7 @@ def check_base(
         models, but misses a single changed number.
 
     Raises:
-      CheckpointError: The folder holds another base; the error names the first tensors that differ.
+      CheckpointError: the folder holds another base; the error names the first tensors that differ.
     """
     compared = [name for name, source in sources.items() if source.is_frozen]
     differ = [name for name in compared if not _is_same(saved, base, name, sources[name], whole)]
@@ -272,7 +272,7 @@ def fingerprint(folder: str | os.PathLike[str]) -> str:
       folder: path of a folder with safetensors weights.
 
     Raises:
-      CheckpointError: The folder has no weights, or a file that its index names is missing or
+      CheckpointError: the folder has no weights, or a file that its index names is missing or
         cannot be read.
     """
     file, digest = open_weights(folder), hashlib.sha256()

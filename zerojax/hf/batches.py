@@ -48,15 +48,13 @@ def check_batch(batch: Any) -> None:
     if TOKENS not in batch:
         raise ValueError(
             f"a batch has {_listed(batch)}: 'tokens' are needed, and 'targets' for a loss, in "
-            "which each "
-            "target is the next token"
+            "which each target is the next token"
         )
     if unknown := [key for key in batch if key not in known]:
         raise ValueError(
             f"a batch has {_listed(unknown)}, which the model does not read: it reads "
             f"{_listed(OF_TOKENS)}; rename or remove the other keys. Mark padding by targets of "
-            "-1, and by "
-            "segment_ids of its own if tokens must not attend to it"
+            "-1, and by segment_ids of its own if tokens must not attend to it"
         )
     for name in OF_TOKENS:
         if name in batch:
@@ -111,8 +109,8 @@ def _check_array(name: str, array: Any, dims: tuple[str, ...]) -> None:
     if name == TARGETS and jnp.issubdtype(array.dtype, jnp.unsignedinteger):
         raise ValueError(
             f"batch['targets'] has dtype {array.dtype}, which cannot hold -1, the target that does "
-            "not count: "
-            "a -1 cast to it would count. Build the array as int32 from the original numbers"
+            "not count: a -1 cast to it would count. Build the array as int32 from the original "
+            "numbers"
         )
     if len(array.shape) != len(dims):
         raise ValueError(

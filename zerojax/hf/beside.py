@@ -69,7 +69,7 @@ def files_beside(folder: str | os.PathLike[str]) -> list[FileBeside]:
     """Return the files that an export copies from a model's folder.
 
     Raises:
-      ValueError: A link leads out of the folder or is broken, or an entry is neither a file nor a
+      ValueError: a link leads out of the folder or is broken, or an entry is neither a file nor a
         folder, or cannot be read.
     """
     given = os.fspath(folder)
@@ -141,8 +141,7 @@ class _Finder:
     def _error(self, name: str, fault: str) -> ValueError:
         return ValueError(
             f"{os.path.join(self._folder, name)} {fault}: an export copies all files next to the "
-            "weights. "
-            "Remove it, or replace it with the file itself"
+            "weights. Remove it, or replace it with the file itself"
         )
 
 
@@ -174,7 +173,7 @@ def copy_beside(
         copied unchanged.
 
     Raises:
-      OSError: A file cannot be read or written.
+      OSError: a file cannot be read or written.
     """
     for file in files:
         target = os.path.join(folder, file.name)
@@ -203,7 +202,7 @@ def end_tokens(folder: str | os.PathLike[str]) -> tuple[int, ...]:
       folder: path of a model's folder.
 
     Raises:
-      ValueError: The file is not a JSON object, or its `eos_token_id` is not a token id, a list of
+      ValueError: the file is not a JSON object, or its `eos_token_id` is not a token id, a list of
         token ids, or null.
     """
     path = os.path.join(os.path.expanduser(os.fspath(folder)), GENERATION)

@@ -190,7 +190,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
       folder: path of a folder that holds `config.json`.
 
     Raises:
-      ValueError: The file does not exist, or is not a JSON object.
+      ValueError: the file does not exist, or is not a JSON object.
     """
     path = os.path.join(os.fspath(folder), CONFIG)
     try:
@@ -204,8 +204,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(
             f"{path} cannot be read ({error.strerror}): a folder in the format of save_pretrained "
-            "is "
-            "needed"
+            "is needed"
         ) from error
     try:
         raw = parse_json(text)
@@ -225,7 +224,7 @@ def family_of(raw: Mapping[str, Any], families: Mapping[str, Family], where: str
       where: path of the file, for errors.
 
     Raises:
-      ValueError: The model is not supported; the error names the unsupported feature.
+      ValueError: the model is not supported; the error names the unsupported feature.
     """
     kind = raw.get("model_type")
     if not isinstance(kind, str):
@@ -252,8 +251,8 @@ def family_of(raw: Mapping[str, Any], families: Mapping[str, Family], where: str
             )
             raise ValueError(
                 f"{where}: its weights are quantized ({reprlib.repr(method)} in {key}): use the "
-                "original checkpoint in 16 or 32 bits, "
-                "and ZeroConfig(frozen_dtype='nf4' or 'int8') for a small frozen base"
+                "original checkpoint in 16 or 32 bits, and ZeroConfig(frozen_dtype='nf4' or "
+                "'int8') for a small frozen base"
             )
     if kind in families:
         return families[kind]
@@ -279,8 +278,7 @@ def _about_others(
     if isinstance(inner, str) and inner in families:
         return (
             f"{has}. Its language model belongs to a supported family, {inner!r}: "
-            "docs/fine_tuning.md shows how to save it alone, "
-            "as a separate folder"
+            "docs/fine_tuning.md shows how to save it alone, as a separate folder"
         )
     if isinstance(inner, str) and inner in NOT_BUILT:
         return f"{has}, and neither is its language model, {inner!r}, which has {NOT_BUILT[inner]}"
@@ -301,7 +299,7 @@ def decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> Decode
       where: path of the file, for errors.
 
     Raises:
-      ValueError: A key is missing or unknown, or its value is unsupported or invalid; the error
+      ValueError: a key is missing or unknown, or its value is unsupported or invalid; the error
         names the key.
     """
     try:
@@ -329,8 +327,7 @@ def _decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> Decod
     if head_dim % 2 or not head_dim:
         raise ValueError(
             f"head_dim={head_dim} (by default hidden_size={hidden} // "
-            f"num_attention_heads={heads}): an even width is needed, "
-            "because rotations act on pairs"
+            f"num_attention_heads={heads}): an even width is needed, because rotations act on pairs"
         )
     activation = value["hidden_activation"] or value["hidden_act"]
     if activation is None:

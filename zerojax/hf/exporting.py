@@ -90,10 +90,10 @@ def export_hf(
       ValueError: `out` exists, an option does not fit, the model of `like` is not supported, or the
         checkpoint has adapters and `merge_lora` is False. Or a file of `like` cannot be copied, or
         its `generation_config.json` is invalid; these are found before anything is written.
-      CheckpointError: There is no checkpoint, it holds another model than `like` or was trained on
+      CheckpointError: there is no checkpoint, it holds another model than `like` or was trained on
         another base, the `config.json` of `like` has other sizes than its weights (the error names
         the key), or the folder cannot be written. The error names the first tensors that differ.
-      DamagedError: The checkpoint is incomplete or damaged.
+      DamagedError: the checkpoint is incomplete or damaged.
     """
     shard_bytes = positive_number("shard_bytes", shard_bytes)
     kind = None if dtype is None else export_dtype(dtype).name
@@ -109,8 +109,7 @@ def export_hf(
         if adapters and not merge_lora:
             raise ValueError(
                 f"{saved.folder} holds adapters for {len(adapters) // 2} projections: merge them "
-                "by merge_lora=True, or "
-                "write only the adapters by zerojax.export_peft"
+                "by merge_lora=True, or write only the adapters by zerojax.export_peft"
             )
         if merge_lora and not adapters:
             raise ValueError(
@@ -132,7 +131,7 @@ def lora_of(saved: SavedState) -> Lora:
     """Return the adapters' options of a checkpoint's model.
 
     Raises:
-      CheckpointError: The checkpoint does not record them.
+      CheckpointError: the checkpoint does not record them.
     """
     told: Any = saved.about.get("lora")
     try:
@@ -140,8 +139,7 @@ def lora_of(saved: SavedState) -> Lora:
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(
             f"{saved.folder} does not record the rank and scale of its adapters, {told!r}: it was "
-            "not saved from a model of "
-            "zerojax.hf.model_of"
+            "not saved from a model of zerojax.hf.model_of"
         ) from error
 
 
@@ -157,7 +155,7 @@ def _sources(
     Of the frozen weights, a sample is compared.
 
     Raises:
-      CheckpointError: The folder holds another model or another base; the error names the
+      CheckpointError: the folder holds another model or another base; the error names the
         difference.
     """
     sources = sources_of(saved, base, leaves, like, families)
@@ -165,8 +163,8 @@ def _sources(
     if told := about_difference({DECODER: config_of(like, families).computes()}, saved.about):
         raise CheckpointError(
             f"{saved.folder} was trained with {told[0]}, but "
-            f"{os.path.join(os.fspath(like), CONFIG)} has {told[1]}: pass "
-            "the folder that it was trained from as `like`"
+            f"{os.path.join(os.fspath(like), CONFIG)} has {told[1]}: pass the folder that it was "
+            "trained from as `like`"
         )
     check_base(saved, base, sources, like, whole=False)
     return sources
@@ -311,10 +309,10 @@ def export_peft(
     Raises:
       ValueError: `out` exists, `dtype` is not supported, the model of `like` is not supported, or
         weights other than adapters were trained.
-      CheckpointError: There is no checkpoint, it has no adapters, they were trained on another base
+      CheckpointError: there is no checkpoint, it has no adapters, they were trained on another base
         than `like`, or the `config.json` of `like` has other sizes than its weights (the error
         names the key).
-      DamagedError: The checkpoint is incomplete or damaged.
+      DamagedError: the checkpoint is incomplete or damaged.
     """
     kind = export_dtype(dtype)
     like = os.path.expanduser(os.fspath(like))
@@ -334,8 +332,8 @@ def export_peft(
         if trained:
             raise ValueError(
                 f"{saved.folder} holds trained weights in addition to the adapters: "
-                f"{first_few(sorted(trained))}. PEFT's "
-                "file would lack them: write everything by zerojax.export_hf(merge_lora=True)"
+                f"{first_few(sorted(trained))}. PEFT's file would lack them: write everything by "
+                "zerojax.export_hf(merge_lora=True)"
             )
         lora = lora_of(saved)
         found: dict[str, tuple[str, int]] = {}

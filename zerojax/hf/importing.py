@@ -64,14 +64,14 @@ def import_hf(
       The state at step 0, as `zerojax.import_params` returns it.
 
     Raises:
-      ValueError: The folder's model is not supported, its head is tied but differs from the
+      ValueError: the folder's model is not supported, its head is tied but differs from the
         embedding, or `key` is not a random key.
-      CheckpointError: The folder has no such files, its config describes another computation than
+      CheckpointError: the folder has no such files, its config describes another computation than
         the program's model or other sizes than the tensors (the error names the key), or tensors
         are missing, unknown or misshapen, or hold NaN, infinities, or numbers beyond the compute
         dtype (the error names the first ones).
-      DamagedError: A file cannot be read.
-      SwapError: The program's disk is too small, or failed.
+      DamagedError: a file cannot be read.
+      SwapError: the program's disk is too small, or failed.
     """
     if not isinstance(program.model, LayeredModel):
         raise ValueError(
@@ -98,8 +98,8 @@ def _check_config(model: LayeredModel, folder: str, families: Mapping[str, Famil
     if told := about_difference(model.about or {}, made):
         raise CheckpointError(
             f"{os.path.join(folder, CONFIG)} has {told[0]}, but this program's model has "
-            f"{told[1]}: build the model from "
-            "this folder (zerojax.hf.model_of), or import the folder that it was built from"
+            f"{told[1]}: build the model from this folder (zerojax.hf.model_of), or import the "
+            "folder that it was built from"
         )
 
 
@@ -142,8 +142,8 @@ def _check_tied(folder: str | os.PathLike[str], names: Mapping[str, Any]) -> Non
     if not is_same:
         raise ValueError(
             f"{os.path.join(os.fspath(folder), CONFIG)} has tie_word_embeddings=true, but {head} "
-            f"differs from {table}: set it to "
-            "false if the model has a head of its own, or remove that tensor from the files"
+            f"differs from {table}: set it to false if the model has a head of its own, or remove "
+            "that tensor from the files"
         )
 
 
@@ -161,7 +161,7 @@ def names_of(
       A table like `Family.names`.
 
     Raises:
-      ValueError: The folder's model is not supported.
+      ValueError: the folder's model is not supported.
     """
     raw, where = read_config(folder), os.path.join(os.fspath(folder), CONFIG)
     family = family_of(raw, families, where)
@@ -261,7 +261,7 @@ def check_sizes(
         shapes and the number of layers are compared.
 
     Raises:
-      CheckpointError: A size or the number of layers differs (the error names the key), or a tensor
+      CheckpointError: a size or the number of layers differs (the error names the key), or a tensor
         is missing or superfluous (the error names it).
     """
     place_of, params = renaming(names), params_of(config)
@@ -278,8 +278,8 @@ def check_sizes(
         differences += _presence(places, params, names, config.layers)
     if differences:
         raise CheckpointError(
-            f"{where} does not describe the weights next to it: {first_few(differences)}. "
-            "Use the config.json that belongs to them"
+            f"{where} does not describe the weights next to it: {first_few(differences)}. Use the "
+            "config.json that belongs to them"
         )
 
 

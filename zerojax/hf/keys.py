@@ -246,7 +246,7 @@ def check_keys(
       where: path of the file.
 
     Raises:
-      ValueError: A key is unknown or enables an unsupported feature; the error names it.
+      ValueError: a key is unknown or enables an unsupported feature; the error names it.
     """
     unknown, neutral = [], []
     for key, value in given.items():

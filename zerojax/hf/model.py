@@ -72,7 +72,7 @@ def model_of(
       The model; its parameters do not exist yet.
 
     Raises:
-      ValueError: The folder's model is not supported, or an option does not fit; the error names
+      ValueError: the folder's model is not supported, or an option does not fit; the error names
         it. Mixtures of experts, vision, quantized checkpoints, unknown kinds of rotary embeddings,
         and unknown keys of `config.json` that may change what is computed are refused.
     """
@@ -121,7 +121,7 @@ def config_of(
       families: model families by `model_type`.
 
     Raises:
-      ValueError: The folder's model is not supported.
+      ValueError: the folder's model is not supported.
     """
     folder = os.path.expanduser(os.fspath(folder))
     raw, where = read_config(folder), os.path.join(os.fspath(folder), CONFIG)

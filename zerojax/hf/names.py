@@ -180,7 +180,7 @@ class Lora:
       dropout: fraction of A's input that is dropped in training.
 
     Raises:
-      ValueError: A number is out of range, or a target is unknown.
+      ValueError: a number is out of range, or a target is unknown.
     """
 
     rank: int
@@ -196,8 +196,7 @@ class Lora:
         if alpha is None or alpha <= 0:
             raise ValueError(
                 f"alpha={self.alpha!r} of a Lora: a positive number is needed; alpha / rank scales "
-                "the "
-                "adapters"
+                "the adapters"
             )
         if dropout is None or not 0 <= dropout < 1:
             raise ValueError(
@@ -215,8 +214,7 @@ class Lora:
         ):
             raise ValueError(
                 f"targets={self.targets!r} of a Lora: a tuple of names is needed, such as "
-                "('q_proj',), "
-                "or 'all'"
+                "('q_proj',), or 'all'"
             )
         if unknown := sorted(set(targets) - set(PROJECTIONS)):
             raise ValueError(

@@ -82,7 +82,7 @@ def rope_of(field: Field, *, theta: float, head_dim: int, max_positions: int) ->
         it.
 
     Raises:
-      ValueError: The type is unknown, or a key is unknown to it, missing, of a wrong type, or out
+      ValueError: the type is unknown, or a key is unknown to it, missing, of a wrong type, or out
         of range.
     """
     given = read_object(field)
@@ -95,8 +95,7 @@ def rope_of(field: Field, *, theta: float, head_dim: int, max_positions: int) ->
     ):
         raise ValueError(
             f"{field.name}.partial_rotary_factor={reprlib.repr(given['partial_rotary_factor'])}: "
-            "only 1 is allowed, because "
-            "rotating a part of each head is not supported"
+            "only 1 is allowed, because rotating a part of each head is not supported"
         )
     ignored = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     # The plain type ignores `factor`.

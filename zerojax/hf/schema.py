@@ -40,7 +40,7 @@ def read_number(
       below: exclusive upper bound.
 
     Raises:
-      FieldError: The value is not such a number.
+      FieldError: the value is not such a number.
     """
     value = field.value
     bounds = [f"from {least:g}"] if least > -math.inf else []
@@ -164,7 +164,7 @@ def values(
         says.
 
     Raises:
-      FieldError: A value is missing, has a wrong type, or is out of range.
+      FieldError: a value is missing, has a wrong type, or is out of range.
     """
     return {
         name: value_of(name, key, given if name in reads else {}, defaults)
@@ -185,7 +185,7 @@ def value_of(
       where: name of the inner object that contains the key, or empty.
 
     Raises:
-      FieldError: The value is missing, has a wrong type, or is out of range.
+      FieldError: the value is missing, has a wrong type, or is out of range.
     """
     is_there = name in given and not (given[name] is None and key.null == "default")
     value = given[name] if is_there else defaults.get(name)

@@ -80,7 +80,7 @@ def sources_of(
       families: model families by `model_type`, as for `zerojax.hf.model_of`.
 
     Raises:
-      CheckpointError: A tensor has no parameter, its shape differs, or a weight has no tensor in
+      CheckpointError: a tensor has no parameter, its shape differs, or a weight has no tensor in
         `like`; the error names the first ones.
     """
     is_tiled = any(
@@ -136,7 +136,7 @@ def _encoded(saved: SavedState, source: Source) -> Source:
     The layout follows from the names and shapes of the arrays.
 
     Raises:
-      ValueError: A weight of this shape would have other arrays.
+      ValueError: a weight of this shape would have other arrays.
     """
     found = {}
     for name in saved.leaves:
@@ -173,7 +173,7 @@ def _retiled(saved: SavedState, source: Source) -> Any:
     """Return a reader of a tiled weight in its untiled shape.
 
     Raises:
-      ValueError: The shapes do not fit.
+      ValueError: the shapes do not fit.
     """
     leaf = saved.leaves[source.leaf]
     shapes = {name: other.shape for name, other in saved.leaves.items()}

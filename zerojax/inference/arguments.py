@@ -20,7 +20,7 @@ def checked_prompts(prompts: Any) -> list[np.ndarray]:
     """Return each prompt's tokens, i32[T].
 
     Raises:
-      ValueError: There are no prompts, or one is not a list of tokens, is empty, or has a token out
+      ValueError: there are no prompts, or one is not a list of tokens, is empty, or has a token out
         of range.
     """
     if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):

@@ -62,7 +62,7 @@ def perplexity(
       The loss, its perplexity, and the number of counted targets.
 
     Raises:
-      ValueError: No target counts.
+      ValueError: no target counts.
     """
     losses, weights, total_weights = [], [], []
     for batch in batches:

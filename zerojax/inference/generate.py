@@ -76,7 +76,7 @@ def generate(
       The new tokens of each prompt, i32, including the token that ended it.
 
     Raises:
-      ValueError: An argument has a wrong type or is out of range, or the model does not support
+      ValueError: an argument has a wrong type or is out of range, or the model does not support
         this use; the error names the argument.
     """
     rows = checked_prompts(prompts)
@@ -132,8 +132,7 @@ def _check_vocabulary(prompts: Sequence[np.ndarray], ends: np.ndarray, vocab: in
     if ends.size and ends.max() >= vocab:
         raise ValueError(
             f"eos has token {ends.max()}, but the model has {vocab} tokens, counted from 0, so no "
-            "row would end with it: use the token "
-            "of this model's tokenizer"
+            "row would end with it: use the token of this model's tokenizer"
         )
 
 

@@ -61,7 +61,7 @@ class AxisNames:
         """Use the given rules, or else those of `flax.linen.logical_axis_rules` in scope.
 
         Raises:
-          ValueError: A rule is not a pair of a name and axes.
+          ValueError: a rule is not a pair of a name and axes.
         """
         given = rules if rules is not None else (flax.core.spmd.get_logical_axis_rules() or None)
         for rule in given or ():
@@ -85,7 +85,7 @@ class AxisNames:
           rules_of_leaf: rules in the parameter's annotation; they apply after the model's rules.
 
         Raises:
-          ValueError: A rule refuses a name.
+          ValueError: a rule refuses a name.
         """
         rules = (*(self.rules or ()), *((name, _entry(axes)) for name, axes in rules_of_leaf or ()))
         has_rules = self.rules is not None or rules_of_leaf is not None

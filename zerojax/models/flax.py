@@ -148,7 +148,7 @@ def from_flax(
       A `zerojax.Model` if `module` is given, else a `zerojax.LayeredModel`.
 
     Raises:
-      ValueError: Neither form is complete, a module instance is given where a function is needed,
+      ValueError: neither form is complete, a module instance is given where a function is needed,
         `axis_rules` refuses a name, no module has a collection of `mutable`, or `trainable` matches
         nothing.
     """

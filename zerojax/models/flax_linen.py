@@ -48,8 +48,7 @@ class LinenPart:
         if OVERWRITTEN in self.collections and name != "module":
             raise ValueError(
                 f"{name} holds {OVERWRITTEN!r}, which is replaced by its gradient: only a full "
-                "model, from_flax(module, loss), "
-                "supports this, not the layered form"
+                "model, from_flax(module, loss), supports this, not the layered form"
             )
         self.init_state = self._init_state if self.collections else None
         boxed = variables.get("params", {})

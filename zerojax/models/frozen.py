@@ -29,7 +29,7 @@ def frozen_flags(model: Model | LayeredModel, abstract_params: Params) -> Any:
       abstract_params: parameters, abstract or not.
 
     Raises:
-      ValueError: There are no parameters, or none to train; a leaf is neither floating, integer nor
+      ValueError: there are no parameters, or none to train; a leaf is neither floating, integer nor
         boolean; or `model.frozen` does not have the structure of the parameters, or holds a leaf
         that is not a bool.
     """
@@ -49,8 +49,7 @@ def frozen_flags(model: Model | LayeredModel, abstract_params: Params) -> Any:
     ]:
         raise ValueError(
             "parameters must be floating, or integers or booleans, which are frozen; but "
-            f"{', '.join(wrong)} are not: keep such "
-            "arrays out of the tree"
+            f"{', '.join(wrong)} are not: keep such arrays out of the tree"
         )
     flags = _named(model, abstract_params)
     for name, flag in zip(names, flags, strict=True):
@@ -62,8 +61,7 @@ def frozen_flags(model: Model | LayeredModel, abstract_params: Params) -> Any:
     if all(flags):
         raise ValueError(
             f"all {len(flags)} parameter leaves are frozen, so nothing is left to train: `frozen` "
-            "of the model is True, "
-            "or marks every floating leaf"
+            "of the model is True, or marks every floating leaf"
         )
     return jax.tree.unflatten(jax.tree.structure(abstract_params), flags)
 
@@ -88,7 +86,7 @@ def _named(model: Model | LayeredModel, params: Params) -> list[Any]:
         flags = jax.tree.map(lambda flag, sub: jax.tree.map(lambda _: flag, sub), frozen, params)
     except (ValueError, TypeError, AttributeError) as e:
         raise ValueError(
-            "frozen must mirror the parameters (for 'block', which is 'blocks' "
-            f"here, of one layer), or be a prefix of it: {e}"
+            "frozen must mirror the parameters (for 'block', which is 'blocks' here, of one "
+            f"layer), or be a prefix of it: {e}"
         ) from e
     return jax.tree.leaves(flags)

@@ -112,8 +112,8 @@ def as_loss(out: Any, what: str = "the loss") -> Loss:
         if len(leaves) != 1 or leaves[0] is not out:
             raise ValueError(
                 f"{what} must be one scalar, (scalar, aux) or a zj.Loss, got "
-                f"{jax.tree.structure(out)}; return only the mean loss, "
-                "or with it a tree of metrics"
+                f"{jax.tree.structure(out)}; return only the mean loss, or with it a tree of "
+                "metrics"
             )
         out = Loss(out)
     _check_scalar(out.total, what)
@@ -218,7 +218,7 @@ def joined(first: Metrics, second: Metrics) -> Metrics:
     """Return the metrics of a loss and of its blocks.
 
     Raises:
-      ValueError: Both have a metric of the same name.
+      ValueError: both have a metric of the same name.
     """
     if both := sorted(set(first) & set(second)):
         raise ValueError(
@@ -233,7 +233,7 @@ def together(added: Sequence["Loss | None"]) -> "Loss | None":
     A metric that several stacks have is averaged over the layers of all these stacks.
 
     Raises:
-      ValueError: Such a metric has another structure or other shapes in each stack.
+      ValueError: such a metric has another structure or other shapes in each stack.
     """
     given = [loss for loss in added if loss is not None]
     if len(given) < 2:

@@ -149,7 +149,7 @@ def _arrays(tree: Any, what: str) -> Any:
     """Return a tree whose numbers are converted to arrays.
 
     Raises:
-      ValueError: A leaf is not a number or an array.
+      ValueError: a leaf is not a number or an array.
     """
 
     def array(path: Any, leaf: Any) -> Array:
@@ -424,7 +424,7 @@ def check_block(model: LayeredModel, params: Params, x: Any, key: Any, given: Gi
       given: abstract further inputs.
 
     Raises:
-      ValueError: The output of the block differs from its input in structure, shape or dtype.
+      ValueError: the output of the block differs from its input in structure, shape or dtype.
     """
     # Checked before the scan, whose own error would mention its carry. The usual cause is a
     # promotion to float32.
@@ -438,12 +438,12 @@ def check_block(model: LayeredModel, params: Params, x: Any, key: Any, given: Gi
         ):
             raise ValueError(
                 "a block that returns more than x must return (x, zerojax.Loss(total, "
-                "metrics={...})): its addition to the loss, and its "
-                f"metrics; it returned {after} for {before}"
+                "metrics={...})): its addition to the loss, and its metrics; it returned "
+                f"{after} for {before}"
             )
         raise ValueError(
-            f"a block must return x as it got it: x is {before} before and {after} after; "
-            "cast x to the compute dtype in embed, or the result in block"
+            f"a block must return x as it got it: x is {before} before and {after} after; cast x "
+            "to the compute dtype in embed, or the result in block"
         )
     return out
 
@@ -463,7 +463,7 @@ def whole_weight(
       model_state: state of the model before the step.
 
     Raises:
-      ValueError: The weight depends on the model's state, which each microbatch changes.
+      ValueError: the weight depends on the model's state, which each microbatch changes.
     """
     first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), pieces)
     closed, weight = jax.make_jaxpr(weight_of, return_shape=True)(first, model_state)

@@ -56,7 +56,7 @@ def with_specs(model: Any, rules: Mapping[Any, PartitionSpec | None]) -> Any:
       and dims that are not divisible.
 
     Raises:
-      ValueError: A rule is not a regular expression, or matches no leaf; two rules match one leaf;
+      ValueError: a rule is not a regular expression, or matches no leaf; two rules match one leaf;
         or a spec has more entries than the leaf has dims, names an axis twice, or names `fsdp`,
         whose dims ZeRO chooses.
     """
