@@ -67,7 +67,7 @@ def test_what_was_dropped_is_logged_once(caplog):
         others.stacked(None)
     (record,) = [r for r in caplog.records if "axes" in r.getMessage()]
     assert (
-        "'layers' (no rule knows it) of 2 parameters, 'data' (ZeRO assigns it) of 2 parameters"
+        "'layers' (no rule for it) of 2 parameters, 'data' (ZeRO assigns it) of 2 parameters"
         in record.getMessage()
     )
     assert record.levelno == logging.WARNING

@@ -124,8 +124,8 @@ class ContentForms:
     ) -> dict[str, Form]:
         """Return the forms of unknown roles.
 
-        Of the combinations that write the most of these roles, the first one with the fewest roles
-        in parts is chosen.
+        It chooses the combination that writes the most of these roles; among equals, the one with
+        the fewest roles in parts.
         """
         before = {role for role, form in known.items() if form == "parts"}
         words = {i: f"zqprobe{i}zq" for i in tried}

@@ -269,7 +269,7 @@ class Block(nnx.Module):
 
 
 class Embed(nnx.Module):
-    """tokens[B, T] -> x[B, T, H]."""
+    """The embedding: tokens[B, T] -> x[B, T, H]."""
 
     def __init__(self, c: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         """Create the embedding [V, H]."""

@@ -152,7 +152,7 @@ def _sources(
 ) -> dict[str, Source]:
     """Return the parameter of each tensor of a folder, after comparing config and frozen weights.
 
-    Of the frozen weights, a sample is compared.
+    Only a sample of the frozen weights is compared.
 
     Raises:
       CheckpointError: the folder holds another model or another base; the error names the

@@ -37,7 +37,7 @@ class Evaluation:
 
 
 def counted_targets(batch: Mapping[str, Any]) -> Any:
-    """Return the number of `targets` in a batch that count, i.e. that are not negative."""
+    """Return the number of `targets` in a batch that count: the ones that are not negative."""
     return (batch["targets"] >= 0).sum()
 
 

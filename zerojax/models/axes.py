@@ -43,7 +43,7 @@ logger = logging.getLogger("zerojax")
 Rules = Sequence[tuple[str, Any]]
 
 ANY_NAME, REFUSE = "*", "refuse"
-ZERO_ASSIGNS, UNKNOWN = "ZeRO assigns it", "no rule knows it"
+ZERO_ASSIGNS, UNKNOWN = "ZeRO assigns it", "no rule for it"
 
 
 class AxisNames:
@@ -142,7 +142,7 @@ class AxisNames:
             unknown = any(why != ZERO_ASSIGNS for _, why in self._dropped)
             logger.log(
                 logging.WARNING if unknown else logging.INFO,
-                "names of axes that were dropped: %s",
+                "dropped axis names: %s",
                 names,
             )
 

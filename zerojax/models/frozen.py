@@ -86,7 +86,7 @@ def _named(model: Model | LayeredModel, params: Params) -> list[Any]:
         flags = jax.tree.map(lambda flag, sub: jax.tree.map(lambda _: flag, sub), frozen, params)
     except (ValueError, TypeError, AttributeError) as e:
         raise ValueError(
-            "frozen must mirror the parameters (for 'block', which is 'blocks' here, of one "
-            f"layer), or be a prefix of it: {e}"
+            "frozen must mirror the parameters (for 'block', which is 'blocks' here, the "
+            f"parameters of one layer), or be a prefix of their tree: {e}"
         ) from e
     return jax.tree.leaves(flags)
