@@ -51,7 +51,8 @@ def test_a_length_in_the_config_that_is_no_number_is_refused_when_loading(tmp_pa
         json.dumps(config | {"model_max_length": value})
     )
     with pytest.raises(
-        ValueError, match=r"tokenizer_config\.json: model_max_length is .*: a number or null is needed"
+        ValueError,
+        match=r"tokenizer_config\.json: model_max_length is .*: a number or null is needed",
     ):
         data.load_tokenizer(tmp_path)
 

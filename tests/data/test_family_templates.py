@@ -144,7 +144,9 @@ def test_a_template_as_the_advice_says_is_taken(tmp_path, each_answer):
 
 def test_advice_is_for_each_answer_where_that_works(tmp_path):
     record = conversation("hi", "<think>\nHm.\n</think>yes", "why?", "<think>\nSo.\n</think>no!")
-    with pytest.raises(ValueError, match=r"use each_answer=True, which makes one example per answer$"):
+    with pytest.raises(
+        ValueError, match=r"use each_answer=True, which makes one example per answer$"
+    ):
         texts(tmp_path, QWQ.tokenizer(), record)
     found = texts(tmp_path, QWQ.tokenizer(), record, each_answer=True)
     assert found == ["Hm.\n</think>yes<|im_end|>\n", "So.\n</think>no!<|im_end|>\n"]

@@ -99,7 +99,10 @@ REFUSED = {
     "size": ({"hidden_size": "48"}, "hidden_size is '48', and an integer, from 1"),
     "missing": ({"vocab_size": None}, "vocab_size is None, and an integer, from 1"),
     "odd heads": ({"head_dim": 5}, "head_dim=5 .*: an even width is needed"),
-    "pad": ({"pad_token_id": 96}, "pad_token_id=96: null is needed, or a token below vocab_size=96"),
+    "pad": (
+        {"pad_token_id": 96},
+        "pad_token_id=96: null is needed, or a token below vocab_size=96",
+    ),
     # types and ranges
     "eps": (
         {"rms_norm_eps": float("nan")},
@@ -240,7 +243,10 @@ REFUSED = {
         "attention_dropout=nan: dropout is not supported",
     ),
     "rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: rotating a part"),
-    "pruned": ({"pruned_heads": {"0": [1]}}, "pruned_heads={'0': .*: pruned heads are not supported"),
+    "pruned": (
+        {"pruned_heads": {"0": [1]}},
+        "pruned_heads={'0': .*: pruned heads are not supported",
+    ),
     "layers of their own": (
         {"per_layer_config": {"1": {"hidden_size": 3}}},
         "per_layer_config=.*: sizes that differ",

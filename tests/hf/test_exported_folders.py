@@ -42,7 +42,9 @@ def test_a_head_that_is_said_to_be_tied_and_is_another_is_refused(tmp_path):
         save_file(found | {"lm_head.weight": table}, file, {"format": "pt"})
         assert zj.import_hf(program, tmp_path / "like", key=jax.random.key(0)).step == 0
         save_file(found | {"lm_head.weight": table * 2}, file, {"format": "pt"})
-        with pytest.raises(ValueError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        with pytest.raises(
+            ValueError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"
+        ):
             zj.import_hf(program, tmp_path / "like", key=jax.random.key(0))
 
 

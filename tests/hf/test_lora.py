@@ -304,7 +304,7 @@ def test_another_base_of_the_same_shapes_is_not_merged_onto(
         (3, slice(16)),
     )
     zj.export_peft(ckpt, tmp_path / "others", like=like)
-    with pytest.raises(zj.CheckpointError, match=f"that differ: {name}. Give"):
+    with pytest.raises(zj.CheckpointError, match=f"that differ: {name}. Pass"):
         zj.export_hf(ckpt, out, like=like, merge_lora=True)
     assert not out.exists()
 

@@ -61,7 +61,8 @@ def test_an_export_names_the_key_of_another_size(saved, tmp_path, key):
     like = like_with(saved, tmp_path, **{key: value})
     for export, checkpoint in ((zj.export_hf, "whole"), (zj.export_peft, "adapters")):
         with pytest.raises(
-            zj.CheckpointError, match=rf"config\.json does not describe the weights next to it: .*{message}"
+            zj.CheckpointError,
+            match=rf"config\.json does not describe the weights next to it: .*{message}",
         ):
             export(saved / checkpoint, tmp_path / "out", like=like)
         assert not (tmp_path / "out").exists()

@@ -258,7 +258,7 @@ def test_ends_outside_of_the_vocabulary_are_refused(use_cache):
     with build(decoder.generator()) as program:
         state = program.init(jax.random.key(0))
         with pytest.raises(
-            ValueError, match=r"eos has token 4000, and the model has \d+, counted from 0"
+            ValueError, match=r"eos has token 4000, but the model has \d+ tokens, counted from 0"
         ):
             zj.generate(program, state, PROMPTS, 2, eos=[1, 4000], use_cache=use_cache)
 
@@ -278,7 +278,7 @@ def test_models_without_logits_or_cache_are_told(tmp_path):
         dataclasses.replace(decoder.generator(), init_state={"head": lambda key: 0})
     with (
         build(fields={**ON_DISK, "swap_dir": tmp_path}) as program,
-        pytest.raises(ValueError, match="layers are loaded to the device"),
+        pytest.raises(ValueError, match="layers come to the device"),
     ):
         program.apply_cached(None, {}, None, 8)
     with pytest.raises(ValueError, match="needs a LayeredModel with cache= and predict="):

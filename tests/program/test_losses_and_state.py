@@ -226,7 +226,7 @@ def test_a_blocks_loss_has_no_weight_and_names_of_its_own():
         return dataclasses.replace(full_model.model(), block=block)
 
     (batch,) = full_model.batches(1)
-    with pytest.raises(ValueError, match="has a weight: what a block adds"):
+    with pytest.raises(ValueError, match="has a weight, but its addition to the loss"):
         zj.build_train_step(
             block_with(weight=1.0), TX, zj.ZeroConfig(), zj.make_mesh(fsdp=8), batch=batch
         )
@@ -259,7 +259,7 @@ def test_a_block_that_returns_a_scalar_or_takes_too_little_is_told_so():
     scalar = dataclasses.replace(
         toys.layered(), block=lambda p, x, key: (toys.block(p, x, key), x.mean())
     )
-    with pytest.raises(ValueError, match=r"returns \(x, zerojax.Loss"):
+    with pytest.raises(ValueError, match=r"must return \(x, zerojax.Loss"):
         zj.build_train_step(scalar, TX, zj.ZeroConfig(stage=0), zj.make_mesh(fsdp=8), batch=batch)
     with pytest.raises(
         ValueError,
@@ -275,7 +275,8 @@ def test_per_layer_and_init_state_are_checked_when_the_model_is_made():
         with pytest.raises(ValueError, match="init_state must be a dict of functions"):
             dataclasses.replace(full_model.model(), init_state=wrong)
     with pytest.raises(
-        ValueError, match=r"per_layer\['scale'\] has shape \(2,\): dim 0 must be the number of layers, 3"
+        ValueError,
+        match=r"per_layer\['scale'\] has shape \(2,\): dim 0 must be the number of layers, 3",
     ):
         dataclasses.replace(full_model.model(), per_layer={"scale": np.ones(2)})
     with pytest.raises(ValueError, match=r"init_state has keys \['blocks'\]"):

@@ -142,7 +142,7 @@ class AxisNames:
             unknown = any(why != ZERO_ASSIGNS for _, why in self._dropped)
             logger.log(
                 logging.WARNING if unknown else logging.INFO,
-                "dropped axis names: %s",
+                "dropped names of axes: %s",
                 names,
             )
 
