@@ -153,14 +153,14 @@ def test_simulate_prints_predictions_at_the_rates_given(tmp_path, capsys):
 
 
 def test_errors_of_an_export_name_options(tmp_path, capsys, monkeypatch):
-    said = "merge them by merge_lora=True, or write them alone by zerojax.export_peft; give it as `like`"
+    said = "merge them by merge_lora=True, or write only the adapters by zerojax.export_peft; give it as `like`"
     monkeypatch.setattr(
         commands, "export_hf", lambda *args, **options: (_ for _ in ()).throw(ValueError(said))
     )
     with pytest.raises(SystemExit, match="2"):
         cli.main(["export", str(tmp_path), "out", "--format", "hf", "--like", "folder"])
     assert (
-        "by --merge-lora, or write them alone by --format peft; give it as --like\n"
+        "by --merge-lora, or write only the adapters by --format peft; give it as --like\n"
         in capsys.readouterr().err
     )
 

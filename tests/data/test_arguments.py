@@ -19,7 +19,7 @@ ONE = conversation("hi", "yes")
         ("/tmp/no/such/folder", "folder='/tmp/no/such/folder': no such folder; .*nothing is downloaded"),
         ("meta-llama/Llama-3", "no such folder; .*nothing is downloaded.*hf download meta-llama/Llama-3 "),
         ("~/no-such-folder", "folder='~/no-such-folder': no such folder"),
-        ("/dev/null", "folder='/dev/null' is no folder"),
+        ("/dev/null", "folder='/dev/null' is not a folder"),
         (None, "folder=None: the path of a folder is needed"),
         (3, "folder=3: the path of a folder is needed"),
         (b"/tmp", "folder=b'/tmp': the path of a folder is needed"),
@@ -51,7 +51,8 @@ def test_a_length_in_the_config_that_is_no_number_is_refused_when_loading(tmp_pa
         json.dumps(config | {"model_max_length": value})
     )
     with pytest.raises(
-        ValueError, match=r"tokenizer_config\.json: model_max_length is .*: a number is needed"
+        ValueError,
+        match=r"tokenizer_config\.json: model_max_length is .*: a number or null is needed",
     ):
         data.load_tokenizer(tmp_path)
 
@@ -97,11 +98,11 @@ def test_a_path_is_a_text_or_a_path(path):
         ([1], r"template_options=\[1\]: an object of names and values is needed"),
         ([], r"template_options=\[\]: an object"),
         ("a", "template_options='a': an object"),
-        ({3: 1}, "template_options: 3 is no name that a template can read"),
-        ({"messages": []}, "template_options: 'messages' is no name"),
-        ({"conversations": []}, "template_options: 'conversations' is no name"),
-        ({"self": 1}, "template_options: 'self' is no name"),
-        ({"a b": 1}, "template_options: 'a b' is no name"),
+        ({3: 1}, "template_options: 3 is not a name that a template can read"),
+        ({"messages": []}, "template_options: 'messages' is not a name"),
+        ({"conversations": []}, "template_options: 'conversations' is not a name"),
+        ({"self": 1}, "template_options: 'self' is not a name"),
+        ({"a b": 1}, "template_options: 'a b' is not a name"),
     ],
 )
 def test_template_options_are_refused_before_a_file_is_read(tmp_path, options, words):

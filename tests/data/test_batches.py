@@ -81,7 +81,7 @@ def test_each_row_is_evaluated_once_and_padding_counts_nothing():
 def test_batches_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="24 rows are too few for a batch of 25"):
         data.batches(ROWS, 25)
-    with pytest.raises(ValueError, match="a batch of 9 rows does not divide by 2 processes"):
+    with pytest.raises(ValueError, match="batch_size=9 is not divisible by 2 processes"):
         data.batches(ROWS, 9, part=0, num_parts=2)
     with pytest.raises(ValueError, match="part=2 of num_parts=2"):
         data.batches_once(ROWS, 8, part=2, num_parts=2)

@@ -144,7 +144,9 @@ def test_a_template_as_the_advice_says_is_taken(tmp_path, each_answer):
 
 def test_advice_is_for_each_answer_where_that_works(tmp_path):
     record = conversation("hi", "<think>\nHm.\n</think>yes", "why?", "<think>\nSo.\n</think>no!")
-    with pytest.raises(ValueError, match=r"take each_answer=True, an example for each answer$"):
+    with pytest.raises(
+        ValueError, match=r"use each_answer=True, which makes one example per answer$"
+    ):
         texts(tmp_path, QWQ.tokenizer(), record)
     found = texts(tmp_path, QWQ.tokenizer(), record, each_answer=True)
     assert found == ["Hm.\n</think>yes<|im_end|>\n", "So.\n</think>no!<|im_end|>\n"]
@@ -159,7 +161,7 @@ def test_marks_without_prefixes_are_taken_as_wholes(tmp_path):
         '{% generation %}{{- " " + m.content | trim + eos_token }}{% endgeneration %}',
     )
     with pytest.raises(
-        ValueError, match="leave out each_answer=True, as the marks of the template say"
+        ValueError, match="leave out each_answer=True, because the template's marks show"
     ):
         texts(tmp_path, MISTRAL.tokenizer(template), SYSTEM, each_answer=True)
     assert texts(tmp_path, MISTRAL.tokenizer(template), SYSTEM) == [" yes</s>"]
@@ -197,7 +199,7 @@ def test_of_two_templates_one_may_be_missing(tmp_path):
 def test_options_that_no_template_reads_are_refused(tmp_path):
     for name, words in (
         ("enable_thinkng", "reads no 'enable_thinkng'"),
-        ("truncation", "no name that a template can read"),
+        ("truncation", "not a name that a template can read"),
     ):
         with pytest.raises(ValueError, match=f"template_options: .*{words}"):
             texts(tmp_path, QWEN3.tokenizer(), TWO, template_options={name: False})

@@ -92,12 +92,12 @@ def test_an_answer_of_weight_0_does_not_count(tmp_path, template):
 
 PART = {"type": "image_url", "image_url": {"url": "a"}}
 WRONG = {
-    "weight": ([QUESTION, {**ANSWERS[1], "weight": 0.5}], "message 1: weight=0.5: 0 and 1 are allowed"),
-    "weight-true": ([QUESTION, {**ANSWERS[1], "weight": True}], "message 1: weight=True: 0 and 1"),
-    "weight-text": ([QUESTION, {**ANSWERS[1], "weight": "0"}], "message 1: weight='0': 0 and 1"),
+    "weight": ([QUESTION, {**ANSWERS[1], "weight": 0.5}], "message 1: weight=0.5: only 0 .* and 1 .* are allowed"),
+    "weight-true": ([QUESTION, {**ANSWERS[1], "weight": True}], "message 1: weight=True: only 0 "),
+    "weight-text": ([QUESTION, {**ANSWERS[1], "weight": "0"}], "message 1: weight='0': only 0 "),
     "weight-user": ([{**QUESTION, "weight": 1}, ANSWERS[3]], "message 0: weight=1 for the role 'user'"),
     "weights": (ANSWERS[:2], "no token counts in the loss: every answer has the weight 0"),
-    "arguments": (call('{"city": '), "message 1, tool call 0: arguments are '{\"city\": ', which is no JSON text"),
+    "arguments": (call('{"city": '), "message 1, tool call 0: arguments are '{\"city\": ', which is not JSON text"),
     "arguments-list": (call("[1]"), "message 1, tool call 0: arguments must be the JSON text of an object, got '\\[1\\]'"),
     "arguments-number": (call(3), "message 1, tool call 0: arguments must be an object, or its JSON text, got 3"),
     "arguments-nan": (call('{"a": NaN}'), "message 1, tool call 0: arguments: a is nan"),
@@ -105,12 +105,12 @@ WRONG = {
     "function": ([QUESTION, {"role": "assistant", "tool_calls": [{"function": 3}]}], "message 1, tool call 0: function must"),
     "image": ([{"role": "user", "content": [PART]}, ANSWERS[3]], "message 0: part 0 of its content is .*only parts of"),
     "no-parts": ([{"role": "user", "content": []}, ANSWERS[3]], "message 0: content is an empty list"),
-    "number": ([{"role": "user", "content": 3}, ANSWERS[3]], "message 0: content must be text, or a list of parts .*got int"),
+    "number": ([{"role": "user", "content": 3}, ANSWERS[3]], "message 0: content must be a text, or a list of text parts, got int"),
     "object": ([{"role": "user", "content": {"a": 1}}, ANSWERS[3]], "message 0: content is an object, which the chat template"),
     "old-call": ([QUESTION, {"role": "assistant", "function_call": {"name": "f"}}], "message 1 has 'function_call', which the"),
     "refusal": ([QUESTION, {"role": "assistant", "refusal": "No."}], "message 1 has 'refusal', which the chat template"),
     "half": ([{"role": "user", "content": "\ud800"}, ANSWERS[3]], r"message 0: content holds '\\ud800' at character 0"),
-    "infinite": ([{"role": "user", "content": "a", "n": float("inf")}, ANSWERS[3]], "message 0: n is inf, which is no number"),
+    "infinite": ([{"role": "user", "content": "a", "n": float("inf")}, ANSWERS[3]], "message 0: n is inf, which is not a JSON number"),
 }  # fmt: skip
 
 

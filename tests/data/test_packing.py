@@ -85,7 +85,7 @@ def test_too_long_is_refused_truncated_or_dropped_and_counted():
     examples = examples_of([5, 9, 30, 12])
     with pytest.raises(
         ValueError,
-        match=r"a\.jsonl:2: 9 tokens take 8 positions, and a row has seq=7; 3 of 4 .* has 30 tokens",
+        match=r"a\.jsonl:2: 9 tokens take 8 positions, but a row has seq=7; 3 of 4 .* has 30 tokens",
     ):
         data.pack(examples, 7)
     cut, left = data.pack(examples, 7, too_long="truncate"), data.pack(examples, 7, too_long="drop")
@@ -116,7 +116,7 @@ def test_truncation_that_leaves_nothing_to_count_is_an_error():
     examples = examples_of([5, 9], counted)
     with pytest.raises(
         ValueError,
-        match=r"a\.jsonl:2: of its 9 tokens the first seq \+ 1 = 8 are kept, and none of them counts",
+        match=r"a\.jsonl:2: of its 9 tokens only the first seq \+ 1 = 8 are kept, and none of them counts",
     ):
         data.pack(examples, 7, too_long="truncate")
     assert data.pack(examples, 8).counts.counted == 4 + 1

@@ -38,7 +38,7 @@ ONE = conversation("hi", "yes")
         ),
         (
             b'{"text": "a\xffb"}',
-            "not a line of JSON, which is in UTF-8: 'utf-8' codec can't decode byte 0xff",
+            "not a line of JSON in UTF-8: 'utf-8' codec can't decode byte 0xff",
         ),
         (b'{"text": "a\xed\xa0\x80b"}', "in UTF-8"),  # half of a surrogate pair
         ('{"text": "ä"}'.encode("utf-16"), "in UTF-8"),
@@ -173,7 +173,7 @@ def test_calls_that_end_just_in_time_end_once():
 def test_a_syntax_error_names_the_line_of_the_template(tmp_path):
     with pytest.raises(ValueError, match=r"a\.jsonl:1: the chat template, line 2: "):
         data.tokenize(write(tmp_path / "a.jsonl", [ONE]), byte_tokenizer("{{ 1 }}\n{% for %}"))
-    with pytest.raises(ValueError, match="the tokenizer's chat template is no text"):
+    with pytest.raises(ValueError, match="the tokenizer's chat template is not a string"):
         data.tokenize(tmp_path / "a.jsonl", byte_tokenizer({"default": 3}))
 
 

@@ -45,7 +45,7 @@ def test_an_operation_that_makes_a_huge_value_is_refused_at_once(tmp_path, name)
     path, start = write(tmp_path / "a.jsonl", [ONE]), time.monotonic()
     with pytest.raises(
         ValueError,
-        match=r"a\.jsonl:1: the chat template.*: .*(would make|would have|has a width of) ",
+        match=r"a\.jsonl:1: the chat template.*: .*(would create|would have|has a width of) ",
     ):
         data.tokenize(path, byte_tokenizer(HUGE[name] + PLAIN))
     assert time.monotonic() - start < 2

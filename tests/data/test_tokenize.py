@@ -66,7 +66,7 @@ def test_a_template_that_forgets_thinking_is_refused_or_cut_into_answers(tmp_pat
     one_turn = conversation("a", "b")
     with pytest.raises(
         ValueError,
-        match=r"a.jsonl:3: the chat template writes messages 0 to 1 in another way when more follows",
+        match=r"a.jsonl:3: the chat template writes messages 0 to 1 differently when more follows",
     ):
         read(tmp_path, [one_turn, one_turn, thoughts], THINKING)
     found = read(tmp_path, [one_turn, thoughts], THINKING, each_answer=True)
@@ -80,7 +80,7 @@ def test_a_template_that_forgets_thinking_is_refused_or_cut_into_answers(tmp_pat
     assert (
         no_thinking[0][1] == "b<|im_end|>\n"
     )  # a model that is told not to think is given the empty thinking
-    with pytest.raises(ValueError, match="and the prompt for an answer in another way"):
+    with pytest.raises(ValueError, match="and the prompt for an answer differently"):
         read(
             tmp_path,
             [thoughts],
@@ -158,7 +158,7 @@ WRONG = {
     "role": ('{"messages": [{"content": "a"}]}', r"message 0 has the keys \['content'\]"),
     "nobody": ('{"messages": [{"role": "user", "content": "a"}]}', "no message has the role 'assistant'"),
     "asked": ('{"prompt": [USER], "completion": [USER]}'.replace("USER", USER), "no message from message 1 on has the role"),
-    "empty": ('{"text": ""}', "no token counts in the loss: of 1 tokens none but the first"),
+    "empty": ('{"text": ""}', "no token counts in the loss: of 1 tokens none after the first"),
     "template": ('{"messages": [{"role": "user"}, {"role": "assistant", "content": "a"}]}', "a.jsonl:3"),
 }  # fmt: skip
 
@@ -188,11 +188,11 @@ def test_what_cannot_be_tokenized_is_refused(tmp_path):
         data.tokenize(tmp_path / "b.jsonl", byte_tokenizer())
     with pytest.raises(ValueError, match="is unknown: choose from messages, prompt, text"):
         data.tokenize(path, byte_tokenizer(), form="chat")
-    with pytest.raises(ValueError, match="does not tell which characters a token is of"):
+    with pytest.raises(ValueError, match="does not map tokens to characters"):
         data.tokenize(path, object())
     with pytest.raises(ValueError, match="no eos_token"):
         data.tokenize(write(tmp_path / "c.jsonl", [{"text": "a"}]), byte_tokenizer(eos=None))
-    with pytest.raises(ValueError, match="no examples in it"):
+    with pytest.raises(ValueError, match="it holds no examples"):
         data.tokenize(write(tmp_path / "d.jsonl", []), byte_tokenizer())
 
 
@@ -233,7 +233,7 @@ def test_some_examples_are_held_out(tmp_path):
         "text 4<|im_end|>",
         "text 9<|im_end|>",
     ]
-    with pytest.raises(ValueError, match="one in 20 cannot be held out"):
+    with pytest.raises(ValueError, match="cannot hold out one in 20 of "):
         examples.hold_out(20)
     # Empty lines are no records.
     (tmp_path / "b.jsonl").write_text(

@@ -374,7 +374,7 @@ def test_advice_of_the_library_names_options(tmp_path, inputs):
     given = ["--data", str(tmp_path / "a.jsonl"), "--chat-template", str(tmp_path / "r1.jinja")]
     with pytest.raises(
         ValueError,
-        match=r"in the context of the whole: give a --chat-template that has {% generation %} marks",
+        match=r"this context when it answers: give a --chat-template that has {% generation %} marks",
     ):
         finetune.prepare(finetune.parse([*inputs, *given]))
 
@@ -438,7 +438,7 @@ def test_what_would_end_an_export_is_refused_before_the_run(tmp_path, inputs):
     finetune.check(finetune.parse(arguments))
     (model / "notes.txt").symlink_to("nowhere")
     with pytest.raises(
-        ValueError, match=r"--export .*notes\.txt is a link to nowhere, which is not there"
+        ValueError, match=r"--export .*notes\.txt is a link to nowhere, which does not exist"
     ):
         finetune.check(finetune.parse(arguments))
     # Adapters alone are written without the folder's other files.

@@ -1,4 +1,4 @@
-"""`config.json` alone tells what a model is; what is not built, or not known, is refused by name."""
+"""`config.json` alone tells what a model is; what is not supported, or not known, is refused by name."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ def folder_of(tmp_path, config):
 REFUSED = {
     "experts": (
         {"model_type": "qwen3_moe", "num_experts": 8},
-        "num_experts=8: mixtures of experts are not built",
+        "num_experts=8: mixtures of experts are not supported",
     ),
     "mixtral": ({"model_type": "mixtral", "num_local_experts": 8}, "mixtures of experts"),
     "vision": (
@@ -38,24 +38,24 @@ REFUSED = {
     ),
     "unknown": (
         {"model_type": "mamba"},
-        "model_type 'mamba' is not built: gemma2, gemma3_text, llama",
+        "model_type 'mamba' is not supported, only gemma2, gemma3_text, llama",
     ),
     "none": ({"model_type": None}, "model_type=None: the name of a family is needed"),
     "quantised": (
         {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-        r"weights are quantised \('gptq' in quantization_config\)",
+        r"weights are quantized \('gptq' in quantization_config\)",
     ),
     "rope": (
         {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-        "rope of type 'dynamic' is not built",
+        "rope of type 'dynamic' is not supported",
     ),
     "longrope": (
         {"rope_parameters": {"rope_type": "longrope"}},
-        "rope of type 'longrope' is not built",
+        "rope of type 'longrope' is not supported",
     ),
     "rope key": (
         {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mode": 3}},
-        r"has the keys \['mode'\]",
+        r"has the unknown keys \['mode'\]",
     ),
     "rope lacks": (
         {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
@@ -65,7 +65,7 @@ REFUSED = {
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
         "partial_rotary_factor",
     ),
-    "dropout": ({"attention_dropout": 0.1}, "attention_dropout=0.1: dropout is not built"),
+    "dropout": ({"attention_dropout": 0.1}, "attention_dropout=0.1: dropout is not supported"),
     "keys": (
         {"attention_gain": 0.5, "mup": True},
         "attention_gain=0.5, mup=True: unknown, and may change",
@@ -80,7 +80,7 @@ REFUSED = {
     ),
     "bidirectional": (
         {**GEMMA3, "use_bidirectional_attention": True},
-        "use_bidirectional_attention=True: a decoder sees no",
+        "use_bidirectional_attention=True: a decoder does not attend",
     ),
     "layer types": (
         {**GEMMA3, "layer_types": ["chunked_attention"] * 3},
@@ -88,18 +88,21 @@ REFUSED = {
     ),
     "layer count": (
         {**GEMMA3, "layer_types": ["full_attention"]},
-        "layer_types has 1 kinds, and num_hidden_layers=3",
+        "layer_types has 1 kinds, but num_hidden_layers=3",
     ),
     "window": ({**GEMMA3, "sliding_window": 0}, "sliding_window is 0, and an integer, from 1"),
     "activation": ({"hidden_act": "xielu"}, "hidden_act is 'xielu', and one of silu, gelu"),
     "groups": (
         {"num_key_value_heads": 3},
-        "num_attention_heads=4 do not divide by num_key_value_heads=3",
+        "num_attention_heads=4 is not divisible by num_key_value_heads=3",
     ),
     "size": ({"hidden_size": "48"}, "hidden_size is '48', and an integer, from 1"),
     "missing": ({"vocab_size": None}, "vocab_size is None, and an integer, from 1"),
-    "odd heads": ({"head_dim": 5}, "head_dim=5 .*: rotations take pairs"),
-    "pad": ({"pad_token_id": 96}, "pad_token_id=96: null, or a token of the 96"),
+    "odd heads": ({"head_dim": 5}, "head_dim=5 .*: an even width is needed"),
+    "pad": (
+        {"pad_token_id": 96},
+        "pad_token_id=96: null is needed, or a token below vocab_size=96",
+    ),
     # types and ranges
     "eps": (
         {"rms_norm_eps": float("nan")},
@@ -111,7 +114,7 @@ REFUSED = {
     ),
     "no rope": ({"rope_parameters": False}, "rope_parameters is False, and an object is needed"),
     "no older rope": ({"rope_scaling": False}, "rope_scaling is False, and an object is needed"),
-    "null activation": ({"hidden_act": None}, "hidden_act is null, and one of silu, gelu"),
+    "null activation": ({"hidden_act": None}, "hidden_act is null, but one of silu, gelu"),
     "no eps": ({"rms_norm_eps": 0}, "rms_norm_eps is 0, and a number"),
     "text as eps": ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6', and a number"),
     "theta": ({"rope_theta": float("nan")}, "rope_theta is nan, and a number, above 1"),
@@ -168,11 +171,11 @@ REFUSED = {
     ),
     "kinds of ropes": (
         {"rope_parameters": {"full_attention": {}}},
-        "has full_attention: this model_type rotates all layers",
+        "has full_attention, but this model_type rotates all layers",
     ),
     "flat rope": (
         {**GEMMA3, "rope_parameters": {"rope_theta": 2.0}},
-        r"has \['rope_theta'\]: this model_type takes an object",
+        r"has \['rope_theta'\]: this model_type takes one object",
     ),
     "inner rope": (
         {**GEMMA3, "rope_parameters": {"full_attention": 3}},
@@ -233,19 +236,22 @@ REFUSED = {
     # features that must be off
     "not causal": (
         {"is_causal": False},
-        "is_causal=False: a decoder sees no later tokens; allowed: true",
+        "is_causal=False: a decoder does not attend to later tokens; allowed: true",
     ),
     "no dropout": (
         {"attention_dropout": float("nan")},
-        "attention_dropout=nan: dropout is not built",
+        "attention_dropout=nan: dropout is not supported",
     ),
-    "rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: rotations of a part"),
-    "pruned": ({"pruned_heads": {"0": [1]}}, "pruned_heads={'0': .*: pruned heads are not built"),
+    "rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: rotating a part"),
+    "pruned": (
+        {"pruned_heads": {"0": [1]}},
+        "pruned_heads={'0': .*: pruned heads are not supported",
+    ),
     "layers of their own": (
         {"per_layer_config": {"1": {"hidden_size": 3}}},
         "per_layer_config=.*: sizes that differ",
     ),
-    "mlx": ({"quantization": {"bits": 4, "group_size": 64}}, "weights are quantised"),
+    "mlx": ({"quantization": {"bits": 4, "group_size": 64}}, "weights are quantized"),
     "sliding": (
         {"layer_types": ["sliding_attention"] * 3},
         "this model_type has 'full_attention' in each of 3 layers",
@@ -261,28 +267,28 @@ REFUSED = {
     # of families that are refused
     "gemma3n": (
         {"model_type": "gemma3n", "text_config": {"model_type": "gemma3n_text"}},
-        "neither is its language model, 'gemma3n_text', which has embeddings for each layer",
+        "neither is its language model, 'gemma3n_text', which has per-layer embeddings",
     ),
     "mllama": (
         {"model_type": "mllama", "text_config": {"model_type": "mllama_text_model"}},
-        "has layers of cross attention",
+        "has cross attention layers",
     ),
     "llama4": (
         {"model_type": "llama4", "vision_config": {"a": 1}},
-        "which has mixtures of experts, attention in chunks",
+        "which has mixtures of experts, chunked attention",
     ),
     "text of gemma4": (
         {"model_type": "gemma4_text"},
-        "'gemma4_text' is not built: it has norms of values",
+        "'gemma4_text' is not supported: it has norms of values",
     ),
-    "text of qwen3_5": ({"model_type": "qwen3_5_text"}, "it has layers of linear attention"),
+    "text of qwen3_5": ({"model_type": "qwen3_5_text"}, "it has linear attention layers"),
     "text of an unknown one": (
         {"model_type": "x", "text_config": {"model_type": "y"}},
         "neither is its language model, 'y'",
     ),
     "built text": (
         {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
-        "language model is of a built family",
+        "language model belongs to a supported family",
     ),
 }
 
@@ -298,13 +304,13 @@ def test_folders_without_a_config_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"config.json cannot be read \(No such file"):
         model_of(tmp_path)
     (tmp_path / "config.json").write_text("[1")
-    with pytest.raises(ValueError, match=r"config.json is no JSON"):
+    with pytest.raises(ValueError, match=r"config.json is not JSON"):
         model_of(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ValueError, match="holds a list, and a JSON object"):
+    with pytest.raises(ValueError, match="holds a list, but a JSON object"):
         model_of(tmp_path)
     (tmp_path / "config.json").write_text('{"hidden_size": ' + "[" * 100_000 + "]" * 100_000 + "}")
-    with pytest.raises(ValueError, match="is no JSON: it is nested too deeply"):
+    with pytest.raises(ValueError, match="is not JSON: it is nested too deeply"):
         model_of(tmp_path)
     (tmp_path / "config.json").write_text('{"hidden_size": 48, "hidden_size": 64}')
     with pytest.raises(ValueError, match="'hidden_size' is there twice"):
@@ -312,7 +318,7 @@ def test_folders_without_a_config_are_refused(tmp_path):
     (tmp_path / "config.json").unlink()
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(
-        ValueError, match=r"config.json cannot be read: it is no file of at most 64 MiB"
+        ValueError, match=r"config.json cannot be read: it is not a file of at most 64 MiB"
     ):
         model_of(tmp_path)
 
@@ -449,7 +455,7 @@ def test_the_most_layers_take_a_moment(tmp_path):
         ({"attention": "flash"}, "attention='flash' is unknown"),
         (
             {"mlp_tiles": 2, "lora": zj.Lora(rank=2, alpha=4, targets="all")},
-            "mlp_tiles=2 with adapters beside down_proj",
+            "mlp_tiles=2 cannot be combined with adapters for down_proj",
         ),
         ({"mlp_tiles": 3}, "3"),
         ({"trainable": lambda path, value: False}, "matches no parameter"),
@@ -464,7 +470,7 @@ def test_tensor_axes_split_whole_heads(tmp_path):
     model = model_of(folder_of(tmp_path, LLAMA))
     mesh = zj.make_mesh(fsdp=1, tensor=4, devices=jax.devices()[:4])
     program = zj.build_train_step(model, optax.sgd(1.0), zj.ZeroConfig(stage=3), mesh)
-    with pytest.raises(ValueError, match="num_key_value_heads=2 do not divide by tensor=4"):
+    with pytest.raises(ValueError, match="num_key_value_heads=2 is not divisible by tensor=4"):
         program.check(batch_of())
 
 
@@ -532,7 +538,7 @@ def test_a_family_is_added_by_a_table(tmp_path):
         config, attn_implementation="eager", trust_remote_code=False
     ).eval()
     theirs.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="'gemma' is not built"):
+    with pytest.raises(ValueError, match="'gemma' is not supported"):
         model_of(tmp_path)
     program = program_of(model_of(tmp_path, families=families), "device", tmp_path)
     state = zj.import_hf(program, tmp_path, key=jax.random.key(0), families=families)

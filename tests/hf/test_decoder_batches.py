@@ -48,7 +48,7 @@ class Foreign:
 def test_arrays_of_other_libraries_are_refused_with_the_way_round(name):
     with pytest.raises(
         ValueError,
-        match=rf"batch\['{name}'\] is a Foreign of .*: give batch\['{name}'\]\.numpy\(\)",
+        match=rf"batch\['{name}'\] is a Foreign of .*: use batch\['{name}'\]\.numpy\(\)",
     ):
         check_batch(changed(**{name: Foreign()}))
 
@@ -176,12 +176,12 @@ REFUSED = {
     "text": (changed(tokens="abc"), ["batch['tokens'] is of type str"]),
     "attention-mask": (changed(attention_mask=np.ones((4, 6), np.int32)), ["'attention_mask'", "does not read"]),
     "keys-of-two-kinds": ({**batch_of(), 3: np.zeros(4)}, ["3, which"]),
-    "uint32-targets": (changed(targets=batch_of()["targets"].astype(np.uint32)), ["batch['targets'] is uint32", "-1"]),
+    "uint32-targets": (changed(targets=batch_of()["targets"].astype(np.uint32)), ["batch['targets'] has dtype uint32", "-1"]),
     "float": (changed(tokens=np.zeros((4, 6), np.float32)), ["batch['tokens']", "float32", "integers"]),
     "bool": (changed(segment_ids=np.zeros((4, 6), bool)), ["batch['segment_ids']", "bool"]),
     "objects": (changed(tokens=np.full((4, 6), None)), ["batch['tokens']", "object"]),
     "positions-float": (changed(positions=np.zeros((4, 6))), ["batch['positions']", "float64"]),
-    "one-dim": (changed(tokens=np.zeros(4, np.int32)), ["batch['tokens'] is [4]", "[B, T]"]),
+    "one-dim": (changed(tokens=np.zeros(4, np.int32)), ["batch['tokens'] has shape [4]", "[B, T]"]),
     "no-length": ({n: np.zeros((4, 0), np.int32) for n in ("tokens", "targets")}, ["batch['tokens'] is [4, 0]", "one token"]),
     "no-rows": ({n: np.zeros((0, 6), np.int32) for n in ("tokens", "targets")}, ["batch of 0", "['tokens']"]),
     "other-length": (changed(targets=np.zeros((4, 5), np.int32)), ["batch['targets'] is [4, 5]", "[4, 6]"]),
@@ -207,7 +207,7 @@ def test_shapes_alone_are_refused_before_anything_is_compiled(resident):
     program, _ = resident
     wrong = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.uint32), batch_of())
     for call in (program.lower, program.memory, program.check, program.kept):
-        with pytest.raises(ValueError, match=r"batch\['targets'\] is uint32"):
+        with pytest.raises(ValueError, match=r"batch\['targets'\] has dtype uint32"):
             call(wrong)
 
 

@@ -56,7 +56,7 @@ def test_links_are_followed_within_the_folder_and_to_the_cache_s_blobs(tmp_path)
 WRONG = {
     "dangling": (
         lambda at, outside: at.symlink_to("nowhere"),
-        "is a link to nowhere, which is not there",
+        "is a link to nowhere, which does not exist",
     ),
     "outside": (
         lambda at, outside: at.symlink_to(outside / "secret"),
@@ -68,7 +68,7 @@ WRONG = {
     ),
     "folder-outside": (lambda at, outside: at.symlink_to(outside), "outside of the folder"),
     "loop": (lambda at, outside: at.symlink_to(at.name), "is a link that leads to itself"),
-    "fifo": (lambda at, outside: os.mkfifo(at), "is a FIFO, and no regular file"),
+    "fifo": (lambda at, outside: os.mkfifo(at), "is a FIFO, not a regular file"),
     "device": (lambda at, outside: at.symlink_to("/dev/zero"), "outside of the folder"),
 }
 
@@ -87,7 +87,7 @@ def test_what_cannot_be_copied_is_named_before_anything_else_is_done(tmp_path, f
     (like / "blobs").mkdir()
     make(like / where / "bad", outside)
     if fault == "other-blobs" and where == "more":
-        message = r"is a link to .*blobs/x, which is not there"
+        message = r"is a link to .*blobs/x, which does not exist"
     # The checkpoint is not even looked for.
     with pytest.raises(ValueError, match=message):
         zj.export_hf(tmp_path / "absent", tmp_path / "out", like=like)
@@ -112,12 +112,12 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
 
 
 BROKEN = {
-    "text": ("not json", "is no JSON"),
-    "list": ("[]", "holds a list, and a JSON object is needed"),
-    "deep": ("[" * 100_000, "is no JSON: it is nested too deeply"),
+    "text": ("not json", "is not JSON"),
+    "list": ("[]", "holds a list, but a JSON object is needed"),
+    "deep": ("[" * 100_000, "is not JSON: it is nested too deeply"),
     "string": (
         '{"eos_token_id": "</s>"}',
-        r"eos_token_id is '</s>': a token's number, a list of some, or null is needed",
+        r"eos_token_id is '</s>': a token id, a list of token ids, or null is needed",
     ),
     "float": ('{"eos_token_id": [1, 2.5]}', r"eos_token_id is \[1, 2\.5\]"),
     "flag": ('{"eos_token_id": true}', "eos_token_id is True"),

@@ -32,7 +32,7 @@ def test_a_second_import_of_another_config_is_refused(tmp_path):
     )
     for name, (changes, key) in OTHER.items():
         other = folder_of(tmp_path / name, **changes)
-        message = rf"{name}/config\.json makes it decoder=.*{key}.*this program's model has"
+        message = rf"{name}/config\.json has decoder=.*{key}.*this program's model has"
         with pytest.raises(zj.CheckpointError, match=message):
             zj.import_hf(program, other, key=jax.random.key(0))
     # Its own folder is read: here it has no weights.

@@ -56,7 +56,7 @@ def test_the_language_model_of_a_model_of_images_is_built(tmp_path, kind, inner)
     full = write(kind, tmp_path / "full")
     with pytest.raises(
         ValueError,
-        match=rf"language model is of a built family, '{inner}': docs/fine_tuning.md shows",
+        match=rf"language model belongs to a supported family, '{inner}': docs/fine_tuning.md shows",
     ):
         config_of(tmp_path / "full")
     block = next(

@@ -112,7 +112,7 @@ def test_exported_adapters_are_those_that_trained_merged_or_not(tmp_path, base):
     ckpt = save(program, state, tmp_path / "ckpt")
     zj.export_peft(ckpt, tmp_path / "adapters", like=like)
     zj.export_hf(ckpt, tmp_path / "merged", like=like, merge_lora=True)
-    with pytest.raises(ValueError, match="holds adapters beside 7 projections: merge them"):
+    with pytest.raises(ValueError, match="holds adapters for 7 projections: merge them"):
         zj.export_hf(ckpt, tmp_path / "out", like=like)
     kinds = {"attn_implementation": "eager", "dtype": "float32", "trust_remote_code": False}
     original = transformers.AutoModelForCausalLM.from_pretrained(like, **kinds).eval()
@@ -219,7 +219,7 @@ def test_adapters_alone_are_not_exported_where_more_was_trained(tmp_path):
         )
     with pytest.raises(
         ValueError,
-        match=r"trained beside the adapters: blocks.input_layernorm.scale; .*merge_lora=True",
+        match=r"trained weights in addition to the adapters: blocks.input_layernorm.scale; .*merge_lora=True",
     ):
         zj.export_peft(ckpt, tmp_path / "adapters", like=tmp_path / "like")
     assert not (tmp_path / "adapters").exists()
@@ -240,15 +240,15 @@ def test_adapters_are_exported_for_their_own_base(tmp_path):
             tmp_path / "ckpt",
         )
     with pytest.raises(
-        zj.CheckpointError, match=r"is of another model than .*wider: lora_A \[2, 48\] beside"
+        zj.CheckpointError, match=r"holds another model than .*wider: lora_A \[2, 48\] for"
     ):
         zj.export_peft(ckpt, tmp_path / "adapters", like=tmp_path / "wider")
     with pytest.raises(
-        zj.CheckpointError, match=r"layers.2.self_attn.q_proj.weight which is not there"
+        zj.CheckpointError, match=r"layers.2.self_attn.q_proj.weight which does not exist"
     ):
         zj.export_peft(ckpt, tmp_path / "adapters", like=tmp_path / "shallow")
     with pytest.raises(
-        zj.CheckpointError, match=r"was trained with decoder=\{'ropes'.*long/config.json makes it"
+        zj.CheckpointError, match=r"was trained with decoder=\{'ropes'.*long/config.json has"
     ):
         zj.export_peft(ckpt, tmp_path / "adapters", like=tmp_path / "long")
 
@@ -290,7 +290,7 @@ def test_another_base_of_the_same_shapes_is_not_merged_onto(
     # The same codes, and other scales.
     change(like, "model.layers.0.mlp.up_proj.weight", 2)
     with pytest.raises(
-        zj.CheckpointError, match=r"that differ: model.layers.0.mlp.up_proj.weight. Give"
+        zj.CheckpointError, match=r"that differ: model.layers.0.mlp.up_proj.weight. Pass"
     ):
         zj.export_peft(ckpt, out, like=like)
     change(like, "model.layers.0.mlp.up_proj.weight", 0.5)
@@ -304,7 +304,7 @@ def test_another_base_of_the_same_shapes_is_not_merged_onto(
         (3, slice(16)),
     )
     zj.export_peft(ckpt, tmp_path / "others", like=like)
-    with pytest.raises(zj.CheckpointError, match=f"that differ: {name}. Give"):
+    with pytest.raises(zj.CheckpointError, match=f"that differ: {name}. Pass"):
         zj.export_hf(ckpt, out, like=like, merge_lora=True)
     assert not out.exists()
 

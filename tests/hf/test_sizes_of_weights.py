@@ -17,11 +17,11 @@ need("torch", "transformers")
 
 SIZES_OF = {**SIZES, "num_hidden_layers": 2}
 OTHERS = {
-    "vocab_size": (300, r"vocab_size=300, and model\.embed_tokens\.weight \[96, 48\] has 96"),
-    "hidden_size": (64, r"hidden_size=64, and model\.[a-z_.0-9]* .*has 48"),
+    "vocab_size": (300, r"vocab_size=300, but model\.embed_tokens\.weight \[96, 48\] has 96"),
+    "hidden_size": (64, r"hidden_size=64, but model\.[a-z_.0-9]* .*has 48"),
     "intermediate_size": (
         80,
-        r"intermediate_size=80, and model\.layers\.0\.mlp\.[a-z]*_proj\.weight .* has 64",
+        r"intermediate_size=80, but model\.layers\.0\.mlp\.[a-z]*_proj\.weight .* has 64",
     ),
     "attention_bias": (True, r"no model\.layers\.0\.self_attn\.q_proj\.bias"),
     "mlp_bias": (True, r"no model\.layers\.0\.mlp\.gate_proj\.bias"),
@@ -61,7 +61,8 @@ def test_an_export_names_the_key_of_another_size(saved, tmp_path, key):
     like = like_with(saved, tmp_path, **{key: value})
     for export, checkpoint in ((zj.export_hf, "whole"), (zj.export_peft, "adapters")):
         with pytest.raises(
-            zj.CheckpointError, match=rf"config\.json is not of the weights beside it: .*{message}"
+            zj.CheckpointError,
+            match=rf"config\.json does not describe the weights next to it: .*{message}",
         ):
             export(saved / checkpoint, tmp_path / "out", like=like)
         assert not (tmp_path / "out").exists()
@@ -80,7 +81,7 @@ def test_layers_and_heads_are_named(saved, tmp_path):
     like = like_with(saved, tmp_path, num_hidden_layers=3)
     program = program_of(model_of(like), "device", tmp_path, 1)
     with pytest.raises(
-        zj.CheckpointError, match="num_hidden_layers=3, and the tensors are of 2 layers"
+        zj.CheckpointError, match="num_hidden_layers=3, but the tensors have 2 layers"
     ):
         zj.import_hf(program, like, key=jax.random.key(0))
     (like / "config.json").write_text(
@@ -92,7 +93,7 @@ def test_layers_and_heads_are_named(saved, tmp_path):
     program = program_of(model_of(like), "device", tmp_path, 1)
     with pytest.raises(
         zj.CheckpointError,
-        match=r"num_attention_heads=2 times head_dim=12, and .*q_proj\.weight .* has 48",
+        match=r"num_attention_heads=2 times head_dim=12, but .*q_proj\.weight .* has 48",
     ):
         zj.import_hf(program, like, key=jax.random.key(0))
 

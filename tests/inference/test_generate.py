@@ -87,7 +87,7 @@ def test_greedy_tokens_are_those_of_a_plain_loop(name, tmp_path):
         assert [row.tolist() for row in found] == plain()
         if name in ("host", "nvme"):
             with pytest.raises(
-                ValueError, match="use_cache=True: layers come to the device one by one"
+                ValueError, match="use_cache=True: layers are loaded to the device one by one"
             ):
                 zj.generate(program, state, PROMPTS, COUNT, use_cache=True)
         else:
@@ -165,7 +165,7 @@ WRONG = {
     "empty": ({"prompts": [[1], []]}, r"prompt 1 is \[\]"),
     "text": ({"prompts": ["a"]}, "prompt 0 is 'a'"),
     "count": ({"max_new_tokens": 0}, "max_new_tokens=0"),
-    "key": ({"temperature": 1.0}, "temperature=1.0 draws at random: give key="),
+    "key": ({"temperature": 1.0}, "temperature=1.0 draws at random: pass key="),
     "top_p": ({"top_p": 0.0}, "top_p=0.0"),
     "nan": ({"temperature": float("nan")}, "temperature=nan"),
     "negative": ({"prompts": [[1], [2, -3]]}, "prompt 1 has token -3"),
@@ -249,7 +249,7 @@ def test_ends_of_every_form_are_taken():
 def test_tokens_outside_of_the_vocabulary_are_refused(use_cache):
     with build(decoder.generator()) as program:
         state = program.init(jax.random.key(0))
-        with pytest.raises(ValueError, match="has token 1000000, and the model has"):
+        with pytest.raises(ValueError, match="has token 1000000, but the model has"):
             zj.generate(program, state, [[1, 2], [3, 1_000_000]], 2, use_cache=use_cache)
 
 
@@ -258,13 +258,13 @@ def test_ends_outside_of_the_vocabulary_are_refused(use_cache):
     with build(decoder.generator()) as program:
         state = program.init(jax.random.key(0))
         with pytest.raises(
-            ValueError, match=r"eos has token 4000, and the model has \d+, counted from 0"
+            ValueError, match=r"eos has token 4000, but the model has \d+ tokens, counted from 0"
         ):
             zj.generate(program, state, PROMPTS, 2, eos=[1, 4000], use_cache=use_cache)
 
 
 def test_models_without_logits_or_cache_are_told(tmp_path):
-    with pytest.raises(ValueError, match="give the model predict="):
+    with pytest.raises(ValueError, match="pass predict= to the model"):
         zj.generate(build(decoder.model()), None, PROMPTS, 2)
     with pytest.raises(ValueError, match="the model has no cache="):
         zj.generate(
@@ -274,7 +274,7 @@ def test_models_without_logits_or_cache_are_told(tmp_path):
             2,
             use_cache=True,
         )
-    with pytest.raises(ValueError, match="a cache is of a model of one stack"):
+    with pytest.raises(ValueError, match="a cache needs a model with a single stack"):
         dataclasses.replace(decoder.generator(), init_state={"head": lambda key: 0})
     with (
         build(fields={**ON_DISK, "swap_dir": tmp_path}) as program,

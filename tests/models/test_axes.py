@@ -53,7 +53,7 @@ def test_without_rules_names_are_axes_and_those_of_zero_are_dropped():
 
 def test_rules_may_refuse_names():
     with pytest.raises(
-        ValueError, match=r"module\.w.*no rule of axis_rules knows the name 'layers'"
+        ValueError, match=r"module\.w.*axis_rules has no rule for the name 'layers'"
     ):
         AxisNames((*RULES, ("*", "refuse"))).spec("module.w", ("layers", "embed"))
     with pytest.raises(ValueError, match=r"module\.w.*refuses the name 'layers'"):
@@ -67,7 +67,7 @@ def test_what_was_dropped_is_logged_once(caplog):
         others.stacked(None)
     (record,) = [r for r in caplog.records if "axes" in r.getMessage()]
     assert (
-        "'layers' (no rule knows it) of 2 parameters, 'data' (ZeRO assigns it) of 2 parameters"
+        "'layers' (no rule for it) of 2 parameters, 'data' (ZeRO assigns it) of 2 parameters"
         in record.getMessage()
     )
     assert record.levelno == logging.WARNING

@@ -718,7 +718,8 @@ def test_blocks_read_a_context_and_data_of_their_layer(kind):
     )
     assert float(program.eval(program.init(jax.random.key(0)), batch)) != 0
     with pytest.raises(
-        ValueError, match="from_flax of one module is given context, which blocks read"
+        ValueError,
+        match="from_flax got a single module together with context, which only blocks read",
     ):
         zj.from_flax(
             lambda rngs: NnxOfTokens(rngs=rngs), lambda m, b: 0.0, context=lambda batch: None

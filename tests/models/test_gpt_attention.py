@@ -42,14 +42,14 @@ def test_attention_is_cudnns_for_a_described_gpu_in_16_bits_and_xlas_elsewhere(
         == "attention runs as xla (not cudnn: it takes bfloat16 and float16, not float32)"
     )
     assert messages[2:] == [
-        "attention runs as xla (not cudnn: it is for NVIDIA GPUs, and the program for cpu 'cpu')"
+        "attention runs as xla (not cudnn: it is for NVIDIA GPUs, but the program is for cpu 'cpu')"
     ]
 
 
 def test_cudnns_attention_named_where_it_does_not_serve_is_refused():
     with pytest.raises(
         ValueError,
-        match=r"attention='cudnn' does not serve: it is for NVIDIA GPUs.*choose auto or xla",
+        match=r"attention='cudnn' cannot be used: it is for NVIDIA GPUs.*choose 'auto' or 'xla'",
     ):
         traced("cudnn")
     for dtype, width, reason in (
@@ -107,12 +107,12 @@ def test_where_cudnn_refuses_a_small_attention_xlas_is_taken_and_the_reason_logg
         assert "dot_general" in traced("auto", width=256)
         with pytest.raises(
             ValueError,
-            match=r"attention='cudnn' does not serve: it refused a small one of the same kind: ",
+            match=r"attention='cudnn' cannot be used: it refused a small test of the same kind: ",
         ):
             traced("cudnn", width=256)
     (message,) = (record.getMessage() for record in caplog.records)
     assert message.startswith(
-        "attention runs as xla (not cudnn: it refused a small one of the same kind: "
+        "attention runs as xla (not cudnn: it refused a small test of the same kind: "
     )
     for cached in (attention.takes_cudnn, attention._log_choice, attention.cudnn_refusal):
         cached.cache_clear()

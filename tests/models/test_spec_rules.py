@@ -197,8 +197,8 @@ WRONG = [
     ({"w1": P("fsdp")}, r"block/w1 .*ZeRO chooses the dim that 'fsdp' splits"),
     ({"w1": P(P.UNCONSTRAINED)}, r"block/w1 .*holds UNCONSTRAINED: an entry is None, an axis"),
     ({"w1": "tensor"}, r"'w1' gives 'tensor': a jax.sharding.PartitionSpec or None"),
-    ({"(w1": P("tensor")}, r"'\(w1' is no regular expression: missing \)"),
-    ({1: P("tensor")}, r"rule 1 is no regular expression"),
+    ({"(w1": P("tensor")}, r"'\(w1' is not a regular expression: missing \)"),
+    ({1: P("tensor")}, r"rule 1 is not a regular expression"),
     ([("w1", P("tensor"))], r"takes a dict of regular expressions and specs, got list"),
 ]
 
@@ -212,7 +212,7 @@ def test_rules_that_do_not_fit_are_refused_with_the_paths(rules, message):
 def test_rules_for_stacks_of_tiles_have_no_entry_for_their_number():
     with pytest.raises(
         ValueError,
-        match=r"block/mlp/up .*3 entries for shape \(2, 8, 16\), of which the first numbers tiles",
+        match=r"block/mlp/up .*3 entries for shape \(2, 8, 16\), whose first dim counts tiles",
     ):
         zj.with_specs(
             gpt.layered_gpt(gpt.dataclasses.replace(CONFIG, mlp_tiles=2)),

@@ -304,7 +304,7 @@ def test_block_that_changes_its_input():
         toys.init_head,
         toys.head,
     )
-    refused(["block must return what it takes"], model=model, batch=toys.batches(1)[0])
+    refused(["block must return x as it got it"], model=model, batch=toys.batches(1)[0])
     with pytest.raises(ValueError, match="num_layers=0"):
         zj.LayeredModel(
             0, toys.init_embed, toys.embed, toys.init_block, toys.block, toys.init_head, toys.head

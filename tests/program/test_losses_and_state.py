@@ -158,10 +158,10 @@ WRONG = {
         lambda p, b, k: zj.Loss(mean(p, b), p["w"]),
         "the weight of the loss must be a floating scalar",
     ),
-    "text": (lambda p, b, k: (mean(p, b), {"name": "me"}), "metric 'name' must be of real numbers"),
+    "text": (lambda p, b, k: (mean(p, b), {"name": "me"}), "metric 'name' must hold real numbers"),
     "twice": (
         lambda p, b, k: (zj.Loss(mean(p, b)), {}),
-        "metrics of a zj.Loss are its third field",
+        "pass aux as the third field of zj.Loss",
     ),
     "nested": (
         lambda p, b, k: zj.Loss(mean(p, b), None, {"a": zj.Loss(mean(p, b), 1.0, {"b": 1.0})}),
@@ -226,12 +226,12 @@ def test_a_blocks_loss_has_no_weight_and_names_of_its_own():
         return dataclasses.replace(full_model.model(), block=block)
 
     (batch,) = full_model.batches(1)
-    with pytest.raises(ValueError, match="has a weight: what a block adds"):
+    with pytest.raises(ValueError, match="has a weight, but its addition to the loss"):
         zj.build_train_step(
             block_with(weight=1.0), TX, zj.ZeroConfig(), zj.make_mesh(fsdp=8), batch=batch
         )
     with pytest.raises(
-        ValueError, match=r"the loss and the blocks both give metrics \['accuracy'\]"
+        ValueError, match=r"the loss and the blocks both return metrics \['accuracy'\]"
     ):
         zj.build_train_step(
             block_with(metrics={"accuracy": 1.0}),
@@ -259,7 +259,7 @@ def test_a_block_that_returns_a_scalar_or_takes_too_little_is_told_so():
     scalar = dataclasses.replace(
         toys.layered(), block=lambda p, x, key: (toys.block(p, x, key), x.mean())
     )
-    with pytest.raises(ValueError, match=r"returns \(x, zerojax.Loss"):
+    with pytest.raises(ValueError, match=r"must return \(x, zerojax.Loss"):
         zj.build_train_step(scalar, TX, zj.ZeroConfig(stage=0), zj.make_mesh(fsdp=8), batch=batch)
     with pytest.raises(
         ValueError,
@@ -275,7 +275,8 @@ def test_per_layer_and_init_state_are_checked_when_the_model_is_made():
         with pytest.raises(ValueError, match="init_state must be a dict of functions"):
             dataclasses.replace(full_model.model(), init_state=wrong)
     with pytest.raises(
-        ValueError, match=r"per_layer\['scale'\] has shape \(2,\): dim 0 counts the layers.*are 3"
+        ValueError,
+        match=r"per_layer\['scale'\] has shape \(2,\): dim 0 must be the number of layers, 3",
     ):
         dataclasses.replace(full_model.model(), per_layer={"scale": np.ones(2)})
     with pytest.raises(ValueError, match=r"init_state has keys \['blocks'\]"):

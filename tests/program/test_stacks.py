@@ -188,7 +188,7 @@ def block(p, x, key):
 ONE = {"num_layers": 2, "init_block": toys.init_block, "block": block}
 NOTHING = {"per_layer": None, "specs": None, "frozen": False}
 WRONG = {
-    "both": (ONE, "a LayeredModel with stacks is given init_block, block: each Stack has its own"),
+    "both": (ONE, "a LayeredModel with stacks is given init_block, block: set them on each Stack"),
     "twice": (
         {
             "stacks": [
@@ -196,7 +196,7 @@ WRONG = {
                 zj.Stack("a", 2, toys.init_block, block),
             ]
         },
-        r"the stacks have the names \['a', 'a'\]: each needs its own",
+        r"the stacks have the names \['a', 'a'\]: use different names",
     ),
     "none": ({"stacks": ()}, "a LayeredModel needs num_layers, init_block, block, or `stacks`"),
     "other": ({"stacks": ["encoder"]}, "stacks must be a sequence of zerojax.Stack"),
@@ -210,7 +210,7 @@ WRONG = {
     ),
     "length": (
         {"per_layer": {"decoder": np.ones(2)}},
-        "stack 'decoder': per_layer has shape .2,.*there are 3",
+        "stack 'decoder': per_layer has shape .2,.*number of layers, 3",
     ),
     "tiles": ({"tiles": {"head": True}}, r"tiles has keys \['head'\]"),
     "frozen": ({"frozen": {"block": {"w": True}}}, r"frozen\['block'\] has keys \['w'\]"),
@@ -222,7 +222,7 @@ WRONG = {
             ]
         }
         | NOTHING,
-        r"stack 'a': enter is called as enter\(p_embed, x, batch, key\), and it is enter\(p, x, batch\)",
+        r"stack 'a': enter is called as enter\(p_embed, x, batch, key\), but it is enter\(p, x, batch\)",
     ),
     "state": (
         {"init_state": {"block": lambda key: None}},
@@ -421,9 +421,9 @@ def test_errors_of_a_stack_name_it():
         model_of.model().stacks[1], enter=lambda p, x, batch, key: (x, {"kind": "text"})
     )
     for fields in ({"stage": 1}, {"params": HOST}):
-        with pytest.raises(ValueError, match="a block must return what it takes") as found:
+        with pytest.raises(ValueError, match="a block must return x as it got it") as found:
             build(fields, model=model_of.model(stacks=stacks)).check(model_of.batches(1)[0])
-        assert found.value.__notes__[0] == "This is of stack 'decoder'."
+        assert found.value.__notes__[0] == "This error is from stack 'decoder'."
         with pytest.raises(
             ValueError,
             match=r"the context of a stack must be a tree of arrays, but \['kind'\] is str 'text'",

@@ -1,6 +1,4 @@
-"""Examples for fine-tuning: files of conversations, prompts or texts as tokens, packed into rows,
-in batches.
-"""
+"""Data for fine-tuning: conversations, prompts or texts, tokenized, packed and batched."""
 
 from zerojax.data.batches import Batches as Batches
 from zerojax.data.batches import batches as batches

@@ -1,21 +1,20 @@
-"""Which characters of a rendered conversation are its answers: what the assistant's turns add to
-it.
+"""Find which characters of a rendered conversation belong to the assistant's answers.
 
-Templates with `{% generation %}` marks say it themselves, and transformers reads them. Of the
-others an answer is found between two prefixes of the whole text:
+Templates with `{% generation %}` marks state this themselves, and transformers reads the marks. For
+templates without marks, an answer lies between two prefixes of the full text:
 
-    before = render(messages[:i], add_generation_prompt=True)      what the model is given when it answers
+    before = render(messages[:i], add_generation_prompt=True)      the context of the answer
     after  = render(messages[:i + 1])
-    answer = whole[len(before) : len(after)]                       with what ends the turn
+    answer = whole[len(before) : len(after)]                       includes the end of the turn
 
-This is right only if both are prefixes of the whole. Some templates write a turn in another way
-  when more follows: Qwen 3 takes
-the thinking out of all but the last. Then training on the whole would show the model a context that
-it never meets, so such a conversation is refused, or cut into one example for each answer, in the
-context that it is given in (`each_answer`).
+This is right only if both are prefixes of the full text. Some templates render a turn differently
+when more turns follow: Qwen 3 removes the thinking from all turns but the last. Training on the
+full text would then show the model a context that it never sees at inference. Such a conversation
+is refused, or split into one example per answer, each with the context that the model sees for it
+(`each_answer`).
 
-A template is a program that came with the model. It is limited in processor time and in what it
-makes, and the form of contents that it wants is found in `zerojax.data.contents`.
+A template is a program that is distributed with the model. Its CPU time and the size of its results
+are limited. `zerojax.data.contents` finds the form of `content` that it expects.
 """
 
 import dataclasses
@@ -39,22 +38,22 @@ from zerojax.data.conversations import (
 from zerojax.data.cpu_limit import CpuLimit, OverrunError
 
 RENDER_SECONDS = 5.0
-"""Processor time in which one conversation is rendered."""
+"""CPU seconds that rendering one conversation may take."""
 LEAST_BOUND = 2**20
-"""Characters that any conversation may render to."""
+"""Number of characters that any conversation may render to."""
 GROWTH = 64
-"""Characters that a conversation may render to for each of its own."""
+"""Number of rendered characters allowed per character of the conversation and its template."""
 _TAKEN = ("self", "messages", "conversations", "compiled_template")
-"""Names that the template is given by transformers, or that its functions have as arguments."""
+"""Names that transformers passes to the template, or that are arguments of its own functions."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rendered:
-    """A text and its answers.
+    """A rendered conversation and the character ranges of its answers.
 
     Attributes:
-      text: with all that the template writes.
-      answers: [start, end) of characters, in order.
+      text: full rendered text.
+      answers: [start, end) of each answer's characters in `text`, in order.
     """
 
     text: str
@@ -63,13 +62,13 @@ class Rendered:
 
 @dataclasses.dataclass(frozen=True)
 class Marked:
-    """A text as tokens, by a template with marks.
+    """A conversation rendered and tokenized by a template with `{% generation %}` marks.
 
     Attributes:
-      text: with all that the template writes.
-      tokens: its tokens.
-      counted: 1 where a token is of an answer.
-      offsets: [start, end) of each token's characters.
+      text: full rendered text.
+      tokens: token ids of the text.
+      counted: 1 for each token of an answer, else 0.
+      offsets: [start, end) of each token's characters in `text`.
     """
 
     text: str
@@ -79,60 +78,66 @@ class Marked:
 
 
 class Template:
-    """A tokenizer's chat template, or its two: one for conversations with tools."""
+    """A tokenizer's chat template, or its two: some have a separate one for tool use."""
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any], limit: CpuLimit) -> None:
-        """Read a template.
+        """Read the tokenizer's template.
 
         Args:
-          tokenizer: of transformers.
-          options: given to the template by name, such as `enable_thinking`.
-          limit: under which it renders.
+          tokenizer: tokenizer of transformers.
+          options: extra variables for the template by name, such as `enable_thinking`.
+          limit: CPU time limit for rendering.
 
         Raises:
-          ValueError: the tokenizer has none, or it reads no option of such a name.
+          ValueError: the tokenizer has no template, or the template reads no option of a given
+            name.
         """
         templates = tokenizer.chat_template
         if not templates:
             raise ValueError(
-                "the tokenizer has no chat template, which `messages` need: use that of a model for chats, or set "
-                "tokenizer.chat_template"
+                "the tokenizer has no chat template, which `messages` need: use the tokenizer of a "
+                "chat model, or set tokenizer.chat_template"
             )
         sources = list(templates.values()) if isinstance(templates, Mapping) else [templates]
         if not all(isinstance(source, str) for source in sources):
-            raise ValueError(f"the tokenizer's chat template is no text: {shortened(templates)}")
+            raise ValueError(
+                f"the tokenizer's chat template is not a string: {shortened(templates)}"
+            )
         self._tokenizer, self._options, self._limit = tokenizer, dict(options), limit
         self._forms = ContentForms(self.render)
         self._check_options(sources)
 
     def _check_options(self, sources: Sequence[str]) -> None:
-        """Refuse options that the template would never see."""
+        """Raise ValueError for options that the template would never see."""
         taken = inspect.signature(self._tokenizer.apply_chat_template).parameters
         for name in self._options:
             if name in taken:
-                raise ValueError(f"template_options: {name!r} is no name that a template can read")
+                raise ValueError(
+                    f"template_options: {name!r} is not a name that a template can read"
+                )
             if not any(re.search(rf"\b{name}\b", source) for source in sources):
                 raise ValueError(
-                    f"template_options: the chat template reads no {name!r}: is it spelled otherwise there?"
+                    f"template_options: the chat template reads no {name!r}: check the spelling in "
+                    "the template"
                 )
 
     def source(self, tools: Tools) -> str:
-        """Return the template for a conversation with these tools, or without any.
+        """Return the Jinja source of the template for a conversation with these tools, or without.
 
         Raises:
-          ValueError: there are several, and none is for it.
+          ValueError: the tokenizer has several templates, and none of them is for this case.
         """
         return self._tokenizer.get_chat_template(tools=tools)
 
     def has_marks(self, tools: Tools) -> bool:
-        """Return whether the template says by itself which tokens the assistant made."""
+        """Return whether the template itself marks which tokens the assistant generates."""
         return _has_marks(self.source(tools))
 
     def render(self, messages: Messages, tools: Tools, prompt: bool = False) -> str:
-        """Return the text of a conversation; with `prompt` up to where an answer begins.
+        """Return the text of a conversation; with `prompt`, up to where the next answer begins.
 
         Raises:
-          TemplateError: the template fails, computes for too long, or writes too much.
+          TemplateError: the template fails, exceeds its CPU time, or writes too much.
         """
         source = self.source(tools)
         call = functools.partial(
@@ -150,9 +155,9 @@ class Template:
                 text = self._limit.run(call)
         except OverrunError as error:
             raise EndlessError(
-                f"the chat template does not end: {error}; is there a loop over a large range in it?"
+                f"the chat template does not end: {error}; check it for a loop over a large range"
             ) from error
-        except Exception as error:  # of jinja2, of the template itself, or of Python
+        except Exception as error:  # from jinja2, from the template itself, or from Python
             line = getattr(error, "lineno", None)
             where = f", line {line}" if isinstance(line, int) else ""
             raise TemplateError(
@@ -160,14 +165,14 @@ class Template:
             ) from error
         if len(text) > LEAST_BOUND and len(text) > GROWTH * len(f"{source}{messages}{tools}"):
             raise EndlessError(
-                f"the chat template writes {len(text):,} characters for this conversation, more than {GROWTH} times what it is "
-                "given; is there a loop over a large range in it?"
+                f"the chat template writes {len(text):,} characters for this conversation, more "
+                f"than {GROWTH} times the size of its input; check it for a loop over a large range"
             )
         return text
 
     def marked(self, messages: Messages, tools: Tools) -> Marked:
-        """Return a conversation as tokens, by a template with marks."""
-        text = self.render(messages, tools)  # which limits it
+        """Return a conversation as tokens, rendered by a template with `{% generation %}` marks."""
+        text = self.render(messages, tools)  # enforces the limits on time and size
         out = self._tokenizer.apply_chat_template(
             list(messages),
             tools=tools,
@@ -179,11 +184,12 @@ class Template:
         return Marked(text, out["input_ids"], out["assistant_masks"], out["offset_mapping"])
 
     def fitted(self, conversation: Conversation) -> Messages:
-        """Return messages in the form that the template wants: arguments as objects or texts,
-        contents as parts or texts.
+        """Return the messages in the form that the template expects.
+
+        Arguments of tool calls become objects or JSON texts, and contents become parts or texts.
 
         Raises:
-          ValueError: the template does not read what an answer consists of.
+          ValueError: the template does not read a field that an answer consists of.
         """
         tools = conversation.tools
         source = self.source(tools)
@@ -191,13 +197,15 @@ class Template:
             for key in BESIDE_CONTENT:
                 if message.get(key) and key not in source:
                     raise ValueError(
-                        f"message {i} has {key!r}, which the chat template does not read: it would be lost"
+                        f"message {i} has {key!r}, which the chat template does not read, so it "
+                        "would be lost: use a template that reads it, or remove the message"
                     )
             if isinstance(message.get("content"), Mapping) and not re.search(
                 r"\bis\s+mapping\b", source
             ):
                 raise ValueError(
-                    f"message {i}: content is an object, which the chat template does not read: write it as a text"
+                    f"message {i}: content is an object, which the chat template does not read: "
+                    "write it as a text"
                 )
         messages = conversation.messages
         if conversation.has_calls and not self._takes_objects(conversation):
@@ -214,12 +222,13 @@ class Template:
         return messages
 
     def with_contents(self, messages: Messages, tools: Tools) -> Messages:
-        """Return messages with contents in the form that the template writes."""
+        """Return the messages with each `content` in the form that the template writes."""
         return self._forms.fit(messages, tools, self.source(tools))[0]
 
     def _takes_objects(self, conversation: Conversation) -> bool:
-        """Return whether the template writes arguments that are objects as JSON, and not as Python
-        would, or not at all.
+        """Return whether the template writes object arguments as JSON.
+
+        Other templates write them as Python does, or fail on them.
         """
         tools = conversation.tools
         objects, texts = joined(conversation.messages), joined(conversation.texts)
@@ -231,8 +240,8 @@ class Template:
             try:
                 self.render(texts, tools)
             except TemplateError:
-                return True  # the fault is another one, which the same rendering tells again
-            return False  # it adds them to a text
+                return True  # something else fails, and the next rendering reports it
+            return False  # the template concatenates arguments with a string
         calls = [call for message in objects for call in message.get("tool_calls", ())]
         as_python = [str(call.get("function", call).get("arguments") or "") for call in calls]
         as_python = [text for text in as_python if text and text in written]
@@ -242,12 +251,12 @@ class Template:
         return all(text in other for text in as_python)
 
     def rendered(self, messages: Messages, tools: Tools, answers: Sequence[int]) -> Rendered:
-        """Return a conversation and those of its messages that are answers, between prefixes.
+        """Return the rendered conversation and the ranges of `answers`, found by its prefixes.
 
         Raises:
-          ContextError: the template writes the start of this conversation in another way than the
-            whole.
-          ValueError: it begins with an answer.
+          ContextError: the template renders the start of this conversation differently when more
+            follows.
+          ValueError: the conversation begins with an answer.
         """
         whole = self.render(messages, tools)
         found = []
@@ -256,7 +265,8 @@ class Template:
             after = self._end(messages, i + 1, tools, whole)
             if before > after:
                 raise ContextError(
-                    f"the chat template writes less with message {i}, an answer, than with a prompt for it"
+                    f"the chat template writes less with message {i}, an answer, than with a "
+                    "prompt for it"
                 )
             found.append((before, after))
         return Rendered(whole, tuple(found))
@@ -264,12 +274,13 @@ class Template:
     def spans(
         self, messages: Messages, tools: Tools, answers: Sequence[int], whole: str
     ) -> list[tuple[int, int]]:
-        """Return [start, end) of messages in a rendered conversation, with their headers, for a
-        template with marks.
+        """Return [start, end) of messages in a conversation rendered by a template with marks.
+
+        The ranges include the messages' headers.
 
         Raises:
-          ContextError: the template writes the start of this conversation in another way than the
-            whole.
+          ContextError: the template renders the start of this conversation differently when more
+            follows.
         """
         return [
             (self._end(messages, i, tools, whole), self._end(messages, i + 1, tools, whole))
@@ -277,13 +288,12 @@ class Template:
         ]
 
     def _prompt_end(self, context: Messages, tools: Tools, whole: str) -> int:
-        """Return the character of a rendered conversation at which the answer to its first messages
-        begins.
-        """
+        """Return the character of `whole` at which the answer to the messages `context` begins."""
         if not context:
             raise ValueError(
-                "the conversation begins with an answer, and a chat template without {% generation %} marks does not tell "
-                "where that begins: let a message of the user or the system come first"
+                "the conversation begins with an answer, and a chat template without {% generation "
+                "%} marks does not show where that answer begins: put a user or system message "
+                "first"
             )
         before = self.render(context, tools, prompt=True)
         _check_prefix(
@@ -292,7 +302,7 @@ class Template:
         return len(before)
 
     def _end(self, messages: Messages, count: int, tools: Tools, whole: str) -> int:
-        """Return the character of a rendered conversation at which its first messages end."""
+        """Return the character of `whole` at which the first `count` messages end."""
         if count in (0, len(messages)):
             return len(whole) if count else 0
         part = self.render(messages[:count], tools)
@@ -307,18 +317,21 @@ def prompt_tokens(
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_options: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Return messages and the prompt for an answer as tokens, such as `zj.generate` takes.
+    """Return messages and the prompt for an answer as token ids, as `zj.generate` takes them.
 
     Args:
-      tokenizer: of transformers, with a chat template.
-      messages: of which the last one is to be answered, with contents that are texts or lists of
-        parts that are text.
-      tools: given to the template.
-      template_options: given to the template by name; the same as for `tokenize`.
+      tokenizer: tokenizer of transformers, with a chat template.
+      messages: conversation whose last message is to be answered. Contents are texts, or lists of
+        text parts.
+      tools: tool definitions passed to the template.
+      template_options: extra variables for the template by name; use the same as for `tokenize`.
+
+    Returns:
+      Token ids.
 
     Raises:
-      ValueError: messages of another form; or the tokenizer has no chat template, or the template
-        fails, or does not end.
+      ValueError: the messages have another form, the tokenizer has no chat template, or the
+        template fails or does not end.
     """
     options = checked_options(template_options)
     check_contents(messages)
@@ -329,29 +342,29 @@ def prompt_tokens(
 
 
 def checked_options(options: object) -> Mapping[str, object]:
-    """Return options of a template, none if they are None.
+    """Return template options; an empty mapping if they are None.
 
     Raises:
-      ValueError: they are no object, or have a name that no template can read.
+      ValueError: `options` is not an object, or has a name that no template can read.
     """
     if options is None:
         return {}
     if not isinstance(options, Mapping):
         raise ValueError(
-            f"template_options={shortened(options)}: an object of names and values is needed, such as "
-            '{"enable_thinking": False}'
+            f"template_options={shortened(options)}: an object of names and values is needed, such "
+            'as {"enable_thinking": False}'
         )
     for name in options:
         if not isinstance(name, str) or not name.isidentifier() or name in _TAKEN:
             raise ValueError(
-                f"template_options: {shortened(name)} is no name that a template can read"
+                f"template_options: {shortened(name)} is not a name that a template can read"
             )
     return options
 
 
 @functools.lru_cache
 def _has_marks(source: str) -> bool:
-    """Return whether a template has `{% generation %}`, comments and raw text aside."""
+    """Return whether a template has `{% generation %}` outside comments and raw text."""
     import jinja2
 
     try:
@@ -360,7 +373,7 @@ def _has_marks(source: str) -> bool:
             for _, kind, text in jinja2.Environment().lex(source)
             if kind != "whitespace"
         ]
-    except jinja2.TemplateSyntaxError:  # which rendering reports
+    except jinja2.TemplateSyntaxError:  # rendering reports it
         return False
     return any(
         a[0] == "block_begin" and b == ("name", "generation") for a, b in itertools.pairwise(tokens)
@@ -368,16 +381,16 @@ def _has_marks(source: str) -> bool:
 
 
 def lost_answer(i: int) -> ValueError:
-    """Return the error about an answer whose text is not in the rendering."""
+    """Return the error for an answer whose text is missing from the rendered conversation."""
     return ValueError(
-        f"message {i}, an answer: the chat template does not write its text, neither from a text nor from a list of parts, so "
-        "the model would learn to say nothing: take a template that writes `content` for this role, or leave out the answer "
-        '("weight": 0)'
+        f"message {i}, an answer: the chat template does not write its text, given as a text or as "
+        "a list of parts, so the model would learn to say nothing: use a template that writes "
+        '`content` for this role, or leave out the answer ("weight": 0)'
     )
 
 
 def _check_prefix(part: str, whole: str, what: str) -> None:
-    """Raise ContextError unless a text begins with another."""
+    """Raise ContextError unless `whole` begins with `part`."""
     if whole.startswith(part):
         return
     at = next(
@@ -385,6 +398,7 @@ def _check_prefix(part: str, whole: str, what: str) -> None:
         min(len(part), len(whole)),
     )
     raise ContextError(
-        f"the chat template writes {what} in another way when more follows: from character {at} {part[at : at + 40]!r}, and in "
-        f"the whole {whole[at : at + 40]!r}. So an answer is not given in the context of the whole"
+        f"the chat template writes {what} differently when more follows: from character {at} it "
+        f"writes {part[at : at + 40]!r}, but in the full conversation {whole[at : at + 40]!r}. So "
+        "the model would not see this context when it answers"
     )

@@ -1,10 +1,9 @@
-"""The form of `content` that a chat template writes: a text, or a list of parts.
+"""Find the form of `content` that a chat template writes: a text, or a list of parts.
 
-A template that loops over parts writes nothing for a text, and raises no error: the loop runs over
-  characters, which have no
-`text`. The form is therefore found by trial. Every text of a conversation is replaced by a word
-that occurs nowhere else, and the form of each role is the one in which the template writes that
-word. One trial serves all later conversations.
+Given a text, a template that loops over parts writes nothing and raises no error: it loops over
+characters, which have no `text`. The form is therefore found by trial. Every text of a conversation
+is replaced by a unique word, and the form of each role is the one in which the template writes that
+word. The result of a trial serves all later conversations.
 """
 
 import itertools
@@ -25,9 +24,9 @@ from zerojax.data.conversations import (
 Tools = Sequence[Mapping[str, Any]] | None
 Form = Literal["text", "parts", "lost"]
 _PRINTED = r"""['"]text['"]:\s*['"]"""
-"""What comes before the text of a part that is printed as an object."""
+"""Regular expression for what precedes a part's text when the part is printed as an object."""
 _MOST_ROLES = 4
-"""Roles whose forms are tried in all combinations."""
+"""Maximum number of roles whose forms are tried in all combinations."""
 
 
 class TemplateError(ValueError):
@@ -35,31 +34,32 @@ class TemplateError(ValueError):
 
 
 class EndlessError(TemplateError):
-    """The chat template does not end, or writes without end."""
+    """The chat template does not end, or its output does not."""
 
 
 class ContextError(ValueError):
-    """The chat template writes messages in another way when more follows."""
+    """The chat template writes messages differently when more follow."""
 
 
 class ContentForms:
-    """Finds the form for each role of a template, and brings messages into it."""
+    """Finds the form that a template expects for each role, and converts messages to it."""
 
     def __init__(self, render: Callable[[Messages, Tools], str]) -> None:
-        """Take the function that renders messages, which raises TemplateError."""
+        """Take the function that renders messages; it raises TemplateError if it fails."""
         self._render = render
         self._known: dict[tuple[str, str], Form] = {}
 
     def fit(
         self, messages: Messages, tools: Tools, source: str
     ) -> tuple[Messages, Collection[str]]:
-        """Return messages in the form that a template writes, and the roles whose texts it writes
-        in no form.
+        """Return the messages as the template expects them, and the roles whose texts get lost.
+
+        The template writes the texts of lost roles in neither form.
 
         Args:
-          messages: with contents that are texts, parts or objects.
-          tools: given to the template.
-          source: the template.
+          messages: messages whose contents are texts, parts or objects.
+          tools: tool definitions passed to the template.
+          source: Jinja source of the template.
 
         Raises:
           EndlessError: the template does not end.
@@ -72,7 +72,10 @@ class ContentForms:
         return _in_parts(messages, in_parts), lost
 
     def _fit_parts(self, messages: Messages, tools: Tools, in_parts: Collection[str]) -> Messages:
-        """Return messages with their parts if the template writes all of them as it writes a text."""
+        """Return the messages with their parts if that renders like the joined text.
+
+        Otherwise the parts are joined into a text, or merged into one part.
+        """
         texts = _in_parts(joined(messages), in_parts)
         single = _in_parts(merged(messages), in_parts)
         given = _in_parts(messages, in_parts)
@@ -81,7 +84,7 @@ class ContentForms:
             as_text = self._render(texts, tools)
         except EndlessError:
             raise
-        except TemplateError:  # it wants parts alone, if anything
+        except TemplateError:  # the template accepts only parts, if anything
             pass
         try:
             is_same = as_text is None or self._render(single, tools) == as_text
@@ -93,8 +96,9 @@ class ContentForms:
         return single if as_text is None else texts
 
     def _forms(self, messages: Messages, tools: Tools, source: str) -> dict[str, Form]:
-        """Return the form of each role; roles without a text, or about which the trial says
-        nothing, are left out.
+        """Return the form of each role.
+
+        Roles without a text, and roles for which the trial found nothing, are left out.
         """
         tried = [i for i, message in enumerate(messages) if _shows_form(message)]
         roles = {messages[i]["role"] for i in tried}
@@ -106,7 +110,7 @@ class ContentForms:
         }
         found: dict[str, Form] = known | self._try(messages, tried, tools, unknown, known)
         for role, form in found.items():
-            if form != "lost" or role != ASSISTANT:  # an answer may be lost at its place alone
+            if form != "lost" or role != ASSISTANT:  # an answer may be lost only at this position
                 self._known[source, role] = form
         return found
 
@@ -118,8 +122,10 @@ class ContentForms:
         unknown: Sequence[str],
         known: Mapping[str, Form],
     ) -> dict[str, Form]:
-        """Return the forms of unknown roles: with the fewest in parts, of all ways in which most of
-        them are written.
+        """Return the forms of unknown roles.
+
+        It chooses the combination that writes the most of these roles; among equals, the one with
+        the fewest roles in parts.
         """
         before = {role for role, form in known.items() if form == "parts"}
         words = {i: f"zqprobe{i}zq" for i in tried}
@@ -153,22 +159,23 @@ def _form(in_parts: bool, is_written: bool) -> Form:
 
 
 def _shows_form(message: Message) -> bool:
-    """Return whether a message has a text; beside a call of a tool many templates write none."""
+    """Return whether a message has a text that shows its form.
+
+    Messages that call a tool do not: many templates write no text for them.
+    """
     has_call = message.get("tool_calls") or message.get("function_call")
     return not has_call and bool(text_of(message).strip())
 
 
 def _choices(roles: Sequence[str]) -> Iterator[set[str]]:
-    """Yield sets of roles to give parts to, the smallest first."""
+    """Yield the sets of roles to try with parts, smallest first."""
     sizes = range(len(roles) + 1) if len(roles) <= _MOST_ROLES else (0, 1, len(roles))
     for size in sizes:
         yield from map(set, itertools.combinations(roles, size))
 
 
 def _writes(text: str, word: str) -> bool:
-    """Return whether a word is in a rendered text, and not only as a part that is printed as an
-    object.
-    """
+    """Return whether a rendered text contains `word`, other than in a part printed as an object."""
     return (
         re.search(word, re.sub(_PRINTED + word, "", text, flags=re.IGNORECASE), re.IGNORECASE)
         is not None
@@ -176,7 +183,7 @@ def _writes(text: str, word: str) -> bool:
 
 
 def _in_parts(messages: Messages, roles: Collection[str]) -> Messages:
-    """Return messages in which the contents of some roles that are texts are one part."""
+    """Return messages in which the text contents of `roles` are replaced by a single part."""
     if not roles:
         return messages
     found = []
@@ -190,7 +197,7 @@ def _in_parts(messages: Messages, roles: Collection[str]) -> Messages:
 
 
 def _keeps_parts(messages: Messages, text: str) -> bool:
-    """Return whether every text of messages with parts is in a rendered text."""
+    """Return whether a rendered text contains the text of every part of the messages."""
     for message in messages:
         content = message.get("content")
         if isinstance(content, list | tuple) and not all(

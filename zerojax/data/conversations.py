@@ -1,15 +1,14 @@
 r"""A conversation in the form of OpenAI's API, as the chat templates of transformers read it.
 
     OpenAI                                                    templates
-    "arguments": "{\"city\": \"Rome\"}"                           an object, or the text where a template wants that
-    "content": [{"type": "text", "text": "a"}, ..]            the parts, or a text where a template wants that
-    "weight": 0, of an assistant's message                    nothing: that answer does not count
+    "arguments": "{\"city\": \"Rome\"}"                           an object or its text
+    "content": [{"type": "text", "text": "a"}, ..]            the parts or their text
+    "weight": 0, in an assistant's message                    nothing: this answer does not count
 
-Everything that a template is given is JSON: text that can be encoded, finite numbers, objects
-  nested to a limited depth. Which
-of two forms a template wants is found in `zerojax.data.chat` and `zerojax.data.contents`. A call
-without arguments, with null, or with an empty text calls a function without parameters: its
-arguments are `{}`.
+Everything passed to a template is JSON: encodable text, finite numbers, and objects nested to a
+limited depth. `zerojax.data.chat` and `zerojax.data.contents` find which of two forms a template
+needs. A call whose arguments are missing, null or an empty text calls a function without
+parameters: its arguments are `{}`.
 """
 
 import dataclasses
@@ -24,21 +23,21 @@ Message = Mapping[str, Any]
 Messages = Sequence[Message]
 ASSISTANT = "assistant"
 BESIDE_CONTENT = ("tool_calls", "function_call", "refusal")
-"""Keys in which an answer may be, beside its content."""
+"""Keys other than `content` that may hold an answer."""
 DEEPEST = 100
-"""Levels of objects and lists in a record, far more than tools and arguments have."""
+"""Maximum nesting of objects and lists in a record, far more than tools and arguments need."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """A conversation that was checked.
+    """A checked conversation.
 
     Attributes:
-      messages: arguments of tool calls are objects.
-      texts: the same messages, with those arguments as JSON texts.
-      answers: the indices of messages that count in the loss, in order.
-      skipped: some answer does not count, by its weight.
-      tools: that the template is given, or None.
+      messages: messages in which arguments of tool calls are objects.
+      texts: the same messages with these arguments as JSON texts.
+      answers: indices of the messages that count in the loss, in order.
+      skipped: whether the weight of some answer excludes it from the loss.
+      tools: tool definitions passed to the template, or None.
     """
 
     messages: Messages
@@ -54,10 +53,10 @@ class Conversation:
 
 
 def read_conversation(messages: Any, first: int, tools: Any) -> Conversation:
-    """Check a conversation, of which the answers from message `first` on may count.
+    """Check a conversation and return it; only answers from message `first` on may count.
 
     Raises:
-      ValueError: it does not have the form, with the message and the key.
+      ValueError: the conversation does not have the form; the error names the message and the key.
     """
     _check_messages(messages)
     as_objects, as_texts, weights = [], [], []
@@ -72,8 +71,10 @@ def read_conversation(messages: Any, first: int, tools: Any) -> Conversation:
             kept["role"] == ASSISTANT and any(kept.get(key) for key in BESIDE_CONTENT)
         ):
             raise ValueError(
-                f"message {i} has no content: a text is needed, or a list of parts that are text; only a message of "
-                f'{ASSISTANT!r} that calls a tool may leave it out. An empty text is written as ""'
+                f"message {i} has no content: a text is needed, or a list of text parts; only a "
+                f"message of {ASSISTANT!r} that calls a tool may leave it out. An empty text is "
+                "written as "
+                '""'
             )
         as_objects.append(_with_arguments(kept, f"message {i}", _parsed))
         as_texts.append(_with_arguments(kept, f"message {i}", _dumped))
@@ -92,10 +93,10 @@ def read_conversation(messages: Any, first: int, tools: Any) -> Conversation:
 
 
 def check_contents(messages: Any) -> None:
-    """Check that messages have roles, and contents of the form.
+    """Check that messages have roles and valid contents.
 
     Raises:
-      ValueError: they do not, with the message.
+      ValueError: a message does not; the error names it.
     """
     _check_messages(messages)
     for i, message in enumerate(messages):
@@ -104,20 +105,22 @@ def check_contents(messages: Any) -> None:
 
 
 def _check_messages(messages: Any) -> None:
-    """Check that messages are objects with roles."""
+    """Raise ValueError unless messages are objects with roles."""
     if not _is_list_of_objects(messages):
         raise ValueError(
-            f"messages must be a list of objects with 'role' and 'content', got {shortened(messages)}"
+            "messages must be a list of objects with 'role' and 'content', got "
+            f"{shortened(messages)}"
         )
     for i, message in enumerate(messages):
         if not isinstance(message.get("role"), str):
             raise ValueError(
-                f"message {i} has the keys {sorted(map(str, message))}, and 'role' and 'content' are needed"
+                f"message {i} has the keys {sorted(map(str, message))}, but 'role' and 'content' "
+                "are needed"
             )
 
 
 def _is_list_of_objects(value: Any) -> bool:
-    """Return whether a value is a list with an object at least, and nothing else."""
+    """Return whether a value is a non-empty list that holds only objects."""
     return (
         isinstance(value, list | tuple)
         and len(value) > 0
@@ -126,22 +129,22 @@ def _is_list_of_objects(value: Any) -> bool:
 
 
 def shortened(value: Any) -> str:
-    """Return a value for an error, which can be printed and is short."""
+    """Return a short, printable form of a value for an error message."""
     try:
         text = repr(value)
     except (
         RecursionError,
         ValueError,
-    ):  # nested deeply, or a number of more digits than Python writes
+    ):  # nested too deeply, or a number with more digits than Python prints
         text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else text[:80] + "…"
 
 
 def check_json(value: Any, place: str, depth: int = 0) -> None:
-    """Check that a value is JSON which a tokenizer can read.
+    """Check that a value is JSON that a tokenizer can read.
 
     Raises:
-      ValueError: some of it is not, with its place.
+      ValueError: some part of the value is not; the error names its place.
     """
     if depth > DEEPEST:
         raise ValueError(f"{place[:200]} is nested more than {DEEPEST} levels deep")
@@ -156,11 +159,12 @@ def check_json(value: Any, place: str, depth: int = 0) -> None:
             check_json(inner, f"{place}[{i}]", depth + 1)
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError(
-            f"{place} is {value}, which is no number of JSON: leave it out, or write null"
+            f"{place} is {value}, which is not a JSON number: leave it out, or write null"
         )
     elif value is not None and not isinstance(value, bool | int | float):
         raise ValueError(
-            f"{place} is a {type(value).__name__}, and JSON holds texts, numbers, true, false, null, lists, objects"
+            f"{place} is a {type(value).__name__}, but JSON holds only texts, numbers, true, "
+            "false, null, lists and objects"
         )
 
 
@@ -168,24 +172,26 @@ def check_text(text: str, place: str) -> None:
     """Check that a text can be encoded.
 
     Raises:
-      ValueError: it holds half of a surrogate pair.
+      ValueError: the text holds half of a surrogate pair.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{place} holds {text[error.start]!a} at character {error.start}, half of a surrogate pair, which is no character"
+            f"{place} holds {text[error.start]!a} at character {error.start}, half of a surrogate "
+            "pair, which is not a character"
         ) from error
 
 
 def has_parts(messages: Messages) -> bool:
-    """Return whether the content of a message is a list of parts."""
+    """Return whether the content of any message is a list of parts."""
     return any(isinstance(message.get("content"), list | tuple) for message in messages)
 
 
 def joined(messages: Messages) -> Messages:
-    """Return messages with contents that are texts: parts are joined by line ends, as servers of
-    open models join them.
+    """Return messages whose contents are texts.
+
+    Parts are joined by newlines, as inference servers of open models do.
     """
     return [
         {**message, "content": text_of(message)} if has_parts([message]) else message
@@ -194,7 +200,7 @@ def joined(messages: Messages) -> Messages:
 
 
 def merged(messages: Messages) -> Messages:
-    """Return messages with one part in the place of several."""
+    """Return messages in which each list of parts is merged into one part."""
     return [
         {**message, "content": [{"type": "text", "text": text_of(message)}]}
         if has_parts([message])
@@ -204,12 +210,12 @@ def merged(messages: Messages) -> Messages:
 
 
 def text_of(message: Message) -> str:
-    """Return the content of a message as a text; empty if there is none, or if it is an object."""
+    """Return a message's content as one text; empty if it has none or if it is an object."""
     return "\n".join(texts_of(message))
 
 
 def texts_of(message: Message) -> list[str]:
-    """Return the texts of a message's parts, or its content if that is a text."""
+    """Return the texts of a message's parts, or its content if the content is a text."""
     content = message.get("content")
     if isinstance(content, list | tuple):
         return [part["text"] for part in content]
@@ -223,11 +229,13 @@ def _weight(message: Message, place: str) -> bool:
         return True
     if isinstance(weight, bool) or weight not in (0, 1):
         raise ValueError(
-            f"{place}: weight={shortened(weight)}: 0 and 1 are allowed, which leave an answer out or count it"
+            f"{place}: weight={shortened(weight)}: only 0 (leave the answer out of the loss) and 1 "
+            "(count it) are allowed"
         )
     if weight and message["role"] != ASSISTANT:
         raise ValueError(
-            f"{place}: weight=1 for the role {shortened(message['role'])}: only messages of {ASSISTANT!r} can count in the loss"
+            f"{place}: weight=1 for the role {shortened(message['role'])}: only messages of "
+            f"{ASSISTANT!r} can count in the loss"
         )
     return bool(weight)
 
@@ -236,27 +244,28 @@ def _check_content(message: Message, place: str) -> None:
     content = message.get("content", "")
     if isinstance(
         content, str | Mapping
-    ):  # objects, as results of tools: some templates write these
+    ):  # tool results may be objects: some templates write these
         return
     if not isinstance(content, list | tuple):
         raise ValueError(
-            f"{place}: content must be text, or a list of parts that are text, got {type(content).__name__}"
+            f"{place}: content must be a text, or a list of text parts, got "
+            f"{type(content).__name__}"
         )
     if not content:
         raise ValueError(
-            f"{place}: content is an empty list: a text is needed, or a list of parts that are text"
+            f"{place}: content is an empty list: a text is needed, or a list of text parts"
         )
     for j, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
             raise ValueError(
                 f"{place}: part {j} of its content is {shortened(part)}: only parts of the form "
-                '{"type": "text", "text": ".."} can be trained on'
+                '{"type": "text", "text": ".."} are supported in training'
             )
 
 
 def _with_arguments(message: Message, place: str, convert: Callable[[Any, str], Any]) -> Message:
-    """Return a message with the arguments of its tool calls in one form."""
+    """Return a message with the arguments of its tool calls converted by `convert`."""
     calls = message.get("tool_calls")
     if calls is None:
         return message
@@ -272,21 +281,20 @@ def _with_arguments(message: Message, place: str, convert: Callable[[Any, str], 
             found.append(_converted(call, there, convert))
         else:
             raise ValueError(
-                f"{there}: function must be an object with 'name' and 'arguments', got {shortened(function)}"
+                f"{there}: function must be an object with 'name' and 'arguments', got "
+                f"{shortened(function)}"
             )
     return {**message, "tool_calls": found}
 
 
 def _converted(function: Message, place: str, convert: Callable[[Any, str], Any]) -> Message:
-    """Return a call with its arguments in one form: none, null and an empty text are an object
-    without keys.
-    """
+    """Return a call with its arguments converted; missing or null arguments count as `{}`."""
     arguments = function.get("arguments")
     return {**function, "arguments": convert({} if arguments is None else arguments, place)}
 
 
 def _parsed(arguments: Any, place: str) -> Any:
-    """Return arguments as an object."""
+    """Return arguments as an object; an empty text becomes `{}`."""
     if isinstance(arguments, Mapping):
         return arguments
     if not isinstance(arguments, str):
@@ -299,7 +307,7 @@ def _parsed(arguments: Any, place: str) -> Any:
         found = parse_json(arguments)
     except ValueError as error:
         raise ValueError(
-            f"{place}: arguments are {shortened(arguments)}, which is no JSON text: {error}"
+            f"{place}: arguments are {shortened(arguments)}, which is not JSON text: {error}"
         ) from error
     if found is None:
         return {}
@@ -312,20 +320,20 @@ def _parsed(arguments: Any, place: str) -> Any:
 
 
 def _dumped(arguments: Any, place: str) -> str:
-    """Return arguments as a JSON text."""
+    """Return arguments as a JSON text; an empty text becomes `{}`."""
     if not isinstance(arguments, str):
         return json.dumps(arguments, ensure_ascii=False)
     return "{}" if arguments.strip() in ("", "null") else arguments
 
 
 def _tools(tools: Any) -> Sequence[Mapping[str, Any]] | None:
-    """Return the tools that a record names; some data sets store them as a JSON text."""
+    """Return a record's tools, which some data sets store as a JSON text."""
     if isinstance(tools, str):
         try:
             tools = parse_json(tools)
         except ValueError as error:
             raise ValueError(
-                f"tools are {shortened(tools)}, which is no JSON text: {error}"
+                f"tools are {shortened(tools)}, which is not JSON text: {error}"
             ) from error
     if tools is None:
         return None

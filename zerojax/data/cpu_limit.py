@@ -1,12 +1,12 @@
-"""A limit on the processor time of one call, for programs that come with the data: chat templates.
+"""A CPU time limit for one call, for programs that are distributed with the data: chat templates.
 
-jinja2's sandbox bounds each `range`, but not a loop within a loop, and nothing in Python ends a
-loop from the outside. So a thread watches: once the calling thread has computed for longer than the
-limit, it raises an exception there. The clock is the calling thread's own, so a process that was
-suspended, or a machine that is busy, costs nothing.
+jinja2's sandbox bounds each `range`, but not nested loops, and Python cannot stop a loop from the
+outside. So a thread watches the calling thread and raises an exception in it when it has computed
+for longer than the limit. The clock is the calling thread's own CPU clock: time in which the
+process is suspended or the machine is busy does not count.
 
-The exception arrives between two bytecodes. A single call into C returns first;
-`zerojax.data.sandbox` bounds what it makes.
+The exception arrives between two bytecodes, so a single call into C returns first.
+`zerojax.data.sandbox` bounds the results of such calls.
 """
 
 import ctypes
@@ -24,30 +24,34 @@ class OverrunError(Exception):
 
 
 class _Interrupt(BaseException):
-    """What ends the call; jinja2 rewrites every `Exception` that passes through it, and leaves this
-    one alone.
+    """Ends the call.
+
+    It is not an `Exception`, because jinja2 rewrites every `Exception` that passes through it.
     """
 
 
 class CpuLimit:
-    """Runs calls, one at a time, each for a limited time. Use it as a context manager, which ends
-    its thread.
+    """Runs calls, one at a time, each with a CPU time limit.
+
+    Use it as a context manager: leaving it ends the watching thread.
 
     Attributes:
-      seconds: processor time that a call may take.
+      seconds: CPU seconds that a call may take.
     """
 
     def __init__(self, seconds: float) -> None:
+        """Set the limit of each call to `seconds` of CPU time."""
         self.seconds = seconds
         self._lock = threading.Lock()
         self._ends = threading.Event()
         self._watched: tuple[int, int, float] | None = (
-            None  # thread, its clock, and the time at which the call is ended
+            None  # thread, its clock, and the clock time at which to end the call
         )
         self._interrupted = False
         self._thread = threading.Thread(target=self._watch, name="zerojax-cpu-limit", daemon=True)
 
     def __enter__(self) -> "CpuLimit":
+        """Return the limit itself; the thread starts at the first call."""
         return self
 
     def __exit__(
@@ -56,13 +60,14 @@ class CpuLimit:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        """End the watching thread."""
         self._ends.set()
 
     def run(self, call: Callable[[], Result]) -> Result:
-        """Return what a call returns.
+        """Return the result of `call`.
 
         Raises:
-          OverrunError: it took longer than the limit, and was ended.
+          OverrunError: the call took longer than the limit and was ended.
         """
         if self._thread.ident is None:
             self._thread.start()
@@ -85,8 +90,9 @@ class CpuLimit:
             raise OverrunError(f"it computed for more than {self.seconds:g} s") from None
 
     def _release(self) -> None:
-        """Stop watching a call that ended by itself; an exception that was raised just then arrives
-        here at the latest.
+        """Stop watching a call that ended by itself.
+
+        If the watching thread has just raised its exception, it arrives here at the latest.
         """
         with self._lock:
             self._watched = None

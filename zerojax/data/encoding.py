@@ -1,12 +1,11 @@
-"""A record as tokens, of which some count in the loss.
+"""Tokenize a record and find which of its tokens count in the loss.
 
     messages                the assistant's turns count; templates: `zerojax.data.chat`
     prompt, completion      the completion counts; two texts, or two lists of messages
     text                    all count
 
-A text is tokenized as a whole. A token counts where it lies, even in part, in what counts:
-  transformers has the same rule for
-`{% generation %}` marks.
+A text is tokenized as a unit. A token counts if any part of it lies in a range that counts.
+transformers has the same rule for `{% generation %}` marks.
 """
 
 import dataclasses
@@ -43,27 +42,27 @@ KEYS: dict[str, tuple[str, ...]] = {
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _ASKING = ("system", "developer", "user")
 _NO_END = (
-    "the chat template ends an answer with no special token, so the model does not learn to stop there: take a template that "
-    "ends every turn, as with the tokenizer's eos_token"
+    "the chat template ends an answer with no special token, so the model does not learn to stop "
+    "there: use a template that ends every turn, for example with the tokenizer's eos_token"
 )
 _NO_MARKED_END = (
-    "the {% generation %} marks of the chat template leave out the special token that ends an answer, so the model does not "
-    "learn to stop there: put it before {% endgeneration %}"
+    "the {% generation %} marks of the chat template leave out the special token that ends an "
+    "answer, so the model does not learn to stop there: put the token before {% endgeneration %}"
 )
 _NO_MARKED_TOKEN = (
-    "no token counts in the loss: the {% generation %} marks of the chat template enclose nothing of this conversation's "
-    "answers. Put them around what the template writes for the role 'assistant', or remove them: without marks the answers are "
-    "found by themselves"
+    "no token counts in the loss: the {% generation %} marks of the chat template enclose nothing "
+    "of this conversation's answers. Put them around what the template writes for the role "
+    "'assistant', or remove them: answers are found without marks too"
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """One example.
+    """One tokenized example.
 
     Attributes:
-      tokens: i32[n].
-      counted: bool[n], where a token counts in the loss, once it is predicted from those before it.
+      tokens: i32[n], token ids.
+      counted: bool[n], whether predicting the token counts in the loss.
     """
 
     tokens: np.ndarray
@@ -71,10 +70,10 @@ class Encoded:
 
 
 class Encoder:
-    """Makes examples of records.
+    """Converts records to tokenized examples.
 
     Attributes:
-      notices: what is to be warned about.
+      notices: warnings about the records, collected until they are logged.
     """
 
     def __init__(
@@ -86,22 +85,23 @@ class Encoder:
         template_options: Mapping[str, Any],
         limit: CpuLimit,
     ) -> None:
-        """Check the tokenizer; arguments are those of `zerojax.data.tokenize`.
+        """Check the tokenizer; the arguments are the same as in `zerojax.data.tokenize`.
 
         Raises:
-          ValueError: an unknown form, or a tokenizer without a vocabulary or that does not tell
-            which characters a token is of.
+          ValueError: `form` is unknown, or the tokenizer has no vocabulary or cannot map tokens to
+            characters.
         """
         if form is not None and form not in KEYS:
             raise ValueError(f"form={form!r} is unknown: choose from {', '.join(KEYS)}")
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(
-                f"{type(tokenizer).__name__} does not tell which characters a token is of: a tokenizer of the tokenizers "
-                "library is needed (is_fast)"
+                f"{type(tokenizer).__name__} does not map tokens to characters: use a fast "
+                "tokenizer, which the tokenizers library implements (is_fast)"
             )
         if not tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=False):
             raise ValueError(
-                "the tokenizer's vocabulary is empty, so it makes no tokens of a text: is tokenizer.json whole?"
+                "the tokenizer's vocabulary is empty, so it splits a text into no tokens: check "
+                "that tokenizer.json is complete"
             )
         self._tokenizer, self._form, self._each_answer = tokenizer, form, each_answer
         self._add_eos, self._options, self._limit = add_eos, template_options, limit
@@ -114,14 +114,14 @@ class Encoder:
 
     @functools.cached_property
     def _turn_end(self) -> int | None:
-        """The special token that ends a turn of the template, if the tokenizer has one."""
+        """The special token that ends a turn of the template, or None if there is none."""
         return self._special.turn_end(self._template) if self._tokenizer.chat_template else None
 
     def encode(self, record: Mapping[str, Any]) -> Iterator[Encoded]:
-        """Yield the example of a record; with `each_answer` one for each answer.
+        """Yield the example of a record; with `each_answer`, one example per answer.
 
         Raises:
-          ValueError: a record of no form, of a wrong type, or without a token that counts.
+          ValueError: the record has no known form, a value has a wrong type, or no token counts.
         """
         form = self._form_of(record)
         values = [record[key] for key in KEYS[form]]
@@ -136,7 +136,8 @@ class Encoder:
         ]:
             kind = "text" if form == "text" else "text, or both lists of messages"
             raise ValueError(
-                f"{', '.join(map(repr, wrong))} must be {kind}, got {type(record[wrong[0]]).__name__}"
+                f"{', '.join(map(repr, wrong))} must be {kind}, got "
+                f"{type(record[wrong[0]]).__name__}"
             )
         else:
             for key, value in zip(KEYS[form], values, strict=True):
@@ -158,8 +159,9 @@ class Encoder:
     # --- texts
 
     def _of_text(self, text: str, length: int) -> Encoded:
-        """Return a text whose last `length` characters count, with what the tokenizer begins and
-        ends a text with.
+        """Return a text, of which the last `length` characters count.
+
+        The tokens with which the tokenizer begins and ends a text are added.
         """
         found = self._special.tokenized(text, add_special_tokens=True)
         counted = found.in_span(len(text) - length, len(text))
@@ -168,16 +170,16 @@ class Encoder:
         eos = self._tokenizer.eos_token_id
         if eos is None:
             raise ValueError(
-                "the tokenizer has no eos_token to end a text with: set one, or take add_eos=False"
+                "the tokenizer has no eos_token to end a text with: set one, or use add_eos=False"
             )
         last = found.last_visible(len(found.tokens))
         if last >= 0 and self._ends_text(int(found.tokens[last])):
-            counted[last] = True  # also where the tokenizer added it
+            counted[last] = True  # even if the tokenizer added it
             return Encoded(found.tokens, counted)
         return Encoded(np.append(found.tokens, np.int32(eos)), np.append(counted, True))
 
     def _ends_text(self, token: int) -> bool:
-        """Return whether a token ends a text: the tokenizer's, or what ends a turn in its template."""
+        """Return whether a token ends a text: the eos_token, or its template's turn end."""
         return token == self._tokenizer.eos_token_id or (
             token in self._special.ids and token == self._turn_end
         )
@@ -209,7 +211,7 @@ class Encoder:
         answers: Sequence[int],
         all_answers: bool,
     ) -> Encoded:
-        """Return messages as tokens, of which some answers count, or all."""
+        """Return messages as tokens, of which the given or all answers count."""
         if self._template.has_marks(conversation.tools):
             example, text = self._by_marks(conversation, messages, answers, all_answers)
         else:
@@ -238,7 +240,7 @@ class Encoder:
             if stop is None:
                 self.notices.add(_NO_END)
             else:
-                counted[last + 1 : stop] = True  # the next turn begins with it
+                counted[last + 1 : stop] = True  # the special token that ends the answer
         return Encoded(found.tokens, counted), rendered.text
 
     def _by_marks(
@@ -266,16 +268,17 @@ class Encoder:
             raise ValueError(_NO_MARKED_TOKEN)
         stop = int(np.flatnonzero(counted)[-1]) + 1
         end = self._special.stop_after(found, 0, stop)
-        if end != stop:  # the marks are the template's own word: nothing else counts
+        if end != stop:  # the marks have the last word, so the end token does not count
             self.notices.add(_NO_END if end is None else _NO_MARKED_END)
         return Encoded(found.tokens, counted), marked.text
 
     def _check_text(self, i: int, message: Message, answer: str) -> None:
-        """Check that the text of a message is in the answer that counts; beside a call of a tool,
-        warn if it is not.
+        """Check that the text of message `i` appears in the answer that counts.
+
+        For a message that calls a tool, a missing text is only a warning.
 
         Raises:
-          ValueError: it is not.
+          ValueError: the text is missing.
         """
         if _keeps(answer, text_of(message)):
             return
@@ -286,50 +289,57 @@ class Encoder:
         )
 
     def _advice(self, messages: Messages, tools: Tools, answers: Sequence[int]) -> str:
-        """Return what to do where a template without marks writes an answer's context in another
-        way.
-        """
+        """Return the remedy if a template without marks renders an answer's context differently."""
         if not self._each_answer:
             try:
                 for i in answers:
                     self._template.rendered(messages[: i + 1], tools, (i,))
-                return "take each_answer=True, an example for each answer"
-            except ValueError:  # not by itself, either
+                return "use each_answer=True, which makes one example per answer"
+            except ValueError:  # a single answer fails too
                 pass
         return (
-            "set tokenizer.chat_template to one that has {% generation %} marks around answers, or that writes an answer, with "
-            "its thinking, right after the prompt for it"
+            "set tokenizer.chat_template to one that has {% generation %} marks around answers, or "
+            "that writes an answer, with its thinking, right after the prompt for it"
         )
 
     def _advice_with_marks(self, conversation: Conversation) -> str:
-        """Return what to do where a template with marks does not show which answer is whose."""
+        """Return the remedy if a template with marks does not show which answer is which."""
         if self._each_answer and not conversation.skipped:
-            return "leave out each_answer=True, as the marks of the template say which tokens are answers"
-        return "set tokenizer.chat_template to one that writes messages in the same way whatever follows them"
+            return (
+                "leave out each_answer=True, because the template's marks show which tokens are "
+                "answers"
+            )
+        return (
+            "set tokenizer.chat_template to one that writes messages in the same way whatever "
+            "follows them"
+        )
 
     def _note_what_is_lost(self, conversation: Conversation, messages: Messages, text: str) -> None:
-        """Note what a record holds and its template does not write."""
+        """Add notices about parts of a record that its template does not write."""
         source = self._template.source(conversation.tools)
         for i, message in enumerate(messages):
             if message["role"] in _ASKING and not all(
                 piece.strip() in text for piece in texts_of(message)
             ):
                 self.notices.add(
-                    f"the chat template does not write message {i}, of the role {shortened(message['role'])}"
+                    f"the chat template does not write message {i}, of the role "
+                    f"{shortened(message['role'])}"
                 )
             if any(message.get(key) for key in _THOUGHTS) and not any(
                 key in source for key in _THOUGHTS
             ):
                 self.notices.add(
-                    f"the chat template writes no thoughts ({', '.join(_THOUGHTS)}): those of the answers are lost"
+                    f"the chat template writes no thoughts ({', '.join(_THOUGHTS)}): the thoughts "
+                    "in the answers are lost"
                 )
         if conversation.tools and "tools" not in source:
-            self.notices.add("the chat template writes no tools: those of the record are lost")
+            self.notices.add("the chat template writes no tools: the record's tools are lost")
 
 
 def _keeps(answer: str, text: str) -> bool:
-    """Return whether any word of a text is in an answer, from which the template may take some,
-    such as thoughts.
+    """Return whether an answer contains any word of a text.
+
+    The template may drop parts of the text, such as thoughts.
     """
     text, answer = text.strip().casefold(), answer.casefold()
     return text in answer or not _words(text).isdisjoint(_words(answer))
@@ -340,14 +350,14 @@ def _words(text: str) -> set[str]:
 
 
 def _all(conversation: Conversation, first: int) -> bool:
-    """Return whether every answer of a conversation counts, those of its prompt too."""
+    """Return whether every answer of a conversation counts, including answers in its prompt."""
     return first == 0 and not conversation.skipped
 
 
 def _checked(example: Encoded) -> Encoded:
     if not example.counted[1:].any():
         raise ValueError(
-            f"no token counts in the loss: of {len(example.tokens)} tokens none but the first is of an answer, a completion or "
-            "a text, and the first is predicted from nothing"
+            f"no token counts in the loss: of {len(example.tokens)} tokens none after the first "
+            "belongs to an answer, a completion or a text, and nothing predicts the first token"
         )
     return example

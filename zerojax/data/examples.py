@@ -1,8 +1,9 @@
-"""Examples of a file as arrays: all their tokens behind each other.
+"""Examples of a file as arrays, in which the tokens of all examples are concatenated.
 
     tokens[N], counted[N], starts[E + 1]        example i is tokens[starts[i] : starts[i + 1]]
 
-A token takes 5 bytes, whatever the file's size; Python objects are those of one record at a time.
+Each token takes 5 bytes, whatever the file's size. Only one record at a time exists as Python
+objects.
 """
 
 import array
@@ -29,12 +30,12 @@ class Examples:
     """Tokenized examples.
 
     Attributes:
-      source: what they were read from.
-      tokens: i32[N].
-      counted: bool[N], the tokens that count in the loss.
-      starts: i64[E + 1], where each example begins, and N.
-      numbers: i64[E], the record that each example was made of: its line, or its index in a folder
-        of `datasets`.
+      source: file or folder that they were read from.
+      tokens: i32[N], token ids of all examples.
+      counted: bool[N], whether each token counts in the loss.
+      starts: i64[E + 1], index of each example's first token, and N.
+      numbers: i64[E], number of the record that each example was made from: its line, or its index
+        in a folder of `datasets`.
     """
 
     source: Source
@@ -44,35 +45,36 @@ class Examples:
     numbers: np.ndarray
 
     def __len__(self) -> int:
+        """Return the number of examples."""
         return len(self.numbers)
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each example, i64[E]."""
+        """Number of tokens of each example, i64[E]."""
         return np.diff(self.starts)
 
     def place(self, i: int) -> str:
-        """Return how errors name example i."""
+        """Return the place of example `i` for error messages."""
         return self.source.place(int(self.numbers[i]))
 
     def hold_out(self, one_in: int) -> tuple["Examples", "Examples"]:
-        """Return (those to train on, those held out): of every `one_in` records the last one is
-        held out.
+        """Split off every `one_in`-th record; return (examples to train on, examples held out).
 
-        What is made of one record stays together. Records that are added to the end of a file
-        change nothing for the others.
+        All examples of one record stay together. Appending records to a file does not change which
+        of the earlier ones are held out.
 
         Raises:
-          ValueError: fewer than 2, or either part would be empty.
+          ValueError: `one_in` is less than 2, or either part would be empty.
         """
-        one_in = whole_number("one_in", one_in, 2, ", else all is held out")
+        one_in = whole_number("one_in", one_in, 2, ", because 1 would hold out everything")
         record = np.unique(self.numbers, return_inverse=True)[
             1
-        ]  # from 0; numbers are lines, of which some may be empty
+        ]  # contiguous from 0; numbers are lines, some of which may be empty
         held_out = record % one_in == one_in - 1
         if held_out.all() or not held_out.any():
             raise ValueError(
-                f"of {len(self)} examples one in {one_in} cannot be held out: give more, or take a smaller one_in"
+                f"cannot hold out one in {one_in} of {len(self)} examples: add examples, or use a "
+                "smaller one_in"
             )
         return self._those(~held_out), self._those(held_out)
 
@@ -97,28 +99,29 @@ def tokenize(
     """Read and tokenize a file of examples.
 
     A record holds `messages`, a conversation in the form of OpenAI and transformers; or `prompt`
-    and `completion`, two texts or two lists of messages; or `text`. `tools` beside messages are
-    given to the template.
+    and `completion`, two texts or two lists of messages; or `text`. A record with messages may also
+    have `tools`, which are passed to the template.
 
     Args:
-      path: of a JSONL file, or a folder that `datasets` saved (`save_to_disk`).
-      tokenizer: of transformers, such as `load_tokenizer(folder)` returns.
-      split: which data set of a folder with several, such as "train".
-      form: "messages", "prompt" or "text", where records have the keys of several forms.
-      each_answer: make an example of each answer of a conversation, with what comes before it as
-        the context; for templates that write an earlier turn in another way than the last one, such
-        as Qwen 3's, which forgets its thinking.
-      add_eos: end texts and completions with the tokenizer's `eos_token`. Chat templates end turns
-        by themselves.
-      template_options: given to the chat template by name, such as `{"enable_thinking": False}`.
+      path: path of a JSONL file, or of a folder that `datasets` saved (`save_to_disk`).
+      tokenizer: tokenizer of transformers, as `load_tokenizer(folder)` returns it.
+      split: name of the data set to read, such as "train", if the folder holds several.
+      form: "messages", "prompt" or "text"; needed if records have the keys of several forms.
+      each_answer: whether to make one example per answer of a conversation, with the preceding
+        messages as its context. Use it for templates that render an earlier turn differently from
+        the last one, such as Qwen 3's, which removes the thinking from earlier turns.
+      add_eos: whether to end texts and completions with the tokenizer's `eos_token`. Chat templates
+        end turns themselves.
+      template_options: extra variables for the chat template by name, such as
+        `{"enable_thinking": False}`.
 
     Returns:
       The examples, in the order of the file.
 
     Raises:
-      ValueError: a record that cannot be read, in which no token counts, or for which the chat
-        template does not tell which do; with file and line, or the number of the example. Or no
-        records.
+      ValueError: a record cannot be read, none of its tokens counts, or the chat template does not
+        show which ones do; the error names the file and line, or the number of the example. Or the
+        source has no records.
     """
     where = source(path, split)
     options = checked_options(template_options)
@@ -143,7 +146,7 @@ def tokenize(
             advance(1)
     encoder.notices.log(where.place)
     if not numbers:
-        raise ValueError(f"{where.path}: no examples in it")
+        raise ValueError(f"{where.path}: it holds no examples")
     examples = Examples(
         where,
         np.frombuffer(tokens, np.int32),

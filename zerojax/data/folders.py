@@ -1,8 +1,8 @@
 """Records of a folder that `datasets` saved, as lines of JSON would hold them.
 
-`datasets` stores objects in two ways. A column of `datasets.Json` keeps each as it was. Any other
-column has fixed keys: a key that another record has is null here, so such a null is left out. A
-null that the source did have is left out with it.
+`datasets` stores objects in two ways. A `datasets.Json` column keeps each object unchanged. Any
+other column has fixed keys: if a key occurs only in some records, it is null in all the others.
+Nulls are therefore removed, including any that were in the source.
 """
 
 import logging
@@ -13,9 +13,7 @@ from typing import Any
 
 logger = logging.getLogger("zerojax.data")
 FREE_FORM = ("arguments", "parameters", "properties")
-"""Keys under which each record has keys of its own: arguments of tool calls, and what tools say of
-them.
-"""
+"""Keys whose objects have different keys in each record: tool call arguments and tool schemas."""
 
 
 class Folder:
@@ -25,20 +23,22 @@ class Folder:
         """Open a folder.
 
         Raises:
-          ValueError: it holds no data set, or no such split.
+          ValueError: the folder holds no data set, or no such split.
         """
         try:
             import datasets
         except ImportError as error:
             raise ImportError(
-                "reading a folder of `datasets` needs it: pip install 'zerojax[hf]'"
+                "reading a folder of `datasets` needs the datasets library: pip install "
+                "'zerojax[hf]'"
             ) from error
         loaded: Any
         try:
             loaded = datasets.load_from_disk(os.fspath(path))
-        except Exception as error:  # each damaged file fails in its own way
+        except Exception as error:  # the type depends on which file is damaged
             raise ValueError(
-                f"{path}: not a folder that `datasets` saved by save_to_disk: {type(error).__name__}: {error}"
+                f"{path}: not a folder that `datasets` saved by save_to_disk: "
+                f"{type(error).__name__}: {error}"
             ) from error
         if isinstance(loaded, datasets.DatasetDict):
             if split not in loaded:
@@ -47,17 +47,21 @@ class Folder:
                 )
             loaded = loaded[split]
         elif split is not None:
-            raise ValueError(f"{path} holds one data set, and no splits: leave out split={split!r}")
+            raise ValueError(
+                f"{path} holds a single data set without splits: leave out split={split!r}"
+            )
         self._rows = loaded.with_format(
             None
-        )  # a format that was saved, such as torch's, makes arrays of lists
+        )  # a saved format, such as torch's, would turn lists into arrays
         self._features: Mapping[str, Any] = loaded.features
         self._path = path
 
     def __len__(self) -> int:
+        """Return the number of records."""
         return len(self._rows)
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        """Yield each record, without the nulls that `datasets` added."""
         fixed = [
             place
             for name in ("messages", "prompt", "completion", "tools")
@@ -65,8 +69,9 @@ class Folder:
         ]
         if fixed:
             logger.warning(
-                "%s: `datasets` gave all records the same keys in %s, in one order: keys that are null are left out, and a "
-                "whole number beside fractions is a fraction. Columns of datasets.Json keep what a line of JSON says: "
+                "%s: `datasets` gave all records the same keys in %s, in one order: keys that are "
+                "null are left out, and integers mixed with fractions become fractions. Columns of "
+                "datasets.Json keep what a line of JSON says: "
                 'Dataset.from_list(records, on_mixed_types="use_json")',
                 self._path,
                 ", ".join(fixed),
@@ -75,12 +80,12 @@ class Folder:
             yield _without_nulls(row, self._features)
 
     def _fixed(self, column: str) -> list[str]:
-        """Return where a column has fixed keys in the place of each record's own."""
+        """Return the places where a column has fixed keys instead of each record's own keys."""
         return _fixed_keys(self._features[column], column) if column in self._features else []
 
 
 def _without_nulls(value: Any, feature: Any) -> Any:
-    """Return a value without the keys that are null, where its feature has fixed keys."""
+    """Return a value without its null keys, wherever its feature has fixed keys."""
     if value is None:
         return None
     if isinstance(feature, Mapping):
@@ -94,8 +99,9 @@ def _without_nulls(value: Any, feature: Any) -> Any:
 
 
 def _fixed_keys(feature: Any, place: str) -> list[str]:
-    """Return the places below which keys are free in JSON and fixed here, such as
-    messages.tool_calls.function.arguments.
+    """Return the places below which keys are free in JSON but fixed here.
+
+    An example is messages.tool_calls.function.arguments.
     """
     if isinstance(feature, Mapping):
         found = []
@@ -112,7 +118,7 @@ def _fixed_keys(feature: Any, place: str) -> list[str]:
 
 
 def _element(feature: Any) -> Any:
-    """Return the feature of a list's elements, or None of what is no list."""
+    """Return the feature of a list's elements, or None if `feature` is not a list."""
     if isinstance(feature, list):
         return feature[0]
     import datasets

@@ -1,6 +1,4 @@
-"""What a run over many records warns about: each fault once, with the number of records and the
-first one's place.
-"""
+"""Warnings about records: each is logged once, with the first record's place and a count."""
 
 import dataclasses
 import logging
@@ -17,25 +15,26 @@ class _Notice:
 
 
 class Notices:
-    """Warnings about records, by their text.
+    """Warnings about records, grouped by their text.
 
     Attributes:
-      number: of the record that is read now.
+      number: number of the record that is being read.
     """
 
     def __init__(self) -> None:
+        """Start without warnings."""
         self.number = 0
         self._found: dict[str, _Notice] = {}
 
     def add(self, text: str) -> None:
-        """Note a fault of the record that is read now."""
+        """Add a warning about the record that is being read."""
         notice = self._found.setdefault(text, _Notice(self.number, self.number, 1))
         if notice.last != self.number:
             notice.records += 1
             notice.last = self.number
 
     def log(self, place: Callable[[int], str]) -> None:
-        """Log each fault once."""
+        """Log each warning once; `place` turns a record's number into its place."""
         for text, notice in self._found.items():
             more = f" (and in {notice.records - 1:,} more)" if notice.records > 1 else ""
             logger.warning("%s%s: %s", place(notice.first), more, text)

@@ -1,13 +1,13 @@
 """Examples packed into rows of equal length.
 
-Best fit, the longest first (best-fit decreasing; Ding et al., arXiv:2404.10830): an example goes
-into that row where it leaves the least room, or into a new one. No example is cut so that rows are
-full, and on real lengths the rows are nearly full.
+Rows are packed by best-fit decreasing (Ding et al., arXiv:2404.10830): examples are placed from the
+longest to the shortest, each into the row where it leaves the least room, or into a new row.
+Examples are never cut to fill rows, and with real length distributions the rows are nearly full.
 
-An example of n tokens takes n - 1 positions: each holds a token and its successor, which is the
-target where it counts.
+An example of n tokens takes n - 1 positions. Each position holds a token and its successor, which
+is the target if it counts.
 
-    tokens       a0 a1 a2 b0 b1  0          of a0 .. a3 and b0 .. b2
+    tokens       a0 a1 a2 b0 b1  0          from a0 .. a3 and b0 .. b2
     targets      -1 a2 a3 b1 b2 -1          a1 does not count
     segment_ids   1  1  1  2  2  0
     positions     0  1  2  0  1  0
@@ -29,20 +29,20 @@ logger = logging.getLogger("zerojax.data")
 
 
 def best_fit(lengths: Sequence[int] | np.ndarray, seq: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pack lengths into rows.
+    """Pack examples into rows, given only their lengths.
 
     Args:
-      lengths: of at least 1 and at most `seq` each.
+      lengths: length of each example, from 1 to `seq`.
       seq: length of a row.
 
     Returns:
-      (order i64[E], starts i64[R + 1]): row r holds order[starts[r] : starts[r + 1]]. Of equal
-      lengths the first comes first.
+      (order i64[E], starts i64[R + 1]): row r holds order[starts[r] : starts[r + 1]]. Examples of
+      equal length keep their order.
     """
     lengths = np.asarray(lengths, np.int64)
     rows: list[list[int]] = []
-    by_room: dict[int, list[int]] = {}  # rows with so much room
-    rooms: list[int] = []  # the keys of it, sorted
+    by_room: dict[int, list[int]] = {}  # free positions -> rows
+    rooms: list[int] = []  # its keys, sorted
     for i in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[i])
         at = bisect.bisect_left(rooms, length)
@@ -65,16 +65,16 @@ def best_fit(lengths: Sequence[int] | np.ndarray, seq: int) -> tuple[np.ndarray,
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What became of the examples.
+    """Statistics of packing.
 
     Attributes:
-      examples: in the rows.
-      rows: of `seq` positions each.
-      positions: that hold a token.
-      counted: targets that count in the loss.
-      truncated: examples that were cut.
-      cut_tokens: tokens that these lost.
-      dropped: examples that were left out.
+      examples: number of examples in the rows.
+      rows: number of rows, of `seq` positions each.
+      positions: number of positions that hold a token.
+      counted: number of targets that count in the loss.
+      truncated: number of truncated examples.
+      cut_tokens: number of tokens cut from the truncated examples.
+      dropped: number of examples left out.
     """
 
     examples: int
@@ -87,22 +87,23 @@ class Counts:
 
 
 class Rows:
-    """Rows of packed examples, made when they are asked for.
+    """Rows of packed examples, built on access.
 
-    `rows[r]` is a dict of i32[seq]: `tokens`, `targets` (-1 is not counted), `segment_ids` (1, 2,
-    ..; 0 is padding) and `positions` (from 0 in each segment).
+    `rows[r]` is a dict of i32[seq]: `tokens`, `targets` (-1: not counted), `segment_ids` (1, 2, ..;
+    0: padding) and `positions` (from 0 in each segment).
 
     Attributes:
-      seq: positions of a row.
-      examples: what is packed.
-      order: i64[E], `starts` i64[R + 1]: the examples of row r are order[starts[r] : starts[r +
-        1]].
-      counts: what became of the examples.
+      seq: positions per row.
+      examples: packed examples.
+      order: i64[E], indices of examples, row by row.
+      starts: i64[R + 1], row r holds the examples order[starts[r] : starts[r + 1]].
+      counts: statistics of packing.
     """
 
     def __init__(
         self, examples: Examples, seq: int, order: np.ndarray, starts: np.ndarray, counts: Counts
     ) -> None:
+        """Take what `pack` computes; the attributes have the same names."""
         self.examples, self.seq, self.order, self.starts, self.counts = (
             examples,
             seq,
@@ -112,15 +113,17 @@ class Rows:
         )
 
     def __len__(self) -> int:
+        """Return the number of rows."""
         return len(self.starts) - 1
 
     def members(self, row: int) -> np.ndarray:
-        """Return the examples of a row, in order."""
+        """Return the indices of the examples in a row, in order."""
         return self.order[self.starts[row] : self.starts[row + 1]]
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """Build row `index` from the tokens of its examples."""
         if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
+            raise IndexError(f"row {index} of {len(self)}: rows are counted from 0")
         out, at = self.empty(), 0
         for segment, i in enumerate(self.members(index), 1):
             begin, end = self.examples.starts[i : i + 2]
@@ -135,24 +138,27 @@ class Rows:
         return out
 
     def empty(self) -> dict[str, np.ndarray]:
-        """Return a row of padding, in which nothing counts."""
+        """Return a row of padding, in which no target counts."""
         names = ("tokens", "targets", "segment_ids", "positions")
         return {name: np.full(self.seq, -1 if name == "targets" else 0, np.int32) for name in names}
 
 
 def pack(examples: Examples, seq: int, *, too_long: TooLong = "refuse") -> Rows:
-    """Pack examples into rows, best fit, the longest first.
+    """Pack examples into rows by best-fit decreasing.
 
     Args:
-      examples: of `tokenize`.
-      seq: positions of a row. An example of n tokens takes n - 1.
-      too_long: what becomes of examples of more than seq + 1 tokens: "refuse" raises an error,
-        "truncate" keeps their first seq + 1 tokens, "drop" leaves them out. `rows.counts` tells how
-        many there were.
+      examples: tokenized examples, as `tokenize` returns them.
+      seq: positions per row. An example of n tokens takes n - 1.
+      too_long: treatment of examples with more than seq + 1 tokens: "refuse" raises an error,
+        "truncate" keeps their first seq + 1 tokens, "drop" leaves them out. `rows.counts` reports
+        how many there were.
+
+    Returns:
+      The packed rows.
 
     Raises:
-      ValueError: an example is too long, or no token of it counts once it is truncated; with its
-        place. Or nothing is left.
+      ValueError: an example is too long, or none of its tokens counts after truncation (the error
+        names its place), or no example is left.
     """
     if too_long not in get_args(TooLong):
         raise ValueError(
@@ -165,22 +171,24 @@ def pack(examples: Examples, seq: int, *, too_long: TooLong = "refuse") -> Rows:
     if len(long) and too_long == "refuse":
         n = lengths[long[0]]
         raise ValueError(
-            f"{examples.place(int(long[0]))}: {n} tokens take {n - 1} positions, and a row has seq={seq}; {len(long)} of "
-            f"{len(examples)} examples are too long, and the longest has {lengths.max()} tokens: take a longer seq, or "
-            "too_long='truncate', or too_long='drop'"
+            f"{examples.place(int(long[0]))}: {n} tokens take {n - 1} positions, but a row has "
+            f"seq={seq}; {len(long)} of {len(examples)} examples are too long, and the longest has "
+            f"{lengths.max()} tokens: use a longer seq, or too_long='truncate', or too_long='drop'"
         )
     kept = np.flatnonzero(~is_long) if too_long == "drop" else np.arange(len(examples))
     if not len(kept):
         raise ValueError(
-            f"all {len(examples)} examples have more than seq + 1 = {seq + 1} tokens: take a longer seq"
+            f"all {len(examples)} examples have more than seq + 1 = {seq + 1} tokens: use a longer "
+            "seq"
         )
     pieces = np.minimum(lengths[kept], seq + 1)
     counted = _counted(examples, kept, pieces)
     if (empty := np.flatnonzero(counted == 0)).size:
         i = int(kept[empty[0]])
         raise ValueError(
-            f"{examples.place(i)}: of its {lengths[i]} tokens the first seq + 1 = {seq + 1} are kept, and none of them counts "
-            f"in the loss, as in {len(empty)} examples: take a longer seq, or too_long='drop'"
+            f"{examples.place(i)}: of its {lengths[i]} tokens only the first seq + 1 = {seq + 1} "
+            f"are kept, and none of them counts in the loss. This affects {len(empty)} examples: "
+            "use a longer seq, or too_long='drop'"
         )
     order, starts = best_fit(pieces - 1, seq)
     cuts = len(long) if too_long == "truncate" else 0
@@ -203,11 +211,11 @@ def pack(examples: Examples, seq: int, *, too_long: TooLong = "refuse") -> Rows:
 
 
 def _counted(examples: Examples, kept: np.ndarray, pieces: np.ndarray) -> np.ndarray:
-    """Return how many targets of each example count, of its first `pieces` tokens."""
+    """Return the number of counted targets among the first `pieces` tokens of each example."""
     begins = examples.starts[kept]
-    edges = np.stack([begins + 1, begins + pieces], -1).ravel()  # the first token is no target
+    edges = np.stack([begins + 1, begins + pieces], -1).ravel()  # the first token is not a target
     if edges[-1] == len(
         examples.counted
-    ):  # of sums that begin at an edge, the last one goes to the end
+    ):  # reduceat sums the last segment up to the end of the array
         edges = edges[:-1]
     return np.add.reduceat(examples.counted, edges, dtype=np.int64)[::2]

@@ -1,7 +1,7 @@
 """Records of a JSONL file or of a folder that `datasets` saved, one at a time.
 
-A record has a number, which errors name: of a file the line, counted from 1; of a folder the index
-  of the example, from 0.
+Errors name a record by its number: the line of a file, counted from 1, or the index of an example
+in a folder, counted from 0.
 """
 
 import dataclasses
@@ -15,41 +15,41 @@ from zerojax.data.folders import Folder
 from zerojax.given import as_path
 
 LONGEST_LINE = 2**28
-"""Bytes that a line may have, so that a file without line ends does not fill the memory."""
+"""Maximum bytes per line, so that a file without line ends does not fill the memory."""
 _BLOCK = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where records come from.
+    """Place that records are read from.
 
     Attributes:
-      path: of a JSONL file, or of a folder.
-      split: of a folder that holds several data sets by name.
+      path: path of a JSONL file or of a folder.
+      split: name of one data set, for a folder that holds several.
     """
 
     path: pathlib.Path
     split: str | None = None
 
     def place(self, number: int) -> str:
-        """Return how errors name a record."""
+        """Return the place of a record for error messages."""
         if self.path.is_dir():
             return f"{self.path / (self.split or '')}: example {number}"
         return f"{self.path}:{number}"
 
     def records(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """Yield (number, record). Empty lines of a file are passed over.
+        """Yield (number, record); empty lines of a file are skipped.
 
         Raises:
-          ValueError: a line that is no JSON object, or a folder without such a split.
+          ValueError: a line is not a JSON object, or the folder has no such split.
         """
         return enumerate(Folder(self.path, self.split)) if self.path.is_dir() else self._lines()
 
     def count(self) -> int:
-        """Return the number of records, in which the empty lines of a file count.
+        """Return the number of records; empty lines of a file are included.
 
         Raises:
-          ValueError: a folder without such a split.
+          ValueError: the folder has no such split.
         """
         if self.path.is_dir():
             return len(Folder(self.path, self.split))
@@ -72,11 +72,11 @@ class Source:
 
     def _record(self, number: int, line: bytes) -> Mapping[str, Any]:
         try:
-            # A byte order mark may begin the file, as Windows writes it.
+            # The first line may begin with a byte order mark, as Windows writes it.
             record = parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"{self.place(number)}: not a line of JSON, which is in UTF-8: {error}"
+                f"{self.place(number)}: not a line of JSON in UTF-8: {error}"
             ) from error
         except ValueError as error:
             raise ValueError(f"{self.place(number)}: not a line of JSON: {error}") from error
@@ -88,10 +88,11 @@ class Source:
 
 
 def source(path: str | os.PathLike[str], split: str | None = None) -> Source:
-    """Return what is at a path; `~` is the user's home.
+    """Return the source at a path; `~` is expanded to the user's home.
 
     Raises:
-      ValueError: no path, nothing there, a pipe or a device, or `split` is given for a file.
+      ValueError: the path is empty, does not exist, or is a pipe or a device, or `split` is given
+        for a file.
     """
     given = as_path(path)
     if not given:
@@ -99,11 +100,13 @@ def source(path: str | os.PathLike[str], split: str | None = None) -> Source:
     found = pathlib.Path(given)
     if not found.exists():
         raise ValueError(
-            f"{found}: no such file or folder; a JSONL file is needed, or a folder that `datasets` saved"
+            f"{found}: no such file or folder; a JSONL file is needed, or a folder that `datasets` "
+            "saved"
         )
     if not found.is_dir() and not found.is_file():
         raise ValueError(
-            f"{found} is a pipe or a device, which cannot be read twice: write the records to a file, and give that"
+            f"{found} is a pipe or a device, which cannot be read twice: write the records to a "
+            "file, and give that"
         )
     if split is not None and not found.is_dir():
         raise ValueError(f"{found} is a file, which has no splits: leave out split={split!r}")

@@ -1,11 +1,11 @@
-"""A bound on single operations of chat templates that would make a huge value.
+"""A bound on single operations of chat templates that would create a huge value.
 
     "x" * 10**10      s + s, in a loop      "%9999999999d" % 1      s.ljust(10**10)      2 ** 10**9
 
-Each is one call into C, which no limit of time interrupts. jinja2's sandbox lets an environment
-take over arithmetic and calls; transformers makes its environment from a class that it imports by
-name. While a template is compiled here, that name means the class below. Constants are bounded as
-well, since jinja2 does not fold an operation that an environment takes over.
+Each of these is a single call into C, which no time limit interrupts. jinja2's sandbox lets an
+environment intercept arithmetic and calls. transformers creates its environment from a class that
+it imports by name; while a template is compiled here, that name refers to the class below.
+Operations on constants are bounded too, because jinja2 does not fold intercepted operations.
 """
 
 import contextlib
@@ -22,25 +22,26 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
 MOST = 2**24
-"""Characters of a text, or items of a list, that one operation may make."""
+"""Maximum characters of a text, or items of a list, that one operation may create."""
 MOST_BITS = 2**14
-"""Bits of a whole number that one operation may make."""
+"""Maximum bits of an integer that one operation may create."""
 _NAME = "ImmutableSandboxedEnvironment"
 _PADDING = ("center", "ljust", "rjust", "zfill", "expandtabs", "indent", "batch", "slice")
-"""Methods and filters that make as much as a number among their arguments says."""
+"""Methods and filters whose result is as large as a number among their arguments."""
 _PERCENT = re.compile(r"%(?:\(\w*\))?[-+ #0]*(\d+|\*)?(?:\.(\d+|\*))?")
 _BRACES = re.compile(r"\{[^{}]*:[^{}\d]*0?(\d+|\{)[^{}\d]*(\d+|\{)?")
 _lock = threading.RLock()
 
 
 class TooLargeError(ValueError):
-    """An operation of a template would make a huge value."""
+    """An operation of a template would create a huge value."""
 
 
 class _Generator(CodeGenerator):
-    """Lets the environment take over `~`, which jinja2 does not offer."""
+    """Routes `~` through the environment, for which jinja2 has no hook."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
+        """Compile `a ~ b` to a call of `BoundedEnvironment.concatenated`."""
         self.write("environment.concatenated((")
         for part in node.nodes:
             self.visit(part, frame)
@@ -49,13 +50,13 @@ class _Generator(CodeGenerator):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox, with bounds on the values that single operations make."""
+    """jinja2's sandbox, with bounds on the values that single operations create."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
     code_generator_class = _Generator
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Take the arguments of jinja2's sandbox."""
+        """Take the arguments of jinja2's sandbox, and bound its filters."""
         super().__init__(*args, **options)
         for name in (*_PADDING, "format", "replace", "join"):
             if name in self.filters:
@@ -65,7 +66,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Return the result of an operator.
 
         Raises:
-          TooLargeError: it would be huge.
+          TooLargeError: the result would be huge.
         """
         if operator == "%" and isinstance(left, str):
             _check_widths(left, right if isinstance(right, tuple) else (right,))
@@ -83,7 +84,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Return the result of `~`.
 
         Raises:
-          TooLargeError: it would be huge.
+          TooLargeError: the result would be huge.
         """
         _check_size("~", _length(values))
         return str_join(values)
@@ -92,9 +93,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Return the result of a function or a method.
 
         Raises:
-          TooLargeError: it would be huge.
+          TooLargeError: the result would be huge.
         """
-        method = getattr(__obj, "__wrapped__", __obj)  # str.format is wrapped by the sandbox
+        method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
         owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
             _check_call(method.__name__, owner, args, options)
@@ -102,9 +103,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that raises TooLargeError before it makes a huge value."""
+    """Return a filter that raises TooLargeError before it creates a huge value."""
 
-    @functools.wraps(function)  # with the marks by which jinja2 gives it a context
+    @functools.wraps(function)  # keeps the attributes by which jinja2 passes a context
     def bounded_filter(*args: Any, **options: Any) -> Any:
         given = args[1:] if hasattr(function, "jinja_pass_arg") else args
         if name == "join":
@@ -120,9 +121,7 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
 
 def _check_call(name: str, text: str, args: Sequence[Any], options: Mapping[str, Any]) -> None:
-    """Raise TooLargeError for a method of a text, or a filter of the same name, that would make a
-    huge value.
-    """
+    """Raise TooLargeError if a string method, or filter of that name, would create a huge value."""
     values = (*args, *options.values())
     if name in _PADDING:
         _check_size(name, max((value for value in values if isinstance(value, int)), default=0))
@@ -135,7 +134,7 @@ def _check_call(name: str, text: str, args: Sequence[Any], options: Mapping[str,
 
 
 def _length(values: Iterable[Any]) -> int:
-    """Return the characters of the texts among values."""
+    """Return the total number of characters of the strings among `values`."""
     return sum(len(value) for value in values if isinstance(value, str))
 
 
@@ -149,9 +148,7 @@ def _check_product(left: Any, right: Any) -> None:
 
 
 def _check_widths(text: str, values: Sequence[Any]) -> None:
-    """Raise TooLargeError for a format with a huge width or precision, be it in the format or among
-    the values.
-    """
+    """Raise TooLargeError for a huge width or precision, in the format string or in the values."""
     widths = [
         width
         for kind in (_PERCENT, _BRACES)
@@ -161,7 +158,7 @@ def _check_widths(text: str, values: Sequence[Any]) -> None:
     ]
     if any(
         not width.isdigit() for width in widths
-    ):  # a star, or braces: the width is one of the values
+    ):  # a star or braces: one of the values is the width
         widths += [str(value) for value in values if isinstance(value, int) and value > 0]
     for width in widths:
         if width.isdigit() and (len(width) > 20 or int(width) > MOST):
@@ -173,7 +170,7 @@ def _check_widths(text: str, values: Sequence[Any]) -> None:
 def _check_size(name: str, size: int) -> None:
     if size > MOST:
         raise TooLargeError(
-            f"{name!r} would make {size:,} characters or items: at most {MOST:,} are allowed"
+            f"{name!r} would create {size:,} characters or items: at most {MOST:,} are allowed"
         )
 
 
@@ -184,7 +181,7 @@ def _check_bits(bits: int) -> None:
 
 @contextlib.contextmanager
 def bounded() -> Iterator[None]:
-    """Let transformers compile chat templates in a `BoundedEnvironment`."""
+    """Make transformers compile chat templates in a `BoundedEnvironment`."""
     with _lock:
         before = getattr(chat_template_utils, _NAME)
         setattr(chat_template_utils, _NAME, BoundedEnvironment)

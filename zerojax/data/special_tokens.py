@@ -1,8 +1,8 @@
 """Special tokens at the edges of texts and answers.
 
-A text may come from the tokenizer's own template, and then has the tokens that begin and end a
-sequence. They are not added again. An answer should end with a special token that counts: otherwise
-the model does not learn to stop.
+A text that was rendered by the tokenizer's own template already has the tokens that begin and end a
+sequence; they are not added again. An answer should end with a special token that counts in the
+loss: otherwise the model does not learn to stop.
 """
 
 import dataclasses
@@ -17,13 +17,14 @@ _PROBE = "An answer."
 
 @dataclasses.dataclass(frozen=True)
 class Tokenized:
-    """A text as tokens.
+    """A tokenized text.
 
     Attributes:
-      text: what was tokenized.
-      tokens: i32[n].
-      starts: i64[n], the first character of each token.
-      ends: i64[n], the character after it; a token that the tokenizer adds is [0, 0).
+      text: text that was tokenized.
+      tokens: i32[n], token ids.
+      starts: i64[n], index of each token's first character.
+      ends: i64[n], index after each token's last character; tokens added by the tokenizer have
+        [0, 0).
     """
 
     text: str
@@ -32,15 +33,15 @@ class Tokenized:
     ends: np.ndarray
 
     def is_blank(self, i: int) -> bool:
-        """Return whether a token is white space."""
+        """Return whether token `i` is white space."""
         return self.text[self.starts[i] : self.ends[i]].isspace()
 
     def in_span(self, start: int, end: int) -> np.ndarray:
-        """Return the tokens of which a part is in [start, end) of the text, bool[n]."""
+        """Return which tokens overlap [start, end) of the text, bool[n]."""
         return (self.starts < self.ends) & (self.starts < end) & (self.ends > start)
 
     def last_visible(self, stop: int) -> int:
-        """Return the last token before `stop` that is no white space; -1 if all are."""
+        """Return the index of the last token before `stop` that is not white space, or -1."""
         i = stop - 1
         while i >= 0 and self.is_blank(i):
             i -= 1
@@ -51,17 +52,20 @@ class SpecialTokens:
     """The special tokens of a tokenizer.
 
     Attributes:
-      ids: all of them.
+      ids: set of the ids of all special tokens.
     """
 
     def __init__(self, tokenizer: Any) -> None:
+        """Collect the special tokens of a tokenizer of transformers."""
         added = tokenizer.added_tokens_decoder.items()
         self._tokenizer = tokenizer
         self.ids = {*tokenizer.all_special_ids, *(token for token, kind in added if kind.special)}
 
     def tokenized(self, text: str, add_special_tokens: bool) -> Tokenized:
-        """Return a text as tokens, with those that the tokenizer adds unless the text has them
-        already.
+        """Return a tokenized text.
+
+        With `add_special_tokens`, the tokenizer's special tokens are added unless the text already
+        has them.
         """
         out = self._tokenizer(
             text,
@@ -80,13 +84,15 @@ class SpecialTokens:
         return Tokenized(text, found.tokens[kept], starts[kept], ends[kept])
 
     def stop_after(self, tokenized: Tokenized, first: int, stop: int) -> int | None:
-        """Return where the tokens of an answer stop, with the special token that ends it; None if
-        none does.
+        """Return the end of an answer's tokens, including the special token that ends the answer.
 
         Args:
-          tokenized: a conversation.
-          first: of the tokens that the template writes with the answer.
-          stop: the token after these.
+          tokenized: tokenized conversation.
+          first: index of the first token that the template writes for the answer.
+          stop: index after the last token that the template writes for the answer.
+
+        Returns:
+          The index after the special token, or None if no special token ends the answer.
         """
         last = tokenized.last_visible(stop)
         if last >= first and int(tokenized.tokens[last]) in self.ids:
@@ -97,7 +103,7 @@ class SpecialTokens:
         return after + 1 if after < count and int(tokenized.tokens[after]) in self.ids else None
 
     def turn_end(self, template: Template) -> int | None:
-        """Return the special token that ends an answer in a chat template; None if none does."""
+        """Return the special token that ends an answer in a chat template, or None."""
         messages = [
             {"role": "user", "content": "A question."},
             {"role": "assistant", "content": _PROBE},
@@ -114,8 +120,9 @@ class SpecialTokens:
 
 
 def _added_once(tokenized: Tokenized, is_added: np.ndarray) -> slice:
-    """Return the tokens to keep: without those at the edges that the tokenizer added to a text that
-    has them by itself.
+    """Return the range of tokens to keep.
+
+    Tokens that the tokenizer added at an edge are left out if the text itself has them there.
     """
     inner = np.flatnonzero(~is_added)
     tokens, count = tokenized.tokens, len(is_added)

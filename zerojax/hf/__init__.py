@@ -1,6 +1,4 @@
-"""Pretrained decoders of Hugging Face folders: built, imported, adapted and exported, without
-transformers.
-"""
+"""Build, import, adapt and export pretrained Hugging Face decoders, without transformers."""
 
 from zerojax.hf.attention import attend as attend
 from zerojax.hf.base import fingerprint as fingerprint

@@ -1,18 +1,17 @@
-"""Causal attention of a decoder: grouped heads, windows, caps of the scores, and rows that hold
-several sequences.
+"""Causal attention of a decoder, with grouped heads, windows, score caps and packed sequences.
 
     score[t, s] = q[t] . k[s] scale,    s <= t,  t - s < window,  segment[t] = segment[s]
     cap         : score -> cap tanh(score / cap)          Gemma 2
 
-It is `jax.nn.dot_product_attention`, by cuDNN where that serves; only scores with a cap, which that
-has not, are computed here. A window that is the same in all layers is static, so that cuDNN leaves
-out what it hides; one that differs from layer to layer is an array, and becomes a mask, as segments
-do.
+This is `jax.nn.dot_product_attention`, implemented by cuDNN if supported. Only capped scores, which
+that function lacks, are computed here. A window that is the same in all layers is static, so cuDNN
+can skip what it hides. A window that differs between layers is an array and becomes a mask, as
+segments do.
 
-JAX says which dtypes and head dims cuDNN takes. Whether the installed cuDNN has a kernel for a
-combination of them with a mask it tells only when it compiles one, and an error then ends the whole
-program. So on a GPU a small attention of the same kind is compiled first, once, and where cuDNN
-refuses it XLA's form is taken.
+JAX knows which dtypes and head dims cuDNN supports. Whether the installed cuDNN has a kernel for a
+given combination with a mask only shows when it is compiled, and an error then aborts the full
+program. So on a GPU, a small attention of the same kind is compiled once beforehand, and if cuDNN
+refuses it, the XLA implementation is used.
 """
 
 import concurrent.futures
@@ -30,23 +29,23 @@ from zerojax.chips import chip_of
 Implementation = Literal["auto", "xla", "cudnn"]
 IMPLEMENTATIONS = ("auto", "xla", "cudnn")
 _PROBE_LENGTH = 128
-"""Tokens of the attention that is compiled to ask cuDNN, or fewer where the program has fewer."""
+"""Maximum number of tokens of the small attention that is compiled to probe cuDNN."""
 logger = logging.getLogger("zerojax")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """What decides whether cuDNN has a kernel for an attention.
+    """Properties that decide whether cuDNN has a kernel for an attention.
 
     Attributes:
-      dtype: of queries, keys and values.
-      length: tokens of a row.
-      heads: of the queries.
-      kv_heads: of keys and values.
-      width: of a head.
-      window: the last so many tokens are seen; None: all.
-      has_mask: whether a mask hides more than what causality and the window do.
-      has_cap: whether scores have a cap.
+      dtype: dtype of queries, keys and values.
+      length: number of tokens per row.
+      heads: number of query heads.
+      kv_heads: number of key and value heads.
+      width: width of a head.
+      window: number of latest tokens that a token attends to, including itself; None: all.
+      has_mask: whether there is a mask in addition to causality and the window.
+      has_cap: whether scores are capped.
     """
 
     dtype: Any
@@ -73,18 +72,18 @@ def attend(
     """Return attention's outputs [B, T, heads, D].
 
     Args:
-      q: [B, T, heads, D].
-      k: [B, T, kv_heads, D]; kv_heads divides heads.
-      v: as k.
-      scale: of the scores.
-      cap: of the scores, or None.
-      window: the last so many tokens are seen, the token itself among them; None: all. An array
-        i32[]: 0 for all.
-      segment_ids: integers [B, T]: tokens see those of their own number alone. None: all.
-      implementation: "xla", "cudnn", or "auto": cuDNN's where it serves, which is logged.
+      q: queries [B, T, heads, D].
+      k: keys [B, T, kv_heads, D]; kv_heads divides heads.
+      v: values [B, T, kv_heads, D].
+      scale: factor of the scores.
+      cap: soft cap of the scores, or None.
+      window: number of latest tokens that a token attends to, including itself; None: all. As an
+        array i32[], 0 means all.
+      segment_ids: integers [B, T]; tokens attend only to tokens with the same number. None: to all.
+      implementation: "xla", "cudnn", or "auto": cuDNN if supported. The choice is logged.
 
     Raises:
-      ValueError: cuDNN's is named, and does not serve.
+      ValueError: `implementation` is "cudnn", but cuDNN does not support this attention.
     """
     mask = _mask(q.shape[1], None if isinstance(window, int) else window, segment_ids)
     static_window = window if isinstance(window, int) else None
@@ -130,16 +129,18 @@ def attend_to_cache(
     cap: float | None = None,
     window: int | jax.Array | None = None,
 ) -> jax.Array:
-    """Return attention's outputs [B, T, heads, D] to keys and values of this and earlier tokens.
+    """Return attention's outputs [B, T, heads, D] over cached keys and values.
+
+    The cache holds these and earlier tokens.
 
     Args:
-      q: [B, T, heads, D].
-      k: [B, S, kv_heads, D], in which slot s holds the token at position s of its row.
-      v: as k.
-      positions: i32[B, T], of the queries; slots behind them are not read.
-      scale: of the scores.
-      cap: of the scores, or None.
-      window: as of `attend`.
+      q: queries [B, T, heads, D].
+      k: keys [B, S, kv_heads, D]; slot s holds the token at position s of its row.
+      v: values [B, S, kv_heads, D].
+      positions: i32[B, T], positions of the queries; later slots are not read.
+      scale: factor of the scores.
+      cap: soft cap of the scores, or None.
+      window: number of latest tokens that a token attends to, including itself; 0 or None: all.
     """
     behind = positions[:, None, :, None] - jnp.arange(k.shape[1])  # [B, 1, T, S]
     seen = behind >= 0
@@ -162,12 +163,12 @@ def _by_xla(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Arr
 
 
 def _widened(run: Any) -> Any:
-    """Return attention in float32 of float16: XLA on CPU lacks its products in float16."""
+    """Return an attention that computes in float32, because XLA on CPU lacks float16 products."""
     return lambda q, k, v: run(*(a.astype(jnp.float32) for a in (q, k, v))).astype(q.dtype)
 
 
 def _mask(length: int, window: jax.Array | None, segment_ids: jax.Array | None) -> jax.Array | None:
-    """Return what of a causal square is seen, bool[B or 1, 1, T, T], or None for all."""
+    """Return the visible part of a causal square, bool[B or 1, 1, T, T], or None for all."""
     mask = None
     if window is not None:
         at = jnp.arange(length)
@@ -181,10 +182,10 @@ def _mask(length: int, window: jax.Array | None, segment_ids: jax.Array | None) 
 def _capped(
     q: jax.Array, k: jax.Array, v: jax.Array, scale: float, cap: float, seen: jax.Array
 ) -> jax.Array:
-    """Return attention whose scores have a cap; scores and softmax in float32, as in
-    `jax.nn.dot_product_attention`.
+    """Return attention with capped scores.
 
-    `seen` is bool[B or 1, 1, T, S].
+    Scores and softmax are float32, as in `jax.nn.dot_product_attention`. `seen` is
+    bool[B or 1, 1, T, S].
     """
     batch, length, heads, width = q.shape
     groups = q.reshape(batch, length, k.shape[2], -1, width)  # [B, T, K, heads / K, D]
@@ -206,10 +207,15 @@ def _capped(
 
 @functools.cache
 def takes_cudnn(kind: Kind, target: Target, is_named: bool) -> bool:
-    """Tell whether a program for a device takes cuDNN's attention, and log it, once.
+    """Return whether a program for a device uses cuDNN's attention, and log the choice once.
+
+    Args:
+      kind: properties of the attention.
+      target: device that the program is compiled for.
+      is_named: whether the user asked for cuDNN.
 
     Raises:
-      ValueError: it is named, and does not serve.
+      ValueError: the user asked for cuDNN, but it does not support this attention.
     """
     reason = _unsupported(kind, target)
     if reason is None and (device := _device_of(target)) is not None:
@@ -217,17 +223,17 @@ def takes_cudnn(kind: Kind, target: Target, is_named: bool) -> bool:
             dataclasses.replace(kind, length=min(kind.length, _PROBE_LENGTH)), device
         )
     if is_named and reason is not None:
-        raise ValueError(f"attention='cudnn' does not serve: {reason}; choose auto or xla")
+        raise ValueError(f"attention='cudnn' cannot be used: {reason}; choose 'auto' or 'xla'")
     _log_choice(reason)
     return reason is None
 
 
 def _unsupported(kind: Kind, target: Target) -> str | None:
-    """Return why cuDNN's attention takes no such arguments on a device, or None."""
+    """Return why cuDNN's attention does not support such arguments on a device, or None."""
     chip = chip_of(target.kind)
     widest = 256 if target.is_hopper or (chip is not None and chip.capability >= (9, 0)) else 128
     if target.platform != "gpu" or not target.kind.startswith("NVIDIA"):
-        return f"it is for NVIDIA GPUs, and the program for {target.platform} {target.kind!r}"
+        return f"it is for NVIDIA GPUs, but the program is for {target.platform} {target.kind!r}"
     if kind.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it takes bfloat16 and float16, not {kind.dtype}"
     if kind.width % 8 or kind.width > widest:
@@ -235,14 +241,12 @@ def _unsupported(kind: Kind, target: Target) -> str | None:
             f"it takes heads of at most {widest} on {target.kind} in steps of 8, not {kind.width}"
         )
     if kind.has_cap:
-        return "it has no cap of the scores, as Gemma 2 has"
+        return "it cannot cap scores, which Gemma 2 needs"
     return None
 
 
 def _device_of(target: Target) -> Any | None:
-    """Return a device of this process that is the target, or None where the program is for one that
-    is not there.
-    """
+    """Return a device of this process like the target, or None if it has no such device."""
     if jax.default_backend() != "gpu":
         return None
     return next(
@@ -252,9 +256,9 @@ def _device_of(target: Target) -> Any | None:
 
 @functools.cache
 def cudnn_refusal(kind: Kind, device: Any) -> str | None:
-    """Compile cuDNN's attention and its gradient on a device; returns why it cannot be, or None.
+    """Compile cuDNN's attention and its gradient on a device; return why it fails, or None.
 
-    Takes about a second, once for each kind of attention. Nothing runs.
+    Compilation takes about a second, once for each kind of attention. Nothing is run.
     """
     at = jax.sharding.SingleDeviceSharding(device)
 
@@ -278,18 +282,18 @@ def cudnn_refusal(kind: Kind, device: Any) -> str | None:
         jax.jit(jax.value_and_grad(total, (0, 1, 2))).lower(queries, keys, keys, mask).compile()
 
     try:
-        # A thread of its own: this one traces a program, perhaps under a mesh.
+        # Use another thread, because this one is tracing a program, perhaps under a mesh.
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             pool.submit(compile_both).result()
     except (
         RuntimeError,
         NotImplementedError,
         ValueError,
-    ) as error:  # of JAX's checks, of loading cuDNN, of its compiler
-        return f"it refused a small one of the same kind: {' '.join(str(error).split())[:300]}"
+    ) as error:  # from JAX's checks, from loading cuDNN, or from its compiler
+        return f"it refused a small test of the same kind: {' '.join(str(error).split())[:300]}"
     return None
 
 
-@functools.cache  # once
+@functools.cache  # logs each reason once
 def _log_choice(reason: str | None) -> None:
     logger.info("attention runs as %s", "cudnn" if reason is None else f"xla (not cudnn: {reason})")

@@ -1,22 +1,24 @@
-"""Is a folder the base that a checkpoint's weights were trained over? Shapes do not tell: models of
-one family share them.
+"""Check whether a folder holds the base that a checkpoint's weights were trained on.
 
-    frozen in 16 or 32 bits    |checkpoint - folder| <= 2^-8 |folder|              what rounding to bfloat16 may change
-    int8                       int8(folder) = the checkpoint's values and scales   bit for bit, block by block of 256
-    nf4                        nf4(folder) = the checkpoint's codes                bit for bit, block by block of 64
-                               |largest - largest'| <= step / 2                    largest of the folder's block, largest' and
-                                                                                   step those of the
-                                                                                   checkpoint
+Shapes are not enough for this: models of one family share them.
 
-The folder's numbers are encoded by the code that an import uses (`pallas_kernels.storage`), from
-float32 as it does. Values, codes and the scales of int8 depend on a block alone, and have the same
-bits on every device; so a piece of a tensor may be encoded by itself, wherever it is cut between
-two blocks, whatever mesh and stage the checkpoint was saved on. The scales of nf4 are quantised
-again in groups, by the mean of a group: these are compared within what that rounding may change,
-and so nothing hangs on groups. What passes rounds to the base that was trained over; two models
-that were trained apart do not.
+    16 or 32 bits    |checkpoint - folder| <= 2^-8 |folder|    bound of rounding to bfloat16
+    int8             int8(folder) = checkpoint (1)             bitwise, per block of 256
+    nf4              nf4(folder) = checkpoint (2)              bitwise, per block of 64
+                     |largest - largest'| <= step / 2          (3)
 
-Weights that were trained are not compared: they differ from any folder.
+(1) values and scales; (2) codes; (3) `largest` is the largest magnitude of the folder's block,
+`largest'` and `step` are the checkpoint's.
+
+The folder's numbers are quantized from float32 by the code that an import uses
+(`pallas_kernels.storage`). Values, codes and the int8 scales depend only on their block and have
+the same bits on every device. A piece of a tensor can therefore be quantized alone, wherever it is
+cut between two blocks, and whatever the mesh and stage of the checkpoint. nf4 scales are quantized
+again in groups, relative to the group's mean. They are compared within the error of that rounding,
+so the groups do not matter. A folder that passes rounds to the base that was used in training;
+independently trained models do not pass.
+
+Trained weights are not compared: they differ from any folder.
 """
 
 import functools
@@ -39,17 +41,18 @@ from zerojax.hf.sources import Source, front_of, pieces_of, read_weight
 from zerojax.weights import DTYPES, WeightFile, open_weights, read_part
 
 ROUNDING = 2.0**-8
-"""Of a number that is rounded to bfloat16, the coarsest dtype of 16 bits, by its magnitude."""
+"""Relative error of rounding to bfloat16, the coarsest 16-bit dtype."""
 _SMALLEST = 2.0**-25
-"""Half of float16's smallest number: what lies below may become 0."""
+"""Half of float16's smallest number: smaller magnitudes may round to 0."""
 _PIECE = 1 << 25
-"""Elements that are compared at once: 128 MiB in float32."""
+"""Number of elements compared at a time: 128 MiB in float32."""
 _SAMPLE = 64
-"""Rows and columns of a tensor that a sample has; of an encoded one a row of so many elements, or a
-block.
+"""Rows and columns of a tensor's sample.
+
+For a quantized tensor the sample is this many elements of one row, or a block.
 """
 _FINGERPRINT = 64
-"""Elements of each tensor that a fingerprint has."""
+"""Maximum number of elements per tensor in a fingerprint."""
 
 
 def check_base(
@@ -60,20 +63,19 @@ def check_base(
     *,
     whole: bool,
 ) -> None:
-    """Compare the weights that a checkpoint's training left as they were with those of a folder.
+    """Compare the weights that training left unchanged with the weights of a folder.
 
     Args:
-      saved: the checkpoint.
-      base: the folder's weights.
-      sources: the parameters of its tensors that are compared; those that were trained are passed
-        over.
-      like: the folder.
-      whole: compare all numbers; else some hundreds from the middle of each tensor, which is as
-        good as certain to tell one model from another and not to find a single number that was
-        changed.
+      saved: checkpoint.
+      base: weights of the folder.
+      sources: parameter of each tensor to compare; trained parameters are skipped.
+      like: path of the folder.
+      whole: whether to compare all numbers. Otherwise a sample of some hundred or thousand numbers
+        from the middle of each tensor is compared. This practically always distinguishes two
+        models, but misses a single changed number.
 
     Raises:
-      CheckpointError: it is another base; the first tensors that differ are named.
+      CheckpointError: the folder holds another base; the error names the first tensors that differ.
     """
     compared = [name for name, source in sources.items() if source.is_frozen]
     differ = [name for name in compared if not _is_same(saved, base, name, sources[name], whole)]
@@ -84,10 +86,11 @@ def check_base(
 def other_base(
     like: str | os.PathLike[str], saved: SavedState, differ: Sequence[str]
 ) -> CheckpointError:
-    """Return the error of a folder whose tensors `differ` from the base in a checkpoint."""
+    """Return the error for a folder whose tensors `differ` from the base of a checkpoint."""
     return CheckpointError(
-        f"{os.fspath(like)} is not the base that {saved.folder} was trained over, though shapes are the same. Frozen tensors "
-        f"that differ: {first_few(differ)}. Give the folder that the base was imported from as `like`"
+        f"{os.fspath(like)} is not the base that {saved.folder} was trained on, although the "
+        f"shapes are the same. Frozen tensors that differ: {first_few(differ)}. Pass the folder "
+        "that the base was imported from as `like`"
     )
 
 
@@ -109,10 +112,10 @@ def _is_same(saved: SavedState, base: WeightFile, name: str, source: Source, who
 
 
 def is_rounded(weight: np.ndarray, there: np.ndarray) -> bool:
-    """Tell whether the numbers of a checkpoint are those of a folder, up to rounding to 16 bits."""
+    """Return whether a checkpoint's numbers equal a folder's, up to rounding to 16 bits."""
     weight, there = weight.astype(np.float32), there.astype(np.float32)
-    with np.errstate(invalid="ignore"):  # of infinities
-        # Of an infinity there the bound is one, too, and every number within it.
+    with np.errstate(invalid="ignore"):  # inf - inf
+        # If the folder's number is infinite, so is the bound, and any number would pass it.
         is_near = np.isfinite(there) & (
             np.abs(weight - there) <= ROUNDING * np.abs(there) + _SMALLEST
         )
@@ -120,32 +123,33 @@ def is_rounded(weight: np.ndarray, there: np.ndarray) -> bool:
 
 
 def _middle(size: int, most: int) -> tuple[int, int]:
-    """Return a range of at most `most` in the middle of `size`."""
+    """Return a range of at most `most` elements in the middle of `size`."""
     start = max(0, size - most) // 2
     return start, min(start + most, size)
 
 
-# --- weights in 8 or 4 bits -----------------------------------------------------------------------
+# --- quantized weights ----------------------------------------------------------------------------
 
 
 def _is_encoded_same(
     saved: SavedState, base: WeightFile, name: str, source: Source, whole: bool
 ) -> bool:
-    """Compare a weight M[A, B], a layer of it, whose rows are those of the encoded arrays, or
-    follow each other in one.
+    """Return whether a quantized weight M[A, B], or one layer of it, equals the folder's.
+
+    Its rows are the rows of the quantized arrays, or are concatenated in them.
     """
     layout, axes = source.layout, source.place.axes or (0, 1)
     assert layout is not None
-    # Its dims as the encoded arrays have them, by those of the file.
+    # The dims in the order of the quantized arrays, as indices into the file's dims.
     order = axes[::-1] if layout.moved == -2 else axes
     shape = tuple(base.tensors[name].shape[axis] for axis in order)
     block = storage.BLOCKS[layout.format]
-    # So many rows are whole blocks.
+    # Smallest number of rows that consists of complete blocks.
     unit = block // math.gcd(block, shape[1])
     every = (0, shape[1])
     if whole:
         boxes = [(rows, every) for rows in pieces_of(shape, _PIECE, unit)]
-    elif unit == 1:  # a part of a row, lest the whole of a transposed tensor be read
+    elif unit == 1:  # a part of one row, because a full row of a transposed tensor reads all of it
         length = max(block, _SAMPLE)
         start = (shape[1] - length) // 2 // block * block
         boxes = [((shape[0] // 2, shape[0] // 2 + 1), (start, start + length))]
@@ -163,9 +167,10 @@ def _is_encoded_same(
 
 
 class _Codes:
-    """What a checkpoint has of some blocks of a weight M[A, B]: rows of it, or a part of one row."""
+    """A checkpoint's quantized arrays for rows, or part of a row, of a weight M[A, B]."""
 
     def __init__(self, saved: SavedState, source: Source, box: Box, shape: tuple[int, ...]) -> None:
+        """Take the weight `source` with dims `shape`, and the part `box` of it."""
         self._saved, self._source, self._box, self._shape = saved, source, box, shape
         layout = source.layout
         assert layout is not None
@@ -173,19 +178,20 @@ class _Codes:
         self._group, self._is_flat = layout.group, bool(layout.inner)
 
     def read(self, name: str) -> np.ndarray:
-        """Return an array's numbers for the blocks, in order: [n, ..]; one for each block of an
-        array of groups.
+        """Return an array's numbers for the blocks, in order, as a vector.
+
+        For an array with one number per group, the group's number is repeated for each block.
         """
         leaf = self._source.arrays[name]
         array = self._saved.leaves[leaf]
         (a, b), (c, d) = self._box
         rows, columns = self._shape
-        # A row of the array, and how many elements of M are one of it.
+        # A row of the array, and the number of elements of M per element of the array.
         length = array.shape[-1]
         per = (rows * columns if self._is_flat else columns) // length
         groups = np.zeros((), np.int64)
         if name in ("steps", "means"):
-            # Blocks by rows: of each the group's row and column.
+            # Blocks by rows: row and column of each block's group.
             block = storage.BLOCKS[self.format]
             first, last = (a * columns + c) // block, ((b - 1) * columns + d) // block
             blocks = np.arange(first, last)
@@ -212,7 +218,7 @@ class _Codes:
 
 
 def _has_codes(there: np.ndarray, codes: _Codes) -> bool:
-    """Tell whether a folder's numbers, encoded, are those of a checkpoint."""
+    """Return whether a folder's numbers quantize to a checkpoint's."""
     here = _encoded(np.ascontiguousarray(there).reshape(-1), codes.format)
     if codes.format == "int8":
         return np.array_equal(here["values"], codes.read("values")) and np.array_equal(
@@ -221,24 +227,24 @@ def _has_codes(there: np.ndarray, codes: _Codes) -> bool:
     if not np.array_equal(here["codes"], codes.read("codes")):
         return False
     scales, steps, means = (codes.read(name) for name in ("scales", "steps", "means"))
-    # Of a group of one block the mean is that block's largest magnitude, and its scale tells
-    # whether it is finite.
+    # Each block was quantized as a group of one block. The group's mean is then the block's
+    # largest magnitude, and its scale shows whether the block is finite.
     largest, is_finite = here["means"], here["scales"] != NOT_FINITE
     if not np.array_equal(is_finite, scales != NOT_FINITE):
         return False
     error = np.abs(np.maximum(scales * steps + means, 0) - largest)
-    # A step is rounded to 16 bits, times 127 at most; blocks of zeros are told by their codes.
+    # A step is rounded to 16 bits and multiplied by at most 127. Codes identify blocks of zeros.
     is_near = error <= 0.51 * steps + 1e-6 * largest
     return bool(np.all(is_near | (largest == 0) | ~is_finite))
 
 
 def _encoded(flat: np.ndarray, format: storage.Format) -> dict[str, np.ndarray]:
-    """Return the arrays of a vector, each block by itself, encoded on a CPU where JAX has one."""
+    """Quantize a vector block by block, on a CPU if JAX has one, and return the arrays by name."""
     try:
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS leaves it out
         device = jax.local_devices()[0]
-    # A program's mesh may be set here, and need not have this device.
+    # The current mesh may be a program's, which need not contain this device.
     with jax.set_mesh(Mesh(np.asarray([device]), ("device",))):
         found = _encode(jax.device_put(flat, device), format=format)
         return {
@@ -256,15 +262,17 @@ def _encode(flat: jax.Array, format: storage.Format) -> Any:
 
 
 def fingerprint(folder: str | os.PathLike[str]) -> str:
-    """Return what tells the weights of a folder from others, wherever the folder is and into how
-    many files it is cut.
+    """Return a fingerprint of a folder's weights, independent of its path and number of files.
 
-    It is the SHA-256, in hexadecimal digits, of each tensor's name, dtype and shape, and of 64 of
-    its numbers at most, from its middle. So it is cheap, and tells models apart whose tensors are
-    not all equal; a change of a few numbers it may miss.
+    The fingerprint is the SHA-256, in hexadecimal digits, of each tensor's name, dtype and shape,
+    and of at most 64 numbers from its middle. It is cheap and distinguishes models whose tensors
+    differ widely, but it may miss a change of a few numbers.
+
+    Args:
+      folder: path of a folder with safetensors weights.
 
     Raises:
-      CheckpointError: the folder has no weights, or files that its index names are not there or
+      CheckpointError: the folder has no weights, or a file that its index names is missing or
         cannot be read.
     """
     file, digest = open_weights(folder), hashlib.sha256()

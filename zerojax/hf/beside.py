@@ -1,16 +1,16 @@
-"""The files that a model's folder holds beside its weights: found and checked before an export, and
-copied after it.
+"""The files next to a model's weights: found and checked before an export, and copied after it.
 
     file                                copied
-    link to a file                      copied, if it leads to a file of the folder; in a snapshot of the hub's cache
-                                        (models--org--name/snapshots/REVISION), also to
-                                        models--org--name/blobs
-    folder                              copied whole, or left out if weights or checkpoints are in it
+    link to a file                      copied if it leads to a file of the folder; in a snapshot of
+                                        the hub's cache (models--org--name/snapshots/REVISION), also
+                                        if it leads to models--org--name/blobs
+    folder                              copied recursively, or left out if it has weights
     hidden, weights, an adapter         left out
     anything else                       an error
 
-A downloaded folder may hold any link, such as one to a key in the home directory, which an export
-must not publish. An export takes long, so what would end it is found before it begins.
+A downloaded folder may hold any link, for example to a key in the home directory, which an export
+must not publish. An export takes long, so everything that would make it fail is found before it
+begins.
 """
 
 import dataclasses
@@ -39,8 +39,9 @@ _WEIGHTS = (
     ".index.json",
 )
 _OF_CHECKPOINTS = ("manifest.0.json", "_METADATA", ".zarray", "zarr.json", "manifest.ocdbt")
-"""Files of zerojax's checkpoints, Orbax's and zarr's arrays, whose other files have no ending that
-tells.
+"""Files that identify zerojax checkpoints, Orbax checkpoints and zarr arrays.
+
+Their other files have no distinctive suffix.
 """
 _KINDS = (
     (stat.S_ISFIFO, "a FIFO"),
@@ -53,11 +54,11 @@ _MOST_JSON = 1 << 26
 
 @dataclasses.dataclass(frozen=True)
 class FileBeside:
-    """A file to be copied.
+    """A file to copy.
 
     Attributes:
-      source: its path, without links.
-      name: its path in the folder.
+      source: path of the file, with links resolved.
+      name: path relative to the folder.
     """
 
     source: str
@@ -68,7 +69,7 @@ def files_beside(folder: str | os.PathLike[str]) -> list[FileBeside]:
     """Return the files that an export copies from a model's folder.
 
     Raises:
-      ValueError: a link leads out of the folder or nowhere, or something is neither a file nor a
+      ValueError: a link leads out of the folder or is broken, or an entry is neither a file nor a
         folder, or cannot be read.
     """
     given = os.fspath(folder)
@@ -76,13 +77,14 @@ def files_beside(folder: str | os.PathLike[str]) -> list[FileBeside]:
 
 
 class _Finder:
-    """Walks a folder, and checks each entry.
+    """Walks a folder and checks each entry.
 
     Attributes:
-      found: files to be copied, in order.
+      found: files to copy, in order.
     """
 
     def __init__(self, folder: str) -> None:
+        """Walk `folder`."""
         self.found: list[FileBeside] = []
         self._folder, self._root = folder, os.path.realpath(folder)
         self._blobs = _blobs_of(self._root)
@@ -90,7 +92,7 @@ class _Finder:
             self._walk(self._root, "")
 
     def _walk(self, path: str, name: str) -> None:
-        """Add the files of a folder."""
+        """Add the files of a folder, recursively."""
         for entry in sorted(os.listdir(path)):
             is_weights = not name and (entry.endswith(_WEIGHTS) or entry in ADAPTER_FILES)
             if not entry.startswith(".") and not is_weights:
@@ -103,24 +105,24 @@ class _Finder:
             self._check_readable(source, name)
             self.found.append(FileBeside(source, name))
         elif stat.S_ISDIR(mode):
-            # Links to folders could lead in circles, or name one folder 2^n times.
+            # Links to folders could form cycles, or reach one folder by 2^n paths.
             if source != path:
                 raise self._error(name, f"is a link to {source}, which is a folder")
             if not _holds_weights(source):
                 self._walk(source, name)
         else:
             kind = next((kind for check, kind in _KINDS if check(mode)), "something else")
-            raise self._error(name, f"is {kind}, and no regular file")
+            raise self._error(name, f"is {kind}, not a regular file")
 
     def _resolved(self, path: str, name: str) -> str:
-        """Return the path of an entry without links, if it is one that may be followed."""
+        """Return the path of an entry with links resolved, if the link may be followed."""
         if not os.path.islink(path):
             return path
         target = os.readlink(path)
         try:
             source = os.path.realpath(path, strict=True)
         except FileNotFoundError:
-            raise self._error(name, f"is a link to {target}, which is not there") from None
+            raise self._error(name, f"is a link to {target}, which does not exist") from None
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
@@ -138,15 +140,13 @@ class _Finder:
 
     def _error(self, name: str, fault: str) -> ValueError:
         return ValueError(
-            f"{os.path.join(self._folder, name)} {fault}: an export copies the files that a folder holds beside its weights. "
-            "Remove it, or put the file itself in its place"
+            f"{os.path.join(self._folder, name)} {fault}: an export copies all files next to the "
+            "weights. Remove it, or replace it with the file itself"
         )
 
 
 def _blobs_of(root: str) -> str | None:
-    """Return the folder of the hub's cache in which the files of a snapshot are, if a folder is a
-    snapshot.
-    """
+    """Return the blobs folder of the hub's cache if `root` is a snapshot in it, else None."""
     snapshots = os.path.dirname(root)
     model = os.path.dirname(snapshots)
     is_cached = os.path.basename(snapshots) == "snapshots" and os.path.basename(model).startswith(
@@ -156,7 +156,7 @@ def _blobs_of(root: str) -> str | None:
 
 
 def _holds_weights(folder: str) -> bool:
-    """Return whether a folder, or one in it, has weights in any format."""
+    """Return whether a folder or any of its subfolders has weights in any format."""
     names = (name for _, _, files in os.walk(folder) for name in files)
     return any(name.endswith(_WEIGHTS) or name in _OF_CHECKPOINTS for name in names)
 
@@ -167,9 +167,10 @@ def copy_beside(
     """Copy files into a folder.
 
     Args:
-      files: as `files_beside` found them.
-      folder: to write in.
-      dtype: of the weights there, which `config.json` then says; None: it is copied as it is.
+      files: files to copy, as `files_beside` returns them.
+      folder: path of the destination folder.
+      dtype: dtype of the exported weights, written into `config.json`; None: `config.json` is
+        copied unchanged.
 
     Raises:
       OSError: a file cannot be read or written.
@@ -177,7 +178,7 @@ def copy_beside(
     for file in files:
         target = os.path.join(folder, file.name)
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        # What was checked may have been replaced by a link meanwhile.
+        # A checked file may have been replaced by a link since.
         with (
             os.fdopen(open_regular(file.source, os.O_RDONLY), "rb") as source,
             open(target, "xb") as out,
@@ -185,7 +186,7 @@ def copy_beside(
             shutil.copyfileobj(source, out)
     if dtype is not None:
         config = read_config(folder)
-        # transformers reads `dtype`, and its versions before 4.56 `torch_dtype`.
+        # transformers reads `dtype`; versions before 4.56 read `torch_dtype`.
         keys = [key for key in ("torch_dtype", "dtype") if key in config]
         config |= dict.fromkeys(keys or ["dtype"], dtype)
         with open(os.path.join(folder, CONFIG), "w", encoding="utf-8") as out:
@@ -193,14 +194,16 @@ def copy_beside(
 
 
 def end_tokens(folder: str | os.PathLike[str]) -> tuple[int, ...]:
-    """Return the tokens that end an answer, which a folder's `generation_config.json` names; none
-    without the file.
+    """Return the tokens that end an answer, from `generation_config.json`; empty without the file.
 
-    A negative number, such as the -1 of some folders, is no token.
+    Negative numbers, such as the -1 of some folders, are skipped.
+
+    Args:
+      folder: path of a model's folder.
 
     Raises:
-      ValueError: the file is no JSON object, or its `eos_token_id` is no number of a token, list of
-        such, or null.
+      ValueError: the file is not a JSON object, or its `eos_token_id` is not a token id, a list of
+        token ids, or null.
     """
     path = os.path.join(os.path.expanduser(os.fspath(folder)), GENERATION)
     if not os.path.lexists(path):
@@ -208,17 +211,17 @@ def end_tokens(folder: str | os.PathLike[str]) -> tuple[int, ...]:
     try:
         config = json.loads(ReadFile(path).read_all(_MOST_JSON))
     except RecursionError:
-        raise ValueError(f"{path} is no JSON: it is nested too deeply") from None
+        raise ValueError(f"{path} is not JSON: it is nested too deeply") from None
     except (OSError, NotRegularError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{path} holds a {type(config).__name__}, and a JSON object is needed")
+        raise ValueError(f"{path} holds a {type(config).__name__}, but a JSON object is needed")
     given = config.get("eos_token_id")
     tokens = given if isinstance(given, list) else [] if given is None else [given]
     if any(isinstance(token, bool) or not isinstance(token, int) for token in tokens):
         raise ValueError(
-            f"{path}: eos_token_id is {given!r}: a token's number, a list of some, or null is needed"
+            f"{path}: eos_token_id is {given!r}: a token id, a list of token ids, or null is needed"
         )
     return tuple(token for token in tokens if token >= 0)

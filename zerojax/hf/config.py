@@ -1,7 +1,7 @@
-"""What a decoder is, read from the `config.json` of a Hugging Face folder, without transformers.
+"""Read a decoder's sizes and options from a Hugging Face `config.json`, without transformers.
 
-    zerojax.hf.schema    what the keys that are read may hold
-    zerojax.hf.keys      what becomes of the others, and which families are refused
+    zerojax.hf.schema    allowed values of the keys that are read
+    zerojax.hf.keys      treatment of all other keys, and families that are refused
 
 Every error names the file and the key.
 """
@@ -21,9 +21,9 @@ from zerojax.hf.schema import ACTIVATIONS, FULL, SLIDING, read_kinds, values
 
 CONFIG = "config.json"
 _MOST_BYTES = 64 * 2**20
-"""Largest `config.json` that is read."""
+"""Maximum size of `config.json` in bytes."""
 SAME_ACTIVATIONS: Mapping[str, str] = MappingProxyType({"gelu_new": "gelu_pytorch_tanh"})
-"""Other names of activations."""
+"""Aliases of activations."""
 _READ = frozenset(
     {
         "head_dim",
@@ -43,7 +43,7 @@ _READ = frozenset(
         "vocab_size",
     }
 )
-"""Of every family."""
+"""Keys that every family reads."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,23 +51,22 @@ class DecoderConfig:
     """Sizes and options of a decoder.
 
     Attributes:
-      vocab, hidden, intermediate, layers: V, H, the width of the MLP, and L.
-      heads, kv_heads, head_dim: query heads, the heads of keys and values that they share, and the
-        width of each.
-      norm_eps: of root mean square norms.
-      activation: of the gate of the MLP.
-      tied: the head is the embedding.
-      windows: by layer, how many tokens are seen, or 0 for all.
-      ropes: by layer.
-      attention_scale: of scores.
-      attention_cap, logits_cap: of scores and logits, or None.
-      qkv_bias, output_bias, mlp_bias: which products have one.
-      qk_norm: queries and keys have norms, over each head.
-      unit_norm: norms multiply by 1 + weight, in float32 (Gemma), and not by the weight.
-      post_norms: what attention and MLP add to the stream has norms, too (Gemma 2 and 3).
-      scales_embedding: embeddings are multiplied by the square root of H.
-      pad_token: of which an embedding is looked up and not trained, as torch's `padding_idx`; or
-        None.
+      vocab, hidden, intermediate, layers: V, H, width of the MLP, and L.
+      heads, kv_heads, head_dim: number of query heads, number of key and value heads that the query
+        heads share, and D, the width of each head.
+      norm_eps: epsilon of root mean square norms.
+      activation: activation of the MLP's gate.
+      tied: whether the head shares the embedding's matrix.
+      windows: number of tokens that each layer attends to, 0 for all.
+      ropes: rotary embedding of each layer.
+      attention_scale: factor of attention scores.
+      attention_cap, logits_cap: soft cap of scores and of logits, or None.
+      qkv_bias, output_bias, mlp_bias: whether these projections have a bias.
+      qk_norm: whether queries and keys are normalized per head.
+      unit_norm: whether norms multiply by 1 + weight in float32 (Gemma) instead of by the weight.
+      post_norms: whether the outputs of attention and MLP are normalized too (Gemma 2 and 3).
+      scales_embedding: whether embeddings are multiplied by the square root of H.
+      pad_token: token whose embedding is used but not trained, as torch's `padding_idx`; or None.
     """
 
     vocab: int
@@ -96,7 +95,7 @@ class DecoderConfig:
 
     @property
     def num_params(self) -> int:
-        """Parameters, adapters not counted."""
+        """Number of parameters, without adapters."""
         h, q, kv, f = (
             self.hidden,
             self.heads * self.head_dim,
@@ -116,11 +115,11 @@ class DecoderConfig:
         return self.layers * block + self.vocab * h * (1 if self.tied else 2) + h
 
     def computes(self) -> dict[str, Any]:
-        """Return, as JSON has it, what shapes of weights do not tell of what is computed of them.
+        """Return the options that affect the computation but not the weights' shapes, for JSON.
 
-        Not `pad_token`, which says what is trained. Numbers that are computed of others are rounded
-        to 6 digits, lest another version of numpy make them another model. Of layers that rotate
-        alike one is told: [layers, factor, frequencies].
+        `pad_token` is not included, because it only affects training. Derived numbers are rounded
+        to 6 digits, so that another version of numpy does not make them differ. Layers with the
+        same rotations share one entry: [layers, factor, frequencies].
         """
         alike: dict[Rope, list[int]] = {}
         for layer, rope in enumerate(self.ropes):
@@ -153,21 +152,23 @@ def _rounded(number: float) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """A kind of model: what its `config.json` does not say, and where its tensors belong.
+    """A kind of model: everything that `config.json` does not say, and the names of its tensors.
 
     Attributes:
-      names: by a tensor's name in the file, `{layer}` in the place of a number: the parameter's
-        name here, or a pair of it and the order of its dims in the file, as `numpy.transpose` takes
-        it. None: the tensor is not read.
-      defaults: values of the keys that `config.json` leaves out.
-      reads: keys that this family reads beside those that all do: of "attention_bias",
+      names: parameter for each tensor name in the file, in which `{layer}` stands for a number. The
+        value is the parameter's name, or a pair of it and the order of its dims in the file, as
+        `numpy.transpose` takes it. None: the tensor is not read.
+      defaults: values of keys that `config.json` leaves out.
+      reads: keys that this family reads in addition to the common ones, out of "attention_bias",
         "attn_logit_softcapping", "final_logit_softcapping", "hidden_activation", "layer_types",
         "max_window_layers", "mlp_bias", "query_pre_attn_scalar", "rope_local_base_freq",
         "sliding_window", "sliding_window_pattern" and "use_sliding_window".
-      qkv_bias, output_bias: None: as `attention_bias` of `config.json` says.
-      qk_norm, unit_norm, post_norms, scales_embedding: as of a `DecoderConfig`.
-      windows: "none", "all" layers, "pattern": each but every n-th (Gemma), or "last": the layers
-        from `max_window_layers` on, where `use_sliding_window` says so (Qwen).
+      qkv_bias, output_bias: whether these projections have a bias; None: as `attention_bias` of
+        `config.json` says.
+      qk_norm, unit_norm, post_norms, scales_embedding: options of the same names in a
+        `DecoderConfig`.
+      windows: layers with a window: "none"; "all"; "pattern", all but every n-th (Gemma); or
+        "last", the layers from `max_window_layers` on if `use_sliding_window` is true (Qwen).
     """
 
     names: Mapping[str, Any]
@@ -183,43 +184,53 @@ class Family:
 
 
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what a folder's `config.json` holds.
+    """Return the JSON object in a folder's `config.json`.
+
+    Args:
+      folder: path of a folder that holds `config.json`.
 
     Raises:
-      ValueError: there is none, or it is no JSON object.
+      ValueError: the file does not exist, or is not a JSON object.
     """
     path = os.path.join(os.fspath(folder), CONFIG)
     try:
         found = os.stat(path)
         if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
             raise ValueError(
-                f"{path} cannot be read: it is no file of at most {_MOST_BYTES // 2**20} MiB"
+                f"{path} cannot be read: it is not a file of at most {_MOST_BYTES // 2**20} MiB"
             )
         with open(path, "rb") as file:
             text = file.read()
     except OSError as error:
         raise ValueError(
-            f"{path} cannot be read ({error.strerror}): a folder as save_pretrained writes it is needed"
+            f"{path} cannot be read ({error.strerror}): a folder in the format of save_pretrained "
+            "is needed"
         ) from error
     try:
         raw = parse_json(text)
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(raw, dict):
-        raise ValueError(f"{path} holds a {type(raw).__name__}, and a JSON object is needed")
+        raise ValueError(f"{path} holds a {type(raw).__name__}, but a JSON object is needed")
     return raw
 
 
 def family_of(raw: Mapping[str, Any], families: Mapping[str, Family], where: str) -> Family:
     """Return the family of a config by its `model_type`.
 
+    Args:
+      raw: object in `config.json`.
+      families: supported families by `model_type`.
+      where: path of the file, for errors.
+
     Raises:
-      ValueError: it is not built; what it has that is not built is named.
+      ValueError: the model is not supported; the error names the unsupported feature.
     """
     kind = raw.get("model_type")
     if not isinstance(kind, str):
         raise ValueError(
-            f"{where}: model_type={reprlib.repr(kind)}: the name of a family is needed, such as 'llama'"
+            f"{where}: model_type={reprlib.repr(kind)}: the name of a family is needed, such as "
+            "'llama'"
         )
     if others := [key for key in ("vision_config", "audio_config", "text_config") if raw.get(key)]:
         raise ValueError(
@@ -228,7 +239,8 @@ def family_of(raw: Mapping[str, Any], families: Mapping[str, Family], where: str
     if experts := [key for key in EXPERTS if raw.get(key)]:
         value = reprlib.repr(raw[experts[0]])
         raise ValueError(
-            f"{where}: model_type {kind!r} has {experts[0]}={value}: mixtures of experts are not built"
+            f"{where}: model_type {kind!r} has {experts[0]}={value}: mixtures of experts are not "
+            "supported"
         )
     for key in ("quantization_config", "quantization"):
         if quantized := raw.get(key):
@@ -238,49 +250,57 @@ def family_of(raw: Mapping[str, Any], families: Mapping[str, Family], where: str
                 else quantized
             )
             raise ValueError(
-                f"{where}: its weights are quantised ({reprlib.repr(method)} in {key}): give the checkpoint in 16 or 32 bits "
-                "that it was made from, and ZeroConfig(frozen_dtype='nf4' or 'int8') for a small frozen base"
+                f"{where}: its weights are quantized ({reprlib.repr(method)} in {key}): use the "
+                "original checkpoint in 16 or 32 bits, and ZeroConfig(frozen_dtype='nf4' or "
+                "'int8') for a small frozen base"
             )
     if kind in families:
         return families[kind]
     if kind in NOT_BUILT:
-        raise ValueError(f"{where}: model_type {kind!r} is not built: it has {NOT_BUILT[kind]}")
+        raise ValueError(f"{where}: model_type {kind!r} is not supported: it has {NOT_BUILT[kind]}")
     raise ValueError(
-        f"{where}: model_type {kind[:80]!r} is not built: {', '.join(sorted(families))} are; add it to `families`"
+        f"{where}: model_type {kind[:80]!r} is not supported, only {', '.join(sorted(families))}: "
+        "add it to `families`"
     )
 
 
 def _about_others(
     kind: str, others: list[str], text: object, families: Mapping[str, Family]
 ) -> str:
-    """Return why a model of images or sound is refused, and the way round if its language model is
-    built.
+    """Return why a model of images or sound is refused.
+
+    If its language model is supported, the text says how to use that.
     """
-    has = f"model_type {kind!r} has {', '.join(others)}: models of images or sound are not built"
+    has = (
+        f"model_type {kind!r} has {', '.join(others)}: models of images or sound are not supported"
+    )
     inner = text.get("model_type") if isinstance(text, Mapping) else None
     if isinstance(inner, str) and inner in families:
         return (
-            f"{has}. Its language model is of a built family, {inner!r}: docs/fine_tuning.md shows how to save it alone, as a "
-            "folder of its own"
+            f"{has}. Its language model belongs to a supported family, {inner!r}: "
+            "docs/fine_tuning.md shows how to save it alone, as a separate folder"
         )
     if isinstance(inner, str) and inner in NOT_BUILT:
         return f"{has}, and neither is its language model, {inner!r}, which has {NOT_BUILT[inner]}"
     if kind in NOT_BUILT:
         return f"{has}, and neither is its language model, which has {NOT_BUILT[kind]}"
-    return f"{has}, and neither is its language model, {reprlib.repr(inner)}: {', '.join(sorted(families))} are"
+    return (
+        f"{has}, and neither is its language model, {reprlib.repr(inner)}, only "
+        f"{', '.join(sorted(families))}"
+    )
 
 
 def decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> DecoderConfig:
-    """Return what a `config.json` describes.
+    """Return the decoder that a `config.json` describes.
 
     Args:
-      raw: the object of the file.
-      family: of its model.
-      where: the file, for errors.
+      raw: object in the file.
+      family: family of the model.
+      where: path of the file, for errors.
 
     Raises:
-      ValueError: a key is missing or unknown, or has a value that is not built or makes no sense:
-        it is named.
+      ValueError: a key is missing or unknown, or its value is unsupported or invalid; the error
+        names the key.
     """
     try:
         return _decoder_config(raw, family, where)
@@ -301,19 +321,19 @@ def _decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> Decod
     kv_heads = value["num_key_value_heads"] or heads
     if heads % kv_heads:
         raise ValueError(
-            f"num_attention_heads={heads} do not divide by num_key_value_heads={kv_heads}"
+            f"num_attention_heads={heads} is not divisible by num_key_value_heads={kv_heads}"
         )
     head_dim = value["head_dim"] or hidden // heads
     if head_dim % 2 or not head_dim:
         raise ValueError(
-            f"head_dim={head_dim} (else hidden_size={hidden} // num_attention_heads={heads}): rotations take pairs, so an even "
-            "width is needed"
+            f"head_dim={head_dim} (by default hidden_size={hidden} // "
+            f"num_attention_heads={heads}): an even width is needed, because rotations act on pairs"
         )
     activation = value["hidden_activation"] or value["hidden_act"]
     if activation is None:
-        # A family that reads another key ignores this one.
+        # A family that reads `hidden_activation` ignores this key.
         found = "null" if "hidden_act" in raw else "missing"
-        raise ValueError(f"hidden_act is {found}, and one of {', '.join(ACTIVATIONS)} is needed")
+        raise ValueError(f"hidden_act is {found}, but one of {', '.join(ACTIVATIONS)} is needed")
     kinds, window = _layer_kinds(value, family, layers)
     if "layer_types" not in reads and raw.get("layer_types") is not None:
         _check_kinds(raw["layer_types"], kinds)
@@ -349,23 +369,21 @@ _UNUSED_WINDOW = {"sliding_window", "max_window_layers", "use_sliding_window"}
 
 
 def _has_no_window(raw: Mapping[str, Any], family: Family) -> bool:
-    """Return whether a file of a family without windows says that its window is not used."""
+    """Return whether the file, of a family without windows, says that its window is unused."""
     return family.windows == "none" and raw.get("use_sliding_window") is False
 
 
 def _pad_token(pad: int | None, vocab: int) -> int | None:
-    """Return the token of padding; a negative one counts from the end, as torch has it."""
+    """Return the padding token; a negative number counts from the end, as in torch."""
     if pad is None:
         return None
     if not -vocab <= pad < vocab:
-        raise ValueError(
-            f"pad_token_id={pad}: null, or a token of the {vocab} of vocab_size is needed"
-        )
+        raise ValueError(f"pad_token_id={pad}: null is needed, or a token below vocab_size={vocab}")
     return pad % vocab
 
 
 def _layer_kinds(value: Mapping[str, Any], family: Family, layers: int) -> tuple[list[str], int]:
-    """Return whether each layer sees all tokens or a window, and how many a window has."""
+    """Return the kind of each layer, FULL or SLIDING, and the window's size in tokens."""
     window = value["sliding_window"]
     is_unused = family.windows == "last" and not value["use_sliding_window"]
     if is_unused:
@@ -382,18 +400,20 @@ def _layer_kinds(value: Mapping[str, Any], family: Family, layers: int) -> tuple
         kinds = [SLIDING if of(i) else FULL for i in range(layers)]
     if len(kinds) != layers:
         raise ValueError(
-            f"layer_types has {len(kinds)} kinds, and num_hidden_layers={layers}: one for each layer is needed"
+            f"layer_types has {len(kinds)} kinds, but num_hidden_layers={layers}: one kind per "
+            "layer is needed"
         )
     if SLIDING in kinds and window is None:
         why = "use_sliding_window is not true" if is_unused else "sliding_window is null"
         raise ValueError(
-            f"{why}, and layer_types has {SLIDING!r}, which needs sliding_window, a positive integer"
+            f"{why}, but layer_types has {SLIDING!r}, which needs sliding_window, a positive "
+            "integer"
         )
     return kinds, window or 0
 
 
 def _check_kinds(given: object, kinds: list[str]) -> None:
-    """Raise ValueError unless `layer_types` says what a family does that does not read it."""
+    """Raise ValueError if `layer_types` contradicts a family that does not read the key."""
     told = read_kinds(Field(given, "layer_types"))
     if told == kinds:
         return
@@ -403,37 +423,39 @@ def _check_kinds(given: object, kinds: list[str]) -> None:
         else f"{reprlib.repr(kinds)}"
     )
     raise ValueError(
-        f"layer_types={reprlib.repr(told)}: this model_type has {alike}: write that, or take it out"
+        f"layer_types={reprlib.repr(told)}: this model_type has {alike}: write that, or remove the "
+        "key"
     )
 
 
 def _ropes(
     value: Mapping[str, Any], kinds: list[str], head_dim: int, *, has_kinds: bool
 ) -> tuple[Rope, ...]:
-    """Return the rotations of each layer.
+    """Return the rotary embedding of each layer.
 
-    Newer files have `rope_parameters`, older ones `rope_scaling` and `rope_theta`.
+    Newer files have `rope_parameters`; older files have `rope_scaling` and `rope_theta`.
 
     Args:
-      value: by key.
-      kinds: of the layers.
-      head_dim: the width of a head.
-      has_kinds: the family may rotate sliding layers in another way (Gemma 3). Then
-        `rope_parameters` holds an object for each kind, and `rope_scaling`, which is flat, is that
-        of full layers alone.
+      value: checked values by key.
+      kinds: kind of each layer.
+      head_dim: D, the width of a head.
+      has_kinds: whether the family may rotate sliding layers differently (Gemma 3). In this case
+        `rope_parameters` holds an object for each kind, and the flat `rope_scaling` applies only to
+        full layers.
     """
     fields = [
         Field(value[name], name) for name in ("rope_parameters", "rope_scaling") if value[name]
     ]
     if len(fields) == 2 and fields[0].value != fields[1].value:
-        raise ValueError("rope_parameters and rope_scaling differ: take one of them out")
+        raise ValueError("rope_parameters and rope_scaling differ: remove one of them")
     field = fields[0] if fields else Field({}, "rope_parameters")
     kinds_of_layers: tuple[str, ...] = (SLIDING, FULL)
     by_kind: dict[str, Field] = dict.fromkeys(kinds_of_layers, field)
     nested = sorted({SLIDING, FULL} & set(field.value))
     if not has_kinds and nested:
         raise ValueError(
-            f"{field.name} has {', '.join(nested)}: this model_type rotates all layers in one way"
+            f"{field.name} has {', '.join(nested)}, but this model_type rotates all layers in the "
+            "same way"
         )
     if has_kinds:
         by_kind = _ropes_by_kind(field)
@@ -447,14 +469,15 @@ def _ropes(
 
 
 def _ropes_by_kind(field: Field) -> dict[str, Field]:
-    """Return what describes the rotations of each kind of layer, for a family in which they differ."""
+    """Return the rope object for each kind of layer, for a family in which they differ."""
     nothing = {kind: Field({}, field.name) for kind in (SLIDING, FULL)}
     if not field.value:
         return nothing
     if field.name == "rope_parameters":
         if unknown := sorted(set(field.value) - {SLIDING, FULL}):
             raise ValueError(
-                f"rope_parameters has {unknown}: this model_type takes an object for each of {FULL!r} and {SLIDING!r}"
+                f"rope_parameters has {unknown}: this model_type takes one object for {FULL!r} and "
+                f"one for {SLIDING!r}"
             )
         given = {
             kind: Field(part, f"rope_parameters.{kind}")
@@ -464,6 +487,7 @@ def _ropes_by_kind(field: Field) -> dict[str, Field]:
         return nothing | given
     if "type" in field.value and "rope_type" not in field.value:
         raise ValueError(
-            "rope_scaling.type: versions of transformers read it differently here; write rope_type"
+            "rope_scaling.type: versions of transformers disagree on its meaning here; use "
+            "rope_type instead"
         )
     return nothing | {FULL: field}

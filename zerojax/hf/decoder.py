@@ -1,16 +1,16 @@
-"""A decoder in Flax NNX: embedding, block and head of Llama 2 and 3, Qwen 2, 2.5 and 3, Mistral,
-and Gemma 2 and 3.
+"""A decoder in Flax NNX: embedding, block and head of Llama, Qwen, Mistral and Gemma models.
+
+It covers Llama 2 and 3, Qwen 2, 2.5 and 3, Mistral, and Gemma 2 and 3.
 
     x[0]   = E[tokens]                                      times sqrt(H) in Gemma
-    x      = x + norm(attention(norm(x)))                   the outer norm in Gemma alone
+    x      = x + norm(attention(norm(x)))                   outer norm only in Gemma
     x[l+1] = x + norm(W_down (f(W_gate z) * (W_up z)))      z = norm(x)
-    logits = norm(x[L]) E'^T                                E' = E where tied; capped in Gemma 2
+    logits = norm(x[L]) E'^T                                E' = E if tied; capped in Gemma 2
 
-One block serves all layers: what differs from layer to layer, windows and rotations, is an array
-  over them (`per_layer`), so
-that layers are one loop. Modules have the names that transformers gives them. The head's matrix is
-stored [V, H], as an embedding is. Norms and rotations are computed in float32, products in the
-dtype in which the parameters arrive.
+One block serves all layers: windows and rotations, which differ between layers, are arrays over the
+layers (`per_layer`), so the layers form a single loop. Modules have the names that transformers
+uses. The head's matrix is stored as [V, H], like an embedding. Norms and rotations are computed in
+float32, products in the dtype of the parameters that are passed in.
 """
 
 import dataclasses
@@ -41,19 +41,20 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_pytorch_tanh": jax.nn.gelu,
 }
 TENSOR = "tensor"
-"""The mesh axis that splits heads, the width of MLPs and the vocabulary."""
+"""Mesh axis that splits heads, MLP width and vocabulary."""
 _INIT = nnx.initializers.normal(0.02)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a decoder is built; what it computes is the same.
+    """Options of a decoder that do not change what it computes, except for adapters.
 
     Attributes:
       lora: adapters, or None.
       attention: "auto", "xla" or "cudnn" (`zerojax.hf.attention`).
-      mlp_tiles: tiles in which the weights of an MLP are stored and used, one at a time; 0: whole.
-      loss_tiles: tiles of the vocabulary in which the loss is computed; None: chosen by size.
+      mlp_tiles: number of tiles in which the weights of an MLP are stored and used, one at a time;
+        0: untiled.
+      loss_tiles: number of vocabulary tiles in which the loss is computed; None: chosen by size.
     """
 
     lora: Lora | None = None
@@ -66,11 +67,13 @@ class Norm(nnx.Module):
     """Root mean square norm (arXiv:1910.07467), over the last dim."""
 
     def __init__(self, width: int, c: DecoderConfig, *, rngs: nnx.Rngs) -> None:
+        """Create the scale for a last dim of `width`."""
         del rngs
         self.eps, self.is_unit = c.norm_eps, c.unit_norm
         self.scale = nnx.Param(jnp.zeros(width) if c.unit_norm else jnp.ones(width))
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Return x, normalized over its last dim in float32."""
         wide, scale = x.astype(jnp.float32), self.scale[...]
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         if self.is_unit:
@@ -79,22 +82,24 @@ class Norm(nnx.Module):
 
 
 class Projection(nnx.Linear):
-    """A dense layer, with an adapter beside it where `lora` targets its name."""
+    """A dense layer, with an adapter if `lora` targets its name."""
 
     def __init__(
         self, name: str, d_in: int, d_out: int, bias: bool, lora: Lora | None, *, rngs: nnx.Rngs
     ) -> None:
+        """Create the matrix [d_in, d_out], its bias if any, and its adapter if any."""
         super().__init__(d_in, d_out, use_bias=bias, kernel_init=_INIT, rngs=rngs)
         self.lora: Any = nnx.data(None)
         if lora is not None and name in lora.targets:
-            # PEFT's: torch's kaiming_uniform with a = sqrt(5), which is uniform in +-1 /
-            # sqrt(d_in).
+            # PEFT's initializer: torch's kaiming_uniform with a = sqrt(5), which is uniform in
+            # +-1 / sqrt(d_in).
             init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
             self.lora = nnx.LoRA(d_in, lora.rank, d_out, a_initializer=init, rngs=rngs)
             self.lora_scale = lora.scale
             self.drop = nnx.Dropout(lora.dropout, rngs=rngs) if lora.dropout else nnx.data(None)
 
     def __call__(self, x: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """Return x W + bias, plus the scaled output of the adapter."""
         y = super().__call__(x, out_sharding=out_sharding)
         if self.lora is None:
             return y
@@ -105,6 +110,7 @@ class Attention(nnx.Module):
     """Grouped-query attention (arXiv:2305.13245): x[B, T, H] -> [B, T, H]."""
 
     def __init__(self, c: DecoderConfig, o: Options, *, rngs: nnx.Rngs) -> None:
+        """Create the four projections, and norms of queries and keys if the model has them."""
         self.c = c
         self.implementation: Implementation = o.attention
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
@@ -116,6 +122,7 @@ class Attention(nnx.Module):
         self.k_norm: Any = nnx.data(Norm(c.head_dim, c, rngs=rngs) if c.qk_norm else None)
 
     def __call__(self, x: jax.Array, context: Any, layer: Any) -> jax.Array:
+        """Return attention's output for the rows of a batch."""
         a = attend(
             *self._projected(x, context, layer),
             **self._scores(layer),
@@ -127,7 +134,10 @@ class Attention(nnx.Module):
     def cached(
         self, x: jax.Array, cache: Cached, context: Any, layer: Any
     ) -> tuple[jax.Array, Cached]:
-        """Do the same for the next tokens of each row; a token's slot in the cache is its position."""
+        """Return attention's output for the next tokens of each row, and the updated cache.
+
+        A token's slot in the cache is its position.
+        """
         (q, k, v), positions = self._projected(x, context, layer), context["positions"]
         rows = jnp.arange(x.shape[0])[:, None]
         cache = {
@@ -169,13 +179,14 @@ class Attention(nnx.Module):
 
 
 def _check_heads(c: DecoderConfig, tensor: int) -> None:
-    """Raise ValueError unless each of so many devices of a tensor group has whole heads: else XLA
-    would move scores.
+    """Raise ValueError unless each of the `tensor` devices has complete heads.
+
+    Otherwise XLA would communicate scores.
     """
     if c.kv_heads % tensor:
         raise ValueError(
-            f"num_key_value_heads={c.kv_heads} do not divide by tensor={tensor}, and a device has whole heads: choose a tensor "
-            f"axis that divides {c.kv_heads}"
+            f"num_key_value_heads={c.kv_heads} is not divisible by tensor={tensor}, but each "
+            f"device needs complete heads: choose a tensor axis that divides {c.kv_heads}"
         )
 
 
@@ -183,6 +194,7 @@ class MLP(nnx.Module):
     """A gated MLP (arXiv:2002.05202): x[B, T, H] -> [B, T, H]."""
 
     def __init__(self, c: DecoderConfig, o: Options, *, rngs: nnx.Rngs) -> None:
+        """Create the three projections."""
         self.activation = ACTIVATIONS[c.activation]
         self.gate_proj = Projection(
             "gate_proj", c.hidden, c.intermediate, c.mlp_bias, o.lora, rngs=rngs
@@ -195,6 +207,7 @@ class MLP(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Return W_down (f(W_gate x) * (W_up x))."""
         gate = checkpoint_name(self.gate_proj(x), "mlp_hidden")
         up = checkpoint_name(self.up_proj(x), "mlp_hidden")
         return self.down_proj(self.activation(gate) * up)
@@ -204,9 +217,11 @@ class Block(nnx.Module):
     """One layer: x[B, T, H] -> x[B, T, H]."""
 
     def __init__(self, c: DecoderConfig, o: Options, *, rngs: nnx.Rngs) -> None:
+        """Create attention, MLP and their norms."""
         self.input_layernorm = Norm(c.hidden, c, rngs=rngs)
         self.self_attn = Attention(c, o, rngs=rngs)
-        # Of four norms, this name is that of attention's output; of two, that of the MLP's input.
+        # With four norms, this name is the norm of attention's output; with two, of the MLP's
+        # input.
         self.post_attention_layernorm = Norm(c.hidden, c, rngs=rngs)
         self.pre_feedforward_layernorm: Any = nnx.data(
             Norm(c.hidden, c, rngs=rngs) if c.post_norms else None
@@ -230,17 +245,21 @@ class Block(nnx.Module):
             self.mlp = MLP(c, o, rngs=rngs)
 
     def __call__(self, x: jax.Array, context: Any, layer: Any) -> jax.Array:
+        """Return the output of the layer."""
         return self._added(x, self.self_attn(self.input_layernorm(x), context, layer))
 
     def cached(
         self, x: jax.Array, cache: Cached, context: Any, layer: Any
     ) -> tuple[jax.Array, Cached]:
-        """Do the same for the next tokens of each row, which see those in the cache."""
+        """Return the layer's output for the next tokens of each row, and the updated cache.
+
+        These tokens attend to the tokens in the cache.
+        """
         a, cache = self.self_attn.cached(self.input_layernorm(x), cache, context, layer)
         return self._added(x, a), cache
 
     def _added(self, x: jax.Array, a: jax.Array) -> jax.Array:
-        """Return the stream with attention's output and the MLP's."""
+        """Return x plus the outputs of attention and of the MLP."""
         if self.pre_feedforward_layernorm is None:
             x = x + a
             return x + checkpoint_name(self.mlp(self.post_attention_layernorm(x)), "mlp")
@@ -250,30 +269,32 @@ class Block(nnx.Module):
 
 
 class Embed(nnx.Module):
-    """tokens[B, T] -> x[B, T, H]."""
+    """The embedding: tokens[B, T] -> x[B, T, H]."""
 
     def __init__(self, c: DecoderConfig, *, rngs: nnx.Rngs) -> None:
+        """Create the embedding [V, H]."""
         self.embed_tokens = nnx.Embed(c.vocab, c.hidden, embedding_init=_INIT, rngs=rngs)
         self.factor = c.hidden**0.5 if c.scales_embedding else None
         self.pad_token = c.pad_token
 
     def __call__(self, batch: Batch) -> jax.Array:
+        """Return the embeddings of a batch's tokens; NaN for tokens out of range."""
         tokens = wide(batch["tokens"])
-        # Out of range are NaN, and not the row that a negative index counts from the end.
+        # Negative tokens become NaN too, instead of indexing rows from the end.
         tokens = jnp.where(tokens < 0, self.embed_tokens.num_embeddings, tokens)
-        # In the dtype in which the parameters arrive; `nnx.Embed` casts to that in which it was
-        # made.
+        # Use the dtype of the parameters that are passed in; `nnx.Embed` would cast to its own.
         x = jnp.take(self.embed_tokens.embedding[...], tokens, axis=0)
         if self.pad_token is not None:
             x = jnp.where((tokens == self.pad_token)[..., None], jax.lax.stop_gradient(x), x)
-        # Rounded to the dtype of x first, as Gemma was trained.
+        # The factor is rounded to the dtype of x first, as in Gemma's training.
         return x if self.factor is None else x * jnp.asarray(self.factor, x.dtype)
 
 
 class Head(nnx.Module):
-    """The last norm, and a matrix [V, H] unless it is the embedding."""
+    """The last norm, and a matrix [V, H] unless it is tied to the embedding."""
 
     def __init__(self, c: DecoderConfig, *, rngs: nnx.Rngs) -> None:
+        """Create the norm, and the matrix unless it is tied."""
         self.cap, self.vocab = c.logits_cap, c.vocab
         self.norm = Norm(c.hidden, c, rngs=rngs)
         self.lm_head = nnx.data(
@@ -281,19 +302,24 @@ class Head(nnx.Module):
         )
 
     def matrix(self, embed: Embed) -> jax.Array:
-        """Return [V, H]."""
+        """Return the matrix [V, H] of the logits, from the embedding if tied."""
         return (embed.embed_tokens if self.lm_head is None else self.lm_head).embedding[...]
 
     def logits(self, embed: Embed, x: jax.Array) -> jax.Array:
-        """Return f32[B, T, V] of x[B, T, H]; of x[B, H], f32[B, V]."""
+        """Return logits f32[B, T, V] for x[B, T, H], or f32[B, V] for x[B, H]."""
         z = jnp.einsum(
             "...h,vh->...v", self.norm(x), self.matrix(embed), preferred_element_type=jnp.float32
         )
         return z if self.cap is None else self.cap * jnp.tanh(z / self.cap)
 
     def loss(self, embed: Embed, x: jax.Array, batch: Batch, tiles: int | None) -> Loss:
-        """Return the cross entropy of the targets that count, summed, how many they are, and faults
-        of the batch.
+        """Return the summed cross entropy in nats, the number of counted targets, and faults.
+
+        Args:
+          embed: embedding, used if the head is tied.
+          x: [B, T, H], output of the last layer.
+          batch: batch with targets.
+          tiles: number of vocabulary tiles; None: chosen by size.
         """
         check_targets(batch)
         z, targets = self.norm(x), wide(batch["targets"])

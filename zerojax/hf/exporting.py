@@ -1,18 +1,22 @@
-"""A checkpoint's weights as a Hugging Face folder: in the names, layouts and dtypes of the folder
-that they came from.
+"""Export a checkpoint's weights as a Hugging Face folder.
 
-    tensor of `like` [out, in]   <-   record [in, out] of one layer, transposed                        all of it, or some rows
-    merge_lora:                  <-   W^T + (alpha / rank) (A B)^T                                     in float32
+The names, layouts and dtypes are taken from the folder `like`, which the weights came from.
 
-Of each tensor of `like` the table of names tells which parameter it is, as in an import. It is
-written piece by piece from the checkpoint's records, without a program, model or device. Frozen
-weights were never written: where the checkpoint's number is that of the folder, rounded to the
-checkpoint's dtype, the folder's own is written; and where they rest in 8 or 4 bits it is, too,
-since an adapter belongs beside the base that it was trained for. So they are compared with those of
-the folder (`zerojax.hf.base`): a sample of each tensor before anything is written, and all of it
-with the tensor. Another base is an error in 16 and 32 bits, too. There the checkpoint has numbers
-of its own to write; but names, dtypes, config and tokenizer would be another model's, and what was
-not trained would no longer be the folder's bits.
+    tensor of `like` [out, in]   <-   record [in, out] of one layer, transposed, or some of its rows
+    merge_lora:                  <-   W^T + (alpha / rank) (A B)^T, in float32
+
+As in an import, the table of names gives the parameter for each tensor of `like`. The tensor is
+written piece by piece from the checkpoint's records, without a program, model or device.
+
+Training never wrote frozen weights. So where the checkpoint's number equals the folder's, rounded
+to the checkpoint's dtype, the folder's number is written. The folder's numbers are also written for
+quantized weights, because an adapter belongs to the base that it was trained on. For this reason
+frozen weights are compared with the folder (`zerojax.hf.base`): a sample of each tensor before
+anything is written, and all of each tensor as it is written.
+
+A different base is an error for 16-bit and 32-bit weights too. The checkpoint has their numbers,
+but names, dtypes, config and tokenizer would be another model's, and untrained weights would no
+longer have the folder's bits.
 """
 
 import json
@@ -46,9 +50,7 @@ from zerojax.weights import (
 )
 
 PIECE_BYTES = 256 * 2**20
-"""Most float32 bytes of a piece of a tensor: that a transposed one is cut where it must be, and no
-sooner.
-"""
+"""Maximum float32 bytes per piece of a tensor: large, so that few transposed tensors are cut."""
 
 
 @without_mesh
@@ -62,44 +64,43 @@ def export_hf(
     merge_lora: bool = False,
     families: Mapping[str, Family] = FAMILIES,
 ) -> None:
-    """Write the weights of a checkpoint as a folder that `AutoModelForCausalLM.from_pretrained`
-    loads.
+    """Write a checkpoint's weights as a folder for `AutoModelForCausalLM.from_pretrained`.
 
         zj.export_hf("runs/llama/checkpoints", "llama-tuned", like="Llama-3.1-8B")
 
-    To be called by one process; it holds at most some hundred MB of a weight. It uses no device but
-    the CPU, which encodes the folder's numbers anew where the base rests in 8 or 4 bits, to compare
-    them.
+    Call this in one process only. It holds at most a few hundred MB of a weight at a time. The only
+    device it uses is the CPU, which quantizes the folder's numbers again to compare them with a
+    quantized base.
 
     Args:
-      checkpoint: folder of one step of a `Checkpointer`, or its directory: then its newest whole
-        step.
-      out: folder to write; nothing may be there.
-      like: the folder that the weights were imported from: its names, its dtypes, and its files
-        beside the weights, such as `config.json` and those of the tokenizer, are those of `out`.
-        Links are followed within the folder, and from a snapshot of the hub's cache to its blobs.
-        Its weights are compared with those that were frozen.
-      dtype: float32, float16, bfloat16 or float64; None: of each tensor that of `like`.
-      shard_bytes: most bytes of one file, unless a tensor is larger.
-      merge_lora: add adapters to the weights beside which they stand. A checkpoint with adapters
-        needs it; or use `export_peft`.
-      families: as of `zerojax.hf.model_of`.
+      checkpoint: folder of one step of a `Checkpointer`, or the checkpointer's directory, of which
+        the newest complete step is used.
+      out: path of the folder to write; it must not exist.
+      like: path of the folder that the weights were imported from. It provides the names and dtypes
+        of `out`, and the files next to the weights, such as `config.json` and the tokenizer's
+        files. Links are followed within the folder, and from a snapshot of the hub's cache to its
+        blobs. Its weights are compared with the frozen weights.
+      dtype: float32, float16, bfloat16 or float64; None: the dtype of each tensor in `like`.
+      shard_bytes: maximum bytes per file, exceeded only by a single larger tensor.
+      merge_lora: whether to add adapters to the weights that they adapt. A checkpoint with adapters
+        needs this, or `export_peft`.
+      families: model families by `model_type`, as for `zerojax.hf.model_of`.
 
     Raises:
-      ValueError: `out` exists, an option does not fit, the model of `like` is not built, or the
+      ValueError: `out` exists, an option does not fit, the model of `like` is not supported, or the
         checkpoint has adapters and `merge_lora` is False. Or a file of `like` cannot be copied, or
-        its `generation_config.json` is broken, which is found before anything is written.
-      CheckpointError: there is no checkpoint, it is of another model than `like` or was trained
-        over another base, the `config.json` of `like` has other sizes than the weights (the key is
-        named), or the folder cannot be written. The first tensors that differ are named.
-      DamagedError: the checkpoint is not whole.
+        its `generation_config.json` is invalid; these are found before anything is written.
+      CheckpointError: there is no checkpoint, it holds another model than `like` or was trained on
+        another base, the `config.json` of `like` has other sizes than its weights (the error names
+        the key), or the folder cannot be written. The error names the first tensors that differ.
+      DamagedError: the checkpoint is incomplete or damaged.
     """
     shard_bytes = positive_number("shard_bytes", shard_bytes)
     kind = None if dtype is None else export_dtype(dtype).name
     like = os.path.expanduser(os.fspath(like))
     base = open_weights(like)
-    # What would end the export after all weights were written, or be of no use to transformers
-    # then.
+    # Check these first: otherwise they would fail after all weights were written, or leave a folder
+    # that transformers cannot use.
     others = files_beside(like)
     end_tokens(like)
     with write_atomically(out) as output, open_checkpoint(checkpoint) as saved:
@@ -107,11 +108,13 @@ def export_hf(
         adapters = {name for name in leaves if ADAPTER in name}
         if adapters and not merge_lora:
             raise ValueError(
-                f"{saved.folder} holds adapters beside {len(adapters) // 2} projections: merge them by merge_lora=True, or "
-                "write them alone by zerojax.export_peft"
+                f"{saved.folder} holds adapters for {len(adapters) // 2} projections: merge them "
+                "by merge_lora=True, or write only the adapters by zerojax.export_peft"
             )
         if merge_lora and not adapters:
-            raise ValueError(f"merge_lora=True, and {saved.folder} holds no adapters")
+            raise ValueError(
+                f"merge_lora=True, but {saved.folder} holds no adapters: leave merge_lora out"
+            )
         lora = lora_of(saved) if adapters else None
         sources = _sources(saved, base, leaves, like, families)
         tensors = {n: Tensor(base.tensors[n].shape, kind or base.tensors[n].dtype) for n in sources}
@@ -125,18 +128,18 @@ def export_hf(
 
 
 def lora_of(saved: SavedState) -> Lora:
-    """Return the adapters that a checkpoint's model has.
+    """Return the adapters' options of a checkpoint's model.
 
     Raises:
-      CheckpointError: the checkpoint does not tell.
+      CheckpointError: the checkpoint does not record them.
     """
     told: Any = saved.about.get("lora")
     try:
         return Lora(**{**told, "targets": tuple(told["targets"])})
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(
-            f"{saved.folder} does not tell the rank and scale of its adapters, {told!r}: it was not saved of a model of "
-            "zerojax.hf.model_of"
+            f"{saved.folder} does not record the rank and scale of its adapters, {told!r}: it was "
+            "not saved from a model of zerojax.hf.model_of"
         ) from error
 
 
@@ -147,25 +150,28 @@ def _sources(
     like: str | os.PathLike[str],
     families: Mapping[str, Family],
 ) -> dict[str, Source]:
-    """Return the parameter of each tensor of a folder, whose config and frozen weights, in a
-    sample, are the checkpoint's.
+    """Return the parameter of each tensor of a folder, after comparing config and frozen weights.
+
+    Only a sample of the frozen weights is compared.
 
     Raises:
-      CheckpointError: it is another model's or another base: what differs is named.
+      CheckpointError: the folder holds another model or another base; the error names the
+        difference.
     """
     sources = sources_of(saved, base, leaves, like, families)
     check_config_sizes(like, base, families, is_whole=True)
     if told := about_difference({DECODER: config_of(like, families).computes()}, saved.about):
         raise CheckpointError(
-            f"{saved.folder} was trained with {told[0]}, and {os.path.join(os.fspath(like), CONFIG)} makes it {told[1]}: give "
-            "the folder that it was trained from as `like`"
+            f"{saved.folder} was trained with {told[0]}, but "
+            f"{os.path.join(os.fspath(like), CONFIG)} has {told[1]}: pass the folder that it was "
+            "trained from as `like`"
         )
     check_base(saved, base, sources, like, whole=False)
     return sources
 
 
 class _Writer:
-    """Reads tensors of the folder that is written."""
+    """Computes the tensors of the exported folder."""
 
     def __init__(
         self,
@@ -177,6 +183,7 @@ class _Writer:
         tensors: Mapping[str, Tensor],
         scale: float | None,
     ) -> None:
+        """Take the checkpoint, the base and its path, and the tensors to write."""
         self._saved, self._base, self._like, self._leaves, self._sources = (
             saved,
             base,
@@ -187,7 +194,7 @@ class _Writer:
         self._tensors, self._scale = tensors, scale
 
     def pieces(self, name: str) -> Iterator[np.ndarray]:
-        """Yield a tensor's rows, some at a time, in the dtype in which it is written."""
+        """Yield a tensor's rows piece by piece, in the dtype in which they are written."""
         shape, kind = self._tensors[name].shape, numpy_dtype(self._tensors[name].dtype)
         source = self._sources[name]
         if source.layout is not None:
@@ -200,11 +207,11 @@ class _Writer:
                     yield np.ascontiguousarray(piece, kind)
             except FloatingPointError as error:
                 raise CheckpointError(
-                    f"{name} holds numbers that {kind.name} does not reach: use bfloat16"
+                    f"{name} holds numbers beyond the range of {kind.name}: use bfloat16"
                 ) from error
 
     def _piece(self, name: str, box: Box) -> np.ndarray:
-        """Return a box of a tensor: float32, or the folder's own numbers."""
+        """Return a box of a tensor, in float32 or with the folder's own numbers."""
         source = self._sources[name]
         delta = self._delta(source, box)
         if source.layout is not None:
@@ -223,7 +230,7 @@ class _Writer:
         return weight if delta is None else np.asarray(weight, np.float32) + delta
 
     def _delta(self, source: Source, box: Box) -> np.ndarray | None:
-        """Return what the adapter beside a weight adds to a box of its tensor, or None."""
+        """Return what a weight's adapter adds to a box of its tensor; None if it has none."""
         stem, _, ending = source.place.name.rpartition(".")
         names = [f"{stem}{ADAPTER}{part}" for part in "ab"]
         if ending != "kernel" or names[0] not in self._leaves:
@@ -243,7 +250,7 @@ def _write_shards(
     pieces: Callable[[str], Iterator[np.ndarray]],
     shard_bytes: float,
 ) -> None:
-    """Write tensors as one file, or as several and their index."""
+    """Write tensors as one file, or as several files with an index."""
     sizes = {n: math.prod(t.shape) * numpy_dtype(t.dtype).itemsize for n, t in tensors.items()}
     shards: list[list[str]] = [[]]
     used = 0
@@ -260,7 +267,7 @@ def _write_shards(
         else ["model.safetensors"]
     )
     for file, names in zip(files, shards, strict=True):
-        # transformers asks which framework wrote a file, and takes "pt" for its own.
+        # transformers checks which framework wrote a file, and treats "pt" as its own.
         write_safetensors(
             os.path.join(folder, file), {n: tensors[n] for n in names}, pieces, {"format": "pt"}
         )
@@ -285,26 +292,27 @@ def export_peft(
     dtype: Any = None,
     families: Mapping[str, Family] = FAMILIES,
 ) -> None:
-    """Write the adapters of a checkpoint as a folder that `peft.PeftModel.from_pretrained` loads.
+    """Write the adapters of a checkpoint as a folder for `peft.PeftModel.from_pretrained`.
 
-    It holds `adapter_model.safetensors`, and `adapter_config.json`, which names `like` as the base
-    by its absolute path. The base is not written. A sample of each tensor of `like` is compared
-    with the base in the checkpoint, not all of it.
+    The folder holds `adapter_model.safetensors`, and `adapter_config.json`, which names `like` as
+    the base by its absolute path. The base is not written. Only a sample of each tensor of `like`
+    is compared with the base in the checkpoint.
 
     Args:
-      checkpoint: as of `export_hf`.
-      out: folder to write; nothing may be there.
-      like: the folder of the base, whose names the adapters follow.
-      dtype: of the adapters; None: float32.
-      families: as of `zerojax.hf.model_of`.
+      checkpoint: folder of one step of a `Checkpointer`, or the checkpointer's directory, of which
+        the newest complete step is used.
+      out: path of the folder to write; it must not exist.
+      like: path of the base's folder, which determines the adapters' names.
+      dtype: dtype of the adapters; None: float32.
+      families: model families by `model_type`, as for `zerojax.hf.model_of`.
 
     Raises:
-      ValueError: `out` exists, another dtype, the model of `like` is not built, or other weights
-        than adapters were trained.
-      CheckpointError: there is no checkpoint, it has no adapters, they were trained over another
-        base than `like`, or the `config.json` of `like` has other sizes than its weights (the key
-        is named).
-      DamagedError: the checkpoint is not whole.
+      ValueError: `out` exists, `dtype` is not supported, the model of `like` is not supported, or
+        weights other than adapters were trained.
+      CheckpointError: there is no checkpoint, it has no adapters, they were trained on another base
+        than `like`, or the `config.json` of `like` has other sizes than its weights (the error
+        names the key).
+      DamagedError: the checkpoint is incomplete or damaged.
     """
     kind = export_dtype(dtype)
     like = os.path.expanduser(os.fspath(like))
@@ -313,7 +321,7 @@ def export_peft(
         leaves = {name: leaf for name, (leaf, _) in leaves_of(saved).items() if ADAPTER in name}
         if not leaves:
             raise CheckpointError(
-                f"{saved.folder} holds no adapters: zerojax.export_hf writes its weights"
+                f"{saved.folder} holds no adapters: write its weights by zerojax.export_hf"
             )
         frozen, whole = saved.frozen, leaves_of(saved)
         trained = [
@@ -323,8 +331,9 @@ def export_peft(
         ]
         if trained:
             raise ValueError(
-                f"{saved.folder} holds weights that were trained beside the adapters: {first_few(sorted(trained))}. PEFT's "
-                "file would be without them: write all by zerojax.export_hf(merge_lora=True)"
+                f"{saved.folder} holds trained weights in addition to the adapters: "
+                f"{first_few(sorted(trained))}. PEFT's file would lack them: write everything by "
+                "zerojax.export_hf(merge_lora=True)"
             )
         lora = lora_of(saved)
         found: dict[str, tuple[str, int]] = {}
@@ -367,9 +376,7 @@ def _check_beside(
     like: str | os.PathLike[str],
     saved: SavedState,
 ) -> None:
-    """Raise CheckpointError where adapters, A[r, in] and B[out, r], do not stand beside matrices
-    [out, in] of a folder.
-    """
+    """Raise CheckpointError if adapters A[r, in] and B[out, r] do not fit a folder's [out, in]."""
     base, wrong = file.tensors, []
     for name, shape in shapes.items():
         module, _, part = (
@@ -378,16 +385,17 @@ def _check_beside(
         there = base[f"{module}.weight"].shape if f"{module}.weight" in base else ()
         if len(there) != 2 or shape[part == "A"] != there[part == "A"]:
             wrong.append(
-                f"lora_{part} {list(shape)} beside {module}.weight {list(there) or 'which is not there'}"
+                f"lora_{part} {list(shape)} for {module}.weight "
+                f"{list(there) or 'which does not exist'}"
             )
     if wrong:
         raise CheckpointError(
-            f"{saved.folder} is of another model than {os.fspath(like)}: {first_few(wrong)}"
+            f"{saved.folder} holds another model than {os.fspath(like)}: {first_few(wrong)}"
         )
 
 
 def _peft_config(lora: Lora, base: str) -> dict[str, Any]:
-    """Return what PEFT reads of adapters."""
+    """Return PEFT's config of the adapters."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -1,13 +1,13 @@
-"""The weights of a Hugging Face folder in a fresh state, in any tier, mesh, tiles and frozen dtype.
+"""Load the weights of a Hugging Face folder into a fresh state, for any tier, mesh and tiling.
 
 Before an import or an export, the tensors of a folder are compared with the sizes in its
 `config.json`:
 
     vocab_size=300, and model.embed_tokens.weight [288, 48] has 288
 
-transformers makes a model by `config.json` and loads no tensor of another shape, so an export must
-not write such a folder. An import compares tensors with a program's model as well, but that model
-may come from another `config.json`.
+transformers builds a model from `config.json` and loads no tensor of another shape, so an export
+must not write such a folder. An import also compares tensors with the program's model, but this
+model may come from a different `config.json`.
 """
 
 import math
@@ -29,9 +29,9 @@ from zerojax.state import TrainState
 from zerojax.weights import Place, WeightFile, import_params, open_weights, renaming
 
 ADAPTER = ".lora.lora_"
-"""In the names of adapters alone."""
+"""Part of a parameter's name that only adapters have."""
 _PIECE = 1 << 24
-"""Elements that are compared at once."""
+"""Number of elements compared at a time."""
 _TILED = {"mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up", "mlp.down_proj": "mlp.down"}
 
 
@@ -43,59 +43,63 @@ def import_hf(
     key: jax.Array,
     families: Mapping[str, Family] = FAMILIES,
 ) -> TrainState:
-    """Return a fresh state of a program whose weights are those of a folder; in a run of several
-    processes all call this.
+    """Return a fresh state of a program with the weights of a folder.
+
+    If there are several processes, all of them must call this.
 
         state = zj.import_hf(program, folder, key=jax.random.key(0))
 
-    Its tensors are read one record at a time, layer by layer, wherever they rest; no process holds
-    more of them than that, beside its own shards.
+    Tensors are read one record at a time, layer by layer, into the tier where each is stored. A
+    process holds at most one record in addition to its own shards.
 
     Args:
-      program: of a model that `zerojax.hf.model_of` made of this folder, or of another whose config
-        computes the same.
-      folder: with `config.json`, and `model.safetensors` or `model.safetensors.index.json` and the
-        files that it names.
-      key: from `jax.random.key`, as for `program.init`, which makes the adapters.
-      families: as of `zerojax.hf.model_of`.
+      program: program of a model that `zerojax.hf.model_of` built from this folder, or from another
+        folder whose config describes the same computation.
+      folder: path of a folder with `config.json`, and with `model.safetensors` or
+        `model.safetensors.index.json` and the files that it names.
+      key: random key from `jax.random.key`, as for `program.init`; it initializes the adapters.
+      families: model families by `model_type`, as for `zerojax.hf.model_of`.
 
     Returns:
-      The state at step 0, as of `zerojax.import_params`.
+      The state at step 0, as `zerojax.import_params` returns it.
 
     Raises:
-      ValueError: the folder's model is not built, its head is tied and another than the embedding,
-        or `key` is no random key.
-      CheckpointError: the folder has no such files, its config computes something else than the
-        program's model or has other sizes than the tensors (the key is named), or tensors are
-        missing, unknown or misshapen, or hold NaN, infinities, or numbers beyond the compute dtype:
-        the first are named.
+      ValueError: the folder's model is not supported, its head is tied but differs from the
+        embedding, or `key` is not a random key.
+      CheckpointError: the folder has no such files, its config describes another computation than
+        the program's model or other sizes than the tensors (the error names the key), or tensors
+        are missing, unknown or misshapen, or hold NaN, infinities, or numbers beyond the compute
+        dtype (the error names the first ones).
       DamagedError: a file cannot be read.
       SwapError: the program's disk is too small, or failed.
     """
     if not isinstance(program.model, LayeredModel):
         raise ValueError(
-            "import_hf takes a program of a model that zerojax.hf.model_of made; zerojax.import_params takes any"
+            "import_hf takes a program of a model that zerojax.hf.model_of built; "
+            "zerojax.import_params takes any"
         )
     folder = os.path.expanduser(os.fspath(folder))
     names = names_of(folder, families, is_tiled=any(jax.tree.leaves(program.model.tiles)))
     _check_config(program.model, folder, families)
     check_config_sizes(folder, open_weights(folder), families, is_whole=False)
     _check_tied(folder, names)
-    # The rest of the model must be there.
+    # Only adapters may be missing from the folder.
     return import_params(
         program, folder, key=key, rename=names, missing=lambda name: ADAPTER in name
     )
 
 
 def _check_config(model: LayeredModel, folder: str, families: Mapping[str, Family]) -> None:
-    """Raise CheckpointError where a folder's config computes something else than a model, which no
-    shape may show.
+    """Raise CheckpointError if a folder's config describes another computation than the model.
+
+    Such a difference need not show in any shape.
     """
     made = {DECODER: config_of(folder, families).computes()}
     if told := about_difference(model.about or {}, made):
         raise CheckpointError(
-            f"{os.path.join(folder, CONFIG)} makes it {told[0]}, and this program's model has {told[1]}: build the model from "
-            "this folder (zerojax.hf.model_of), or import the folder that it was built from"
+            f"{os.path.join(folder, CONFIG)} has {told[0]}, but this program's model has "
+            f"{told[1]}: build the model from this folder (zerojax.hf.model_of), or import the "
+            "folder that it was built from"
         )
 
 
@@ -106,13 +110,13 @@ def check_config_sizes(
     *,
     is_whole: bool,
 ) -> None:
-    """Raise CheckpointError where a folder's config.json has other sizes than its tensors.
+    """Raise CheckpointError if a folder's config.json has other sizes than its tensors.
 
     Args:
-      folder: with `config.json`.
-      file: the folder's weights.
-      families: see `zerojax.hf.model_of`.
-      is_whole: compare which tensors there are, too.
+      folder: path of a folder that holds `config.json`.
+      file: weights of the folder.
+      families: model families by `model_type`.
+      is_whole: whether to check as well that no tensor is missing or superfluous.
     """
     names = names_of(folder, families, is_tiled=False)
     where = os.path.join(os.fspath(folder), CONFIG)
@@ -120,9 +124,7 @@ def check_config_sizes(
 
 
 def _check_tied(folder: str | os.PathLike[str], names: Mapping[str, Any]) -> None:
-    """Raise ValueError where config.json ties the head to the embedding, and the files hold another
-    head: which is meant?
-    """
+    """Raise ValueError if config.json ties the head to the embedding but they differ."""
     heads = [name for name in names if name.startswith("lm_head.") and names[name] is None]
     tables = [name for name, here in names.items() if _name(here) == "embed.embed_tokens.embedding"]
     if not heads or not tables:
@@ -139,29 +141,33 @@ def _check_tied(folder: str | os.PathLike[str], names: Mapping[str, Any]) -> Non
         is_same = is_same and np.array_equal(file.read(head, box), file.read(table, box))
     if not is_same:
         raise ValueError(
-            f"{os.path.join(os.fspath(folder), CONFIG)} has tie_word_embeddings=true, and {head} is not {table}: set it to "
-            "false where the model has a head of its own, or take that tensor out of the files"
+            f"{os.path.join(os.fspath(folder), CONFIG)} has tie_word_embeddings=true, but {head} "
+            f"differs from {table}: set it to false if the model has a head of its own, or remove "
+            "that tensor from the files"
         )
 
 
 def names_of(
     folder: str | os.PathLike[str], families: Mapping[str, Family], *, is_tiled: bool
 ) -> dict[str, Any]:
-    """Return the table of names of a folder's tensors, for its own options.
+    """Return the parameter for each tensor name of a folder, given the folder's options.
 
     Args:
-      folder: with `config.json`.
-      families: by `model_type`.
-      is_tiled: the model stores its MLPs in tiles.
+      folder: path of a folder that holds `config.json`.
+      families: model families by `model_type`.
+      is_tiled: whether the model stores its MLPs in tiles.
+
+    Returns:
+      A table like `Family.names`.
 
     Raises:
-      ValueError: the folder's model is not built.
+      ValueError: the folder's model is not supported.
     """
     raw, where = read_config(folder), os.path.join(os.fspath(folder), CONFIG)
     family = family_of(raw, families, where)
     names = dict(family.names)
     if decoder_config(raw, family, where).tied:
-        # Some files hold the embedding twice; `import_hf` has seen that it is the same.
+        # Some files hold the embedding twice; `import_hf` has checked that both are equal.
         names = {
             there: None if _name(here).startswith("head.lm_head.") else here
             for there, here in names.items()
@@ -174,9 +180,7 @@ def _name(here: Any) -> str:
 
 
 def _in_tiles(here: Any) -> Any:
-    """Return the place of a tensor in a model whose MLPs are tiled: "mlp.up_proj.kernel" is
-    "mlp.up".
-    """
+    """Return the entry of a tensor for tiled MLPs: "mlp.up_proj.kernel" becomes "mlp.up"."""
     name = _name(here)
     for whole, tiled in _TILED.items():
         for ending, new in ((f"{whole}.kernel", tiled), (f"{whole}.bias", f"{tiled}_bias")):
@@ -193,8 +197,8 @@ class Size(NamedTuple):
     """The size of a dim.
 
     Attributes:
-      number: of elements.
-      keys: of `config.json` that it follows from, with their values.
+      number: number of elements.
+      keys: keys of `config.json` that determine the number, with their values.
     """
 
     number: int
@@ -203,13 +207,11 @@ class Size(NamedTuple):
 
 Dims = tuple[Size, ...]
 STACK = "blocks."
-"""How the name of a parameter begins that each layer has."""
+"""Prefix of the names of parameters that exist once per layer."""
 
 
 def params_of(c: DecoderConfig) -> dict[str, Dims]:
-    """Return the parameters of a decoder, adapters left out, by name: the dims of each, for one
-    layer.
-    """
+    """Return the dims, in one layer, of each parameter of a decoder without adapters, by name."""
     vocab, hidden = (
         Size(c.vocab, f"vocab_size={c.vocab}"),
         Size(c.hidden, f"hidden_size={c.hidden}"),
@@ -248,19 +250,19 @@ def params_of(c: DecoderConfig) -> dict[str, Dims]:
 def check_sizes(
     config: DecoderConfig, names: Mapping[str, Any], file: WeightFile, where: str, *, is_whole: bool
 ) -> None:
-    """Compare the tensors of a folder with what its `config.json` says.
+    """Compare the tensors of a folder with its `config.json`.
 
     Args:
-      config: what the file says.
-      names: the table of the folder's tensors, for a model that is not tiled.
-      file: the folder's weights.
-      where: the path of `config.json`.
-      is_whole: compare which tensors there are, too. Without it only their shapes and the number of
-        layers are compared.
+      config: decoder that the file describes.
+      names: parameter for each tensor name, for a model with untiled MLPs.
+      file: weights of the folder.
+      where: path of `config.json`.
+      is_whole: whether to check as well that no tensor is missing or superfluous. Otherwise only
+        shapes and the number of layers are compared.
 
     Raises:
-      CheckpointError: a size, or the number of layers, differs: the key is named. Or a tensor is
-        missing, or there is one too many: it is named.
+      CheckpointError: a size or the number of layers differs (the error names the key), or a tensor
+        is missing or superfluous (the error names it).
     """
     place_of, params = renaming(names), params_of(config)
     places = {name: place for name in file.tensors if (place := place_of(name)) is not None}
@@ -270,20 +272,21 @@ def check_sizes(
     )
     if layers not in (0, config.layers):
         differences.append(
-            f"num_hidden_layers={config.layers}, and the tensors are of {layers} layers"
+            f"num_hidden_layers={config.layers}, but the tensors have {layers} layers"
         )
     elif is_whole:
         differences += _presence(places, params, names, config.layers)
     if differences:
         raise CheckpointError(
-            f"{where} is not of the weights beside it: {first_few(differences)}. Take the config.json that belongs to them"
+            f"{where} does not describe the weights next to it: {first_few(differences)}. Use the "
+            "config.json that belongs to them"
         )
 
 
 def _sizes_that_differ(
     places: Mapping[str, Place], params: Mapping[str, Dims], file: WeightFile
 ) -> list[str]:
-    """Return each size that differs, with the first tensor that has another."""
+    """Return a description of each size that differs, with the first tensor that contradicts it."""
     found: dict[str, str] = {}
     order = list(params)
     named = [
@@ -296,13 +299,13 @@ def _sizes_that_differ(
         shape, dims = file.tensors[name].shape, params[place.name]
         if len(shape) != len(dims):
             numbers = [size.number for size in dims]
-            found.setdefault(name, f"{name} {list(shape)}, and the model has {numbers}")
+            found.setdefault(name, f"{name} {list(shape)}, but the model has {numbers}")
             continue
         axes = place.axes or range(len(shape))
         for size, axis in zip(dims, axes, strict=True):
             if shape[axis] != size.number:
                 found.setdefault(
-                    size.keys, f"{size.keys}, and {name} {list(shape)} has {shape[axis]}"
+                    size.keys, f"{size.keys}, but {name} {list(shape)} has {shape[axis]}"
                 )
     return list(found.values())
 
@@ -310,7 +313,7 @@ def _sizes_that_differ(
 def _presence(
     places: Mapping[str, Place], params: Mapping[str, Dims], names: Mapping[str, Any], layers: int
 ) -> list[str]:
-    """Return the tensors that are missing, and those too many."""
+    """Return descriptions of the missing and the superfluous tensors."""
     have = {(place.name, place.layer) for place in places.values()}
     own = {
         place.name: pattern
@@ -324,7 +327,7 @@ def _presence(
         pattern = own.get(name, name)
         missing += [f"no {pattern.replace('{layer}', str(layer))}" for layer in absent]
     extra = [
-        f"{name}, of which the model has none"
+        f"{name}, which the model does not have"
         for name, place in places.items()
         if place.name not in params
     ]

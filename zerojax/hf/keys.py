@@ -1,15 +1,16 @@
-"""Which keys of a `config.json` change nothing here, which must keep a feature off, and what
-becomes of unknown ones.
+"""Treatment of the keys of a `config.json` that the family does not read.
 
     read            by the family (`zerojax.hf.schema`)
-    NO_CHANGE       of files, tokens, generation, tools and how transformers runs a model: any value
-    NEUTRAL         features that are known and not built: the values that leave them off; any other is an error
-    unknown         null, false, 0, empty, or 1 for a factor: a warning by name, once; any other value is an error
+    NO_CHANGE       about files, tokens, generation, tools and how transformers runs a model: any
+                    value is allowed
+    NEUTRAL         known but unsupported features: only values that switch them off are allowed
+    unknown         null, false, 0, empty, or 1 for a factor: a warning that names the key, once;
+                    any other value is an error
 
-NOT_BUILT lists families that are refused by their `model_type`, each with its reason.
+NOT_BUILT lists families that are refused by their `model_type`, with the reasons.
 
-A model whose mathematics is not built must not train as if it were. An unknown 0 or false may mean
-something, too (`"is_causal": false` did), so these are said.
+A model whose mathematics is not supported must not be trained as if it were. Even an unknown 0 or
+false may have a meaning (`"is_causal": false` did), so these are reported.
 """
 
 import functools
@@ -22,7 +23,7 @@ from typing import Any
 logger = logging.getLogger("zerojax")
 _GENERATION = frozenset(
     {
-        # transformers 4 wrote these into config.json, and transformers 5 into
+        # transformers 4 wrote these into config.json; transformers 5 writes them into
         # generation_config.json
         "assistant_confidence_threshold",
         "assistant_early_exit",
@@ -121,11 +122,11 @@ NO_CHANGE = _GENERATION | {
     "tokenizer_padding_side",
     "torch_dtype",
     "transformers_version",
-    # tools that converted or trained it; "neftune_noise_alpha" is noise of a trainer
+    # tools that converted or trained the model; "neftune_noise_alpha" is noise in training
     "is_llama_config",
     "neftune_noise_alpha",
     "transformers.js_config",
-    # which transformers writes beside layer_types, and does not read
+    # written by transformers in addition to layer_types, and never read
     "_sliding_window_pattern",
     # how transformers runs a model
     "_attn_implementation",
@@ -149,14 +150,14 @@ NO_CHANGE = _GENERATION | {
     "use_cache",
     "use_return_dict",
     "xla_device",
-    # how it was initialised; "pretraining_tp" cuts products into parts whose sum is the same
+    # initialization; "pretraining_tp" splits products into parts with the same sum
     "initializer_range",
     "pretraining_tp",
 }
-"""Keys that are taken whatever they hold."""
+"""Keys that may hold any value."""
 _NO_CHANGE_PREFIXES = ("unsloth_",)
 
-_NO_DROPOUT = "dropout is not built; set it to 0"
+_NO_DROPOUT = "dropout is not supported; set it to 0"
 _OFF, _ZERO, _ONE = (None, False), (None, False, 0), (None, 1)
 _EMPTY = (None, False, [], {})
 _DROPOUTS = (
@@ -172,7 +173,7 @@ _DROPOUTS = (
     "resid_dropout",
     "resid_pdrop",
 )
-_NO_EXPERTS = "mixtures of experts are not built"
+_NO_EXPERTS = "mixtures of experts are not supported"
 EXPERTS = (
     "num_experts",
     "num_local_experts",
@@ -185,30 +186,30 @@ NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
     {
         **dict.fromkeys(_DROPOUTS, (_ZERO, _NO_DROPOUT)),
         **dict.fromkeys(EXPERTS, (_ZERO, _NO_EXPERTS)),
-        "is_causal": ((True,), "a decoder sees no later tokens"),
-        "use_bidirectional_attention": (_OFF, "a decoder sees no later tokens"),
-        "is_encoder_decoder": (_OFF, "encoders are not built"),
-        "add_cross_attention": (_OFF, "cross attention is not built"),
-        "cross_attention_hidden_size": (_OFF, "cross attention is not built"),
+        "is_causal": ((True,), "a decoder does not attend to later tokens"),
+        "use_bidirectional_attention": (_OFF, "a decoder does not attend to later tokens"),
+        "is_encoder_decoder": (_OFF, "encoders are not supported"),
+        "add_cross_attention": (_OFF, "cross attention is not supported"),
+        "cross_attention_hidden_size": (_OFF, "cross attention is not supported"),
         "loss_type": ((None, "ForCausalLM"), "the loss is that of a causal language model"),
-        "partial_rotary_factor": (_ONE, "rotations of a part of each head are not built"),
-        "rotary_pct": (_ONE, "rotations of a part of each head are not built"),
-        "rope_interleaved": (_OFF, "the halves of a head are rotated, not neighbours"),
-        "use_mrope": (_OFF, "rotations over three axes are not built"),
-        "pruned_heads": (_EMPTY, "pruned heads are not built"),
-        "per_layer_config": (_EMPTY, "sizes that differ from layer to layer are not built"),
-        "quantization": (_EMPTY, "quantised weights are not read"),
-        "quantization_config": (_EMPTY, "quantised weights are not read"),
+        "partial_rotary_factor": (_ONE, "rotating a part of each head is not supported"),
+        "rotary_pct": (_ONE, "rotating a part of each head is not supported"),
+        "rope_interleaved": (_OFF, "halves of a head are rotated, not adjacent pairs"),
+        "use_mrope": (_OFF, "rotations over three axes are not supported"),
+        "pruned_heads": (_EMPTY, "pruned heads are not supported"),
+        "per_layer_config": (_EMPTY, "sizes that differ between layers are not supported"),
+        "quantization": (_EMPTY, "quantized weights are not read"),
+        "quantization_config": (_EMPTY, "quantized weights are not read"),
         **dict.fromkeys(
             ("audio_config", "text_config", "vision_config"),
-            (_EMPTY, "models of images or sound are not built"),
+            (_EMPTY, "models of images or sound are not supported"),
         ),
         **dict.fromkeys(
             ("embedding_multiplier", "logit_scale", "logits_scaling", "residual_multiplier"),
-            (_ONE, "this factor is not built"),
+            (_ONE, "this factor is not supported"),
         ),
-        "attention_multiplier": (_OFF, "another scale of the scores is not built"),
-        # what some families read
+        "attention_multiplier": (_OFF, "another scale of the scores is not supported"),
+        # read by some families only
         **dict.fromkeys(
             (
                 "attention_bias",
@@ -226,22 +227,26 @@ NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         ),
     }
 )
-"""By key, the values that leave its feature off, and what is not built."""
+"""By key: the values that switch its feature off, and the reason why others are refused."""
 _FACTORS = ("_factor", "_multiplier", "_scale", "_scaling")
-"""Endings of keys for which 1 is neutral."""
+"""Suffixes of keys for which 1 is neutral."""
 
 
 def check_keys(
     given: Mapping[str, Any], reads: Set[str], defaults: Mapping[str, Any], where: str
 ) -> None:
-    """Raise ValueError for keys that may change what is computed and are not read; warn of unknown
-    ones that seem to be off.
+    """Raise ValueError for unread keys that may change what is computed.
+
+    Unknown keys that seem to be switched off only cause a warning.
 
     Args:
-      given: the object of a `config.json`.
-      reads: keys that its family reads, or compares itself.
-      defaults: what the family has for keys that it does not read: a key may say the same.
-      where: the file.
+      given: object in `config.json`.
+      reads: keys that the family reads, or compares itself.
+      defaults: the family's values of keys that it does not read; the file may repeat them.
+      where: path of the file.
+
+    Raises:
+      ValueError: a key is unknown or enables an unsupported feature; the error names it.
     """
     unknown, neutral = [], []
     for key, value in given.items():
@@ -253,7 +258,8 @@ def check_keys(
             allowed, why = NEUTRAL[key]
             if not any(is_same(value, off) for off in allowed):
                 raise ValueError(
-                    f"{key}={reprlib.repr(value)}: {why}; allowed: {_shown(allowed, defaults.get(key))}"
+                    f"{key}={reprlib.repr(value)}: {why}; allowed: "
+                    f"{_shown(allowed, defaults.get(key))}"
                 )
         elif _is_neutral(key, value):
             neutral.append(key)
@@ -262,14 +268,14 @@ def check_keys(
     if unknown:
         shown = ", ".join(f"{key}={reprlib.repr(given[key])}" for key in sorted(unknown))
         raise ValueError(
-            f"{shown}: unknown, and may change what the model computes; if it does not, take it out"
+            f"{shown}: unknown, and may change what the model computes; if it does not, remove it"
         )
     if neutral:
         _warn(where, ", ".join(f"{key}={given[key]!r}" for key in sorted(neutral)))
 
 
 def is_same(value: Any, other: Any) -> bool:
-    """Return whether two values of JSON are the same; true and 1 are not, 1 and 1.0 are."""
+    """Return whether two JSON values are equal; true and 1 are not, 1 and 1.0 are."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 
@@ -285,10 +291,11 @@ def _shown(allowed: tuple[Any, ...], default: Any) -> str:
     return ", ".join(names[v] if v is None or isinstance(v, bool) else repr(v) for v in options)
 
 
-@functools.cache  # once
+@functools.cache  # warns once for each file
 def _warn(where: str, keys: str) -> None:
     logger.warning(
-        "%s: %s: unknown, and taken for features that are off; if they are not, this is another model",
+        "%s: %s: unknown keys, assumed to be features that are switched off; if they are not, this "
+        "is another model",
         where,
         keys,
     )
@@ -296,16 +303,18 @@ def _warn(where: str, keys: str) -> None:
 
 # --- families that are refused by their model_type ------------------------------------------------
 
-_GEMMA3N = "embeddings for each layer, several streams (AltUp, LAuReL), and layers that share keys and values"
-_GEMMA4 = "norms of values, scales of layers, embeddings for each layer, and layers that share keys and values"
-_QWEN3_5 = (
-    "layers of linear attention, gates of attention's output, and rotations of a part of each head"
+_GEMMA3N = (
+    "per-layer embeddings, several streams (AltUp, LAuReL), and layers that share keys and values"
 )
-_MLLAMA = "layers of cross attention to images"
-_LLAMA4 = "mixtures of experts, attention in chunks, and layers without rotations"
+_GEMMA4 = (
+    "norms of values, layer scales, per-layer embeddings, and layers that share keys and values"
+)
+_QWEN3_5 = "linear attention layers, gated attention outputs, and rotations of a part of each head"
+_MLLAMA = "cross attention layers for images"
+_LLAMA4 = "mixtures of experts, chunked attention, and layers without rotations"
 _MROPE = "rotations over three axes (mrope)"
 _DEEPSEEK = "latent attention and mixtures of experts"
-_COHERE = "layer norms, attention and MLP side by side, and rotations of neighbouring pairs"
+_COHERE = "layer norms, parallel attention and MLP, and rotations of adjacent pairs"
 
 NOT_BUILT: Mapping[str, str] = MappingProxyType(
     {
@@ -318,14 +327,14 @@ NOT_BUILT: Mapping[str, str] = MappingProxyType(
         "gemma4": _GEMMA4,
         "gemma4_text": _GEMMA4,
         "glm4": "rotations of a part of each head, and one matrix for gate and up",
-        "gpt_oss": "mixtures of experts, and sinks of attention",
+        "gpt_oss": "mixtures of experts, and attention sinks",
         "granite": "multipliers of embeddings, scores, residuals and logits",
         "llama4": _LLAMA4,
         "llama4_text": _LLAMA4,
-        "ministral3": "scores that are scaled by position",
+        "ministral3": "scores scaled by position",
         "mllama": _MLLAMA,
         "mllama_text_model": _MLLAMA,
-        "olmo2": "norms over all heads at once, and of outputs alone",
+        "olmo2": "norms over all heads together, and norms of outputs only",
         "phi3": "one matrix for queries, keys and values, and one for gate and up",
         "qwen2_5_vl": _MROPE,
         "qwen2_5_vl_text": _MROPE,
@@ -339,4 +348,4 @@ NOT_BUILT: Mapping[str, str] = MappingProxyType(
         "smollm3": "layers without rotations",
     }
 )
-"""By `model_type`: what the family has that is not built."""
+"""By `model_type`: features of the family that are not supported."""

@@ -1,12 +1,12 @@
-"""A Hugging Face folder's `config.json` as a `zerojax.LayeredModel`.
+"""A `zerojax.LayeredModel` from the `config.json` of a Hugging Face folder.
 
-    model   = zerojax.hf.model_of(folder)                            nothing is read but config.json
+    model   = zerojax.hf.model_of(folder)                            reads only config.json
     program = zj.build_train_step(model, optax.adamw(1e-5), zj.ZeroConfig(stage=3), mesh)
     state   = zj.import_hf(program, folder, key=jax.random.key(0))
 
-Matrices are split over `tensor` as in Megatron (arXiv:1909.08053): columns of q, k, v, gate and up,
-rows of o and down, and the vocabulary of embedding and head; of an adapter A[in, r] B[r, out] the
-side that its matrix splits.
+Matrices are split over `tensor` as in Megatron (arXiv:1909.08053): q, k, v, gate and up by columns,
+o and down by rows, and the embedding and head by vocabulary. In an adapter A[in, r] B[r, out], the
+factor is split whose dim the adapted matrix splits.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from zerojax.hf.names import FAMILIES, Lora
 from zerojax.models import Cache, LayeredModel, at_last, from_flax, with_specs
 
 DECODER = "decoder"
-"""In `about` of a model, what a restore and an export compare of `config.json`."""
+"""Key of `about` for the options of `config.json` that restore and export compare."""
 
 
 def model_of(
@@ -42,33 +42,39 @@ def model_of(
     loss_tiles: int | None = None,
     families: Mapping[str, Family] = FAMILIES,
 ) -> LayeredModel:
-    """Return the model that a folder's `config.json` describes; its weights are read by
-    `zerojax.import_hf`.
+    """Return the model that a folder's `config.json` describes.
 
-    A batch is a dict of arrays of integers [B, T], such as int32: `tokens`; `targets`, of which
-      negative ones do not count;
-    and, where given, `segment_ids`, by which tokens see their own segment alone, and `positions`,
-    which restart in each. Other keys, dtypes and shapes raise ValueError. A batch with numbers out
-    of range has a loss of NaN and leaves the state as it was; its metrics `fault/...` name the key
-    and the range. The loss is the mean over the targets that count, in nats. `program.apply` gives
-    logits f32[B, T, V]; with `last`, i32[B], those of one position, [B, V].
+    `zerojax.import_hf` reads its weights.
+
+    A batch is a dict of integer arrays [B, T], such as int32: `tokens`; `targets`, in which
+    negative values do not count; and optionally `segment_ids`, which restrict each token to its own
+    segment, and `positions`, which restart in each segment. Other keys, dtypes and shapes raise
+    ValueError. If values are out of range, the loss is NaN and the state stays as it was; metrics
+    named `fault/...` show the key and the range. The loss is the mean over the targets that count,
+    in nats. `program.apply` returns logits f32[B, T, V]; with `last`, i32[B], it returns the logits
+    [B, V] at one position per row.
 
     Args:
-      folder: as `save_pretrained` of transformers writes it.
-      lora: adapters beside some projections; what they stand beside is frozen.
-      trainable: which parameters are trained, as of `zerojax.from_flax`. None: the adapters where
-        there are any, else all.
-      attention: "xla", "cudnn", or "auto": cuDNN's where it serves, which is logged.
-      mlp_tiles: tiles in which the weights of MLPs are stored and used, one at a time
-        (`zerojax.TiledMLP`), for matrices too large for a device; 0: whole. Import and export know
-        both.
-      loss_tiles: tiles of the vocabulary in which the loss is computed; None: chosen by size.
-      families: what each `model_type` is: `zerojax.hf.FAMILIES`, or these and your own.
+      folder: path of a folder, as `save_pretrained` of transformers writes it.
+      lora: adapters for some projections; all other parameters are frozen.
+      trainable: filter that selects the trainable parameters, as in `zerojax.from_flax`. None: the
+        adapters if there are any, else all parameters.
+      attention: "xla", "cudnn", or "auto": cuDNN's attention if it supports the model. The choice
+        is logged.
+      mlp_tiles: number of tiles in which the weights of each MLP are stored and used, one tile at a
+        time (`zerojax.TiledMLP`), for matrices too large for a device; 0: untiled. Import and
+        export support both.
+      loss_tiles: number of vocabulary tiles in which the loss is computed; None: chosen by size.
+      families: model families by `model_type`: `zerojax.hf.FAMILIES`, or a copy with your own
+        added.
+
+    Returns:
+      The model; its parameters do not exist yet.
 
     Raises:
-      ValueError: the folder's model is not built, or an option does not fit: it is named. Mixtures
-        of experts, vision, quantised checkpoints, unknown kinds of rotations, and keys of
-        `config.json` that may change what is computed and are not known, are refused.
+      ValueError: the folder's model is not supported, or an option does not fit; the error names
+        it. Mixtures of experts, vision, quantized checkpoints, unknown kinds of rotary embeddings,
+        and unknown keys of `config.json` that may change what is computed are refused.
     """
     config = config_of(folder, families)
     if attention not in IMPLEMENTATIONS:
@@ -81,7 +87,8 @@ def model_of(
         and (both := sorted({"gate_proj", "up_proj", "down_proj"} & set(lora.targets)))
     ):
         raise ValueError(
-            f"mlp_tiles={mlp_tiles} with adapters beside {', '.join(both)}: use mlp_tiles=0, or other targets"
+            f"mlp_tiles={mlp_tiles} cannot be combined with adapters for {', '.join(both)}: use "
+            "mlp_tiles=0, or other targets"
         )
     options = Options(lora=lora, attention=attention, mlp_tiles=mlp_tiles, loss_tiles=loss_tiles)
     model = from_flax(
@@ -107,10 +114,14 @@ def model_of(
 def config_of(
     folder: str | os.PathLike[str], families: Mapping[str, Family] = FAMILIES
 ) -> DecoderConfig:
-    """Return what a folder's `config.json` describes.
+    """Return the decoder that a folder's `config.json` describes.
+
+    Args:
+      folder: path of a folder that holds `config.json`.
+      families: model families by `model_type`.
 
     Raises:
-      ValueError: it is not built.
+      ValueError: the folder's model is not supported.
     """
     folder = os.path.expanduser(os.fspath(folder))
     raw, where = read_config(folder), os.path.join(os.fspath(folder), CONFIG)
@@ -118,9 +129,9 @@ def config_of(
 
 
 def context_of(batch: Batch) -> dict[str, jax.Array]:
-    """Return what all blocks read of a batch: positions, 0 ..
+    """Return the arrays of a batch that all blocks read: positions, and segments if given.
 
-    T - 1 where none are given, and segments where they are.
+    Positions default to 0 .. T - 1 in each row.
     """
     check_batch(batch)
     tokens = batch["tokens"]
@@ -133,7 +144,7 @@ def context_of(batch: Batch) -> dict[str, jax.Array]:
 
 
 def cache_of(c: DecoderConfig) -> Callable[[int, int, Any], Cached]:
-    """Return what makes the cache of one layer, without tokens in it."""
+    """Return a function that creates the empty cache of one layer."""
 
     def init(rows: int, length: int, dtype: Any) -> Cached:
         return {
@@ -144,8 +155,8 @@ def cache_of(c: DecoderConfig) -> Callable[[int, int, Any], Cached]:
 
 
 def per_layer_of(c: DecoderConfig) -> dict[str, np.ndarray]:
-    """Return what differs from layer to layer: rotations, and windows where not all are the same."""
-    # Few ropes serve all layers, and each holds D / 2 numbers of Python.
+    """Return per-layer arrays: rotations, and windows if they differ between layers."""
+    # All layers share a few ropes, each of which holds D / 2 Python floats.
     distinct = list(dict.fromkeys(c.ropes))
     kinds = np.asarray([distinct.index(rope) for rope in c.ropes])
     rotations = {
@@ -160,7 +171,7 @@ def per_layer_of(c: DecoderConfig) -> dict[str, np.ndarray]:
 
 
 def _specs(model: LayeredModel) -> dict[str, PartitionSpec]:
-    """Return rules for `with_specs` that each match a parameter of this model."""
+    """Return the rules for `with_specs` that match a parameter of this model."""
     columns, rows = "(q_proj|k_proj|v_proj|gate_proj|up_proj)", "(o_proj|down_proj)"
     rules = {
         rf"{columns}/(kernel|lora/lora_b)$": PartitionSpec(None, TENSOR),

@@ -1,15 +1,19 @@
-"""The families of models that are built, as data: what each is, and which tensor of its files is
-which parameter here.
+"""Supported model families as data: properties of each, and the parameter for each of its tensors.
+
+For example, the entry
 
     "model.layers.{layer}.self_attn.q_proj.weight": ("blocks.self_attn.q_proj.kernel", (1, 0))
 
-says: layer l of the stack `blocks.self_attn.q_proj.kernel` [L, in, out] is that tensor [out, in],
-  its dims in the order (1, 0).
-An import reads the table from the file's names to ours, and an export writes each tensor of a
-folder like it from the same entry. A family of your own is a `Family` with such a table:
+means: layer l of the stack `blocks.self_attn.q_proj.kernel` [L, in, out] is this tensor [out, in],
+with its dims in the order (1, 0). An import uses the table to map the file's names to parameters;
+an export uses the same entries to write each tensor. To add your own family, pass a `Family` with
+such a table:
 
-    families = {**zerojax.hf.FAMILIES, "gemma": dataclasses.replace(zerojax.hf.FAMILIES["gemma2"],
-    post_norms=False, ...)} model = zerojax.hf.model_of(folder, families=families)
+    families = {
+        **zerojax.hf.FAMILIES,
+        "gemma": dataclasses.replace(zerojax.hf.FAMILIES["gemma2"], post_norms=False, ...),
+    }
+    model = zerojax.hf.model_of(folder, families=families)
 """
 
 import dataclasses
@@ -28,21 +32,24 @@ PROJECTIONS = {
     "up_proj": "mlp",
     "down_proj": "mlp",
 }
-"""The matrices of a layer, and the module that each is in, here and in the files."""
+"""Matrices of a layer, each with the module that contains it, both here and in the files."""
 _ATTENTION_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
 def table(*norms: str) -> dict[str, Any]:
-    """Return the names of a decoder as transformers writes most of them.
+    """Return the names of a decoder in the form that transformers uses for most models.
 
     Args:
-      *norms: of a layer.
+      *norms: names of a layer's norms.
+
+    Returns:
+      The table for `Family.names`.
     """
     names: dict[str, Any] = {
         "model.embed_tokens.weight": "embed.embed_tokens.embedding",
         "model.norm.weight": "head.norm.scale",
         "lm_head.weight": "head.lm_head.embedding",
-        # Older files hold what is computed from config.json.
+        # Older files store these frequencies, which are computed from config.json here.
         "model.layers.{layer}.self_attn.rotary_emb.inv_freq": None,
     }
     for name, part in PROJECTIONS.items():
@@ -156,24 +163,24 @@ FAMILIES: Mapping[str, Family] = {
         **_OF_GEMMA,
     ),
 }
-"""By `model_type`: Llama 2 and 3, Mistral, Qwen 2, 2.5 and 3, Gemma 2 and 3 (text)."""
+"""Families by `model_type`: Llama 2 and 3, Mistral, Qwen 2, 2.5 and 3, Gemma 2 and 3 (text)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """Low-rank adapters beside projections (arXiv:2106.09685), with the scale and the first values
-    of PEFT.
+    """Low-rank adapters for projections (arXiv:2106.09685), with PEFT's scale and initial values.
 
         y = x W + (alpha / rank) dropout(x) A B        A[in, rank], uniform; B[rank, out], 0
 
     Attributes:
-      rank: of A B.
+      rank: rank of A B.
       alpha: numerator of the scale.
-      targets: names of projections, such as ("q_proj", "v_proj"); "all" for the seven of a layer.
-      dropout: part of x that is dropped on the way into A, in training.
+      targets: names of the adapted projections, such as ("q_proj", "v_proj"); "all" for all seven
+        of a layer.
+      dropout: fraction of A's input that is dropped in training.
 
     Raises:
-      ValueError: a number out of range, or an unknown target.
+      ValueError: a number is out of range, or a target is unknown.
     """
 
     rank: int
@@ -182,18 +189,20 @@ class Lora:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
+        """Check and normalize the values."""
         rank, alpha, dropout = as_integer(self.rank), as_number(self.alpha), as_number(self.dropout)
         if rank is None or rank < 1:
             raise ValueError(f"rank={self.rank!r} of a Lora: an integer of at least 1 is needed")
         if alpha is None or alpha <= 0:
             raise ValueError(
-                f"alpha={self.alpha!r} of a Lora: a positive number is needed; alpha / rank scales the adapters"
+                f"alpha={self.alpha!r} of a Lora: a positive number is needed; alpha / rank scales "
+                "the adapters"
             )
         if dropout is None or not 0 <= dropout < 1:
             raise ValueError(
                 f"dropout={self.dropout!r} of a Lora: a number from 0 to below 1 is needed"
             )
-        # A whole alpha stays an int: adapters keep it in their files as it was given.
+        # An integer alpha stays an int, so that adapter files show it as it was given.
         object.__setattr__(self, "rank", rank)
         object.__setattr__(self, "alpha", as_int_or_float(self.alpha))
         object.__setattr__(self, "dropout", dropout)
@@ -204,15 +213,17 @@ class Lora:
             or not all(isinstance(name, str) for name in targets)
         ):
             raise ValueError(
-                f"targets={self.targets!r} of a Lora: a tuple of names is needed, such as ('q_proj',), or 'all'"
+                f"targets={self.targets!r} of a Lora: a tuple of names is needed, such as "
+                "('q_proj',), or 'all'"
             )
         if unknown := sorted(set(targets) - set(PROJECTIONS)):
             raise ValueError(
-                f"targets={self.targets!r} of a Lora: {', '.join(unknown)} unknown: choose from {', '.join(PROJECTIONS)}"
+                f"targets={self.targets!r} of a Lora: {', '.join(unknown)} unknown: choose from "
+                f"{', '.join(PROJECTIONS)}"
             )
         object.__setattr__(self, "targets", tuple(name for name in PROJECTIONS if name in targets))
 
     @property
     def scale(self) -> float:
-        """Of what the adapters add."""
+        """Factor of the adapters' output, alpha / rank."""
         return self.alpha / self.rank

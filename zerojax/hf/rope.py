@@ -1,15 +1,14 @@
-"""Rotary position embeddings (arXiv:2104.09864), as `config.json` describes them: plain, and scaled
-for longer contexts.
+"""Rotary position embeddings (arXiv:2104.09864) as in `config.json`: plain, or for longer contexts.
 
-    f[i]  = theta^(-2 i / D)                          i = 0 .. D/2 - 1, radians a position
+    f[i]  = theta^(-2 i / D)                          i = 0 .. D/2 - 1, radians per position
     x'    = x cos(p f) + rotate_half(x) sin(p f)      p: a token's position
 
     "linear"    f / factor
-    "llama3"    f / factor for long waves, f for short ones, and what lies between is interpolated
-    "yarn"      f / factor below a ramp over i, f above it; cos and sin times a factor (arXiv:2309.00071)
+    "llama3"    f / factor for long waves, f for short ones, interpolated in between
+    "yarn"      f / factor below a ramp over i, f above it; a factor for cos, sin (arXiv:2309.00071)
 
-Frequencies are numbers of the model, computed once in float64. Kinds whose frequencies depend on a
-sequence's length ("dynamic", "longrope") are refused.
+Frequencies are constants of the model, computed once in float64. Kinds whose frequencies depend on
+a sequence's length ("dynamic", "longrope") are refused.
 """
 
 import dataclasses
@@ -51,7 +50,7 @@ _KEYS: Mapping[str, Mapping[str, Key]] = {
         "truncate": Key(flag),
     },
 }
-"""By type, the keys that are read, and what they may hold."""
+"""By type: the keys that are read, with their allowed values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,15 +58,15 @@ class Rope:
     """Rotations of one kind of layer.
 
     Attributes:
-      frequencies: D / 2 of them, in radians a position.
-      factor: of cos and sin.
+      frequencies: D / 2 frequencies, in radians per position.
+      factor: factor of cos and sin.
     """
 
     frequencies: tuple[float, ...]
     factor: float = 1.0
 
     def __hash__(self) -> int:
-        # Layers share a few ropes: their thousands of numbers are not hashed for each layer.
+        """Return a hash of a few numbers: hashing thousands for each layer would be slow."""
         return hash((self.frequencies[:2], self.frequencies[-1], self.factor))
 
 
@@ -75,14 +74,15 @@ def rope_of(field: Field, *, theta: float, head_dim: int, max_positions: int) ->
     """Return the rotations that an object of `config.json` describes.
 
     Args:
-      field: `rope_scaling` or `rope_parameters`, or a part of it for one kind of layer; empty for
-        plain rotations.
-      theta: the base, if the object has none.
-      head_dim: D.
-      max_positions: positions that the model was trained for, if the object does not say it.
+      field: `rope_scaling` or `rope_parameters`, or its part for one kind of layer; empty for plain
+        rotations.
+      theta: base of the frequencies, if the object has none.
+      head_dim: D, the width of a head.
+      max_positions: number of positions that the model was trained for, if the object does not give
+        it.
 
     Raises:
-      ValueError: an unknown type; or a key that is unknown to it, missing, of another type, or out
+      ValueError: the type is unknown, or a key is unknown to it, missing, of a wrong type, or out
         of range.
     """
     given = read_object(field)
@@ -94,18 +94,19 @@ def rope_of(field: Field, *, theta: float, head_dim: int, max_positions: int) ->
         and given["partial_rotary_factor"] is not None
     ):
         raise ValueError(
-            f"{field.name}.partial_rotary_factor={reprlib.repr(given['partial_rotary_factor'])}: only 1 is allowed, since "
-            "rotations of a part of each head are not built"
+            f"{field.name}.partial_rotary_factor={reprlib.repr(given['partial_rotary_factor'])}: "
+            "only 1 is allowed, because rotating a part of each head is not supported"
         )
     ignored = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-    # The plain type does not read a factor that stands beside it.
+    # The plain type ignores `factor`.
     ignored |= {"factor"} if kind == "default" else set()
     unknown = sorted(
         key for key in given if key not in ignored | set(_KEYS[kind]) and given[key] is not None
     )
     if unknown:
         raise ValueError(
-            f"{field.name}: rope of type {kind!r} has the keys {unknown}, which are unknown: it takes {sorted(_KEYS[kind])}"
+            f"{field.name}: rope of type {kind!r} has the unknown keys {unknown}: it takes "
+            f"{sorted(_KEYS[kind])}"
         )
     read = {name: value_of(name, key, given, {}, field.name) for name, key in _KEYS[kind].items()}
     plain = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
@@ -122,25 +123,26 @@ def rope_of(field: Field, *, theta: float, head_dim: int, max_positions: int) ->
 
 
 def _type_of(field: Field) -> str:
-    """Return the type of rotations: `rope_type`, which older files call `type`."""
+    """Return the type of rotations from `rope_type`, or from `type` in older files."""
     named = {
         key: field.value[key] for key in ("rope_type", "type") if field.value.get(key) is not None
     }
     for key, kind in named.items():
         if not isinstance(kind, str) or kind not in _KEYS:
             raise ValueError(
-                f"{field.name}.{key}: rope of type {reprlib.repr(kind)} is not built: {', '.join(_KEYS)} are"
+                f"{field.name}.{key}: rope of type {reprlib.repr(kind)} is not supported: choose "
+                f"from {', '.join(_KEYS)}"
             )
     kinds = list(named.values())
     if len(set(kinds)) > 1:
         raise ValueError(
-            f"{field.name} has rope_type={kinds[0]!r} and type={kinds[1]!r}: take one of them out"
+            f"{field.name} has rope_type={kinds[0]!r} and type={kinds[1]!r}: remove one of them"
         )
     return kinds[0] if kinds else "default"
 
 
 def _llama3(plain: np.ndarray, read: Mapping[str, Any], where: str) -> np.ndarray:
-    """Return frequencies of Llama 3.1: long waves are stretched, as they are in its own code."""
+    """Return the frequencies of Llama 3.1, whose original code also stretches long waves."""
     waves, length = 2 * math.pi / plain, read["original_max_position_embeddings"]
     low, high = read["low_freq_factor"], read["high_freq_factor"]
     if low >= high:
@@ -153,14 +155,14 @@ def _llama3(plain: np.ndarray, read: Mapping[str, Any], where: str) -> np.ndarra
 def _yarn(
     plain: np.ndarray, theta: float, head_dim: int, read: Mapping[str, Any], where: str
 ) -> Rope:
-    """Return the rotations of YaRN: "NTK by parts", with its temperature in cos and sin."""
+    """Return the rotations of YaRN: "NTK by parts", with the temperature in cos and sin."""
     factor, length = read["factor"], read["original_max_position_embeddings"]
     fast, slow = read["beta_fast"] or 32, read["beta_slow"] or 1
     if fast < slow:
         raise ValueError(f"{where}: beta_fast={fast} is below beta_slow={slow}")
 
     def dim_of(rotations: float) -> float:
-        """Return the pair of dims whose wave turns so often over the trained length."""
+        """Return the pair of dims that rotates this many times over the trained length."""
         return head_dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = dim_of(fast), dim_of(slow)
@@ -185,13 +187,13 @@ def _yarn(
 def rotate(
     x: jax.Array, positions: jax.Array, frequencies: jax.Array, factor: jax.Array
 ) -> jax.Array:
-    """Return x[B, T, heads, D] rotated; the halves of D are the pairs, as in transformers.
+    """Return x[B, T, heads, D] rotated; as in transformers, the two halves of D form the pairs.
 
     Args:
-      x: queries or keys.
+      x: queries or keys [B, T, heads, D].
       positions: integers [B, T].
-      frequencies: f32[D / 2].
-      factor: f32[], of cos and sin.
+      frequencies: f32[D / 2], radians per position.
+      factor: f32[], factor of cos and sin.
     """
     angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies  # [B, T, 1, D / 2]
     cos, sin = ((f(angles) * factor).astype(x.dtype) for f in (jnp.cos, jnp.sin))

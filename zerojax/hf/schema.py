@@ -1,11 +1,11 @@
-"""What each key of a `config.json` may hold: one table of types and ranges, which every key that is
-read goes through.
+"""A table of types and ranges against which every key read from a `config.json` is checked.
 
-    values({"hidden_size": 3.0, ...}, ...)     FieldError: hidden_size is 3.0, and an integer, from 1 to 1048576, is needed
+    values({"hidden_size": 3.0, ...}, ...)
+    FieldError: hidden_size is 3.0, and an integer, from 1 to 1048576, is needed
 
-Python takes `true` for 1, `NaN` and `Infinity` for numbers, and 10^30 for a size; none of these is
-meant. Bounds lie far above published models: they are there so that a slip is an error and not an
-allocation, and so that no number overflows in float32.
+Python accepts `true` as 1, `NaN` and `Infinity` as numbers, and 10^30 as a size, none of which is
+meant. The bounds are far above published models. They turn a slip into an error instead of a huge
+allocation, and prevent overflow in float32.
 """
 
 import dataclasses
@@ -16,10 +16,10 @@ from typing import Any, Literal
 from host_offload.fields import Field, FieldError
 
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
-"""Activations of MLPs that are built."""
+"""Supported activations of MLPs."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 MOST_LAYERS = 2**12
-"""Most layers: what differs between layers is computed when a model is built."""
+"""Maximum number of layers: per-layer values are computed when a model is built."""
 
 
 def read_number(
@@ -33,14 +33,14 @@ def read_number(
     """Return a finite number in a range.
 
     Args:
-      field: what JSON gave.
-      least: the smallest number that is allowed.
-      above: a bound that is not allowed itself.
-      most: the largest number that is allowed.
-      below: a bound that is not allowed itself.
+      field: value from JSON.
+      least: inclusive lower bound.
+      above: exclusive lower bound.
+      most: inclusive upper bound.
+      below: exclusive upper bound.
 
     Raises:
-      FieldError: it is no such number.
+      FieldError: the value is not such a number.
     """
     value = field.value
     bounds = [f"from {least:g}"] if least > -math.inf else []
@@ -50,7 +50,7 @@ def read_number(
     needed = f"a number, {', '.join(bounds)}," if bounds else "a number"
     if isinstance(value, bool) or not isinstance(value, int | float):
         field.refuse(needed)
-    # NaN is in no range. Python compares integers of any size with floats.
+    # No comparison with NaN is true. Python compares integers of any size with floats.
     if not (least <= value <= most and above < value < below and abs(value) < math.inf):
         field.refuse(needed)
     return float(value)
@@ -63,17 +63,17 @@ def number(
     most: float = math.inf,
     below: float = math.inf,
 ) -> Callable[[Field], float]:
-    """Return the reader of a number in a range, see `read_number`."""
+    """Return a reader of numbers in a range; `read_number` documents the arguments."""
     return lambda field: read_number(field, least=least, above=above, most=most, below=below)
 
 
 def integer(least: int, most: int) -> Callable[[Field], int]:
-    """Return the reader of an integer in a range."""
+    """Return a reader of integers from `least` to `most`."""
     return lambda field: field.integer(least, most)
 
 
 def one_of(*options: str) -> Callable[[Field], str]:
-    """Return the reader of a text among `options`."""
+    """Return a reader of strings out of `options`."""
 
     def read(field: Field) -> str:
         if not isinstance(field.value, str) or field.value not in options:
@@ -84,12 +84,12 @@ def one_of(*options: str) -> Callable[[Field], str]:
 
 
 def read_kinds(field: Field) -> list[str]:
-    """Return the kinds of layers of a list."""
+    """Return the kinds of layers in a list."""
     return [one_of(SLIDING, FULL)(item) for item in field.items()]
 
 
 def read_object(field: Field) -> dict[str, Any]:
-    """Return an object, whose own keys its reader checks."""
+    """Return an object; its keys are not checked here."""
     if not isinstance(field.value, dict):
         field.refuse("an object")
     return field.value
@@ -97,13 +97,13 @@ def read_object(field: Field) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """What a key may hold.
+    """Allowed values of a key.
 
     Attributes:
-      read: returns the value, or raises FieldError.
-      null: what null means: "error"; "off", as false does; "none", the value None; or "default", as
-        if the key were absent.
-      is_needed: there must be a value, in the file or among a family's defaults.
+      read: function that returns the value, or raises FieldError.
+      null: meaning of null: "error"; "off", like false; "none", the value None; or "default", as if
+        the key were absent.
+      is_needed: whether the file or the family's defaults must have a value.
     """
 
     read: Callable[[Field], Any]
@@ -112,12 +112,12 @@ class Key:
 
 
 def flag(field: Field) -> bool:
-    """Return true or false."""
+    """Return a boolean, or raise FieldError."""
     return field.flag()
 
 
 THETA = Key(number(above=1, most=1e30), is_needed=True)
-"""The base of rotations."""
+"""Base of the rotations' frequencies."""
 _CAP = Key(number(above=0, most=1e6), null="off")
 _FLAG = Key(flag, null="off")
 KEYS: Mapping[str, Key] = {
@@ -149,21 +149,22 @@ KEYS: Mapping[str, Key] = {
     "layer_types": Key(read_kinds, null="none"),
     "pad_token_id": Key(integer(-(2**31), 2**31 - 1), null="none"),
 }
-"""By key. A family reads some of them."""
+"""Allowed values by key. Each family reads some of these keys."""
 
 
 def values(
     given: Mapping[str, Any], defaults: Mapping[str, Any], reads: Set[str]
 ) -> dict[str, Any]:
-    """Return the value of every key of the table, checked; None where there is none.
+    """Return the checked value of every key of the table, or None if there is no value.
 
     Args:
-      given: the object of a `config.json`.
-      defaults: the values of keys that the file leaves out.
-      reads: keys that are read from the file. Others have the default, whatever the file says.
+      given: object in `config.json`.
+      defaults: values of keys that the file leaves out.
+      reads: keys that are read from the file. All other keys have their default, whatever the file
+        says.
 
     Raises:
-      FieldError: a value is missing, of another type or out of range.
+      FieldError: a value is missing, has a wrong type, or is out of range.
     """
     return {
         name: value_of(name, key, given if name in reads else {}, defaults)
@@ -174,17 +175,17 @@ def values(
 def value_of(
     name: str, key: Key, given: Mapping[str, Any], defaults: Mapping[str, Any], where: str = ""
 ) -> Any:
-    """Return the value of one key, checked; None where there is none.
+    """Return the checked value of one key, or None if there is no value.
 
     Args:
-      name: of the key.
-      key: what it may hold.
-      given: the object of the file.
+      name: name of the key.
+      key: allowed values.
+      given: object in the file.
       defaults: values of keys that the file leaves out.
-      where: the name of an inner object.
+      where: name of the inner object that contains the key, or empty.
 
     Raises:
-      FieldError: the value is missing, of another type or out of range.
+      FieldError: the value is missing, has a wrong type, or is out of range.
     """
     is_there = name in given and not (given[name] is None and key.null == "default")
     value = given[name] if is_there else defaults.get(name)

@@ -1,10 +1,10 @@
-"""Which parameter of a checkpoint each tensor of a folder is, and how its numbers are read.
+"""Find the checkpoint parameter for each tensor of a folder, and read its numbers.
 
-    tensor of `like` [out, in]   <-   record [in, out] of one layer, transposed                        all of it, or some rows
+    tensor of `like` [out, in]   <-   record [in, out] of one layer, transposed, or some of its rows
 
-The table of names tells the parameter, as in an import. A weight in 8 or 4 bits has several arrays
-in a checkpoint, and its shape is in none of them: it is that of the tensor, if arrays of these
-shapes come of it.
+As in an import, the table of names gives the parameter. A checkpoint stores a quantized weight as
+several arrays, none of which shows the weight's shape. It is taken to be the tensor's shape, if
+quantizing that shape gives arrays of the stored shapes.
 """
 
 import dataclasses
@@ -25,21 +25,21 @@ from zerojax.hf.importing import ADAPTER, names_of
 from zerojax.weights import DTYPES, Place, WeightFile, path_of, read_part, renaming
 
 _ARRAY = re.compile(r"(int8|nf4)(?:\.dim(-[0-9]+))?\.([a-z]+)")
-"""What the name of an array has after the weight's and `ENCODED`."""
+"""Pattern of an array's name after the weight's name and `ENCODED`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The parameter that a tensor is.
+    """The parameter that a tensor of a folder corresponds to.
 
     Attributes:
-      leaf: its name in the checkpoint; of an encoded one without that of an array.
-      place: of the tensor.
-      shape: of the parameter, all layers', not in tiles.
-      is_frozen: it was not trained.
-      arrays: names in the checkpoint of the arrays of a weight in 8 or 4 bits, by their own; else
+      leaf: name in the checkpoint; for a quantized weight, without the suffix of its arrays.
+      place: place of the tensor among the parameters.
+      shape: shape of the untiled parameter, over all layers.
+      is_frozen: whether the parameter was frozen in training.
+      arrays: names in the checkpoint of a quantized weight's arrays, by the arrays' own names; else
         empty.
-      layout: how such a weight, or a layer of it, lies in them.
+      layout: layout of a quantized weight, or of one layer of it, in these arrays.
     """
 
     leaf: str
@@ -51,8 +51,9 @@ class Source:
 
 
 def leaves_of(saved: SavedState) -> dict[str, tuple[str, bool]]:
-    """Return the weights of a checkpoint by the names that files have, each with its name there and
-    whether it is encoded.
+    """Return a checkpoint's weights by the names used in files.
+
+    The values are the name in the checkpoint, and whether the weight is quantized.
     """
     found: dict[str, tuple[str, bool]] = {}
     for name in saved.leaves:
@@ -69,18 +70,18 @@ def sources_of(
     like: str | os.PathLike[str],
     families: Mapping[str, Family],
 ) -> dict[str, Source]:
-    """Return the parameter of each tensor of a folder that is read.
+    """Return the parameter of each tensor of a folder, except tensors that are not read.
 
     Args:
-      saved: the checkpoint.
-      base: the folder's weights.
-      leaves: of `leaves_of`.
-      like: the folder.
-      families: as of `zerojax.hf.model_of`.
+      saved: checkpoint.
+      base: weights of the folder.
+      leaves: weights of the checkpoint, as `leaves_of` returns them.
+      like: path of the folder.
+      families: model families by `model_type`, as for `zerojax.hf.model_of`.
 
     Raises:
-      CheckpointError: one has none, or its shape differs, or a weight is no tensor of `like`: the
-        first are named.
+      CheckpointError: a tensor has no parameter, its shape differs, or a weight has no tensor in
+        `like`; the error names the first ones.
     """
     is_tiled = any(
         saved.leaves[leaf].is_tiled for leaf, is_encoded in leaves.values() if not is_encoded
@@ -97,7 +98,7 @@ def sources_of(
         tensor = base.tensors[name]
         if tensor.dtype not in DTYPES:
             differences.append(
-                f"{name} of {tensor.dtype} in {like}, which is no floating dtype that is written"
+                f"{name} of {tensor.dtype} in {like}, which is not a supported floating dtype"
             )
             continue
         shape = (
@@ -116,24 +117,26 @@ def sources_of(
                 _retiled(saved, source)
         except (ValueError, KeyError, StopIteration):
             has = "in 8 or 4 bits" if is_encoded else list(saved.leaves[leaf].shape)
-            differences.append(f"{place.name} {has}, and {name} there makes it {list(shape)}")
+            differences.append(f"{place.name} {has}, but {name} there makes it {list(shape)}")
         sources[name] = source
     used = {place.name for place in places.values()}
     extra = sorted(name for name in leaves if name not in used and ADAPTER not in name)
-    differences += [f"{name}, which is no tensor there" for name in extra]
+    differences += [f"{name}, which is not a tensor there" for name in extra]
     if differences:
         raise CheckpointError(
-            f"{saved.folder} is of another model than {os.fspath(like)}. It holds: {first_few(differences)}"
+            f"{saved.folder} holds another model than {os.fspath(like)}. It holds: "
+            f"{first_few(differences)}"
         )
     return sources
 
 
 def _encoded(saved: SavedState, source: Source) -> Source:
-    """Return a weight in 8 or 4 bits with its arrays and its layout, which their names and shapes
-    tell.
+    """Return the source of a quantized weight with its arrays and its layout.
+
+    The layout follows from the names and shapes of the arrays.
 
     Raises:
-      ValueError: a weight of its shape has other arrays.
+      ValueError: a weight of this shape would have other arrays.
     """
     found = {}
     for name in saved.leaves:
@@ -145,7 +148,7 @@ def _encoded(saved: SavedState, source: Source) -> Source:
     moved = None if match[2] is None else int(match[2])
     if moved is not None:
         shape = (*shape[: len(shape) + moved], *shape[len(shape) + moved + 1 :], shape[moved])
-    # A row of an array is the last dims merged: as many as the weight has more than the array.
+    # An array's row is the merge of the weight's last dims: the array has that many dims fewer.
     merged = len(source.shape) - len(saved.leaves[first].shape)
     inner = shape[len(shape) - merged :] if merged else ()
     group = (1, 1)
@@ -167,7 +170,7 @@ def _encoded(saved: SavedState, source: Source) -> Source:
 
 
 def _retiled(saved: SavedState, source: Source) -> Any:
-    """Return how to read a weight in tiles as a whole one.
+    """Return a reader of a tiled weight in its untiled shape.
 
     Raises:
       ValueError: the shapes do not fit.
@@ -184,9 +187,7 @@ def _retiled(saved: SavedState, source: Source) -> Any:
 
 
 def read_weight(saved: SavedState, source: Source, box: Box) -> np.ndarray:
-    """Return a box of a tensor from a checkpoint's weight that is not encoded, in the dtype in
-    which it was saved.
-    """
+    """Return a box of a tensor from an unquantized weight of a checkpoint, in its saved dtype."""
     axes = source.place.axes or tuple(range(len(box)))
     front = front_of(source)
     here = front + tuple(box[axis] for axis in axes)
@@ -200,15 +201,13 @@ def read_weight(saved: SavedState, source: Source, box: Box) -> np.ndarray:
 
 
 def front_of(source: Source) -> Box:
-    """Return the first entry of a box of a tensor's parameter: its layer, or nothing where there
-    are no layers.
-    """
+    """Return the layer as the first entry of a parameter's box, or nothing if it has no layer."""
     layer = source.place.layer
     return () if layer is None else ((layer, layer + 1),)
 
 
 def read_adapter(saved: SavedState, leaf: str, layer: int | None) -> np.ndarray:
-    """Return one layer of an adapter's matrix, in float32."""
+    """Return one layer of an adapter's matrix in float32."""
     shape = saved.leaves[leaf].shape
     front = () if layer is None else ((layer, layer + 1),)
     box = front + tuple((0, n) for n in shape[len(front) :])
@@ -218,8 +217,9 @@ def read_adapter(saved: SavedState, leaf: str, layer: int | None) -> np.ndarray:
 
 
 def pieces_of(shape: tuple[int, ...], most: int, unit: int = 1) -> list[tuple[int, int]]:
-    """Return ranges of the first dim that cover it: multiples of `unit` rows, of `most` elements or
-    one unit.
+    """Return ranges that cover the first dim.
+
+    Each is a multiple of `unit` rows, and has at most `most` elements or is a single unit.
     """
     row = max(1, math.prod(shape[1:]))
     step = max(1, most // row // unit) * unit

@@ -1,6 +1,4 @@
-"""What a trained state gives: the perplexity of held-out batches, and texts that go on from
-prompts.
-"""
+"""Use of a trained state: perplexity of held-out batches, and text generation from prompts."""
 
 from zerojax.inference.evaluate import Evaluation as Evaluation
 from zerojax.inference.evaluate import perplexity as perplexity

@@ -1,6 +1,6 @@
-"""The arguments of `generate`, checked by type and range before anything is computed.
+"""Checks of the arguments of `generate`, by type and range, before anything is computed.
 
-Numbers of numpy are taken as Python's.
+numpy's numbers are accepted like Python's.
 """
 
 from collections.abc import Iterable
@@ -13,14 +13,15 @@ import numpy as np
 from zerojax.given import as_flag, as_integer, as_number
 
 MOST = 2**31 - 1
-"""Tokens and positions are i32."""
+"""Largest token and position: both are i32."""
 
 
 def checked_prompts(prompts: Any) -> list[np.ndarray]:
     """Return each prompt's tokens, i32[T].
 
     Raises:
-      ValueError: one is no list of tokens, is empty, or has a token out of range; or there is none.
+      ValueError: there are no prompts, or one is not a list of tokens, is empty, or has a token out
+        of range.
     """
     if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
         raise ValueError(f"prompts={prompts!r}: a list of lists of tokens is needed")
@@ -43,7 +44,7 @@ def checked_prompts(prompts: Any) -> list[np.ndarray]:
 
 
 def _array(prompt: Any) -> np.ndarray | None:
-    """Return a prompt as an array, or None where it is none, such as lists of different lengths."""
+    """Return a prompt as an array, or None if it is not one, such as lists of different lengths."""
     try:
         return np.asarray(prompt)
     except (ValueError, OverflowError):
@@ -51,26 +52,28 @@ def _array(prompt: Any) -> np.ndarray | None:
 
 
 def checked_count(max_new_tokens: Any, longest: int) -> int:
-    """Return how many tokens to generate after a prompt of the length `longest`.
+    """Return the number of tokens to generate after a prompt of the length `longest`.
 
     Raises:
-      ValueError: it is no integer, or out of range.
+      ValueError: `max_new_tokens` is not an integer, or is out of range.
     """
     most = MOST - longest
     count = as_integer(max_new_tokens)
     if count is None or not 1 <= count <= most:
         raise ValueError(
-            f"max_new_tokens={max_new_tokens!r}: an integer of at least 1 is needed, and at most {MOST} positions"
+            f"max_new_tokens={max_new_tokens!r}: an integer of at least 1 is needed, and at most "
+            f"{MOST} positions"
         )
     return count
 
 
 def checked_ends(eos: Any) -> np.ndarray:
-    """Return the tokens that end a row, i32[E]; none for None, as a tokenizer without such a token
-    has it.
+    """Return the tokens that end a row, i32[E]; empty if `eos` is None.
+
+    A tokenizer without such a token has None.
 
     Raises:
-      ValueError: they are neither tokens nor None.
+      ValueError: `eos` is neither a token, nor a collection of tokens, nor None.
     """
     if eos is None:
         return np.zeros(0, np.int32)
@@ -95,7 +98,7 @@ def checked_temperature(temperature: Any) -> float:
     """Return the temperature.
 
     Raises:
-      ValueError: it is no finite number of at least 0.
+      ValueError: `temperature` is not a finite number of at least 0.
     """
     number = as_number(temperature)
     if number is None or number < 0:
@@ -104,10 +107,10 @@ def checked_temperature(temperature: Any) -> float:
 
 
 def checked_top_p(top_p: Any) -> float:
-    """Return the probability from which tokens are drawn.
+    """Return the probability mass of the tokens to draw from.
 
     Raises:
-      ValueError: it is no number above 0 and at most 1.
+      ValueError: `top_p` is not a number above 0 and at most 1.
     """
     number = as_number(top_p)
     if number is None or not 0 < number <= 1:
@@ -116,10 +119,10 @@ def checked_top_p(top_p: Any) -> float:
 
 
 def checked_key(key: Any, temperature: float) -> jax.Array | None:
-    """Return the key of what is drawn at random, or None where nothing is.
+    """Return the random key, or None if nothing is drawn.
 
     Raises:
-      ValueError: it is no key, or none is given with a temperature above 0.
+      ValueError: `key` is not a random key, or is missing although the temperature is above 0.
     """
     if key is not None and not _is_key(key):
         raise ValueError(f"key={key!r}: a random key, such as jax.random.key(0), or None is needed")
@@ -127,16 +130,17 @@ def checked_key(key: Any, temperature: float) -> jax.Array | None:
         return None
     if key is None:
         raise ValueError(
-            f"temperature={temperature} draws at random: give key=jax.random.key(..), or temperature=0"
+            f"temperature={temperature} draws at random: pass key=jax.random.key(..), or use "
+            "temperature=0"
         )
     return key
 
 
 def checked_use_cache(use_cache: Any) -> bool | None:
-    """Return whether a cache is used; None chooses.
+    """Return whether to use a cache; None leaves the choice to `generate`.
 
     Raises:
-      ValueError: it is neither a bool nor None.
+      ValueError: `use_cache` is neither a bool nor None.
     """
     if use_cache is None:
         return None
@@ -147,7 +151,7 @@ def checked_use_cache(use_cache: Any) -> bool | None:
 
 
 def _is_key(key: Any) -> bool:
-    """Return whether something is one key, of `jax.random.key` or of `jax.random.PRNGKey`."""
+    """Return whether `key` is a single key from `jax.random.key` or `jax.random.PRNGKey`."""
     if not isinstance(key, jax.Array | np.ndarray):
         return False
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):

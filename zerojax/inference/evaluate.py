@@ -1,9 +1,10 @@
-"""The loss of held-out data, each token of it with the same weight.
+"""The loss of held-out data, in which each counted token has the same weight.
 
-    loss       = sum over batches of  loss(batch) n(batch)  /  sum of n(batch)        n: targets that count
+    loss       = sum over batches of  loss(batch) n(batch)  /  sum of n(batch)
     perplexity = exp(loss)
 
-Batches have different numbers of targets that count, so the mean of their losses would be another.
+n(batch) is the number of targets that count. It differs between batches, so the plain mean of their
+losses would be a different number.
 """
 
 import dataclasses
@@ -22,12 +23,12 @@ from zerojax.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What held-out data gave.
+    """The loss of held-out data.
 
     Attributes:
       loss: mean over the targets that count, in nats.
-      perplexity: exp(loss); inf where that is too large for a float.
-      tokens: targets that count.
+      perplexity: exp(loss); inf if it exceeds the range of a float.
+      tokens: number of targets that count.
     """
 
     loss: float
@@ -36,7 +37,7 @@ class Evaluation:
 
 
 def counted_targets(batch: Mapping[str, Any]) -> Any:
-    """Return how many `targets` of a batch are not -1."""
+    """Return the number of `targets` in a batch that count: the ones that are not negative."""
     return (batch["targets"] >= 0).sum()
 
 
@@ -50,11 +51,15 @@ def perplexity(
     """Return the loss of held-out batches, and its perplexity.
 
     Args:
-      program: whose loss is the mean over the targets that count, in nats.
-      state: that is read, wherever it rests.
-      batches: as `program.eval` takes them; in a run of several processes each gives its own parts,
-        and as many batches.
-      weight: how many targets of a batch, or of a process's part of it, its loss is the mean of.
+      program: program whose loss is the mean over the targets that count, in nats.
+      state: state to evaluate, in any tier; it is only read.
+      batches: batches as `program.eval` takes them. Each of several processes passes its own parts,
+        and the same number of batches.
+      weight: function that returns the number of targets over which the loss of a batch is
+        averaged, given the batch or a process's part of it.
+
+    Returns:
+      The loss, its perplexity, and the number of counted targets.
 
     Raises:
       ValueError: no target counts.
@@ -63,18 +68,16 @@ def perplexity(
     for batch in batches:
         out = program.eval(state, batch)
         losses.append(float(out["loss"] if isinstance(out, Mapping) else out))
-        # What is not on this process alone is the whole batch, and is counted once.
+        # An array with parts on other processes is the global batch, and is counted once.
         whole = any(
             isinstance(a, jax.Array) and not a.is_fully_addressable for a in jax.tree.leaves(batch)
         )
-        with (
-            no_mesh()
-        ):  # the batch may be on the program's mesh, and the caller have another one in scope
+        with no_mesh():  # the batch may be on the program's mesh while another mesh is in scope
             count = float(weight(batch))
         total_weights.append(count if whole else 0.0)
         weights.append(0.0 if whole else count)
-    program.warnings.look(waits=True)  # losses are known, and so are faults of their batches
-    # Counts are integers below 2^24 a batch: float32, in which they travel, holds them.
+    program.warnings.look(waits=True)  # losses are available, so faults of the batches are too
+    # Counts are sent as float32, which is exact for integers below 2^24.
     parts = np.asarray(weights, np.float32)
     if jax.process_count() > 1:
         parts = np.asarray(multihost_utils.process_allgather(parts)).sum(0)
@@ -82,7 +85,7 @@ def perplexity(
     tokens = counts.sum()
     if not tokens:
         raise ValueError(
-            f"no target counts in {len(losses)} batches: perplexity is a mean over those that do"
+            f"no target counts in {len(losses)} batches: perplexity is a mean over counted targets"
         )
     loss = float(np.dot(losses, counts) / tokens)
     return Evaluation(loss, math.exp(loss) if loss < 709 else math.inf, round(tokens))

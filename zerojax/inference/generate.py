@@ -1,14 +1,15 @@
-"""Tokens that go on from prompts, in batches of prompts of different length.
+"""Generate tokens from a batch of prompts of different lengths.
 
-Prompts are padded on their right. Attention is causal, so what lies behind a row's last token is
-not read, and a new token takes the place of the first padding. Two ways give the logits of each
-row's last token:
+Prompts are padded on the right. Attention is causal, so positions after a row's last token are not
+read, and a new token replaces the first padding. The logits of each row's last token are computed
+in one of two ways:
 
-    with a cache      parameters are on the device: the prompts are read once, then one token of each row a pass
-    without           all tokens of all rows a pass, by `program.apply`. Where parameters come from host memory or disk, a pass
-                      takes the time of reading them, whatever it computes
+    with a cache      Parameters are on the device. The prompts are read once; each further pass
+                      reads one token per row.
+    without           Each pass reads all tokens of all rows, by `program.apply`. If parameters are
+                      stored in host memory or on disk, reading them determines a pass's time.
 
-Both give the same tokens, but where two logits are equal within rounding.
+Both give the same tokens, unless two logits are equal within rounding.
 """
 
 import functools
@@ -54,29 +55,29 @@ def generate(
 ) -> list[np.ndarray]:
     """Continue prompts, token by token.
 
-    The model's `predict` gives logits [B, T, V] of a batch of `tokens` and `positions`, i32[B, T],
-    in which tokens see those before them; or [B, V], those of the position `batch["last"]` of each
-    row. In a run of several processes all give the same arguments, and all get all tokens.
+    The model's `predict` must return logits [B, T, V] for a batch of `tokens` and `positions`,
+    i32[B, T], in which tokens attend only to earlier tokens; or logits [B, V] at the position
+    `batch["last"]` of each row. If there are several processes, all of them pass the same arguments
+    and get all tokens.
 
     Args:
-      program: of a model with `predict`; with a `cache`, too, of a model whose parameters are on
+      program: program of a model with `predict`. A `cache` is used only if the parameters are on
         the device.
-      state: that is read, wherever it rests.
-      prompts: of at least one token each.
-      max_new_tokens: to generate for each, at least 1.
-      temperature: of the softmax, at least 0; 0 takes the likeliest token.
-      top_p: draw from the likeliest tokens that together have this probability, above 0 and at most
-        1.
-      key: random, with a temperature above 0.
-      eos: token, or tokens, that end a row, each one of the model's V; None for none.
-      use_cache: None: with a cache where there is one.
+      state: state to generate with, in any tier; it is only read.
+      prompts: token ids of each prompt, at least one per prompt.
+      max_new_tokens: maximum number of tokens to generate for each prompt, at least 1.
+      temperature: temperature of the softmax, at least 0; 0 chooses the likeliest token.
+      top_p: probability mass, above 0 and at most 1, of the likeliest tokens to draw from.
+      key: random key; needed if the temperature is above 0.
+      eos: token or tokens below V that end a row; None: no token does.
+      use_cache: whether to use the model's cache; None: if there is one and it can be used.
 
     Returns:
-      The new tokens of each prompt, i32, with the one that ended it.
+      The new tokens of each prompt, i32, including the token that ended it.
 
     Raises:
-      ValueError: an argument is of another type or out of range, or the model cannot be used so; it
-        is named.
+      ValueError: an argument has a wrong type or is out of range, or the model does not support
+        this use; the error names the argument.
     """
     rows = checked_prompts(prompts)
     lengths = np.asarray([len(row) for row in rows])
@@ -87,8 +88,8 @@ def generate(
         key = uncommitted(key)
     ends = checked_ends(eos)
     use_cache = checked_use_cache(use_cache)
-    # Rows beyond those of the prompts make the batch divide. The last token is not read, so it
-    # needs no room.
+    # Extra rows make the batch divisible by the shards. The last token is not read, so it needs
+    # no position.
     size = -(-len(rows) // (shards := num_batch_shards(program.mesh))) * shards
     tokens = np.zeros((size, lengths.max() + max_new_tokens - 1), np.int32)
     for row, prompt in zip(tokens, rows, strict=False):
@@ -122,37 +123,39 @@ def generate(
 
 
 def _check_vocabulary(prompts: Sequence[np.ndarray], ends: np.ndarray, vocab: int) -> None:
-    """Raise ValueError where a prompt, or what ends a row, has a token that a model of `vocab`
-    tokens does not have.
-    """
+    """Raise ValueError if a prompt or `ends` has a token that the model's vocabulary lacks."""
     largest = max(int(row.max()) for row in prompts)
     if largest >= vocab:
-        raise ValueError(f"a prompt has token {largest}, and the model has {vocab}, counted from 0")
+        raise ValueError(
+            f"a prompt has token {largest}, but the model has {vocab} tokens, counted from 0"
+        )
     if ends.size and ends.max() >= vocab:
         raise ValueError(
-            f"eos has token {ends.max()}, and the model has {vocab}, counted from 0: no row would end with it. Give the token "
-            "of this model's tokenizer"
+            f"eos has token {ends.max()}, but the model has {vocab} tokens, counted from 0, so no "
+            "row would end with it: use the token of this model's tokenizer"
         )
 
 
 def _logits(
     program: Program, state: TrainState, width: int, use_cache: bool | None
 ) -> Callable[..., jax.Array]:
-    """Return `logits(tokens[B, width], lengths[B])`, those of each row's last token, [B, V]; called
-    in order.
+    """Return `logits(tokens[B, width], lengths[B])`, which returns [B, V] at each row's last token.
+
+    It must be called in the order of the tokens.
     """
     model = program.model
     if model.predict is None:
         raise ValueError(
-            "generate needs logits: give the model predict=, which returns them of a batch"
+            "generate needs logits: pass predict= to the model, a function that returns them for a "
+            "batch"
         )
     has_cache = isinstance(model, LayeredModel) and model.cache is not None
     on_device = not (isinstance(model, LayeredModel) and streams(program.config))
     if use_cache and not (has_cache and on_device):
-        why = "layers come to the device one by one" if has_cache else "the model has no cache="
-        raise ValueError(
-            f"use_cache=True: {why}; leave it None, and all tokens are read in each pass"
+        why = (
+            "layers are loaded to the device one by one" if has_cache else "the model has no cache="
         )
+        raise ValueError(f"use_cache=True: {why}; leave it None to read all tokens in each pass")
     if has_cache and on_device and use_cache is not False:
         return _Cached(program, state, width)
     logger.info(
@@ -163,7 +166,7 @@ def _logits(
 
 
 def _placed(program: Program, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Return arrays that every process has whole, split over the mesh."""
+    """Return arrays, which every process holds completely, sharded over the mesh."""
 
     def place(a: np.ndarray) -> jax.Array:
         a = a.astype(np.int32)
@@ -176,25 +179,27 @@ def _placed(program: Program, batch: dict[str, np.ndarray]) -> dict[str, jax.Arr
 
 @jax.jit
 def _at(logits: jax.Array, last: jax.Array) -> jax.Array:
-    """Return the logits of one position, [B, V], where a model gives them of all."""
+    """Return the logits [B, V] at one position, if the model returns them at all positions."""
     return logits if logits.ndim == 2 else at_last(logits, {LAST: last})
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _drawn(logits: jax.Array, key: jax.Array | None, temperature: float, top_p: float) -> jax.Array:
-    """Return the next tokens, on every device."""
+    """Return the next tokens, replicated on every device."""
     return jax.lax.with_sharding_constraint(
         next_tokens(logits, key, temperature, top_p), PartitionSpec()
     )
 
 
 class _Uncached:
-    """Reads all tokens in each pass."""
+    """Computes logits by reading all tokens in each pass."""
 
     def __init__(self, program: Program, state: TrainState) -> None:
+        """Take the program and the state to read."""
         self._program, self._state = program, state
 
     def __call__(self, tokens: np.ndarray, lengths: np.ndarray) -> jax.Array:
+        """Return the logits [B, V] at each row's last token."""
         positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
         batch = _placed(
             self._program, {"tokens": tokens, "positions": positions, LAST: lengths - 1}
@@ -203,13 +208,15 @@ class _Uncached:
 
 
 class _Cached:
-    """Reads the prompts, then the last token of each row."""
+    """Computes logits by reading the prompts once, then only the last token of each row."""
 
     def __init__(self, program: Program, state: TrainState, width: int) -> None:
+        """Take the program, the state, and the number of tokens per row that the cache holds."""
         self._program, self._state, self._width = program, state, width
         self._cache: Any = None
 
     def __call__(self, tokens: np.ndarray, lengths: np.ndarray) -> jax.Array:
+        """Return the logits [B, V] at each row's last token."""
         if self._cache is None:
             longest = lengths.max()
             positions, last = (
@@ -218,7 +225,7 @@ class _Cached:
             )
             tokens = tokens[:, :longest]
         else:
-            # A row that has ended reads its last token again, and keeps the same of it.
+            # A row that has ended reads its last token again, which leaves its cache unchanged.
             positions, last = lengths[:, None] - 1, np.zeros_like(lengths)
             tokens = np.take_along_axis(tokens, positions, 1)
         batch = _placed(self._program, {"tokens": tokens, "positions": positions, LAST: last})

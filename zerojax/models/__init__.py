@@ -1,4 +1,4 @@
-"""What is trained: Model, LayeredModel, and both from Flax modules."""
+"""Models to train: Model, LayeredModel, and their construction from Flax modules."""
 
 from zerojax.models.cached import CACHE as CACHE
 from zerojax.models.cached import LAST as LAST

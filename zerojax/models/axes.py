@@ -1,29 +1,28 @@
-"""Axes as a model names them, and the mesh axes that they become.
+"""Translation of a model's axis names into mesh axes.
 
-Modules of Flax name the dims of a parameter: `with_partitioning(init, ("embed", "mlp"))`. Rules, as
-  of Flax, are pairs of a
-name and a mesh axis, several axes, or None. For each parameter they are read in order, and the
-first rule wins whose axes no other dim of the parameter has:
+Flax modules name the dims of a parameter: `with_partitioning(init, ("embed", "mlp"))`. Rules, as in
+Flax, are pairs of a name and a mesh axis, several axes, or None. For each parameter, they are read
+in order. The first rule for a name applies whose axes no other dim of the parameter has:
 
     rules   (("vocab", "tensor"), ("embed", None), ("mlp", "tensor"))
     names   W["embed", "mlp"]            ->  W[D, F_tensor]
 
 Two kinds of names are dropped, and from_flax logs them once:
 
-    `fsdp` and `data`, from a rule or as they are     ZeRO chooses the dim that they split
-    a name that no rule knows, where there are rules  as in Flax, the dim is whole. A rule ("*", "refuse") refuses them instead,
-                                                      and (name, "refuse") one of them
+    `fsdp` and `data`, from a rule or directly    ZeRO chooses the dim that they split
+    a name without a rule, if there are rules     the dim stays unsplit, as in Flax; a rule
+                                                  ("*", "refuse") refuses all such names instead,
+                                                  and (name, "refuse") refuses one of them
 
-Without rules a name is a mesh axis, which is checked when the program is built.
+Without rules, a name is a mesh axis, which is checked when the program is built.
 
-Activations: while a module runs, `flax.linen.with_logical_constraint` reads the same rules. There a
-  dim that a rule gives to
-`fsdp` or `data` is left to the partitioner, which splits it as the batch is.
+Activations: while a module runs, `flax.linen.with_logical_constraint` reads the same rules. A dim
+to which a rule assigns `fsdp` or `data` is left to the partitioner, which splits it like the batch.
 
-A model that constrains activations by axes of a mesh of its own, as
+A model that constrains activations by axes of its own mesh, such as
 `jax.lax.with_sharding_constraint(x, P("dp", None, "tp"))`, runs under the program's mesh with these
-names, as `mesh_axes` tells: {"dp": "fsdp", "tp": "tensor"}. One that looks for a mesh, and
-constrains nothing where there is none, runs without: {}.
+names, given by `mesh_axes`: {"dp": "fsdp", "tp": "tensor"}. A model that only applies constraints
+if it finds a mesh can run without one: {}.
 """
 
 import contextlib
@@ -44,31 +43,32 @@ logger = logging.getLogger("zerojax")
 Rules = Sequence[tuple[str, Any]]
 
 ANY_NAME, REFUSE = "*", "refuse"
-ZERO_ASSIGNS, UNKNOWN = "ZeRO assigns it", "no rule knows it"
+ZERO_ASSIGNS, UNKNOWN = "ZeRO assigns it", "no rule for it"
 
 
 class AxisNames:
-    """Translates the names of a model's axes, and keeps what it dropped.
+    """Translates the names of a model's axes, and records the names that it drops.
 
     Attributes:
-      rules: pairs (name, axis, several axes or None), or None where names are mesh axes.
-      mesh_axes: axes of the mesh that the modules see, and those of the program's mesh; None where
-        they see this one.
+      rules: pairs of a name and an axis, several axes or None; or None if names are mesh axes.
+      mesh_axes: axes of the program's mesh, by the names that the modules use; None if the modules
+        use the program's names.
     """
 
     def __init__(
         self, rules: Rules | None = None, mesh_axes: Mapping[str, str | None] | None = None
     ) -> None:
-        """Take the rules given, else those of `flax.linen.logical_axis_rules` in scope.
+        """Use the given rules, or else those of `flax.linen.logical_axis_rules` in scope.
 
         Raises:
-          ValueError: rules that are no pairs of a name and axes.
+          ValueError: a rule is not a pair of a name and axes.
         """
         given = rules if rules is not None else (flax.core.spmd.get_logical_axis_rules() or None)
         for rule in given or ():
             if not (isinstance(rule, Sequence) and len(rule) == 2 and isinstance(rule[0], str)):
                 raise ValueError(
-                    f"axis_rules holds {rule!r}: pairs are needed, as (('vocab', 'tensor'), ('embed', None))"
+                    f"axis_rules holds {rule!r}: pairs are needed, such as (('vocab', 'tensor'), "
+                    "('embed', None))"
                 )
         if mesh_axes:
             given = (*(given or ()), *mesh_axes.items())
@@ -80,9 +80,9 @@ class AxisNames:
         """Return the spec of a parameter.
 
         Args:
-          path: of the parameter, for errors.
-          names: one entry a dim: a name, several, or None.
-          rules_of_leaf: rules that its annotation carries; those of the model come first.
+          path: path of the parameter, for errors.
+          names: one entry per dim: a name, several names, or None.
+          rules_of_leaf: rules in the parameter's annotation; they apply after the model's rules.
 
         Raises:
           ValueError: a rule refuses a name.
@@ -108,14 +108,16 @@ class AxisNames:
                 raise ValueError(f"{path}: axis_rules refuses the name {name!r} of {tuple(names)}")
             if name in axes_of:
                 return axes_of[name]
-            # Known to a rule whose axes another dim of this parameter has: whole, as in Flax.
+            # The name has a rule, but another dim of this parameter has its axes: unsplit, as in
+            # Flax.
             if any(name == known for known, _ in rules):
                 return ()
             if not has_rules or name in (*BATCH_AXES, TENSOR):
                 return (name,)
             if ANY_NAME in refused:
                 raise ValueError(
-                    f"{path}: no rule of axis_rules knows the name {name!r} of {tuple(names)}; add ({name!r}, None) or an axis"
+                    f"{path}: axis_rules has no rule for the name {name!r} of {tuple(names)}; add "
+                    f"({name!r}, None) or an axis"
                 )
             self._dropped[name, UNKNOWN] += 1
             return ()
@@ -131,7 +133,7 @@ class AxisNames:
         return PartitionSpec(*(_entry(axes) for axes in split))
 
     def log_dropped(self) -> None:
-        """Log what was dropped."""
+        """Log the dropped names, with the number of parameters."""
         if self._dropped:
             names = ", ".join(
                 f"{name!r} ({why}) of {count} parameters"
@@ -140,20 +142,21 @@ class AxisNames:
             unknown = any(why != ZERO_ASSIGNS for _, why in self._dropped)
             logger.log(
                 logging.WARNING if unknown else logging.INFO,
-                "names of axes that were dropped: %s",
+                "dropped names of axes: %s",
                 names,
             )
 
     def while_made(self) -> Any:
-        """Return the context to make parameters in: the step chooses their shardings, so
-        annotations constrain nothing.
+        """Return the context in which parameters are created.
+
+        Annotations constrain nothing in it, because the step chooses the shardings.
         """
         translates = self.rules is not None or self.mesh_axes is not None or bool(self._dropped)
         return _under(AbstractMesh((), ())) if translates else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def while_run(self) -> Iterator[None]:
-        """Run modules: what they constrain by name is translated, or left to the partitioner."""
+        """Return a context that translates the modules' named constraints on activations."""
         if self.rules is None and self.mesh_axes is None:
             yield
             return
@@ -177,8 +180,9 @@ def _under(mesh: AbstractMesh) -> Any:
 
 
 def _seen(axes: Any, mesh_axes: Sequence[str], seen: Mapping[str, str]) -> Any:
-    """Return to what a rule's axes constrain an activation; `seen` are names of the mesh's axes in
-    the modules.
+    """Return the axes to which a rule constrains an activation, under the modules' names.
+
+    `seen` maps axes of the mesh to the modules' names.
     """
     kept = [
         seen.get(axis, axis)
@@ -190,9 +194,7 @@ def _seen(axes: Any, mesh_axes: Sequence[str], seen: Mapping[str, str]) -> Any:
 
 
 def _renamed(mesh: AbstractMesh, axes: Mapping[str, str | None] | None) -> AbstractMesh:
-    """Return the mesh that modules see: the same devices in the same order under other names, or
-    none.
-    """
+    """Return the mesh that modules see: the same devices in order under other names, or none."""
     if axes is None or mesh.empty:
         return mesh
     if not axes:
@@ -205,13 +207,13 @@ def _renamed(mesh: AbstractMesh, axes: Mapping[str, str | None] | None) -> Abstr
 
 
 def _names(entry: Any) -> tuple[str, ...]:
-    """Return the names of one dim, as a tuple."""
+    """Return the names of one dim as a tuple."""
     return (
         (entry,) if isinstance(entry, str) else tuple(entry) if isinstance(entry, Sequence) else ()
     )
 
 
 def _entry(axes: Any) -> Any:
-    """Return axes as an entry of a PartitionSpec: None, one, or several."""
+    """Return axes as an entry of a PartitionSpec: None, one axis, or several axes."""
     axes = _names(axes)
     return None if not axes else axes[0] if len(axes) == 1 else axes

@@ -1,15 +1,13 @@
-"""A model whose blocks keep what they made of earlier tokens, as another model of the same
-parameters.
+"""A model with a cache for earlier tokens, expressed as another model with the same parameters.
 
-Its stream is {"x": x, "cache": all layers' caches}, which goes from block to block as x does:
+Its activations are {"x": x, "cache": the caches of all layers}, passed from block to block:
 
-    embed      x = embed(batch), cache = that of the batch, or empty
+    embed      x = embed(batch), cache = the batch's cache, or an empty one
     block l    x, cache[:, l] = cache_block(x, cache[:, l])
     predict    outputs, cache
 
-So it is run as every model is: parameters are gathered and decoded where a block uses them. Caches
-  are [B, L, ..], batch first,
-so that they are split as activations are.
+So it runs like any other model: parameters are gathered and dequantized where a block uses them.
+Caches are [B, L, ..], batch first, so they are sharded like activations.
 """
 
 import dataclasses
@@ -23,16 +21,17 @@ import numpy as np
 from zerojax.models.model import LayeredModel
 
 CACHE, LAST = "cache", "last"
-"""Keys of a batch: the cache of the tokens before, and the position of each row whose outputs are
-wanted, i32[B].
-"""
+"""Keys of a batch: cache of earlier tokens; and position per row of the wanted outputs, i32[B]."""
 
 
 def at_last(x: jax.Array, batch: Mapping[str, Any]) -> jax.Array:
-    """Return [B, H], of x[B, T, H] the position `batch["last"]` of each row; x as it is where the
-    batch names none.
+    """Return x[B, T, H] at the position `batch["last"]` of each row, [B, H].
 
-    A row whose position is not one of 0 .. T - 1 is NaN.
+    Without such a key, x is returned unchanged. A row whose position is not in 0 .. T - 1 is NaN.
+
+    Args:
+      x: outputs at all positions, [B, T, H].
+      batch: batch that may have the key "last", integers [B].
     """
     if LAST not in batch:
         return x
@@ -42,12 +41,13 @@ def at_last(x: jax.Array, batch: Mapping[str, Any]) -> jax.Array:
 
 
 def with_cache(model: LayeredModel, length: int) -> LayeredModel:
-    """Return a model whose `predict` gives (outputs, cache) of a batch that holds the cache of the
-    tokens before, if any.
+    """Return a model whose `predict` returns (outputs, cache).
+
+    The batch may hold the cache of earlier tokens.
 
     Args:
-      model: with a `cache` and a `predict`.
-      length: tokens that a cache has room for.
+      model: model with a `cache` and a `predict`.
+      length: number of tokens per row that a cache has room for.
     """
     cache, context, predict = model.cache, model.context, model.predict
     assert cache is not None

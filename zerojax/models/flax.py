@@ -1,24 +1,23 @@
-"""Flax modules, NNX and Linen, as a Model or a LayeredModel. The modules are not edited.
+"""Flax modules, NNX and Linen, as a Model or a LayeredModel. The modules need no changes.
 
-    NNX     a module is given as a function of its random streams: `lambda rngs: GPT(config, rngs=rngs)`
-    Linen   a module is given as it is: `GPT(config)`, with an example batch, since Linen shapes parameters by use
+    NNX     pass a function of the random streams: `lambda rngs: GPT(config, rngs=rngs)`
+    Linen   pass the module itself, `GPT(config)`, and an example batch, because Linen finds the
+            shapes of parameters by a call
 
-The user's loss is called with the module, holding the parameters: `loss(model, batch)`; for Linen
-the module is bound, so it is called in the same way. Parameters become a plain nested dict. Splits
-over `tensor` are read from the annotations that the modules carry (`nnx.with_partitioning`,
-`nn.with_partitioning`, `nn.with_logical_partitioning`); `zerojax.models.axes` tells what names
-become.
+The user's loss is called with the module, which holds the parameters: `loss(model, batch)`. A Linen
+module is bound, so that it is called in the same way. Parameters become a plain nested dict. Splits
+over `tensor` are read from the modules' annotations (`nnx.with_partitioning`,
+`nn.with_partitioning`, `nn.with_logical_partitioning`); `zerojax.models.axes` documents how names
+are translated.
 
-Random numbers: an NNX module with random streams (dropout) gets fresh keys each (step, microbatch,
-  layer). A Linen module gets
-the streams named in `rngs`, and none where there is no key. A loss that takes a `key` gets one, and
-None in `program.eval`.
+Random numbers: an NNX module with random streams (dropout) gets new keys for each (step,
+microbatch, layer). A Linen module gets the streams named in `rngs`, or none if there is no key. A
+loss with an argument `key` gets a key, and None in `program.eval`.
 
-Modes: a step gives a key and `program.eval` none. So an NNX module is in `train()` mode where there
-  is a key, and in `eval()`
-mode where there is none, whatever its constructor left. One that these modes change counts as
-stochastic, also without random streams. How Linen modules are told is in
-`zerojax.models.flax_calls`.
+Modes: a step passes a key and `program.eval` passes none. So an NNX module is in `train()` mode if
+there is a key and in `eval()` mode otherwise, whatever mode its constructor set. A module that
+these modes change counts as stochastic even without random streams. `zerojax.models.flax_calls`
+documents how Linen modules get their mode.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,13 +44,15 @@ Modules = Callable[[nnx.Rngs], nnx.Module] | nn.Module
 
 
 class Part(Protocol):
-    """A module taken apart.
+    """A module, split into parts.
 
     Attributes:
-      init_state: `init_state(key) -> state` that is not trained, or None where there is none.
-      stochastic: True where it draws random numbers, or differs between training and evaluation.
-      specs, tiles, frozen: of its parameters, as a Model has them.
-      collections: Linen's collections that are state.
+      init_state: `init_state(key) -> state`, which creates the untrained state, or None if there is
+        none.
+      stochastic: whether the module draws random numbers, or differs between training and
+        evaluation.
+      specs, tiles, frozen: fields of a Model for the module's parameters.
+      collections: Linen collections that are state.
     """
 
     init_state: Callable[[jax.Array], Any] | None
@@ -62,19 +63,19 @@ class Part(Protocol):
     collections: tuple[str, ...]
 
     def init(self, key: jax.Array) -> Any:
-        """Make its parameters, a nested dict."""
+        """Create the module's parameters, a nested dict."""
         ...
 
     def bind(self, params: Any, key: jax.Array | None, state: Any = None) -> Any:
-        """Put the module together; it trains if there is a key."""
+        """Return the module with these parameters and state, in training mode if there is a key."""
         ...
 
     def arguments(self, key: jax.Array | None) -> dict[str, Any]:
-        """Return what the module is called with beside its input."""
+        """Return keyword arguments for a call of the module."""
         ...
 
     def state_of(self, module: Any) -> Any:
-        """Return the state of a bound module after its calls."""
+        """Return the state of a bound module after it was called."""
         ...
 
 
@@ -98,61 +99,63 @@ def from_flax(
     per_layer: Any = None,
     cache: Cache | None = None,
 ) -> Any:
-    """Make a Model, or a LayeredModel, from Flax modules.
+    """Create a Model, or a LayeredModel, from Flax modules.
 
-        model = zj.from_flax(lambda rngs: GPT(config, rngs=rngs), loss)             # loss(model, batch)
+        model = zj.from_flax(lambda rngs: GPT(config, rngs=rngs), loss)         # loss(model, batch)
         model = zj.from_flax(embed=..., block=..., head=..., num_layers=12, loss=loss)
-        model = zj.from_flax(GPT(config), loss, example_batch=batch)                # Linen
+        model = zj.from_flax(GPT(config), loss, example_batch=batch)            # Linen
 
     Args:
-      module: the whole model. Its loss is `loss(model, batch)`.
-      loss: for the layered form `loss(head, embed, x, batch)`; `embed` is there for tied
-        embeddings. It returns a scalar, `(scalar, aux)` or a `zerojax.Loss`. It may take one
-        argument more, `key`: the random key of (step, microbatch), and None in `program.eval`.
-      embed: module called as `embed(batch) -> x`, with `rngs=` if it takes random streams at the
-        call.
-      block: module of ONE layer, called as `block(x) -> x`, with `rngs=` as `embed`. It may return
-        `(x, zerojax.Loss)`.
+      module: the full model. Its loss is `loss(model, batch)`.
+      loss: function that returns a scalar, `(scalar, aux)` or a `zerojax.Loss`: `loss(model,
+        batch)`, or `loss(head, embed, x, batch)` in the layered form, in which `embed` serves tied
+        embeddings. It may take one more argument `key`, the random key of (step, microbatch), which
+        is None in `program.eval`.
+      embed: module called as `embed(batch) -> x`, with `rngs=` if its call takes random streams.
+      block: module of ONE layer, called as `block(x) -> x`, with `rngs=` if its call takes random
+        streams. It may return `(x, zerojax.Loss)`.
       head: module that `loss` calls.
       num_layers: number of blocks.
       example_batch: tree of arrays or ShapeDtypeStruct; needed for Linen.
       rngs: names of the Linen random streams that training draws from, such as ("dropout",).
-      axis_rules: what the names of the parameters' dims become, as `(("vocab", "tensor"), ("embed",
-        None))`: pairs of a name and a mesh axis, several, or None; `flax.linen.logical_axis_rules`
-        in scope where None is given. `fsdp` and `data` are dropped, since ZeRO assigns them, and so
-        are names that no rule knows, unless there is a rule ("*", "refuse"). What was dropped is
-        logged. Without rules names are mesh axes.
-      mesh_axes: for modules that constrain activations by axes of a mesh of their own: these axes,
-        and those of the program's mesh that they are, as {"dp": "fsdp", "tp": "tensor"}; {} hides
-        the mesh from the modules. Parameters are split by these names, too.
-      trainable: which parameters are trained; the others are frozen. A filter of NNX, such as
-        `nnx.LoRAParam`, or a function `(path, value) -> bool` of a parameter's names and its
-        abstract value. All by default.
-      mutable: Linen's collections that calls update, such as ("batch_stats",); they are part of
-        `state.model_state`, and so are collections that calls only read. NNX modules need none:
-        each Variable that is no parameter is part of it.
-      sown: Linen's collections that calls sow and the loss reads, as `model.variables["losses"]`;
+      axis_rules: translation of the names of parameters' dims, such as `(("vocab", "tensor"),
+        ("embed", None))`: pairs of a name and a mesh axis, several axes, or None. Defaults to
+        `flax.linen.logical_axis_rules` in scope. `fsdp` and `data` are dropped, because ZeRO
+        assigns them, and so are names without a rule, unless there is a rule ("*", "refuse").
+        Dropped names are logged. Without rules, names are mesh axes.
+      mesh_axes: for modules that constrain activations by axes of a mesh of their own: a dict from
+        these axes to axes of the program's mesh, such as {"dp": "fsdp", "tp": "tensor"}; {} hides
+        the mesh from the modules. Parameters are split by these names too.
+      trainable: filter of the trainable parameters; all others are frozen. Either an NNX filter,
+        such as `nnx.LoRAParam`, or a function `(path, value) -> bool` of a parameter's names and
+        its abstract value. None: all are trainable.
+      mutable: Linen collections that calls update, such as ("batch_stats",). They are part of
+        `state.model_state`, as are collections that calls only read. NNX modules do not need this:
+        each Variable that is not a parameter is part of that state.
+      sown: Linen collections that calls sow and the loss reads, as `model.variables["losses"]`;
         they are not kept.
-      predict: what the model gives: `predict(model, batch) -> outputs`, or `predict(head, embed, x,
-        batch) -> outputs`. The modules evaluate.
-      context: as of a LayeredModel: a function of the batch, such as its segment ids. Where it or
-        `per_layer` is given, the block is called as `block(x, context, layer)`.
-      per_layer: as of a LayeredModel: a tree of arrays [L, ...], of which `layer` is the slice of a
-        block's own layer.
-      cache: as of a LayeredModel; its `block` is given the module, which evaluates, in the place of
-        its parameters.
+      predict: function that returns the model's outputs: `predict(model, batch) -> outputs`, or
+        `predict(head, embed, x, batch) -> outputs`. The modules are in evaluation mode.
+      context: function of the batch that returns what all blocks read, such as its segment ids, as
+        in a LayeredModel. If it or `per_layer` is given, the block is called as `block(x, context,
+        layer)`.
+      per_layer: tree of arrays [L, ...], as in a LayeredModel; a block's `layer` is the slice for
+        its layer.
+      cache: cache for earlier tokens, as in a LayeredModel, except that its `block` gets the
+        module, in evaluation mode, instead of its parameters.
 
     Returns:
       A `zerojax.Model` if `module` is given, else a `zerojax.LayeredModel`.
 
     Raises:
-      ValueError: neither form is complete, a module instance where a function is needed, a name
-        that `axis_rules` refuses, a collection that no module has, or `trainable` that matches
+      ValueError: neither form is complete, a module instance is given where a function is needed,
+        `axis_rules` refuses a name, no module has a collection of `mutable`, or `trainable` matches
         nothing.
     """
     if loss is None:
         raise ValueError(
-            "from_flax needs a loss: loss(model, batch), or loss(head, embed, x, batch) for the layered form"
+            "from_flax needs a loss: loss(model, batch), or loss(head, embed, x, batch) for the "
+            "layered form"
         )
     calls = Calls(
         AxisNames(axis_rules, mesh_axes), tuple(rngs), tuple(mutable), tuple(sown), trainable
@@ -161,7 +164,8 @@ def from_flax(
     given = [name for name, value in of_blocks.items() if value is not None]
     if module is not None and given:
         raise ValueError(
-            f"from_flax of one module is given {', '.join(given)}, which blocks read: give embed, block and head"
+            f"from_flax got a single module together with {', '.join(given)}, which only blocks "
+            "read: give embed, block and head"
         )
     if (
         module is not None
@@ -191,7 +195,8 @@ def from_flax(
         }
         names = [name for name, value in parts.items() if value is not None]
         raise ValueError(
-            f"from_flax takes a module alone, or all of embed, block, head and num_layers; it got {names}"
+            "from_flax takes either module, or all of embed, block, head and num_layers; it got "
+            f"{names}"
         )
     calls.names.log_dropped()
     return model
@@ -247,9 +252,7 @@ def _layered(
     first = _part("embed", embed, lambda m, b: m(b), (batch,), calls)
 
     def called(part: Part) -> Callable[..., Any]:
-        """Return `run(params, x, key[, context, layer][, state])`, which calls a module with its
-        inputs.
-        """
+        """Return `run(params, x, key[, context, layer][, state])`, which calls a bound module."""
 
         def run(p: Any, x: Any, key: jax.Array | None, *state: Any) -> Any:
             return call(p, key, (x,), state)
@@ -278,15 +281,15 @@ def _layered(
         out = called(first)(params, batch, key, *state)
         return out[0] if state else out
 
-    # The shapes that the embedding hands to the first block, or None without an example batch.
+    # Shapes of the first block's input, or None without an example batch.
     x = None if batch is None else jax.eval_shape(abstract_x, batch)
     layer = _part(
         "block", block, lambda m, *args: m(*args), (x, *_abstract_inputs(of_blocks, batch)), calls
     )
 
     def shape_head(m: Any, x: Any, b: Any) -> Any:
-        # Called for Linen alone, to shape the head's parameters. The loss may read a tied
-        # embedding, so it is given one.
+        # Called only for Linen, to find the shapes of the head's parameters. The loss may read a
+        # tied embedding, so one is passed.
         return call_loss(m, first.bind(*made(first)), x, b, None)
 
     last = _part("head", head, shape_head, (x, batch), calls)
@@ -296,8 +299,8 @@ def _layered(
     def run_head(
         p: Any, p_embed: Any, x: Any, batch: Any, key: jax.Array | None, *state: Any
     ) -> Any:
-        # The loss may call the embedding, which then trains as the head does. No layer's key is
-        # folded from this one.
+        # The loss may call the embedding, which is then in training mode like the head. No layer's
+        # key is derived from this one.
         of_embed = None if key is None else jax.random.fold_in(key, EMBED_IN_HEAD)
         of = state[0] if state else {}
         with calls.run(key is not None):
@@ -319,7 +322,7 @@ def _layered(
     }
     if (
         "embed" in init_state
-    ):  # the loss may call it, and only a head with state of its own is given any
+    ):  # the loss may call the embedding, and only a head with state gets any
         init_state.setdefault("head", lambda key: {})
     return LayeredModel(
         num_layers=num_layers,
@@ -342,7 +345,7 @@ def _layered(
 
 
 def _bound(cache: Cache | None, part: Part, calls: Calls) -> Cache | None:
-    """Return a cache whose block takes parameters, of one whose block takes the module."""
+    """Return a cache whose block takes parameters, given a cache whose block takes the module."""
     if cache is None:
         return None
 
@@ -354,9 +357,7 @@ def _bound(cache: Cache | None, part: Part, calls: Calls) -> Cache | None:
 
 
 def _abstract_inputs(of_blocks: dict[str, Any], batch: Any) -> tuple[Any, ...]:
-    """Return the shapes of what blocks are called with beside x: nothing, or the context and the
-    slice of one layer.
-    """
+    """Return the shapes of a block's inputs in addition to x: none, or context and layer."""
     context, per_layer = of_blocks["context"], of_blocks["per_layer"]
     if context is None and per_layer is None:
         return ()
@@ -374,10 +375,13 @@ def _check(parts: Sequence[Part], calls: Calls) -> None:
             f"mutable names {missing}, but the collections of the Linen modules are {collections}"
         )
     if calls.trainable is not None and all(jax.tree.leaves([part.frozen for part in parts])):
-        of_text = " (a string is a tag of NNX variables; names take a function of (path, value))"
+        of_text = (
+            " (a string is a tag of NNX variables; to match names, use a function of (path, value))"
+        )
         text = of_text if isinstance(calls.trainable, str) else ""
         raise ValueError(
-            f"trainable={calls.trainable!r} matches no parameter, so there is nothing to train{text}"
+            f"trainable={calls.trainable!r} matches no parameter, so there is nothing to "
+            f"train{text}"
         )
 
 
@@ -387,16 +391,19 @@ def _part(
     if isinstance(module, nn.Module):
         if args[0] is None:
             raise ValueError(
-                f"{name} is a Linen module, whose parameters are shaped by use: give example_batch"
+                f"{name} is a Linen module, whose parameters get their shapes from a call: give "
+                "example_batch"
             )
         return LinenPart(name, module, use, args, calls)
     if isinstance(module, nnx.Module):
         raise ValueError(
             f"{name} is an NNX module that already holds its arrays; give a function, such as "
-            f"lambda rngs: {type(module).__name__}(..., rngs=rngs), so that its parameters are born sharded"
+            f"lambda rngs: {type(module).__name__}(..., rngs=rngs), so that its parameters are "
+            "created sharded"
         )
     if not callable(module):
         raise ValueError(
-            f"{name} must be a Linen module or a function rngs -> NNX module, got {type(module).__name__}"
+            f"{name} must be a Linen module or a function rngs -> NNX module, got "
+            f"{type(module).__name__}"
         )
     return NnxPart(name, module, calls)

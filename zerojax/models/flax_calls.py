@@ -1,15 +1,14 @@
-"""How a user's losses and modules are called: what they take is read from their signatures.
+"""Calls of the user's losses and modules; their signatures show which arguments they take.
 
-A step gives a key and `program.eval` none, so modules train where there is a key and evaluate where
-there is none. An NNX module knows both modes by itself. A Linen module is told by its arguments and
-attributes, by the names that Flax and its users gave them:
+A step passes a key and `program.eval` passes none, so modules train if there is a key and evaluate
+otherwise. An NNX module has both modes built in. A Linen module gets its mode by arguments and
+attributes, under the names that Flax and its users give them:
 
     evaluate    deterministic = use_running_average = True, train = training = is_training = False
-    train       the opposite, for arguments that are left open; what is written stays as it is
+    train       the opposite, for arguments that are left open; explicit values are kept
 
-Arguments that are written are overruled in evaluation alone: there are no random streams then. A
-  Linen model without random
-streams and state has one mode, and nothing is set.
+Explicit values are overruled only in evaluation, which has no random streams. A Linen model without
+random streams and state has a single mode, and nothing is set.
 """
 
 import contextlib
@@ -33,16 +32,16 @@ EVALUATES = {
     "training": False,
     "is_training": False,
 }
-"""By name of an argument or attribute, its value in evaluation."""
+"""Value in evaluation, by the name of an argument or attribute."""
 
-# Folded into a key for draws that are not those of a module's own streams, which are numbered from
-# 0.
+# Numbers folded into a key for draws outside of a module's own streams, which are numbered from 0.
 EMBED_IN_HEAD, LOSS_STREAM, CALL_STREAM = 0x7FFFFFFF, 0x7FFFFFFE, 0x7FFFFFFD
 
 
 def takes_key(loss: Callable[..., Any], *before: str) -> bool:
-    """Return whether a loss takes a key after the arguments named in `before`: one named `key`, or
-    one more without default.
+    """Return whether a loss takes a key after the arguments named in `before`.
+
+    It does if an argument is named `key`, or if it has one more argument without a default.
     """
     try:
         parameters = list(inspect.signature(loss).parameters.values())
@@ -54,14 +53,14 @@ def takes_key(loss: Callable[..., Any], *before: str) -> bool:
 
 
 def call_with_key(loss: Callable[..., Any], *before: str) -> Callable[..., Any]:
-    """Return `call(*args, key)`, which gives a loss the key if it takes one."""
+    """Return `call(*args, key)`, which passes the key to a loss that takes one."""
     if not takes_key(loss, *before):
         return lambda *args: loss(*args[:-1])
     by_name = "key" in inspect.signature(loss).parameters
 
     def call(*args: Any) -> Any:
         *rest, key = args
-        # Other numbers than those of the modules' streams.
+        # Use a number that differs from those of the modules' streams.
         key = None if key is None else jax.random.fold_in(key, LOSS_STREAM)
         return loss(*rest, key=key) if by_name else loss(*rest, key)
 
@@ -70,15 +69,15 @@ def call_with_key(loss: Callable[..., Any], *before: str) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Calls:
-    """What all parts of a model are called with.
+    """What all parts of a model share in their calls.
 
     Attributes:
-      names: of axes.
-      rngs: Linen's random streams in training.
-      mutable: Linen's collections that calls update.
-      sown: Linen's collections that each call makes anew.
-      trainable: a filter of NNX, or a function (path, value) -> bool, of the parameters that are
-        trained; None for all.
+      names: translation of axis names.
+      rngs: Linen random streams in training.
+      mutable: Linen collections that calls update.
+      sown: Linen collections that each call creates.
+      trainable: NNX filter or function (path, value) -> bool that selects the trainable parameters;
+        None: all.
     """
 
     names: AxisNames
@@ -89,12 +88,12 @@ class Calls:
 
     @property
     def has_modes(self) -> bool:
-        """True where Linen modules differ between training and evaluation."""
+        """Whether Linen modules differ between training and evaluation."""
         return bool(self.rngs or self.mutable)
 
     @contextlib.contextmanager
     def run(self, is_training: bool) -> Iterator[None]:
-        """Run modules in a mode."""
+        """Return a context that runs modules in training or evaluation mode."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.names.while_run())
             if self.has_modes:
@@ -103,8 +102,8 @@ class Calls:
                 yield
             except flax.errors.ModifyScopeVariableError as e:
                 raise ValueError(
-                    "a Linen module updates a collection in its calls, which is then state: list it in from_flax(..., mutable="
-                    f"('batch_stats',)); it is {self.mutable}. {e}"
+                    "a Linen module updates a collection in its calls, which makes it state: list "
+                    f"it in from_flax(..., mutable=('batch_stats',)); it is {self.mutable}. {e}"
                 ) from e
 
     def _train(self, call: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -115,8 +114,8 @@ class Calls:
             is_open = bound.arguments.get(name) is None and not isinstance(
                 getattr(context.module, name, None), bool
             )
-            # A default that is written stays, where the model draws and updates nothing that the
-            # other mode would need.
+            # An explicit default is kept if the model draws and updates nothing that the other
+            # mode would need.
             needs = {
                 "deterministic": "dropout" in self.rngs,
                 "use_running_average": "batch_stats" in self.mutable,
@@ -135,7 +134,7 @@ def _evaluate(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
             if name not in attributes:
                 bound.arguments[name] = EVALUATES[name]
         args, kwargs = bound.args, bound.kwargs
-    # A module's attributes are frozen; these are set back when the call is over.
+    # A module's attributes are frozen, so they are set by force, and restored after the call.
     try:
         for name in attributes:
             object.__setattr__(context.module, name, EVALUATES[name])
@@ -146,8 +145,8 @@ def _evaluate(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
 
 
 def _bound(context: Any, args: Any, kwargs: Any) -> inspect.BoundArguments | None:
-    """Return the arguments of an intercepted call by name, or None where no argument is a mode."""
-    function = context.orig_method.func  # of the partial that holds the module
+    """Return the arguments of an intercepted call by name, or None if no argument is a mode."""
+    function = context.orig_method.func  # orig_method is a partial that holds the module
     if not _modes_of(function):
         return None
     bound = inspect.signature(function).bind_partial(None, *args, **kwargs)
@@ -157,7 +156,7 @@ def _bound(context: Any, args: Any, kwargs: Any) -> inspect.BoundArguments | Non
 
 @functools.cache
 def _modes_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the arguments of a method that say whether it trains, and their defaults."""
+    """Return the arguments of a method that select its mode, with their defaults."""
     parameters = inspect.signature(function).parameters
     return {
         name: p.default
@@ -172,13 +171,14 @@ def _fields_of(module: type[nn.Module]) -> tuple[str, ...]:
 
 
 def without_key(key: jax.Array | None) -> jax.Array:
-    """Return the key that streams are made of: in evaluation, where there is none, always the same."""
+    """Return the key that streams are created from; a constant in evaluation, which has no key."""
     return jax.random.key(0) if key is None else key
 
 
 def without_variables(out: Any) -> Any:
-    """Return what a loss or a module returned, with plain dicts instead of NNX's states and arrays
-    instead of Variables.
+    """Return the output of a loss or a module without NNX types.
+
+    States become plain dicts, and Variables become arrays.
     """
 
     def is_nnx(node: Any) -> bool:

@@ -1,11 +1,13 @@
-"""A Linen module taken apart: its variables, and the module that they are bound to.
+"""Split a Linen module into its variables and the module that they are bound to.
 
     params       the collection "params"
-    state        every other collection that `init` makes; calls update those listed in `mutable`, the rest rides along
-    sown         collections listed in `sown`: each call makes them anew, the loss may read them, and then they are gone
+    state        every other collection that `init` creates; calls update the collections in
+                 `mutable`, and the others stay unchanged
+    sown         collections in `sown`: each call creates them, the loss may read them, and they are
+                 then discarded
 
-Linen shapes parameters by a call, so an example batch is needed. It may be abstract: zeros of its
-  shapes are traced.
+Linen finds the shapes of parameters by a call, so an example batch is needed. It may be abstract:
+zeros of its shapes are traced.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,6 +38,7 @@ class LinenPart:
         args: Sequence[Any],
         calls: Calls,
     ) -> None:
+        """Trace the module's init with the example `args`."""
         self.name, self.module, self.use, self.args, self.calls = name, module, use, args, calls
         self.stochastic = calls.has_modes
         with calls.names.while_made():
@@ -44,8 +47,8 @@ class LinenPart:
         self.collections = tuple(sorted(set(variables) - {"params", *calls.sown}))
         if OVERWRITTEN in self.collections and name != "module":
             raise ValueError(
-                f"{name} holds {OVERWRITTEN!r}, which is replaced by its gradient: that is done for a whole model, "
-                "from_flax(module, loss), and not for the layered form"
+                f"{name} holds {OVERWRITTEN!r}, which is replaced by its gradient: only a full "
+                "model, from_flax(module, loss), supports this, not the layered form"
             )
         self.init_state = self._init_state if self.collections else None
         boxed = variables.get("params", {})
@@ -54,10 +57,10 @@ class LinenPart:
         if calls.trainable is not None:
             self.frozen = jax.tree_util.tree_map_with_path(self._is_frozen, nn.unbox(boxed))
         self.tiles: Any = False
-        # Linen parameters carry no mark like that of NNX's tiled layers, so the stacks are found by
-        # tracing.
+        # Unlike NNX's tiled layers, Linen parameters carry no mark, so stacks of tiles are found
+        # by tracing.
         if name in ("block", "module"):
-            # Of numpy int64 int32: jax 0.12 warns of abstract arrays that it would narrow.
+            # E.g. numpy's int64 to int32: jax 0.12 warns of abstract arrays that it would narrow.
             canonical = partial(jax.dtypes.canonicalize_dtype, allow_extended_dtype=True)
             args = jax.tree.map(
                 lambda a: jax.ShapeDtypeStruct(a.shape, canonical(a.dtype)), tuple(self.args)
@@ -78,8 +81,9 @@ class LinenPart:
             return not self.calls.trainable(names, leaf)
         except TypeError as e:
             raise ValueError(
-                f"{self.name} is a Linen module, whose parameters are of one kind: trainable must be a function of "
-                f"(path, value), got {self.calls.trainable!r}, which failed for {names}: {e}"
+                f"{self.name} is a Linen module, whose parameters are all of one kind: trainable "
+                f"must be a function of (path, value), got {self.calls.trainable!r}, which failed "
+                f"for {names}: {e}"
             ) from e
 
     def _spec(self, path: Any, boxed: Any) -> PartitionSpec:
@@ -102,6 +106,7 @@ class LinenPart:
             return nn.init(self.use, self.module)(keys, *args)
 
     def init(self, key: jax.Array) -> Any:
+        """Create the parameters, a nested dict."""
         with self.calls.names.while_made():
             return nn.unbox(self._variables(key).get("params", {}))
 
@@ -111,6 +116,7 @@ class LinenPart:
         return nn.unbox({c: variables[c] for c in self.collections})
 
     def bind(self, params: Any, key: jax.Array | None, state: Any = None) -> nn.Module:
+        """Return the module bound to params and state, with random streams if there is a key."""
         calls = self.calls
         keys = (
             None
@@ -123,11 +129,11 @@ class LinenPart:
         )
 
     def state_of(self, module: nn.Module) -> Any:
-        """Return the state of a module after its calls."""
+        """Return the state of a module after it was called."""
         return flax.core.unfreeze({c: module.variables[c] for c in self.collections})
 
     def arguments(self, key: jax.Array | None) -> dict[str, Any]:
-        """Return what the module is called with beside its input: nothing."""
+        """Return keyword arguments for a call: none."""
         del key
         return {}
 

@@ -1,16 +1,15 @@
-"""An NNX module taken apart: parameters, state, random streams, constants, and the graph that puts
-them together.
+"""Split an NNX module into parameters, state, random streams, constants, and a graph to merge them.
 
-    graph        of either mode
+    graph        one for training and one for evaluation
     params       floating nnx.Param, and the kinds of Variable that `trainable` names
     streams      nnx.RngState
     state        every other Variable: statistics, counters, tables, integer parameters
     constants    plain arrays
 
-The module is made while tracing, so nothing of it is held; `init` makes its parameters where they
-rest. A call puts a module together from the parameters and the state that it is given, with streams
-made of the key of its step. Variables that the call makes, such as those of `sow`, are no state:
-the loss may read them, and then they are gone.
+The module is built while tracing, so none of its arrays are kept; `init` creates its parameters
+where they are stored. A call merges a module from the parameters and the state that are passed in,
+with streams created from the key of the step. Variables created during the call, for example by
+`sow`, are not state: the loss may read them, and they are then discarded.
 """
 
 import inspect
@@ -28,13 +27,14 @@ from zerojax.models.traced_init import TracedInit
 
 
 class NnxPart:
-    """An NNX module and what it is made of."""
+    """An NNX module and its parts."""
 
     collections = ()
 
     def __init__(self, name: str, make: Callable[[nnx.Rngs], nnx.Module], calls: Calls) -> None:
+        """Trace `make` and split the module that it returns."""
         self.name, self.make, self.names = name, make, calls.names
-        # A kind of Variable that the user asks to train is one of parameters.
+        # If the user asks to train a kind of Variable, its floating arrays are parameters.
         filters = (
             calls.trainable if isinstance(calls.trainable, tuple | list) else (calls.trainable,)
         )
@@ -45,22 +45,22 @@ class NnxPart:
             module = self._made(nnx.Rngs(key))
             methods.append(type(module).__call__ if callable(module) else None)
             graph, *states = nnx.split(module, self._is_param, nnx.RngState, _is_variable, ...)
-            # A traced function returns arrays alone, and graph definitions are none. Modes are set
-            # on copies: the module may be one that the user holds.
+            # A traced function can only return arrays, so graph definitions are appended to a list.
+            # Modes are set on copies, because the user may hold the module itself.
             for mode in ("train", "eval"):
                 copy = nnx.merge(graph, *states)
                 getattr(copy, mode)()
                 graphs.append(nnx.graphdef(copy))
             return states
 
-        # With eager sharding NNX constrains each annotated array to the mesh in scope; the step
-        # chooses shardings itself.
+        # With eager sharding, NNX would constrain each annotated array to the mesh in scope, but
+        # the step chooses the shardings.
         with nnx.use_eager_sharding(False), self.names.while_made():
             self._parts = TracedInit(parts)
             self.abstract, self.streams, self.abstract_state, rest = self._parts.abstract
             self.train_graph, self.eval_graph = graphs[:2]
             if jax.tree.leaves(rest):
-                # Only what is returned is computed, so the parameters are not made here.
+                # Only the returned constants are computed, so no parameters are created here.
                 rest = jax.jit(lambda: self._parts(jax.random.key(0))[3])()
             self.constants = jax.tree.map(np.asarray, rest)
         self._state_paths = frozenset(path for path, _ in nnx.to_flat_state(self.abstract_state))
@@ -72,7 +72,7 @@ class NnxPart:
         self._takes_rngs = methods[0] is not None and _takes_rngs(
             methods[0], has_modes and not has_streams
         )
-        # The key is what tells a step from an evaluation, so a module with two modes needs one.
+        # Only the key distinguishes training from evaluation, so a module with two modes needs one.
         self.stochastic = has_streams or has_modes or self._takes_rngs
         tree = jax.tree.structure(nnx.to_pure_dict(self.abstract))
         flat = nnx.to_flat_state(self.abstract)
@@ -87,17 +87,17 @@ class NnxPart:
         )
 
     def _frozen(self, flat: Any, trainable: Any) -> list[bool]:
-        """Return what is not trained of parameters with their paths."""
+        """Return whether each parameter is frozen, given the parameters with their paths."""
         try:
             is_trained = nnx.filterlib.to_predicate(trainable)
             return [not is_trained(path, variable) for path, variable in flat]
-        except Exception as e:  # the user's function: whatever it raises
+        except Exception as e:  # the user's function may raise anything
             what = getattr(
                 trainable, "__name__", type(trainable).__name__
-            )  # NNX cannot print what is no filter
+            )  # NNX cannot print an object that is not a filter
             raise ValueError(
-                f"trainable must be a filter of NNX, such as nnx.LoRAParam, or a function (path, value) -> bool; {what!r} "
-                f"failed for the parameters of {self.name}: {e}"
+                "trainable must be a filter of NNX, such as nnx.LoRAParam, or a function (path, "
+                f"value) -> bool; {what!r} failed for the parameters of {self.name}: {e}"
             ) from e
 
     def _is_param(self, path: Any, value: Any) -> bool:
@@ -110,15 +110,15 @@ class NnxPart:
         annotated = metadata.get("out_sharding") or ()
         names = getattr(
             getattr(annotated, "sharding", annotated), "spec", annotated
-        )  # of a Format, a NamedSharding, or names
+        )  # from a Format, a NamedSharding, or names
         return self.names.spec(
             f"{self.name}.{'.'.join(map(str, path))}", names, metadata.get("sharding_rules")
         )
 
     def _made(self, rngs: nnx.Rngs) -> nnx.Module:
-        """Make the module.
+        """Build the module.
 
-        Arrays that it holds as plain attributes become constants, also when made while tracing.
+        Arrays in plain attributes become constants, even if they are created while tracing.
         """
         try:
             module = self.make(rngs)
@@ -128,10 +128,10 @@ class NnxPart:
             ) from e
         if not isinstance(module, nnx.Module):
             raise ValueError(
-                f"{self.name} must be a function rngs -> nnx.Module, but it returned {type(module).__name__}"
+                f"{self.name} must be a function rngs -> nnx.Module, but it returned "
+                f"{type(module).__name__}"
             )
-        # nnx.data tells NNX that an attribute holds arrays, so that `split` returns it with the
-        # state.
+        # nnx.data marks an attribute as holding arrays, so that `split` returns it with the state.
         for _, node in list(nnx.iter_graph(module)):
             if isinstance(node, nnx.Module):
                 for attribute, value in list(vars(node).items()):
@@ -140,6 +140,7 @@ class NnxPart:
         return module
 
     def init(self, key: jax.Array) -> Any:
+        """Create the parameters, a nested dict."""
         params, *_ = self._made_with(key)
         return nnx.to_pure_dict(params)
 
@@ -152,6 +153,7 @@ class NnxPart:
             return self._parts(key)
 
     def bind(self, params: Any, key: jax.Array | None, state: Any = None) -> nnx.Module:
+        """Return the module with these parameters and state, in training mode if there is a key."""
         # A plain dict has the leaves of NNX's state, in the same order.
         filled = (
             jax.tree.unflatten(jax.tree.structure(abstract), jax.tree.leaves(leaves))
@@ -164,11 +166,11 @@ class NnxPart:
         )
 
     def state_of(self, module: nnx.Module) -> Any:
-        """Return the state of a module after its calls."""
+        """Return the state of a module after it was called."""
         return nnx.to_pure_dict(nnx.state(module, lambda path, _: path in self._state_paths))
 
     def arguments(self, key: jax.Array | None) -> dict[str, Any]:
-        """Return what the module is called with beside its input: random streams, if it takes some."""
+        """Return keyword arguments for a call: random streams, if the module takes them."""
         return (
             {"rngs": nnx.Rngs(jax.random.fold_in(without_key(key), CALL_STREAM))}
             if self._takes_rngs
@@ -176,9 +178,7 @@ class NnxPart:
         )
 
     def _streams(self, key: jax.Array | None) -> Any:
-        """Return the random streams reset: the i-th stream's key is a function of (key, i), its
-        count is 0.
-        """
+        """Return reset random streams: the i-th key depends on (key, i), all counts are 0."""
         base = without_key(key)
         leaves, treedef = jax.tree.flatten(self.streams)
 
@@ -188,22 +188,24 @@ class NnxPart:
             one = jax.random.fold_in(base, i)
             return (
                 jax.random.split(one, leaf.shape) if leaf.shape else one
-            )  # layers stacked by nnx.vmap: a key each
+            )  # layers stacked by nnx.vmap have one key each
 
         return jax.tree.unflatten(treedef, [fresh(i, leaf) for i, leaf in enumerate(leaves)])
 
 
 def _takes_rngs(call: Callable[..., Any], needs_some: bool) -> bool:
-    """Return whether a module is called with `rngs`: it must be, or it may be and draws from none
-    of its own.
+    """Return whether to pass `rngs`: it is required, or optional and the module needs some.
+
+    The module needs some if it has two modes and no streams of its own.
     """
     argument = inspect.signature(call).parameters.get("rngs")
     return argument is not None and (argument.default is argument.empty or needs_some)
 
 
 def _tiles_of(variable: Any) -> bool | int:
-    """Return what `Model.tiles` tells of a parameter; a stack of modules, as `nnx.vmap` makes it,
-    is no stack of tiles.
+    """Return the value of `Model.tiles` for a parameter.
+
+    A stack of modules, as `nnx.vmap` creates it, is not a stack of tiles.
     """
     in_tiles, ndim = variable.get_metadata().get("tiles", (False, 0))
     return in_tiles if len(variable.shape) == ndim else False

@@ -1,12 +1,11 @@
-"""Which leaves of a model are trained, and which are frozen: weights that a step reads and never
-writes.
+"""Trainable and frozen leaves of a model. A step reads frozen leaves and never writes them.
 
-    frozen = what `model.frozen` names, and every leaf of integers or booleans, for which there is
-    no derivative
+    frozen = the leaves that `model.frozen` marks, and all integer or boolean leaves, which have no
+    derivative
 
-A tree of the leaves of one kind has the structure of the parameters, with None in the place of
-those of the other. So a path stays what it was, and a mask, or a function that labels paths, means
-the same to the optimizer, which sees the trained leaves alone.
+A tree of one kind of leaves has the structure of the parameters, with None in place of the leaves
+of the other kind. Paths therefore stay the same, so a mask, or a function that labels paths, keeps
+its meaning for the optimizer, which sees only the trainable leaves.
 """
 
 from collections.abc import Mapping
@@ -19,16 +18,20 @@ import numpy as np
 from zerojax.models.model import BLOCKS, LayeredModel, Model, Params, of_every_stack
 
 _PARTS = {"embed": "embed", "block": BLOCKS, "head": "head"}
-"""The keys of `LayeredModel.frozen`, and those of its parameter tree."""
+"""Keys of `LayeredModel.frozen`, with the corresponding keys of the parameter tree."""
 
 
 def frozen_flags(model: Model | LayeredModel, abstract_params: Params) -> Any:
-    """Return a tree of bool over the parameters: which are frozen.
+    """Return a tree of bool over the parameters: True for frozen leaves.
+
+    Args:
+      model: model with `frozen`.
+      abstract_params: parameters, abstract or not.
 
     Raises:
       ValueError: there are no parameters, or none to train; a leaf is neither floating, integer nor
-        boolean; or `model.frozen` has another structure than the parameters, or holds something
-        else than bool.
+        boolean; or `model.frozen` does not have the structure of the parameters, or holds a leaf
+        that is not a bool.
     """
     leaves = jax.tree_util.tree_flatten_with_path(abstract_params)[0]
     if not leaves:
@@ -45,8 +48,8 @@ def frozen_flags(model: Model | LayeredModel, abstract_params: Params) -> Any:
         if kind is None
     ]:
         raise ValueError(
-            f"parameters must be floating, or integers or booleans, which are frozen; but {', '.join(wrong)} are not: keep "
-            "such arrays out of the tree"
+            "parameters must be floating, or integers or booleans, which are frozen; but "
+            f"{', '.join(wrong)} are not: keep such arrays out of the tree"
         )
     flags = _named(model, abstract_params)
     for name, flag in zip(names, flags, strict=True):
@@ -57,30 +60,33 @@ def frozen_flags(model: Model | LayeredModel, abstract_params: Params) -> Any:
     ]
     if all(flags):
         raise ValueError(
-            f"all {len(flags)} parameter leaves are frozen, so that nothing is left to train: `frozen` of the model is True, "
-            "or names every floating leaf"
+            f"all {len(flags)} parameter leaves are frozen, so nothing is left to train: `frozen` "
+            "of the model is True, or marks every floating leaf"
         )
     return jax.tree.unflatten(jax.tree.structure(abstract_params), flags)
 
 
 def _named(model: Model | LayeredModel, params: Params) -> list[Any]:
-    """Return what `model.frozen` says of each leaf."""
+    """Return the value of `model.frozen` for each leaf."""
     frozen = False if model.frozen is None else model.frozen
     if isinstance(model, LayeredModel) and isinstance(frozen, Mapping):
         if unknown := sorted(set(frozen) - set(_PARTS), key=str):
-            raise ValueError(f"frozen has keys {unknown}: they may be 'embed', 'block' and 'head'")
+            raise ValueError(
+                f"frozen has keys {unknown}: only 'embed', 'block' and 'head' are allowed"
+            )
         frozen = {key: frozen.get(part, False) for part, key in _PARTS.items()}
         frozen[BLOCKS] = of_every_stack(model, frozen[BLOCKS], False)
     elif isinstance(model, LayeredModel) and not isinstance(frozen, bool):
         raise ValueError(
-            f"frozen={frozen!r}: a dict with some of the keys 'embed', 'block' and 'head' is needed, or one bool"
+            f"frozen={frozen!r}: a bool is needed, or a dict with some of the keys 'embed', "
+            "'block' and 'head'"
         )
     try:
-        # A flag of the prefix stands for every leaf below it.
+        # A flag of the prefix applies to every leaf below it.
         flags = jax.tree.map(lambda flag, sub: jax.tree.map(lambda _: flag, sub), frozen, params)
     except (ValueError, TypeError, AttributeError) as e:
         raise ValueError(
-            "frozen must mirror the parameters (those of one layer for 'block', which are 'blocks' here), or be a prefix of "
-            f"them: {e}"
+            "frozen must mirror the parameters (for 'block', which is 'blocks' here, the "
+            f"parameters of one layer), or be a prefix of their tree: {e}"
         ) from e
     return jax.tree.leaves(flags)

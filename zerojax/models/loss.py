@@ -1,18 +1,19 @@
-"""What a loss returns, in one form: a total, the weight that it is divided by, and metrics beside
-it.
+"""Losses in one form: a total, the weight that it is divided by, and metrics.
 
-    loss of a step = sum(total) / sum(weight)        over microbatches, layers and devices; divided once
+    loss of a step = sum(total) / sum(weight)    over microbatches, layers and devices; divided once
 
-So a token counts alike however a batch is split, also where masks leave more of them in one
-microbatch than in another. A scalar is a mean already, and microbatches count alike: their losses
-are averaged. Metrics are averaged in the same way, or are a `Loss` each, and are divided by a
-weight of their own.
+So each token counts equally however a batch is split, even if masks leave more tokens in one
+microbatch than in another. A scalar is already a mean: the losses of microbatches are averaged with
+equal weights. Metrics are averaged in the same way, unless a metric is a `Loss`, which is divided
+by its own weight.
 
-A metric whose name begins with "fault/" says what is wrong with the batch, such as the share of its
-tokens that are out of range. Where one is not 0 the loss becomes NaN, with all of its gradient, so
-that the step is skipped wherever its state is:
+A metric whose name begins with "fault/" shows what is wrong with the batch, such as the fraction of
+tokens that are out of range. If it is not 0, the loss and all of its gradient become NaN, so that
+the step is skipped wherever its state is stored:
 
-    total -> total * NaN        a factor, and no choice: the derivative of a value that is not chosen would be 0
+    total -> total * NaN
+
+A factor is used instead of a select, because the derivative of a value that is not selected is 0.
 """
 
 import dataclasses
@@ -29,22 +30,22 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """A loss as a sum and its weight; what a model's loss, head or block may return.
+    """A loss as a sum and its weight; a model's loss, head or block may return it.
 
-        zj.Loss(jnp.sum(mask * cross_entropy), jnp.sum(mask), {"accuracy": zj.Loss(num_correct,
-        jnp.sum(mask))})
+        zj.Loss(jnp.sum(mask * cross_entropy), jnp.sum(mask),
+                {"accuracy": zj.Loss(num_correct, jnp.sum(mask))})
 
     Attributes:
-      total: f[], summed over whatever the weight counts. Of a block: what it adds to the loss, a
-        mean.
-      weight: f[], not negative, such as the number of tokens that count; a constant to the
-        derivative. None: `total` is a mean, and microbatches count alike. Where all weights are 0
-        the loss is 0, and so is its gradient: the optimizer still makes a step, with what it
-        decays.
-      metrics: by name, a tree of arrays, averaged over microbatches (and layers, of a block), each
-        a `Loss` of its own where another weight applies. One whose name begins with "fault/" is a
-        check of the batch: where it is not 0 the step is skipped, and `program.step` logs a warning
-        with the name and the number.
+      total: f[], sum over everything that the weight counts. For a block: its addition to the loss,
+        a mean.
+      weight: f[], not negative, such as the number of tokens that count; a constant for the
+        derivative. None: `total` is a mean, and microbatches count equally. If all weights are 0,
+        the loss and its gradient are 0: the optimizer still makes a step, which applies weight
+        decay.
+      metrics: trees of arrays by name, averaged over microbatches (and, for a block, over layers).
+        An array may be replaced by a `Loss` with its own weight. A name that begins with "fault/"
+        marks a check of the batch: if it is not 0, the step is skipped, and `program.step` logs a
+        warning with the name and the number.
     """
 
     total: Any
@@ -53,19 +54,19 @@ class Loss:
 
 
 FAULT = "fault/"
-"""What the names of metrics begin with that are 0 unless the batch is wrong."""
+"""Prefix of the names of metrics that are 0 unless the batch is wrong."""
 Metrics = dict[str, Any]
-"""By name, trees of `Loss`, each with its weight: what is summed before it is divided."""
+"""Trees of `Loss` by name, each with its weight: they are summed before they are divided."""
 
 
 class Terms(NamedTuple):
-    """The loss of one microbatch, its parts not divided yet.
+    """The loss of one microbatch, whose parts are not divided yet.
 
     Attributes:
-      total: f[].
-      weight: f32[], or None where the total is a mean.
-      added: f[], the mean that blocks add, or None.
-      metrics: of all parts.
+      total: f[], sum or mean of the loss.
+      weight: f32[], or None if the total is a mean.
+      added: f[], mean that the blocks add, or None.
+      metrics: metrics of all parts.
     """
 
     total: Array
@@ -74,11 +75,11 @@ class Terms(NamedTuple):
     metrics: Metrics
 
     def value(self, whole: Array | None = None, count: int = 1) -> Array:
-        """Return the loss, f32[]; the mean of it over `count` microbatches is that of the step.
+        """Return the loss, f32[]; its mean over `count` microbatches is the loss of the step.
 
         Args:
-          whole: the weight of all microbatches together; by default there is one microbatch.
-          count: microbatches.
+          whole: weight of all microbatches together; None: there is only this microbatch.
+          count: number of microbatches.
         """
         total = self.total.astype(jnp.float32)
         if self.weight is not None:
@@ -89,19 +90,19 @@ class Terms(NamedTuple):
 
 
 def as_loss(out: Any, what: str = "the loss") -> Loss:
-    """Return what a loss returned as a Loss whose metrics are each a Loss with a weight.
+    """Return the output of a loss function as a Loss, in which each metric is a weighted Loss.
 
     Args:
-      out: a scalar, (scalar, aux), or a Loss.
-      what: returned it, for errors.
+      out: scalar, (scalar, aux), or Loss.
+      what: description of the function, for errors.
 
     Raises:
-      ValueError: it is something else.
+      ValueError: `out` is something else.
     """
     if isinstance(out, tuple) and len(out) == 2 and not isinstance(out[0], tuple | list | Mapping):
         if isinstance(out[0], Loss):
             raise ValueError(
-                f"{what} returned (zj.Loss, aux): metrics of a zj.Loss are its third field"
+                f"{what} returned (zj.Loss, aux): pass aux as the third field of zj.Loss, metrics"
             )
         aux = {} if out[1] is None else out[1]
         is_named = isinstance(aux, Mapping) and all(isinstance(name, str) for name in aux)
@@ -110,8 +111,9 @@ def as_loss(out: Any, what: str = "the loss") -> Loss:
         leaves = jax.tree.leaves(out)
         if len(leaves) != 1 or leaves[0] is not out:
             raise ValueError(
-                f"{what} must be one scalar, (scalar, aux) or a zj.Loss, got {jax.tree.structure(out)}; return the mean loss "
-                "alone, or with a tree of metrics beside it"
+                f"{what} must be one scalar, (scalar, aux) or a zj.Loss, got "
+                f"{jax.tree.structure(out)}; return only the mean loss, or with it a tree of "
+                "metrics"
             )
         out = Loss(out)
     _check_scalar(out.total, what)
@@ -138,23 +140,21 @@ def as_loss(out: Any, what: str = "the loss") -> Loss:
 
 
 def _without_faults(loss: Loss) -> Loss:
-    """Return a loss that is NaN where one of its metrics finds a fault."""
+    """Return a loss that is NaN if one of its metrics finds a fault."""
     has_fault = any_fault(loss.metrics)
     if has_fault is None:
         return loss
     total = loss.total * jnp.where(has_fault, jnp.nan, 1).astype(loss.total.dtype)
     if loss.weight is None:
         return dataclasses.replace(loss, total=total)
-    # A weight of 0 would make the loss 0 again.
+    # With a weight of 0, the loss would be 0 again.
     return dataclasses.replace(
         loss, total=total, weight=jnp.where(has_fault, jnp.maximum(loss.weight, 1), loss.weight)
     )
 
 
 def any_fault(metrics: Mapping[str, Any]) -> Array | None:
-    """Return whether a batch has a fault, bool[], by metrics that are not divided yet; None where
-    none of them is a fault.
-    """
+    """Return whether undivided metrics show a fault, bool[]; None if none is a fault check."""
     faults, _ = split_faults(metrics)
     totals = [
         loss.total for loss in jax.tree.leaves(faults, is_leaf=lambda node: isinstance(node, Loss))
@@ -163,7 +163,7 @@ def any_fault(metrics: Mapping[str, Any]) -> Array | None:
 
 
 def split_faults(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the metrics that are faults of a batch, and the others."""
+    """Return (metrics that are faults of a batch, all other metrics)."""
     faults = {name: value for name, value in metrics.items() if name.startswith(FAULT)}
     return faults, {name: value for name, value in metrics.items() if name not in faults}
 
@@ -171,7 +171,8 @@ def split_faults(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
 def _check_scalar(out: Any, what: str) -> None:
     if not hasattr(out, "shape") or not hasattr(out, "dtype"):
         raise ValueError(
-            f"{what} must be an array computed from the parameters, got {type(out).__name__} {out!r}"
+            f"{what} must be an array computed from the parameters, got {type(out).__name__} "
+            f"{out!r}"
         )
     if out.shape != () or not jnp.issubdtype(out.dtype, jnp.floating):
         raise ValueError(
@@ -183,7 +184,7 @@ def _weighed(a: Any, name: str) -> Loss:
     """Return a metric as a Loss with a weight."""
     if isinstance(a, Loss) and jax.tree.leaves(a.metrics):
         raise ValueError(
-            f"metric {name!r} is a zj.Loss with metrics of its own: name these beside it"
+            f"metric {name!r} is a zj.Loss with metrics of its own: list these next to it instead"
         )
     total, weight = (a.total, a.weight) if isinstance(a, Loss) else (a, None)
 
@@ -195,23 +196,21 @@ def _weighed(a: Any, name: str) -> Loss:
             or jnp.issubdtype(dtype, jnp.floating)
         ):
             raise ValueError(
-                f"metric {name!r} must be of real numbers, which are averaged, got {dtype}"
+                f"metric {name!r} must hold real numbers, which are averaged, got {dtype}"
             )
-        # Metrics are read and not trained on: nothing of them is kept for backward.
+        # Metrics are not differentiated, so nothing is saved for backward.
         return jax.lax.stop_gradient(jnp.asarray(value, jnp.float32))
 
     return Loss(number(total), number(1.0 if weight is None else weight))
 
 
 def quotient(total: Array, weight: Array) -> Array:
-    """Return total / weight; 0 where the weight is 0, and so is the derivative: what has no weight
-    counts for nothing.
-    """
+    """Return total / weight, or 0 with a derivative of 0 if the weight is 0."""
     return jnp.where(weight == 0, 0, total) / jnp.where(weight == 0, 1, weight)
 
 
 def summed(stacked: Any) -> Any:
-    """Return the sum over dim 0 of a tree of metrics: over layers or microbatches."""
+    """Return the sum of a tree of metrics over dim 0, the layers or microbatches."""
     return jax.tree.map(lambda a: jnp.sum(a, 0), stacked)
 
 
@@ -219,21 +218,22 @@ def joined(first: Metrics, second: Metrics) -> Metrics:
     """Return the metrics of a loss and of its blocks.
 
     Raises:
-      ValueError: both name one.
+      ValueError: both have a metric of the same name.
     """
     if both := sorted(set(first) & set(second)):
         raise ValueError(
-            f"the loss and the blocks both give metrics {both}: choose other names for one of them"
+            f"the loss and the blocks both return metrics {both}: rename them in one of the two"
         )
     return {**first, **second}
 
 
 def together(added: Sequence["Loss | None"]) -> "Loss | None":
-    """Return what several stacks of blocks add to a loss: a metric that more than one has is
-    averaged over the layers of all.
+    """Return the additions of several stacks of blocks to a loss, combined.
+
+    A metric that several stacks have is averaged over the layers of all these stacks.
 
     Raises:
-      ValueError: such a metric is another tree, or has other shapes, in each.
+      ValueError: such a metric has another structure or other shapes in each stack.
     """
     given = [loss for loss in added if loss is not None]
     if len(given) < 2:
@@ -244,7 +244,8 @@ def together(added: Sequence["Loss | None"]) -> "Loss | None":
             shapes = [jax.tree.map(jnp.shape, tree) for tree in (metrics.get(name, value), value)]
             if shapes[0] != shapes[1]:
                 raise ValueError(
-                    f"stacks give metric {name!r} in different shapes, {shapes}: choose other names for one of them"
+                    f"stacks return metric {name!r} in different shapes, {shapes}: rename it in "
+                    "one of them"
                 )
             metrics[name] = (
                 jax.tree.map(jnp.add, metrics[name], value) if name in metrics else value
@@ -253,7 +254,7 @@ def together(added: Sequence["Loss | None"]) -> "Loss | None":
 
 
 def divided(metrics: Metrics) -> dict[str, Any]:
-    """Return metrics as users read them: each divided by its weight."""
+    """Return metrics as users read them, each divided by its weight."""
     return jax.tree.map(
         lambda m: quotient(m.total, m.weight), metrics, is_leaf=lambda node: isinstance(node, Loss)
     )

@@ -1,12 +1,12 @@
-"""A model as one function of parameters, batch, key and state, whichever form it has.
+"""Any model as a function of parameters, batch, key and state.
 
     objective(params, batch, key, state) -> (terms of the loss, new state)
 
-Users' functions return a scalar, (scalar, aux) or a `Loss`, and take a state only where the model
-has one. The functions `call_...` here hide that from the steps. A block's `Given` is what it reads
-besides parameters, activations and key:
+Users' functions return a scalar, (scalar, aux) or a `Loss`, and take a state only if the model has
+one. The functions `call_...` here hide these differences from the steps. A block's `Given` is what
+it reads in addition to parameters, activations and key:
 
-    context    of the batch, the same for every layer
+    context    part of the batch, the same for every layer
     layer      this layer's slice of `per_layer`
     state      this layer's slice of the blocks' state
 """
@@ -35,25 +35,24 @@ from zerojax.models.model import (
 
 Array = jax.Array
 State = Any
-"""State that is not trained, of a model or of one of its parts; None where there is none."""
+"""Untrained state of a model or of one of its parts; None if there is none."""
 Objective = Callable[[Params, Batch, Key, State], tuple[Terms, State]]
 Region = Callable[[Callable[..., Any], str], Callable[..., Any]]
-"""`region(function, stack)`: a function with the same values, which keeps other things for its
-derivative.
-"""
+"""`region(function, stack)` returns the same function with other values saved for backward."""
 OVERWRITTEN = "_overwrite_with_gradient"
-"""The key, in a model's state, of what is replaced by its gradient: scales of 8-bit floats, as Flax
-names them.
+"""Key, in a model's state, of values that are replaced by their gradients.
+
+These are the scales of 8-bit floats, under Flax's name.
 """
 
 
 class Given(NamedTuple):
-    """What a block reads besides its parameters, its input and its key.
+    """A block's inputs in addition to its parameters, activations and key.
 
     Attributes:
       context: `model.context(batch)`, or None.
-      layer: the slice of `model.per_layer`, or None.
-      state: the slice of the blocks' state, or None.
+      layer: slice of `model.per_layer`, or None.
+      state: slice of the blocks' state, or None.
     """
 
     context: Any = None
@@ -62,12 +61,12 @@ class Given(NamedTuple):
 
 
 class BlockOutput(NamedTuple):
-    """What a block returned.
+    """The output of a block.
 
     Attributes:
       x: activations.
-      loss: what it adds to the loss, and its metrics; or None.
-      state: of the blocks, or None.
+      loss: the block's addition to the loss, and its metrics; or None.
+      state: new state of the block, or None.
     """
 
     x: Any
@@ -76,21 +75,21 @@ class BlockOutput(NamedTuple):
 
 
 def call_block(model: LayeredModel, p: Params, x: Any, key: Key, given: Given) -> BlockOutput:
-    """Run one block."""
+    """Run one block on activations `x`, with the parameters `p` of one layer."""
     args = (given.context, given.layer) if takes_context(model) else ()
     has_state = "block" in (model.init_state or {})
     out = model.block(p, x, key, *args, *((given.state,) if has_state else ()))
     out, state = _with_state(out, given.state, "a block") if has_state else (out, None)
-    # A tuple of two may also be x itself: a Loss is never part of that.
+    # Activations may themselves be a tuple of two, but never contain a Loss.
     if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Loss)):
         return BlockOutput(out, None, state)
     if out[1].weight is not None:
         raise ValueError(
-            "a block's zj.Loss has a weight: what a block adds to the loss is a mean, and is averaged over microbatches; "
-            "leave weight=None, and divide the total by it"
+            "a block's zj.Loss has a weight, but its addition to the loss must be a mean, which is "
+            "averaged over microbatches: leave weight=None, and divide the total by the weight"
         )
     total = out[1].total
-    # A block that has metrics alone adds a plain 0.
+    # A block with only metrics adds a plain 0.
     added = (
         dataclasses.replace(out[1], total=jnp.float32(total))
         if isinstance(total, int | float)
@@ -102,7 +101,7 @@ def call_block(model: LayeredModel, p: Params, x: Any, key: Key, given: Given) -
 def call_embed(
     model: LayeredModel, p: Params, batch: Batch, key: Key, state: State
 ) -> tuple[Any, State]:
-    """Run the embedding; `state` is that of the ends, by name, and so is the one returned."""
+    """Run the embedding; return its output and the new state of embedding and head, by name."""
     if "embed" not in (model.init_state or {}):
         return model.embed(p, batch, key), state
     x, after = _with_state(model.embed(p, batch, key, state["embed"]), state["embed"], "embed")
@@ -112,8 +111,9 @@ def call_embed(
 def call_enter(
     model: LayeredModel, p_embed: Params, x: Any, batch: Batch, key: Key
 ) -> tuple[Any, Any]:
-    """Return the input of a stack's first block, and the context of its blocks; of a stack that has
-    an `enter`.
+    """Return the input of a stack's first block, and the context of its blocks.
+
+    The stack must have an `enter`.
     """
     assert model.enter is not None
     out = model.enter(p_embed, x, batch, key)
@@ -129,27 +129,27 @@ def call_enter(
 
 @contextlib.contextmanager
 def in_stack(name: str) -> Iterator[None]:
-    """Return a context whose errors say that they are of a stack, by its name; "" is the only one."""
+    """Return a context that adds the stack's name to errors; "" is the only stack."""
     try:
         yield
-    except Exception as error:  # also what users' functions raise
+    except Exception as error:  # users' functions may raise anything
         if name:
-            error.add_note(f"This is of stack {name!r}.")
+            error.add_note(f"This error is from stack {name!r}.")
         raise
 
 
 def call_context(model: LayeredModel, batch: Batch) -> Any:
-    """Return what all blocks read of a batch, or None."""
+    """Return what all blocks read of a batch, or None if the model has no context."""
     return (
         None if model.context is None else _arrays(model.context(batch), "the context of a model")
     )
 
 
 def _arrays(tree: Any, what: str) -> Any:
-    """Return a tree with its numbers as arrays.
+    """Return a tree whose numbers are converted to arrays.
 
     Raises:
-      ValueError: it holds something else.
+      ValueError: a leaf is not a number or an array.
     """
 
     def array(path: Any, leaf: Any) -> Array:
@@ -167,7 +167,7 @@ def _arrays(tree: Any, what: str) -> Any:
 def call_head(
     model: LayeredModel, p: Params, p_embed: Params, x: Any, batch: Batch, key: Key, state: State
 ) -> tuple[Loss, State]:
-    """Run the head; likewise."""
+    """Run the head; return its loss and the new state of embedding and head, by name."""
     if "head" not in (model.init_state or {}):
         return as_loss(model.head(p, p_embed, x, batch, key)), state
     loss, after = _with_state(model.head(p, p_embed, x, batch, key, state), state["head"], "head")
@@ -177,7 +177,7 @@ def call_head(
 def call_predict(
     model: LayeredModel, p: Params, p_embed: Params, x: Any, batch: Batch, state: State
 ) -> Any:
-    """Return what the head gives without a loss; `state` is that of the ends, by name."""
+    """Return the head's outputs without a loss; `state` holds embedding and head by name."""
     assert model.predict is not None
     return model.predict(
         p, p_embed, x, batch, *((state,) if "head" in (model.init_state or {}) else ())
@@ -185,12 +185,13 @@ def call_predict(
 
 
 def _with_state(out: Any, before: State, what: str) -> tuple[Any, State]:
-    """Return a result and the new state."""
+    """Return the result and the new state of a function, after checking the new state."""
     if not isinstance(out, tuple) or len(out) != 2:
         form = "((loss, aux), new state)" if what == "the loss" else "(result, new state)"
         got = f"a tuple of {len(out)}" if isinstance(out, tuple) else "something else"
         raise ValueError(
-            f"{what} must return (result, new state), such as {form}, since the model has init_state; got {got}"
+            f"{what} must return (result, new state), such as {form}, because the model has "
+            f"init_state; got {got}"
         )
     check_state(before, out[1], what)
     return out
@@ -208,11 +209,12 @@ def check_state(before: State, after: State, what: str) -> None:
     if old != new:
         names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
         changes = "; ".join(
-            f"{name}: {old.get(name, 'not there')} before, {new.get(name, 'not there')} after"
+            f"{name}: {old.get(name, 'not present')} before, {new.get(name, 'not present')} after"
             for name in names
         )
         raise ValueError(
-            f"{what} must return its state in the structure, shapes and dtypes in which it came, but {changes}"
+            f"{what} must return its state in the structure, shapes and dtypes that it got, but "
+            f"{changes}"
         )
 
 
@@ -222,13 +224,13 @@ def build_objective(
     region: Region = lambda f, stack: f,
     constrain: Callable[[Any], Any] = lambda x: x,
 ) -> Objective:
-    """Return the objective over whole parameters.
+    """Return the objective over unsharded parameters.
 
     Args:
-      model: the model.
-      region: applied to a layer of a LayeredModel, a function of (parameters, x, data ...), and the
-        name of its stack: what it keeps for backward.
-      constrain: applied to the activations at layer boundaries.
+      model: model to train.
+      region: wrapper of a layer of a LayeredModel, given the layer's function of (parameters, x,
+        data ...) and the name of its stack; it decides what is saved for backward.
+      constrain: function applied to the activations at layer boundaries.
     """
     return (
         _layered(model, region, constrain) if isinstance(model, LayeredModel) else _unlayered(model)
@@ -246,7 +248,7 @@ def _unlayered(model: Model) -> Objective:
 
 
 def _layered(model: LayeredModel, region: Region, constrain: Callable[[Any], Any]) -> Objective:
-    """Return the objective of embed, a scan over the blocks, and head."""
+    """Return the objective of embedding, a scan over the blocks, and head."""
     layers = _layers(model, region, constrain)
 
     def objective(params: Params, batch: Batch, key: Key, state: State) -> tuple[Terms, State]:
@@ -264,35 +266,35 @@ def _layered(model: LayeredModel, region: Region, constrain: Callable[[Any], Any
 
 
 def embed_number(model: LayeredModel) -> int:
-    """Return the number of which the embedding's key is made.
+    """Return the number from which the embedding's key is derived.
 
-    Layers have 0 .. L-1, so that no two share a key.
+    Layers have the numbers 0 .. L-1, so no two parts share a key.
     """
     return model.num_layers
 
 
 def head_number(model: LayeredModel) -> int:
-    """Return the same of the head."""
+    """Return the number from which the head's key is derived."""
     return model.num_layers + 1
 
 
 def enter_number(model: LayeredModel, stack: StackModel) -> int:
-    """Return the same of a stack's `enter`, of the model that has all stacks."""
+    """Return the number for the key of a stack's `enter`; `model` has all stacks."""
     return model.num_layers + 2 + stack.number
 
 
 def _key_of(key: Key, layer: int | Array) -> Key:
-    """Return a layer's key, or that of another part by its number."""
+    """Return the key of a layer, or of another part, by its number."""
     return None if key is None else jax.random.fold_in(key, layer)
 
 
 def _layers(
     model: LayeredModel, region: Region, constrain: Callable[[Any], Any]
 ) -> Callable[..., tuple[Any, Any, State, State]]:
-    """Return `layers(params, batch, key, state)`: embed and scans over the blocks.
+    """Return `layers(params, batch, key, state)`: embedding and scans over the blocks.
 
-    It returns the last layer's output, what the layers add to the loss, and the new states of the
-    ends and of the blocks.
+    It returns the last layer's output, the layers' additions to the loss, and the new states of
+    embedding and head and of the blocks.
     """
     stacks = stacks_of(model)
 
@@ -357,12 +359,13 @@ def _layers(
 def build_predict(
     model: Model | LayeredModel, constrain: Callable[[Any], Any] = lambda x: x
 ) -> Callable[[Params, Batch, State], Any]:
-    """Return `predict(params, batch, state) -> outputs` over whole parameters, without keys; the
-    model's state is only read.
+    """Return `predict(params, batch, state) -> outputs` over unsharded parameters, without keys.
+
+    The model's state is only read.
 
     Args:
-      model: with a `predict`.
-      constrain: applied to the activations at layer boundaries.
+      model: model with a `predict`.
+      constrain: function applied to the activations at layer boundaries.
     """
     if isinstance(model, Model):
         function = model.predict
@@ -380,9 +383,7 @@ def build_predict(
 
 
 def with_blocks(loss: Loss, blocks: Loss | None) -> Terms:
-    """Return the terms of a loss, of what a head returned and of what the blocks add, summed over
-    layers.
-    """
+    """Return the terms of the head's loss and of the blocks' additions, summed over layers."""
     if blocks is None:
         return Terms(loss.total, loss.weight, None, dict(loss.metrics))
     return Terms(
@@ -396,12 +397,12 @@ def per_layer_arrays(model: LayeredModel) -> Any:
 
 
 def abstract_given(model: LayeredModel, context: Any, state: Any) -> Given:
-    """Return the shapes of what one block is given.
+    """Return the shapes of one block's `Given`.
 
     Args:
-      model: the layers.
-      context: abstract or not.
-      state: abstract, of one layer.
+      model: model with a single stack.
+      context: context of the blocks, abstract or not.
+      state: abstract state of one layer.
     """
 
     def shape(a: Any, lead: int = 0) -> jax.ShapeDtypeStruct:
@@ -413,19 +414,19 @@ def abstract_given(model: LayeredModel, context: Any, state: Any) -> Given:
 
 
 def check_block(model: LayeredModel, params: Params, x: Any, key: Any, given: Given) -> BlockOutput:
-    """Return the shapes that a block returns.
+    """Return the shapes of a block's output.
 
     Args:
-      model: the layers.
+      model: model with a single stack.
       params: abstract parameters of one layer.
-      x: its input, abstract or not.
-      key: its random key, abstract or not; or None.
-      given: abstract.
+      x: input of the layer, abstract or not.
+      key: random key of the layer, abstract or not; or None.
+      given: abstract further inputs.
 
     Raises:
-      ValueError: a block does not return what it takes.
+      ValueError: the output of the block differs from its input in structure, shape or dtype.
     """
-    # Checked before the scan, whose own error would speak of its carry. The usual cause is a
+    # Checked before the scan, whose own error would mention its carry. The usual cause is a
     # promotion to float32.
     out = jax.eval_shape(lambda *args: call_block(model, *args), params, x, key, given)
     before, after = (jax.tree.map(lambda a: (a.shape, a.dtype.name), t) for t in (x, out.x))
@@ -436,12 +437,13 @@ def check_block(model: LayeredModel, params: Params, x: Any, key: Any, given: Gi
             and jax.tree.structure(out.x[0]) == jax.tree.structure(x)
         ):
             raise ValueError(
-                "a block that returns more than it takes returns (x, zerojax.Loss(total, metrics={...})): what it adds to the "
-                f"loss, and its metrics; it returned {after} for {before}"
+                "a block that returns more than x must return (x, zerojax.Loss(total, "
+                "metrics={...})): its addition to the loss, and its metrics; it returned "
+                f"{after} for {before}"
             )
         raise ValueError(
-            f"a block must return what it takes: x is {before} before and {after} after; "
-            "cast x to the compute dtype in embed, or the result in block"
+            f"a block must return x as it got it: x is {before} before and {after} after; cast x "
+            "to the compute dtype in embed, or the result in block"
         )
     return out
 
@@ -449,16 +451,16 @@ def check_block(model: LayeredModel, params: Params, x: Any, key: Any, given: Gi
 def whole_weight(
     weight_of: Callable[[Any, Any], Array | None], pieces: Any, model_state: Any
 ) -> Array | None:
-    """Return the weight of all microbatches together, f32[]; None where the loss is a mean.
+    """Return the weight of all microbatches together, f32[]; None if the loss is a mean.
 
-    It is known before the first derivative, so that cotangents have the size of a mean's: sums over
-    a batch would overflow in float16. Equations that the weights do not read are not run; a weight
-    that counts tokens reads the batch alone.
+    It is computed before the first derivative, so that cotangents have the size of a mean's: sums
+    over a batch would overflow in float16. Equations that the weights do not depend on are not run;
+    a weight that counts tokens reads only the batch.
 
     Args:
-      weight_of: (microbatch, state of the model) -> weight.
-      pieces: all microbatches, dim 0.
-      model_state: before the step.
+      weight_of: function (microbatch, state of the model) -> weight.
+      pieces: all microbatches, stacked along dim 0.
+      model_state: state of the model before the step.
 
     Raises:
       ValueError: the weight depends on the model's state, which each microbatch changes.
@@ -471,6 +473,7 @@ def whole_weight(
     used = {slot for i in program.live(program.outputs) for slot in i.reads} | set(program.outputs)
     if used & set(program.inputs[len(jax.tree.leaves(first)) :]):
         raise ValueError(
-            "the weight of the loss depends on the model's state: with num_microbatches > 1 it must not"
+            "the weight of the loss depends on the model's state, which is not allowed with "
+            "num_microbatches > 1"
         )
     return jnp.sum(jax.lax.map(only_live(lambda piece: weight_of(piece, model_state)), pieces))

@@ -1,16 +1,16 @@
-"""Specs by rules over the paths of leaves, for models that carry no annotations.
+"""Specs given by rules over the paths of leaves, for models without annotations.
 
     rules   {r"(qkv|fc)/kernel": P(None, "tensor"), r"(proj|out)/kernel": P("tensor", None)}
     paths   block/qkv/kernel  W[D, F]  ->  W[D, F_tensor]
             block/out/kernel  W[F, D]  ->  W[F_tensor, D]
 
-A path is the keys of a leaf, joined by "/", in the tree that `specs` describes. So of a
-LayeredModel it begins with embed/, block/ or head/; of several stacks with block/ and the name of
-the stack. A rule matches as `re.search` does: anywhere in the path, unless it is anchored. Shapes
-come from tracing the init functions, so no array is made.
+A path consists of a leaf's keys, joined by "/", in the tree that `specs` describes. In a
+LayeredModel it begins with embed/, block/ or head/; with several stacks, block/ is followed by the
+stack's name. A rule matches like `re.search`: anywhere in the path, unless it is anchored. Shapes
+are found by tracing the init functions, so no arrays are created.
 
-A spec describes one weight of one layer: the dims that number layers and tiles are none of its own,
-  and stay unsplit.
+A spec describes one weight of one layer. The dims that count layers and tiles are not part of it,
+and stay unsplit.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from zerojax.models.model import LayeredModel, Model, by_stack, of_every_stack
 from zerojax.sharding import FSDP, axes_of, broadcast_specs
 
 _SHOWN = 24
-"""Paths in an error, at most."""
+"""Maximum number of paths shown in an error."""
 
 
 @overload
@@ -33,34 +33,37 @@ def with_specs(model: Model, rules: Mapping[Any, PartitionSpec | None]) -> Model
 @overload
 def with_specs(model: LayeredModel, rules: Mapping[Any, PartitionSpec | None]) -> LayeredModel: ...
 def with_specs(model: Any, rules: Mapping[Any, PartitionSpec | None]) -> Any:
-    """Return a model whose leaves are split as rules over their paths say; it is what annotations
-    in its modules would give.
+    """Return a model whose leaves are split by rules over their paths.
+
+    The result is the same as with annotations in the model's modules.
 
         model = zj.with_specs(model, {r"(qkv|fc)/(kernel|bias)": P(None, "tensor"),
-        r"(proj|out)/kernel": P("tensor", None)})
+                                      r"(proj|out)/kernel": P("tensor", None)})
 
-    A leaf that no rule names keeps the spec that it has. One that a rule names gets the rule's,
-    whatever it had: P() makes it whole.
+    A leaf that no rule matches keeps its spec. The spec of a rule replaces the leaf's: P() leaves
+    the leaf unsplit.
 
     Args:
-      model: any; nothing of it is computed.
-      rules: by regular expression, searched for in paths such as "block/qkv/kernel"
-        ("block/encoder/qkv/kernel" of several stacks, "blocks/0/qkv/kernel" of a Model that holds a
-        list): the spec of one weight. Of stacked layers it has no entry for the dim of layers; of a
-        stack of tiles W[T, ...] none for T. It may have fewer entries than the weight has dims.
+      model: any model; nothing of it is computed.
+      rules: spec of one weight, by a regular expression that is searched for in paths such as
+        "block/qkv/kernel" ("block/encoder/qkv/kernel" with several stacks, "blocks/0/qkv/kernel"
+        for a Model that holds a list). The spec has no entry for the dim that counts layers, and
+        none for the dim T of a stack of tiles W[T, ...]. It may have fewer entries than the weight
+        has dims.
 
     Returns:
-      A copy with other `specs`. What needs a mesh is checked when the program is built: unknown
-      axes, dims that do not divide.
+      A copy with the new `specs`. Building a program checks what depends on the mesh: unknown axes,
+      and dims that are not divisible.
 
     Raises:
-      ValueError: a rule that is no regular expression, or matches no leaf; two rules for one leaf;
-        a spec with more entries than the leaf has dims, that names an axis twice, or that names
-        `fsdp`, whose dims ZeRO chooses.
+      ValueError: a rule is not a regular expression, or matches no leaf; two rules match one leaf;
+        or a spec has more entries than the leaf has dims, names an axis twice, or names `fsdp`,
+        whose dims ZeRO chooses.
     """
     if not isinstance(model, Model | LayeredModel):
         raise ValueError(
-            f"with_specs takes a zerojax.Model or LayeredModel, got {type(model).__name__}; see zerojax.from_flax"
+            f"with_specs takes a zerojax.Model or LayeredModel, got {type(model).__name__}; see "
+            "zerojax.from_flax"
         )
     abstract, given, tiles = _trees(model)
     leaves, tree = jax.tree_util.tree_flatten_with_path(abstract)
@@ -82,8 +85,9 @@ def with_specs(model: Any, rules: Mapping[Any, PartitionSpec | None]) -> Any:
 
 
 def _trees(model: Model | LayeredModel) -> tuple[Any, Any, Any]:
-    """Return the parameters' shapes in the structure of `specs`, those of one layer for blocks; and
-    its specs and tiles.
+    """Return the parameters' shapes in the structure of `specs`, and the model's specs and tiles.
+
+    For blocks, the shapes are of one layer.
     """
     key = jax.eval_shape(lambda: jax.random.key(0))
     if isinstance(model, Model):
@@ -103,7 +107,7 @@ def _trees(model: Model | LayeredModel) -> tuple[Any, Any, Any]:
 
 
 def _matched(rules: Mapping[Any, Any], paths: list[str]) -> dict[int, tuple[str, PartitionSpec]]:
-    """Return, by the place of each path that a rule matches, the rule and its spec."""
+    """Return the matching rule and its spec for each matched path, by the path's index."""
     if not isinstance(rules, Mapping):
         raise ValueError(
             f"with_specs takes a dict of regular expressions and specs, got {type(rules).__name__}"
@@ -113,13 +117,14 @@ def _matched(rules: Mapping[Any, Any], paths: list[str]) -> dict[int, tuple[str,
     for rule, spec in rules.items():
         if not (spec is None or isinstance(spec, PartitionSpec)):
             raise ValueError(
-                f"with_specs: rule {rule!r} gives {spec!r}: a jax.sharding.PartitionSpec or None is needed"
+                f"with_specs: rule {rule!r} gives {spec!r}: a jax.sharding.PartitionSpec or None "
+                "is needed"
             )
         try:
             pattern = re.compile(rule)
         except (re.error, TypeError) as error:
             raise ValueError(
-                f"with_specs: rule {rule!r} is no regular expression: {error}"
+                f"with_specs: rule {rule!r} is not a regular expression: {error}"
             ) from error
         found = [i for i, path in enumerate(paths) if pattern.search(path)]
         for i in found:
@@ -137,7 +142,7 @@ def _matched(rules: Mapping[Any, Any], paths: list[str]) -> dict[int, tuple[str,
         if len(found) > 1
     ]:
         raise ValueError(
-            f"with_specs: one rule at most may match a leaf, and several do: {_listed(twice)}"
+            f"with_specs: at most one rule may match a leaf, but several do: {_listed(twice)}"
         )
     return {i: found[0] for i, found in matches.items()}
 
@@ -148,18 +153,19 @@ def _listed(items: list[str]) -> str:
 
 
 def _check(told: str, shape: tuple[int, ...], spec: PartitionSpec, lead: int) -> None:
-    """Raise ValueError for what is wrong with a spec on any mesh; `lead` is 1 for a stack of tiles."""
+    """Raise ValueError for a spec that is wrong on any mesh; `lead` is 1 for a stack of tiles."""
     if wrong := [entry for entry in spec if not (entry is None or isinstance(entry, str | tuple))]:
         raise ValueError(
             f"{told}, which holds {wrong[0]!r}: an entry is None, an axis, or a tuple of axes"
         )
     if len(spec) > len(shape) - lead:
-        of_tiles = ", of which the first numbers tiles, and is never split" if lead else ""
+        of_tiles = ", whose first dim counts tiles and is never split" if lead else ""
         raise ValueError(f"{told}, which has {len(spec)} entries for shape {shape}{of_tiles}")
     named = [axis for entry in spec for axis in axes_of(entry)]
     if len(set(named)) < len(named):
         raise ValueError(f"{told}, which names an axis twice")
     if FSDP in named:
         raise ValueError(
-            f"{told}: ZeRO chooses the dim that {FSDP!r} splits, so give other axes alone, such as 'tensor'"
+            f"{told}: ZeRO chooses the dim that {FSDP!r} splits, so use only other axes, such as "
+            "'tensor'"
         )

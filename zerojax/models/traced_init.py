@@ -1,5 +1,6 @@
-"""A function of a random key that makes a module's variables, traced once for its shapes and for
-its numbers.
+"""A function of a random key that creates a module's variables, traced once for all its uses.
+
+Both the shapes and the values come from that trace.
 """
 
 from collections.abc import Callable
@@ -9,20 +10,21 @@ import jax
 import jax.extend.core as jex
 
 MOST_CONSTANT_BYTES = 1 << 20
-"""Arrays that a trace may hold on to; a module made from larger ones is traced again when its
-parameters are made.
+"""Maximum bytes of arrays that a trace may keep alive.
+
+A module built from larger arrays is traced again when its parameters are created.
 """
 
 
 class TracedInit:
-    """A function `make(key)`, which is called once for many uses.
+    """A function `make(key)`, which is traced once for many uses.
 
     Attributes:
-      abstract: the tree that `make` returns, of ShapeDtypeStruct.
+      abstract: the tree that `make` returns, with ShapeDtypeStruct leaves.
     """
 
     def __init__(self, make: Callable[[jax.Array], Any]) -> None:
-        """Trace `make`, for a scalar key of the default kind."""
+        """Trace `make` for a scalar key of the default kind."""
         self._make, self._key = make, jax.eval_shape(lambda: jax.random.key(0))
         traced: jex.ClosedJaxpr
         traced, self.abstract = jax.make_jaxpr(make, return_shape=True)(self._key)
@@ -30,7 +32,7 @@ class TracedInit:
         self._traced = traced if constant_bytes <= MOST_CONSTANT_BYTES else None
 
     def __call__(self, key: jax.Array) -> Any:
-        """Return what `make(key)` returns."""
+        """Return `make(key)`, from the trace if it is kept and fits the key."""
         if self._traced is None or (key.shape, key.dtype) != (self._key.shape, self._key.dtype):
             return self._make(key)
         leaves = jex.jaxpr_as_fun(self._traced)(key)

@@ -1,5 +1,6 @@
-"""The floating leaves of a tree, real or complex, which have derivatives, apart from integers,
-booleans and random keys.
+"""The floating leaves of a tree: real or complex leaves, which have derivatives.
+
+Integers, booleans and random keys have none.
 """
 
 from typing import Any
@@ -9,14 +10,12 @@ import jax.numpy as jnp
 
 
 def floating(tree: Any) -> Any:
-    """Return a tree with None in place of the leaves that are not floating; a tree of floats is
-    returned as it is.
-    """
+    """Return a tree with None in place of each leaf that is not floating."""
     return jax.tree.map(lambda a: a if jnp.issubdtype(a.dtype, jnp.inexact) else None, tree)
 
 
 def merged(floats: Any, tree: Any) -> Any:
-    """Return `tree` with the leaves of `floats`, which is like `floating(tree)`, in their places."""
+    """Return `tree` with its floating leaves replaced by `floats`, a tree like `floating(tree)`."""
     return jax.tree.map(
         lambda a, whole: whole if a is None else a, floats, tree, is_leaf=lambda node: node is None
     )
