@@ -142,7 +142,7 @@ def arithmetic_intensity(batch: int, seq: int, hidden: int, interval: int = 1) -
 
     Returns:
       FLOPs per byte: "params" (with their gradients) b T, "opt_state" b T / 4, "activations" 24 h
-        ci.
+      ci.
     """
     return {
         "params": float(batch * seq),

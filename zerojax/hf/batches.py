@@ -132,8 +132,7 @@ def faults(batch: Batch, vocab: int) -> dict[str, Loss]:
 
     Returns:
       One Loss per checked key: its sum is the number of elements out of range, its count the number
-        of
-      elements.
+      of elements.
     """
     bounds = {
         f"{TOKENS}_outside_0..{vocab - 1}": (TOKENS, 0, vocab - 1),

@@ -158,8 +158,7 @@ def probe(swap_dir: str | None = None, *, sizes: ProbeSizes | None = None) -> Ma
     Returns:
       One node with this process's devices. A disk's endurance (`disk_tbw_bytes`) and the network
       between nodes cannot be measured: set them with `dataclasses.replace`. Peaks are copied from
-        the
-      named machine that `machine_of` returns, if any.
+      the named machine that `machine_of` returns, if any.
 
     Raises:
       ValueError: `swap_dir` is not a folder.

@@ -51,8 +51,8 @@ def build_train_step(
 
     Returns:
       The program. Nothing is allocated before `program.init`; the nvme tier's folder is claimed,
-        and probed for a second. On a mesh of several processes, each process waits here for the
-        others, and their arguments are compared.
+      and probed for a second. On a mesh of several processes, each process waits here for the
+      others, and their arguments are compared.
 
     Raises:
       ValueError: a combination that cannot work, with names, numbers and the remedy; or another

@@ -425,9 +425,9 @@ class Program:
 
         Returns:
           The new state, and metrics as described in `zerojax.metrics.step_metrics` together with
-            the metrics of the model's loss. A step whose gradients are not finite leaves the state
-            as it was. A later call logs a warning about a batch with a fault (a metric `fault/...`
-            of the model), and about many such steps in a row.
+          the metrics of the model's loss. A step whose gradients are not finite leaves the state as
+          it was. A later call logs a warning about a batch with a fault (a metric `fault/...` of
+          the model), and about many such steps in a row.
 
         Raises:
           ValueError: the state was already donated, the batch does not divide or the model refuses
@@ -557,8 +557,8 @@ class Program:
 
         Returns:
           The tree that `predict` returns. Leaves whose dim 0 is the number of rows are split like
-            the batch, over `data` and `fsdp`. All other leaves are on every device; if the batch
-            does not divide, all leaves are.
+          the batch, over `data` and `fsdp`. All other leaves are on every device; if the batch does
+          not divide, all leaves are.
 
         Raises:
           ValueError: the model has no `predict`, or the state was donated.
@@ -662,7 +662,7 @@ class Program:
 
         Returns:
           (loss as `eval` returns it, gradients). Gradients are float32, on the device, and have the
-            tree and sharding of `params(state)`, with None for frozen parameters.
+          tree and sharding of `params(state)`, with None for frozen parameters.
 
         Raises:
           ValueError: the state was donated, or the batch does not divide.

@@ -79,7 +79,7 @@ class Step(Protocol):
 
         Returns:
           ((loss as `eval` returns it, gradients), scratch). Gradients are float32, in the tree of
-            the trainable parameters.
+          the trainable parameters.
         """
         ...
 

@@ -109,7 +109,7 @@ class Preemption:
 
         Returns:
           True at the same step in all processes. Nothing is sent for it, so steps continue without
-            a wait.
+          a wait.
         """
         del step  # see the module's docstring
         if self._is_alone():

@@ -152,7 +152,7 @@ def differing_parts(
 
     Returns:
       For each differing part by name, the processes by their value. None: a process has not reached
-        the call.
+      the call.
     """
     if any(s.number < number for s in statements):
         return None
