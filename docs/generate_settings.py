@@ -1,0 +1,99 @@
+"""Write docs/start/settings.md: what the planner chooses for eight machines and four models.
+
+    python docs/generate_settings.py
+"""
+
+import dataclasses
+import pathlib
+
+import zerojax as zj
+
+MACHINES = ("l4", "rtx4090", "rtx5090", "l40s", "a100-80", "h100", "h200", "b200")
+MODELS = {
+    "1.6 B": {"layers": 48, "hidden": 1600, "heads": 25, "vocab": 50304},
+    "6.7 B": {"layers": 32, "hidden": 4096, "heads": 32, "vocab": 32000},
+    "13 B": {"layers": 40, "hidden": 5120, "heads": 40, "vocab": 32000},
+    "66 B": {"layers": 80, "hidden": 8192, "heads": 64, "vocab": 32000},
+}
+"""Transformers with MLPs of four times the hidden size."""
+SEQ, BATCH = 2048, 8
+HOST = {"host_bytes": 128e9, "pinned_bytes": 120e9, "host_kernel": 50e9}
+DISK = {"disk_bytes": 2e12, "disk_read": 6e9, "disk_write": 4e9, "disk_both": 6e9}
+HEAD = f"""\
+# Which settings for my machine
+
+This table shows what the planner chooses for one GPU with 128 GB of host memory and an SSD (2 TB,
+6 GB/s of reads, 4 GB/s of writes). Each step trains {BATCH} sequences of {SEQ} tokens in bf16 with
+AdamW. A cell names where parameters (P), gradients (G) and optimizer state (O) are stored if that is
+not the device, and the predicted tokens per second. "on CPU" means that the host runs the
+optimizer.
+
+These are predictions from vendors' figures, not measurements. On an H200 and an H100 such
+predictions were within 10 % of measured steps ([performance](../performance.md)). Plan with your
+own figures before you buy or rent a machine:
+
+```sh no-run: plans for a machine with a measured disk
+zerojax probe --swap-dir /mnt/disk --out machine.toml
+zerojax plan --layers 32 --hidden 4096 --heads 32 --seq {SEQ} --batch {BATCH} --machine machine.toml
+```
+
+Or plan from Python, and train with the result:
+
+```python
+import dataclasses
+
+import zerojax as zj
+
+machine = dataclasses.replace(
+    zj.machine("rtx4090"), host_bytes=128e9, pinned_bytes=120e9, host_kernel=50e9
+)
+sizes = zj.Sizes(layers=32, hidden=4096, heads=32, seq={SEQ}, batch={BATCH}, vocab=32000)
+plan = zj.plan(sizes, machine=machine, fixed={{"precision": "bf16"}})
+print(plan.config)
+```
+
+"""
+TAIL = """\
+
+`python docs/generate_settings.py` writes this page.
+"""
+
+
+def machine_of(name: str) -> zj.Machine:
+    """Return one GPU of a named machine, with the host memory and the disk of this page."""
+    machine = zj.machine(name, devices_per_node=1)
+    return dataclasses.replace(machine, **HOST, **DISK)
+
+
+def cell(name: str, model: str) -> str:
+    """Return what the planner chooses for a model on a machine, in a few words."""
+    sizes = zj.Sizes(**MODELS[model], seq=SEQ, batch=BATCH)
+    fixed = {"precision": "bf16", "swap_dir": "/mnt/disk"}
+    try:
+        plan = zj.plan(sizes, machine=machine_of(name), fixed=fixed)
+    except zj.PlanError:
+        return "does not fit"
+    config, places = plan.config, dict[str, str]()
+    for letter, kind in (("P", "params"), ("G", "grads"), ("O", "opt_state")):
+        tier = getattr(config, kind)
+        if tier != "device":
+            words = "disk" if tier == "nvme" else "host"
+            places[words] = places.get(words, "") + letter
+    parts = [f"{letters} on {words}" for words, letters in places.items()]
+    if config.update_on == "host":
+        parts.append("on CPU")
+    where = ", ".join(parts) or "all on the GPU"
+    return f"{where}: {plan.tokens_per_second:,.0f}"
+
+
+def page() -> str:
+    """Return the page."""
+    rows = [f"| GPU | {' | '.join(MODELS)} |", "|---" * (1 + len(MODELS)) + "|"]
+    for name in MACHINES:
+        rows.append(f"| `{name}` | {' | '.join(cell(name, model) for model in MODELS)} |")
+    return HEAD + "\n".join(rows) + "\n" + TAIL
+
+
+if __name__ == "__main__":
+    target = pathlib.Path(__file__).parent / "start/settings.md"
+    target.write_text(page())
