@@ -308,7 +308,7 @@ def test_a_forked_child_that_unwinds_waits_for_nothing(program, tmp_path):
         if child == 0:
             code = 1
             try:
-                with pytest.raises(zj.CheckpointError, match="made before a fork"):
+                with pytest.raises(zj.CheckpointError, match="created before a fork"):
                     ckpt.wait()
                 ckpt.close()
                 code = 0

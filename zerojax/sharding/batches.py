@@ -143,7 +143,7 @@ def _map_named(function: Callable[[str, Any], Any], batch: Any) -> Any:
     except (TypeError, ValueError) as error:  # keys that cannot be sorted
         raise ValueError(
             "a batch is a tree of arrays, such as a dict by name, and this one cannot be "
-            f"flattened: {error}"
+            f"read: {error}"
         ) from error
     return jax.tree.unflatten(
         tree, [function(jax.tree_util.keystr(path) or "batch", leaf) for path, leaf in leaves]
