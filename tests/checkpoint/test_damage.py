@@ -273,7 +273,7 @@ def test_a_checkpoint_of_another_model_names_the_leaves_that_differ(program, sav
         for part in (
             "weights['blocks']['w1'] [3, 16, 40], and here it is [3, 16, 48]",
             "no weights['blocks']['extra'] [3, 2]",
-            "which this program's state has not",
+            "which this program's state does not have",
         ):
             assert part in str(raised.value)
         assert not isinstance(raised.value, DamagedError)

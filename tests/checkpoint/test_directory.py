@@ -276,7 +276,7 @@ def test_a_checkpoint_of_another_version_is_not_passed_over(program, tmp_path):
         del said["checksum"]
         path.write_text(json.dumps(said | {"checksum": _checksum(said)}))
         with pytest.raises(
-            CheckpointError, match="is of format 99, and this version of zerojax reads 1"
+            CheckpointError, match="has format 99, and this version of zerojax reads 1"
         ):
             ckpt.restore(program)
 
@@ -308,7 +308,7 @@ def test_wrong_arguments_are_told(program, tmp_path):
                 ckpt.restore(program, step)
     gone = zj.Checkpointer(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    with pytest.raises(CheckpointError, match=r"the directory of checkpoints .*gone is not there"):
+    with pytest.raises(CheckpointError, match=r"the directory of checkpoints .*gone does not exist"):
         gone.latest_step()
 
 
