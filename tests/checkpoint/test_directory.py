@@ -308,7 +308,9 @@ def test_wrong_arguments_are_told(program, tmp_path):
                 ckpt.restore(program, step)
     gone = zj.Checkpointer(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    with pytest.raises(CheckpointError, match=r"the directory of checkpoints .*gone does not exist"):
+    with pytest.raises(
+        CheckpointError, match=r"the directory of checkpoints .*gone does not exist"
+    ):
         gone.latest_step()
 
 

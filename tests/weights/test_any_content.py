@@ -174,8 +174,8 @@ def files_of_other_kinds(folder: pathlib.Path) -> dict[str, str]:
     (folder / "torch.index.json").write_text(index.replace(".safetensors", ".bin"))
     joined = r"join them into one file by safetensors.torch: save_file"
     return {
-        "sharded/model.safetensors.index.json": "names 2 files, but 1 of them are not next to it: model-00002-of-00002.safetensors",
-        "sharded": "model.safetensors.index.json names 2 files, but 1 of them are not next to it",
+        "sharded/model.safetensors.index.json": "names 2 files, 1 missing next to it: model-00002-of-00002.safetensors",
+        "sharded": "model.safetensors.index.json names 2 files, 1 missing next to it",
         "torch.index.json": "a Hugging Face index of weights in 2 other files, .*: load each by torch.load",
         "single": "it is a folder with one safetensors file: import .*single/x.safetensors;",
         "several": f"it is a folder with 2 safetensors files: import one of them, or {joined}",
@@ -183,7 +183,7 @@ def files_of_other_kinds(folder: pathlib.Path) -> dict[str, str]:
         "gguf": "it is a folder with model.gguf",
         "steps": "it is a directory of zerojax checkpoints, for Checkpointer",
         "steps/7": "it is a zerojax checkpoint, for Checkpointer.restore, zj.import_params or zj.export_orbax",
-        "arrays.npz": r"it is an archive of numpy \(.npz\): save_file\(dict\(numpy.load\(path\)\), ...\) of safetensors.numpy",
+        "arrays.npz": r"it is a numpy archive \(.npz\): call safetensors.numpy.save_file\(dict\(numpy.load\(path\)\), ...\)",
         "array.npy": "it is a single numpy array",
         "model.pt": "it is a zip archive of torch.save: load it by torch.load",
         "other.zip": "it is a zip archive: unpack it first",

@@ -200,7 +200,7 @@ def test_indexes_that_do_not_fit_their_files_are_told(tmp_path):
     run = lambda: zj.import_params(program_of(MODEL), index, key=jax.random.key(0), rename=RENAME)  # noqa: E731
     with pytest.raises(
         zj.CheckpointError,
-        match="names 3 files, but 1 of them are not next to it: model-00002-of-00003",
+        match="names 3 files, 1 missing next to it: model-00002-of-00003",
     ):
         run()
     (folder / "x.safetensors").rename(folder / "model-00002-of-00003.safetensors")

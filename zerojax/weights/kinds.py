@@ -92,7 +92,7 @@ def _kind_of_json(path: str, file: ReadFile) -> str:
     absent = [
         name for name in shards if not os.path.exists(os.path.join(os.path.dirname(path), name))
     ]
-    lost = f" ({len(absent)} of them are not next to it, the first {absent[0]})" if absent else ""
+    lost = f" ({len(absent)} missing next to it, the first is {absent[0]})" if absent else ""
     if len(shards) == 1 and form == "safetensors":
         return f"a Hugging Face index of one file: import {shards[0]} next to it{lost}"
     repair = (

@@ -194,7 +194,9 @@ class RenamedFile:
         return f"{name}{of}"
 
     def missing_layers(self, name: str, num_layers: int) -> list[str]:
-        """Return the names in the file of a parameter's last layers, if only others have them.
+        """Return the file's names of a parameter's missing last layers.
+
+        Layers count as missing only if other parameters have them.
 
         Args:
           name: name of the parameter.

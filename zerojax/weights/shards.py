@@ -85,8 +85,8 @@ class ShardedSafetensors:
             name for name in self.files if not os.path.exists(os.path.join(folder, name))
         ]:
             raise CheckpointError(
-                f"{path} names {len(self.files)} files, but {len(absent)} of them are not next to "
-                f"it: {first_few(absent)}"
+                f"{path} names {len(self.files)} files, {len(absent)} missing next to it: "
+                f"{first_few(absent)}"
             )
         self._shards = {name: SafetensorsFile(os.path.join(folder, name)) for name in self.files}
         self.shard_of: dict[str, str] = {}
