@@ -278,7 +278,7 @@ def test_a_checkpoint_of_another_model_names_the_leaves_that_differ(program, sav
             assert part in str(raised.value)
         assert not isinstance(raised.value, DamagedError)
         with pytest.raises(
-            CheckpointError, match="has no checkpoint of step 7: there are \\[1, 2\\]"
+            CheckpointError, match="has no checkpoint of step 7: its steps are \\[1, 2\\]"
         ):
             ckpt.restore(other, 7)
     unrolled = build({"stage": 3}, tmp_path, model=toys.unrolled())

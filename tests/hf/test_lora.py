@@ -176,7 +176,7 @@ def test_adapters_of_another_scale_or_config_are_not_restored_and_dropout_may_ch
         ckpt.save(first, zj.import_hf(first, tmp_path / "like", key=jax.random.key(0)))
         with (
             program(alpha=8) as other,
-            pytest.raises(zj.CheckpointError, match=r"saved of a model with lora=.*'alpha': 4"),
+            pytest.raises(zj.CheckpointError, match=r"saved from a model with lora=.*'alpha': 4"),
         ):
             ckpt.restore(other)
         with program(dropout=0.1) as other:

@@ -84,7 +84,7 @@ REFUSED = {
         HEADER | {"__metadata__": {"zerojax.tiled": '{"b": 1}'}},
         "zerojax.tiled is .*, and a list is needed",
     ),
-    "no tiles": (HEADER | {"__metadata__": {"zerojax.tiled": "["}}, "zerojax.tiled is no JSON"),
+    "no tiles": (HEADER | {"__metadata__": {"zerojax.tiled": "["}}, "zerojax.tiled is not JSON"),
     "twice": ('{"a": 1, "a": 2}', "'a' is there twice"),
     "deep": ("[" * 100_000, "it is nested too deeply"),
     "deep tiles": (

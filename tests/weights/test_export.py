@@ -223,7 +223,7 @@ def test_bad_input_is_refused_and_leaves_nothing(original, tmp_path, form):
     there.mkdir() if form == "orbax" else there.write_text("kept")
     with pytest.raises(ValueError, match="there exists: remove it, or use another path"):
         EXPORTS[form](original, there)
-    with pytest.raises(ValueError, match="absent is no folder"):
+    with pytest.raises(ValueError, match="absent is not a folder"):
         EXPORTS[form](original, tmp_path / "absent" / "out")
     with pytest.raises(
         ValueError, match="dtype=int8: weights are exported as one of float64, float32"
@@ -245,7 +245,7 @@ def test_numbers_out_of_reach_are_refused_by_name(original, tmp_path, form, monk
     monkeypatch.setattr(exporting.SavedState, "check", lambda self, **_: None)
     monkeypatch.setattr("host_offload.disk.saved_records.SavedRecords.read", large)
     with pytest.raises(
-        zj.CheckpointError, match=r"weights\['gate'\] holds numbers that float16 does not reach"
+        zj.CheckpointError, match=r"weights\['gate'\] holds numbers beyond the range of float16"
     ):
         EXPORTS[form](original, tmp_path / "out", dtype=jnp.float16)
     assert not os.listdir(tmp_path)

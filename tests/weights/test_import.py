@@ -328,7 +328,7 @@ def test_other_models_are_refused_before_anything_is_touched(form, tmp_path):
         ),
         "integers": (
             tree | {"a": np.ones((4, 2), np.int32)},
-            r"It holds: a of (int32|I32), which is no floating dtype",
+            r"It holds: a of (int32|I32), which is not a supported floating dtype",
         ),
         "many": (
             {f"x{n}": np.ones(1, np.float32) for n in range(9)},
@@ -366,7 +366,7 @@ def test_files_that_are_none(tmp_path):
             "short": "is not a safetensors file",
             "text": "is not a safetensors file",
             "lies": r"a float32\[1\] cannot be at bytes 0 to 8",
-            "absent": "absent is not there",
+            "absent": "absent does not exist",
             "empty": "has no _METADATA$",
             "steps": "default in it has one",
             "c/0/state": "has no _METADATA$",

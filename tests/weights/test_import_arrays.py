@@ -113,7 +113,7 @@ def test_arrays_go_to_their_tier(tiers, tmp_path):
         ),
         (
             {"embed": {"w": np.ones((WIDTH, WIDTH), int)}},
-            r"embed\.w of int64, which is no floating dtype",
+            r"embed\.w of int64, which is not a supported floating dtype",
         ),
         (
             {"embed": {"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)}},

@@ -167,15 +167,15 @@ WRONG = {
     ),
     "of one layer": (
         lambda t: t | {"h.1.extra": np.ones(3, np.float32)},
-        r"h.0.extra is \[2\], h.1.extra \[3\]",
+        r"h.0.extra is \[2\] and h.1.extra is \[3\]",
     ),
     "dims": (
         lambda t: t | {"h.0.up.weight": np.ones(3, np.float32)},
-        r"h.0.up.weight is \[3\], and axes \(1, 0\)",
+        r"h.0.up.weight is \[3\], which axes \(1, 0\) do not permute",
     ),
     "dtype": (
         lambda t: t | {"norm.weight": np.ones(WIDTH, np.int32)},
-        "head.scale .* of I32, which is no floating dtype",
+        "head.scale .* of I32, which is not a supported floating dtype",
     ),
     "twice": (
         lambda t: t | {"head.scale": np.ones(WIDTH, np.float32)},

@@ -131,9 +131,7 @@ class Checkpointer:
                 "os.PathLike"
             )
         if "://" in path:
-            raise ValueError(
-                f"directory={path!r}: records are files of a file system; mount the bucket"
-            )
+            raise ValueError(f"directory={path!r}: records need a file system: mount the bucket")
         self._directory = Directory(path)
         self.directory = self._directory.path
         self._interval, self._max_host_bytes, self._verify = (

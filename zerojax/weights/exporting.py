@@ -98,9 +98,7 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[str]:
     target = os.path.abspath(os.path.expanduser(os.fspath(path)))
     parent, name = os.path.split(target)
     if "://" in os.fspath(path):
-        raise ValueError(
-            f"path={os.fspath(path)!r}: exports are files of a file system; mount the bucket"
-        )
+        raise ValueError(f"path={os.fspath(path)!r}: exports need a file system: mount the bucket")
     if os.path.lexists(target):
         raise ValueError(f"{target} exists: remove it, or use another path")
     with explaining(f"writing {target}"):

@@ -95,7 +95,7 @@ class _Faults:
     first: tuple[float, tuple[int, ...]] | None = None
 
     def plus(self, part: Any, box: Box, dtype: str, compute_dtype: str) -> "_Faults":
-        """Return these faults plus those of a part, whose box in the tensor is `box`."""
+        """Return these faults plus the faults of a part, whose box in the tensor is `box`."""
         values = np.asarray(part).reshape(-1)
         found = np.flatnonzero(_magnitudes(values, dtype) > largest_bits(dtype, compute_dtype))
         if not found.size:

@@ -257,14 +257,15 @@ def import_params(
         checkpoint's, or else the result of `program.init(key)`.
 
     Raises:
-      ValueError: `key` is not a random key; or the optimizer's state is neither constant nor a copy
-        of weights, and not all of the state is stored on the device. For a tree of arrays: it lacks
-        weights, has others, or has other shapes; a leaf is not an array; or a number is NaN,
-        infinite, or beyond the program's compute dtype, and the error names its array.
-      CheckpointError: the file has an unknown format, lacks weights, has others, or has other
-        shapes; the error names the first. Or a number is NaN, infinite, or beyond the program's
-        compute dtype, and the error names its tensor.
-      DamagedError: the file cannot be read, or the checkpoint is damaged.
+      ValueError: `key` is not a random key, or `rename` or `missing` has another form; or the
+        optimizer's state is neither constant nor a copy of weights, and not all of the state is
+        stored on the device. For a tree of arrays: it lacks weights, has others, or has other
+        shapes; a leaf is not an array; or a number is NaN, infinite, or beyond the program's
+        compute dtype, and the error names its array.
+      CheckpointError: the file cannot be read, has an unknown format, lacks weights, has others, or
+        has other shapes; the error names the first. Or a number is NaN, infinite, or beyond the
+        program's compute dtype, and the error names its tensor.
+      DamagedError: the checkpoint is damaged.
       SwapError: the program's disk is too small, or failed.
     """
     key = uncommitted(_checked_key(key, program))

@@ -184,7 +184,7 @@ class RenamedFile:
         return tuple(shape[axis] for axis in place.axes)
 
     def _name(self, name: str, layer: int | None) -> str:
-        """Return the file's name for a parameter, or for one of its layers, as far as it is known."""
+        """Return the file's name for a parameter or one of its layers, as far as it is known."""
         of = "" if layer is None else f" of layer {layer}"
         if not isinstance(self._rename, Mapping):
             return f"{name}{of}"

@@ -129,7 +129,7 @@ def _locked(room: str, name: str) -> int | None:
 
 
 def _remove_dead(parent: str) -> None:
-    """Remove the hidden folders of killed exports in a folder, and log those that may be dead."""
+    """Remove the hidden folders of killed exports in a folder, and log folders that may be dead."""
     with os.scandir(parent) as entries:
         rooms = [
             (entry.path, match[1]) for entry in entries if (match := _ROOM.fullmatch(entry.name))
