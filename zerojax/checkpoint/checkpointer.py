@@ -361,9 +361,8 @@ class Checkpointer:
             try:
                 self._writer.wait()
             except BaseException:
-                if (
-                    not self._writer.is_writing
-                ):  # else the wait was interrupted, and the save continues
+                # Otherwise the wait was interrupted, and the save continues.
+                if not self._writer.is_writing:
                     self._give_up()
                 raise
             self._saving = None
@@ -550,9 +549,8 @@ class Checkpointer:
         Raises:
           CheckpointError: the save failed.
         """
-        if (
-            os.getpid() != self._pid
-        ):  # the threads and the lock belong to the process that forked this one
+        # The threads and the lock belong to the process that forked this one.
+        if os.getpid() != self._pid:
             _OPEN.discard(self)
             return
         with self._mutex:

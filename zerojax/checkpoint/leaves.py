@@ -133,9 +133,8 @@ def state_leaves(model: Model | LayeredModel, records: StateRecords) -> list[Sta
     # leaves as a program takes them.
     arrays = jax.tree_util.tree_flatten_with_path(layout.abstract_arrays, is_leaf=is_stored)[0]
     nodes = state_arrays(layout.abstract_state)
-    flags = tiled_leaves(
-        model, layout.abstract_whole
-    )  # in a LayeredModel only stacks of layers have flags, otherwise every leaf
+    # In a LayeredModel only stacks of layers have flags, otherwise every leaf.
+    flags = tiled_leaves(model, layout.abstract_whole)
     is_layered = isinstance(model, LayeredModel)
     indices = [i for i in layout.in_tree if layout.all_leaves[i].is_stacked or not is_layered]
     tiles = dict(zip(indices, flags, strict=True))
@@ -148,9 +147,8 @@ def state_leaves(model: Model | LayeredModel, records: StateRecords) -> list[Sta
             isinstance(value, Split) and isinstance(value.host, OnDisk)
         )
         disk_records = record.disk_records if record is not None and on_disk else None
-        rest = (
-            array.host if isinstance(array, Split) else array
-        )  # the part after a Split's first part, or the full leaf
+        # The part after a Split's first part, or the full leaf.
+        rest = array.host if isinstance(array, Split) else array
         first = array.device.shape[0] if isinstance(array, Split) else 0
         shape = (
             (first + rest.shape[0], *rest.shape[1:])
@@ -235,9 +233,8 @@ def _name(path: tuple[Any, ...], layout: Layout) -> str:
         return f"weights{weight}{ENCODED}{how.format}{moved}{jax.tree_util.keystr(path[-1:])}"
     if field in ("params", "master", "frozen"):
         return f"weights{jax.tree_util.keystr(path[1:])}"
-    if (
-        field == "opt_state" and layout.config.moments == "bfloat16"
-    ):  # a wrapper's state: a count, and the state of the wrapped optimizer
+    # A wrapper's state: a count, and the state of the wrapped optimizer.
+    if field == "opt_state" and layout.config.moments == "bfloat16":
         return (
             f"opt_state{jax.tree_util.keystr(path[2:])}"
             if path[1].name == "inner"

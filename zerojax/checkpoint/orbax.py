@@ -214,9 +214,8 @@ class StepWriter:
         """
         if self._thread is not None:
             self._thread.join()
-        with interrupts_wait(
-            all_wait=True
-        ):  # an interrupt halfway would leave open a snapshot of the disk, which others wait for
+        # An interrupt halfway would leave open a snapshot of the disk, which others wait for.
+        with interrupts_wait(all_wait=True):
             self._collect()
 
     def _collect(self) -> None:
@@ -227,9 +226,8 @@ class StepWriter:
         # It failed, perhaps in `begin`, before a thread existed.
         orbax, self._orbax = self._orbax, None
         if orbax is not None:
-            with contextlib.suppress(
-                Exception
-            ):  # Orbax's threads raise their error again at each further call
+            # Orbax's threads raise their error again at each further call.
+            with contextlib.suppress(Exception):
                 orbax.close()
         if save.saving is not None:
             save.saving.abandon()

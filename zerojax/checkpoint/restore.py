@@ -124,9 +124,8 @@ class Restoring:
         empty = self._empty([abstract[i] for i in stacked])
         for i, array in zip(stacked, empty, strict=True):
             arrays[i] = array
-        alike: dict[
-            tuple[Any, ...], list[int]
-        ] = {}  # leaves of one stack of layers, whose records have the same numbers
+        # Groups of leaves of one stack of layers, whose records have the same numbers.
+        alike: dict[tuple[Any, ...], list[int]] = {}
         for i in stacked:
             leaf = sources[i].leaf
             alike.setdefault((leaf.stack, leaf.first, *_dims(leaf)), []).append(i)
@@ -173,9 +172,8 @@ class Restoring:
                 arrays = programs[index[0] < first](arrays, values, np.asarray(index, np.int32))
                 # Frees the buffers as soon as the program has read them.
                 del values
-                jax.block_until_ready(
-                    arrays
-                )  # otherwise records pile up in memory if the device is slower than the disk
+                # Otherwise records pile up in memory if the device is slower than the disk.
+                jax.block_until_ready(arrays)
                 advance(1)
         return [_with_arrays(stack, parts) for stack, parts in zip(stacks, arrays, strict=True)]
 

@@ -199,9 +199,8 @@ def retiled(
     ):
         raise ValueError("")
     in_tiles = tiled[1]
-    if not isinstance(
-        in_tiles, bool
-    ):  # both are stacks, and the model says how the one here is cut
+    # Both are stacks, and the model says how the one here is cut.
+    if not isinstance(in_tiles, bool):
         grid = _grid(here, in_tiles)
         dense = tuple(c * n for c, n in zip(grid.counts, grid.tile, strict=True))
         return Retiled(_cut(dense, saved), grid, lead)
@@ -239,10 +238,8 @@ def _both(saved: tuple[int, ...], here: tuple[int, ...], is_mlp: bool) -> tuple[
     if here[0] == 1:
         return _cut(here[1:], saved), Grid((1,) * (len(here) - 1), here[1:], True)
     # With several tiles on both sides, the shapes determine the grids only for a vector, or for a
-    # kernel known to be cut along one dim.
-    dims = [
-        k for k, (m, n) in enumerate(zip(saved[1:], here[1:], strict=True)) if m != n
-    ]  # dims in which the tiles differ
+    # kernel known to be cut along one dim: the dim in which the tiles differ.
+    dims = [k for k, (m, n) in enumerate(zip(saved[1:], here[1:], strict=True)) if m != n]
     if len(dims) != 1 or (len(saved) == 3 and not is_mlp):
         raise ValueError(
             f": {saved[0]} tiles and {here[0]} may be cut along one dim or both; set the model's "

@@ -287,9 +287,8 @@ class Saving:
         )
         self._rank = {device: rank for rank, device in enumerate(layout.mesh.devices.flat)}
         self._writes: list[concurrent.futures.Future[None]] = []
-        self._stores: list[
-            tuple[NewStore, SavedStore]
-        ] = []  # stores of copies; without checksums until they are written
+        # Stores of copies; their descriptions lack checksums until they are written.
+        self._stores: list[tuple[NewStore, SavedStore]] = []
         self._links: list[tuple[LinkedRecord, SavedStore]] = []
         self._snapshot: Snapshot | None = None
         self._values: dict[str, np.ndarray] = {}

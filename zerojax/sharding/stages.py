@@ -8,8 +8,8 @@
 
 The builder reads a row; no other code asks for the stage. Under XLA a stage-1 gradient is
 reduce-scattered where it is computed, like stage 2's: an unsharded gradient would cost an
-all_reduce and save nothing. So rows 1 and 2 compile to the same program, with stage 2's memory, and
-`zerojax.formulas.memory` counts them so.
+all_reduce and save nothing. So rows 1 and 2 compile to the same program, with stage 2's memory; the
+table gives the paper's bytes.
 """
 
 import dataclasses

@@ -89,9 +89,8 @@ def _results(i: Instruction, values: Sequence[InitialValue]) -> list[InitialValu
     if name in FILLS and not numbers[0].shape:
         return [numbers[0]]
     if name in POINTWISE and not i.has_jaxpr and not any(n.shape for n in numbers):
-        return [
-            _numbers(out) for out in bind(i.eqn, [jnp.asarray(n) for n in numbers])
-        ]  # one element stands for all
+        # One element stands for all.
+        return [_numbers(out) for out in bind(i.eqn, [jnp.asarray(n) for n in numbers])]
     if all(
         math.prod(getattr(a, "shape", ())) <= INLINE_ELEMENTS
         for a in [*(v.aval for v in i.eqn.invars), *outs]
