@@ -118,7 +118,7 @@ REFUSED = {
         "values.step.data is '\\?', and base64 is needed",
     ),
     "surrogate": (put("leaves", W, "spec", "\ud800"), r"spec is '\\ud800', and a text of UTF-8"),
-    "key": (put("keys", {"other": "rbg"}), r"keys\['other'\] is of no leaf in values"),
+    "key": (put("keys", {"other": "rbg"}), r"keys\['other'\] belongs to no leaf in values"),
     "position": (
         put("data", {"at": 3}),
         r'data is .*, and \{"json": ...\} or \{"bytes": ...\} is needed',
@@ -162,7 +162,7 @@ REFUSED = {
     ),
     "start": (
         put(*SHARD, "start", [0, 5]),
-        r"is the part \[4, 4\] from \[0, 5\] on of weights.*, a record of which is \[4, 8\]",
+        r"is the part \[4, 4\] of weights.* that starts at \[0, 5\], but its records are \[4, 8\]",
     ),
     "unknown leaf": (
         put(*SHARD, "name", "x"),
@@ -200,7 +200,7 @@ def test_descriptions_of_two_checkpoints_are_told(step, text):
     try:
         with pytest.raises(
             CheckpointError,
-            match=r"manifest\.1\.json and manifest\.0\.json are not of one checkpoint",
+            match=r"manifest\.1\.json and manifest\.0\.json are not from the same checkpoint",
         ):
             read_all(step)
     finally:

@@ -83,7 +83,7 @@ def test_the_last_save_is_waited_for_when_the_program_ends(tmp_path):
 def test_a_closed_checkpointer_saves_no_more(program, tmp_path):
     with zj.Checkpointer(tmp_path) as ckpt:
         pass
-    with pytest.raises(CheckpointError, match="is closed: make another"):
+    with pytest.raises(CheckpointError, match="is closed: create another"):
         ckpt.save(program, program.init(jax.random.key(0)))
 
 
@@ -99,7 +99,7 @@ def test_after_a_rollback_newer_steps_are_set_aside(program, tmp_path, caplog):
         assert ckpt.all_steps() == [1, 2, 3, 4]
         run(program, ckpt.restore(program, 1), ckpt, 1)
         assert ckpt.latest_step() == 2
-    assert "step 4 is set aside as 4.set-aside, as this run went on from step 1" in caplog.text
+    assert "step 4 is set aside as 4.set-aside, as this run continued from step 1" in caplog.text
     assert (tmp_path / "3.set-aside" / "state" / "manifest.0.json").read_bytes() == kept
     with zj.Checkpointer(tmp_path) as ckpt:
         assert int(ckpt.restore(program).step) == 2
@@ -150,7 +150,7 @@ def test_a_directory_that_was_removed_is_told(program, tmp_path):
         state = run(program, program.init(jax.random.key(0)), ckpt, 1)
         ckpt.wait()
         shutil.rmtree(tmp_path / "c")
-        with pytest.raises(CheckpointError, match=r"c was removed: make another Checkpointer"):
+        with pytest.raises(CheckpointError, match=r"c was removed: create another Checkpointer"):
             run(program, state, ckpt, 1)
 
 
@@ -276,7 +276,7 @@ def test_a_checkpoint_of_another_version_is_not_passed_over(program, tmp_path):
         del said["checksum"]
         path.write_text(json.dumps(said | {"checksum": _checksum(said)}))
         with pytest.raises(
-            CheckpointError, match="is of format 99, and this version of zerojax reads 1"
+            CheckpointError, match="has format 99, and this version of zerojax reads 1"
         ):
             ckpt.restore(program)
 
@@ -308,7 +308,9 @@ def test_wrong_arguments_are_told(program, tmp_path):
                 ckpt.restore(program, step)
     gone = zj.Checkpointer(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    with pytest.raises(CheckpointError, match=r"the directory of checkpoints .*gone is not there"):
+    with pytest.raises(
+        CheckpointError, match=r"the directory of checkpoints .*gone does not exist"
+    ):
         gone.latest_step()
 
 

@@ -299,8 +299,8 @@ def test_a_checkpoint_of_other_frozen_weights_names_them_and_the_repair(tmp_path
     with zj.Checkpointer(tmp_path / "run") as checkpoint:
         checkpoint.save(program, program.init(jax.random.key(0)))
         checkpoint.wait()
-        words = r"frozen here alone: weights\['b'\]; frozen in the checkpoint alone: weights\['a'\]. Restore it with the same"
+        words = r"frozen only here: weights\['b'\]; frozen only in the checkpoint: weights\['a'\]. Restore it with the same"
         with pytest.raises(zj.CheckpointError, match=words):
             checkpoint.restore(build({"a": False, "b": True}))
-        with pytest.raises(zj.CheckpointError, match="frozen in the checkpoint alone"):
+        with pytest.raises(zj.CheckpointError, match="frozen only in the checkpoint"):
             checkpoint.restore(build(None))

@@ -169,7 +169,7 @@ def test_an_encoded_base_moves_where_its_blocks_and_groups_are_whole(tmp_path):
     with build(None, tmp_path) as program, zj.Checkpointer(tmp_path / "nf4") as ckpt, refused:
         ckpt.restore(program)
     with pytest.raises(
-        zj.CheckpointError, match=r"\['down'\] is frozen, and rests in nf4.*iter_params"
+        zj.CheckpointError, match=r"\['down'\] is frozen, and stored in nf4.*iter_params"
     ):
         zj.export_safetensors(tmp_path / "nf4", tmp_path / "out.safetensors")
 

@@ -49,7 +49,7 @@ def test_one_process_restores_what_two_saved(found, tmp_path):
     np.testing.assert_allclose(first["trained"], alone, rtol=1e-5)
     directory = folder / "two" / "saved"
     with zj.Checkpointer(directory) as ckpt:
-        with pytest.raises(zj.IteratorError, match="iterators of 2 processes, and these are 1"):
+        with pytest.raises(zj.IteratorError, match="iterators of 2 processes, and this run has 1"):
             ckpt.restore(program, data=save_together.Counter())
         state = ckpt.restore(program)
         with zj.Checkpointer(tmp_path / "again") as again:

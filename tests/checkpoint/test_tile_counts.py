@@ -166,7 +166,7 @@ def function_model(in_tiles, out_tiles, flag):
 
 def test_a_weight_with_the_name_of_an_mlps_is_not_taken_for_it(tmp_path):
     with pytest.raises(
-        CheckpointError, match=r"\['up'\] \[4, 8, 8\], .*tell by the model's tiles how many of 2"
+        CheckpointError, match=r"\['up'\] \[4, 8, 8\], .*set the model's tiles to say how many of 2"
     ):
         saved_and_restored(tmp_path / "a", function_model(2, 2, True), function_model(2, 1, True))
     weights, restored = saved_and_restored(
@@ -200,7 +200,7 @@ def test_moments_that_are_not_like_their_weights_are_not_restored_in_other_tiles
     models = [function_model(2, 2, 2), function_model(4, 1, 4)]
     with pytest.raises(
         CheckpointError,
-        match=r"v_row\['up'\] \[4, .*is not like its weight, and so is not converted",
+        match=r"v_row\['up'\] \[4, .*is not shaped like its weight, and so is not converted",
     ):
         saved_and_restored(
             tmp_path / "a", *models, tx=optax.adafactor(1e-2, min_dim_size_to_factor=4)

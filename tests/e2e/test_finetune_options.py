@@ -144,7 +144,7 @@ def test_another_run_does_not_go_on_and_another_schedule_is_told(tmp_path, input
 def test_files_that_an_index_names_are_looked_for_before_all_else(tmp_path, inputs):
     shutil.copytree(inputs[1], tmp_path / "model")
     max((tmp_path / "model").glob("*.safetensors")).unlink()
-    with pytest.raises(zj.CheckpointError, match="of which 1 are not beside it"):
+    with pytest.raises(zj.CheckpointError, match="1 missing next to it"):
         finetune.check(finetune.parse([*inputs, "--model", str(tmp_path / "model")]))
 
 

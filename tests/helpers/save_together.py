@@ -73,7 +73,7 @@ def restore(program: zj.Program, directory: pathlib.Path, again: pathlib.Path) -
     """Restore what one process saved, save it again, and return the next losses."""
     data = Counter()
     with zj.Checkpointer(directory) as ckpt:
-        with pytest.raises(zj.IteratorError, match="these are 2"):
+        with pytest.raises(zj.IteratorError, match="this run has 2"):
             ckpt.restore(program, data=data)
         state = ckpt.restore(program)
     data.position += STEPS

@@ -176,7 +176,7 @@ def test_adapters_of_another_scale_or_config_are_not_restored_and_dropout_may_ch
         ckpt.save(first, zj.import_hf(first, tmp_path / "like", key=jax.random.key(0)))
         with (
             program(alpha=8) as other,
-            pytest.raises(zj.CheckpointError, match=r"saved of a model with lora=.*'alpha': 4"),
+            pytest.raises(zj.CheckpointError, match=r"saved from a model with lora=.*'alpha': 4"),
         ):
             ckpt.restore(other)
         with program(dropout=0.1) as other:
@@ -190,7 +190,7 @@ def test_adapters_of_another_scale_or_config_are_not_restored_and_dropout_may_ch
             num_key_value_heads=1,
         )
         model = model_of(tmp_path / "other", lora=zj.Lora(rank=2, alpha=4))
-        told = r"of a model with decoder=\{.*'heads': 4,.*'norm_eps': 1e-06.* program's has .*'norm_eps': 0.001"
+        told = r"from a model with decoder=\{.*'heads': 4,.*'norm_eps': 1e-06.* program's model has .*'norm_eps': 0.001"
         with (
             program_of(model, "device", tmp_path, 1) as other,
             pytest.raises(zj.CheckpointError, match=told),

@@ -225,9 +225,7 @@ def test_rules_that_do_not_fit_a_mesh_are_refused_when_building_with_all_paths()
     model = zj.with_specs(
         toys.layered(), {"table": P(None, "model"), "odd": P("tensor"), "w1": P(None, "tensor")}
     )
-    odd = (
-        r"\['odd'\]: dim 0 of shape \(7, 3\) does not divide by 4 .*pad it to 8, or leave it whole"
-    )
+    odd = r"\['odd'\]: dim 0 of shape \(7, 3\) does not divide by 4 .*pad it to 8, or leave it unsharded"
     table = r"\['table'\]: .*names axis 'model'; the mesh has \('data', 'fsdp', 'tensor'\)"
     with pytest.raises(ValueError, match=f"{odd}\n.*{table}"):
         zj.build_train_step(model, optax.sgd(1e-2), zj.ZeroConfig(), mesh)

@@ -83,7 +83,7 @@ def test_any_mesh_is_taken_with_its_devices_in_their_order(sizes, axes, expected
             r"axes\['fsdp'\]='z': the mesh has the axes \('x',\), and no 'z'",
         ),
         ({"x": 8}, {"zero": "x"}, "axes has the key 'zero', and the axes are data, fsdp, tensor"),
-        ({"x": 8}, {"fsdp": 0}, r"axes\['fsdp'\]=0: the name of an axis"),
+        ({"x": 8}, {"fsdp": 0}, r"axes\['fsdp'\]=0: the name of a mesh axis"),
         ({"x": 8}, {"fsdp": "x", "data": "x"}, "names 'x' twice"),
         ({"x": 8}, ["x"], r"axes=\['x'\]: a dict is needed"),
         (

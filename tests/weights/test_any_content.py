@@ -52,10 +52,10 @@ def a(**fields: Any) -> dict[str, Any]:
 REFUSED = {
     "overlap": (
         a(data_offsets=[4, 52]),
-        "a ends at byte 52, and b is told at bytes 48 to 56: they overlap",
+        "a ends at byte 52, and b is at bytes 48 to 56: they overlap",
     ),
-    "outside": (a(data_offsets=[48, 96]), r"a float32\[3, 4\] is told at bytes 48 to 96 of 57"),
-    "backwards": (a(data_offsets=[48, 0]), "a .* is told at bytes 48 to 0"),
+    "outside": (a(data_offsets=[48, 96]), r"a float32\[3, 4\] cannot be at bytes 48 to 96 of 57"),
+    "backwards": (a(data_offsets=[48, 0]), "a .* cannot be at bytes 48 to 0"),
     "negative": (a(data_offsets=[-48, 0]), r"a.data_offsets\[0\] is -48, and an integer, from 0"),
     "one offset": (
         a(data_offsets=[48]),
@@ -84,7 +84,7 @@ REFUSED = {
         HEADER | {"__metadata__": {"zerojax.tiled": '{"b": 1}'}},
         "zerojax.tiled is .*, and a list is needed",
     ),
-    "no tiles": (HEADER | {"__metadata__": {"zerojax.tiled": "["}}, "zerojax.tiled is no JSON"),
+    "no tiles": (HEADER | {"__metadata__": {"zerojax.tiled": "["}}, "zerojax.tiled is not JSON"),
     "twice": ('{"a": 1, "a": 2}', "'a' is there twice"),
     "deep": ("[" * 100_000, "it is nested too deeply"),
     "deep tiles": (
@@ -113,7 +113,7 @@ def test_a_header_is_no_larger_than_the_format_allows(tmp_path):
         file.truncate(1 << 41)
     with pytest.raises(
         zj.CheckpointError,
-        match="its header takes 1099511627776 bytes, and that of a safetensors file at most",
+        match="its header takes 1099511627776 bytes, and a safetensors header at most",
     ):
         open_weights(tmp_path / "file")
 
@@ -174,25 +174,25 @@ def files_of_other_kinds(folder: pathlib.Path) -> dict[str, str]:
     (folder / "torch.index.json").write_text(index.replace(".safetensors", ".bin"))
     joined = r"join them into one file by safetensors.torch: save_file"
     return {
-        "sharded/model.safetensors.index.json": "names 2 files, of which 1 are not beside it: model-00002-of-00002.safetensors",
-        "sharded": "model.safetensors.index.json names 2 files, of which 1 are not beside it",
-        "torch.index.json": "HuggingFace's index of weights in 2 other files, .*: load each by torch.load",
+        "sharded/model.safetensors.index.json": "names 2 files, 1 missing next to it: model-00002-of-00002.safetensors",
+        "sharded": "model.safetensors.index.json names 2 files, 1 missing next to it",
+        "torch.index.json": "a Hugging Face index of weights in 2 other files, .*: load each by torch.load",
         "single": "it is a folder with one safetensors file: import .*single/x.safetensors;",
         "several": f"it is a folder with 2 safetensors files: import one of them, or {joined}",
         "torch": "it is a folder with pytorch_model.bin, as of torch.save: load it by torch.load",
         "gguf": "it is a folder with model.gguf",
         "steps": "it is a directory of zerojax checkpoints, for Checkpointer",
         "steps/7": "it is a zerojax checkpoint, for Checkpointer.restore, zj.import_params or zj.export_orbax",
-        "arrays.npz": r"it is an archive of numpy \(.npz\): save_file\(dict\(numpy.load\(path\)\), ...\) of safetensors.numpy",
-        "array.npy": "it is one array of numpy",
+        "arrays.npz": r"it is a numpy archive \(.npz\): call safetensors.numpy.save_file\(dict\(numpy.load\(path\)\), ...\)",
+        "array.npy": "it is a single numpy array",
         "model.pt": "it is a zip archive of torch.save: load it by torch.load",
         "other.zip": "it is a zip archive: unpack it first",
         "old.bin": "it is a pickle, .* which is not unpickled here",
         "quantized.gguf": "it is a GGUF file",
-        "config.json": "it is a JSON file, and no weights",
-        "deep.json": "it is a JSON file, and no weights",
-        "pointer": "it is the pointer of git-lfs .*`git lfs pull`",
-        "page": "it is a page of HTML",
+        "config.json": "it is a JSON file without weights",
+        "deep.json": "it is a JSON file without weights",
+        "pointer": "it is a git-lfs pointer .*`git lfs pull`",
+        "page": "it is an HTML or XML page",
         "empty": "it is an empty file",
         "fifo": "fifo: a FIFO is in its place, and no regular file",
         "zero": "zero: a device is in its place, and no regular file",
@@ -255,7 +255,7 @@ LARGE = 2**20
         ),
         (
             {"chunks": [LARGE, LARGE], "shape": [LARGE, LARGE]},
-            r"a .* has chunks of .*, which take 4398046511104 bytes each, and its files have \d\d bytes: they hold no such",
+            r"a .* has chunks of .*, which take 4398046511104 bytes each, and its files have \d\d bytes: they cannot hold such a",
         ),
         ({"shape": [-3, 4]}, "a/.zarray.*shape"),
         ({"shape": [2**70, 4]}, "a/.zarray.*shape"),

@@ -281,7 +281,7 @@ def test_state_that_is_computed_from_weights(tmp_path):
         expected = save(program, program.init(jax.random.key(3)), tmp_path / "c")
         zj.export_safetensors(tmp_path / "c", tmp_path / "out")
         assert_same(imported(program, tmp_path / "out", tmp_path / "again"), expected)
-    message = r"tx.init makes opt_state\[1\]\['gate'\] of the weights, as neither"
+    message = r"tx.init computes opt_state\[1\]\['gate'\] from the weights, as neither"
     with (
         program_of(awkward(), halving, opt_state=HOST) as program,
         pytest.raises(ValueError, match=message),
@@ -316,7 +316,7 @@ def test_other_models_are_refused_before_anything_is_touched(form, tmp_path):
         "missing": ({"a": tree["a"], "b": {"c": tree["b"]["c"]}}, r"It holds: no b.d \[2\]$"),
         "extra": (
             tree | {"z": np.ones(1, np.float32)},
-            r"It holds: z \[1\], which this program's model has not$",
+            r"It holds: z \[1\], which this program's model does not have$",
         ),
         "misshapen": (
             tree | {"a": np.ones((2, 4), np.float32)},
@@ -328,7 +328,7 @@ def test_other_models_are_refused_before_anything_is_touched(form, tmp_path):
         ),
         "integers": (
             tree | {"a": np.ones((4, 2), np.int32)},
-            r"It holds: a of (int32|I32), which is no floating dtype",
+            r"It holds: a of (int32|I32), which is not a supported floating dtype",
         ),
         "many": (
             {f"x{n}": np.ones(1, np.float32) for n in range(9)},
@@ -363,10 +363,10 @@ def test_files_that_are_none(tmp_path):
         (tmp_path / "lost" / "gate" / ".zarray").unlink()
         messages = {
             "cut": "is cut off: ",
-            "short": "is no safetensors file",
-            "text": "is no safetensors file",
-            "lies": r"a float32\[1\] is told at bytes 0 to 8",
-            "absent": "absent is not there",
+            "short": "is not a safetensors file",
+            "text": "is not a safetensors file",
+            "lies": r"a float32\[1\] cannot be at bytes 0 to 8",
+            "absent": "absent does not exist",
             "empty": "has no _METADATA$",
             "steps": "default in it has one",
             "c/0/state": "has no _METADATA$",

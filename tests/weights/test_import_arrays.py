@@ -106,14 +106,14 @@ def test_arrays_go_to_their_tier(tiers, tmp_path):
     ("change", "match"),
     [
         ({"head": {}}, r"no head\.gate \[\]"),
-        ({"more": {"w": np.ones(3)}}, r"more\.w \[3\], which this program's model has not"),
+        ({"more": {"w": np.ones(3)}}, r"more\.w \[3\], which this program's model does not have"),
         (
             {"blocks": {"w": np.ones((2, WIDTH, WIDTH))}},
             r"blocks\.w \[2, 8, 8\], and here it is \[3, 8, 8\]",
         ),
         (
             {"embed": {"w": np.ones((WIDTH, WIDTH), int)}},
-            r"embed\.w of int64, which is no floating dtype",
+            r"embed\.w of int64, which is not a supported floating dtype",
         ),
         (
             {"embed": {"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)}},

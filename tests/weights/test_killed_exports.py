@@ -154,10 +154,10 @@ def test_what_may_be_another_machines_is_named_and_kept(tmp_path, killed, caplog
     assert rooms(tmp_path) == before
     (theirs,) = [name for name in before if name.startswith(".theirs.")]
     assert (
-        f"{tmp_path / theirs} was left by an export on elsewhere, or one is under way there"
+        f"{tmp_path / theirs} was left by an export on elsewhere, or one is running there"
         in caplog.text
     )
-    assert f"{old} was left by an export, or one is under way" in caplog.text
+    assert f"{old} was left by an export, or one is running" in caplog.text
     assert "others" not in caplog.text
     assert "link" not in caplog.text
 
@@ -172,7 +172,7 @@ def test_without_locks_exports_work_and_nothing_is_removed(tmp_path, monkeypatch
         export(tmp_path / "quick")
         assert len(rooms(tmp_path)) == 1
     assert sorted(os.listdir(tmp_path)) == ["quick", "slow"]
-    assert "was left by an export, or one is under way" in caplog.text
+    assert "was left by an export, or one is running" in caplog.text
 
 
 def test_without_locks_a_folder_in_which_nothing_is_written_yet_stays(tmp_path, monkeypatch):

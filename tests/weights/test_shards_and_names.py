@@ -159,7 +159,7 @@ WRONG = {
     "last layer": (lambda t: _without(t, "h.2.extra"), r"It holds: no h\.2\.extra$"),
     "extra": (
         lambda t: t | {"h.0.gate": np.ones(3, np.float32)},
-        r"h.0.gate \[3\], which this program's model has not",
+        r"h.0.gate \[3\], which this program's model does not have",
     ),
     "shape": (
         lambda t: t | {"wte.weight": np.ones((9, WIDTH), np.float32)},
@@ -167,15 +167,15 @@ WRONG = {
     ),
     "of one layer": (
         lambda t: t | {"h.1.extra": np.ones(3, np.float32)},
-        r"h.0.extra is \[2\], h.1.extra \[3\]",
+        r"h.0.extra is \[2\] and h.1.extra is \[3\]",
     ),
     "dims": (
         lambda t: t | {"h.0.up.weight": np.ones(3, np.float32)},
-        r"h.0.up.weight is \[3\], and axes \(1, 0\)",
+        r"h.0.up.weight is \[3\], which axes \(1, 0\) do not permute",
     ),
     "dtype": (
         lambda t: t | {"norm.weight": np.ones(WIDTH, np.int32)},
-        "head.scale .* of I32, which is no floating dtype",
+        "head.scale .* of I32, which is not a supported floating dtype",
     ),
     "twice": (
         lambda t: t | {"head.scale": np.ones(WIDTH, np.float32)},
@@ -200,7 +200,7 @@ def test_indexes_that_do_not_fit_their_files_are_told(tmp_path):
     run = lambda: zj.import_params(program_of(MODEL), index, key=jax.random.key(0), rename=RENAME)  # noqa: E731
     with pytest.raises(
         zj.CheckpointError,
-        match="names 3 files, of which 1 are not beside it: model-00002-of-00003",
+        match="names 3 files, 1 missing next to it: model-00002-of-00003",
     ):
         run()
     (folder / "x.safetensors").rename(folder / "model-00002-of-00003.safetensors")
@@ -208,12 +208,12 @@ def test_indexes_that_do_not_fit_their_files_are_told(tmp_path):
     told["weight_map"]["h.9.extra"] = "model-00001-of-00003.safetensors"
     index.write_text(json.dumps(told))
     with pytest.raises(
-        zj.CheckpointError, match=r"tells of tensors that are not there: h.9.extra in model-00001"
+        zj.CheckpointError, match=r"lists tensors that are not there: h.9.extra in model-00001"
     ):
         run()
     told["weight_map"]["h.9.extra"] = "../x.safetensors"
     index.write_text(json.dumps(told))
-    with pytest.raises(zj.CheckpointError, match="files beside it are needed"):
+    with pytest.raises(zj.CheckpointError, match="files next to it are needed"):
         run()
 
 

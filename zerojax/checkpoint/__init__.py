@@ -1,4 +1,4 @@
-"""A training state on disk: saved, restored and inspected."""
+"""Save, restore and inspect a training state on disk."""
 
 from zerojax.checkpoint.checkpointer import Checkpointer as Checkpointer
 from zerojax.checkpoint.directory import STATE as STATE

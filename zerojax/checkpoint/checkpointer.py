@@ -1,29 +1,30 @@
-"""Checkpoints of a program's whole state, on Orbax: asynchronous, atomic, and independent of where
-the bytes lived.
+"""Checkpoints of a program's full state: asynchronous, atomic, and independent of the tiers.
 
     with zj.Checkpointer("runs/gpt/checkpoints", max_to_keep=3, save_interval_steps=100) as ckpt:
-        state = ckpt.restore(program, data=data)     the newest whole checkpoint, on any mesh, stage, tier and precision
+        # the newest intact checkpoint, on any mesh, stage, tier and precision
+        state = ckpt.restore(program, data=data)
         for batch in data:
             state, metrics = program.step(state, batch)
-            ckpt.save(program, state, data=data)     the step waits only for copies to host memory
+            # the step waits only for copies to host memory
+            ckpt.save(program, state, data=data)
 
-    {directory}/{step}/state       records, and what they hold (`zerojax.checkpoint.manifest`)
+    {directory}/{step}/state       records and their description (`zerojax.checkpoint.manifest`)
     {directory}/{step}/config      config, mesh and versions, as JSON
 
-Orbax makes a checkpoint appear whole or not at all, and lets the processes of a run wait for each
-other. The arrays are not Orbax's: its format is read and written leaf by leaf, so a stack of
-layers, or a tier on disk, would pass through memory whole; here a record of one layer is the unit,
-which a disk's records are linked as. `zerojax.weights` writes weights in Orbax's own format.
+Orbax makes a checkpoint appear complete or not at all, and lets the processes of a run wait for
+each other. Orbax does not write the arrays. Its format is read and written leaf by leaf, so a full
+stack of layers, or all of a tier on disk, would pass through memory. Here the unit is the record of
+one layer, and records on disk are hard-linked. `zerojax.weights` writes weights in Orbax's own
+format.
 
 The promise: `restore` returns the newest state whose save was confirmed, unless its bytes were
-  damaged on disk. A save is
-confirmed when `wait`, `close`, or a later `save` or `restore`, returns without an error. A save
-that fails removes nothing, renames nothing, and may be tried again.
+damaged on disk. A save is confirmed when `wait`, `close`, or a later `save` or `restore` returns
+without an error. A failed save removes nothing, renames nothing, and may be retried.
 
-This module holds the order of events in a save and in a restore. `zerojax.checkpoint.directory`
-says what lies in the directory, and what is renamed and removed there;
-`zerojax.checkpoint.retention` which steps are kept. `zerojax.checkpoint.save` and
-`zerojax.checkpoint.restore` write and read the state.
+This module defines the order of events in a save and in a restore. `zerojax.checkpoint.directory`
+describes the directory's contents and renames and removes entries. `zerojax.checkpoint.retention`
+chooses the steps to keep. `zerojax.checkpoint.save` and `zerojax.checkpoint.restore` write and read
+the state.
 """
 
 import contextlib
@@ -60,10 +61,10 @@ class _Step:
     """A step that is being saved.
 
     Attributes:
-      number: of the step.
-      before: the step from which the run went on, saved or restored; None for neither.
-      aside: steps of a run that was rolled back, to be set aside once this one is there.
-      folder: under which it appears.
+      number: number of the step.
+      before: step from which the run continued, saved or restored; None if there is none.
+      aside: steps of a rolled-back run, to be set aside once this step has appeared.
+      folder: final folder of the step.
     """
 
     number: int
@@ -73,11 +74,12 @@ class _Step:
 
 
 class Checkpointer:
-    """Saves and restores the states of programs. As a context manager it waits at the end for a
-    save in the background.
+    """Save and restore the states of programs.
+
+    As a context manager it waits at the end for a save in the background.
 
     Attributes:
-      directory: of the checkpoints.
+      directory: absolute path of the directory of checkpoints.
     """
 
     def __init__(
@@ -92,24 +94,27 @@ class Checkpointer:
         max_host_bytes: int | None = None,
         verify: bool = True,
     ) -> None:
-        """Use a directory; it is made if it is not there.
+        """Use a directory of checkpoints; it is created if it does not exist.
 
         Args:
-          directory: on a file system that all processes share.
-          max_to_keep: newest checkpoints to keep, or best ones and the newest; None keeps all.
-          save_interval_steps: `save` skips steps that are no multiple of it.
-          best_metric: name in `metrics`, by which the checkpoints to keep are chosen.
-          best_mode: whether the least or the greatest is best.
-          is_async: go on while a checkpoint is written. A second save waits for the first.
-          max_host_bytes: that a process's copies of what rests in memory may take while they wait
-            to be written; the step waits if they would take more. None: all at once, which are the
-            bytes of this process's shards of weights and optimizer state that are not on disk.
+          directory: path on a file system that all processes share.
+          max_to_keep: number of newest checkpoints to keep; with `best_metric`, the number of best
+            ones, and the newest is kept too. None keeps all.
+          save_interval_steps: `save` skips steps that are not a multiple of it.
+          best_metric: name in `metrics` by which the checkpoints to keep are chosen.
+          best_mode: whether the smallest ("min") or the largest ("max") metric is best.
+          is_async: whether training continues while a checkpoint is written. A second save waits
+            for the first.
+          max_host_bytes: most bytes per process for copies, of state stored in memory, that wait to
+            be written; the step waits if they would exceed it. None copies everything at the same
+            time: the bytes of this process's shards of weights and optimizer state that are not on
+            disk.
           verify: compare checksums of all bytes before a restore, and in `latest_step`; False
-            compares sizes alone.
+            compares only sizes.
 
         Raises:
-          ValueError: settings out of range.
-          CheckpointError: the directory cannot be made.
+          ValueError: settings are out of range.
+          CheckpointError: the directory cannot be created.
         """
         if max_to_keep is not None:
             max_to_keep = whole_number("max_to_keep", max_to_keep, 1, ", or None to keep all")
@@ -122,12 +127,11 @@ class Checkpointer:
         path = as_path(directory)
         if path is None:
             raise ValueError(
-                f"directory={directory!r}: a folder's path is needed, a str or an os.PathLike of one"
+                f"directory={directory!r}: the path of a folder is needed, as a str or an "
+                "os.PathLike"
             )
         if "://" in path:
-            raise ValueError(
-                f"directory={path!r}: records are files of a file system; mount the bucket"
-            )
+            raise ValueError(f"directory={path!r}: records need a file system: mount the bucket")
         self._directory = Directory(path)
         self.directory = self._directory.path
         self._interval, self._max_host_bytes, self._verify = (
@@ -142,8 +146,8 @@ class Checkpointer:
         self._mutex = threading.RLock()  # one call at a time; `save` and `restore` call `wait`
         self._pid = os.getpid()
         self._is_closed = False
-        self._last_step: int | None = None  # that was saved or restored
-        self._saving: _Step | None = None  # until it is settled
+        self._last_step: int | None = None  # last saved or restored step
+        self._saving: _Step | None = None  # None once it is settled
 
     # --- saving -----------------------------------------------------------------------------------
 
@@ -157,24 +161,26 @@ class Checkpointer:
         data: Any = None,
         force: bool = False,
     ) -> bool:
-        """Save a state, at its own step number; in a run of several processes all call this.
+        """Save a state under its own step number.
+
+        In a run with several processes, all of them must call this.
 
         Args:
-          program: that made the state.
-          state: from `init`, `step` or `restore`; not donated yet. It may go on to the next step
-            when this returns.
-          metrics: of the step, to choose the best checkpoints by.
-          data: this process's iterator; what its `get_state()` returns is saved too.
-          force: whatever the interval says.
+          program: program that returned the state.
+          state: state from `init`, `step` or `restore`, not donated yet. The next step may take it
+            as soon as this returns.
+          metrics: metrics of the step, by which the best checkpoints are chosen.
+          data: this process's iterator; the result of its `get_state()` is saved too.
+          force: save even between intervals.
 
         Returns:
-          Whether it saves: False for a step between intervals, and for the one that was saved or
-            restored last.
+          Whether the state is being saved: False for a step between intervals, and for the last
+            saved or restored step.
 
         Raises:
           ValueError: the state was donated, or is not the one on disk; or `data` cannot be saved.
           CheckpointError: this save, or the last one in the background, failed; the state and older
-            checkpoints are as they were. Or the directory holds checkpoints of another run.
+            checkpoints are unchanged. Or the directory holds checkpoints of another run.
           SwapError: the state on disk is lost.
         """
         with self._mutex:
@@ -190,9 +196,11 @@ class Checkpointer:
     ) -> bool:
         self._check_process()
         if self._is_closed:
-            raise CheckpointError(f"this Checkpointer of {self.directory} is closed: make another")
+            raise CheckpointError(
+                f"this Checkpointer of {self.directory} is closed: create another"
+            )
         state = program.check_state(state)
-        # Waits for the step that makes this state.
+        # Waits for the step that computes this state.
         step = int(state.step)
         if (not force and step % self._interval) or (
             step == self._last_step and self._saving is None
@@ -200,7 +208,7 @@ class Checkpointer:
             return False
         _note(program, "save")
         together = AllProcesses(program.mesh, SAVING, CheckpointError)
-        # refused before anything is touched, and by all processes
+        # All processes refuse it together, before anything is changed.
         together.do(lambda: check_position(data))
         if self._best_metric is not None and (metrics is None or self._best_metric not in metrics):
             names = sorted(metrics or ())
@@ -208,7 +216,7 @@ class Checkpointer:
                 f"best_metric={self._best_metric!r}: metrics with that name are needed, got {names}"
             )
         kept = None if self._best_metric is None else _numbers(metrics or {})
-        # Before the directory is listed: from here on no other run may add or remove a step.
+        # Taken before the directory is listed: from here on no other run may add or remove a step.
         self._take_lock(program.mesh)
         together.do(self._wait)
         together.do(self._settle_again)
@@ -230,42 +238,43 @@ class Checkpointer:
         metrics: Mapping[str, float] | None,
         data: Any,
     ) -> None:
-        """Let Orbax begin the save, and go on with it beside the next steps; if it fails, all is as
-        it was before.
+        """Let Orbax begin the save, which continues during the next steps.
+
+        If it fails, everything is as before.
         """
-        # Of frozen weights alone: what trains is another thing at each step.
+        # Only frozen weights can be linked; trainable ones change at each step.
         last = (
             self._directory.state_folder(saving.before)
             if program.layout.frozen and saving.before is not None
             else None
         )
         save = StateSave(program, state, self._max_host_bytes, data, self._writer.barrier, last)
-        # From here on the end of the program has something to wait for.
+        # From here on, the end of the program has a save to wait for.
         _OPEN.add(self)
-        # An interrupt comes when the save has begun, or was given up: in between, nobody would know
-        # of what it has opened.
+        # An interrupt is delivered once the save has begun or was given up. In between, nothing
+        # would know which files the save has opened.
         with interrupts_wait(all_wait=True):
-            # `_give_up` takes this back if the save fails.
+            # `_give_up` undoes this if the save fails.
             self._saving, self._last_step = saving, saving.number
             try:
                 self._writer.begin(
                     saving.folder, save, describe(program), metrics, lambda: self._settle(saving)
                 )
             except BaseException:
-                with contextlib.suppress(Exception):  # of which this error told already
+                with contextlib.suppress(Exception):  # this error already reports it
                     self._writer.wait()
                 self._give_up()
                 raise
 
     def _check_process(self) -> None:
-        if os.getpid() != self._pid:  # neither the threads nor the lock are here
+        if os.getpid() != self._pid:  # the threads and the lock stayed in the parent
             raise CheckpointError(
-                f"this Checkpointer of {self.directory} was made before a fork: make another in this process"
+                f"this Checkpointer of {self.directory} was created before a fork: "
+                "create another in this process"
             )
 
     def _step_to_save(self, mesh: Mesh, step: int) -> _Step:
-        """Return where a step is to appear, and what is newer than the step from which this run
-        went on.
+        """Return where a step will appear, and which newer steps will be set aside.
 
         Raises:
           CheckpointError: the directory holds another run's steps.
@@ -278,24 +287,23 @@ class Checkpointer:
             # A run that restored nothing must not mix its steps with another run's.
             if steps and (max(steps) >= step if last is None else step < last):
                 raise CheckpointError(
-                    f"{self.directory} holds checkpoints of steps up to {max(steps)}, of another run, and this state is at "
-                    f"step {step}: restore and go on from there, or give another directory"
+                    f"{self.directory} holds checkpoints of steps up to {max(steps)}, of another "
+                    f"run, and this state is at step {step}: restore and continue from there, or "
+                    "use another directory"
                 )
 
         together = AllProcesses(mesh, SAVING, CheckpointError)
         together.do(look)
         aside = tuple(other for other in steps if last is not None and other > last)
-        # Only process 0 has listed the directory, and all write into one folder.
+        # Only process 0 has listed the directory, and all processes write into the same folder.
         replaces = together.least(0 if step in aside else 1) == 0
         return _Step(step, last, aside, self._directory.new_folder(step, replaces=replaces))
 
     def _settle(self, saving: _Step) -> None:
-        """Make a step that has appeared the newest one, and then remove those that are no longer
-        kept.
-        """
+        """Make a step that has appeared the newest one, then remove the surplus steps."""
         for name in self._directory.settle(saving.number, saving.aside):
             logger.warning(
-                "%s: step %s is set aside as %s, as this run went on from step %s",
+                "%s: step %s is set aside as %s, as this run continued from step %s",
                 self.directory,
                 name.partition(".")[0],
                 name,
@@ -304,7 +312,7 @@ class Checkpointer:
         try:
             self._directory.delete(self._retention.surplus(self._directory))
         except (OSError, CheckpointError) as error:
-            # The new step is there, so the save did not fail. The next one tries again.
+            # The new step has appeared, so the save did not fail. The next save tries again.
             logger.warning(
                 "%s: old checkpoints were not removed: %s",
                 self.directory,
@@ -312,7 +320,7 @@ class Checkpointer:
             )
 
     def _settle_again(self) -> None:
-        """Settle a step that has appeared, if that failed before."""
+        """Settle a step that has appeared, if settling it failed before."""
         if self._saving is None:
             return
         with explaining(f"saving step {self._saving.number} in {self.directory}"):
@@ -323,13 +331,13 @@ class Checkpointer:
         self._saving = None
 
     def _has_appeared(self, saving: _Step) -> bool:
-        """Tell whether a step whose save failed is there nevertheless.
+        """Return whether a step has appeared although its save failed.
 
         Raises:
-          OSError: that cannot be told.
+          OSError: the file system does not say.
         """
-        # Of several processes, others could see the disk before or after this one does, and all
-        # must find the same.
+        # With several processes, the others could see the disk before or after this one does, and
+        # all must agree.
         is_alone = jax.process_count() == 1
         return self._writer.has_appeared or (
             is_alone and is_folder(os.path.join(saving.folder, STATE))
@@ -337,7 +345,7 @@ class Checkpointer:
 
     @without_mesh
     def wait(self) -> None:
-        """Wait until what was saved is on disk.
+        """Wait until the last saved state is on disk.
 
         Raises:
           CheckpointError: it could not be written.
@@ -353,35 +361,35 @@ class Checkpointer:
             try:
                 self._writer.wait()
             except BaseException:
-                if (
-                    not self._writer.is_writing
-                ):  # else the wait was interrupted, and the save goes on
+                # Otherwise the wait was interrupted, and the save continues.
+                if not self._writer.is_writing:
                     self._give_up()
                 raise
             self._saving = None
 
     def _give_up(self) -> None:
-        """Go back to the step before a save that failed, and remove what it left; if its step is
-        there, it stays.
+        """Return to the step before a failed save, and remove the files that the save left.
+
+        If the save's step has appeared after all, it stays.
         """
         assert self._saving is not None
-        # Where it cannot be told, the next call asks again.
+        # If the file system does not say, the next call asks again.
         with contextlib.suppress(OSError):
             if not self._has_appeared(self._saving):
                 self._last_step, self._saving = self._saving.before, None
-        with contextlib.suppress(OSError):  # the save's own error is told
+        with contextlib.suppress(OSError):  # the save's own error is raised
             self._directory.clean()
 
     def _take_lock(self, mesh: Mesh) -> None:
-        """Keep other runs from saving here."""
+        """Take the directory's lock, so that other runs cannot save here."""
         if self._directory.is_locked:
             return
         try:
-            AllProcesses(mesh, "taking the directory of checkpoints", CheckpointError).do(
+            AllProcesses(mesh, "locking the directory of checkpoints", CheckpointError).do(
                 self._directory.lock
             )
         except BaseException:
-            # Refused in process 0 alone: all must ask for it again.
+            # Only process 0 knows of a refusal; all must ask again.
             self._directory.unlock()
             raise
 
@@ -389,21 +397,24 @@ class Checkpointer:
 
     @without_mesh
     def restore(self, program: Program, step: int | None = None, *, data: Any = None) -> TrainState:
-        """Return a saved state, as this program's; in a run of several processes all call this.
+        """Return a saved state as a state of this program.
+
+        In a run with several processes, all of them must call this.
 
         Args:
-          program: of the same model and optimizer as the one that saved, on any mesh, stage, tier,
-            precision and number of tiles. What it had on disk is overwritten, once the checkpoint
-            was found whole.
-          step: None takes the newest one; if that is damaged, a warning names it, and the newest
-            whole one is taken.
-          data: this process's iterator; its `set_state` is called with what was saved.
+          program: program with the same model and optimizer as the one that saved, on any mesh,
+            stage, tier, precision and number of tiles. Its state on disk is overwritten once the
+            checkpoint was found intact.
+          step: number of the step, or None for the newest one. If the newest is damaged, a warning
+            names it, and the newest intact step is restored.
+          data: this process's iterator; its `set_state` is called with the saved position.
 
         Raises:
-          CheckpointError: there is none, or it is of another model; leaves that differ are named.
-          IteratorError: with `data`, it was saved without, or by another number of processes;
-            restore without it then.
-          DamagedError: the step asked for is not whole, or none is.
+          CheckpointError: there is no checkpoint, or it belongs to another model; the error names
+            the leaves that differ.
+          IteratorError: `data` was given, but the checkpoint holds no positions, or another number
+            of processes saved them; restore without `data` then.
+          DamagedError: the requested step is damaged, or all steps are.
           SwapError: the program's disk is too small, or failed.
         """
         with self._mutex:
@@ -421,7 +432,7 @@ class Checkpointer:
 
         def read(step: int) -> tuple[TrainState, Any, bool]:
             with self._open_step(step, program.mesh) as saved:
-                # The position first: if there is none for this process, nothing of the program's is
+                # The position first: if this process has none, nothing of the program's is
                 # overwritten.
                 position = (
                     None
@@ -437,7 +448,8 @@ class Checkpointer:
         if step is not None:
             if step not in (steps := self._directory.steps()):
                 raise CheckpointError(
-                    f"{self.directory} has no checkpoint of step {step}: there are {steps or 'none'}"
+                    f"{self.directory} has no checkpoint of step {step}: its steps are "
+                    f"{steps or 'none'}"
                 )
             state, position, has_position = read(step)
         elif (newest := self._directory.newest_whole(read)) is not None:
@@ -446,28 +458,29 @@ class Checkpointer:
             raise CheckpointError(
                 f"{self.directory} has no checkpoint: start from program.init(key)"
             )
-        # After the state was read: a restore that fails leaves the iterator where it was.
+        # After the state was read: a failed restore leaves the iterator where it was.
         if data is not None:
             data.set_state(position)
         elif has_position:
             logger.warning(
-                "step %d holds the position of an iterator, which restore(program, data=...) sets",
+                "step %d holds the position of an iterator: pass data= to restore to set it",
                 step,
             )
         self._last_step, self._saving = step, None
         return state
 
     def _open_step(self, step: int, mesh: Mesh) -> SavedState:
-        """Open a checkpoint in all processes, or raise DamagedError in all, so that all pass the
-        same ones over.
+        """Open a checkpoint in all processes, or raise DamagedError in all of them.
+
+        So all processes skip the same damaged checkpoints.
         """
-        states: list[SavedState] = []  # of one, once it is open
+        states: list[SavedState] = []  # holds one state once it is open
         folder = self._directory.state_folder(step)
         try:
             together = AllProcesses(mesh, f"opening step {step}", CheckpointError, DamagedError)
             together.do(lambda: states.append(SavedState(folder)))
         except BaseException:
-            # Opened here and refused by another process: none of them reads it.
+            # Opened here but refused by another process: none of them reads it.
             for saved in states:
                 saved.close()
             raise
@@ -475,29 +488,33 @@ class Checkpointer:
 
     @without_mesh
     def all_steps(self) -> list[int]:
-        """Return the steps of all complete checkpoints, in order."""
+        """Return the steps of all complete checkpoints, in ascending order.
+
+        Raises:
+          CheckpointError: the save in the background failed, or the directory cannot be read.
+        """
         self.wait()
         return self._directory.steps()
 
     @without_mesh
     def latest_step(self) -> int | None:
-        """Return the newest step that is whole, which `restore` would take; None if there is none.
+        """Return the newest intact step, which `restore` would use, or None if there is none.
 
-        One that is not whole is passed over with a warning. With `verify=True` all bytes are read
-        to tell, as in a restore: whether there are checkpoints at all is told by `all_steps`, at no
-        cost. In a run of several processes all call this.
+        Damaged steps are skipped with a warning. With `verify=True` this reads all bytes, as a
+        restore does; `all_steps` costs nothing and shows whether there are checkpoints at all. In a
+        run with several processes, all of them must call this.
 
         Raises:
-          CheckpointError: a checkpoint cannot be read now, so that it cannot be told whether it is
-            whole.
+          CheckpointError: a checkpoint cannot be read now, so it is not known whether it is intact.
         """
         self.wait()
         newest = self._directory.newest_whole(self._check, required=False)
         return None if newest is None else newest[0]
 
     def _check(self, step: int) -> None:
-        """Compare a checkpoint with what was saved, as `restore` does: the processes share the
-        reading, and agree.
+        """Compare a checkpoint with its descriptions, as `restore` does.
+
+        The processes share the reading, and all raise if one does.
         """
 
         def check() -> None:
@@ -511,10 +528,10 @@ class Checkpointer:
 
     @without_mesh
     def best_step(self) -> int | None:
-        """Return the step of the best metric, with `best_metric`; else the newest. None if there is
-        none.
+        """Return the step with the best metric, or the newest one without `best_metric`.
 
-        Whether it is whole is not looked at: `restore` of it raises DamagedError if it is not.
+        None if there is none. The step is not checked for damage: restoring it raises DamagedError
+        if it is damaged.
 
         Raises:
           CheckpointError: the directory or the metrics cannot be read now.
@@ -524,23 +541,25 @@ class Checkpointer:
 
     @without_mesh
     def close(self) -> None:
-        """Wait for a save in the background, and unlock the directory. The end of the program does
-        this too.
+        """Wait for a save in the background, and unlock the directory.
 
-        An interrupt of the wait leaves both to the next call, or to the end of the program.
+        The end of the program does this too. If the wait is interrupted, the next call or the end
+        of the program does both.
+
+        Raises:
+          CheckpointError: the save failed.
         """
-        if (
-            os.getpid() != self._pid
-        ):  # the threads and the lock are those of the process from which this one was forked
+        # The threads and the lock belong to the process that forked this one.
+        if os.getpid() != self._pid:
             _OPEN.discard(self)
             return
         with self._mutex:
             try:
                 self._wait()
             finally:
-                # Also after a save that failed: else this process would keep other runs from the
-                # directory. But not where the wait was interrupted: the save goes on, and another
-                # run would remove what it writes.
+                # Also after a failed save: otherwise this process would keep other runs out of the
+                # directory. But not if the wait was interrupted: the save continues, and another
+                # run would remove its files.
                 if not self._writer.is_writing:
                     self._is_closed = True
                     _OPEN.discard(self)
@@ -550,6 +569,7 @@ class Checkpointer:
                         self._directory.unlock()
 
     def __enter__(self) -> Self:
+        """Return this Checkpointer."""
         return self
 
     def __exit__(
@@ -558,11 +578,14 @@ class Checkpointer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Wait for a save in the background, and close."""
         self.close()
 
 
 def _note(program: Program, call: str) -> None:
-    """Compare a call with those of the other processes, which would wait for this one without end.
+    """Compare a call with the calls of the other processes.
+
+    A process that makes another call would otherwise wait for this one forever.
 
     Raises:
       ValueError, RuntimeError: another process makes another call, or left.
@@ -571,12 +594,12 @@ def _note(program: Program, call: str) -> None:
         program.calls.note(call, None, tuple)
 
 
-# Those that have begun a save and are not closed.
+# Checkpointers that have begun a save and are not closed.
 _OPEN: "set[Checkpointer]" = set()
 
 
 def _close_all() -> None:
-    """Close what is still open when the program ends, while threads may still be started."""
+    """Close open checkpointers when the program ends, while threads can still be started."""
     for ckpt in list(_OPEN):
         try:
             ckpt.close()
@@ -584,8 +607,8 @@ def _close_all() -> None:
             logger.exception("the last checkpoint in %s was not saved", ckpt.directory)
 
 
-# Before Python's executors refuse work, of which Orbax's threads have some: `atexit` comes after
-# that.
+# This runs before Python's executors, some of which Orbax's threads use, refuse work; `atexit` is
+# later.
 threading._register_atexit(_close_all)  # type: ignore[attr-defined]
 
 
@@ -597,10 +620,10 @@ def _check_best(best_metric: Any, best_mode: Any) -> None:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return metrics as JSON can hold them.
+    """Return metrics as numbers that JSON can hold.
 
     Raises:
-      ValueError: one is no number.
+      ValueError: a metric is not a number.
     """
     numbers = {}
     for name, value in metrics.items():

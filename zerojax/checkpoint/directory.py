@@ -1,26 +1,26 @@
-"""A directory of checkpoints: what lies in it, which step is the newest whole one, and every change
-that is made in it.
+"""A directory of checkpoints: its contents, its newest intact step, and all changes made in it.
 
-    {step}/state, {step}/config      a checkpoint and its items; Orbax gives it this name when all of it is on disk
-    {step}/metrics                   of the step, where checkpoints are kept by a metric
-    {step}.next                      one that is whole, and takes the place of {step} of a run that was rolled back
-    {step}.orbax-checkpoint-tmp-*    one that is being written, or that a kill ended
-    {step}.set-aside                 one of a run that was rolled back; no reader takes it for a step
-    .deleted.*/                      old ones on their way out
-    .zerojax.lock                    flocked by the process that saves here
+    {step}/state, {step}/config      a checkpoint and its items; Orbax renames it to this name
+                                     once all of it is on disk
+    {step}/metrics                   metrics of the step, if checkpoints are kept by a metric
+    {step}.next                      a complete checkpoint that replaces {step} of a rolled-back run
+    {step}.orbax-checkpoint-tmp-*    a checkpoint that is being written, or whose process was killed
+    {step}.set-aside                 a step of a rolled-back run; no reader takes it for a step
+    .deleted.*/                      old checkpoints that are being removed
+    .zerojax.lock                    locked (flock) by the process that saves here
 
-A step comes by one rename and goes by one, so that no reader lists a step that is half there or
-half gone. Nothing goes before what takes its place has come, and its name is on disk:
+A step appears by one rename and disappears by one rename, so a reader never lists a partial step.
+Nothing is removed before its replacement has appeared and the replacement's name is on disk:
 
-    a step comes    {step} or {step}.next    ->  the folder's entries are flushed  ->  older and rolled-back steps go
+    a step appears as {step} or {step}.next  ->  the folder's entries are flushed
+      ->  old and rolled-back steps are removed or set aside
 
-So whenever a process is killed, or a call fails, the newest state whose save was confirmed is there
+So whenever a process is killed, or a call fails, the newest state whose save was confirmed exists
 under a name that readers take for its step.
 
-Whoever reads only lists and opens. What changes a directory is process 0 of the run that saves
-  there, under the lock: the
-processes of a run share one directory. In its other processes the methods that change something do
-nothing.
+Readers only list and open. All changes are made by process 0 of the run that saves there, under the
+lock: the processes of a run share one directory. In the other processes, the methods that change
+the directory do nothing.
 """
 
 import contextlib
@@ -49,14 +49,14 @@ LOCK = ".zerojax.lock"
 ASIDE = ".set-aside"
 NEXT = ".next"
 TEMPORARY = ".orbax-checkpoint-tmp"
-"""In the name of what Orbax has not finished."""
+"""Part of the name of folders that Orbax has not finished."""
 DELETED = ".deleted"
 _ELSEWHERE = -1
-"""In place of a file descriptor: process 0 holds the lock, or the file system has none."""
+"""Replaces the file descriptor if process 0 holds the lock, or the file system has no locks."""
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
-"""What flock says on file systems that do not lock files."""
-# As int would write it: it also reads digits of other scripts, leading zeros, and numbers of any
-# length.
+"""Errors of flock on file systems that do not lock files."""
+# Only the decimal form that str(int) writes: int itself also parses digits of other scripts,
+# leading zeros, and numbers of any length.
 _STEP = re.compile(rf"(0|[1-9][0-9]{{0,17}})({re.escape(NEXT)})?")
 
 T = TypeVar("T")
@@ -66,26 +66,28 @@ class Directory:
     """A directory of checkpoints.
 
     Attributes:
-      path: absolute.
+      path: absolute path of the directory.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Use a directory, which need not exist yet."""
         self.path = os.path.abspath(os.fspath(path))
-        self._lock: int | None = None  # a file descriptor, or _ELSEWHERE
+        self._lock: int | None = None  # file descriptor, or _ELSEWHERE
 
-    # --- what is there ----------------------------------------------------------------------------
+    # --- contents ---------------------------------------------------------------------------------
 
     def listing(self) -> tuple[list[int], list[str]]:
-        """Return the steps of all complete checkpoints, in order, and the names of unfinished ones;
-        both at one moment.
+        """Return the steps of all complete checkpoints, and the names of unfinished ones.
+
+        Both are sorted, and come from the same listing.
 
         Raises:
           CheckpointError: the directory cannot be read.
         """
         try:
-            # One listing for both: between two, a step could get its name and be in neither. What
-            # cannot be told is an error: os.path.isdir says no of a folder that cannot be looked at
-            # now, and its step would be passed over.
+            # One listing for both: between two listings, a step could get its name and be in
+            # neither. An entry that cannot be examined is an error: os.path.isdir would return
+            # False for a folder that is unreadable now, and its step would be skipped.
             with (
                 explaining(f"reading the directory of checkpoints {self.path}"),
                 os.scandir(self.path) as entries,
@@ -99,7 +101,7 @@ class Directory:
         except CheckpointError as error:
             if error.errno == errno.ENOENT:
                 raise CheckpointError(
-                    f"the directory of checkpoints {self.path} is not there", errno=errno.ENOENT
+                    f"the directory of checkpoints {self.path} does not exist", errno=errno.ENOENT
                 ) from error
             raise
         steps = {int(m[1]) for name, is_dir in found if is_dir and (m := _STEP.fullmatch(name))}
@@ -107,7 +109,7 @@ class Directory:
         return sorted(steps), sorted(name for name in names if TEMPORARY in name)
 
     def steps(self) -> list[int]:
-        """Return the steps of all complete checkpoints, in order.
+        """Return the steps of all complete checkpoints, in ascending order.
 
         Raises:
           CheckpointError: the directory cannot be read.
@@ -120,13 +122,13 @@ class Directory:
         Raises:
           CheckpointError: the directory cannot be read.
         """
-        # Both are there only while the one takes the other's place.
+        # Both exist only while one replaces the other.
         newer = self.new_folder(step, replaces=True)
         with explaining(f"reading the directory of checkpoints {self.path}"):
             return newer if is_folder(newer) else self.new_folder(step)
 
     def new_folder(self, step: int, *, replaces: bool = False) -> str:
-        """Return the folder under which a step is to appear, which may replace one of another run."""
+        """Return the folder in which a step will appear; with `replaces`, the name with `.next`."""
         return os.path.join(self.path, f"{step}{NEXT if replaces else ''}")
 
     def state_folder(self, step: int) -> str:
@@ -140,70 +142,77 @@ class Directory:
         required: bool = True,
         label: Callable[[int], str] = "step {}".format,
     ) -> tuple[int, T] | None:
-        """Return the newest step that is whole, and what `read` makes of it. Damaged ones are
-        passed over with a warning.
+        """Return the newest intact step and the result of `read` for it.
+
+        Damaged steps are skipped with a warning.
 
         Args:
-          read: raises DamagedError for a step that is not whole.
-          required: raise the error of the oldest step if none is whole; else that one is passed
-            over too.
-          label: what a warning calls a step.
+          read: function of a step's number; raises DamagedError for a damaged step.
+          required: if no step is intact, raise the error of the oldest one; otherwise skip that one
+            too.
+          label: function that names a step in a warning.
 
         Returns:
-          None if there is no step, or none is whole and none is required.
+          None if there is no step, or if no step is intact and none is required.
 
         Raises:
-          DamagedError: no step is whole, and one is required.
+          DamagedError: no step is intact, and one is required.
         """
         steps = self.steps()[::-1]
         for step in steps:
             try:
                 return step, read(step)
-            # Only damage: what is of another model or version is no reason to go back to an older
-            # step.
+            # Only damage: another model or version is no reason to use an older step.
             except DamagedError as error:
                 if required and step == steps[-1]:
                     raise
                 logger.warning("%s is passed over: %s", label(step), error)
         return None
 
-    # --- what is changed --------------------------------------------------------------------------
+    # --- changes ----------------------------------------------------------------------------------
 
     def make(self) -> None:
-        """Make the directory if it is not there; in every process, as any of them may come first."""
-        with explaining(f"making the directory of checkpoints {self.path}"):
+        """Create the directory if it does not exist; every process does, as any may be first."""
+        with explaining(f"creating the directory of checkpoints {self.path}"):
             os.makedirs(self.path, exist_ok=True)
 
     def check_writable(self) -> None:
-        """Make a file: where Orbax cannot make its folder, the processes that do not make it wait
-        for it.
+        """Check that files can be created here.
+
+        If Orbax cannot create its folder in one process, the other processes wait for that folder.
+
+        Raises:
+          CheckpointError: the directory was removed or is not writable, or its lock was removed.
         """
         if jax.process_index() == 0:
             with explaining(f"writing to {self.path}"):
                 if not is_folder(self.path):
                     raise CheckpointError(
-                        f"{self.path} was removed: make another Checkpointer, which makes it again"
+                        f"{self.path} was removed: create another Checkpointer, which creates "
+                        "it again"
                     )
                 self._check_lock()
-                # What a save that failed could not rename or remove.
+                # Entries that a failed save could not rename or remove.
                 self.finish_replacing()
                 self.clean()
                 with tempfile.TemporaryFile(dir=self.path):
                     pass
 
     def settle(self, step: int, aside: Sequence[int]) -> list[str]:
-        """Give a step that has appeared its own name, and set other steps aside; return the new
-        names of these.
+        """Give a step that has appeared its own name, and set other steps aside.
 
         Nothing is renamed before the step's name is on disk, and nothing may be removed before this
         returns.
 
         Args:
-          step: that was saved.
-          aside: steps of a run that was rolled back; the same step may be one.
+          step: number of the saved step.
+          aside: steps of a rolled-back run; `step` itself may be among them.
+
+        Returns:
+          The new names of the steps that were set aside.
 
         Raises:
-          OSError: of the file system. The step is there, and may be settled again.
+          OSError: the file system failed. The step has appeared, and may be settled again.
         """
         sync(self.step_folder(step))  # the names of its items
         sync(self.path)
@@ -211,8 +220,7 @@ class Directory:
         replaces = is_folder(new)
         for other in aside:
             old = self.new_folder(other)
-            # Under this step's own name is the step itself, where a call that failed has come so
-            # far.
+            # If an earlier call failed after the rename, the step itself already has its own name.
             if is_folder(old) and (other != step or replaces):
                 names.append(self._free_name(other))
                 os.rename(old, os.path.join(self.path, names[-1]))
@@ -223,47 +231,45 @@ class Directory:
         return names
 
     def _free_name(self, step: int) -> str:
-        """Return the name under which to set a step aside; each run that goes back behind it may
-        set one aside.
+        """Return an unused name under which to set a step aside.
+
+        Each run that is rolled back behind the step may set one aside.
         """
         names = (f"{step}{ASIDE}{n or ''}" for n in itertools.count())
         return next(n for n in names if not os.path.lexists(os.path.join(self.path, n)))
 
     def clean(self) -> None:
-        """Remove what saves that failed, or that a kill ended, left; to be called while nothing is
-        being saved.
-        """
+        """Remove the leftovers of failed or killed saves; call it only while no save is running."""
         if jax.process_index() != 0 or not self.is_locked:
             return
         for name in os.listdir(self.path):
             if TEMPORARY in name or name.startswith(DELETED):
-                with contextlib.suppress(OSError):  # which ignore_errors does not suppress all
+                with contextlib.suppress(OSError):  # ignore_errors does not suppress every error
                     shutil.rmtree(os.path.join(self.path, name), ignore_errors=True)
 
     def finish_replacing(self) -> None:
-        """Give those that were to take another's place their names, where a kill or an error came
-        between.
+        """Give `.next` steps their own names, if a kill or an error prevented it.
 
         Raises:
-          OSError: of the file system.
+          OSError: the file system failed.
         """
         for name in os.listdir(self.path):
             if (found := _STEP.fullmatch(name)) and found[2]:
                 self.settle(int(found[1]), [int(found[1])])
 
     def delete(self, steps: Sequence[int]) -> None:
-        """Remove steps: from the list of steps at once, from the disk as fast as that is.
+        """Remove steps: from the list of steps immediately, from the disk as fast as it can.
 
         Raises:
-          OSError: of the file system.
+          OSError: the file system failed.
         """
         if not steps:
             return
-        # A folder of its own: what an earlier call could not remove may still be there.
+        # A new folder: leftovers of an earlier call may still exist.
         folder = tempfile.mkdtemp(prefix=f"{DELETED}.", dir=self.path)
         for step in steps:
             os.rename(self.new_folder(step), os.path.join(folder, str(step)))
-        sync(self.path)  # or a step could be there again, half removed, after a power failure
+        sync(self.path)  # or a half-removed step could reappear after a power failure
         shutil.rmtree(folder)
 
     # --- the lock ---------------------------------------------------------------------------------
@@ -274,18 +280,20 @@ class Directory:
         return self._lock is not None
 
     def lock(self) -> None:
-        """Keep other runs from saving here; the kernel lets go of the lock with the process.
+        """Take the lock, so that other runs cannot save here.
+
+        The kernel releases it when the process ends.
 
         Raises:
-          CheckpointError: another run saves here, or the lock's file cannot be written.
+          CheckpointError: another run saves here, or the lock file cannot be written.
         """
         if jax.process_index() != 0:
             self._lock = _ELSEWHERE
             return
-        with explaining(f"taking the directory of checkpoints {self.path}"):
+        with explaining(f"locking the directory of checkpoints {self.path}"):
             self._lock = fd = self._locked()
             try:
-                # Only now: what lies there unfinished is no other run's.
+                # Only under the lock: now no unfinished entry belongs to another run.
                 self.finish_replacing()
                 self.clean()
             except BaseException:
@@ -295,17 +303,15 @@ class Directory:
             os.register_at_fork(after_in_child=lambda: self._forget(fd))
 
     def _locked(self) -> int:
-        """Return the descriptor of the lock's file, locked, or _ELSEWHERE where the file system has
-        no locks.
-        """
+        """Lock the lock file and return its descriptor, or _ELSEWHERE without file locks."""
         path = os.path.join(self.path, LOCK)
-        # Whoever may write to the directory could have put another file of this user's in its
-        # place: no link is followed, and nothing is written before the file was looked at. A
-        # program started from this process does not inherit the lock.
+        # Anyone who may write to the directory could have replaced the lock file by another file of
+        # this user. So links are not followed, and nothing is written before the file was examined.
+        # A program started from this process does not inherit the lock.
         try:
             fd = open_regular(path, os.O_RDWR | os.O_CREAT)
         except NotRegularError as error:
-            raise CheckpointError(f"{path} is no file of a lock: {error}: remove it") from error
+            raise CheckpointError(f"{path} is not a lock file: {error}: remove it") from error
         owner = b""
         try:
             status, owners = os.fstat(fd), (os.geteuid(), os.stat(self.path).st_uid)
@@ -313,17 +319,19 @@ class Directory:
             owner = os.pread(fd, 64, 0) if is_ours else b""
             if not is_ours or not re.fullmatch(rb"[0-9]*\s*", owner):
                 raise CheckpointError(
-                    f"{path} is no lock that this user's runs made (owner {status.st_uid}, {status.st_nlink} names): remove it"
+                    f"{path} is not a lock file of this user's runs (owner {status.st_uid}, "
+                    f"{status.st_nlink} names): remove it"
                 )
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Only the owner writes its process number, which the error shows to whoever is refused.
+            # Only the owner writes its process ID, which the error shows to a refused run.
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         except BlockingIOError as error:
             os.close(fd)
             holder = owner.decode().strip() or "?"
             raise CheckpointError(
-                f"process {holder} saves checkpoints in {self.path}: give this run a directory of its own"
+                f"process {holder} saves checkpoints in {self.path}: use another directory "
+                "for this run"
             ) from error
         except OSError as error:
             os.close(fd)
@@ -337,7 +345,7 @@ class Directory:
         return fd
 
     def _check_lock(self) -> None:
-        """Raise unless the lock that is held is still the one that others look for."""
+        """Raise CheckpointError unless the held lock file is still the one at the lock's path."""
         if self._lock in (None, _ELSEWHERE):
             return
         path, held = os.path.join(self.path, LOCK), os.fstat(self._lock)
@@ -347,43 +355,48 @@ class Directory:
             named = None
         if named is None or (named.st_dev, named.st_ino) != (held.st_dev, held.st_ino):
             raise CheckpointError(
-                f"{path} was removed while this run saves there, so another run may save there too: see that there is none, "
-                "and make another Checkpointer"
+                f"{path} was removed while this run saves there, so another run may save "
+                "there too: "
+                "check that none does, and create another Checkpointer"
             )
 
     def _without_lock(self, error: OSError) -> None:
-        """Go on without a lock where only this process saves, or raise."""
+        """Continue without a lock if this run has only one process, else raise CheckpointError."""
         lacks = f"the file system of {self.path} does not lock files (flock: {error.strerror})"
-        remedy = "mount it with locks (Lustre: -o flock; NFS: lockd), or give a directory of another file system"
+        remedy = (
+            "mount it with locks (Lustre: -o flock; NFS: lockd), "
+            "or use a directory on another file system"
+        )
         if jax.process_count() > 1:
             raise CheckpointError(
                 f"{lacks}, so a second job in it would not be noticed: {remedy}", errno=error.errno
             ) from error
         logger.warning(
-            "%s: a second run that saves there is not noticed, so start none; or %s", lacks, remedy
+            "%s, so a second run that saves there is not noticed: start none, or %s", lacks, remedy
         )
 
     def _forget(self, fd: int) -> None:
-        """Close the lock's file in a forked child, which would keep the lock when this process is
-        gone.
+        """Close the lock file in a forked child.
+
+        Otherwise the child would hold the lock after this process ends.
         """
         if self._lock == fd:
             self._lock = None
             os.close(fd)
 
     def unlock(self) -> None:
-        """Let other runs save here."""
+        """Release the lock, so that other runs can save here."""
         fd, self._lock = self._lock, None
         if fd is not None and fd != _ELSEWHERE:
-            with contextlib.suppress(OSError):  # the number of this process is all that was written
+            with contextlib.suppress(OSError):  # only this process's ID was written
                 os.close(fd)
 
 
 def is_folder(path: str) -> bool:
-    """Tell whether there is a folder, or a link to one.
+    """Return whether `path` is a folder, or a link to one.
 
     Raises:
-      OSError: that cannot be told, for want of a right, say.
+      OSError: the file system does not say, for example for lack of permission.
     """
     try:
         return stat.S_ISDIR(os.stat(path).st_mode)
@@ -392,10 +405,10 @@ def is_folder(path: str) -> bool:
 
 
 def is_step(folder: str) -> bool:
-    """Tell whether a folder is that of a step, whole or not.
+    """Return whether a folder is the folder of a step, complete or not.
 
     Raises:
-      OSError: as `is_folder` does.
+      OSError: the file system does not say, for example for lack of permission.
     """
     return TEMPORARY in os.path.basename(folder) or any(
         is_folder(os.path.join(folder, item)) for item in (STATE, CONFIG)
@@ -403,10 +416,13 @@ def is_step(folder: str) -> bool:
 
 
 def holds_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Return whether a folder is that of a zerojax checkpoint, or a directory of some.
+    """Return whether a folder is a step of a zerojax checkpoint, or a directory of such steps.
 
-    Orbax names an item of its own checkpoints `state`, too, so a zerojax description is looked for
+    Orbax also names an item of its own checkpoints `state`, so this looks for a zerojax description
     in it.
+
+    Raises:
+      CheckpointError: the directory cannot be read.
     """
     path = os.path.abspath(os.fspath(path))
     if _is_state(os.path.join(path, STATE)):
@@ -422,16 +438,17 @@ def _is_state(folder: str) -> bool:
 
 
 def open_newest(path: str | os.PathLike[str], read: Callable[[str], T]) -> T:
-    """Return what `read` makes of a step's state, if `path` is the folder of a step, or of the
-    newest whole step in it.
+    """Return the result of `read` for the state of a step.
+
+    The step is `path` itself, or else the newest intact step in `path`.
 
     Args:
-      path: of the step or of the directory.
-      read: opens the folder of a state, and raises DamagedError where it is not whole.
+      path: folder of a step, or directory of steps.
+      read: function that opens the folder of a state, and raises DamagedError if it is damaged.
 
     Raises:
       CheckpointError: there is no checkpoint.
-      DamagedError: the step is not whole, or none is.
+      DamagedError: the step is damaged, or all steps are.
     """
     directory = Directory(path)
     if os.path.isdir(state := os.path.join(directory.path, STATE)):
@@ -443,5 +460,6 @@ def open_newest(path: str | os.PathLike[str], read: Callable[[str], T]) -> T:
         if newest is not None:
             return newest[1]
     raise CheckpointError(
-        f"{directory.path} is neither a zerojax.Checkpointer's directory with a checkpoint, nor a step of one"
+        f"{directory.path} is neither a zerojax.Checkpointer's directory with a checkpoint, "
+        "nor a step of one"
     )

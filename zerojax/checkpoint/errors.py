@@ -1,10 +1,11 @@
-"""Errors of checkpoints: each says what failed and, where the operating system gave a known error
-number, how to repair it.
+"""Errors of checkpoints: each says what failed and, for a known error number, how to fix it.
 
-The state of another optimizer is described in words instead of names of leaves:
+A state of another optimizer is described in words rather than by names of leaves:
 
-    opt_state[0].mu['w'], opt_state[0].nu['w'], opt_state[0].count   ->   Adam's moments (count, mu, nu) at opt_state[0]
-    opt_state[2].count                                               ->   a count of steps, as a schedule keeps
+    opt_state[0].mu['w'], opt_state[0].nu['w'], opt_state[0].count
+      ->  Adam's moments (count, mu, nu) at opt_state[0]
+    opt_state[2].count
+      ->  a count of steps, as a schedule keeps
 """
 
 import contextlib
@@ -16,39 +17,46 @@ from collections.abc import Iterable, Iterator, Mapping
 from host_offload.disk import ChecksumError, NotRegularError, SwapError, TruncatedError
 
 _REMEDIES = {
-    errnos.ENOSPC: "free space, or files if it has none left (df -i), on that file system, or keep fewer checkpoints; the "
-    "training state and older checkpoints are as they were",
-    errnos.EDQUOT: "the user's disk quota is used up: free space, or raise the quota; older checkpoints are as they were",
-    errnos.EROFS: "the file system is mounted read-only: give another directory",
-    errnos.EACCES: "give this user the right to read, write and search that folder, or give another directory",
-    errnos.EPERM: "give this user the right to read, write and search that folder, or give another directory",
+    errnos.ENOSPC: "free space on that file system (or inodes, see df -i), "
+    "or keep fewer checkpoints; the training state and older checkpoints are unchanged",
+    errnos.EDQUOT: "the user's disk quota is used up: free space, or raise the quota; "
+    "older checkpoints are unchanged",
+    errnos.EROFS: "the file system is mounted read-only: use another directory",
+    errnos.EACCES: "give this user permission to read, write and search that folder, "
+    "or use another directory",
+    errnos.EPERM: "give this user permission to read, write and search that folder, "
+    "or use another directory",
     errnos.EIO: "the disk failed (see dmesg and smartctl)",
-    errnos.ENOENT: "it is not there: something removed it, or the path is wrong",
-    errnos.EMFILE: "this process has too many files open: raise the limit (ulimit -n), or look for what leaks descriptors",
+    errnos.ENOENT: "it does not exist: something removed it, or the path is wrong",
+    errnos.EMFILE: "this process has too many files open: raise the limit (ulimit -n), "
+    "or find the leak of descriptors",
     errnos.ENFILE: "the machine has too many files open: raise fs.file-max",
     errnos.ENOMEM: "the machine has no memory left: free some, and try again",
-    errnos.ESTALE: "the network file system lost the file: mount it anew, and try again",
+    errnos.ESTALE: "the network file system lost the file: remount it, and try again",
 }
-_EUCLEAN = getattr(errnos, "EUCLEAN", errnos.EIO)  # of Linux alone
+_EUCLEAN = getattr(errnos, "EUCLEAN", errnos.EIO)  # Linux only
 _DAMAGE = {errnos.ENOENT, errnos.ENOTDIR, errnos.EISDIR, errnos.EIO, errnos.EBADMSG, _EUCLEAN}
-"""What the operating system says of a file that is not there, or whose bytes are lost. EBADMSG and
-EUCLEAN: a file system found that its own checksum or structure is wrong."""
+"""Error numbers that mean a missing file or lost bytes.
+
+EBADMSG and EUCLEAN: a file system found that its own checksum or structure is wrong.
+"""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be made, or is not what was saved.
+    """A checkpoint could not be written or read, or does not fit the program.
 
     Attributes:
-      errno: of the operating system, if it gave one.
+      errno: error number from the operating system, or None.
     """
 
     def __init__(self, message: str, *, errno: int | None = None) -> None:
+        """Use a message, and the operating system's error number if there is one."""
         super().__init__(message)
         self.errno = errno
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is not whole: a file is missing, of another size, or does not have its checksum."""
+    """A checkpoint is damaged: a file is missing, or its size or checksum is not the saved one."""
 
 
 class IteratorError(CheckpointError):
@@ -58,7 +66,11 @@ class IteratorError(CheckpointError):
 def explained(error: BaseException, action: str) -> CheckpointError:
     """Return the CheckpointError to raise for an error that made an action fail.
 
-    A CheckpointError is returned as it is.
+    A CheckpointError is returned unchanged.
+
+    Args:
+      error: the error.
+      action: the failed action, such as "reading FILE".
     """
     if isinstance(error, CheckpointError):
         return error
@@ -66,8 +78,7 @@ def explained(error: BaseException, action: str) -> CheckpointError:
     cause = str(error) or type(error).__name__
     if number is not None:
         where = f", {error.filename}" if isinstance(error, OSError) and error.filename else ""
-        # Its own text tells more than the number's where a part of a file cannot be read: at which
-        # byte.
+        # Its own text says more than the number's, for example at which byte a file cannot be read.
         text = (isinstance(error, OSError) and error.strerror) or os.strerror(number)
         cause = f"{errnos.errorcode.get(number, 'errno')} ({number}), {text}{where}"
     remedy = None if number is None else _REMEDIES.get(number)
@@ -77,17 +88,17 @@ def explained(error: BaseException, action: str) -> CheckpointError:
 
 
 def unreadable(error: OSError, action: str, damage: str) -> CheckpointError:
-    """Return the error to raise where a checkpoint cannot be read.
+    """Return the error to raise if a checkpoint cannot be read.
 
     Args:
-      error: of the file system, or what was found instead of a record.
-      action: what is under way.
-      damage: says what is damaged, and how.
+      error: error of the file system, or the fault found in a record.
+      action: the failed action, such as "reading FILE".
+      damage: message that says what is damaged, and how.
 
     Returns:
-      DamagedError where the bytes are lost. Another CheckpointError where they may be there, and
-      only cannot be read now, for
-      want of memory or of a right: that is no reason to go back to an older checkpoint.
+      DamagedError if the bytes are lost. Another CheckpointError if they may be intact and only
+        cannot be read now, for lack of memory or permission: that is no reason to use an older
+        checkpoint.
     """
     if (
         isinstance(error, ChecksumError | NotRegularError | TruncatedError)
@@ -99,13 +110,13 @@ def unreadable(error: OSError, action: str, damage: str) -> CheckpointError:
 
 @contextlib.contextmanager
 def explaining(action: str, root: str | None = None) -> Iterator[None]:
-    """Raise the file system's errors as CheckpointErrors, with their remedies; all others pass.
+    """Raise file system errors as CheckpointErrors with their remedies; other errors pass through.
 
     Args:
-      action: what is under way.
-      root: folder that is written. A SwapError about a file in it is raised as a CheckpointError
-        too: a checkpoint's records are written by the swap folder's means, and without it the error
-        would tell the user to look after the swap folder.
+      action: the action in progress, such as "writing FILE".
+      root: folder that is written, or None. A SwapError about a file in it becomes a
+        CheckpointError too: the swap folder's code also writes a checkpoint's records, and its
+        error would send the user to the swap folder.
     """
     try:
         yield
@@ -119,8 +130,7 @@ def explaining(action: str, root: str | None = None) -> Iterator[None]:
             or not error.file.startswith(root)
         ):
             raise
-        # Its text and remedy are about the swap folder, so a new error is made of its number and
-        # file.
+        # Its text and remedy are about the swap folder, so only its number and file are used.
         cause = OSError(error.errno, os.strerror(error.errno), error.file)
         raise explained(cause, action) from error
 
@@ -149,9 +159,9 @@ _FIELDS = (
     "z",
     "rng_key",
 )
-"""Fields by which optax's states are known.
+"""Fields that identify optax's states.
 
-The first in a name that holds no other state ends the transformation's name.
+The first field in a name that holds no nested state ends the transformation's name.
 """
 _NESTING = {"inner_state", "inner_states"}
 _KNOWN = "|".join(sorted((name for name in _FIELDS if name not in _NESTING), key=len, reverse=True))
@@ -160,16 +170,15 @@ _STATE = "opt_state"
 
 
 def optimizer_difference(here: Iterable[str], saved: Iterable[str], step_folder: str) -> str:
-    """Return what to say where the optimizer's state of a checkpoint is another's, and how to go on
-    from its weights.
+    """Return how a checkpoint's optimizer state differs, and how to continue from its weights.
 
     Args:
       here: names of the leaves of the program's state.
       saved: names of the leaves in the checkpoint.
-      step_folder: of the checkpoint.
+      step_folder: folder of the step.
 
     Returns:
-      Sentences to append to an error, or "" where both keep the same.
+      Sentences to append to an error, or "" if both optimizers have the same state.
     """
     ours, theirs = _transformations(here), _transformations(saved)
     parts = [
@@ -180,14 +189,15 @@ def optimizer_difference(here: Iterable[str], saved: Iterable[str], step_folder:
     if not different:
         return ""
     return (
-        f". The optimizer's state: {'; '.join(different)}. Restore it with the optimizer that it was "
-        "saved with; or take its weights alone, for a fresh optimizer state: "
+        f". The optimizer's state: {'; '.join(different)}. Restore it with the optimizer that "
+        "it was "
+        "saved with; or import only its weights, for a fresh optimizer state: "
         f"zerojax.import_params(program, {step_folder!r}, key=key)"
     )
 
 
 def _transformations(names: Iterable[str]) -> dict[str, frozenset[str]]:
-    """Return the fields of each transformation's state, by its name."""
+    """Return the fields of each transformation's state, by the transformation's name."""
     found: dict[str, set[str]] = {}
     for name in names:
         if not name.startswith(_STATE):
@@ -227,7 +237,7 @@ _KINDS: Mapping[frozenset[str], str] = {
 
 
 def _described(fields: frozenset[str]) -> str:
-    """Return what a transformation keeps, by its fields."""
+    """Return a description of a transformation's state, from its fields."""
     if fields == {"count"}:
         return "a count of steps, as a schedule keeps,"
     listed = ", ".join(sorted(field for field in fields if field))

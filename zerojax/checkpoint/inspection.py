@@ -1,10 +1,11 @@
-"""What a checkpoint holds, from its files alone: no model is built and no device is used.
+"""Describe a checkpoint from its files alone, without building a model or using a device.
 
-    zerojax inspect runs/gpt/checkpoints            one line a step: whole or not, why not, bytes, processes
-    zerojax inspect runs/gpt/checkpoints/1200       config, mesh, every leaf, and what they add up to
+    zerojax inspect runs/gpt/checkpoints         one line per step: whole or damaged, and why,
+                                                 bytes, processes
+    zerojax inspect runs/gpt/checkpoints/1200    config, mesh, every leaf, and totals
 
-Sizes of all files are compared with what was saved, which costs no reading; `--verify` reads all
-bytes for their checksums.
+The sizes of all files are compared with the saved sizes, which reads no data; `--verify` reads all
+bytes and compares their checksums.
 """
 
 import dataclasses
@@ -22,20 +23,20 @@ from zerojax.checkpoint.retention import read_metrics
 from zerojax.sharding import without_mesh
 
 _CONFIG_FILE = "metadata"
-"""Which Orbax's JsonSave writes."""
+"""File that Orbax's JsonSave writes."""
 _WIDTH = 110
 
 
 class NoCheckpointError(ValueError):
-    """A folder is neither a Checkpointer's directory nor a step of one."""
+    """A folder is neither a Checkpointer's directory nor the folder of a step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `inspect` found.
+    """The result of `inspect`.
 
     Attributes:
-      text: to be printed.
+      text: text to print.
       is_whole: whether nothing is incomplete or damaged.
     """
 
@@ -45,8 +46,11 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class _Status:
-    """Of one step: `saved` is None where its descriptions cannot be read, `damage` where it is
-    whole.
+    """The status of one step.
+
+    Attributes:
+      saved: the opened state; None if its descriptions cannot be read.
+      damage: what is damaged; None if the step is intact.
     """
 
     saved: SavedState | None
@@ -58,28 +62,28 @@ def inspect(folder: str | os.PathLike[str], *, verify: bool = False) -> Report:
     """Describe a Checkpointer's directory, or the folder of one step.
 
     Args:
-      folder: either.
-      verify: read all records and compare their checksums; else their sizes alone.
+      folder: path of the directory or of the step.
+      verify: read all records and compare their checksums; otherwise compare only their sizes.
 
     Raises:
-      NoCheckpointError: it is neither.
-      CheckpointError: a file cannot be read now, such as for want of a right, so that it cannot be
-        told whether it is whole.
+      NoCheckpointError: the folder is neither.
+      CheckpointError: a file cannot be read now, for example for lack of permission, so it is not
+        known whether it is intact.
     """
     directory = Directory(folder)
     folder = directory.path
     with explaining(f"reading {folder}"):
         if not is_folder(folder):
-            raise NoCheckpointError(f"{folder} is no folder")
+            raise NoCheckpointError(f"{folder} is not a folder")
         if is_step(folder):
             return _step_report(folder, verify)
     steps, unfinished = directory.listing()
-    # A folder may have a number for a name and hold something else.
+    # A folder named like a step may hold something else.
     with explaining(f"reading {folder}"):
         has_steps = any(is_step(directory.step_folder(step)) for step in steps)
     if not unfinished and not has_steps:
         raise NoCheckpointError(
-            f"{folder} is neither a zerojax.Checkpointer's directory nor a step of one"
+            f"{folder} is neither a zerojax.Checkpointer's directory nor a step in one"
         )
     return _directory_report(directory, steps, unfinished, verify)
 
@@ -109,7 +113,7 @@ def _directory_report(
 
 
 def _status(folder: str, verify: bool) -> _Status:
-    """Read what a step's files say, and compare its records."""
+    """Read a step's descriptions, and compare its records with them."""
     try:
         saved = SavedState(os.path.join(folder, STATE))
     except DamagedError as error:
@@ -117,7 +121,7 @@ def _status(folder: str, verify: bool) -> _Status:
     with saved:
         try:
             saved.check(checksums=verify)
-            # No restore reads config and metrics, but a step that lost them is not as it was saved.
+            # No restore reads config and metrics, but a step without them is not as it was saved.
             _config(folder)
             read_metrics(folder)
         except DamagedError as error:
@@ -126,11 +130,11 @@ def _status(folder: str, verify: bool) -> _Status:
 
 
 def _unfinished(name: str) -> str:
-    return f"{name} is being written, or was left by a save that did not end"
+    return f"{name} is being written, or was left by a save that did not finish"
 
 
 def _extent(verify: bool) -> str:
-    """Return what was compared."""
+    """Return what was compared, as text."""
     return "all checksums compared" if verify else "sizes compared; --verify reads the checksums"
 
 
@@ -143,7 +147,8 @@ def _step_report(folder: str, verify: bool) -> Report:
         return Report(f"{folder}: damaged: {status.damage}", False)
     records = sum(store.num_records for store in saved.records.stores)
     lines = [
-        f"{folder}: saved by {_count(saved.num_processes, 'process', 'processes')}, {saved.num_bytes:,} bytes in "
+        f"{folder}: saved by {_count(saved.num_processes, 'process', 'processes')}, "
+        f"{saved.num_bytes:,} bytes in "
         f"{_count(records, 'record', 'records')}",
         f"damaged: {status.damage}" if status.damage is not None else f"whole ({_extent(verify)})",
     ]
@@ -161,10 +166,10 @@ def _step_report(folder: str, verify: bool) -> Report:
 
 
 def _config(folder: str) -> Mapping[str, Any]:
-    """Return the description of the program, which is the item beside the state.
+    """Return the description of the program, which is stored next to the state.
 
     Raises:
-      DamagedError: it is not there, or no such description.
+      DamagedError: it is missing, or is not such a description.
       CheckpointError: it cannot be read now.
     """
     path = os.path.join(folder, CONFIG, _CONFIG_FILE)
@@ -180,14 +185,15 @@ def _config(folder: str) -> Mapping[str, Any]:
 
 
 def _config_rows(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (name, text) of config, mesh, devices and versions; long texts go on in rows without a
-    name.
+    """Return rows (name, text) for config, mesh, devices and versions.
+
+    Long texts continue in rows with an empty name.
 
     Raises:
-      DamagedError: it cannot be told as text.
+      DamagedError: the config is nested too deeply.
     """
 
-    # JSON may hold half a surrogate pair, which no terminal is given.
+    # JSON may hold half of a surrogate pair, which must not reach a terminal.
     def printed(text: str) -> str:
         return text.encode(errors="backslashreplace").decode()
 
@@ -209,7 +215,7 @@ def _config_rows(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _leaves(saved: SavedState) -> list[str]:
-    """Return a table of all leaves, those in the description with their text, and the totals."""
+    """Return a table of all leaves, with the values of small ones, and totals."""
     rows = [("name", "shape", "dtype", "spec", "bytes")]
     totals: dict[str, int] = {}
     frozen = saved.frozen
@@ -245,8 +251,9 @@ def _count(number: int, one: str, many: str) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Return lines whose columns are aligned, those in `right` to the right; the last one is never
-    padded.
+    """Return lines with aligned columns; the last column is not padded.
+
+    Columns in `right` are right-aligned.
     """
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     lines = []

@@ -1,11 +1,10 @@
-"""The positions of a run's data iterators: one for each process, as JSON in that process's
-manifest.
+"""Positions of a run's data iterators: one per process, as JSON in that process's manifest.
 
-    {"json": what get_state() returned}       if JSON returns the same
-    {"bytes": base64}                         if it returned bytes, as grain's iterators do
+    {"json": result of get_state()}     if JSON reproduces it
+    {"bytes": base64}                   if it is bytes, as for grain's iterators
 
-A position belongs to the process that read that part of the data. So positions are restored only by
-as many processes as saved them.
+A position belongs to the process that read that part of the data. So only the same number of
+processes can restore positions.
 """
 
 import base64
@@ -20,14 +19,18 @@ from zerojax.checkpoint.errors import IteratorError
 
 
 def encoded_position(data: Any) -> dict[str, Any]:
-    """Return what JSON can hold of an iterator's position.
+    """Return an iterator's position in a form that JSON can hold.
+
+    Args:
+      data: iterator with `get_state` and `set_state`.
 
     Raises:
-      ValueError: it has none, or one that is neither bytes nor JSON.
+      ValueError: it has no position, or its position is neither bytes nor JSON.
     """
     if not hasattr(data, "get_state") or not hasattr(data, "set_state"):
         raise ValueError(
-            f"data is a {type(data).__name__}: an iterator with get_state and set_state, as grain's, is needed"
+            f"data is a {type(data).__name__}: an iterator with get_state and set_state, "
+            "such as grain's, is needed"
         )
     position = data.get_state()
     if isinstance(position, bytes):
@@ -36,20 +39,21 @@ def encoded_position(data: Any) -> dict[str, Any]:
         decoded = json.loads(json.dumps(position))
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"the state of data cannot be told as JSON, and is no bytes: {error}"
+            f"the state of data is neither bytes nor representable as JSON: {error}"
         ) from error
-    if decoded != position:  # JSON makes lists of tuples, and text of keys
+    if decoded != position:  # JSON turns tuples into lists, and keys into text
         raise ValueError(
-            f"the state of data is another once told as JSON: use lists, not tuples, and text as keys; or bytes: {position!r}"
+            "the state of data does not survive JSON: use lists, not tuples, and text as keys; "
+            f"or bytes: {position!r}"
         )
     return {"json": decoded}
 
 
 def decoded_position(entry: Field) -> Any:
-    """Return the position that was encoded.
+    """Return the position that `encoded_position` encoded.
 
     Raises:
-      FieldError: it is none.
+      FieldError: the entry is not an encoded position.
     """
     if (data := entry.get("bytes")) is not None:
         return data.data()
@@ -59,30 +63,33 @@ def decoded_position(entry: Field) -> Any:
 
 
 def check_position(data: Any) -> None:
-    """Raise ValueError for an iterator whose position cannot be saved; None is none."""
+    """Raise ValueError if an iterator's position cannot be saved; None has no position."""
     if data is not None:
         encoded_position(data)
 
 
 def own_position(folder: str, num_processes: int, positions: Mapping[int, Any]) -> Any:
-    """Return where this process's iterator was.
+    """Return the saved position of this process's iterator.
 
     Args:
-      folder: of the state that was saved.
-      num_processes: that saved it.
-      positions: by process.
+      folder: folder of the saved state.
+      num_processes: number of processes that saved it.
+      positions: positions by process.
 
     Raises:
-      IteratorError: that was not saved, or by other processes; it is raised in all processes.
+      IteratorError: no position was saved, or another number of processes saved; all processes
+        raise it.
     """
     if num_processes != jax.process_count():
         raise IteratorError(
-            f"{folder} holds the iterators of {num_processes} processes, and these are {jax.process_count()}: "
-            "restore without data, and set the iterator's position from state.step"
+            f"{folder} holds the iterators of {num_processes} processes, and this run has "
+            f"{jax.process_count()}: restore without data, and set the iterator's position from "
+            "state.step"
         )
-    # All positions are looked at, and not this process's alone, so that all processes raise.
+    # All positions are checked, not only this process's, so that all processes raise.
     if missing := [process for process in range(num_processes) if process not in positions]:
         raise IteratorError(
-            f"{folder} holds no state of the iterator of process {missing[0]}: save it with data=, or restore without"
+            f"{folder} holds no state of the iterator of process {missing[0]}: save with data=, "
+            "or restore without it"
         )
     return positions[jax.process_index()]

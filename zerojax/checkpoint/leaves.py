@@ -1,18 +1,18 @@
-"""The leaves of a program's state, by names that do not depend on where the bytes rest.
+"""The leaves of a program's state, under names that do not depend on where the bytes are stored.
 
     name in a checkpoint            in the state
-    weights['blocks']['w']          master, or params where these are their own masters; float32
-                                    of a frozen leaf: frozen, in its own dtype
-    weights['blocks']['w']#nf4.codes    one array of a frozen leaf that rests in 4 bits; `.dim-2` before `.codes`: with that
-                                    dim moved to the end
+    weights['blocks']['w']          master, or params if they are their own masters; float32. A
+                                    frozen leaf: frozen, in its own dtype
+    weights['blocks']['w']#nf4.codes
+                                    one array of a frozen 4-bit leaf; `.dim-2` before `.codes` if
+                                    that dim was moved to the end
     opt_state[0].mu['blocks']['w']  opt_state
     step, skipped, key, ...         the field
     pending.grads[0]                pending
 
-Stage, mesh, tier, and the dtype of the compute copy change specs and places and leave the names: a
-  state saved under one config
-is read under another. The compute copy (params beside masters) is not saved: it is cast from the
-  weights.
+Stage, mesh, tier, and the dtype of the compute copy change specs and tiers, but not names: a state
+saved under one config can be read under another. The compute copy (params that have masters) is not
+saved: it is cast from the weights.
 """
 
 import dataclasses
@@ -38,14 +38,14 @@ from zerojax.state import (
 )
 
 ROUNDING_STEP = "rounding_step"
-"""The count by which moments in bfloat16 are rounded."""
+"""The step count with which bfloat16 moments are rounded."""
 ENCODED = "#"
-"""In the name of an array of a weight in 8 or 4 bits, between the weight's name and the array's.
+"""Separator of the weight's and the array's names, for an array of an 8-bit or 4-bit weight.
 
-No path has it.
+No path contains it.
 """
 INLINE_ELEMENTS = 64
-"""A leaf that mirrors no parameter, and has no more elements than this, is saved in the manifest.
+"""Most elements of a leaf that is saved in the manifest; leaves that mirror a parameter never are.
 """
 
 
@@ -54,25 +54,29 @@ class StateLeaf:
     """One leaf of a TrainState.
 
     Attributes:
-      name: in a checkpoint.
-      path: of the leaf in the state.
-      shape: of all layers.
-      dtype: of the leaf here.
-      saved_dtype: in which it is saved.
-      spec: of the leaf here, one entry a dim.
-      tier: where it rests: of a Split, its second part.
-      lead: leading dims that number its records: 0, 1 for layers, or 2 for tiles of layers.
-      tiles: whether it is known to be a stack of tiles; an integer says how many lie along the
-        first dim of the weight.
-      group: name of the group of tiles, where `lead` is 2.
-      stack: name of the stack of layers that it is of; "" where there is one, or none.
-      mirrors: whether it is a weight, or belongs to one, as a moment or a pending gradient does.
-      is_derived: whether it is cast from the leaf of the same name, and so not saved.
-      disk_records: that hold it, or a Split's second part, if any do.
-      disk_leaf: its place among their leaves.
-      first: layers of a Split's first part.
-      is_frozen: whether it is a weight that is never written.
-      encodes: of an array of a weight in 8 or 4 bits, the weight's path.
+      name: name in a checkpoint.
+      path: path of the leaf in the state.
+      shape: shape over all layers.
+      dtype: dtype of the leaf in this program.
+      saved_dtype: dtype in which the leaf is saved.
+      spec: spec of the leaf in this program, one entry per dim.
+      tier: tier in which the leaf is stored; in a Split, the tier of its second part.
+      lead: number of leading dims that number its records: 0, 1 for layers, or 2 for tiles of
+        layers.
+      tiles: whether the leaf is known to be a stack of tiles; an integer is the number of tiles
+        along the first dim of the weight.
+      group: name of the group of tiles, if `lead` is 2.
+      stack: name of the leaf's stack of layers; "" if the model has only one, or the leaf is
+        unstacked.
+      mirrors: whether the leaf is a weight, or belongs to a weight, like a moment or a pending
+        gradient.
+      is_derived: whether the leaf is cast from the leaf of the same name, and so not saved.
+      disk_records: records on disk that hold the leaf, or a Split's second part; None if it is not
+        on disk.
+      disk_leaf: position of the leaf in these records.
+      first: number of layers in a Split's first part.
+      is_frozen: whether the leaf is a weight that is never written.
+      encodes: path of the weight, for an array of an 8-bit or 4-bit weight; otherwise "".
     """
 
     name: str
@@ -96,39 +100,41 @@ class StateLeaf:
 
     @property
     def is_inline(self) -> bool:
-        """Whether it is saved in the manifest."""
+        """Whether the leaf is saved in the manifest."""
         return not (self.mirrors or any(self.spec)) and math.prod(self.shape) <= INLINE_ELEMENTS
 
     @property
     def first_record(self) -> int:
-        """Number of its first record outside of a Split's first part, which is a stack of its own."""
+        """Number of the first record after a Split's first part, which is a stack of its own."""
         return self.first * math.prod(self.shape[1 : self.lead])
 
     def record(self, mesh: jax.sharding.Mesh) -> RecordSpec:
-        """Return how one record of it rests in arrays."""
+        """Return how the arrays store one record of the leaf."""
         return RecordSpec(mesh, self.spec[self.lead :], self.tier)
 
 
 def state_arrays(state: TrainState) -> list[Any]:
-    """Return the arrays of a state, a Split or an OnDisk as one, in the order of `state_leaves`."""
+    """Return the arrays of a state in the order of `state_leaves`.
+
+    A Split or an OnDisk counts as one array.
+    """
     return jax.tree.leaves(state, is_leaf=is_stored)
 
 
 def state_leaves(model: Model | LayeredModel, records: StateRecords) -> list[StateLeaf]:
-    """Return what each leaf of a program's states is, in the order of `state_arrays`.
+    """Describe each leaf of a program's states, in the order of `state_arrays`.
 
     Args:
-      model: of the program.
-      records: how its states rest.
+      model: model of the program.
+      records: how the program's states are stored.
     """
     layout = records.layout
-    # Both in the order of the flattened state: its leaves as if none were on disk, and as a program
-    # takes them.
+    # Both are in the order of the flattened state: the leaves as if none were on disk, and the
+    # leaves as a program takes them.
     arrays = jax.tree_util.tree_flatten_with_path(layout.abstract_arrays, is_leaf=is_stored)[0]
     nodes = state_arrays(layout.abstract_state)
-    flags = tiled_leaves(
-        model, layout.abstract_whole
-    )  # of a LayeredModel the stacks of layers have them, else every leaf
+    # In a LayeredModel only stacks of layers have flags, otherwise every leaf.
+    flags = tiled_leaves(model, layout.abstract_whole)
     is_layered = isinstance(model, LayeredModel)
     indices = [i for i in layout.in_tree if layout.all_leaves[i].is_stacked or not is_layered]
     tiles = dict(zip(indices, flags, strict=True))
@@ -141,9 +147,8 @@ def state_leaves(model: Model | LayeredModel, records: StateRecords) -> list[Sta
             isinstance(value, Split) and isinstance(value.host, OnDisk)
         )
         disk_records = record.disk_records if record is not None and on_disk else None
-        rest = (
-            array.host if isinstance(array, Split) else array
-        )  # beside a Split's first part, or all of it
+        # The part after a Split's first part, or the full leaf.
+        rest = array.host if isinstance(array, Split) else array
         first = array.device.shape[0] if isinstance(array, Split) else 0
         shape = (
             (first + rest.shape[0], *rest.shape[1:])
@@ -160,8 +165,8 @@ def state_leaves(model: Model | LayeredModel, records: StateRecords) -> list[Sta
             spec=pad_spec(rest.sharding.spec, len(rest.shape)),
             tier="nvme" if on_disk else _tier(rest),
             lead=0 if param is None else param.lead,
-            # A state of another shape than its weight's, such as a sum of rows, is no stack of
-            # tiles.
+            # A state whose shape differs from its weight's, such as a sum of rows, is not a stack
+            # of tiles.
             tiles=tiles.get(owner, False)
             if param is not None and owner is not None and shape == tuple(param.shape)
             else False,
@@ -180,12 +185,13 @@ def state_leaves(model: Model | LayeredModel, records: StateRecords) -> list[Sta
 
 
 def _mirrored(records: StateRecords) -> Iterator[tuple[int | None, RecordSpec | None]]:
-    """Yield for each leaf of a state the parameter leaf that it is or mirrors, and how it rests
-    where records hold it.
+    """Yield, for each leaf of a state, the parameter leaf that it is or mirrors, and its storage.
+
+    The storage is None for leaves that records do not hold.
     """
     layout, state = records.layout, records.layout.abstract_state
     every = range(len(layout.leaves))
-    # The fields in the order in which the state is flattened.
+    # In the order in which the state is flattened.
     for field in dataclasses.fields(state):
         value = getattr(state, field.name)
         if field.name == "params":
@@ -209,9 +215,7 @@ def _mirrored(records: StateRecords) -> Iterator[tuple[int | None, RecordSpec | 
 
 
 def _encoded_path(path: tuple[Any, ...], layout: Layout) -> str:
-    """Return the path of the weight of which the leaf at a path of the state is one encoded array,
-    or nothing.
-    """
+    """Return the path of the weight that the array at a path of the state encodes, or ""."""
     if path[0].name != "frozen" or not layout.encodings:
         return ""
     prefixes = (jax.tree_util.keystr(path[1:end]) for end in range(1, len(path)))
@@ -219,19 +223,18 @@ def _encoded_path(path: tuple[Any, ...], layout: Layout) -> str:
 
 
 def _name(path: tuple[Any, ...], layout: Layout) -> str:
-    """Return the name in a checkpoint of the leaf at a path of the state."""
+    """Return the checkpoint name of the leaf at a path of the state."""
     field = path[0].name
     if weight := _encoded_path(path, layout):
         how = layout.encodings[weight].layout
-        # Two layouts may have arrays of one shape, as those of a square matrix: what tells them
-        # apart is in the name.
+        # Two layouts may have arrays of the same shape, for example of a square matrix, so the name
+        # tells them apart.
         moved = "" if how.moved is None else f".dim{how.moved}"
         return f"weights{weight}{ENCODED}{how.format}{moved}{jax.tree_util.keystr(path[-1:])}"
     if field in ("params", "master", "frozen"):
         return f"weights{jax.tree_util.keystr(path[1:])}"
-    if (
-        field == "opt_state" and layout.config.moments == "bfloat16"
-    ):  # a wrapper's state: a count, and the optimizer's own
+    # A wrapper's state: a count, and the state of the wrapped optimizer.
+    if field == "opt_state" and layout.config.moments == "bfloat16":
         return (
             f"opt_state{jax.tree_util.keystr(path[2:])}"
             if path[1].name == "inner"
@@ -247,7 +250,7 @@ def _tier(array: Any) -> str:
 
 
 def arrays_in_memory(leaf: StateLeaf, value: Any) -> Iterator[tuple[jax.Array, int]]:
-    """Yield the arrays of a leaf, but for what is on disk, each with the number of its first layer."""
+    """Yield the arrays of a leaf that are not on disk, each with the number of its first layer."""
     if isinstance(value, Split):
         yield value.device, 0
         value = value.host

@@ -1,16 +1,16 @@
 """A saved state: the manifests that describe it, and the records that hold its bytes.
 
-    manifest.{process}.json     what this process saved: leaves, small values, stores (`host_offload.disk.saved_records`)
+    manifest.{process}.json     what this process saved: leaves, small values, stores
+                                (`host_offload.disk.saved_records`)
     {kind}/{device}/            zarr arrays of records
 
-Each process describes its own files, so that none waits for another to describe them; together they
-are the checkpoint. A description ends with the checksum of what it says.
+Each process describes its own files, so no process waits for another's description; together the
+descriptions are the checkpoint. A description ends with the checksum of its contents.
 
-A checksum tells damage: where it is not right, a description is not what was written, and a restore
-  may pass over to an older
-step. Where it is right and the contents make no sense, something else wrote them. Then each field
-is told by its name, in a CheckpointError, before anything relies on it; `host_offload.fields` holds
-the types and ranges.
+A wrong checksum means damage: the description is not the one that was written, and a restore may
+use an older step instead. If the checksum is right but the contents make no sense, something other
+than zerojax wrote them. Then a CheckpointError names the faulty field before any code relies on it;
+`host_offload.fields` checks types and ranges.
 """
 
 import base64
@@ -41,7 +41,7 @@ from zerojax.checkpoint.iterators import decoded_position
 
 FORMAT = 1
 MOST_BYTES = 1 << 30
-"""Of a description: far more than those of the largest models."""
+"""Largest size of a description, far above that of the largest models."""
 _NAME = re.compile(r"manifest\.(0|[1-9][0-9]*)\.json")
 
 
@@ -50,11 +50,11 @@ class SavedLeaf:
     """One leaf of a saved state.
 
     Attributes:
-      shape: of all layers.
-      dtype: as saved.
-      lead: leading dims that number records.
-      is_tiled: it is a stack of tiles.
-      spec: how it was split, as text.
+      shape: shape over all layers.
+      dtype: name of the saved dtype.
+      lead: number of leading dims that number records.
+      is_tiled: whether the leaf is a stack of tiles.
+      spec: how the leaf was split, as text.
     """
 
     shape: tuple[int, ...]
@@ -65,7 +65,7 @@ class SavedLeaf:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole leaf."""
+        """Bytes of the unsharded leaf."""
         return math.prod(self.shape) * numpy_dtype(self.dtype).itemsize
 
 
@@ -80,18 +80,18 @@ def write_manifest(
     data: Any = None,
     about: Mapping[str, Any] | None = None,
 ) -> None:
-    """Describe what one process saved below `folder`, once all of it is on disk.
+    """Describe what one process saved in `folder`, once all of it is on disk.
 
     Args:
-      folder: of the state.
-      process: that saved it.
-      num_processes: that save together.
-      leaves: whose bytes are in records, of all processes.
-      values: the small leaves.
-      stores: of this process's records.
-      keys: implementations of the random keys among the values.
-      data: the encoded position of its iterator (`zerojax.checkpoint.iterators`), or None.
-      about: what the model tells of itself, or None.
+      folder: folder of the state.
+      process: index of the process that saved it.
+      num_processes: number of processes that save together.
+      leaves: leaves of all processes whose bytes are in records, by name.
+      values: small leaves, by name.
+      stores: stores of this process's records.
+      keys: implementations of the random keys among the values, by name.
+      data: encoded position of the process's iterator (`zerojax.checkpoint.iterators`), or None.
+      about: settings that the model reports (`zerojax.Model.about`), or None.
     """
     manifest: dict[str, Any] = {
         "format": FORMAT,
@@ -108,19 +108,19 @@ def write_manifest(
     path = os.path.join(folder, f"manifest.{process}.json")
     with open(path, "w") as file:
         json.dump(manifest | {"checksum": _checksum(manifest)}, file)
-    # Orbax's rename makes the step appear. All that it names must be on disk before.
+    # Orbax's rename makes the step appear. All files that it names must be on disk before.
     sync(path)
     sync(folder)  # for its name
 
 
 def _checksum(manifest: Mapping[str, Any]) -> str:
-    # Sorted, so that a manifest that was read back gives the same text.
+    # Sorted, so that a manifest that was read back produces the same text.
     text = json.dumps(manifest, sort_keys=True).encode()
     return f"{checksum_of(np.frombuffer(text, np.uint8)):016x}"
 
 
 def _encoded(value: np.ndarray) -> dict[str, Any]:
-    """Return a small leaf as JSON; `text` is for people, and is not read."""
+    """Return a small leaf as JSON; `text` is for people, and is never read."""
     data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
     return {
         "dtype": value.dtype.name,
@@ -132,8 +132,9 @@ def _encoded(value: np.ndarray) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Manifest:
-    """What one process wrote; `data` is None without an iterator, `about` empty where the model
-    tells nothing.
+    """The description that one process wrote.
+
+    `data` is None without an iterator; `about` is empty if the model reports no settings.
     """
 
     num_processes: int
@@ -146,10 +147,11 @@ class _Manifest:
 
     @staticmethod
     def of(field: Field, process: int) -> "_Manifest":
-        """Return what a description says.
+        """Return a parsed description.
 
         Raises:
-          FieldError: a field is missing, of another type, or fits neither the others nor a file.
+          FieldError: a field is missing, has another type, or contradicts other fields or the file
+            name.
         """
         num_processes = field["num_processes"].integer(least=1)
         field["process"].integer(least=process, most=process)
@@ -162,7 +164,7 @@ class _Manifest:
         stores = [_store(entry, leaves) for entry in field["stores"].items()]
         keys = {name: key.text() for name, key in field["keys"].fields()}
         if unknown := sorted(keys.keys() - values.keys()):
-            raise FieldError(f"keys[{unknown[0]!r}] is of no leaf in values")
+            raise FieldError(f"keys[{unknown[0]!r}] belongs to no leaf in values")
         data = None if (position := field.get("data")) is None else decoded_position(position)
         told = field.get("about")
         about = {} if told is None else {name: entry.value for name, entry in told.fields()}
@@ -183,7 +185,11 @@ def _value(field: Field) -> np.ndarray:
 
 
 def _store(field: Field, leaves: Mapping[str, SavedLeaf]) -> SavedStore:
-    """Return a store whose shards lie within the leaves."""
+    """Return a store whose shards are within the leaves.
+
+    Raises:
+      FieldError: a shard is outside its leaf.
+    """
     store = SavedStore.from_json(field)
     for shard, entry in zip(store.leaves, field["leaves"].items(), strict=True):
         if (leaf := leaves.get(shard.name)) is None:
@@ -195,15 +201,16 @@ def _store(field: Field, leaves: Mapping[str, SavedLeaf]) -> SavedStore:
             a + n > m for a, n, m in zip(shard.start, shard.shape, rest, strict=True)
         ):
             raise FieldError(
-                f"{entry.name} is the part {list(shard.shape)} from {list(shard.start)} on of {shard.name}, a record of which "
-                f"is {list(rest)}"
+                f"{entry.name} is the part {list(shard.shape)} of {shard.name} that starts at "
+                f"{list(shard.start)}, but its records are {list(rest)}"
             )
     return store
 
 
 def _check_whole(leaves: Mapping[str, SavedLeaf], stores: Sequence[SavedStore]) -> None:
-    """Raise FieldError unless the records have as many elements of each leaf as it has, or, of
-    replicas, more.
+    """Raise FieldError if the records hold fewer elements of a leaf than it has.
+
+    With replicas they may hold more.
     """
     found = dict.fromkeys(leaves, 0)
     for store in stores:
@@ -212,21 +219,25 @@ def _check_whole(leaves: Mapping[str, SavedLeaf], stores: Sequence[SavedStore]) 
     for name, leaf in leaves.items():
         if found[name] < math.prod(leaf.shape):
             raise FieldError(
-                f"leaves[{name!r}].shape is {list(leaf.shape)}, and its records hold {found[name]} elements"
+                f"leaves[{name!r}].shape is {list(leaf.shape)}, and its records hold "
+                f"{found[name]} elements"
             )
 
 
 class SavedState:
-    """A state in a checkpoint; a context manager.
+    """A state in a checkpoint; a context manager that closes its files.
 
     Attributes:
-      leaves: by name, those whose bytes are in records.
-      values: the small ones, by name.
+      folder: folder of the state.
+      num_processes: number of processes that saved it.
+      leaves: leaves whose bytes are in records, by name.
+      values: small leaves, by name.
       records: the bytes.
       keys: implementations of the random keys among the values, by name.
       data: positions of the iterators, by process.
-      about: what the model tells of itself (`zerojax.Model.about`).
-      has_opt_state: it was saved; else it is made for the program that restores the weights.
+      about: settings that the model reports (`zerojax.Model.about`).
+      has_opt_state: whether the optimizer state was saved; if not, it is created for the program
+        that restores the weights.
     """
 
     has_opt_state = True
@@ -235,9 +246,9 @@ class SavedState:
         """Read the descriptions.
 
         Raises:
-          DamagedError: one is missing or is not what was written.
-          CheckpointError: another version of zerojax wrote them, or something else, or they cannot
-            be read now.
+          DamagedError: a description is missing, or is not the one that was written.
+          CheckpointError: another version of zerojax or another program wrote the descriptions, or
+            they cannot be read now.
         """
         self.folder = folder
         try:
@@ -246,10 +257,10 @@ class SavedState:
             action = f"reading the checkpoint {folder}"
             raise unreadable(error, action, str(explained(error, action))) from error
         if not names:
-            raise DamagedError(f"{folder} is no state of zerojax, or lost its manifest.0.json")
+            raise DamagedError(f"{folder} is not a zerojax state, or lost its manifest.0.json")
         manifests = {process: self._read(name, process) for process, name in sorted(names.items())}
-        # Leaves and small values are the same in all manifests. Stores and iterator positions are
-        # each process's own.
+        # Leaves and small values are the same in all manifests. Stores and iterator positions
+        # differ by process.
         process, first = next(iter(manifests.items()))
         self.num_processes, self.leaves, self.values, self.keys = (
             first.num_processes,
@@ -261,18 +272,19 @@ class SavedState:
         for other, manifest in manifests.items():
             if (manifest.num_processes, manifest.leaves) != (first.num_processes, first.leaves):
                 raise CheckpointError(
-                    f"{folder}: manifest.{other}.json and manifest.{process}.json are not of one checkpoint: their "
-                    "num_processes or leaves differ"
+                    f"{folder}: manifest.{other}.json and manifest.{process}.json are not from the "
+                    "same checkpoint: their num_processes or leaves differ"
                 )
-        # The shards that a lost manifest describes are described nowhere else.
+        # No other manifest describes the shards of a lost one.
         if len(manifests) < self.num_processes:
             missing = next(number for number in itertools.count() if number not in manifests)
             raise DamagedError(
-                f"{folder} was saved by {self.num_processes} processes, and lost manifest.{missing}.json"
+                f"{folder} was saved by {self.num_processes} processes, and lost "
+                f"manifest.{missing}.json"
             )
         self.data = {process: m.data for process, m in manifests.items() if m.data is not None}
-        # One set of records over all processes' stores: a shard of the program that reads may be
-        # cut from any of them.
+        # One set of records over all processes' stores: a shard of the reading program may be cut
+        # from any of them.
         stores = [store for manifest in manifests.values() for store in manifest.stores]
         try:
             _check_whole(self.leaves, stores)
@@ -285,10 +297,10 @@ class SavedState:
         try:
             manifest = parse_json(ReadFile(path).read_all(MOST_BYTES))
             expected = manifest.pop("checksum")
-            # Finds a manifest that is still JSON, but was edited or has a flipped bit.
+            # Detects a manifest that is still JSON, but was edited or has a flipped bit.
             actual = _checksum(manifest)
         except OSError as error:
-            # Where the error has a number, its text names the file.
+            # If the error has a number, its text names the file.
             raise unreadable(
                 error, f"reading the checkpoint {self.folder}", f"{path} cannot be read: {error}"
             ) from error
@@ -299,10 +311,11 @@ class SavedState:
             raise DamagedError(
                 f"{path}: its checksum is {actual}, and {saved} was saved: it was changed since"
             )
-        # First of all: another format may have other fields.
+        # The format first: another format may have other fields.
         if (found := manifest.get("format")) != FORMAT:
             raise CheckpointError(
-                f"{path} is of format {reprlib.repr(found)}, and this version of zerojax reads {FORMAT}"
+                f"{path} has format {reprlib.repr(found)}, and this version of zerojax reads "
+                f"{FORMAT}"
             )
         try:
             return _Manifest.of(Field(manifest), process)
@@ -311,8 +324,9 @@ class SavedState:
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Names of the weights that were frozen: they are in records of their own, whose folders
-        say so.
+        """Names of the weights that were frozen.
+
+        Their records are in separate folders, whose names mark them as frozen.
         """
         stores = [
             store
@@ -327,15 +341,15 @@ class SavedState:
         return sum(store.num_records * store.record_bytes for store in self.records.stores)
 
     def check(self, *, checksums: bool, part: int = 0, num_parts: int = 1) -> None:
-        """Compare the records' sizes, or checksums too, with those that were saved.
+        """Compare the records' sizes, and optionally checksums, with the saved ones.
 
         Args:
-          checksums: read all bytes.
-          part: which part of the records to compare.
-          num_parts: of how many.
+          checksums: whether to read all bytes and compare their checksums.
+          part: index of the part of the records to compare.
+          num_parts: number of parts.
 
         Raises:
-          DamagedError: a record is missing, or is not what was saved; it is named.
+          DamagedError: a record is missing, or differs from what was saved; the error names it.
           CheckpointError: a record cannot be read now.
         """
         for number, (store, record, path) in enumerate(self.records.files()):
@@ -350,21 +364,26 @@ class SavedState:
             except OSError as error:
                 names = ", ".join(leaf.name for leaf in store.leaves[:3])
                 what = f"removed: {path}" if isinstance(error, FileNotFoundError) else str(error)
-                damage = f"the checkpoint {self.folder} is damaged, in record {record} of {names}: {what}"
+                damage = (
+                    f"the checkpoint {self.folder} is damaged, in record {record} of {names}: "
+                    f"{what}"
+                )
                 raise unreadable(error, f"reading the checkpoint {self.folder}", damage) from error
 
     def close(self) -> None:
-        """Close its files."""
+        """Close the files of the state."""
         self.records.close()
 
     def __enter__(self) -> Self:
+        """Return this state."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close the files of the state."""
         self.close()
 
 
 def _refused(path: str, error: FieldError) -> CheckpointError:
     return CheckpointError(
-        f"{path}: {error}. Its checksum is right, so that no damage did this: zerojax did not write it"
+        f"{path}: {error}. Its checksum is right, so this is not damage: zerojax did not write it"
     )

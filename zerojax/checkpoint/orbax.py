@@ -1,17 +1,15 @@
-"""How checkpoints use Orbax: it makes a step appear whole or not at all, and a handler of ours
-writes the state.
+"""How checkpoints use Orbax: it makes a step appear atomically, and our handler writes the state.
 
-    writer.begin(folder, ...)   Orbax makes {folder}.orbax-checkpoint-tmp-*, and calls the handler
+    writer.begin(folder, ...)   Orbax creates {folder}.orbax-checkpoint-tmp-*, and calls the handler
       StateHandler.async_save     while the step waits: `StateSave.begin`
     in Orbax's thread           waits for `StateSave.result`, then renames the folder
-    in the writer's thread      waits for Orbax's, then settles the step in its directory, and removes old ones
-    writer.wait()               raises what failed in either
+    in the writer's thread      waits for Orbax's, then settles the step and removes old ones
+    writer.wait()               raises the error of either thread
 
-Orbax knows nothing of the arrays: to it the state is one item, which writes files of its own into
-  the folder. Which steps there
-are, and which are kept, is told from the directory alone (`zerojax.checkpoint.directory`): a list
-in memory beside it, as that of Orbax's CheckpointManager, goes wrong with every call that fails
-between the two.
+Orbax knows nothing of the arrays: to it the state is one item, which writes its own files into the
+folder. Only the directory says which steps exist and which are kept
+(`zerojax.checkpoint.directory`). An additional list in memory, as in Orbax's CheckpointManager,
+becomes wrong with every call that fails between changing the one and the other.
 """
 
 import contextlib
@@ -33,42 +31,44 @@ from zerojax.state import TrainState
 
 SAVING = "saving the checkpoint"
 _LONGEST_SECONDS = 24 * 3600
-"""That a process may write for. One that died is noticed before, by JAX's heartbeats."""
+"""Longest time that a process may write. JAX's heartbeats detect a dead process earlier."""
 _STAGES = ("async_write_complete", "async_commit_complete", "settled")
-"""After which the processes wait for each other: two of Orbax's, by its names, and the writer's."""
+"""Stages after which the processes wait for each other: two of Orbax's, and the writer's."""
 
 
 class StateHandler(ocp.handlers.AsyncCheckpointHandler):
     """Writes the item "state".
 
-    It is not read through Orbax, which would return all of it at once.
+    The state is not read through Orbax, which would return all of it together.
     """
 
     async def async_save(self, directory: Any, args: "StateSave") -> list[Any]:
+        """Begin the save described by `args`."""
         args.begin(str(directory))
-        # Orbax's thread calls `result` of each of these, and only then renames the folder.
+        # Orbax's thread calls `result` of each returned object, and only then renames the folder.
         return [args]
 
-    # The base class demands it. Orbax saves the items of a step by `async_save`, also where
+    # The base class requires this method. Orbax saves a step's items by `async_save`, even with
     # is_async=False.
     def save(self, directory: Any, args: "StateSave") -> None:
+        """Save synchronously."""
         args.begin(str(directory))
         args.result()
 
     def restore(self, directory: Any, args: Any = None) -> Any:
+        """Raise NotImplementedError: `zerojax.Checkpointer.restore` reads the state."""
         raise NotImplementedError(f"{directory} is read by zerojax.Checkpointer.restore")
 
 
 @ocp.args.register_with_handler(StateHandler, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class StateSave(ocp.args.CheckpointArgs):
-    """One save: what the handler needs for it, and what is left of it, which Orbax waits for beside
-    the next steps.
+    """One save: the handler's inputs, and the work that remains for the background.
 
     Several processes wait for each other before Orbax's save returns: if one raised in `begin`, the
     others would wait for it. So the error is stored. `check` raises it in all processes once
-    Orbax's save returned, and `result`, which comes beside the next steps, raises it so that the
-    checkpoint does not appear.
+    Orbax's save has returned. `result`, which runs during the next steps, raises it too, so that
+    the checkpoint does not appear.
     """
 
     program: Program
@@ -81,7 +81,7 @@ class StateSave(ocp.args.CheckpointArgs):
     error: BaseException | None = None
 
     def begin(self, folder: str) -> None:
-        """Copy and keep the state."""
+        """Copy the arrays in memory, and keep the records on disk."""
         self.barrier.begin()
         try:
             assert self.state is not None
@@ -94,14 +94,14 @@ class StateSave(ocp.args.CheckpointArgs):
                 last=self.last,
             )
         except BaseException as error:
-            # A single process keeps no other waiting, so its error may leave at once.
+            # With one process no other waits, so the error can be raised immediately.
             if jax.process_count() == 1:
                 raise
             self.error = error
         self.state = None  # the next step donates it
 
     def check(self) -> None:
-        """Raise what failed so far, here or in another process."""
+        """Raise the error of the save so far, from this or another process."""
         AllProcesses(self.program.mesh, SAVING, CheckpointError).do(self._raise)
 
     def _raise(self) -> None:
@@ -109,7 +109,7 @@ class StateSave(ocp.args.CheckpointArgs):
             raise self.error
 
     def result(self, timeout: float | None = None) -> None:
-        """Write what is left."""
+        """Write the remaining bytes."""
         del timeout
         self._raise()
         assert self.saving is not None
@@ -117,10 +117,10 @@ class StateSave(ocp.args.CheckpointArgs):
 
 
 class StepWriter:
-    """Writes a state as a step, one after the other, beside the steps of training."""
+    """Writes states as steps, one after the other, during the steps of training."""
 
     def __init__(self) -> None:
-        """Start nothing yet."""
+        """Create a writer; no thread is started yet."""
         self.barrier = BackgroundBarrier(SAVING, CheckpointError, _STAGES)
         self._orbax: ocp.AsyncCheckpointer | None = None
         self._save: StateSave | None = None
@@ -130,7 +130,7 @@ class StepWriter:
 
     @property
     def is_writing(self) -> bool:
-        """Whether there is a save for `wait` to wait for."""
+        """Whether a save exists that `wait` must wait for."""
         return self._save is not None
 
     @property
@@ -146,34 +146,33 @@ class StepWriter:
         metrics: Mapping[str, float] | None,
         settle: Callable[[], None],
     ) -> None:
-        """Copy a state, and go on with the rest in the background.
+        """Copy a state, and write it in the background.
 
         Args:
-          folder: that is to appear.
-          save: of the state.
-          config: of the program, as JSON.
-          metrics: of the step; None saves none.
-          settle: what process 0 does once the step has appeared.
+          folder: folder that is to appear.
+          save: save of the state.
+          config: config of the program, as JSON.
+          metrics: metrics of the step; None saves none.
+          settle: function that process 0 calls once the step has appeared.
 
         Raises:
-          BaseException: what failed so far, here or in another process. `wait` is still to be
-            called.
+          BaseException: the save failed, here or in another process. `wait` must still be called.
         """
         items: dict[str, Any] = {STATE: save, CONFIG: ocp.args.JsonSave(dict(config))}
         if metrics is not None:
             items[METRICS] = ocp.args.JsonSave(dict(metrics))
-        # Here, in the thread of the steps, all processes number their saves alike.
+        # Here, in the thread of the steps, all processes number their saves identically.
         self.barrier.renew()
         self._save, self._has_appeared, self._error = save, False, None
         if self._orbax is None:
             # The state's item writes into its folder as soon as it is called, so Orbax must have
-            # made it by then.
+            # created the folder by then.
             options = ocp.options.AsyncOptions(
                 timeout_secs=_LONGEST_SECONDS,
                 barrier_sync_fn=self.barrier,
                 create_directories_asynchronously=False,
             )
-            # The metrics under the file's name that Orbax's CheckpointManager looks for.
+            # Orbax's CheckpointManager looks for the metrics under this file name.
             metrics_handler = ocp.JsonCheckpointHandler(filename=METRICS)
             handlers = {
                 STATE: StateHandler(),
@@ -188,7 +187,7 @@ class StepWriter:
             target=self._finish, args=(self._orbax, settle), name="zerojax-settle"
         )
         self._thread.start()
-        save.check()  # what failed in another process, or in this one of several
+        save.check()  # an error of another process, or of this one if there are several
 
     def _finish(self, orbax: ocp.AsyncCheckpointer, settle: Callable[[], None]) -> None:
         try:
@@ -199,24 +198,24 @@ class StepWriter:
                     settle()
                 self.barrier(key="settled", timeout_ms=1000 * _LONGEST_SECONDS)
             finally:
-                # Passes the barriers at which others wait for this process, if it failed.
+                # After a failure this passes the barriers at which others wait for this process.
                 self.barrier(key="over", timeout_ms=1000 * _LONGEST_SECONDS)
         except BaseException as error:
             self._error = self._error or error
 
     def wait(self) -> None:
-        """Wait until the step is settled. An interrupt leaves it to go on; it may be waited for
-        again.
+        """Wait until the step is settled.
+
+        After an interrupt the save continues, and this may be called again.
 
         Raises:
-          BaseException: it could not be written or settled. What it left unfinished is no longer
-            written to.
+          BaseException: the step could not be written or settled. Its unfinished files are no
+            longer written to.
         """
         if self._thread is not None:
             self._thread.join()
-        with interrupts_wait(
-            all_wait=True
-        ):  # half done, a snapshot of the disk would stay open, for which others wait
+        # An interrupt halfway would leave open a snapshot of the disk, which others wait for.
+        with interrupts_wait(all_wait=True):
             self._collect()
 
     def _collect(self) -> None:
@@ -224,12 +223,11 @@ class StepWriter:
         self._thread = self._save = self._error = None
         if save is None or (thread is not None and error is None):
             return
-        # It failed, perhaps in `begin`, before there was a thread.
+        # It failed, perhaps in `begin`, before a thread existed.
         orbax, self._orbax = self._orbax, None
         if orbax is not None:
-            with contextlib.suppress(
-                Exception
-            ):  # Orbax's threads raise what failed there at each further call
+            # Orbax's threads raise their error again at each further call.
+            with contextlib.suppress(Exception):
                 orbax.close()
         if save.saving is not None:
             save.saving.abandon()
@@ -240,7 +238,7 @@ class StepWriter:
         """Wait, and release Orbax's threads.
 
         Raises:
-          BaseException: as `wait` does.
+          BaseException: the step could not be written or settled.
         """
         try:
             self.wait()

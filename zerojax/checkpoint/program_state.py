@@ -1,8 +1,8 @@
-"""What a checkpoint asks of a program: its state's leaves, a save, a restore, and a description of
-its config.
+"""The link between programs and checkpoints: a state's leaves, save, restore, config description.
 
-A program knows no checkpoint. What is saved and restored (`zerojax.checkpoint.save`,
-`zerojax.checkpoint.restore`) knows no program, but its layout, its swap session and its leaves.
+A program does not know about checkpoints. The modules that save and restore
+(`zerojax.checkpoint.save`, `zerojax.checkpoint.restore`) do not know the program, only its layout,
+its swap session and its leaves.
 """
 
 import dataclasses
@@ -29,12 +29,12 @@ from zerojax.runtime import AllProcesses
 from zerojax.state import TrainState, check_host_reads
 
 _SHORT = reprlib.Repr()
-"""Of what differs: lists of hundreds of frequencies would hide the rest."""
+"""Shortened text of differing values: lists of hundreds of frequencies would hide the rest."""
 _SHORT.maxdict = 16
 
 
 def leaves_of_program(program: Program) -> list[StateLeaf]:
-    """Return the leaves of a program's state, by names that do not depend on where they rest."""
+    """Return the leaves of a program's state, under names that do not depend on their tiers."""
     return state_leaves(program.model, program.records)
 
 
@@ -47,7 +47,16 @@ def begin_save(
     data: Any = None,
     last: str | None = None,
 ) -> Saving:
-    """Begin to save a state into a folder; see `zerojax.Checkpointer`, which makes it a checkpoint.
+    """Begin to save a state into a folder; `zerojax.Checkpointer` makes the folder a checkpoint.
+
+    Args:
+      program: program that returned the state.
+      state: the state, not donated yet.
+      root: existing, empty folder.
+      max_host_bytes: most bytes of copies that wait to be written; None: no limit.
+      data: this process's iterator, or None.
+      last: folder of the last saved or restored state, whose records of frozen weights are linked;
+        or None.
 
     Raises:
       ValueError: the state was donated, or is not the one on disk.
@@ -67,13 +76,22 @@ def begin_save(
 
 
 def restore_state(program: Program, saved: SavedState, *, verify: bool = True) -> TrainState:
-    """Return a saved state as a program's; see `zerojax.Checkpointer.restore`.
+    """Return a saved state as a state of a program; see `zerojax.Checkpointer.restore`.
+
+    Args:
+      program: program with the same model and optimizer as the one that saved.
+      saved: the saved state.
+      verify: compare all records' checksums first; otherwise only their sizes.
 
     Raises:
       ValueError: another process restores another state.
+      CheckpointError: the state belongs to another model or optimizer.
+      DamagedError: the state is damaged.
+      SwapError: the program's disk is too small, or failed.
     """
     _check_about(program.model.about or {}, saved)
-    # Some versions of XLA read host memory at a wrong index, silently: the devices are asked first.
+    # Some versions of XLA silently read host memory at a wrong index, so this checks the devices
+    # first.
     if program.layout.updates_by_record:
         with jax.set_mesh(program.mesh):
             check_host_reads(program.mesh)
@@ -85,10 +103,10 @@ def restore_state(program: Program, saved: SavedState, *, verify: bool = True) -
 
 
 def _parts(saved: SavedState) -> dict[str, list[str]]:
-    """Return what processes compare of a saved state: its small values, such as step and key, and
-    its records' checksums.
+    """Return the parts of a saved state that processes compare.
 
-    A file of weights has no checksums, so that contents are compared of checkpoints alone.
+    These are its small values, such as step and key, and its records' checksums. A file of weights
+    has no checksums, so only checkpoints are compared by contents.
     """
     stores = saved.records.stores if saved.has_opt_state else []
     return {
@@ -102,22 +120,27 @@ def _parts(saved: SavedState) -> dict[str, list[str]]:
 
 
 def _check_about(about: Mapping[str, Any], saved: SavedState) -> None:
-    """Raise CheckpointError where a model tells other numbers of itself than the one that was
-    saved.
-    """
+    """Raise CheckpointError if a model reports other settings than the saved model did."""
     if told := about_difference(about, saved.about):
         raise CheckpointError(
-            f"{saved.folder} was saved of a model with {told[0]}, and this program's has {told[1]}: restore it with what "
-            "it was saved with"
+            f"{saved.folder} was saved from a model with {told[0]}, and this program's model has "
+            f"{told[1]}: restore it with the saved setting"
         )
 
 
 def about_difference(here: Mapping[str, Any], saved: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the first difference of what two models tell of themselves (`zerojax.Model.about`),
-    saved and here, or None.
+    """Return the first difference between two models' settings (`zerojax.Model.about`), or None.
 
-    These are in no leaf, such as the scale of adapters. What one of them does not tell is not
-    compared, as older checkpoints tell less. A rate of dropout may change from run to run.
+    No leaf holds these settings, for example the scale of adapters. A setting that only one model
+    reports is not compared, since older checkpoints report fewer. The dropout rate may change from
+    run to run.
+
+    Args:
+      here: settings of the program's model.
+      saved: settings of the saved model.
+
+    Returns:
+      The differing setting as text: the saved one, and the program's.
     """
     for name in sorted(set(here) & set(saved)):
         a, b = (json.loads(json.dumps(each[name])) for each in (saved, here))
@@ -134,8 +157,9 @@ def about_difference(here: Mapping[str, Any], saved: Mapping[str, Any]) -> tuple
 
 
 def describe(program: Program) -> dict[str, Any]:
-    """Return config, mesh and versions, as JSON can hold them; for people, and never read by a
-    restore.
+    """Return config, mesh and versions, in a form that JSON can hold.
+
+    The description is for people; a restore never reads it.
     """
     config = {
         field.name: _plain(getattr(program.config, field.name))
@@ -159,16 +183,19 @@ def _plain(value: Any) -> Any:
     return value
 
 
-# --- a state that is opened by several processes --------------------------------------------------
+# --- states opened by several processes -----------------------------------------------------------
 
 
 def open_together(path: str | os.PathLike[str], mesh: Mesh) -> SavedState:
-    """Return the state of a step, or of the newest whole step, in all processes of a mesh, which
-    share the comparing.
+    """Open the state of a step in all processes of a mesh, which share the comparison of checksums.
+
+    Args:
+      path: folder of a step, or a directory whose newest intact step is opened.
+      mesh: mesh whose processes take part.
 
     Raises:
       CheckpointError: there is no checkpoint, or it cannot be read now.
-      DamagedError: the step is not whole, or none is; in all processes.
+      DamagedError: the step is damaged, or all steps are; all processes raise it.
     """
     return open_newest(path, lambda folder: _checked_together(folder, mesh))
 

@@ -1,20 +1,20 @@
-"""A state made from a checkpoint, in the specs, tiers and dtypes of any program of the same model
-and optimizer.
+"""Restore a checkpoint into any program of the same model and optimizer.
 
-Each leaf that rests in arrays is allocated where it rests and filled layer by layer: a layer's
-  shards are read from the records
-that hold them, moved to the device and put in place by a donated program. What rests on disk is
-filled record by record, from the checkpoint into the swap folder's buffers, and never passes a
-device. So a process holds its own shards and one record.
+The state gets the program's own specs, tiers and dtypes. Each leaf stored in arrays is allocated in
+its tier and filled layer by layer: a layer's shards are read from the records that hold them, moved
+to the device, and put in place by a donated program. A leaf on disk is filled record by record,
+from the checkpoint into the swap folder's buffers, and never passes through a device. So a process
+holds its own shards and one record.
 
-    saved [L, D_8, F] on 8 devices in float32   ->   box of layer l  ->   here [L, D_4, F] on 4, cast to bfloat16
+    saved [L, D_8, F] on 8 devices in float32
+      ->  box of layer l  ->  here [L, D_4, F] on 4 devices, cast to bfloat16
 
-Frozen weights are never written again. So a record of them that the checkpoint holds in the form
-that it has here is linked into the swap folder, where the two are on one file system: that takes no
-room, and nothing is copied.
+Frozen weights are never written again. So if the checkpoint holds a record of frozen weights in
+exactly the form needed here, it is linked into the swap folder if both are on the same file system.
+A link takes no space, and copies nothing.
 
-Nothing of the program's own is touched before the checkpoint was compared with the model, and found
-whole.
+The program's own state is not changed before the checkpoint was compared with the model and found
+intact.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ from zerojax.state import Layout, OnDisk, Split, TrainState, allocate_all, as_le
 
 
 class Restoring:
-    """Makes states of one program from checkpoints."""
+    """Restores checkpoints into states of one program."""
 
     def __init__(
         self,
@@ -52,28 +52,29 @@ class Restoring:
         """Restore into states of `layout`.
 
         Args:
-          layout: of the program.
-          swap: of the program, where something rests on disk.
-          leaves: of its states.
-          calling: returns the context for a program that calls back.
+          layout: layout of the program.
+          swap: swap session of the program, or None if nothing is stored on disk.
+          leaves: leaves of its states.
+          calling: function that returns the context for a program with callbacks.
         """
         self.layout, self.leaves, self._swap, self._calling = layout, leaves, swap, calling
         self._together = AllProcesses(layout.mesh, "restoring the checkpoint", CheckpointError)
-        # All pass the same one over, and only where it is damage to all.
+        # All processes skip the same checkpoint, and only if all report damage.
         self._checking = AllProcesses(
             layout.mesh, "reading the checkpoint", CheckpointError, DamagedError
         )
 
     def restore(self, saved: SavedState, *, verify: bool = True) -> TrainState:
-        """Return the saved state.
+        """Return the saved state as a state of the program.
 
         Args:
-          saved: of a program of the same model and optimizer.
-          verify: compare all records' checksums first; else their sizes alone.
+          saved: state saved by a program of the same model and optimizer.
+          verify: compare all records' checksums first; otherwise only their sizes.
 
         Raises:
-          CheckpointError: it is another model's; the first leaves that differ are named.
-          DamagedError: it is not whole.
+          CheckpointError: the state belongs to another model; the error names the first leaves that
+            differ.
+          DamagedError: the state is damaged.
           SwapError: the program's own disk is too small, or failed.
         """
         sources = find_sources(self.leaves, saved, self.layout.config.loss_scaling)
@@ -86,17 +87,17 @@ class Restoring:
             linked: frozenset[RecordKey] = frozenset()
             if swap is not None:
                 linked = swap.open(self._frozen_files(swap, sources, saved))
-                # From here on what the program has on disk is overwritten, so this comes after all
+                # From here on the program's state on disk is overwritten, so this comes after all
                 # checks of the checkpoint.
                 swap.begin((), (), name="restore")
             arrays: list[Any] = []
-            # Its programs let no process wait for another, so that one that fails to read is heard
-            # of here.
+            # These programs do not make processes wait for each other, so a process that fails to
+            # read is reported here.
             self._together.do(lambda: arrays.extend(self._arrays(sources, what)))
             if swap is not None:
                 self._together.do(lambda: self._fill_disk(swap, sources, linked, what))
                 swap.finish()
-                # The number says that this state is the one on disk, which is true only now.
+                # The number marks this state as the one on disk, which is true only now.
                 arrays = [self._numbered(array, swap.generation) for array in arrays]
             tree = jax.tree.structure(self.layout.abstract_state)
             return jax.block_until_ready(
@@ -106,12 +107,12 @@ class Restoring:
     # --- arrays -----------------------------------------------------------------------------------
 
     def _arrays(self, sources: Sequence[LeafSource], what: str) -> list[Any]:
-        """Return the leaves' arrays; what is on disk has no number yet.
+        """Return the leaves' arrays; leaves on disk have no generation number yet.
 
-        `what` names the work to who shows it.
+        `what` names the work for progress displays.
         """
         abstract = state_arrays(self.layout.abstract_state)
-        # Leaves that are no stacks are read whole.
+        # Unstacked leaves are read in one piece.
         stacked = [
             i for i, s in enumerate(sources) if s.leaf.lead and not isinstance(abstract[i], OnDisk)
         ]
@@ -119,13 +120,12 @@ class Restoring:
             array if i in stacked or isinstance(array, OnDisk) else sources[i].array(array)
             for i, array in enumerate(abstract)
         ]
-        # Stacks are allocated together, and filled a record at a time.
+        # Stacks are allocated together, then filled one record at a time.
         empty = self._empty([abstract[i] for i in stacked])
         for i, array in zip(stacked, empty, strict=True):
             arrays[i] = array
-        alike: dict[
-            tuple[Any, ...], list[int]
-        ] = {}  # leaves of one stack of layers, whose records are numbered alike
+        # Groups of leaves of one stack of layers, whose records have the same numbers.
+        alike: dict[tuple[Any, ...], list[int]] = {}
         for i in stacked:
             leaf = sources[i].leaf
             alike.setdefault((leaf.stack, leaf.first, *_dims(leaf)), []).append(i)
@@ -136,7 +136,7 @@ class Restoring:
         return arrays
 
     def _empty(self, abstract: Sequence[Any]) -> list[Any]:
-        """Return zeros where the leaves rest."""
+        """Return zeros in the leaves' tiers."""
         flat, tree = jax.tree.flatten(abstract, is_leaf=lambda node: isinstance(node, OnDisk))
         in_memory = [leaf for leaf in flat if not isinstance(leaf, OnDisk)]
         host, device = (
@@ -148,11 +148,11 @@ class Restoring:
         return jax.tree.unflatten(tree, arrays)
 
     def _fill(self, sources: Sequence[LeafSource], stacks: list[Any], what: str) -> list[Any]:
-        """Fill stacks whose records are numbered alike, one layer after the other."""
+        """Fill stacks whose records have the same numbers, one layer after the other."""
         mesh, leaves = self.layout.mesh, [source.leaf for source in sources]
         shardings = [leaf.record(mesh).sharding for leaf in leaves]
         first, arrays = leaves[0].first, [_arrays_in(stack) for stack in stacks]
-        # A Split is filled by two programs, one for each part.
+        # Two programs fill a Split, one per part.
         programs = {
             flag: filler(mesh, leaves, arrays, flag)
             for flag in ((True, False) if first else (False,))
@@ -160,7 +160,7 @@ class Restoring:
         records = [
             index
             for index in np.ndindex(*_dims(leaves[0]))
-            # The others are of layers on disk, which `_fill_disk` fills.
+            # The remaining layers are on disk; `_fill_disk` fills them.
             if index[0] < first or not all(isinstance(_rest(stack), OnDisk) for stack in stacks)
         ]
         with working(what, len(records)) as advance:
@@ -170,11 +170,10 @@ class Restoring:
                     for source, sharding in zip(sources, shardings, strict=True)
                 ]
                 arrays = programs[index[0] < first](arrays, values, np.asarray(index, np.int32))
-                # So that their buffers are free as soon as the program has read them.
+                # Frees the buffers as soon as the program has read them.
                 del values
-                jax.block_until_ready(
-                    arrays
-                )  # or records wait in memory for a device that is slower than the disk
+                # Otherwise records pile up in memory if the device is slower than the disk.
+                jax.block_until_ready(arrays)
                 advance(1)
         return [_with_arrays(stack, parts) for stack, parts in zip(stacks, arrays, strict=True)]
 
@@ -183,10 +182,8 @@ class Restoring:
     def _frozen_files(
         self, swap: SwapSession, sources: Sequence[LeafSource], saved: SavedState
     ) -> dict[RecordKey, RecordFile]:
-        """Return the checkpoint's files that are what records of frozen weights are here, byte for
-        byte.
-        """
-        if not saved.has_opt_state:  # an import, which has no records
+        """Return the checkpoint's files that equal the program's frozen records, byte for byte."""
+        if not saved.has_opt_state:  # an import has no records
             return {}
         there = {
             store.content(record): (store, record, path)
@@ -209,7 +206,7 @@ class Restoring:
     def _described(
         self, records: DiskRecords, leaves: Sequence[StateLeaf], rank: int
     ) -> SavedStore:
-        """Return what a save would say of a device's records of one kind."""
+        """Return the description that a save would write of a device's records of one kind."""
         mesh, first = self.layout.mesh, leaves[0]
         device = mesh.devices.flat[rank]
         starts = [
@@ -229,8 +226,9 @@ class Restoring:
         linked: frozenset[RecordKey],
         what: str,
     ) -> None:
-        """Fill the swap folder's records in the engine's buffers, a record after the other; linked
-        ones are full.
+        """Fill the swap folder's records one by one in the engine's buffers.
+
+        Linked records are already complete.
         """
         kinds = _on_disk(sources)
         engine, ranks = swap.engine, swap.disk.ranks()
@@ -238,7 +236,7 @@ class Restoring:
         with working(what, total) as advance:
             for records, members in kinds:
                 self._fill_kind(engine, ranks, records, members, linked, advance)
-            # Buffers are written in the background; the disk holds the state only after this.
+            # Buffers are written in the background, so the disk holds the state only after this.
             engine.flush()
 
     def _fill_kind(
@@ -250,8 +248,9 @@ class Restoring:
         linked: frozenset[RecordKey],
         advance: Advance,
     ) -> None:
-        """Fill the records of one kind, whose leaves are `members`, in this order; `advance` counts
-        each.
+        """Fill the records of one kind, whose leaves are `members` in order.
+
+        `advance` counts each record.
         """
         leaf = members[0].leaf
         dims, first = _dims(leaf), leaf.first_record
@@ -269,7 +268,7 @@ class Restoring:
                 advance(1)
 
     def _numbered(self, array: Any, generation: int) -> Any:
-        """Return a leaf whose part on disk has the state's number."""
+        """Return a leaf whose part on disk has the state's generation number."""
         if isinstance(array, Split):
             return Split(array.device, self._numbered(array.host, generation))
         if not isinstance(array, OnDisk):
@@ -282,9 +281,7 @@ class Restoring:
 
 
 def _on_disk(sources: Sequence[LeafSource]) -> list[tuple[DiskRecords, list[LeafSource]]]:
-    """Return each kind of records on disk, with its leaves in the order in which a record holds
-    them.
-    """
+    """Return each kind of records on disk, with its leaves in their order within a record."""
     kinds: dict[str, tuple[DiskRecords, list[LeafSource]]] = {}
     for source in sorted(sources, key=lambda source: source.leaf.disk_leaf):
         if (records := source.leaf.disk_records) is not None:
@@ -295,18 +292,17 @@ def _on_disk(sources: Sequence[LeafSource]) -> list[tuple[DiskRecords, list[Leaf
 def filler(
     mesh: Mesh, leaves: Sequence[StateLeaf], arrays: Sequence[Sequence[Any]], on_device: bool
 ) -> Any:
-    """Return `put(arrays, values, index) -> arrays`, jitted: it puts one record of several leaves
-    in place; arrays are donated.
+    """Return a jitted `put(arrays, values, index) -> arrays`, which puts one record in place.
+
+    The record holds one value per leaf. `arrays` are donated. `index` is i32[lead], an argument,
+    since XLA would derive wrong host memory addresses from a constant index.
 
     Args:
       mesh: the device mesh.
-      leaves: whose records are numbered alike.
-      arrays: of each leaf that array, or those two parts of a Split, that are in memory; or their
-        shapes and shardings.
-      on_device: of Splits, whether the record is in their first parts.
-
-    `index` is i32[lead], an argument, since XLA would derive wrong addresses of host memory from
-    one that it knows.
+      leaves: leaves whose records have the same numbers.
+      arrays: for each leaf, its array in memory, or the parts of a Split in memory; or their shapes
+        and shardings.
+      on_device: for Splits, whether the record belongs to the first part.
     """
     records, lead, first = [leaf.record(mesh) for leaf in leaves], leaves[0].lead, leaves[0].first
     shardings = explicit([[a.sharding for a in parts] for parts in arrays])
@@ -317,13 +313,13 @@ def filler(
         results = []
         for record, parts, value in zip(records, arrays, values, strict=True):
             place = 0 if on_device or len(parts) == 1 else 1
-            # A Split's second part counts its layers from `first`.
+            # A Split's second part numbers its layers from `first`.
             start = (
                 index[0] - (0 if on_device else first),
                 *(index[k] for k in range(1, lead)),
                 *(0,) * value.ndim,
             )
-            # The record's own tier is that of the second part.
+            # The record's own tier is the tier of the second part.
             tier = "device" if on_device and first else record.tier
             stack = dataclasses.replace(record, tier=tier, spec=(*(None,) * lead, *record.spec))
             stored = stack.store(value.reshape((1,) * lead + value.shape))
@@ -367,7 +363,7 @@ def _zeros(abstract: Sequence[Any]) -> list[jax.Array]:
 
 
 def _box_on(sharding: Any, leaf: StateLeaf, device: Any) -> Box:
-    """Return what a device holds of one record of a leaf."""
+    """Return the box of one record of a leaf that a device holds."""
     shape = tuple(leaf.shape[leaf.lead :])
     index = sharding.devices_indices_map(shape)[device]
     return tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))

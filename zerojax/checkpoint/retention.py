@@ -1,12 +1,12 @@
-"""Which checkpoints are kept: the newest, or those whose metric is best.
+"""Which checkpoints are kept: the newest, or those with the best metric.
 
-    max_to_keep=3                           the three newest
-    max_to_keep=3, best_metric="loss"       the three with the least loss, of equal ones the newest; and the newest of all
+    max_to_keep=3                        the three newest
+    max_to_keep=3, best_metric="loss"    the three with the smallest loss (ties: the newest),
+                                         and the newest of all
 
-The newest is kept whatever its metric is: a run goes on from there. The metrics are JSON that Orbax
-  writes beside the state. A
-step whose metrics are not there, or are damaged, is never removed for another one: it may be the
-  best.
+The newest is always kept, whatever its metric: a run continues from there. The metrics are JSON
+that Orbax writes next to the state. A step with missing or damaged metrics is never removed in
+favor of another: it may be the best.
 """
 
 import dataclasses
@@ -22,20 +22,20 @@ from zerojax.checkpoint.errors import DamagedError, unreadable
 
 logger = logging.getLogger("zerojax")
 _MOST_BYTES = 1 << 20
-"""Of the file of a step's metrics."""
+"""Largest size of a file of metrics."""
 
 
 def metrics_file(folder: str) -> str:
-    """Return the file in the folder of a step in which Orbax's JsonSave writes its metrics."""
+    """Return the file in a step's folder in which Orbax's JsonSave writes the metrics."""
     return os.path.join(folder, METRICS, METRICS)
 
 
 def read_metrics(folder: str) -> dict[str, float] | None:
-    """Return the metrics in the folder of a step; None if it was saved without.
+    """Return the metrics of a step's folder, or None if it was saved without metrics.
 
     Raises:
-      DamagedError: they are no numbers by name.
-      CheckpointError: they cannot be read now.
+      DamagedError: the file does not hold numbers by name.
+      CheckpointError: the file cannot be read now.
     """
     path = metrics_file(folder)
     try:
@@ -47,7 +47,7 @@ def read_metrics(folder: str) -> dict[str, float] | None:
     except ValueError as error:
         raise DamagedError(f"{path} cannot be read: {error}") from error
     if not isinstance(metrics, dict) or not all(_is_number(value) for value in metrics.values()):
-        raise DamagedError(f"{path} holds no numbers by name")
+        raise DamagedError(f"{path} does not hold numbers by name")
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -60,9 +60,9 @@ class Retention:
     """The rule by which a directory's steps are kept.
 
     Attributes:
-      max_to_keep: steps; None keeps all.
-      best_metric: name of the metric, or None for the newest.
-      best_mode: whether the least or the greatest is best.
+      max_to_keep: number of steps to keep; None keeps all.
+      best_metric: name of the metric, or None to keep the newest steps.
+      best_mode: whether the smallest ("min") or the largest ("max") metric is best.
     """
 
     max_to_keep: int | None
@@ -70,11 +70,11 @@ class Retention:
     best_mode: Literal["min", "max"]
 
     def __post_init__(self) -> None:
-        self._told: set[str] = set()  # files that a warning has named
+        """Start with no warnings issued."""
+        self._told: set[str] = set()  # files named in a warning so far
 
     def best(self, directory: Directory) -> int | None:
-        """Return the step of the best metric, or the newest where there is no metric; None if there
-        is no such step.
+        """Return the step with the best metric, or the newest step without a metric; None if none.
 
         Raises:
           CheckpointError: the directory or the metrics cannot be read now.
@@ -88,7 +88,7 @@ class Retention:
         """Return the steps that are no longer kept.
 
         Raises:
-          CheckpointError: as `best` does.
+          CheckpointError: the directory or the metrics cannot be read now.
         """
         if self.max_to_keep is None:
             return []
@@ -97,17 +97,17 @@ class Retention:
         return [step for step in ranked[: -self.max_to_keep] if step != steps[-1]]
 
     def _ranked(self, directory: Directory) -> list[int]:
-        """Return the steps that have the metric, the best last."""
+        """Return the steps that have the metric, the best one last."""
         values = {step: self._value(directory.step_folder(step)) for step in directory.steps()}
         sign = -1 if self.best_mode == "min" else 1
         known = {step: sign * value for step, value in values.items() if value is not None}
-        # What is no number is the worst.
+        # NaN is the worst.
         return sorted(
             known, key=lambda step: (-math.inf if math.isnan(known[step]) else known[step], step)
         )
 
     def _value(self, folder: str) -> float | None:
-        """Return the metric of a step; None if it is not there or is damaged, which is told once."""
+        """Return the metric of a step; None if it is missing or damaged, which is logged once."""
         assert self.best_metric is not None
         try:
             metrics = read_metrics(folder) or {}

@@ -1,33 +1,31 @@
-"""A leaf saved in one shape, read in another: a weight in other tiles, or arrays of 8 or 4 bits for
-other shards.
+"""Read a leaf that was saved in another shape: in other tiles, or quantized for other shards.
 
-A weight in one number of tiles is read as another, or as the dense weight that it stands for, and
-back.
+A weight in one number of tiles can be read in another number, or as the dense weight that it stands
+for, and back.
 
-A weight [D, F] in tiles is [T, D / i, F / o], T = o i, of which tile k i + j holds columns k and
-rows j of the grid (`zerojax.tiling`); a vector [F] is [T, F / T]. Both sides cut the same dense
-weight, so a box of one is boxes of the other:
+A weight [D, F] in tiles is [T, D / i, F / o], T = o i. Tile k i + j holds columns k and rows j of
+the grid (`zerojax.tiling`). A vector [F] is [T, F / T]. Both sides cut the same dense weight, so a
+box of one side consists of boxes of the other:
 
-    here   box of tile t   ->   box of the dense weight   ->   boxes of the tiles that it meets, as saved
+    box of tile t here  ->  box of the dense weight  ->  boxes of the saved tiles that overlap it
 
 The shapes determine the grid if one side is dense or a single tile. Between two stacks of several
-  tiles they do not: a kernel
-may be cut along either dim or along both. If the model says how many tiles lie along the first dim
-(`zerojax.Model.tiles`), that gives the program's grid, and with it the saved one. Otherwise only
-the weights of an MLP can be read, which are cut along the hidden dim alone. They are recognized by
-their names and by each other's shapes.
+tiles they do not: a kernel may be cut along either dim or along both. If the model says how many
+tiles are along the first dim (`zerojax.Model.tiles`), that gives the program's grid, and with it
+the saved one. Otherwise only the weights of an MLP can be read, which are cut along the hidden dim
+alone. Their names and each other's shapes identify them.
 
-The arrays of a frozen weight in 8 or 4 bits also have other shapes for other shards. The weight is
+The arrays of a frozen 8-bit or 4-bit weight also have other shapes for other shards. The weight is
 encoded in blocks of its elements in order (`pallas_kernels.storage`). Which dims are merged depends
 on the dim that was split, and so on mesh and stage; the blocks and their order do not:
 
-    codes, values, scales    [A, B, ..] as saved  ->  flat, in the order of blocks  ->  [A B, ..] as here
-    steps, means             one for each group of nf4's blocks; groups end where shards end
+    codes, values, scales    [A, B, ..] as saved  ->  flat, in block order  ->  [A B, ..] here
+    steps, means             one per group of nf4's blocks; groups end where shards end
 
-A group's step and mean are copied to each group that lies within it: decoding gives the same bits.
-A group here that takes blocks of several saved groups would have to be encoded again, which rounds
-the scales another time; so that is refused. Weights whose blocks lie along another dim have other
-names in a checkpoint (`zerojax.checkpoint.leaves`).
+The step and the mean of a saved group are copied to each group here that lies within it: decoding
+gives the same bits. A group here that contains blocks of several saved groups would have to be
+encoded again, which would round the scales once more, so it is refused. Weights whose blocks run
+along another dim have other names in a checkpoint (`zerojax.checkpoint.leaves`).
 """
 
 import dataclasses
@@ -49,12 +47,12 @@ MLP_NAMES = ("up", "gate", "down", "up_bias", "gate_bias")
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """How a dense weight is cut.
+    """How a dense weight is cut into tiles.
 
     Attributes:
-      counts: tiles along each dim: (i, o) of a kernel, (o,) of a vector.
-      tile: shape of one.
-      has_dim: whether there is a dim that numbers tiles.
+      counts: number of tiles along each dim: (i, o) of a kernel, (o,) of a vector.
+      tile: shape of one tile.
+      has_dim: whether the array has a dim that numbers the tiles.
     """
 
     counts: tuple[int, ...]
@@ -62,8 +60,9 @@ class Grid:
     has_dim: bool
 
     def origin(self, number: int) -> tuple[int, ...]:
-        """Return where tile `number` begins in the dense weight; the first dim's place runs
-        fastest.
+        """Return where tile `number` starts in the dense weight.
+
+        The place along the first dim varies fastest.
         """
         places = np.unravel_index(number, self.counts[::-1])[::-1]
         return tuple(int(p) * n for p, n in zip(places, self.tile, strict=True))
@@ -73,10 +72,16 @@ class Grid:
         return int(np.ravel_multi_index(places[::-1], self.counts[::-1]))
 
     def pieces(self, box: Box) -> Iterator[tuple[int, Box, Box]]:
-        """Yield for each tile that a box of the dense weight meets its number, the box in the tile,
-        and the box in the box.
+        """Yield the pieces of a box of the dense weight, one for each tile that overlaps it.
+
+        Args:
+          box: box of the dense weight.
+
+        Yields:
+          The number of the tile, the piece's box in the tile, and the piece's box relative to
+            `box`.
         """
-        # From floor(start / n) to ceil(stop / n) along each dim: the tiles that the box meets.
+        # The tiles that overlap the box: from floor(start / n) to ceil(stop / n) along each dim.
         ranges = [range(a // n, -(-b // n)) for (a, b), n in zip(box, self.tile, strict=True)]
         for places in itertools.product(*ranges):
             starts = [p * n for p, n in zip(places, self.tile, strict=True)]
@@ -94,9 +99,9 @@ class Retiled:
     """How to read a leaf that was saved in other tiles.
 
     Attributes:
-      saved: its grid in the checkpoint.
-      here: its grid in the program.
-      lead: dims before: 1 where layers are stacked.
+      saved: grid of the leaf in the checkpoint.
+      here: grid of the leaf in the program.
+      lead: number of dims in front of the grid's: 1 for stacked layers, otherwise 0.
     """
 
     saved: Grid
@@ -104,9 +109,18 @@ class Retiled:
     lead: int
 
     def read(self, records: SavedRecords, name: str, box: Box, out: np.ndarray) -> None:
-        """Fill `out` with a box of the leaf as it is here; errors are those of `SavedRecords.read`."""
-        # Box of the leaf here: layers, then tiles if it has a dim of them, then the place in a
-        # tile.
+        """Fill `out` with a box of the leaf in the program's shape.
+
+        Args:
+          records: records of the checkpoint.
+          name: name of the leaf.
+          box: box of the leaf in the program.
+          out: array with the shape of the box.
+
+        Raises:
+          OSError, KeyError: as `SavedRecords.read` raises them.
+        """
+        # The box of the leaf here: layers, then tiles if they have a dim, then the box in a tile.
         front, rest = box[: self.lead], box[self.lead :]
         tiles: range | list[None] = range(*rest[0]) if self.here.has_dim else [None]
         part = rest[1:] if self.here.has_dim else rest
@@ -116,24 +130,25 @@ class Retiled:
             origin = (0,) * len(part) if tile is None else self.here.origin(tile)
             dense = tuple((a + o, b + o) for (a, b), o in zip(part, origin, strict=True))
             target = out[*lead, row] if self.here.has_dim else out
-            # The saved tiles that it meets.
+            # The saved tiles that overlap it.
             for number, in_tile, in_dense in self.saved.pieces(dense):
                 source = front + (((number, number + 1),) if self.saved.has_dim else ()) + in_tile
                 piece = np.empty([b - a for a, b in source], out.dtype)
                 records.read(name, source, piece)
-                # Without the saved dim of tiles, which is of size 1 here.
+                # Without the saved dim of tiles, whose size is 1 here.
                 target[*lead, *(slice(a, b) for a, b in in_dense)] = piece.reshape(
                     [b - a for a, b in front + in_tile]
                 )
 
 
 def of_mlp(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Tell whether a leaf is one of an MLP in tiles of its hidden dim, as `zerojax.tiling.tile_mlp`
-    makes it: up[.., T, D, h] beside down[.., T, h, D].
+    """Return whether a leaf belongs to an MLP that is tiled along its hidden dim.
+
+    `zerojax.tiling.tile_mlp` creates such leaves: up[.., T, D, h] next to down[.., T, h, D].
 
     Args:
-      name: of the leaf.
-      shapes: of all leaves, by name.
+      name: name of the leaf.
+      shapes: shapes of all leaves, by name.
     """
     parent = next(
         (name.removesuffix(f"['{end}']") for end in MLP_NAMES if name.endswith(f"['{end}']")), None
@@ -155,36 +170,37 @@ def retiled(
     """Return how to read a leaf of shape `saved` as one of shape `here`.
 
     Args:
-      saved: its shape in the checkpoint.
-      here: its shape in the program.
-      stacked: its first dim counts layers.
-      tiled: whether the leaf is known to be a stack of tiles, there and here; here as
-        `zerojax.Model.tiles` tells it. One tile may be taken for none.
-      is_mlp: whether it is a leaf of an MLP, there and here (`of_mlp`).
+      saved: shape in the checkpoint.
+      here: shape in the program.
+      stacked: whether the first dim counts layers.
+      tiled: whether the leaf is known to be a stack of tiles, in the checkpoint and in the program;
+        the latter as `zerojax.Model.tiles` returns it. A single tile may be treated as untiled.
+      is_mlp: whether the leaf belongs to an MLP (`of_mlp`) both in the checkpoint and in the
+        program.
 
     Raises:
-      ValueError: they do not stand for one dense weight, or leave open which; says why.
+      ValueError: the shapes do not stand for the same dense weight, or are ambiguous. The message
+        is to be appended to a text that gives both shapes.
     """
     lead = int(stacked)
     if saved[:lead] != here[:lead]:
-        # No text of its own: the caller's error gives both shapes.
+        # No text: the caller's error gives both shapes.
         raise ValueError("")
     saved, here = saved[lead:], here[lead:]
-    if len(saved) == len(here) + 1 and len(here) in (1, 2) and tiled[0]:  # here it is dense
+    if len(saved) == len(here) + 1 and len(here) in (1, 2) and tiled[0]:  # dense here
         return Retiled(_cut(here, saved), Grid((1,) * len(here), here, False), lead)
-    if len(here) == len(saved) + 1 and len(saved) in (1, 2) and tiled[1]:  # there it is
+    if len(here) == len(saved) + 1 and len(saved) in (1, 2) and tiled[1]:  # dense in the checkpoint
         return Retiled(Grid((1,) * len(saved), saved, False), _cut(saved, here), lead)
     if len(saved) != len(here) or math.prod(saved) != math.prod(here) or len(saved) not in (2, 3):
         raise ValueError("")
-    # What is not known to be tiles can only be a single one.
+    # A stack that is not known to hold tiles can only be a single tile.
     if not any(tiled) or not all(
         flag or shape[0] == 1 for flag, shape in zip(tiled, (saved, here), strict=True)
     ):
         raise ValueError("")
     in_tiles = tiled[1]
-    if not isinstance(
-        in_tiles, bool
-    ):  # both are stacks, and the model says how the one here is cut
+    # Both are stacks, and the model says how the one here is cut.
+    if not isinstance(in_tiles, bool):
         grid = _grid(here, in_tiles)
         dense = tuple(c * n for c, n in zip(grid.counts, grid.tile, strict=True))
         return Retiled(_cut(dense, saved), grid, lead)
@@ -192,13 +208,17 @@ def retiled(
 
 
 def _grid(tiles: tuple[int, ...], in_tiles: int) -> Grid:
-    """Return the grid of `tiles` [T, ...], of which `in_tiles` lie along the first dim."""
+    """Return the grid of `tiles` [T, ...], `in_tiles` of which are along the first dim."""
     counts = (tiles[0],) if len(tiles) == 2 else (in_tiles, tiles[0] // in_tiles)
     return Grid(counts, tiles[1:], True)
 
 
 def _cut(dense: tuple[int, ...], tiles: tuple[int, ...]) -> Grid:
-    """Return the grid of `tiles` [T, ...] over a dense shape."""
+    """Return the grid of `tiles` [T, ...] over a dense shape.
+
+    Raises:
+      ValueError: the tiles do not fit the dense shape.
+    """
     counts = tuple(n // m for n, m in zip(dense, tiles[1:], strict=True))
     whole = tuple(c * m for c, m in zip(counts, tiles[1:], strict=True))
     if whole != dense or math.prod(counts) != tiles[0]:
@@ -207,21 +227,23 @@ def _cut(dense: tuple[int, ...], tiles: tuple[int, ...]) -> Grid:
 
 
 def _both(saved: tuple[int, ...], here: tuple[int, ...], is_mlp: bool) -> tuple[Grid, Grid]:
-    """Return the grids of two stacks of tiles, of which shapes alone must tell."""
-    # One tile is the whole weight, and shows how the other side cuts it.
+    """Return the grids of two stacks of tiles from their shapes alone.
+
+    Raises:
+      ValueError: the shapes are ambiguous, or stand for different weights.
+    """
+    # A single tile is the dense weight, and shows how the other side cuts it.
     if saved[0] == 1:
         return Grid((1,) * (len(saved) - 1), saved[1:], True), _cut(saved[1:], here)
     if here[0] == 1:
         return _cut(here[1:], saved), Grid((1,) * (len(here) - 1), here[1:], True)
-    # Of several tiles on both sides, shapes tell the cut only of a vector, or of a kernel known to
-    # be cut along one dim.
-    dims = [
-        k for k, (m, n) in enumerate(zip(saved[1:], here[1:], strict=True)) if m != n
-    ]  # in which tiles differ
+    # With several tiles on both sides, the shapes determine the grids only for a vector, or for a
+    # kernel known to be cut along one dim: the dim in which the tiles differ.
+    dims = [k for k, (m, n) in enumerate(zip(saved[1:], here[1:], strict=True)) if m != n]
     if len(dims) != 1 or (len(saved) == 3 and not is_mlp):
         raise ValueError(
-            f": {saved[0]} tiles and {here[0]} may be cut along one dim or both; tell by the model's tiles how many of "
-            f"{here[0]} lie along the first"
+            f": {saved[0]} tiles and {here[0]} may be cut along one dim or both; set the model's "
+            f"tiles to say how many of {here[0]} are along the first"
         )
     counts = [
         tuple(shape[0] if k == dims[0] else 1 for k in range(len(shape) - 1))
@@ -240,11 +262,11 @@ class Reblocked:
     """How to read an array that was saved in another shape.
 
     Attributes:
-      saved: the shape of one record of it in the checkpoint.
-      here: the same in the program.
-      lead: dims before, which number records.
-      index: for each number here, in order, its place among the saved ones; None where the order is
-        the same.
+      saved: shape of one record of the array in the checkpoint.
+      here: shape of one record of the array in the program.
+      lead: number of leading dims, which number records.
+      index: for each number of the array in the program, in order, its position among the saved
+        numbers; None if the order is the same.
     """
 
     saved: Shape
@@ -253,12 +275,20 @@ class Reblocked:
     index: np.ndarray | None = None
 
     def read(self, records: SavedRecords, name: str, box: Box, out: np.ndarray) -> None:
-        """Fill `out` with a box of the array as it is here; errors are those of
-        `SavedRecords.read`.
+        """Fill `out` with a box of the array in the program's shape.
+
+        Args:
+          records: records of the checkpoint.
+          name: name of the array.
+          box: box of the array in the program.
+          out: array with the shape of the box.
+
+        Raises:
+          OSError, KeyError: as `SavedRecords.read` raises them.
         """
         front, rest = box[: self.lead], box[self.lead :]
-        # The saved rows that hold the box's own rows, whole. Arrays of groups are small, and are
-        # read whole.
+        # Read the saved rows that contain the box's rows. Arrays of groups are small, and are read
+        # in full.
         (start, stop), width, length = rest[0], math.prod(self.here[1:]), math.prod(self.saved[1:])
         low, high = (
             (0, self.saved[0])
@@ -287,17 +317,17 @@ class Reblocked:
 def reblocked(
     name: str, here: Mapping[str, Shape], saved: Mapping[str, Shape], lead: int
 ) -> Reblocked:
-    """Return how to read an array of a weight in 8 or 4 bits, the shape of which differs.
+    """Return how to read an array of an 8-bit or 4-bit weight whose shape differs.
 
     Args:
-      name: of the array.
-      here: the shapes of the program's leaves by name, whole.
-      saved: the shapes of the checkpoint's.
-      lead: dims that number records, the same in both.
+      name: name of the array.
+      here: shapes of the program's leaves over all layers, by name.
+      saved: shapes of the checkpoint's leaves over all layers, by name.
+      lead: number of dims that number records, the same in both.
 
     Raises:
-      ValueError: the weight, or a group of its scales, is another; the message is to follow a
-        shape.
+      ValueError: the weight, or a group of its scales, differs. The message is to be appended to a
+        text that gives both shapes.
     """
     weight, _, array = name.rpartition(".")
     if here[name][:lead] != saved[name][:lead]:
@@ -311,28 +341,30 @@ def reblocked(
     index = _groups(own, here[blocks][lead:], other, saved.get(blocks, ())[lead:])
     if index is None:
         raise ValueError(
-            f": a group of scales of {weight.rpartition(ENCODED)[0]} here has blocks of several saved groups"
+            f": a group of scales of {weight.rpartition(ENCODED)[0]} here has blocks of several "
+            "saved groups"
         )
     return Reblocked(other, own, lead, index)
 
 
-@functools.lru_cache(64)  # steps and means, and all weights of one shape, have the same
+@functools.lru_cache(64)  # steps and means, and all weights of the same shape, share an entry
 def _groups(own: Shape, blocks: Shape, other: Shape, other_blocks: Shape) -> np.ndarray | None:
-    """Return the saved group of each group here, or None where one has blocks of several, or the
-    weight is another.
+    """Return the saved group of each group here.
+
+    None if a group here has blocks of several saved groups, or the weight differs.
     """
     if math.prod(blocks) != math.prod(other_blocks) or not blocks:
         return None
     saved = _group_of_blocks(other, other_blocks)
     mine = _group_of_blocks(own, blocks)
     first = np.full(math.prod(own), -1)
-    # Of each group here one block's saved group; then all its blocks must have that one.
+    # For each group here, take the saved group of one of its blocks; all its blocks must agree.
     first[mine] = saved
     return first if np.array_equal(first[mine], saved) else None
 
 
 def _group_of_blocks(groups: Shape, blocks: Shape) -> np.ndarray:
-    """Return the number of the group of each block, both in order: i32[blocks]."""
+    """Return the number of each block's group, both in order: i32[blocks]."""
     numbers = np.arange(math.prod(groups)).reshape(groups)
     for dim, (count, size) in enumerate(zip(groups, blocks, strict=True)):
         numbers = np.repeat(numbers, size // count, axis=dim)

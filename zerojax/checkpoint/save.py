@@ -1,25 +1,25 @@
-"""A program's state written into a folder: what rests in memory is copied and written, what rests
-on disk is linked.
+"""Write a program's state into a folder: arrays in memory are copied, records on disk are linked.
 
-    while the step waits     arrays -> host memory, a piece at a time, within `max_host_bytes`
-                             records on disk -> second names beside them
+    while the step waits     arrays -> host memory, piece by piece, within `max_host_bytes`
+                             records on disk -> hard links next to them
                              (`host_offload.disk.snapshot`)
-    beside the next steps    pieces -> records (aligned, O_DIRECT where it can be), their checksums; second names -> the folder
-                             frozen weights -> second names of the records of the last checkpoint,
-                             where these hold the same
+    during the next steps    pieces -> records (aligned, O_DIRECT if possible) and their checksums
+                             hard links -> the folder
+                             frozen weights -> hard links to the records of the last checkpoint, if
+                             these hold the same bytes
 
-A `Piece` is one leaf's shard on one device, and is copied a run of layers at a time. Of replicas
-only the first is saved. Without a bound, the copies may take as many bytes as this process's
-shards. Then several threads copy, and nothing is written before all is copied: writes would take
-cores and bandwidth from the copies, and the step would wait longer. With a bound, the copies that
-are not yet written take no more than it (`Room`), and the step waits until the disk has caught up.
-A single record is always let through.
+A `Piece` is one leaf's shard on one device, and is copied one run of layers at a time. Only the
+first replica is saved. Without a bound, the copies may take as many bytes as this process's shards.
+Then several threads copy, and nothing is written before everything is copied: writes would take
+cores and bandwidth from the copies, and the step would wait longer. With a bound, the unwritten
+copies stay within it (`Room`), and the step waits until the disk has caught up. A single run of
+layers is always let through.
 
-Frozen weights are the same bytes in each checkpoint of a run, in records of their own. A record is
-told by the leaves and the part of them that it holds, and by its checksum: that of the weights in
-memory now. Only where both are those of a record of the last checkpoint, and its file has that
-checksum still, is it hard-linked; else it is written. So another base, another mesh, a damaged
-file, or a file system without links costs a write, and never a wrong weight.
+Frozen weights are the same bytes in each checkpoint of a run, in separate records. A record is
+identified by the leaves and the part of them that it holds, and by the checksum of the weights in
+memory now. It is hard-linked only if both match a record of the last checkpoint whose file still
+has that checksum; otherwise it is written. So another base, another mesh, a damaged file, or a file
+system without links costs a write, and never a wrong weight.
 """
 
 import concurrent.futures
@@ -61,11 +61,15 @@ from zerojax.state import Layout, TrainState
 logger = logging.getLogger("zerojax")
 NUM_THREADS = 2
 PIECE_BYTES = 1 << 29
-"""Records that a thread copies at once, if one is not larger: the whole shards of a model's layers
-would be there twice.
+"""Most bytes that a thread copies at a time, unless one layer's records are larger.
+
+Copying full shards of a model's layers would double their memory.
 """
 SHARED_BYTES = 1 << 25
-"""The same of memory that numpy reads where it is: pieces so small that all threads have some."""
+"""Most bytes of a copy from memory that numpy reads in place.
+
+The pieces are so small that all threads get some.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +77,9 @@ class Piece:
     """One leaf's shard on one device.
 
     Attributes:
-      leaf: of the state.
+      leaf: leaf of the state.
       data: [records.., *shape], on the device or in its host memory.
-      start: of the shard, in the dims after those that number records.
+      start: start of the shard along the dims after those that number records.
     """
 
     leaf: StateLeaf
@@ -84,21 +88,19 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What one record holds."""
+        """Shape of the part of the shard in one record."""
         return tuple(self.data.shape[self.leaf.lead :])
 
 
 class NewStore:
-    """A store that is created by the thread that first writes to it: the step does not wait for
-    that.
-    """
+    """A store that its first writer creates, in its own thread, so that the step does not wait."""
 
     def __init__(self, create: Callable[[], Store]) -> None:
-        """Keep `create`, which is called once."""
+        """Store `create`, which is called once."""
         self._create, self._lock, self._store = create, threading.Lock(), None
 
     def __call__(self) -> Store:
-        """Return the store."""
+        """Return the store, and create it at the first call."""
         with self._lock:
             if self._store is None:
                 self._store = self._create()
@@ -110,13 +112,13 @@ class Run:
     """Layers of pieces that are copied and written together.
 
     Attributes:
-      pieces: of one device, whose records are numbered alike.
-      low: the first layer.
-      high: one more than the last.
-      form: of their records.
-      store: where they are written.
-      first: number of the first record in it.
-      base: of frozen weights, what the store holds; else None.
+      pieces: pieces on one device, whose records have the same numbers.
+      low: first layer.
+      high: last layer plus one.
+      form: format of the records.
+      store: store to which the records are written.
+      first: number of the first record in the store.
+      base: description of the store for frozen weights, otherwise None.
     """
 
     pieces: Sequence[Piece]
@@ -138,9 +140,7 @@ class Run:
         )
 
     def copied(self) -> np.ndarray:
-        """Return the records, uint8[n, padded_bytes], in memory of their own, which no device
-        writes to.
-        """
+        """Return the records, uint8[n, padded_bytes], in new memory that no device writes to."""
         leaves = [on_host(piece, self.low, self.high) for piece in self.pieces]
         count = len(leaves[0])
         # Zeros between the leaves.
@@ -155,24 +155,25 @@ class Room:
     """Host memory for copies that are not written yet.
 
     Attributes:
-      most: bytes that they may take together; None: any. What is larger than that alone is let
-        through alone.
+      most: most bytes that the copies may take together; None: no limit. A larger copy is let
+        through when no other is in use.
     """
 
     def __init__(self, most: int | None) -> None:
+        """Start with nothing in use."""
         self.most, self._used, self._peak = most, 0, 0
         self._changed = threading.Condition()
 
     @property
     def peak(self) -> int:
-        """Most bytes at one time."""
+        """Largest number of bytes in use at any time."""
         return self._peak
 
     def take(self, num_bytes: int) -> None:
-        """Wait until there is room, and take it."""
+        """Wait until `num_bytes` are available, and take them."""
         with self._changed:
-            # With nothing in use a piece of any size goes through, else one above the bound would
-            # wait for ever.
+            # With nothing in use any size goes through; otherwise a copy above the bound would wait
+            # forever.
             self._changed.wait_for(
                 lambda: self.most is None or not self._used or self._used + num_bytes <= self.most
             )
@@ -180,7 +181,7 @@ class Room:
             self._peak = max(self._peak, self._used)
 
     def give(self, num_bytes: int) -> None:
-        """Give back what was taken, in any thread."""
+        """Return `num_bytes`, from any thread."""
         with self._changed:
             self._used -= num_bytes
             self._changed.notify_all()
@@ -189,13 +190,11 @@ class Room:
 class SavedBase:
     """Records of frozen leaves in one earlier checkpoint, or in none.
 
-    Several threads may link at once.
+    Several threads may link at the same time.
     """
 
     def __init__(self, folder: str | None, names: Collection[str]) -> None:
-        """Look at the checkpoint whose state is in `folder`, if any, for records of leaves with
-        these names alone.
-        """
+        """Index the records of the leaves `names` in the state in `folder`, if any."""
         self._saved: SavedState | None = None
         self._records: dict[tuple[object, ...], tuple[SavedStore, int]] = {}
         if folder is None or not names:
@@ -204,7 +203,7 @@ class SavedBase:
             self._saved = SavedState(folder)
         except (CheckpointError, OSError) as error:
             logger.info(
-                "frozen weights are written anew, as the last checkpoint cannot be read: %s", error
+                "frozen weights are written again, as the last checkpoint cannot be read: %s", error
             )
             return
         for store in self._saved.records.stores:
@@ -214,21 +213,21 @@ class SavedBase:
                 }
 
     def link(self, store: SavedStore, number: int, checksum: int, target: str) -> bool:
-        """Give an earlier record a second name, if it is this one; returns whether it did.
+        """Hard-link an earlier record if it equals the given one, and return whether it was linked.
 
         Args:
-          store: that the record is of, in the new checkpoint.
-          number: of the record in it.
-          checksum: of what it holds now.
-          target: the second name.
+          store: store of the record in the new checkpoint.
+          number: number of the record in the store.
+          checksum: checksum of the record's current contents.
+          target: path of the link.
         """
         if self._saved is None or (found := self._records.get(store.content(number))) is None:
             return False
         saved_store, saved_number = found
         if saved_store.checksums[saved_number] != checksum:
             return False
-        # What the file system refuses, or has lost, is written instead; that write tells of its own
-        # errors.
+        # A record that the file system refuses to link, or has lost, is written instead; that write
+        # raises its own errors.
         with contextlib.suppress(OSError):
             self._saved.records.check(saved_store, saved_number)
             os.link(os.path.join(self._saved.folder, saved_store.record_file(saved_number)), target)
@@ -242,12 +241,12 @@ class SavedBase:
 
 
 class Saving:
-    """One state on its way into a folder.
+    """One state that is being saved into a folder.
 
-    Made while the step waits; `finish` does the rest, in any thread.
+    The constructor runs while the step waits; `finish` does the remaining work, in any thread.
 
     Attributes:
-      peak_host_bytes: most bytes of copies at one time so far.
+      peak_host_bytes: largest number of bytes of copies at any time so far.
     """
 
     def __init__(
@@ -262,19 +261,19 @@ class Saving:
         last: str | None = None,
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        """Copy what rests in memory, and keep what rests on disk.
+        """Copy the arrays in memory, and link the records on disk.
 
         Args:
-          layout: of the state's program.
-          swap: of the program, where something rests on disk.
-          leaves: of its states.
-          state: not donated yet; its steps are over.
-          root: folder to write into; it is there and empty.
-          max_host_bytes: that copies which are not written may take; None: as much as there is.
-          data: this process's iterator, whose `get_state()` is kept; or None.
-          last: folder of the state that this run saved or restored last, whose records of frozen
+          layout: layout of the state's program.
+          swap: swap session of the program, or None if nothing is stored on disk.
+          leaves: leaves of its states.
+          state: state, not donated yet, whose steps are over.
+          root: existing, empty folder to write into.
+          max_host_bytes: most bytes of copies that are not written yet; None: no limit.
+          data: this process's iterator, whose `get_state()` is saved; or None.
+          last: folder of the state that this run last saved or restored, whose records of frozen
             weights are linked; or None.
-          about: what the model tells of itself, as JSON, or None.
+          about: settings that the model reports, as JSON; or None.
 
         Raises:
           ValueError: the state is not the one on disk.
@@ -288,9 +287,8 @@ class Saving:
         )
         self._rank = {device: rank for rank, device in enumerate(layout.mesh.devices.flat)}
         self._writes: list[concurrent.futures.Future[None]] = []
-        self._stores: list[
-            tuple[NewStore, SavedStore]
-        ] = []  # of copies; without checksums until they are written
+        # Stores of copies; their descriptions lack checksums until they are written.
+        self._stores: list[tuple[NewStore, SavedStore]] = []
         self._links: list[tuple[LinkedRecord, SavedStore]] = []
         self._snapshot: Snapshot | None = None
         self._values: dict[str, np.ndarray] = {}
@@ -308,12 +306,13 @@ class Saving:
 
     @property
     def peak_host_bytes(self) -> int:
+        """Largest number of bytes of copies at any time so far."""
         return self._room.peak
 
     # --- while the step waits ---------------------------------------------------------------------
 
     def _copy(self, arrays: Sequence[Any]) -> None:
-        """Copy what rests in memory; `arrays` are those of the leaves."""
+        """Copy the arrays in memory; `arrays` are the arrays of `self.leaves`, in order."""
         groups: dict[tuple[str, int, int], list[Piece]] = {}  # by label, first layer and device
         for number, (leaf, value) in enumerate(zip(self.leaves, arrays, strict=True)):
             if leaf.is_derived:
@@ -327,15 +326,15 @@ class Saving:
                     1: layers_kind("layers", leaf.stack),
                     2: f"tiles.{leaf.group}",
                 }[leaf.lead]
-                # Apart from what trains, so that a record is the base's alone.
+                # Separate from trainable leaves, so that a record holds only frozen weights.
                 label = f"frozen.{label}" if leaf.is_frozen else label
-                # A part of a Split has a store of its own.
+                # Each part of a Split has its own store.
                 if leaf.lead and array.shape[0] < leaf.shape[0]:
                     label += f".{first}"
                 for shard in array.addressable_shards:
-                    # Replicas hold the same bytes, and one of them writes.
+                    # Replicas hold the same bytes; only one is written.
                     if shard.replica_id == 0:
-                        # A dim that is not split has slice(None) for an index.
+                        # The index of an unsplit dim is slice(None).
                         start = tuple(s.start or 0 for s in shard.index[leaf.lead :])
                         piece = Piece(leaf, shard.data, start)
                         groups.setdefault((label, first, self._rank[shard.device]), []).append(
@@ -355,10 +354,10 @@ class Saving:
             return
         for run in runs:
             copies = self._copied(run)
-            # A write that failed ends the save here, before more is copied.
+            # A failed write ends the save here, before more is copied.
             self._check()
             self._submit(run, copies)
-            del copies  # or they stay in memory while the loop waits for room
+            del copies  # otherwise they stay in memory while the loop waits for room
 
     def _copied(self, run: Run) -> np.ndarray:
         """Return the copies of a run, once there is room for them."""
@@ -366,24 +365,25 @@ class Saving:
         return run.copied()
 
     def _submit(self, run: Run, copies: np.ndarray) -> None:
-        """Have copies written by another thread."""
+        """Let another thread write copies."""
         self._writes.append(self._pool.submit(self._write, run.store, run.first, copies, run.base))
 
     def _copy_inline(self, leaf: StateLeaf, value: jax.Array) -> None:
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             self._keys[leaf.name] = str(jax.random.key_impl(value))
             value = jax.random.key_data(value)
-        # Not split, so any device has all of it; copied, since the next step donates it.
+        # Unsharded, so every device has all of it; copied, since the next step donates it.
         self._values[leaf.name] = np.array(value.addressable_data(0))
 
     def _runs(self, label: str, first: int, rank: int, pieces: Sequence[Piece]) -> list[Run]:
-        """Return the runs in which leaves are copied whose records are numbered alike on one
-        device.
+        """Return the runs in which one device's pieces are copied.
+
+        The records of all `pieces` have the same numbers.
         """
         lead = pieces[0].leaf.lead
         form = format_of([(p.leaf.name, p.shape, p.data.dtype) for p in pieces])
         dims = tuple(pieces[0].data.shape[:lead])
-        scale = math.prod(dims[1:])  # records of a layer
+        scale = math.prod(dims[1:])  # records per layer
         count = math.prod(dims)
         store = NewStore(lambda: Store(self.root, label, rank, count, form))
         folder, names, starts = (
@@ -397,7 +397,7 @@ class Saving:
         base = saved_store if pieces[0].leaf.is_frozen else None
         num_layers = dims[0] if lead else 1
         layer_bytes = form.padded_bytes * scale
-        # half of the room, so that one run of layers is copied while the one before is written
+        # Half of the room, so that one run of layers is copied while the previous one is written.
         most = PIECE_BYTES if self._room.most is None else min(PIECE_BYTES, self._room.most // 2)
         if all(is_host_memory(piece.data) for piece in pieces):
             most = min(most, SHARED_BYTES)
@@ -408,15 +408,13 @@ class Saving:
         ]
 
     def _check(self) -> None:
-        """Raise the error of a write that failed."""
+        """Raise the error of a failed write."""
         for write in self._writes:
             if write.done():
                 write.result()
 
     def _link(self, swap: SwapSession, state: TrainState) -> None:
-        """Keep what rests on disk by second names, under which the next step's writes leave it as
-        it is.
-        """
+        """Hard-link the records on disk; the next step's writes leave linked files unchanged."""
         kinds: dict[str, tuple[DiskRecords, list[StateLeaf]]] = {}
         for leaf in self.leaves:
             if leaf.disk_records is not None and not leaf.is_derived:
@@ -435,9 +433,7 @@ class Saving:
     def _saved_store(
         self, records: DiskRecords, store: Store, leaves: Sequence[StateLeaf]
     ) -> SavedStore | None:
-        """Return the description of a store on disk; None if a device before it holds all of it
-        too.
-        """
+        """Return the description of a store on disk; None if an earlier device holds all of it."""
         mesh, device = self.layout.mesh, self.layout.mesh.devices.flat[store.rank]
         starts, is_first = [], False
         for leaf in leaves:
@@ -445,7 +441,7 @@ class Saving:
             indices = sharding.devices_indices_map(shape)
             index = indices[device]
             starts.append(tuple(s.start or 0 for s in index))
-            # A store may be left out only if, for each of its leaves, an earlier device holds the
+            # A store may be omitted only if, for each of its leaves, an earlier device holds the
             # same part.
             is_first |= next(d for d in mesh.devices.flat if indices[d] == index) == device
         if not is_first:
@@ -456,13 +452,14 @@ class Saving:
             store, folder, names, starts, leaves[0].shape[: leaves[0].lead], leaves[0].first_record
         )
 
-    # --- beside the next steps --------------------------------------------------------------------
+    # --- during the next steps --------------------------------------------------------------------
 
     def _write(
         self, new_store: NewStore, first: int, records: np.ndarray, base: SavedStore | None = None
     ) -> None:
-        """Write records, uint8[n, padded_bytes], from number `first` on; of frozen weights, `base`
-        says what they hold.
+        """Write records, uint8[n, padded_bytes], from number `first` on.
+
+        For frozen weights, `base` describes the records, which may then be linked instead.
         """
         try:
             store = new_store()
@@ -476,7 +473,7 @@ class Saving:
             self._room.give(records.nbytes)
 
     def finish(self) -> None:
-        """Write what is left, and describe it all.
+        """Write the remaining bytes, and describe the state.
 
         Raises:
           CheckpointError: something could not be written.
@@ -485,7 +482,7 @@ class Saving:
             with explaining(f"writing the checkpoint {self.root}", self.root):
                 for write in self._writes:
                     write.result()
-                # Written by now, so their checksums are known.
+                # Written by now, so the checksums are known.
                 stores = [
                     dataclasses.replace(
                         saved_store, checksums=tuple(int(c) for c in store().checksums)
@@ -496,7 +493,8 @@ class Saving:
                     assert self._snapshot is not None
                     self._snapshot.move(link, os.path.join(self.root, saved_store.folder))
                     stores.append(saved_store)
-                for store in stores:  # the names of their files, before the manifest tells of them
+                # the names of their files must be on disk before the manifest lists them
+                for store in stores:
                     sync(os.path.join(self.root, store.folder))
                 self._write_manifest(stores)
         finally:
@@ -540,18 +538,18 @@ class Saving:
 
 
 def on_host(piece: Piece, low: int, high: int) -> np.ndarray:
-    """Return layers low .. high of a shard, [records, *shape].
+    """Return layers low .. high - 1 of a shard on the host, [records, *shape].
 
-    Read it at once: on a CPU it is a view of device memory.
+    Read the result immediately: on a CPU it is a view of device memory.
     """
     data, lead = piece.data, piece.leaf.lead
     count = (high - low) * math.prod(data.shape[1:lead])
     if lead and (low, high) != (0, data.shape[0]):
-        # In numpy the slice is a view. By JAX it would be a second copy in host memory.
+        # In numpy the slice is a view. In JAX it would be a second copy in host memory.
         if is_host_memory(data):
             return np.asarray(data)[low:high].reshape(count, *piece.shape)
         (device,) = data.devices()
-        # The slice is a program of its own, on the one device that holds this shard and not on the
+        # The slice is a separate program, on the one device that holds this shard rather than the
         # mesh in scope.
         with jax.set_mesh(Mesh(np.array([device]), ("alone",))):
             data = data[low:high]
@@ -559,5 +557,5 @@ def on_host(piece: Piece, low: int, high: int) -> np.ndarray:
 
 
 def is_host_memory(data: jax.Array) -> bool:
-    """Tell whether an array of one device is in memory that numpy reads where it is."""
+    """Return whether numpy can read an array of one device in place."""
     return next(iter(data.devices())).platform == "cpu"

@@ -1,12 +1,14 @@
-"""Where a restore reads each leaf from, and whether the checkpoint belongs to this program's model
-and optimizer at all.
+"""Where a restore reads each leaf from, and whether the checkpoint fits the model and optimizer.
 
-    saved as                                  read from
-    a leaf of the same shape                  its records, box by box
-    a stack of other tiles                    its records, box by box of the dense weight (`zerojax.checkpoint.retile`)
-    a weight in 8 or 4 bits for other shards  its records, block by block (the same)
-    a small value                             the manifest
-    nothing, and the config alone needs it    the value with which it starts: a loss scale, a count, no pending update
+    saved as                          read from
+    a leaf of the same shape          its records, box by box
+    a stack of other tiles            its records, box by box of the dense weight
+                                      (`zerojax.checkpoint.retile`)
+    a quantized (8-bit or 4-bit)      its records, block by block
+      weight for other shards         (`zerojax.checkpoint.retile`)
+    a small value                     the manifest
+    nothing: only the config          its initial value: a loss scale, a count, no pending update
+      requires it
 
 A leaf of the program that fits no row is a difference, and so is a saved leaf that the program does
 not have. The error names the first few.
@@ -44,12 +46,13 @@ class LeafSource:
     """Where a leaf's numbers come from.
 
     Attributes:
-      leaf: of the program's state.
+      leaf: leaf of the program's state.
       saved: the checkpoint.
-      value: the number, or numbers, themselves, where they are not in its records.
-      tiles: how to read it if it was saved in other tiles.
-      blocks: how to read it if it is an array of a weight in 8 or 4 bits that was saved for other
-        shards.
+      value: the numbers themselves (or one for all elements) if they are not in the records;
+        otherwise None.
+      tiles: how to read the leaf if it was saved in other tiles; otherwise None.
+      blocks: how to read the leaf if it is an array of an 8-bit or 4-bit weight that was saved for
+        other shards; otherwise None.
     """
 
     leaf: StateLeaf
@@ -60,16 +63,14 @@ class LeafSource:
 
     @property
     def is_converted(self) -> bool:
-        """Whether what is read is not the saved leaf as it is: a value, other tiles, or other
-        blocks.
-        """
+        """Whether the leaf is read from a value, other tiles or other blocks."""
         return self.value is not None or self.tiles is not None or self.blocks is not None
 
     def fill(self, box: Box, out: np.ndarray) -> None:
-        """Fill `out` with a part of the leaf; its shape may lack the box's leading dims of 1.
+        """Fill `out` with a box of the leaf; its shape may lack the box's leading dims of 1.
 
         Raises:
-          DamagedError: a file is not there, or its bytes are lost.
+          DamagedError: a file is missing, or its bytes are lost.
           CheckpointError: a file cannot be read now.
         """
         shape = tuple(stop - start for start, stop in box)
@@ -95,7 +96,11 @@ class LeafSource:
             raise DamagedError(f"the checkpoint {self.saved.folder} is damaged: {error}") from error
 
     def array(self, abstract: Any) -> jax.Array:
-        """Return the whole leaf where it rests."""
+        """Return the full leaf, with the sharding and tier of `abstract`.
+
+        Raises:
+          CheckpointError: the saved numbers are not a random key, but the leaf is.
+        """
         if jnp.issubdtype(abstract.dtype, jax.dtypes.prng_key):
             assert self.value is not None
             impl = self.saved.keys.get(self.leaf.name)
@@ -103,14 +108,20 @@ class LeafSource:
                 key = jax.random.wrap_key_data(jnp.asarray(self.value), impl=impl)
             except (ValueError, TypeError) as error:
                 raise CheckpointError(
-                    f"{self.saved.folder}: {self.leaf.name} {self.value.dtype}{list(self.value.shape)} is no random key of "
+                    f"{self.saved.folder}: {self.leaf.name} "
+                    f"{self.value.dtype}{list(self.value.shape)} is not a random key of "
                     f"{impl or 'the default implementation'}: {error}"
                 ) from error
             return jax.device_put(key, abstract.sharding)
         return self._array(abstract.shape, abstract.sharding, lambda box: box)
 
     def record(self, index: Sequence[int], sharding: Any) -> jax.Array:
-        """Return one record of the leaf on the device."""
+        """Return one record of the leaf on the device.
+
+        Args:
+          index: indices of the record along the leaf's leading dims.
+          sharding: sharding of the record.
+        """
         front = tuple((i, i + 1) for i in index)
         return self._array(self.leaf.shape[self.leaf.lead :], sharding, lambda box: front + box)
 
@@ -120,16 +131,16 @@ class LeafSource:
         """Return an array that is a part of the leaf.
 
         Args:
-          shape: of the array.
-          sharding: of the array.
-          box_of_leaf: where a box of the array is in the leaf.
+          shape: shape of the array.
+          sharding: sharding of the array.
+          box_of_leaf: function that maps a box of the array to its box in the leaf.
         """
-        shards: dict[Box, np.ndarray] = {}  # devices that hold the same read it once
+        shards: dict[Box, np.ndarray] = {}  # devices that hold the same box read it once
 
         def shard(index: Any) -> np.ndarray:
             box = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
             if box not in shards:
-                # In the dtype that the leaf has here: what is read is cast on its way.
+                # In the leaf's dtype here: the read casts.
                 out = np.empty([stop - start for start, stop in box], self.leaf.dtype)
                 self.fill(box_of_leaf(box), out)
                 shards[box] = out
@@ -141,57 +152,59 @@ class LeafSource:
 def find_sources(
     leaves: Sequence[StateLeaf], saved: SavedState, loss_scaling: LossScaling
 ) -> list[LeafSource]:
-    """Return what to read for each leaf.
+    """Return where to read each leaf.
 
     Args:
-      leaves: of the program's state.
+      leaves: leaves of the program's state.
       saved: the checkpoint.
-      loss_scaling: of the program, where the checkpoint has none.
+      loss_scaling: the program's loss scaling, used if the checkpoint has none.
 
     Raises:
-      CheckpointError: leaves that differ.
+      CheckpointError: leaves differ; the error names the first few.
     """
     differences: list[str] = []
     shapes = {leaf.name: leaf.shape for leaf in leaves}
     sources = [_source(leaf, shapes, saved, loss_scaling, differences) for leaf in leaves]
-    # An import has none: its optimizer state is made for the program's own tiles.
+    # An import saved no optimizer state: it is created for the program's own tiles.
     if saved.has_opt_state:
         differences += _unconverted(sources)
-    # The other direction: what was saved, and nothing here reads.
+    # The other direction: saved leaves that the program does not read.
     unread = sorted(
         name
         for name in [*saved.leaves, *saved.values]
         if name not in shapes and not _may_be_left(name, saved)
     )
-    differences += [f"{name}, which this program's state has not" for name in unread]
+    differences += [f"{name}, which this program's state does not have" for name in unread]
     if differences and all(ENCODED in difference for difference in differences):
         raise CheckpointError(
-            f"the checkpoint {saved.folder} holds frozen weights in 8 or 4 bits in other blocks than this program: "
-            f"{differences[0]}{_why_encoded(differences)}"
+            f"the checkpoint {saved.folder} holds frozen weights in 8 or 4 bits in other blocks "
+            f"than this program: {differences[0]}{_why_encoded(differences)}"
         )
     if differences:
         raise CheckpointError(
-            f"the checkpoint {saved.folder} is of another model, optimizer or setting. It holds: {first_few(differences)}"
-            f"{_why_encoded(differences) or (_explained(leaves, saved, differences) if saved.has_opt_state else '')}"
+            f"the checkpoint {saved.folder} is of another model, optimizer or setting. "
+            f"It holds: {first_few(differences)}"
+            f"""{
+                _why_encoded(differences)
+                or (_explained(leaves, saved, differences) if saved.has_opt_state else "")
+            }"""
         )
     return sources
 
 
 def _why_encoded(differences: Sequence[str]) -> str:
-    """Return what to do where weights in 8 or 4 bits differ."""
+    """Return the remedy if 8-bit or 4-bit weights differ, or ""."""
     if not any(ENCODED in difference for difference in differences):
         return ""
     return (
-        ". Frozen weights in 8 or 4 bits are restored bit for bit or not at all: under the frozen_dtype that they were saved "
-        "with, at a stage and on a mesh whose shards hold the same blocks. Restore them there, or import the base anew by "
-        "zerojax.import_params"
+        ". Frozen weights in 8 or 4 bits are restored bit for bit or not at all: they need the "
+        "frozen_dtype that they were saved with, and a stage and mesh whose shards hold the same "
+        "blocks. Restore them there, or import the base again by zerojax.import_params"
     )
 
 
 def _explained(leaves: Sequence[StateLeaf], saved: SavedState, differences: Sequence[str]) -> str:
-    """Return what to say where the weights are the same, and others are frozen or another optimizer
-    keeps its state.
-    """
+    """Return the remedy if only frozen weights or the optimizer's state differ, or ""."""
     if frozen := _frozen_differences(leaves, saved):
         return frozen
     if any(difference.removeprefix("no ").startswith("weights") for difference in differences):
@@ -203,23 +216,24 @@ def _explained(leaves: Sequence[StateLeaf], saved: SavedState, differences: Sequ
 
 
 def _frozen_differences(leaves: Sequence[StateLeaf], saved: SavedState) -> str:
-    """Return what to say where other weights are frozen here than in a checkpoint, or nothing."""
+    """Return the explanation and remedy if other weights are frozen in the checkpoint, or ""."""
     here, there = {leaf.name for leaf in leaves if leaf.is_frozen}, saved.frozen
     if here == there:
         return ""
     parts = [
-        f"frozen {where} alone: {first_few(sorted(names))}"
+        f"frozen only {where}: {first_few(sorted(names))}"
         for where, names in (("here", here - there), ("in the checkpoint", there - here))
         if names
     ]
     return (
-        f". Other weights are frozen: {'; '.join(parts)}. Restore it with the same `frozen`; or take its weights alone, for a "
-        f"fresh optimizer state: zerojax.import_params(program, {os.path.dirname(saved.folder)!r}, key=key)"
+        f". Other weights are frozen: {'; '.join(parts)}. Restore it with the same `frozen`; or "
+        "import only its weights, for a fresh optimizer state: "
+        f"zerojax.import_params(program, {os.path.dirname(saved.folder)!r}, key=key)"
     )
 
 
 def first_few(differences: Sequence[str]) -> str:
-    """Return the first differences, and how many more there are."""
+    """Return the first differences as text, and how many more there are."""
     more = f"; and {len(differences) - _MOST_NAMED} more" if len(differences) > _MOST_NAMED else ""
     return f"{'; '.join(differences[:_MOST_NAMED])}{more}"
 
@@ -231,8 +245,9 @@ def _source(
     loss_scaling: LossScaling,
     differences: list[str],
 ) -> LeafSource:
-    """Return what to read for a leaf; what it lacks is added to `differences`, so that all are
-    found at once.
+    """Return where to read a leaf.
+
+    Differences are appended to `differences`, so that one error reports all of them.
     """
     name = leaf.name
     if name in saved.values:
@@ -245,7 +260,7 @@ def _source(
     if name in saved.leaves:
         shape = saved.leaves[name].shape
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            differences.append(f"{name} {list(shape)} in records, where no random key is")
+            differences.append(f"{name} {list(shape)} in records, where no random key can be")
             return LeafSource(leaf, saved)
         if shape == leaf.shape:
             return LeafSource(leaf, saved)
@@ -258,13 +273,13 @@ def _source(
             return LeafSource(leaf, saved, tiles=_retiled(leaf, shapes, saved))
         except ValueError as error:
             differences.append(f"{name} {list(shape)}, and here it is {list(leaf.shape)}{error}")
-        # Stands in for the source until all differences are raised together.
+        # A placeholder until all differences are raised together.
         return LeafSource(leaf, saved)
     value = _initial_value(name, saved, loss_scaling)
     # Without a pending update its gradients are never read, so zeros will do.
     if value is None and not name.startswith("pending.grads"):
         differences.append(f"no {name} {list(leaf.shape)}")
-    # Zeros stand in until all differences are raised; numpy has no dtype of random keys.
+    # Zeros are a placeholder until all differences are raised; numpy has no dtype for random keys.
     dtype = np.uint32 if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else leaf.dtype
     return LeafSource(leaf, saved, value=np.zeros((), dtype) if value is None else value)
 
@@ -282,13 +297,12 @@ def _retiled(leaf: StateLeaf, shapes: Mapping[str, tuple[int, ...]], saved: Save
 
 
 def _initial_value(name: str, saved: SavedState, loss_scaling: LossScaling) -> np.ndarray | None:
-    """Return the value of a leaf that states of another config do not have."""
+    """Return the initial value of a leaf that only some configs have, or None for other leaves."""
     if name.startswith("loss_scale."):
-        logger.info("the checkpoint holds no loss scale: it starts as the config says")
+        logger.info("the checkpoint holds no loss scale: it starts at the config's value")
         return np.asarray(getattr(init_loss_scale(loss_scaling), name.partition(".")[2]))
     if name == ROUNDING_STEP:
-        # Moments in float32 are not rounded and have no count of it, so the count starts at the
-        # step.
+        # float32 moments are not rounded and have no such count, so the count starts at the step.
         return saved.values.get("step")
     if name.startswith("pending.") and not name.startswith("pending.grads"):
         return np.zeros((), np.float32)  # no update is pending
@@ -296,11 +310,10 @@ def _initial_value(name: str, saved: SavedState, loss_scaling: LossScaling) -> n
 
 
 def _unconverted(sources: Sequence[LeafSource]) -> list[str]:
-    """Return what to say of leaves that belong to a weight which is read in other tiles, and are
-    not like it.
+    """Return differences: leaves of a retiled weight that are not retiled with it.
 
-    Such are the row and column sums of a factored moment: they may have the same shape for other
-      tiles, and other meaning.
+    These include the row and column sums of a factored moment: for other tiles they may have the
+    same shape but another meaning.
     """
     tiles = {
         s.leaf.name.removeprefix("weights"): s.tiles
@@ -310,7 +323,7 @@ def _unconverted(sources: Sequence[LeafSource]) -> list[str]:
     differences = []
     for source in sources if any(tiles.values()) else ():
         name, shape = source.leaf.name, list(source.leaf.shape)
-        # The longest, since one weight's path may end in another's.
+        # The longest match, since one weight's path may end in another's.
         owner = max((path for path in tiles if name.endswith(path)), key=len, default=None)
         if (
             owner is not None
@@ -319,22 +332,23 @@ def _unconverted(sources: Sequence[LeafSource]) -> list[str]:
             and math.prod(shape) > 1
         ):
             differences.append(
-                f"{name} {shape}, which is not like its weight, and so is not converted to other tiles"
+                f"{name} {shape}, which is not shaped like its weight, and so is not converted to "
+                "other tiles"
             )
     return differences
 
 
 def _may_be_left(name: str, saved: SavedState) -> bool:
-    """Tell whether a leaf of a checkpoint may be left unread by states of another config.
+    """Return whether a state of another config may leave a saved leaf unread.
 
     Raises:
-      CheckpointError: it holds an update that was not done yet.
+      CheckpointError: the leaf belongs to an update that is still pending.
     """
     if name.startswith("pending."):
         if np.any(saved.values.get("pending.ready", True)):
             raise CheckpointError(
-                f"the checkpoint {saved.folder} holds an update that was not done yet (delayed_update=True): restore it under "
-                "delayed_update=True"
+                f"the checkpoint {saved.folder} holds a pending update (delayed_update=True): "
+                "restore it with delayed_update=True"
             )
         return True
     return name.startswith("loss_scale.") or name == ROUNDING_STEP

@@ -1,6 +1,4 @@
-"""Which mesh axes split what: the mesh, the table of stages, specs, the dim of a leaf, batches and
-activations.
-"""
+"""Which mesh axes split what: mesh, stage table, specs, parameter leaves, batches, activations."""
 
 from zerojax.sharding.activations import ActivationSpec as ActivationSpec
 from zerojax.sharding.activations import batch_axes as batch_axes

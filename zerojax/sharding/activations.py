@@ -1,12 +1,12 @@
-"""How everything that depends on data is split over the mesh: batches, activations, and the
-residuals saved for backward.
+"""How batches, activations and the residuals saved for backward are split over the mesh.
 
     batch     tokens[B_(data, fsdp), S]
-    inside    x[B_(data, fsdp), S, D]            other dims are left to the partitioner
-    saved     x[M, B_(data, fsdp), S, D]         M microbatches, where there are several, are a dim of their own in front
-    stream    x[B_(data, fsdp), S_tensor, D]     between layers, with sequence parallelism (`zerojax.activations`)
+    inside    x[B_(data, fsdp), S, D]            the partitioner chooses the other dims
+    saved     x[M, B_(data, fsdp), S, D]         M > 1 microbatches add a leading dim
+    stream    x[B_(data, fsdp), S_tensor, D]     between layers, with sequence parallelism
+                                                 (`zerojax.activations`)
 
-One rule for all: dim 0 of a microbatch is split as the batch is.
+One rule covers all of them: dim 0 of a microbatch is split like the batch.
 """
 
 import dataclasses
@@ -25,10 +25,10 @@ class ActivationSpec:
 
     Attributes:
       mesh: the device mesh.
-      num_microbatches: of a step; where there are several, dim 0 of what `constrain_all` and
-        `saved` describe counts them.
-      is_stream: whether what is described is the stream between layers, split over `tensor` in dim
-        1 too.
+      num_microbatches: microbatches per step. If there are several, dim 0 of the arrays that
+        `constrain_all` and `saved` describe counts them.
+      is_stream: whether the arrays are the stream between layers, whose dim 1 is also split over
+        `tensor`.
     """
 
     mesh: Mesh
@@ -36,37 +36,40 @@ class ActivationSpec:
     is_stream: bool = False
 
     def __str__(self) -> str:
-        """Return how x is split between layers; "..." are dims that are left to the partitioner."""
+        """Return how x is split between layers; the partitioner chooses the dims shown as "..."."""
         rest = f"T_{TENSOR}, H" if self.is_stream and self.mesh.shape[TENSOR] > 1 else "..."
         return f"x[B_({', '.join(BATCH_AXES)}), {rest}]"
 
     def batch(self, ndim: int) -> NamedSharding:
-        """Return the sharding of a batch leaf: dim 0 over `data` and `fsdp`; scalars are
-        replicated.
-        """
+        """Return a batch leaf's sharding: dim 0 over `data` and `fsdp`; scalars are replicated."""
         return named(self.mesh, (BATCH_AXES,) if ndim else ())
 
     def constrain(self, x: Any) -> Any:
-        """Keep dim 0 of one microbatch's activations split as the batch is; other dims are left to
-        the partitioner.
+        """Split dim 0 of one microbatch's activations like the batch.
+
+        The partitioner chooses the other dims.
         """
         return jax.tree.map(lambda a: self._constrain(a, 0), x)
 
     def constrain_all(self, x: Any) -> Any:
-        """Do the same for those of all microbatches."""
+        """Split the batch dim of all microbatches' activations, x[M, B, ..], like the batch."""
         return jax.tree.map(lambda a: self._constrain(a, self._lead), x)
 
     def saved(
         self, shape: tuple[int, ...], batch_size: int, tier: str, known: Spec | None = None
     ) -> tuple[Any, ...]:
-        """Return the spec of what forward saves of all microbatches.
+        """Return the spec of an activation that forward saves, for all microbatches together.
 
         Args:
-          shape: of one microbatch's activation; it is split if its dim 0 is the batch.
-          batch_size: of a microbatch.
-          tier: where it rests. On the device other dims are left to the partitioner; elsewhere they
-            are whole, since what is moved must be told how each dim is split.
-          known: the spec that it has anyhow, where that is known.
+          shape: shape of one microbatch's activation; it is split if its dim 0 is the batch.
+          batch_size: rows of one microbatch.
+          tier: where the activation is stored. On the device, the partitioner chooses the other
+            dims. In other tiers the other dims are unsharded, since a transfer needs the split of
+            every dim.
+          known: the activation's spec, if it is already known.
+
+        Returns:
+          One entry per dim, with a leading None for the microbatches if there are several.
         """
         if known is not None:
             return (*(None,) * self._lead, *known)
@@ -75,27 +78,34 @@ class ActivationSpec:
         return (*(None,) * self._lead, *spec)
 
     def given(self, shape: tuple[int, ...], batch_size: int) -> Spec:
-        """Return the spec of a leaf that a layer is given: split if its dim 0 is the batch, else
-        whole.
+        """Return the spec of a leaf that a layer receives.
+
+        The leaf is split if its dim 0 is the batch and divides by the batch shards; otherwise it is
+        unsharded.
+
+        Args:
+          shape: shape of the leaf.
+          batch_size: rows of one microbatch.
         """
         is_batch = shape[:1] == (batch_size,) and batch_size % num_batch_shards(self.mesh) == 0
         return self._split(shape, None) if is_batch else (None,) * len(shape)
 
     @property
     def _lead(self) -> int:
-        """Dims that come before a microbatch's own."""
+        """Number of dims in front of a microbatch's own dims: 0 or 1."""
         return int(self.num_microbatches > 1)
 
     def _constrain(self, a: jax.Array, lead: int) -> jax.Array:
-        # What does not divide as the batch does is left to the partitioner.
+        # The partitioner chooses the split of an array that does not divide like the batch.
         if a.ndim <= lead or a.shape[lead] % num_batch_shards(self.mesh):
             return a
         spec = (*(None,) * lead, *self._split(a.shape[lead:], PartitionSpec.UNCONSTRAINED))
         return jax.lax.with_sharding_constraint(a, named(self.mesh, PartitionSpec(*spec)))
 
     def _split(self, shape: tuple[int, ...], rest: Any) -> tuple[Any, ...]:
-        """Return the spec of one microbatch's activation: `rest` for all dims but the first, and
-        the sequence of a stream.
+        """Return the spec of one microbatch's activation.
+
+        All dims get `rest`, except dim 0 (the batch) and a stream's sequence dim.
         """
         if self.is_stream and len(shape) >= 3 and shape[1] % self.mesh.shape[TENSOR] == 0:
             return (BATCH_AXES, TENSOR, *(rest,) * (len(shape) - 2))
@@ -103,5 +113,5 @@ class ActivationSpec:
 
 
 def batch_axes(mesh: Any) -> tuple[str, ...]:
-    """Return the axes of a mesh, abstract or not, that split dim 0 of a batch."""
+    """Return the axes of a mesh, concrete or abstract, that split dim 0 of a batch."""
     return tuple(axis for axis in BATCH_AXES if axis in mesh.axis_names)

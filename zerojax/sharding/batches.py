@@ -1,19 +1,17 @@
-"""Batches on a mesh: dim 0 is split over `data` and `fsdp`, and each process may bring a part of
-it.
+"""Batches on a mesh: dim 0 is split over `data` and `fsdp`; each process may provide a part.
 
-A batch that does not divide comes to the devices padded: its last row is repeated. A program takes
-  the padding off again before
-anything reads it. What it computes with then has as many rows as the batch, and XLA splits these
-unevenly:
+A batch that does not divide is padded before it is placed on the devices: its last row is repeated.
+The program removes the padding before anything reads the batch. It then computes with exactly the
+batch's rows, which XLA splits unevenly:
 
     [B, ...]  ->  [B', ...], B' a multiple of the shards  ->  on the devices  ->  [B, ...]
 
-So every loss is that of the batch, also a mean over rows: nothing of the padding has to be taken
-  out of a result.
+So every loss is the loss of the batch, even a mean over rows: no result needs a correction for the
+padding.
 
-JAX may use the memory of a numpy array as that of a device, or read it after the call that was
-given it has returned. So numpy arrays are copied here, once: a loader may fill its arrays again as
-soon as a batch is placed.
+JAX may use the memory of a numpy array as device memory, or read it after the call that received it
+has returned. So this module copies numpy arrays once: a loader may refill its arrays as soon as a
+batch is placed.
 """
 
 import dataclasses
@@ -35,18 +33,19 @@ from zerojax.sharding.specs import named
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Which rows of a padded batch are those of the batch.
+    """Which rows of a padded batch belong to the batch.
 
     Attributes:
-      size: rows of the batch.
-      parts: of each leaf, how many processes gave a part of it; each part is padded by itself.
+      size: number of rows of the batch.
+      parts: for each leaf, the number of processes that provided a part of it; each part is padded
+        separately.
     """
 
     size: int
     parts: tuple[int, ...]
 
     def cut(self, batch: Any, mesh: Mesh) -> Any:
-        """Return a padded batch without its padding; to be called inside of a program."""
+        """Return a padded batch without its padding; call it inside a program."""
         leaves, tree = jax.tree.flatten(batch)
         return jax.tree.unflatten(
             tree, [self._cut(a, n, mesh) for a, n in zip(leaves, self.parts, strict=True)]
@@ -62,22 +61,25 @@ class Rows:
             if parts > 1
             else a[: self.size]
         )
-        # Uneven: the last devices have fewer rows, or none.
+        # Uneven: the last devices get fewer rows, or none.
         return jax.lax.with_sharding_constraint(rows, ActivationSpec(mesh).batch(a.ndim))
 
 
 def place_batch(batch: Any, mesh: Mesh, num_microbatches: int) -> Any:
-    """Return a batch on the mesh. Leaves already there stay; numpy arrays are copied, and may be
-    written to afterwards.
+    """Return a batch on the mesh.
+
+    Leaves that are already placed stay where they are. Numpy arrays are copied, so the caller may
+    write to them afterwards.
 
     Args:
-      batch: tree of arrays; of several processes each gives its part of dim 0, or a global array.
+      batch: tree of arrays. With several processes, each passes its part of dim 0, or a global
+        array.
       mesh: the device mesh.
-      num_microbatches: into which each device's part will be divided.
+      num_microbatches: number of microbatches into which each device's part will be split.
 
     Raises:
-      ValueError: a leaf is no array of numbers, its integers do not fit into the 32 bits of the
-        device, or the batch does not divide.
+      ValueError: a leaf is not an array of numbers, its integers do not fit into the device's 32
+        bits, or the batch does not divide.
     """
     batch = _with_arrays(batch)
     check_batch(_whole(batch, mesh), mesh, num_microbatches)
@@ -85,16 +87,19 @@ def place_batch(batch: Any, mesh: Mesh, num_microbatches: int) -> Any:
 
 
 def place_any_batch(batch: Any, mesh: Mesh) -> tuple[Any, Rows | None]:
-    """Return a batch of any size on the mesh, padded where it does not divide, and then its own
-    rows.
+    """Return a batch of any size on the mesh, padded if it does not divide.
 
     Args:
-      batch: as of `place_batch`; the parts of several processes have as many rows each.
+      batch: tree of arrays, as for `place_batch`. With several processes, each part has the same
+        number of rows.
       mesh: the device mesh.
 
+    Returns:
+      The placed batch, and the rows to keep of it, or None if it was not padded.
+
     Raises:
-      ValueError: a leaf is no array of numbers, its integers do not fit into the 32 bits of the
-        device, there are no rows, or leaves differ in them.
+      ValueError: a leaf is not an array of numbers, its integers do not fit into the device's 32
+        bits, the batch has no rows, or leaves have different numbers of rows.
     """
     batch = jax.tree.map(lambda leaf: _brought(leaf, mesh), _with_arrays(batch))
     size, shards = batch_size(_whole(batch, mesh)), num_batch_shards(mesh)
@@ -108,7 +113,7 @@ def place_any_batch(batch: Any, mesh: Mesh) -> tuple[Any, Rows | None]:
         if leaf.ndim == 0:
             return _own(leaf)
         rows = leaf[np.minimum(np.arange(padded // _parts(leaf, mesh)), leaf.shape[0] - 1)]
-        # Rows taken by number are a copy already.
+        # Indexing with an array of row numbers already copies.
         return (
             rows.astype(device_dtype("a leaf", leaf.dtype), copy=False)
             if isinstance(leaf, np.ndarray)
@@ -119,25 +124,26 @@ def place_any_batch(batch: Any, mesh: Mesh) -> tuple[Any, Rows | None]:
 
 
 def _with_arrays(batch: Any) -> Any:
-    """Return a batch whose numbers are arrays; the arrays are the caller's own.
+    """Return a batch whose Python numbers became arrays; existing arrays are not copied.
 
     Raises:
-      ValueError: a leaf is no array of numbers, or its integers do not fit.
+      ValueError: a leaf is not an array of numbers, or its integers do not fit.
     """
     return _map_named(_as_array, batch)
 
 
 def _map_named(function: Callable[[str, Any], Any], batch: Any) -> Any:
-    """Return a batch with `function(name, leaf)` in the place of each leaf.
+    """Return a batch in which `function(name, leaf)` replaces each leaf.
 
     Raises:
-      ValueError: the batch is no tree.
+      ValueError: the batch is not a tree.
     """
     try:
         leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
     except (TypeError, ValueError) as error:  # keys that cannot be sorted
         raise ValueError(
-            f"a batch is a tree of arrays, such as a dict by name, and this one cannot be read: {error}"
+            "a batch is a tree of arrays, such as a dict by name, and this one cannot be "
+            f"read: {error}"
         ) from error
     return jax.tree.unflatten(
         tree, [function(jax.tree_util.keystr(path) or "batch", leaf) for path, leaf in leaves]
@@ -152,13 +158,12 @@ def _as_array(name: str, leaf: Any) -> Any:
         try:
             return jnp.asarray(leaf)
         except OverflowError as error:
-            raise _refusal(
-                name, f"{leaf}, which is too large for an integer of the device"
-            ) from error
+            raise _refusal(name, f"{leaf}, which is too large for a device integer") from error
     if isinstance(leaf, jax.Array):
         if not isinstance(leaf, Tracer) and leaf.is_deleted():
             raise ValueError(
-                f"{name} of the batch was deleted, or donated to a program: make it again for each step"
+                f"{name} of the batch was deleted, or donated to a program: create it again "
+                "for each step"
             )
         return leaf
     if hasattr(leaf, "__jax_array__"):
@@ -167,11 +172,12 @@ def _as_array(name: str, leaf: Any) -> Any:
 
 
 def _check_numpy(name: str, leaf: np.ndarray | np.generic) -> None:
-    """Raise ValueError unless the numbers of a numpy array are the same on a device."""
+    """Raise ValueError unless the device can hold the numbers of a numpy array unchanged."""
     dtype = device_dtype(name, leaf.dtype)
     if isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf):
         raise ValueError(
-            f"{name} of the batch is a masked array, whose mask no program reads: fill it, as by .filled(-1)"
+            f"{name} of the batch is a masked array, and programs ignore the mask: fill it, "
+            "for example by .filled(-1)"
         )
     if leaf.dtype.kind not in "iu" or leaf.dtype.itemsize == dtype.itemsize or not leaf.size:
         return
@@ -179,17 +185,22 @@ def _check_numpy(name: str, leaf: np.ndarray | np.generic) -> None:
     bounds = np.iinfo(dtype)
     if least < bounds.min or most > bounds.max:
         raise ValueError(
-            f"{name} of the batch is {leaf.dtype} with numbers from {least} to {most}: the device has them as {dtype}, from "
-            f"{bounds.min} to {bounds.max}, and others would become other numbers"
+            f"{name} of the batch is {leaf.dtype} with numbers from {least} to {most}: the device "
+            f"stores them as {dtype}, from {bounds.min} to {bounds.max}, which would change them"
         )
 
 
 def device_dtype(name: str, dtype: Any) -> Any:
-    """Return the dtype that an array has on a device: 32 bits for 64, unless x64 is enabled, in the
-    host's byte order.
+    """Return the dtype that an array has on a device.
+
+    64-bit dtypes become 32-bit unless x64 is enabled, and the byte order becomes the host's.
+
+    Args:
+      name: name of the leaf, for the error.
+      dtype: dtype of the array.
 
     Raises:
-      ValueError: devices have no such numbers.
+      ValueError: devices do not support such numbers.
     """
     if jnp.issubdtype(dtype, jax.dtypes.extended):  # random keys
         return dtype
@@ -202,13 +213,15 @@ def device_dtype(name: str, dtype: Any) -> Any:
 
 def _refusal(name: str, what: str) -> ValueError:
     return ValueError(
-        f"a batch is a tree of arrays, but {name} is {what}: make it an array of numbers, as by np.asarray"
+        f"a batch is a tree of arrays, but {name} is {what}: convert it to an array of "
+        "numbers, for example by np.asarray"
     )
 
 
 def _own(leaf: Any) -> Any:
-    """Return a numpy array as a copy that nobody else writes to, in the device's dtype; arrays of
-    JAX are never written to.
+    """Return a numpy array as a private copy in the device's dtype.
+
+    JAX arrays are returned unchanged, since nobody writes to them.
     """
     return (
         np.array(leaf, device_dtype("a leaf", leaf.dtype)) if isinstance(leaf, np.ndarray) else leaf
@@ -216,23 +229,22 @@ def _own(leaf: Any) -> Any:
 
 
 def _brought(leaf: Any, mesh: Mesh) -> Any:
-    """Return a leaf that may be padded: what is on another mesh is brought to this one, whole on
-    each device.
+    """Return a leaf that can be padded.
+
+    A leaf on another mesh is moved to this mesh, replicated on every device.
     """
     return jax.device_put(leaf, named(mesh, ())) if is_on_another_mesh(leaf, mesh) else leaf
 
 
 def _parts(leaf: Any, mesh: Mesh) -> int:
-    """Return how many processes hold a part of dim 0 of a leaf each: 1 if it is the whole batch
-    already.
-    """
-    # An array that this process holds only in part is a global one.
+    """Return how many processes hold one part each of a leaf's dim 0; 1 if the leaf is global."""
+    # An array that is only partly addressable is a global one.
     is_whole = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
     return 1 if is_whole or leaf.ndim == 0 else len({d.process_index for d in mesh.devices.flat})
 
 
 def _whole(batch: Any, mesh: Mesh) -> Any:
-    """Return the shapes of a global batch."""
+    """Return the leaves' global shapes."""
 
     def whole(leaf: Any) -> Any:
         if not hasattr(leaf, "shape"):
@@ -244,12 +256,12 @@ def _whole(batch: Any, mesh: Mesh) -> Any:
 
 
 def _place(batch: Any, mesh: Mesh) -> Any:
-    """Return a batch that divides on the mesh."""
+    """Return a batch that divides, placed on the mesh."""
 
     def place(leaf: Any) -> jax.Array:
         sharding = ActivationSpec(mesh).batch(leaf.ndim)
-        # On a mesh of explicit axes an array may lie in the same way, and no program of this mesh
-        # takes it.
+        # An array on a mesh with explicit axes can have an equivalent layout, and yet this mesh's
+        # programs reject it.
         is_here = isinstance(leaf, jax.Array) and not is_on_another_mesh(leaf, mesh)
         if is_here and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
             return leaf
@@ -261,7 +273,11 @@ def _place(batch: Any, mesh: Mesh) -> Any:
 
 
 def abstract_batch(batch: Any, mesh: Mesh) -> Any:
-    """Return the ShapeDtypeStruct of each leaf of a batch, with its sharding."""
+    """Return the ShapeDtypeStruct of each leaf of a batch, with its sharding.
+
+    Raises:
+      ValueError: a leaf's dtype is not supported on devices.
+    """
 
     def abstract(name: str, a: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(
@@ -272,10 +288,10 @@ def abstract_batch(batch: Any, mesh: Mesh) -> Any:
 
 
 def batch_size(batch: Any) -> int:
-    """Return the rows of a batch, dim 0 of every leaf that has dims.
+    """Return the number of rows of a batch: dim 0 of every leaf that is not a scalar.
 
     Raises:
-      ValueError: no arrays, no rows, or unequal sizes.
+      ValueError: the batch has no arrays or no rows, or its leaves have different numbers of rows.
     """
     leaves = list[tuple[str, Any]]()
     _map_named(lambda name, leaf: leaves.append((name, leaf)), batch)
@@ -291,21 +307,23 @@ def batch_size(batch: Any) -> int:
         raise ValueError(f"dim 0 of every leaf of a batch is the batch, but they differ: {sizes}")
     if not (size := next(iter(sizes.values()))):
         raise ValueError(
-            f"a batch of 0: dim 0 of its leaves counts the rows, and there are none: {', '.join(sizes)}"
+            f"a batch of 0: dim 0 of its leaves counts the rows, and it is 0 in {', '.join(sizes)}"
         )
     return size
 
 
 def check_batch(batch: Any, mesh: Mesh, num_microbatches: int) -> int:
-    """Return the global batch size.
+    """Return the global batch size, once the batch is known to divide.
 
     Args:
-      batch: tree of arrays or ShapeDtypeStruct; dim 0 of every leaf that has dims is the batch.
+      batch: tree of arrays or ShapeDtypeStruct; dim 0 of every leaf that is not a scalar is the
+        batch.
       mesh: the device mesh.
-      num_microbatches: of the config.
+      num_microbatches: microbatches per step, as in the config.
 
     Raises:
-      ValueError: no arrays, unequal batch sizes, or a batch that does not divide.
+      ValueError: the batch has no arrays, its leaves have different numbers of rows, or it does not
+        divide.
     """
     size = batch_size(batch)
     shards = num_batch_shards(mesh)
@@ -313,14 +331,15 @@ def check_batch(batch: Any, mesh: Mesh, num_microbatches: int) -> int:
         axes = " x ".join(f"{axis} {mesh.shape[axis]}" for axis in BATCH_AXES)
         least = shards * num_microbatches
         raise ValueError(
-            f"a batch of {size} does not divide by {axes} x num_microbatches {num_microbatches} = {least}: "
+            f"a batch of {size} does not divide by {axes} x num_microbatches "
+            f"{num_microbatches} = {least}: "
             f"use a multiple of {least}, such as {max(least, size // least * least)}"
         )
     return size
 
 
 def split_microbatches(batch: Any, count: int) -> Any:
-    """Return `batch` with a leading dim of `count` microbatches.
+    """Return `batch` with a leading dim of `count` microbatches: [B, ..] -> [M, B / M, ..].
 
     Microbatch m takes the examples m, m + count, ...: every device splits its own part of the
     batch, so nothing moves.

@@ -1,10 +1,9 @@
-"""The device mesh: `data` (replicas), `fsdp` (ZeRO shards), `tensor` (tensor parallelism), in this
-order.
+"""The device mesh: `data` (replicas), `fsdp` (ZeRO shards) and `tensor` (tensor parallelism).
 
-The last axis is the innermost, so neighbouring devices share a tensor group, then a ZeRO group.
-With devices listed host by host, `fsdp` = GPUs of a node and `data` = nodes is hybrid sharding
-(MiCS, arXiv:2205.00119; hpZ of ZeRO++, arXiv:2306.10209): state is sharded inside a node,
-replicated across, and only gradients cross nodes.
+The axes are in this order. The last one is the innermost, so neighboring devices share a tensor
+group, then a ZeRO group. With devices listed host by host, `fsdp` = GPUs per node and `data` =
+nodes is hybrid sharding (MiCS, arXiv:2205.00119; hpZ of ZeRO++, arXiv:2306.10209): state is sharded
+inside a node and replicated across nodes, and only gradients cross nodes.
 """
 
 import logging
@@ -20,11 +19,11 @@ from zerojax.given import as_integer
 
 logger = logging.getLogger("zerojax")
 Axes = Mapping[str, str | tuple[str, ...]]
-"""The axes of a mesh of the user's by the axes of this package."""
+"""For each axis of this package, the axis or axes of a user's mesh that it stands for."""
 DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
 AXES = (DATA, FSDP, TENSOR)
 BATCH_AXES = (DATA, FSDP)
-"""Axes over which dim 0 of a batch is split."""
+"""Axes that split dim 0 of a batch."""
 
 
 def make_mesh(
@@ -36,9 +35,9 @@ def make_mesh(
       data: number of replicas of the sharded state.
       fsdp: number of ZeRO shards.
       tensor: number of tensor-parallel shards. At most one of the three may be -1, which stands for
-        the rest.
-      devices: the devices, host by host; all of `jax.devices()` by default. Devices of a
-        compile-only topology will do.
+        the remaining devices.
+      devices: the devices, host by host; `jax.devices()` by default. Devices of a compile-only
+        topology are accepted.
 
     Raises:
       ValueError: the axes do not multiply to the number of devices.
@@ -67,7 +66,8 @@ def make_mesh(
         sizes[free[0]] = len(devices) // known
     elif known != len(devices):
         raise ValueError(
-            f"{product} = {known}, but there are {len(devices)} devices; set one axis to -1 for the rest"
+            f"{product} = {known}, but there are {len(devices)} devices; set one axis to -1 "
+            "for the rest"
         )
     grid = np.asarray(devices, dtype=object).reshape(tuple(sizes.values()))
     # With Auto axes a model needs no annotations: the partitioner propagates shardings from the
@@ -76,27 +76,29 @@ def make_mesh(
 
 
 def own_mesh(mesh: Mesh, axes: Axes | None = None) -> Mesh:
-    """Return a mesh of the axes `data`, `fsdp` and `tensor`, all automatic, over the devices of any
-    mesh, in their order.
+    """Return a mesh with the automatic axes `data`, `fsdp` and `tensor` over any mesh's devices.
+
+    The devices keep their order.
 
         own_mesh(Mesh(.., ("replica", "x", "y")), {"data": "replica", "fsdp": ("x", "y")})
 
-    A mesh that is such a one already is returned as it is. Otherwise a log line says what became of
-    the axes.
+    A mesh that already has this form is returned unchanged. Otherwise a log line reports how the
+    axes were mapped.
 
     Args:
-      mesh: of any axes, explicit or automatic.
-      axes: for each of this package's axes the axis of `mesh` that it is, or several that are
-        neighbours there, the outer one first. An axis that is left out has size 1. None: axes go by
+      mesh: a mesh with any axes, explicit or automatic.
+      axes: for each axis of this package, the axis of `mesh` that it stands for, or several axes
+        that are neighbors there, the outer one first. An omitted axis has size 1. None maps axes by
         their names.
 
     Raises:
-      ValueError: no mesh, an axis that does not exist or is named twice, axes that are no
-        neighbours, or an axis of `mesh` that has more than one device and is not named.
+      ValueError: `mesh` is not a mesh; an axis does not exist or is named twice; axes to be merged
+        are not neighbors; or an axis of `mesh` that has more than one device is not named.
     """
     if not isinstance(mesh, Mesh):
         raise ValueError(
-            f"mesh must be a jax.sharding.Mesh, such as from zerojax.make_mesh, got {type(mesh).__name__}"
+            "mesh must be a jax.sharding.Mesh, such as from zerojax.make_mesh, got "
+            f"{type(mesh).__name__}"
         )
     is_named = set(AXES) == set(mesh.axis_names)
     if axes is None and is_named and all(kind == AxisType.Auto for kind in mesh.axis_types):
@@ -104,14 +106,15 @@ def own_mesh(mesh: Mesh, axes: Axes | None = None) -> Mesh:
     given = _given_axes(
         mesh, {axis: axis for axis in AXES if axis in mesh.axis_names} if axes is None else axes
     )
-    # Axes of one device have no place in the order of devices.
+    # Axes of size 1 do not affect the order of devices.
     large = [name for name in mesh.axis_names if mesh.shape[name] > 1]
     owner = {name: axis for axis, names in given.items() for name in names}
     if lost := [name for name in large if name not in owner]:
         sizes = ", ".join(f"{name!r} of {mesh.shape[name]} devices" for name in lost)
         raise ValueError(
-            f"the mesh {dict(mesh.shape)} has the axis {sizes}, which is none of {', '.join(AXES)}: say which it is, as in "
-            f'axes={{"{FSDP}": {lost[0]!r}}}, or give a mesh without it'
+            f"the mesh {dict(mesh.shape)} has the axis {sizes}, which is none of "
+            f"{', '.join(AXES)}: "
+            f'map it, as in axes={{"{FSDP}": {lost[0]!r}}}, or pass a mesh without it'
         )
     for axis, names in given.items():
         _check_neighbours(axis, [name for name in names if name in large], large)
@@ -122,7 +125,7 @@ def own_mesh(mesh: Mesh, axes: Axes | None = None) -> Mesh:
     sizes = [math.prod(mesh.shape[name] for name in given.get(axis, ())) for axis in order]
     own = Mesh(mesh.devices.reshape(sizes), tuple(order), axis_types=(AxisType.Auto,) * len(order))
     logger.info(
-        "the mesh %s is taken as %s, of automatic axes, with its devices in their order",
+        "the mesh %s is used as %s, with automatic axes and the same order of devices",
         _told(mesh),
         dict(own.shape),
     )
@@ -130,10 +133,10 @@ def own_mesh(mesh: Mesh, axes: Axes | None = None) -> Mesh:
 
 
 def _given_axes(mesh: Mesh, axes: Axes) -> dict[str, tuple[str, ...]]:
-    """Return the axes of a mesh that each axis of this package is made of.
+    """Return, for each axis of this package, the axes of a mesh that form it.
 
     Raises:
-      ValueError: an axis that does not exist, or is named twice.
+      ValueError: an axis does not exist, or is named twice.
     """
     if not isinstance(axes, Mapping):
         raise ValueError(
@@ -146,33 +149,37 @@ def _given_axes(mesh: Mesh, axes: Axes) -> dict[str, tuple[str, ...]]:
         names = (value,) if isinstance(value, str) else value
         if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
             raise ValueError(
-                f"axes[{axis!r}]={value!r}: the name of an axis of the mesh is needed, or a tuple of names"
+                f"axes[{axis!r}]={value!r}: the name of a mesh axis is needed, or a tuple of names"
             )
         if unknown := [name for name in names if name not in mesh.axis_names]:
             raise ValueError(
-                f"axes[{axis!r}]={value!r}: the mesh has the axes {mesh.axis_names}, and no {unknown[0]!r}"
+                f"axes[{axis!r}]={value!r}: the mesh has the axes {mesh.axis_names}, and no "
+                f"{unknown[0]!r}"
             )
         given[axis] = tuple(names)
     every = [name for names in given.values() for name in names]
     if twice := [name for name in every if every.count(name) > 1]:
         raise ValueError(
-            f"axes={dict(axes)!r} names {twice[0]!r} twice: each axis of the mesh is part of one axis alone"
+            f"axes={dict(axes)!r} names {twice[0]!r} twice: each axis of the mesh may be part "
+            "of only one axis"
         )
     return given
 
 
 def _check_neighbours(axis: str, names: Sequence[str], large: Sequence[str]) -> None:
-    """Raise ValueError unless axes follow each other in a mesh: merging them would change the order
-    of its devices.
+    """Raise ValueError unless axes are adjacent and in order in a mesh.
+
+    Merging other axes would change the order of the mesh's devices.
     """
     if not names:
         return
     first = large.index(names[0])
     if list(names) != list(large[first : first + len(names)]):
         raise ValueError(
-            f"axes[{axis!r}]={tuple(names)!r}: these are merged only where they follow each other in the mesh, in this order, "
-            f"and its axes of more than one device are {tuple(large)!r}: transpose its devices, "
-            "jax.sharding.Mesh(mesh.devices.transpose(..), ..)"
+            f"axes[{axis!r}]={tuple(names)!r}: axes are merged only if they follow each other "
+            "in the "
+            f"mesh, in this order, and its axes of more than one device are {tuple(large)!r}: "
+            "transpose its devices, jax.sharding.Mesh(mesh.devices.transpose(..), ..)"
         )
 
 
@@ -182,5 +189,5 @@ def _told(mesh: Mesh) -> str:
 
 
 def num_batch_shards(mesh: Mesh) -> int:
-    """Return over how many devices dim 0 of a batch is split."""
+    """Return the number of devices over which dim 0 of a batch is split."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)

@@ -1,18 +1,18 @@
 """From shapes to sharding specs: which dim of each leaf is split over the ZeRO axis.
 
-The rule, per leaf: of the dims that the axis divides and that nothing else splits the largest, and
-  of a layer's leaf the
-first; failing that, a dim already split whose local size the axis divides; failing that, the leaf
-stays replicated and is reported.
+The rule, per leaf: among the dims that the axis divides and that nothing else splits, choose the
+largest, or, in a layer's leaf, the first. If there is none, choose a dim that is already split and
+whose local size the axis divides. If there is none either, the leaf stays replicated and is
+reported.
 
-A layer's leaf is split over its first dim, since an all_gather then writes each shard as one piece.
-Of a later dim XLA transposes what it gathers, and in a loop over layers the whole stack before the
-loop: a step that streams held such leaves twice (a transformer of 24 x 4096 on 8 H200s: 5.29 GB of
-a device in place of 4.66, jax 0.10.2). Of other leaves the first dim may be one that the model's
-own scan slices, which must stay whole.
+A layer's leaf is split over its first dim, since an all_gather then writes each shard as one
+contiguous piece. If a later dim is split, XLA transposes the gathered leaf, and in a loop over
+layers it transposes the full stack before the loop: a streamed step held such leaves twice (a
+transformer of 24 x 4096 on 8 H200s: 5.29 GB per device instead of 4.66, jax 0.10.2). In other
+leaves, the model's own scan may slice the first dim, which must then stay unsharded.
 
-    W[D, F]          -> W[D_fsdp, F]              D the largest
-    W[D, F_tensor]   -> W[D_fsdp, F_tensor]       a spec of the user's is kept
+    W[D, F]          -> W[D_fsdp, F]              D is the largest dim
+    W[D, F_tensor]   -> W[D_fsdp, F_tensor]       the user's spec is kept
     b[F_tensor]      -> b[F_(tensor, fsdp)]
     blocks W[L, D, F]-> W[L, D_fsdp, F]           the layer dim is never split: a scan slices it
 """
@@ -35,7 +35,7 @@ class Replicated:
 
     Attributes:
       name: path of the leaf.
-      num_bytes: its float32 bytes on each device.
+      num_bytes: bytes of the leaf in float32, on each device.
       why: the reason, with numbers.
     """
 
@@ -49,9 +49,9 @@ class LeafSpec:
     """How one parameter leaf may be split.
 
     Attributes:
-      base: the user's spec (tensor parallelism), padded to one entry a dim.
-      sharded: `base`, and the ZeRO axis on one dim.
-      replicated: why `sharded` is `base`, or None.
+      base: the user's spec (tensor parallelism), padded to one entry per dim.
+      sharded: `base`, with the ZeRO axis added to one dim.
+      replicated: why `sharded` equals `base`, or None if the ZeRO axis splits the leaf.
     """
 
     base: Spec
@@ -71,17 +71,17 @@ def leaf_spec(
     """Choose the dim of one leaf that `axis` splits.
 
     Args:
-      shape: of the whole leaf.
+      shape: shape of the unsharded leaf.
       mesh: the device mesh.
       axis: the ZeRO axis.
-      base: spec given by the user, one entry a dim.
-      first_dim: dims before it are never split (1 for stacked layers, 2 for stacks of tiles in
-        them).
-      min_shard_bytes: a leaf of fewer float32 bytes stays replicated.
+      base: the user's spec, one entry per dim, or None.
+      first_dim: first dim that may be split (1 for stacked layers, 2 for stacks of tiles in
+        layers).
+      min_shard_bytes: a leaf with fewer bytes in float32 stays replicated.
     """
     base = pad_spec(base or (), len(shape))
     size = mesh.shape[axis]
-    # Sizes of the dims of one device's part, as the user's spec splits them.
+    # Local dim sizes on one device, as the user's spec splits them.
     local = [
         n // math.prod(mesh.shape[a] for a in axes_of(s)) for n, s in zip(shape, base, strict=True)
     ]
@@ -97,7 +97,7 @@ def leaf_spec(
         )
     free = [d for d in dims if base[d] is None]
     split_dim = (free or dims)[0] if first_dim else max(free or dims, key=lambda d: local[d])
-    # The ZeRO axis comes last within its dim, so that removing it leaves the user's own split.
+    # The ZeRO axis is last within its dim, so removing it leaves the user's own split.
     entry = (*axes_of(base[split_dim]), axis)
     sharded = tuple(
         (entry if len(entry) > 1 else axis) if d == split_dim else s for d, s in enumerate(base)
@@ -118,20 +118,20 @@ def param_specs(
 
     Args:
       abstract_params: tree of ShapeDtypeStruct.
-      user_specs: None, or a tree of PartitionSpec or None with the structure of the parameters, or
-        a prefix of it.
+      user_specs: None, or a tree of PartitionSpec or None that has the structure of the parameters
+        or is a prefix of it.
       mesh: the device mesh.
       axis: the ZeRO axis.
-      first_dims: by path the dims of a leaf that are never split, those of layers and of tiles; 0
-        where missing.
-      min_shard_bytes: leaves of fewer float32 bytes stay replicated.
+      first_dims: number of leading dims (layers and tiles) that are never split, by path; 0 for
+        missing paths.
+      min_shard_bytes: leaves with fewer bytes in float32 stay replicated.
 
     Returns:
       LeafSpec by path (`jax.tree_util.keystr`).
 
     Raises:
-      ValueError: a user's spec names an unknown axis or the ZeRO axis, has too many entries, or
-        does not divide; of all such leaves.
+      ValueError: a user's spec names an unknown axis or the ZeRO axis, names an axis twice, has too
+        many entries, or does not divide its leaf. All such leaves are listed.
     """
     leaves = jax.tree_util.tree_flatten_with_path(abstract_params)[0]
     paths = [jax.tree_util.keystr(path) for path, _ in leaves]
@@ -153,18 +153,22 @@ def param_specs(
 
 
 def broadcast_specs(prefix: Any, tree: Any) -> list[PartitionSpec]:
-    """Return a spec for each leaf, of a tree of specs that may be a prefix: one spec for a whole
-    subtree.
+    """Return one spec per leaf, from a tree of specs that may be a prefix of the tree.
+
+    A spec in the prefix applies to every leaf below it.
+
+    Args:
+      prefix: tree of PartitionSpec or None; None is an empty spec.
+      tree: tree whose leaves get the specs.
 
     Raises:
-      ValueError: it is no prefix, or holds something else than specs and None.
+      ValueError: `prefix` is not a prefix of `tree`, or holds something other than specs and None.
     """
 
     def is_spec(x: Any) -> bool:
         return x is None or isinstance(x, PartitionSpec)
 
     try:
-        # A spec of the prefix stands for every leaf below it.
         spec_lists = jax.tree.map(
             lambda s, sub: [s] * len(jax.tree.leaves(sub)), prefix, tree, is_leaf=is_spec
         )
@@ -184,7 +188,7 @@ def broadcast_specs(prefix: Any, tree: Any) -> list[PartitionSpec]:
 def misfit(
     path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh, axis: str
 ) -> str | None:
-    """Return why a user's spec does not fit its leaf and the mesh, or None if it does."""
+    """Return why a user's spec does not fit its leaf and the mesh, or None if it fits."""
     if len(spec) > len(shape):
         return f"{path}: spec {spec} has {len(spec)} entries for shape {tuple(shape)}"
     named = [name for entry in spec for name in axes_of(entry)]
@@ -195,17 +199,21 @@ def misfit(
         for name in axes_of(entry):
             if name not in mesh.shape:
                 return (
-                    f"{path}: spec {spec} names axis {name!r}; the mesh has {mesh.axis_names}. Names of a model's own are "
-                    f"translated by rules: from_flax(..., axis_rules=(({name!r}, 'tensor'), ...)), with None for a whole dim. "
-                    "specs and with_specs name axes of the mesh"
+                    f"{path}: spec {spec} names axis {name!r}; the mesh has {mesh.axis_names}. "
+                    "specs and with_specs take mesh axes. Rules translate a model's own names: "
+                    f"from_flax(..., axis_rules=(({name!r}, 'tensor'), ...)), "
+                    "with None for an unsharded dim"
                 )
             if name == axis:
-                return f"{path}: spec {spec} names {axis!r}, which ZeRO assigns; give tensor axes alone"
+                return (
+                    f"{path}: spec {spec} names {axis!r}, which ZeRO assigns; give only tensor axes"
+                )
             split *= mesh.shape[name]
         if shape[dim] % split:
             return (
-                f"{path}: dim {dim} of shape {tuple(shape)} does not divide by {split} ({entry} of spec {spec}): pad it to "
-                f"{-(-shape[dim] // split) * split}, or leave it whole"
+                f"{path}: dim {dim} of shape {tuple(shape)} does not divide by {split} "
+                f"({entry} of spec "
+                f"{spec}): pad it to {-(-shape[dim] // split) * split}, or leave it unsharded"
             )
     return None
 
@@ -223,7 +231,7 @@ def replicated_leaves(abstract_params: Any, specs: dict[str, LeafSpec]) -> list[
 def local_elements(shape: Sequence[int], spec: Spec, mesh: Mesh) -> int:
     """Return how many elements of a leaf one device holds.
 
-    A dim that does not divide is padded, so it counts rounded up.
+    A dim that does not divide is padded, so its local size is rounded up.
     """
     return math.prod(
         -(-n // math.prod(mesh.shape[a] for a in axes_of(s)))
@@ -232,5 +240,5 @@ def local_elements(shape: Sequence[int], spec: Spec, mesh: Mesh) -> int:
 
 
 def stored_spec(spec: LeafSpec, sharded: bool) -> Spec:
-    """Return the spec of a leaf, by the stage table's word on its kind of state."""
+    """Return `spec.sharded` if the stage table shards this kind of state, else `spec.base`."""
     return spec.sharded if sharded else spec.base

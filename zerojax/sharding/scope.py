@@ -1,10 +1,11 @@
-"""Work that is not affected by a mesh which the caller has in scope.
+"""Code that must not be affected by a mesh that the caller has in scope.
 
-A program brings its own mesh. A caller may have another one in scope, by `jax.set_mesh`, for arrays
-of their own. Then two things go wrong inside of the program: new arrays land on the caller's mesh,
-and JAX refuses to use them on the program's; and operations on the program's arrays are refused,
-since the mesh in scope is not theirs. So each call of a program first leaves the caller's mesh, and
-whatever the caller made on it is moved (`uncommitted`, `zerojax.sharding.batches`).
+A program brings its own mesh. The caller may have another one in scope, by `jax.set_mesh`, for its
+own arrays. Two things then go wrong inside the program. New arrays are created on the caller's
+mesh, and JAX refuses to use them on the program's mesh. And JAX refuses operations on the program's
+arrays, since their mesh is not the one in scope. So each call of a program first leaves the
+caller's mesh, and arrays that the caller created on that mesh are moved (`uncommitted`,
+`zerojax.sharding.batches`).
 """
 
 import functools
@@ -28,9 +29,7 @@ def no_mesh() -> AbstractContextManager[object]:
 
 
 def without_mesh(function: Callable[P, T]) -> Callable[P, T]:
-    """Return a function that runs with no mesh in scope; what it does with meshes of its own is up
-    to it.
-    """
+    """Return `function` wrapped to run with no mesh in scope; it may set its own meshes."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -41,10 +40,13 @@ def without_mesh(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def uncommitted(key: jax.Array) -> jax.Array:
-    """Return a random key, or a legacy uint32 one, that programs of any mesh take: the caller's may
-    be on another mesh.
+    """Return a random key that programs on any mesh accept.
 
-    To be called with no mesh in scope. The key's bytes cross to the host and back.
+    The caller's key may be on another mesh. Call this with no mesh in scope. The key's bytes cross
+    to the host and back.
+
+    Args:
+      key: a typed key, or a legacy uint32 key.
     """
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         return jnp.asarray(np.asarray(key))
@@ -53,9 +55,7 @@ def uncommitted(key: jax.Array) -> jax.Array:
 
 
 def is_on_another_mesh(array: object, mesh: Mesh) -> bool:
-    """Return whether an array's sharding names a mesh that is not this one, though its devices may
-    be the same.
-    """
+    """Return whether an array's sharding names another mesh, even one of the same devices."""
     if not isinstance(array, jax.Array) or not isinstance(array.sharding, NamedSharding):
         return False
     return array.sharding.mesh != mesh

@@ -1,9 +1,9 @@
-"""Partition specs as plain tuples, and the shardings made of them.
+"""Partition specs as plain tuples, and the shardings built from them.
 
-A spec here has one entry a dim, always, and is compared and cut like any tuple; jax's PartitionSpec
-may be shorter than the array has dims. A sharding is a spec on a mesh in a tier of memory. There
-are two ways to make one, because JAX treats the two cases differently: `named` for the arguments
-and results of a program, `place` for moves inside it.
+A spec here always has one entry per dim, and is compared and sliced like any tuple; jax's
+PartitionSpec may be shorter than the array's ndim. A sharding is a spec on a mesh in a memory tier.
+Two functions build one, because JAX treats the two cases differently: `named` for the arguments and
+results of a program, `place` for moves inside it.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from host_offload.tiers import memory_kind
 
 Spec = tuple[str | tuple[str, ...] | None, ...]
-"""A PartitionSpec padded with None to one entry a dim."""
+"""A PartitionSpec padded with None to one entry per dim."""
 
 
 def pad_spec(spec: Sequence | PartitionSpec, ndim: int) -> Spec:
-    """Return `spec` with one entry a dim."""
+    """Return `spec` padded with None to one entry per dim."""
     return tuple(spec) + (None,) * (ndim - len(spec))
 
 
@@ -41,9 +41,10 @@ def without_axis(spec: Spec, axis: str) -> Spec:
 
 
 def named(mesh: Mesh, spec: Spec | PartitionSpec, tier: str = "device") -> NamedSharding:
-    """Return the sharding of an array of `tier` that a program takes or returns.
+    """Return the sharding of an array stored in `tier` that a program takes or returns.
 
-    A mesh of GPUs that are not there knows no memory kinds; its abstract mesh does.
+    A mesh of absent GPUs (a compile-only topology) knows no memory kinds, but its abstract mesh
+    does.
     """
     if tier == "device":
         return NamedSharding(mesh, PartitionSpec(*spec))
@@ -52,10 +53,13 @@ def named(mesh: Mesh, spec: Spec | PartitionSpec, tier: str = "device") -> Named
 
 
 def explicit(tree: Any) -> Any:
-    """Return shardings with an explicit memory kind, where the mesh knows memory kinds.
+    """Return shardings with an explicit memory kind, if the mesh knows memory kinds.
 
-    JAX pairs donated arguments with results by shape. It compares their memory kinds only if all of
-    them are explicit.
+    JAX pairs donated arguments with results by shape, and compares their memory kinds only if all
+    of them are explicit.
+
+    Args:
+      tree: tree of NamedSharding.
     """
 
     def with_kind(sharding: NamedSharding) -> NamedSharding:
@@ -68,7 +72,8 @@ def explicit(tree: Any) -> Any:
 
 
 def place(mesh: Mesh, spec: Spec | PartitionSpec, tier: str) -> NamedSharding:
-    """Return the sharding to which `jax.device_put` moves an array inside a traced program: its
-    memory kind is explicit.
+    """Return the sharding with which `jax.device_put` moves an array inside a traced program.
+
+    Its memory kind is explicit.
     """
     return NamedSharding(mesh.abstract_mesh, PartitionSpec(*spec), memory_kind=memory_kind(tier))

@@ -1,15 +1,15 @@
 """The ZeRO stages as a table (arXiv:1910.02054, section 5).
 
-    stage   opt_state   grads   params      model-state bytes a device       elements moved a step
-    0       whole       whole   whole       16P                              2P  (all_reduce)
-    1       sharded     whole   whole       4P + 12P/N                       2P  (reduce_scatter, all_gather)
-    2       sharded     shard   whole       2P + 14P/N                       2P  (reduce_scatter, all_gather)
-    3       sharded     shard   shard       16P/N                            3P  (2 all_gather, reduce_scatter)
+    stage  opt_state  grads   params  state bytes per device  elements moved per step
+    0      full       full    full    16P                     2P  (all_reduce)
+    1      sharded    full    full    4P + 12P/N              2P  (reduce_scatter, all_gather)
+    2      sharded    shard   full    2P + 14P/N              2P  (reduce_scatter, all_gather)
+    3      sharded    shard   shard   16P/N                   3P  (2 all_gather, reduce_scatter)
 
-The builder reads a row; nothing else asks which stage it is. Under XLA a stage-1 gradient is
-reduce-scattered where it is made, as stage 2's is: keeping it whole would cost an all_reduce and
-save nothing. Rows 1 and 2 therefore compile to the same program, with stage 2's memory;
-`zerojax.formulas.memory` says so.
+The builder reads a row; no other code asks for the stage. Under XLA a stage-1 gradient is
+reduce-scattered where it is computed, like stage 2's: an unsharded gradient would cost an
+all_reduce and save nothing. So rows 1 and 2 compile to the same program, with stage 2's memory; the
+table gives the paper's bytes.
 """
 
 import dataclasses

@@ -1,6 +1,4 @@
-"""Weights without the training state, exported to and imported from safetensors and Orbax's own
-format.
-"""
+"""Import and export weights without the training state, as safetensors or in Orbax's own format."""
 
 from zerojax.weights.exporting import export_dtype as export_dtype
 from zerojax.weights.exporting import open_checkpoint as open_checkpoint

@@ -1,12 +1,10 @@
-"""A tree of arrays in memory, read as a file of weights is: box by box, each process and device its
-own part.
+"""Read a tree of arrays in memory like a file of weights: box by box, each process its own part.
 
     state = zj.import_params(program, {"embed": {"table": array}, ...}, key=jax.random.key(0))
 
-An init function that returns such arrays would put them into the program that makes the first
-  state, as constants: each device
-would hold all of them, beside the state. Here a box is sliced where the array is, and crosses to
-the host by itself.
+An init function that returns such arrays would put them as constants into the program that creates
+the first state: each device would hold all of them, in addition to the state. Here a box is sliced
+on the device that holds the array, and only the box crosses to the host.
 """
 
 from typing import Any
@@ -22,19 +20,23 @@ from zerojax.weights.names import Tensor, path_of
 
 
 class ArrayTree:
-    """Arrays in memory, in the place of a file of weights.
+    """Arrays in memory, used like a file of weights.
 
     Attributes:
-      path: what to call it in errors.
-      tensors: by name, as in safetensors.
-      tiled: nothing is known of tiles.
+      path: what errors call the tree.
+      tensors: the arrays' shapes and dtypes, by name as in safetensors.
+      tiled: empty, since it is not known which arrays are tiles.
     """
 
     def __init__(self, tree: Any) -> None:
         """Name the leaves of a tree.
 
+        Args:
+          tree: tree of numpy or JAX arrays.
+
         Raises:
-          ValueError: a leaf is no array, or is not here; or two leaves have one name.
+          ValueError: a leaf is not an array, or not available in this process; or two leaves have
+            the same name.
         """
         self.path = "the tree of arrays"
         self.tiled = frozenset[str]()
@@ -54,7 +56,12 @@ class ArrayTree:
         }
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        """Return a part of an array."""
+        """Return a part of an array.
+
+        Args:
+          name: name of the array.
+          box: (start, stop) of the part along each dim.
+        """
         array = self._arrays[name]
         if not isinstance(array, jax.Array):
             return array[tuple(slice(*ends) for ends in box)]
@@ -66,12 +73,12 @@ class ArrayTree:
             common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, has, strict=True)]
             if any(start >= stop for start, stop in common):
                 continue
-            # The start is an argument: boxes of one shape share a compiled slice.
+            # The start is an argument: boxes of the same shape share a compiled slice.
             starts, sizes = (
                 [a - c for (a, _), (c, _) in zip(common, has, strict=True)],
                 [b - a for a, b in common],
             )
-            # The program's mesh is set here, and need not have this device.
+            # The program's mesh is in scope, and need not contain this device.
             with jax.set_mesh(Mesh(np.asarray([shard.device]), ("device",))):
                 piece = jax.lax.dynamic_slice(shard.data, starts, sizes) if sizes else shard.data
             out[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, box, strict=True))] = (
@@ -81,7 +88,11 @@ class ArrayTree:
 
 
 def _array(name: str, leaf: Any) -> Any:
-    """Return a leaf as an array that can be sliced."""
+    """Return a leaf as an array that can be sliced.
+
+    Raises:
+      ValueError: the leaf is not an array of numbers, or cannot be read in this process.
+    """
     if isinstance(leaf, jax.ShapeDtypeStruct | str | bytes):
         raise ValueError(
             f"the tree of arrays: {name} is a {type(leaf).__name__}, and an array is needed"
@@ -96,12 +107,13 @@ def _array(name: str, leaf: Any) -> Any:
     if isinstance(leaf, Tracer):
         raise ValueError(f"the tree of arrays: {name} is traced; import_params runs outside of jit")
     if leaf.is_deleted():
-        raise ValueError(f"the tree of arrays: {name} was donated or deleted, and is gone")
+        raise ValueError(f"the tree of arrays: {name} was donated or deleted")
     if leaf.is_fully_replicated and not leaf.is_fully_addressable:
         return leaf.addressable_data(0)
     if not leaf.is_fully_addressable:
         raise ValueError(
-            f"the tree of arrays: {name} {list(leaf.shape)} lies on devices of other processes in part: give numpy arrays that "
-            "each process holds, or write the arrays to a file and import that"
+            f"the tree of arrays: {name} {list(leaf.shape)} is partly on other processes' devices: "
+            "pass numpy arrays that each process holds, or write the arrays to a file and import "
+            "the file"
         )
     return leaf

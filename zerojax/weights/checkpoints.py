@@ -1,11 +1,13 @@
-"""The weights of a zerojax checkpoint, read as a file of weights is: of any mesh, stage, tier and
-optimizer.
+"""Read the weights of a zerojax checkpoint like a file of weights.
 
-    state = zj.import_params(program, "runs/gpt/checkpoints", key=jax.random.key(0))        its newest whole step
+The checkpoint may come from any mesh, stage, tier and optimizer.
 
-Names are those that `export_safetensors` gives. Weights in 8 or 4 bits have arrays that no other
-format holds; they go into the same arrays of the program, bit for bit. So do weights of integers
-and booleans, and the state that is not trained.
+    # the newest intact step
+    state = zj.import_params(program, "runs/gpt/checkpoints", key=jax.random.key(0))
+
+Names are the ones that `export_safetensors` writes. Weights in 8 or 4 bits have arrays that no
+other format holds; they are copied bit for bit into the program's own arrays. So are integer and
+boolean weights, and untrained model state.
 """
 
 import dataclasses
@@ -32,25 +34,25 @@ _WEIGHTS, _MODEL_STATE = "weights", "model_state"
 
 
 class CheckpointWeights:
-    """The weights of a checkpoint, in the place of a file.
+    """The weights of a checkpoint, used like a file of weights.
 
     Attributes:
-      path: of the step.
-      tensors: by name; without weights in 8 or 4 bits, and without integers and booleans.
-      tiled: names of those that are stacks of tiles.
+      path: folder of the step.
+      tensors: weights by name, without weights in 8 or 4 bits and without integers and booleans.
+      tiled: names of the weights that are stacks of tiles.
       saved: the checkpoint.
     """
 
     def __init__(self, path: str | os.PathLike[str], mesh: Mesh) -> None:
-        """Open the checkpoint; all processes of the mesh do so together.
+        """Open the checkpoint; all processes of the mesh must do this together.
 
         Args:
-          path: folder of a step, or a directory of steps, whose newest whole one is read.
-          mesh: of the program.
+          path: folder of a step, or a directory of steps, whose newest intact step is opened.
+          mesh: mesh of the program.
 
         Raises:
-          CheckpointError: it cannot be read, or two weights have one name.
-          DamagedError: it is not whole.
+          CheckpointError: the checkpoint cannot be read, or two weights have the same name.
+          DamagedError: the checkpoint is damaged.
         """
         self.saved = open_together(path, mesh)
         try:
@@ -68,7 +70,7 @@ class CheckpointWeights:
         )
 
     def _named(self) -> dict[str, str]:
-        """Return the leaf of each floating weight that is not encoded, by its name in a file."""
+        """Return the leaf of each unencoded floating weight, by its name in a file."""
         leaves: dict[str, str] = {}
         for leaf, found in self.saved.leaves.items():
             if not leaf.startswith(_WEIGHTS) or ENCODED in leaf or found.dtype not in DTYPES:
@@ -83,8 +85,12 @@ class CheckpointWeights:
     def read(self, name: str, box: Box) -> np.ndarray:
         """Return a part of a weight.
 
+        Args:
+          name: name of the weight.
+          box: (start, stop) of the part along each dim.
+
         Raises:
-          DamagedError: a file is not there, or its bytes are lost.
+          DamagedError: a file is missing, or its bytes are lost.
           CheckpointError: a file cannot be read now.
         """
         out = np.empty([stop - start for start, stop in box], numpy_dtype(self.tensors[name].dtype))
@@ -92,19 +98,19 @@ class CheckpointWeights:
         return out
 
     def close(self) -> None:
-        """Close its files."""
+        """Close the checkpoint's files."""
         self.saved.close()
 
 
 @dataclasses.dataclass(frozen=True)
 class Untouched:
-    """Leaves of a checkpoint that a program takes as they are.
+    """Leaves of a checkpoint that a program copies unchanged.
 
     Attributes:
-      leaves: whose bytes are in records, by name: arrays of weights in 8 or 4 bits, weights of
-        integers or booleans, and state that is not trained.
-      values: small leaves of the state that is not trained.
-      keys: implementations of random keys among them.
+      leaves: leaves whose bytes are in records, by name: arrays of weights in 8 or 4 bits, integer
+        or boolean weights, and untrained model state.
+      values: small leaves of the untrained model state, by name.
+      keys: implementations of the random keys in the untrained model state, by name.
       weights: paths of the weights in 8 or 4 bits, in the parameter tree.
     """
 
@@ -115,11 +121,11 @@ class Untouched:
 
 
 def untouched(saved: SavedState, state_leaves: Iterable[StateLeaf]) -> Untouched:
-    """Return what a program takes of a checkpoint as it is.
+    """Return the leaves of a checkpoint that a program copies unchanged.
 
     Args:
       saved: the checkpoint.
-      state_leaves: of the program's state.
+      state_leaves: leaves of the program's state.
 
     Raises:
       CheckpointError: a weight is in 8 or 4 bits in the checkpoint, and in another format in the
@@ -150,12 +156,15 @@ def untouched(saved: SavedState, state_leaves: Iterable[StateLeaf]) -> Untouched
     for path, format in sorted(formats.items()):
         if here.get(path) != format:
             wrong.append(
-                f"{'.'.join(path_of(_WEIGHTS + path))} in {format}, and here it is {in_format(here.get(path))}"
+                f"{'.'.join(path_of(_WEIGHTS + path))} in {format}, and here it is "
+                f"{in_format(here.get(path))}"
             )
     if wrong:
         raise CheckpointError(
-            f"{saved.folder} holds {first_few(wrong)}. Frozen weights in 8 or 4 bits are taken bit for bit: import into a "
-            f"program with frozen_dtype={next(iter(formats.values()))!r}, or import the folder that the base came from"
+            f"{saved.folder} holds {first_few(wrong)}. Frozen weights in 8 or 4 bits are "
+            "copied bit "
+            f"for bit: import into a program with frozen_dtype={next(iter(formats.values()))!r}, "
+            "or import the folder that the base came from"
         )
     names = {leaf.name for leaf in leaves if leaf.name.startswith(_MODEL_STATE)}
     kept = {name: leaf for name, leaf in saved.leaves.items() if name in names}

@@ -1,14 +1,13 @@
-"""Numbers that no step can use: NaN, infinities, and what the compute dtype does not reach. Named
-while a file is read.
+"""Find numbers that no step can use while a file is read: NaN, infinity, beyond the compute dtype.
 
-    |x| as an integer  =  the bits of x without its sign      those of infinity and NaN are the largest
-    x is usable       <->  |x| <= the largest that is finite in the compute dtype
+    |x| as an integer  =  the bits of x without its sign; infinity and NaN have the largest ones
+    x is usable       <->  |x| <= the largest number that is finite in the compute dtype
 
-One comparison of integers finds all three faults, at the speed of memory, in the pieces that an
-import reads anyway. Only a tensor with a fault is read again, to count its faults.
+One integer comparison finds all three faults, at memory speed, in the pieces that an import reads
+anyway. Only a tensor with a fault is read again, to count its faults.
 
-A weight that is not finite makes every gradient not finite, so each step would be skipped. A weight
-beyond float16 does the same under `precision="fp16"`, whose compute copy is cast from it.
+A non-finite weight makes every gradient non-finite, so each step would be skipped. A weight beyond
+float16 does the same under `precision="fp16"`, whose compute copy is cast from it.
 """
 
 import dataclasses
@@ -23,27 +22,27 @@ from host_offload.disk import Box, numpy_dtype
 from zerojax.weights.names import DTYPES, WeightFile
 
 _BLOCK = 1 << 18
-"""Elements that are compared at once, so that they stay in a core's cache."""
+"""Elements per comparison, so few that they stay in a core's cache."""
 _PIECE = 1 << 24
-"""Elements that are read at once where faults are counted."""
+"""Elements per read while faults are counted."""
 
 
 class FiniteWeights:
     """A file of weights whose numbers are checked as they are read.
 
     Attributes:
-      path: of the file.
-      tensors: by name.
+      path: path of the file.
+      tensors: shapes and dtypes, by name.
       tiled: names of tensors that are known to be stacks of tiles.
     """
 
     def __init__(self, file: WeightFile, compute_dtype: str, error: type[Exception]) -> None:
-        """Check what is read of `file`.
+        """Check all numbers read from `file`.
 
         Args:
-          file: of the weights.
+          file: file of weights.
           compute_dtype: name of the dtype into which weights are cast for a step.
-          error: type of the error that names a fault.
+          error: type of the error that reports a fault.
         """
         self.path, self.tensors, self.tiled = file.path, file.tensors, file.tiled
         self._file, self._compute_dtype, self._error = file, compute_dtype, error
@@ -51,10 +50,14 @@ class FiniteWeights:
     def read(self, name: str, box: Box) -> Any:
         """Return a part of a tensor.
 
+        Args:
+          name: name of the tensor.
+          box: (start, stop) of the part along each dim.
+
         Raises:
           CheckpointError: the file cannot be read.
-          Exception: of the type `error`, numbers of the tensor are not finite, or not in the
-            compute dtype.
+          Exception: numbers of the tensor are not finite, or beyond the compute dtype; its type is
+            `error`.
         """
         part = self._file.read(name, box)
         dtype = self.tensors[name].dtype
@@ -63,7 +66,7 @@ class FiniteWeights:
         return part
 
     def _described(self, name: str) -> str:
-        """Return the faults of a tensor, all of which is read."""
+        """Return a description of a tensor's faults, for which the full tensor is read."""
         tensor = self.tensors[name]
         faults = _Faults()
         for box in _pieces(tensor.shape):
@@ -80,10 +83,10 @@ class _Faults:
     """Numbers of one tensor that no step can use.
 
     Attributes:
-      nans: how many are NaN.
-      infinite: how many are infinite.
-      beyond: how many are finite, and infinite in the compute dtype.
-      first: the first of them, and its index in the tensor; None where there are none.
+      nans: number of NaNs.
+      infinite: number of infinities.
+      beyond: number of finite numbers that are infinite in the compute dtype.
+      first: the first fault and its index in the tensor; None if there is no fault.
     """
 
     nans: int = 0
@@ -92,7 +95,7 @@ class _Faults:
     first: tuple[float, tuple[int, ...]] | None = None
 
     def plus(self, part: Any, box: Box, dtype: str, compute_dtype: str) -> "_Faults":
-        """Return the faults with those of a part, which lies at `box` in the tensor."""
+        """Return these faults plus the faults of a part, whose box in the tensor is `box`."""
         values = np.asarray(part).reshape(-1)
         found = np.flatnonzero(_magnitudes(values, dtype) > largest_bits(dtype, compute_dtype))
         if not found.size:
@@ -110,7 +113,7 @@ class _Faults:
         return _Faults(self.nans + nans, self.infinite + infinite, beyond, first)
 
     def text(self, compute_dtype: str) -> str:
-        """Return how many of each kind there are, and the first."""
+        """Return the number of faults of each kind, and the first fault."""
         most = float(_largest(compute_dtype, compute_dtype))
         counts = [
             (self.nans, "NaN", "NaN"),
@@ -126,21 +129,27 @@ class _Faults:
         if self.first is None or not self.first[1]:
             return text
         value, index = self.first
-        # One NaN alone needs no value.
+        # A single NaN needs no value.
         shown = "" if kinds == ["1 NaN"] else f", {value},"
         return f"{text}, the first{shown} at {list(index)}"
 
     def remedy(self, compute_dtype: str) -> str:
-        """Return what to do."""
+        """Return the remedy."""
         if self.nans or self.infinite:
-            return "Copy or download the weights again, or take those of an earlier step of the run that made them"
+            return (
+                "Copy or download the weights again, or use an earlier step of the run that "
+                "produced them"
+            )
         if compute_dtype == "float16":
-            return "precision='fp16' computes in float16: use precision='bf16' or 'fp32', whose range is that of float32"
-        return "Weights are kept in float32: scale these"
+            return (
+                "precision='fp16' computes in float16: use precision='bf16' or 'fp32', which have "
+                "the range of float32"
+            )
+        return "Weights are stored in float32: scale these"
 
 
 def _pieces(shape: tuple[int, ...]) -> Iterator[Box]:
-    """Yield boxes that cover a tensor in order, each of some of its rows."""
+    """Yield boxes that cover a tensor in order, each with some of its rows."""
     if not shape:
         yield ()
         return
@@ -161,22 +170,23 @@ def _magnitudes(flat: np.ndarray, dtype: str) -> np.ndarray:
     """Return the bits of numbers without their signs, as integers."""
     kind = numpy_dtype(dtype)
     bits = 8 * kind.itemsize
-    # An array of another byte order is converted.
+    # Also converts another byte order.
     whole = np.ascontiguousarray(flat, kind).view(np.dtype(f"u{kind.itemsize}"))
     return whole & whole.dtype.type(2 ** (bits - 1) - 1)
 
 
 @functools.cache
 def largest_bits(dtype: str, compute_dtype: str) -> int:
-    """Return the magnitude of the largest number that stays finite, as an integer of its bits.
+    """Return the largest magnitude that stays finite, as the integer of its bits.
 
     Args:
-      dtype: of the number.
-      compute_dtype: into which it is cast, by way of float32, in which weights are kept.
+      dtype: dtype of the number.
+      compute_dtype: dtype into which the number is cast, by way of float32, in which weights are
+        stored.
     """
     kind, compute = numpy_dtype(dtype), numpy_dtype(compute_dtype)
     unsigned = np.dtype(f"u{kind.itemsize}")
-    # Between 0, which is finite, and all bits but the sign, which are a NaN.
+    # Bisect between 0, which is finite, and all bits but the sign, which are a NaN.
     finite, other = 0, 2 ** (8 * kind.itemsize - 1) - 1
     while other - finite > 1:
         middle = (finite + other) // 2
@@ -188,7 +198,7 @@ def largest_bits(dtype: str, compute_dtype: str) -> int:
 
 
 def _largest(dtype: str, compute_dtype: str) -> np.floating:
-    """Return the largest number of a dtype that is finite in another."""
+    """Return the largest number of a dtype that is finite in the compute dtype."""
     kind = numpy_dtype(dtype)
     return np.asarray([largest_bits(dtype, compute_dtype)], np.dtype(f"u{kind.itemsize}")).view(
         kind

@@ -1,19 +1,22 @@
-"""A fresh state of a program whose weights are arrays, or those of a file: safetensors or Orbax's
-format, by zerojax or others, or a checkpoint of zerojax.
+"""Create a fresh state of a program from arrays, or from a file of weights.
+
+The file may be safetensors or in Orbax's format, written by zerojax or others, or a zerojax
+checkpoint.
 
     state = zj.import_params(program, "gpt.safetensors", key=jax.random.key(0))
     state = zj.import_params(program, {"embed": {"table": array}, ...}, key=jax.random.key(0))
 
-is `program.init(key)` with other weights: step 0, the same key, the optimizer state that `tx.init`
-makes of the weights, and the same state that is not trained. The file is given to a restore as if
-it were a checkpoint, and so read layer by layer into any stage, mesh and tier.
+This equals `program.init(key)` with other weights: step 0, the same key, the optimizer state that
+`tx.init` computes from the weights, and the same untrained model state. The file is passed to a
+restore as if it were a checkpoint, and so is read layer by layer into any stage, mesh and tier.
 
-No such file holds the optimizer's leaves. `zerojax.weights.initial_opt_state` finds what each of
-them is:
+Such a file does not hold the optimizer's leaves. `zerojax.weights.initial_opt_state` finds the
+initial value of each:
 
     one number, or a few    known before the file is read
-    a copy of a weight      read as that weight is
-    anything else           computed by `tx.init` from the weights; only where all rests on the device
+    a copy of a weight      read like that weight
+    anything else           computed by `tx.init` from the weights; only if everything is stored on
+                            the device
 """
 
 import contextlib
@@ -59,15 +62,19 @@ from zerojax.weights.shards import INDEX, ShardedSafetensors, weights_in
 
 
 def open_weights(path: str | os.PathLike[str]) -> WeightFile:
-    """Open a file of weights, of the format that it is in; of a folder with an index of safetensors
-    all that it names.
+    """Open a file of weights in its format.
+
+    A folder with a safetensors index is opened with all files that the index names.
+
+    Args:
+      path: path of a file or folder.
 
     Raises:
-      CheckpointError: it is none.
+      CheckpointError: the path does not exist, or holds no weights in a known format.
     """
     path = os.path.abspath(os.path.expanduser(os.fspath(path)))
     if not os.path.exists(path):
-        raise CheckpointError(f"{path} is not there")
+        raise CheckpointError(f"{path} does not exist")
     if os.path.isdir(path):
         try:
             found = weights_in(path)
@@ -80,9 +87,7 @@ def open_weights(path: str | os.PathLike[str]) -> WeightFile:
 
 
 class StoredRecords(SavedRecords):
-    """Records of a state that was never saved: weights from a file, and the optimizer state that
-    follows from them.
-    """
+    """Records of a state that was never saved: a file's weights and an initial optimizer state."""
 
     def __init__(
         self,
@@ -92,9 +97,9 @@ class StoredRecords(SavedRecords):
         encoded: Mapping[str, "EncodedArray"],
         saved: SavedRecords | None,
     ) -> None:
-        """Read the tensors `weights` of a file, by names in a checkpoint, and those `encoded`.
+        """Read the tensors that `weights` and `encoded` name, by leaf.
 
-        Leaves in `constants` are numbers, and all others are read from `saved`, the records of a
+        Leaves in `constants` are numbers. All other leaves are read from `saved`, the records of a
         checkpoint.
         """
         super().__init__(file.path, ())
@@ -105,12 +110,13 @@ class StoredRecords(SavedRecords):
             encoded,
         )
         self._saved = saved
-        # The arrays of one record of one weight: they are asked for one after the other, and by
+        # The arrays of one record of one weight: they are requested one after the other, and by
         # each device.
         self._last: tuple[Any, list[np.ndarray]] = (None, [])
         self._lock = threading.Lock()
 
     def read(self, name: str, box: Box, out: np.ndarray) -> None:
+        """Fill `out` with a box of a leaf."""
         if name in self._encoded:
             out[...] = self._encode(self._encoded[name], box)
             return
@@ -124,8 +130,9 @@ class StoredRecords(SavedRecords):
         out[...] = value[tuple(slice(a, b) for a, b in box)] if value.shape else value
 
     def _encode(self, array: "EncodedArray", box: Box) -> np.ndarray:
-        """Return a part of an encoded weight's array; of a record encoded as a whole, which has the
-        bits of its shards.
+        """Return a part of an encoded weight's array.
+
+        The full record is encoded, which has the same bits as its shards.
         """
         encoding, front = array.encoding, box[: array.encoding.lead]
         with self._lock:
@@ -146,12 +153,12 @@ class StoredRecords(SavedRecords):
 
 @dataclasses.dataclass(frozen=True)
 class EncodedArray:
-    """One array of a weight that is encoded as it is imported.
+    """One array of a weight that is encoded while it is imported.
 
     Attributes:
-      tensor: of the file.
-      encoding: of the weight.
-      index: of the array among those of the weight.
+      tensor: name of the tensor in the file.
+      encoding: encoding of the weight.
+      index: index of the array among the arrays of the weight.
     """
 
     tensor: str
@@ -160,7 +167,7 @@ class EncodedArray:
 
 
 class _Imported(SavedState):
-    """A file of weights in the place of a saved state."""
+    """A file of weights, used like a saved state."""
 
     has_opt_state = False
 
@@ -176,20 +183,20 @@ class _Imported(SavedState):
         keys: Mapping[str, str],
         about: Mapping[str, Any],
     ) -> None:
-        """Take the place of a checkpoint.
+        """Collect what a checkpoint would provide.
 
         Args:
-          file: of the weights.
-          leaves: all but the small ones.
-          weights: the tensors of the file, by leaf.
-          constants: the numbers of the others.
-          values: of the small leaves, random keys as their data.
-          encoded: the arrays of weights that the program keeps in 8 or 4 bits.
-          saved: the checkpoint whose weights these are, if they are those of one; leaves that
-            nothing else has are its own.
-          keys: implementations of random keys among the values, by name; the default one for
-            others.
-          about: what the model of the weights tells of itself.
+          file: file of weights.
+          leaves: all leaves but the small ones.
+          weights: tensors of the file, by leaf.
+          constants: numbers of the remaining leaves.
+          values: small leaves, random keys as their data.
+          encoded: arrays of weights that the program stores in 8 or 4 bits.
+          saved: checkpoint that the weights belong to, or None; leaves that no other argument
+            provides are read from it.
+          keys: implementations of random keys among the values, by name; missing ones use the
+            default implementation.
+          about: settings that the weights' model reports.
         """
         self.folder, self.num_processes, self.data = file.path, 1, {}
         self.about = dict(about)
@@ -201,8 +208,9 @@ class _Imported(SavedState):
         )
 
     def check(self, *, checksums: bool, part: int = 0, num_parts: int = 1) -> None:
-        """Do nothing: a checkpoint was compared when it was opened, and other formats hold no
-        checksums of their own.
+        """Do nothing.
+
+        A checkpoint was compared when it was opened, and other formats have no checksums.
         """
 
 
@@ -215,53 +223,56 @@ def import_params(
     rename: Rename | None = None,
     missing: Literal["error", "init"] | Callable[[str], bool] = "error",
 ) -> TrainState:
-    """Return a fresh state whose weights are those of a file, or arrays; in a run of several
-    processes all call this.
+    """Return a fresh state with the weights of a file, or with given arrays.
+
+    In a run with several processes, all of them must call this.
 
     Args:
-      program: of the model whose weights they are, on any mesh, stage, tier and precision. Weights
-        in another number of tiles are cut anew. What the program had on disk is overwritten, once
-        names and shapes were compared.
-      path: a safetensors file, an index of several (`model.safetensors.index.json`) or the folder
-        of either, or the folder of a checkpoint in Orbax's format that holds the parameter tree. Or
-        a checkpoint of zerojax, the folder of one step or the directory of a `Checkpointer`, whose
-        newest whole step is taken: saved on any mesh, stage and tier and with any optimizer; state
-        of the model that is not trained comes with its weights. Names are those that
-        `export_safetensors` and `export_orbax` give, or `rename` makes; dtypes are floating, and
-        read as float32. Or a tree of arrays, of numpy or JAX, structured or named like the
-        parameters: nested dicts and lists, or a flat dict with names as in safetensors. Arrays stay
-        as they are, and are read a record at a time; each process needs all of them.
-      key: from `jax.random.key`, as for `program.init`.
-      rename: from the file's names to those of the model. A table by names, in which `{layer}`
-        stands for the number of a layer, `{"h.{layer}.up.weight": ("blocks.up.kernel", (1, 0)),
-        "wte": "embed.table"}`: a value is a name, or a pair of it and the order of the file's dims,
-        as `numpy.transpose` takes it; None for a tensor that is not read. A name that the table has
-        not stays as it is. Or a function from one name to such a value, or to a
-        `zerojax.weights.Place` where layers are stacked. The tensors of layers are stacked as they
-        are read.
-      missing: "init": weights that the file lacks, such as adapters, are those of
-        `program.init(key)`; or a function of a name that tells which may be lacking. "error": the
-        file must have all.
+      program: program whose model has these weights, on any mesh, stage, tier and precision.
+        Weights in another number of tiles are retiled. The program's state on disk is overwritten
+        once names and shapes were compared.
+      path: a safetensors file, an index of several (`model.safetensors.index.json`), the folder of
+        either, or the folder of a checkpoint in Orbax's format that holds the parameter tree. Or a
+        zerojax checkpoint: the folder of one step, or the directory of a `Checkpointer`, whose
+        newest intact step is imported. It may have been saved on any mesh, stage and tier and with
+        any optimizer; untrained model state is imported with its weights. Names are the ones that
+        `export_safetensors` and `export_orbax` write, or that `rename` returns; dtypes are
+        floating, and read as float32. Or a tree of numpy or JAX arrays, structured or named like
+        the parameters: nested dicts and lists, or a flat dict with names as in safetensors. The
+        arrays are not changed, and are read one record at a time; each process needs all of them.
+      key: random key from `jax.random.key`, as for `program.init`.
+      rename: mapping from the file's names to the model's. Either a table by name, in which
+        `{layer}` stands for the number of a layer, `{"h.{layer}.up.weight": ("blocks.up.kernel",
+        (1, 0)), "wte": "embed.table"}`: a value is a name; or a pair of a name and the order of the
+        file's dims, as for `numpy.transpose`; or None for a tensor that is not read. Names that are
+        not in the table stay the same. Or a function from one name to such a value, or to a
+        `zerojax.weights.Place` if layers are stacked. The tensors of layers are stacked as they are
+        read.
+      missing: "error" requires all weights in the file. "init" takes missing weights, such as
+        adapters, from `program.init(key)`. A function of a name returns whether that weight may be
+        missing.
 
     Returns:
-      The state at step 0. Its optimizer state is what `tx.init` makes; its `model_state` is the
-      checkpoint's, or else what `program.init(key)` makes.
+      The state at step 0. Its optimizer state is the result of `tx.init`; its `model_state` is the
+        checkpoint's, or else the result of `program.init(key)`.
 
     Raises:
-      ValueError: `key` is no random key, or the optimizer's state is neither constant nor a copy of
-        weights and does not all rest on the device. The tree of arrays lacks weights, has others,
-        or has others' shapes; or a leaf is no array. Or a number in it is NaN, infinite, or beyond
-        the dtype in which the program computes: its array is named.
-      CheckpointError: the file is of no such format, or lacks weights, has others, or has others'
-        shapes: the first are named. Or a number in it is NaN, infinite, or beyond the dtype in
-        which the program computes: its tensor is named.
-      DamagedError: the file cannot be read, or the checkpoint is not whole.
+      ValueError: `key` is not a random key, or `rename` or `missing` has another form; or the
+        optimizer's state is neither constant nor a copy of weights, and not all of the state is
+        stored on the device. For a tree of arrays: it lacks weights, has others, or has other
+        shapes; a leaf is not an array; or a number is NaN, infinite, or beyond the program's
+        compute dtype, and the error names its array.
+      CheckpointError: the file cannot be read, has an unknown format, lacks weights, has others, or
+        has other shapes; the error names the first. Or a number is NaN, infinite, or beyond the
+        program's compute dtype, and the error names its tensor.
+      DamagedError: the checkpoint is damaged.
       SwapError: the program's disk is too small, or failed.
     """
     key = uncommitted(_checked_key(key, program))
     if missing not in ("error", "init") and not callable(missing):
         raise ValueError(
-            f"missing={missing!r} is unknown: choose from 'error' and 'init', or give a function of a name"
+            f"missing={missing!r} is unknown: choose from 'error' and 'init', "
+            "or pass a function of a name"
         )
     may_lack = missing if callable(missing) else lambda _: missing == "init"
     with contextlib.ExitStack() as stack:
@@ -279,9 +290,9 @@ def import_params(
             about = saved.about
         else:
             given = open_weights(path)
-            # Only exports of zerojax say it.
+            # Only exports of zerojax record it.
             about = given.about if isinstance(given, SafetensorsFile | OrbaxFolder) else {}
-        # Below `rename`, so that errors name the tensors as the file does.
+        # Inside `rename`, so that errors name the tensors as the file does.
         checked = FiniteWeights(given, program.layout.compute_dtype.name, error)
         state_leaves = leaves_of_program(program)
         try:
@@ -310,8 +321,9 @@ def import_params(
         # To run tx.init, all weights must be on the device together.
         if others and (updates_by_parts(program.config) or program.layout.disk is not None):
             raise ValueError(
-                f"tx.init makes {others[0]} of the weights, as neither a constant nor a copy: import into a program whose "
-                "params, grads and opt_state are on the device with update='after_backward', save it, and restore it here"
+                f"tx.init computes {others[0]} from the weights, as neither a constant nor a copy: "
+                "import into a program whose params, grads and opt_state are on the device with "
+                "update='after_backward', save its state, and restore it here"
             )
         values = {
             "key": _data(state_key(key)),
@@ -340,20 +352,20 @@ def _add_opt_state(
     weights: dict[str, str],
     leaves: dict[str, SavedLeaf],
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Say what the leaves of the optimizer state are.
+    """Add the optimizer state's leaves, with their sources.
 
     Args:
-      program: whose `tx.init` makes them.
-      state_leaves: of its state.
-      weights: the tensor of each weight; copies of weights are added.
-      leaves: what is in the file; these are added.
+      program: program whose `tx.init` defines them.
+      state_leaves: leaves of its state.
+      weights: tensor of each weight; copies of weights are added.
+      leaves: leaves in the file; the optimizer's leaves are added.
 
     Returns:
-      The numbers of those that are constant, and the names of those that are computed from the
-        weights: these are zeros.
+      The numbers of constant leaves, and the names of leaves that are computed from the weights;
+        these are zeros for now.
 
     Raises:
-      ValueError: one is a random key.
+      ValueError: a leaf is a random key.
     """
     with jax.set_mesh(program.mesh):
         values = initial_values(program.tx.init, program.layout.abstract_params)
@@ -365,7 +377,8 @@ def _add_opt_state(
     for leaf, value in zip(opt_leaves, values, strict=True):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise ValueError(
-                f"{leaf.name} is a random key, which is not imported: use an optimizer that keeps jax.random.PRNGKey"
+                f"{leaf.name} is a random key, which cannot be imported: use an optimizer that "
+                "stores a jax.random.PRNGKey"
             )
         dtype = np.dtype(leaf.dtype).name
         if isinstance(value, Copy):
@@ -382,7 +395,7 @@ def _add_opt_state(
 def _as_given(
     state_leaves: Sequence[StateLeaf], encodings: Mapping[str, Encoding]
 ) -> list[StateLeaf]:
-    """Return the leaves with each weight that rests encoded in the place of its arrays."""
+    """Return the leaves, with one leaf for each encoded weight instead of its arrays."""
     given: dict[str, StateLeaf] = {}
     for leaf in state_leaves:
         if leaf.encodes:
@@ -399,11 +412,10 @@ def _add_encoded(
     weights: Mapping[str, str],
     leaves: dict[str, SavedLeaf],
 ) -> dict[str, EncodedArray]:
-    """Say what the arrays of weights that rest encoded are made of; they replace these weights in
-    `leaves`.
+    """Return the sources of encoded weights' arrays, which replace these weights in `leaves`.
 
     Raises:
-      CheckpointError: such a weight is in tiles.
+      CheckpointError: an encoded weight is in tiles.
     """
     encoded: dict[str, EncodedArray] = {}
     counts: dict[str, int] = {}
@@ -414,8 +426,9 @@ def _add_encoded(
         saved = leaves.pop(name, None)
         if saved is not None and saved.shape != leaf.shape[: leaf.lead] + encoding.shape:
             raise CheckpointError(
-                f"{file.path}: {weights[name]} is in tiles {list(saved.shape)}, and frozen_dtype={encoding.layout.format!r} "
-                "encodes whole weights: join its tiles first, or use frozen_dtype=None"
+                f"{file.path}: {weights[name]} is in tiles {list(saved.shape)}, and "
+                f"frozen_dtype={encoding.layout.format!r} encodes untiled weights: join its tiles "
+                "first, or use frozen_dtype=None"
             )
         index = counts[name] = counts.get(name, -1) + 1
         encoded[leaf.name] = EncodedArray(weights[name], encoding, index)
@@ -426,9 +439,7 @@ def _add_encoded(
 def _model_state(
     program: Program, state_leaves: Sequence[StateLeaf], key: jax.Array
 ) -> dict[str, np.ndarray]:
-    """Return what `program.init(key)` makes of the model's state that is not trained, by leaf:
-    files of weights hold none.
-    """
+    """Return the untrained model state of `program.init(key)`, by leaf; files hold none."""
     names = [leaf.name for leaf in state_leaves if leaf.path.startswith(".model_state")]
     if not names:
         return {}
@@ -437,19 +448,23 @@ def _model_state(
 
 
 def _data(leaf: jax.Array) -> np.ndarray:
-    """Return an array as numpy has it; of random keys their data."""
+    """Return an array as a numpy array; a random key as its data."""
     return np.asarray(
         jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
     )
 
 
 def _checked_key(key: Any, program: Program) -> jax.Array:
-    """Return the key as `program.init(key)` takes it."""
+    """Return the key as `program.init(key)` takes it.
+
+    Raises:
+      ValueError: it is not a random key of the program's kind.
+    """
     if not isinstance(key, jax.Array):
         raise ValueError(
             f"import_params takes a random key, such as jax.random.key(0), got {key!r}"
         )
-    # A key of jax.random.PRNGKey is plain numbers.
+    # A key from jax.random.PRNGKey is plain numbers.
     key = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
     expected = program.layout.abstract_state.key.dtype
     if key.shape or key.dtype != expected:
@@ -460,7 +475,7 @@ def _checked_key(key: Any, program: Program) -> jax.Array:
 
 
 def _no_names(name: str, num_layers: int) -> list[str]:
-    """Return no names: the layers of a file's stacks are not tensors of their own."""
+    """Return no names: the layers of a file's stacks are not separate tensors."""
     del name, num_layers
     return []
 
@@ -471,25 +486,27 @@ def _compare(
     told: Callable[[str], str] = str,
     absent_of: Callable[[str, int], list[str]] = _no_names,
 ) -> tuple[dict[str, str], dict[str, SavedLeaf]]:
-    """Return the tensor of each weight, and what it is.
+    """Return the tensor of each weight, and its description.
 
     Args:
-      file: of the weights.
-      state_leaves: the weights of the program.
-      told: what to call a tensor in errors.
-      absent_of: returns the names of the tensors that a stack of so many layers lacks.
+      file: file of weights.
+      state_leaves: weights of the program.
+      told: function from a tensor's name to its name in errors.
+      absent_of: function of a stack's name and number of layers; returns the names of the tensors
+        that the stack lacks.
 
     Raises:
-      CheckpointError: tensors that differ, or two weights that the file's names do not tell apart.
+      CheckpointError: tensors differ, or two weights have the same name in the file.
     """
     weights, leaves, differences = {}, {}, []
     owners: dict[str, str] = {}
     for leaf in state_leaves:
         name = ".".join(path_of(leaf.name))
-        # One tensor would silently be read for both.
+        # Otherwise one tensor would silently be read for both.
         if (other := owners.setdefault(name, leaf.name)) != leaf.name:
             raise CheckpointError(
-                f"{other} and {leaf.name} of the model are both {name} in {file.path}: rename one of them"
+                f"{other} and {leaf.name} of the model are both {name} in {file.path}: rename "
+                "one of them"
             )
     here_shapes = {leaf.name: leaf.shape for leaf in state_leaves}
     file_shapes = {
@@ -502,13 +519,13 @@ def _compare(
         if (tensor := file.tensors.get(name)) is None:
             differences.append(f"no {told(name)} {list(leaf.shape)}")
             continue
-        # Others' files do not mark tiles: where the program has tiles, a tensor of as many dims is
-        # taken for tiles as well.
+        # Other programs' files do not mark tiles: if the program has tiles, a tensor with as many
+        # dims counts as tiles too.
         is_tiled = name in file.tiled or (bool(leaf.tiles) and len(tensor.shape) == len(leaf.shape))
         leaves[leaf.name] = SavedLeaf(tensor.shape, tensor.dtype, min(leaf.lead, 1), is_tiled, "")
         if not jnp.issubdtype(known_dtype(tensor.dtype), jnp.floating):
             differences.append(
-                f"{told(name)} of {tensor.dtype}, which is no floating dtype that is read here"
+                f"{told(name)} of {tensor.dtype}, which is not a supported floating dtype"
             )
         elif leaf.lead and (absent := absent_of(name, leaf.shape[0])):
             differences += [f"no {tensor_name}" for tensor_name in absent]
@@ -517,7 +534,7 @@ def _compare(
                 if not (name in file.tiled or leaf.tiles):
                     raise ValueError("")
                 is_mlp = of_mlp(leaf.name, here_shapes) and of_mlp(leaf.name, file_shapes)
-                # For its errors alone: the restore works out the same again.
+                # Only for its errors: the restore computes the result again.
                 retiled(
                     tensor.shape,
                     leaf.shape,
@@ -529,10 +546,10 @@ def _compare(
                 differences.append(
                     f"{told(name)} {list(tensor.shape)}, and here it is {list(leaf.shape)}{error}"
                 )
-    # The other direction too, so that one error names all.
+    # The other direction too, so that one error names all differences.
     extra = sorted(set(file.tensors) - set(weights.values()))
     differences += [
-        f"{told(name)} {list(file.tensors[name].shape)}, which this program's model has not"
+        f"{told(name)} {list(file.tensors[name].shape)}, which this program's model does not have"
         for name in extra
     ]
     if differences:
@@ -543,8 +560,8 @@ def _compare(
 
 
 def _initialised(program: Program, state: TrainState) -> TrainState:
-    """Return a state that is all on the device, with the optimizer state of its weights."""
-    # The zeros are freed first, else the optimizer state would be in memory twice.
+    """Return a state, all on the device, with the optimizer state initialized from its weights."""
+    # The zeros are freed first, otherwise the optimizer state would be in memory twice.
     for leaf in jax.tree.leaves(state.opt_state):
         leaf.delete()
     with jax.set_mesh(program.mesh):

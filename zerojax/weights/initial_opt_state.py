@@ -1,14 +1,14 @@
-"""The optimizer state that `tx.init(params)` would return for weights that are not loaded yet,
-derived from its jaxpr.
+"""Derive the optimizer state that `tx.init(params)` would return for weights not loaded yet.
 
-The weights may be larger than memory, so `tx.init` is not run: its jaxpr is interpreted over what
-is known of each value.
+The weights may be larger than memory, so `tx.init` is not run. Instead its jaxpr is interpreted
+over what is known of each value.
 
-    Copy(i)     weight i as it is, or cast to another float        the float32 copy of a wrapper that averages weights
-    numbers     one for all elements, or a few                     moments that are 0; counts; learning rates
-    None        anything else                                      sums over weights; random numbers
+    Copy(i)     weight i unchanged, or cast to another   the float32 copy of a wrapper that averages
+                float dtype                              weights
+    numbers     one for all elements, or a few           zero moments; counts; learning rates
+    None        anything else                            sums over weights; random numbers
 
-    x = known numbers, f any equation    ->  f(x), computed, where it stays one number or a few
+    x = known numbers, f any equation    ->  f(x), computed, if it stays one number or a few
     x = Copy(i), f a copy or a cast      ->  Copy(i)
     else                                 ->  None
 """
@@ -30,21 +30,22 @@ _COPIES = frozenset({"copy", "convert_element_type", "reshape", "name", "stop_gr
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """The weight of this index, in the order of the parameter tree."""
+    """A copy of the weight with this index in the order of the parameter tree."""
 
     index: int
 
 
 InitialValue = np.ndarray | np.generic | Copy | None
-"""Of a leaf: its numbers, or one for all of its elements; a copy; or something else."""
+"""A leaf's numbers, or one number for all of its elements; a copy of a weight; or None if unknown.
+"""
 
 
 def initial_values(init: Any, abstract_params: Any) -> list[InitialValue]:
-    """Return what each leaf of `init(params)` is.
+    """Return the initial value of each leaf of `init(params)`.
 
     Args:
-      init: of an optimizer.
-      abstract_params: float32 shapes.
+      init: init function of an optimizer.
+      abstract_params: shapes of the parameters, in float32.
     """
     closed = jax.make_jaxpr(init)(abstract_params)
     flat = flatten(closed.jaxpr, closed.consts)
@@ -59,7 +60,7 @@ def initial_values(init: Any, abstract_params: Any) -> list[InitialValue]:
 
 
 def _numbers(value: Any) -> InitialValue:
-    """Return an array as one number if its elements are all the same, or itself if they are few."""
+    """Return an array as one number if all elements are equal, unchanged if small, else None."""
     # A random key has an extended dtype, which numpy cannot hold.
     if hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jax.dtypes.extended):
         return None
@@ -70,7 +71,7 @@ def _numbers(value: Any) -> InitialValue:
 
 
 def _results(i: Instruction, values: Sequence[InitialValue]) -> list[InitialValue]:
-    """Return what is known of an equation's results."""
+    """Return the known values of an equation's results."""
     name, outs = i.eqn.primitive.name, [v.aval for v in i.eqn.outvars]
     shapes: list[Any] = [getattr(v.aval, "shape", ()) for v in i.eqn.invars]
     if name in _COPIES and isinstance(copy := values[0], Copy):
@@ -88,9 +89,8 @@ def _results(i: Instruction, values: Sequence[InitialValue]) -> list[InitialValu
     if name in FILLS and not numbers[0].shape:
         return [numbers[0]]
     if name in POINTWISE and not i.has_jaxpr and not any(n.shape for n in numbers):
-        return [
-            _numbers(out) for out in bind(i.eqn, [jnp.asarray(n) for n in numbers])
-        ]  # one element for all
+        # One element stands for all.
+        return [_numbers(out) for out in bind(i.eqn, [jnp.asarray(n) for n in numbers])]
     if all(
         math.prod(getattr(a, "shape", ())) <= INLINE_ELEMENTS
         for a in [*(v.aval for v in i.eqn.invars), *outs]
@@ -103,8 +103,9 @@ def _results(i: Instruction, values: Sequence[InitialValue]) -> list[InitialValu
 
 
 def _narrows(before: Any, after: Any) -> bool:
-    """Tell whether a weight is cast as a reader casts it: from float32, in which weights are read,
-    in one rounding.
+    """Return whether a cast of a weight equals the reader's cast: from float32, in one rounding.
+
+    Weights are read in float32.
     """
     return (
         before.shape == after.shape

@@ -1,12 +1,14 @@
-"""A file of weights, completed by those that it lacks, as `program.init(key)` makes them: adapters
-beside a pretrained base.
+"""Complete a file of weights with missing weights from `program.init(key)`.
+
+This adds adapters to a pretrained base, for example.
 
     file     embed.table, blocks.w [L, ..]
-    model    embed.table, blocks.w [L, ..], blocks.lora_a [L, ..]        lora_a[l] = init_block(key[l])["lora_a"]
+    model    embed.table, blocks.w [L, ..], blocks.lora_a [L, ..]
+             lora_a[l] = init_block(key[l])["lora_a"]
 
-A layer's missing weights are computed when a record of it is read, and the others of the layer are
-not: only what is returned of a jitted function is computed. Keys are those of `init`, so the
-numbers are, too.
+A layer's missing weights are computed when one of its records is read. The layer's other weights
+are not computed: a jitted function computes only what it returns. The keys are the keys of `init`,
+so the numbers are the same too.
 """
 
 import threading
@@ -23,12 +25,12 @@ from zerojax.weights.names import Tensor, WeightFile, path_of
 
 
 class CompletedFile:
-    """A file of weights with the weights that it lacks.
+    """A file of weights, completed by the weights that it lacks.
 
     Attributes:
-      path: of the file.
-      tensors: by name.
-      tiled: names of those that are known to be stacks of tiles.
+      path: path of the file.
+      tensors: shapes and dtypes, by name.
+      tiled: names of the tensors that are known to be stacks of tiles.
     """
 
     def __init__(
@@ -41,10 +43,10 @@ class CompletedFile:
         """Take the weights named in `missing` from the model.
 
         Args:
-          file: that lacks them.
-          model: whose init functions make them.
-          key: as for `program.init`.
-          missing: their shapes, by name.
+          file: file that lacks them.
+          model: model whose init functions create them.
+          key: random key, as for `program.init`.
+          missing: shapes of the missing weights, by name.
         """
         self.path, self._file, self._missing = file.path, file, dict(missing)
         self.tensors = {
@@ -53,13 +55,17 @@ class CompletedFile:
         }
         self.tiled = file.tiled
         self._sources = _sources(model, key, self._missing)
-        # One layer's, or those of an end: they are asked for one after the other, and by each
-        # device.
+        # The weights of one layer, or of the embedding or head: they are requested one after the
+        # other, and by each device.
         self._last: tuple[Any, dict[str, np.ndarray]] = (None, {})
         self._lock = threading.Lock()
 
     def read(self, name: str, box: Box) -> Any:
         """Return a part of a tensor.
+
+        Args:
+          name: name of the tensor.
+          box: (start, stop) of the part along each dim.
 
         Raises:
           CheckpointError: the file cannot be read.
@@ -76,7 +82,7 @@ class CompletedFile:
         with self._lock:
             if self._last[0] != (source, layer):
                 device = jax.local_devices()[0]
-                # The program's mesh may be set here, and need not have this device.
+                # The program's mesh may be in scope, and need not contain this device.
                 with (
                     jax.set_mesh(Mesh(np.asarray([device]), ("device",))),
                     jax.default_device(device),
@@ -89,8 +95,9 @@ class CompletedFile:
 def _sources(
     model: Model | LayeredModel, key: jax.Array, missing: Mapping[str, Any]
 ) -> dict[str, tuple[Callable[[int], dict[str, Any]], bool]]:
-    """Return for each missing weight what makes it, given the number of a layer, and whether it is
-    a stack of layers.
+    """Return, for each missing weight, the function of a layer's number that creates it.
+
+    It comes with a flag: whether the weight is a stack of layers.
     """
     sources: dict[str, tuple[Callable[[int], dict[str, Any]], bool]] = {}
 
@@ -127,5 +134,5 @@ def _sources(
 
 
 def _name(part: Sequence[str], path: Any) -> str:
-    """Return the name that files give to a leaf of a part of the parameters."""
+    """Return the name in files of a leaf of a part of the parameters."""
     return ".".join((*part, *path_of(f"weights{jax.tree_util.keystr(path)}")))

@@ -1,13 +1,13 @@
 """The names and dtypes of weights in other formats.
 
-    in a checkpoint             keys                        Orbax                        safetensors
-    weights['blocks']['w1']     ("blocks", "w1")            {"blocks": {"w1": a}}        blocks.w1
-    weights['layers'][0].bias   ("layers", "0", "bias")     {"layers": {"0": {"bias"}}}  layers.0.bias
+    in a checkpoint             keys                     Orbax                        safetensors
+    weights['blocks']['w1']     ("blocks", "w1")         {"blocks": {"w1": a}}        blocks.w1
+    weights['layers'][0].bias   ("layers", "0", "bias")  {"layers": {"0": {"bias"}}}  layers.0.bias
 
-A checkpoint's name is JAX's `keystr`, which tells dicts, lists and attributes apart. Other formats
-do not, so two names may become one: that is an error, never a choice. Names are only translated
-from left to right: an import looks for the keys of each weight that the program has, and need not
-know what kind of node a key of the file was.
+A checkpoint's name is JAX's `keystr`, which distinguishes dicts, lists and attributes. Other
+formats do not, so two names may become the same: that is an error, and zerojax never chooses one.
+Names are only translated from left to right: an import looks up the keys of each of the program's
+weights, and need not know what kind of node a key in the file was.
 """
 
 import ast
@@ -24,26 +24,27 @@ from host_offload.fields import Field, FieldError, parse_json
 from zerojax.checkpoint import ENCODED, CheckpointError, SavedState
 
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-"""What weights may be written in, and its name in safetensors."""
+"""Dtypes in which weights may be written, and their names in safetensors."""
 TILED = "zerojax.tiled"
-"""In the metadata of either format: JSON list of the names of weights that are stacks of tiles,
-which shapes do not tell.
+"""Key in the metadata of either format: JSON list of the weights that are stacks of tiles.
+
+Shapes do not show which weights are tiles.
 """
 ABOUT = "zerojax.about"
-"""In the metadata of either format: JSON object of what the model tells of itself
-(`zerojax.Model.about`), in no weight.
+"""Key in the metadata of either format: JSON object of the settings that the model reports.
+
+These (`zerojax.Model.about`) are in no weight.
 """
 _KEY = re.compile(
     r"""\.([^\W\d]\w*)|\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|-?\d+)\]|\[<flat index (\d+)>\]"""
 )
 _WEIGHTS = "weights"
 _EMA = ".ema_params"
-"""The field of `zerojax.Ema`'s state whose leaves are named as the weights are."""
+"""Field of `zerojax.Ema`'s state whose leaves are named like the weights."""
 
 
 def path_of(name: str) -> tuple[str, ...]:
-    """Return the keys of a weight, from its name in a checkpoint: "weights['a'][0].b" -> ("a", "0",
-    "b").
+    """Return the keys in a weight's checkpoint name: "weights['a'][0].b" -> ("a", "0", "b").
 
     Raises:
       CheckpointError: a key is neither text, nor a number, nor an attribute.
@@ -52,9 +53,10 @@ def path_of(name: str) -> tuple[str, ...]:
     while at < len(name):
         if (match := _KEY.match(name, at)) is None:
             raise CheckpointError(
-                f"{name}: {name[at:]} is no key that other formats know: use text or numbers as keys"
+                f"{name}: {name[at:]} is not a key that other formats support: "
+                "use text or numbers as keys"
             )
-        # `key` is a Python literal: an integer, or text in quotes, with its escapes.
+        # `key` is a Python literal: an integer, or quoted text with its escapes.
         attribute, key, number = match.groups()
         keys.append(attribute or number or str(ast.literal_eval(key)))
         at = match.end()
@@ -62,11 +64,15 @@ def path_of(name: str) -> tuple[str, ...]:
 
 
 def weights_of(saved: SavedState, ema: bool = False) -> dict[tuple[str, ...], str]:
-    """Return the names of the weights, or of their averages, by the weights' keys, in order.
+    """Return the checkpoint names of the weights, by the weights' keys, sorted.
+
+    Args:
+      saved: the checkpoint.
+      ema: whether to return the names of the weights' averages instead.
 
     Raises:
-      CheckpointError: there is none, or two that other formats do not tell apart; or not one
-        average of each weight.
+      CheckpointError: there are no weights, or other formats cannot distinguish two of them; or a
+        weight does not have exactly one average.
     """
     weights: dict[tuple[str, ...], str] = {}
     name_of: dict[str, str] = {}
@@ -77,13 +83,15 @@ def weights_of(saved: SavedState, ema: bool = False) -> dict[tuple[str, ...], st
         if ENCODED in name and name in frozen:
             weight, _, array = name.partition(ENCODED)
             raise CheckpointError(
-                f"{saved.folder}: {weight} is frozen, and rests in {array.split('.')[0]}, "
-                "which other formats do not hold: program.iter_params(state) gives it decoded, piece by piece"
+                f"{saved.folder}: {weight} is frozen, and stored in {array.split('.')[0]}, "
+                "which other formats do not support: program.iter_params(state) yields it "
+                "decoded, piece by piece"
             )
         path = path_of(name)
         if not path:
             raise CheckpointError(
-                f"{saved.folder}: its parameters are one array, which has no name: put it into a dict"
+                f"{saved.folder}: its parameters are one array, which has no name: "
+                "put it into a dict"
             )
         if (other := name_of.setdefault(".".join(path), name)) != name:
             raise CheckpointError(
@@ -97,69 +105,80 @@ def weights_of(saved: SavedState, ema: bool = False) -> dict[tuple[str, ...], st
 
 
 def _average_of(name: str, saved: SavedState) -> str:
-    """Return the name of the average of a weight."""
+    """Return the checkpoint name of a weight's average.
+
+    Raises:
+      CheckpointError: the weight does not have exactly one average.
+    """
     end = _EMA + name.removeprefix(_WEIGHTS)
     averages = [
         other for other in saved.leaves if other.startswith("opt_state") and other.endswith(end)
     ]
     if len(averages) != 1:
         raise CheckpointError(
-            f"{saved.folder} holds {len(averages)} averages of {name}, and one is needed: it is kept by an optimizer with "
-            f"zerojax.Ema last, as in optax.chain(tx, zerojax.Ema(0.999))"
+            f"{saved.folder} holds {len(averages)} averages of {name}, and one is needed: train "
+            f"with an optimizer that ends in zerojax.Ema, as in optax.chain(tx, zerojax.Ema(0.999))"
         )
     return averages[0]
 
 
 def tiled_names(saved: SavedState, tensors: Mapping[str, str]) -> list[str]:
-    """Return the names of tensors that are stacks of tiles."""
+    """Return the names of the tensors that are stacks of tiles."""
     return [tensor for tensor, name in tensors.items() if saved.leaves[name].is_tiled]
 
 
 def tiled_in(text: str | None) -> frozenset[str]:
-    """Return the names that a file's metadata have under `TILED`.
+    """Return the names listed under `TILED` in a file's metadata.
+
+    Args:
+      text: the metadata's text, or None if it has none.
 
     Raises:
-      FieldError: they are none.
+      FieldError: the text is not a JSON list of names.
     """
     if text is None:
         return frozenset()
     try:
         names = Field(parse_json(text.encode()), TILED)
     except ValueError as error:
-        raise FieldError(f"{TILED} is no JSON: {error}") from error
+        raise FieldError(f"{TILED} is not JSON: {error}") from error
     return frozenset(name.text() for name in names.items())
 
 
 def metadata_of(saved: SavedState, tensors: Mapping[str, str]) -> dict[str, str]:
-    """Return what either format says of a checkpoint's weights beside their numbers, given the
-    weight of each tensor.
+    """Return the metadata that either format stores for a checkpoint's weights.
+
+    Args:
+      saved: the checkpoint.
+      tensors: checkpoint name of each tensor.
     """
     metadata = {TILED: json.dumps(tiled_names(saved, tensors))}
     return metadata | ({ABOUT: json.dumps(saved.about)} if saved.about else {})
 
 
 def about_in(text: str | None) -> dict[str, Any]:
-    """Return what a file's metadata have under `ABOUT`; nothing if they have none.
+    """Return the settings under `ABOUT` in a file's metadata, or an empty dict if it has none.
 
     Raises:
-      FieldError: it is no JSON object.
+      FieldError: the text is not a JSON object.
     """
     if text is None:
         return {}
     try:
         about = Field(parse_json(text.encode()), ABOUT)
     except ValueError as error:
-        raise FieldError(f"{ABOUT} is no JSON: {error}") from error
+        raise FieldError(f"{ABOUT} is not JSON: {error}") from error
     return {name: entry.value for name, entry in about.fields()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """What a file says of a tensor.
+    """A file's description of a tensor.
 
     Attributes:
-      shape: of the whole tensor.
-      dtype: name of numpy or ml_dtypes, or the file's own where it is no floating one.
+      shape: shape of the full tensor.
+      dtype: name in numpy or ml_dtypes; if it is not a supported floating dtype, the file's own
+        name.
     """
 
     shape: tuple[int, ...]
@@ -167,12 +186,12 @@ class Tensor:
 
 
 class WeightFile(Protocol):
-    """A file of weights, of any format, or arrays in its place.
+    """A file of weights in any format, or arrays in its place.
 
     Attributes:
-      path: what to call it in errors.
-      tensors: by name.
-      tiled: names of those that are known to be stacks of tiles.
+      path: what errors call the file.
+      tensors: shapes and dtypes, by name.
+      tiled: names of the tensors that are known to be stacks of tiles.
     """
 
     path: str
@@ -182,12 +201,16 @@ class WeightFile(Protocol):
     def read(self, name: str, box: Box) -> Any:
         """Return a part of a tensor.
 
+        Args:
+          name: name of the tensor.
+          box: (start, stop) of the part along each dim.
+
         Raises:
-          CheckpointError: it cannot be read.
+          CheckpointError: the tensor cannot be read.
         """
         ...
 
 
 def known_dtype(name: str) -> Any:
-    """Return the numpy dtype of a name in a file, or void for one that is not read."""
+    """Return the numpy dtype for a name in a file, or void for an unsupported one."""
     return numpy_dtype(name) if name in DTYPES else np.dtype(np.void)

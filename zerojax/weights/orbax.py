@@ -1,23 +1,24 @@
-"""Weights as a checkpoint in Orbax's own format: written from a checkpoint of zerojax, and read.
+"""Weights as a checkpoint in Orbax's own format: written from a zerojax checkpoint, and read.
 
     ocp.StandardCheckpointer().restore(path)  ->  {"blocks": {"w1": f32[L, D, F]}, ...}
 
-    {path}/_METADATA      the tree, as JSON; `custom_metadata` names the weights that are stacks of tiles,
-                          and holds what the model tells of itself
-    {path}/blocks.w1/     a zarr array; or, in others' checkpoints, all arrays in one database (OCDBT, `manifest.ocdbt`)
+    {path}/_METADATA      the tree, as JSON; `custom_metadata` names the weights that are stacks of
+                          tiles, and holds the settings that the model reports
+    {path}/blocks.w1/     a zarr array; or, in others' checkpoints, all arrays in one database
+                          (OCDBT, `manifest.ocdbt`)
 
-Orbax writes a leaf from an array that is there whole. So it is given the same tree with one number
-for each leaf, and writes all of the format but the arrays' sizes; each array is then made anew in
-its own shape and filled chunk by chunk, a chunk being one layer of a stack, or a piece of it. For
-the same reason arrays are read by tensorstore, box by box, not by Orbax.
+Orbax writes a leaf from a full array in memory. So it receives the same tree with one number per
+leaf, and writes everything of the format except the arrays' sizes. Each array is then recreated in
+its own shape and filled chunk by chunk, where a chunk is one layer of a stack, or a piece of a
+layer. For the same reason arrays are read by tensorstore, box by box, not by Orbax.
 
-Orbax is given numbers of numpy, since an export uses no device, and would restore numpy's arrays
-where no target says what else. So the description is then changed to what Orbax writes for
-`jax.Array`, on a mesh of the first device.
+Orbax receives numpy numbers, since an export uses no device, and would restore numpy arrays unless
+a target says otherwise. So the description is then changed to what Orbax writes for `jax.Array`, on
+a mesh of the first device.
 
-Tensorstore ends the process where it cannot allocate a chunk, so a chunk is held against the bytes
-that are there before any is read: no compression turns them into more than `MOST_RATIO` times as
-many.
+Tensorstore ends the process if it cannot allocate a chunk. So a chunk's size is compared with the
+stored bytes before any chunk is read: no compression turns stored bytes into more than `MOST_RATIO`
+times as many.
 """
 
 import base64
@@ -49,10 +50,13 @@ from zerojax.weights.kinds import kind_of_folder
 from zerojax.weights.names import ABOUT, TILED, Tensor, about_in, metadata_of, tiled_in, weights_of
 
 CACHE_BYTES = 2**28
-"""Of chunks of Orbax arrays that hold several layers, kept for the next one."""
+"""Bytes of the cache for chunks of Orbax arrays that hold several layers, kept for the next layer.
+"""
 MOST_RATIO = 2**15
-"""Of decoded to stored bytes: a block of zstd, of 128 KiB at most, takes 4 bytes at least. The
-other codecs that Orbax has had reach less."""
+"""Largest ratio of decoded to stored bytes.
+
+A zstd block of at most 128 KiB takes at least 4 bytes. Orbax's other codecs reach lower ratios.
+"""
 _MOST_METADATA = 1 << 30
 _DESCRIPTION, _SHARDING = "_METADATA", "_sharding"
 _EMPTY_NODES = frozenset({"None", "Dict", "List", "Tuple", "NamedTuple", "Empty"})
@@ -66,27 +70,28 @@ def export_orbax(
     dtype: Any = None,
     ema: bool = False,
 ) -> None:
-    """Write the weights of a checkpoint as a checkpoint of Orbax's own format.
+    """Write the weights of a checkpoint as a checkpoint in Orbax's own format.
 
     `ocp.StandardCheckpointer().restore(path)` returns the parameter tree as nested dicts of
-    `jax.Array` on the first device, or where its target says. Arrays of float64, and those without
-    elements, which Orbax has no `jax.Array` of, are numpy's. Lists and tuples become dicts with
-    keys "0", "1", ..., as do other integer keys, and attributes keys of their names. Stacked layers
-    stay stacked. The records' checksums are compared first. To be called by one process; it uses no
-    device.
+    `jax.Array` on the first device, or where its target says. float64 arrays and arrays without
+    elements are numpy arrays, since Orbax has no `jax.Array` for them. Lists and tuples become
+    dicts with keys "0", "1", ..., other integer keys become text too, and attributes become keys
+    with their names. Stacked layers stay stacked. The records' checksums are compared first. Call
+    this in one process; it uses no device.
 
     Args:
-      checkpoint: folder of one step of a `Checkpointer`, or its directory: then its newest whole
-        step.
-      path: of the folder; nothing may be there.
+      checkpoint: folder of one step of a `Checkpointer`, or its directory, whose newest intact step
+        is exported.
+      path: path of the folder, which must not exist.
       dtype: float64, float32, float16 or bfloat16; None: float32, in which the weights were saved.
-      ema: write the averages that `zerojax.Ema` keeps of the weights, under the weights' names.
+      ema: whether to write the averages of `zerojax.Ema` instead of the weights, under the weights'
+        names.
 
     Raises:
-      ValueError: another dtype, or `path` exists.
+      ValueError: the dtype is another one, or `path` exists.
       CheckpointError: there is no checkpoint, the folder cannot be written, a weight's name or
         numbers do not fit, or there are no averages.
-      DamagedError: the checkpoint is not whole.
+      DamagedError: the checkpoint is damaged.
     """
     kind = export_dtype(dtype)
     with write_atomically(path) as output, open_checkpoint(checkpoint) as saved:
@@ -95,7 +100,8 @@ def export_orbax(
         for tensor, name in tensors.items():
             if not is_inner_path(tensor) or "\\" in tensor:
                 raise CheckpointError(
-                    f"{name}: no folder of Orbax's format can be named {tensor}: export it as safetensors"
+                    f"{name}: Orbax's format cannot have a folder named {tensor}: "
+                    "export it as safetensors"
                 )
         try:
             _write_tree(output, weights, kind, metadata_of(saved, tensors))
@@ -103,9 +109,10 @@ def export_orbax(
                 for tensor, name in tensors.items():
                     _write_array(os.path.join(output, tensor), saved, name, kind)
                     advance(1)
-        except (ValueError, NotImplementedError) as error:  # tensorstore's, of a file too
+        # also what tensorstore raises for a file
+        except (ValueError, NotImplementedError) as error:
             raise CheckpointError(f"writing {os.fspath(path)} failed: {error}") from error
-        if kind != np.float64:  # of which there is no jax.Array, unless jax_enable_x64 is set
+        if kind != np.float64:  # there is no float64 jax.Array unless jax_enable_x64 is set
             _mark_as_jax(
                 output, {tensor: saved.leaves[name].shape for tensor, name in tensors.items()}
             )
@@ -117,7 +124,11 @@ def _write_tree(
     kind: np.dtype[Any],
     metadata: Mapping[str, str],
 ) -> None:
-    """Let Orbax write the tree, each leaf of one number."""
+    """Let Orbax write the tree, with one number per leaf.
+
+    Raises:
+      CheckpointError: a weight's name is also the name of a subtree.
+    """
     tree: dict[str, Any] = {}
     for keys in weights:
         node = tree
@@ -125,33 +136,32 @@ def _write_tree(
             node = node.setdefault(key, {})
             if not isinstance(node, dict):
                 raise CheckpointError(
-                    f"{weights[keys]}: its parent {'.'.join(keys[: n + 1])} is an array: rename one of them"
+                    f"{weights[keys]}: its parent {'.'.join(keys[: n + 1])} is an array: "
+                    "rename one of them"
                 )
         if keys[-1] in node:
-            raise CheckpointError(
-                f"{weights[keys]}: there is a tree of its name, too: rename one of them"
-            )
+            raise CheckpointError(f"{weights[keys]}: a tree has the same name: rename one of them")
         node[keys[-1]] = np.zeros((), kind)
-    me = jax.process_index()  # of several processes, those that do not export would be waited for
+    me = jax.process_index()  # otherwise Orbax would wait for processes that do not export
     alone = ocp.options.MultiprocessingOptions(
         primary_host=me, active_processes={me}, barrier_sync_key_prefix="zerojax.weights.orbax"
     )
-    # Without OCDBT each array has a folder of its own, and can be made anew there.
+    # Without OCDBT each array has its own folder, and can be recreated there.
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone)
     with ocp.Checkpointer(handler, multiprocessing_options=alone) as writer:
         writer.save(folder, args=ocp.args.PyTreeSave(tree, custom_metadata=dict(metadata)))
 
 
 def _write_array(folder: str, saved: SavedState, name: str, kind: np.dtype[Any]) -> None:
-    """Make the array of a weight in place of that of one number, and fill it chunk by chunk."""
+    """Replace a weight's one-number array by one of its shape, and fill it chunk by chunk."""
     leaf = saved.leaves[name]
-    # By default tensorstore writes no chunk of zeros; then a lost chunk could not be told from one.
+    # By default tensorstore writes no chunk of zeros, so a lost chunk would look like zeros.
     spec = {
         "driver": "zarr",
         "kvstore": {"driver": "file", "path": folder + "/"},
         "store_data_equal_to_fill_value": True,
     }
-    # Orbax's own metadata, such as dtype and compressor; only shape and chunks are changed.
+    # Orbax's own metadata, such as dtype and compressor; only shape and chunks change.
     metadata = ts.open(spec).result().spec().to_json()["metadata"]
     chunks = piece_shape(leaf.shape, leaf.lead, kind.itemsize)
     spec["metadata"] = metadata | {"shape": list(leaf.shape), "chunks": list(chunks)}
@@ -161,11 +171,11 @@ def _write_array(folder: str, saved: SavedState, name: str, kind: np.dtype[Any])
 
 
 def _mark_as_jax(folder: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Let Orbax restore arrays as `jax.Array`: change the description, and write the file of
-    shardings that it looks for.
+    """Let Orbax restore arrays as `jax.Array`.
 
-    The mesh is one of the device of number 0, of any platform. A `SingleDeviceSharding` would name
-    the platform.
+    This changes the description, and writes the file of shardings that Orbax looks for. The mesh
+    holds only the device with number 0, of any platform. A `SingleDeviceSharding` would name the
+    platform.
     """
     path = os.path.join(folder, _DESCRIPTION)
     with open(path) as file:
@@ -197,17 +207,17 @@ class OrbaxFolder:
     """A checkpoint of a tree of arrays in Orbax's format.
 
     Attributes:
-      path: of the folder.
-      tensors: by keys joined by ".".
-      tiled: names of those that are known to be stacks of tiles.
-      about: what the model of an export of zerojax tells of itself, or nothing.
+      path: path of the folder.
+      tensors: shapes and dtypes, by keys joined with ".".
+      tiled: names of the tensors that are known to be stacks of tiles.
+      about: settings that the model of a zerojax export reports, or an empty dict.
     """
 
     def __init__(self, path: str) -> None:
         """Read the tree.
 
         Raises:
-          CheckpointError: it is no such checkpoint.
+          CheckpointError: the folder is not such a checkpoint.
         """
         self.path = path
         try:
@@ -216,7 +226,8 @@ class OrbaxFolder:
                 kind = kind_of_folder(path)
                 it_is = f": it is {kind}" if kind else ""
                 raise CheckpointError(
-                    f"{path} cannot be imported{it_is}; as a checkpoint of Orbax's own it has no {_DESCRIPTION}"
+                    f"{path} cannot be imported{it_is}; as a checkpoint in Orbax's own format it "
+                    f"has no {_DESCRIPTION}"
                 )
             names, driver = self._describe(
                 Field(parse_json(ReadFile(description).read_all(_MOST_METADATA)))
@@ -239,8 +250,8 @@ class OrbaxFolder:
         """Return the names of the arrays, and tensorstore's driver for them.
 
         Raises:
-          FieldError: a field is missing or wrong, leads out of the folder, or two arrays have one
-            name.
+          FieldError: a field is missing or wrong, or leads out of the folder; or two arrays have
+            the same name.
         """
         zarr3, custom = metadata.get("use_zarr3"), metadata.get("custom_metadata")
         tiled = None if custom is None else custom.get(TILED)
@@ -255,17 +266,18 @@ class OrbaxFolder:
             name = ".".join(_key(key["key"]) for key in keys)
             if not is_inner_path(name):
                 leaf["key_metadata"].refuse("keys that name a folder in this one")
-            # Its files would be those of the other.
+            # Both would have the same files.
             if (other := names.setdefault(name, path)) != path:
                 raise FieldError(
-                    f"{other} and {path} are both stored as {name}: rename one of them, and save them again"
+                    f"{other} and {path} are both stored as {name}: rename one of them, "
+                    "and save them again"
                 )
         return list(names), "zarr3" if zarr3 is not None and zarr3.flag() else "zarr"
 
     def _open(self, driver: str, names: Sequence[str]) -> dict[str, Any]:
         context = ts.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
         files = {"driver": "file", "path": self.path + "/"}
-        # All are opened at once, and then waited for.
+        # All are opened concurrently.
         futures = {}
         for name in names:
             store = (
@@ -284,31 +296,33 @@ class OrbaxFolder:
         return os.path.exists(os.path.join(self.path, "manifest.ocdbt"))
 
     def _check_chunks(self, name: str, array: Any) -> None:
-        """Raise FieldError where a chunk is larger than its array, or than what the bytes that are
-        there can hold.
-        """
+        """Raise FieldError if a chunk is larger than its array, or than its stored bytes allow."""
         chunk, shape = tuple(array.chunk_layout.read_chunk.shape or ()), tuple(array.shape)
         num_bytes = math.prod(chunk) * array.dtype.numpy_dtype.itemsize
         if any(c > max(1, n) for c, n in zip(chunk, shape, strict=True)):
             raise FieldError(
                 f"{name} {list(shape)} has chunks of {list(chunk)}, which are larger than it is"
             )
-        # Of a database it is not known which bytes are whose.
+        # In a database it is not known which bytes belong to which array.
         stored = (
             self._stored["."] if self._is_joined else self._stored.get(os.path.normpath(name), 0)
         )
-        # 0: chunks that are not there are all of one value, and take no memory of their own.
+        # 0: missing chunks have one value everywhere, and take no memory.
         if stored and num_bytes > stored * MOST_RATIO:
             raise FieldError(
-                f"{name} {list(shape)} has chunks of {list(chunk)}, which take {num_bytes} bytes each, and its files have "
-                f"{stored} bytes: they hold no such chunk"
+                f"{name} {list(shape)} has chunks of {list(chunk)}, which take {num_bytes} bytes "
+                f"each, and its files have {stored} bytes: they cannot hold such a chunk"
             )
 
     def read(self, name: str, box: Box) -> Any:
         """Return a part of a tensor.
 
+        Args:
+          name: name of the tensor.
+          box: (start, stop) of the part along each dim.
+
         Raises:
-          CheckpointError: it cannot be read.
+          CheckpointError: the tensor cannot be read.
         """
         try:
             return self._arrays[name][tuple(slice(a, b) for a, b in box)].read().result()
@@ -317,7 +331,7 @@ class OrbaxFolder:
 
 
 def _key(key: Field) -> str:
-    """Return a key of the tree as it is in names; numbers are those of lists."""
+    """Return a key of the tree as it appears in names; numbers are list indices."""
     return (
         str(key.integer())
         if isinstance(key.value, int) and not isinstance(key.value, bool)
@@ -326,13 +340,13 @@ def _key(key: Field) -> str:
 
 
 def _stored_bytes(path: str) -> dict[str, int]:
-    """Return the bytes of the files in each folder below one, by its path from there on:
-    descriptions of arrays do not count, and what is in inner folders does.
+    """Return the bytes of the files in each folder below `path`, by relative path.
+
+    Files in inner folders count too; descriptions of arrays do not.
 
     Raises:
       OSError: a folder cannot be read.
-      NotRegularError: there is something else than files and folders: tensorstore would wait for a
-        FIFO.
+      NotRegularError: an entry is neither a file nor a folder: tensorstore would wait for a FIFO.
     """
     sizes: dict[str, int] = {}
     for folder, _, names in os.walk(path, onerror=_raise):
@@ -340,8 +354,8 @@ def _stored_bytes(path: str) -> dict[str, int]:
         for name in names:
             found = os.stat(os.path.join(folder, name))
             if not stat.S_ISREG(found.st_mode):
-                ReadFile(os.path.join(folder, name))  # which tells what it is
-                raise NotRegularError(f"{os.path.join(folder, name)} was no regular file")
+                ReadFile(os.path.join(folder, name))  # raises an error that says what it is
+                raise NotRegularError(f"{os.path.join(folder, name)} was not a regular file")
             num_bytes += found.st_size if name not in (".zarray", "zarr.json") else 0
         inner = os.path.relpath(folder, path)
         while True:

@@ -1,12 +1,12 @@
-"""A file of weights under the names of a model: its tensors renamed, transposed, and stacked over
-layers as they are read.
+"""Give the tensors of a file a model's names: renamed, transposed, and stacked over layers.
 
     "model.layers.{layer}.mlp.up_proj.weight": ("blocks.mlp.up_proj.kernel", (1, 0))
 
-    blocks.mlp.up_proj.kernel[l, a:b, c:d]  =  file["model.layers.l.mlp.up_proj.weight"][c:d, a:b].T
+    blocks.mlp.up_proj.kernel[l, a:b, c:d]
+      =  file["model.layers.l.mlp.up_proj.weight"][c:d, a:b].T
 
-A box is read from the file as it lies there, and its dims are then put in order. So of a stack one
-layer is in memory at a time, or the part of one that a device holds.
+A box is read from the file in the file's layout, and its dims are then reordered. So only one layer
+of a stack is in memory at a time, or the part of a layer that a device holds.
 """
 
 import re
@@ -20,16 +20,16 @@ from zerojax.checkpoint import CheckpointError, first_few
 from zerojax.weights.names import DTYPES, Tensor, WeightFile
 
 LAYER = "{layer}"
-"""In a pattern of names, the number of a layer."""
+"""Placeholder for the number of a layer in a pattern of names."""
 
 
 class Place(NamedTuple):
     """Where a tensor of a file belongs.
 
     Attributes:
-      name: of the parameter, its path joined by ".".
-      layer: its index along the first dim of the parameter, or None.
-      axes: the order of the file's dims, as `numpy.transpose` takes it; None: as they are.
+      name: name of the parameter, its path joined with ".".
+      layer: index along the first dim of the parameter, or None if layers are not stacked.
+      axes: order of the file's dims, as for `numpy.transpose`; None keeps the order.
     """
 
     name: str
@@ -38,24 +38,29 @@ class Place(NamedTuple):
 
 
 Rename = Mapping[str, Any] | Callable[[str], Any]
-"""A table by patterns of the file's names, or a function of one: a name, a pair of it and axes, a
-`Place`, or None.
+"""A table by patterns of the file's names, or a function of one name.
+
+The values are names, pairs (name, axes), a `Place`, or None.
 """
 
 
 def renaming(rename: Rename) -> Callable[[str], Place | None]:
-    """Return `place(name)`, where a tensor of that name belongs; None for one that is not read.
+    """Return `place(name)`, which returns where a tensor belongs, or None for one that is not read.
 
-    A name that a table does not have stays as it is.
+    Names that are not in the table stay the same.
+
+    Args:
+      rename: table or function, as for `import_params`.
 
     Raises:
-      ValueError: the table has values of another form, or is no table.
+      ValueError: `rename` is neither a table nor a function, or its values have another form.
     """
     if callable(rename):
         return lambda name: _place(rename(name), name)
     if not isinstance(rename, Mapping):
         raise ValueError(
-            f"rename is a {type(rename).__name__}: a dict by names of the file, or a function of one, is needed"
+            f"rename is a {type(rename).__name__}: a dict by names of the file, or a function of "
+            "one, is needed"
         )
     exact = {
         pattern: _place(value, pattern) for pattern, value in rename.items() if LAYER not in pattern
@@ -64,7 +69,7 @@ def renaming(rename: Rename) -> Callable[[str], Place | None]:
     for pattern, value in rename.items():
         if LAYER in pattern:
             if pattern.count(LAYER) > 1:
-                raise ValueError(f"rename has {pattern!r}: {LAYER} may be in it once")
+                raise ValueError(f"rename has {pattern!r}: {LAYER} may occur only once")
             before, after = map(re.escape, pattern.split(LAYER))
             patterns.append((re.compile(f"{before}([0-9]+){after}"), _place(value, pattern)))
 
@@ -80,7 +85,11 @@ def renaming(rename: Rename) -> Callable[[str], Place | None]:
 
 
 def _place(value: Any, name: str) -> Place | None:
-    """Return what a table or function gives for a name as a Place."""
+    """Return the value of a table or function for a name, as a Place.
+
+    Raises:
+      ValueError: the value has another form.
+    """
     if value is None or isinstance(value, Place):
         return value
     if isinstance(value, str):
@@ -93,26 +102,31 @@ def _place(value: Any, name: str) -> Place | None:
     ):
         return Place(value[0], axes=tuple(value[1]))
     raise ValueError(
-        f"rename gives {value!r} for {name}: a name is needed, (name, axes), a zerojax.weights.Place, or None"
+        f"rename gives {value!r} for {name}: a name is needed, (name, axes), a "
+        "zerojax.weights.Place, or None"
     )
 
 
 class RenamedFile:
-    """A file of weights whose tensors are those of a model.
+    """A file of weights whose tensors have a model's names and shapes.
 
     Attributes:
-      path: of the file.
-      tensors: by the model's names.
-      tiled: nothing is known of tiles.
+      path: path of the file.
+      tensors: shapes and dtypes, by the model's names.
+      tiled: empty, since it is not known which tensors are tiles.
     """
 
     def __init__(self, file: WeightFile, rename: Rename) -> None:
-        """Place each tensor.
+        """Find the place of each tensor.
+
+        Args:
+          file: file of weights.
+          rename: table or function, as for `import_params`.
 
         Raises:
-          ValueError: `rename` is of another form.
-          CheckpointError: two tensors have one place, layers of a stack are missing or differ in
-            shape, or axes do not fit.
+          ValueError: `rename` has another form.
+          CheckpointError: two tensors have the same place, layers of a stack are missing or differ
+            in shape, or axes do not fit.
         """
         self.path, self.tiled, self._file, self._rename = file.path, frozenset[str](), file, rename
         place = renaming(rename)
@@ -134,12 +148,15 @@ class RenamedFile:
         self.tensors = {name: self._tensor(name, parts) for name, parts in self._parts.items()}
 
     def _tensor(self, name: str, parts: Mapping[int | None, tuple[str, Place]]) -> Tensor:
-        """Return what a parameter is, of the tensors that belong to it."""
+        """Return the description of a parameter, from the tensors that belong to it.
+
+        Raises:
+          CheckpointError: layers are missing, or differ in shape.
+        """
         shapes = {tensor: self._shape(tensor, place) for tensor, place in parts.values()}
         dtypes = {self._file.tensors[tensor].dtype for tensor in shapes}
         unread = sorted(dtypes - DTYPES.keys())
-        # Layers of several dtypes are read as the widest of those that weights have, unless one
-        # cannot be read.
+        # Layers of several dtypes are read as float32, unless one has an unsupported dtype.
         dtype = unread[0] if unread else dtypes.pop() if len(dtypes) == 1 else "float32"
         first, shape = next(iter(shapes.items()))
         if None in parts:
@@ -150,8 +167,9 @@ class RenamedFile:
             raise CheckpointError(f"{self.path} lacks layers of {name}: {first_few(names)}")
         if other := next((tensor for tensor, found in shapes.items() if found != shape), None):
             raise CheckpointError(
-                f"{self.path}: layers of {name} are of one shape, and {first} is {list(self._file.tensors[first].shape)}, "
-                f"{other} {list(self._file.tensors[other].shape)}"
+                f"{self.path}: layers of {name} must have the same shape, but {first} is "
+                f"{list(self._file.tensors[first].shape)} and {other} is "
+                f"{list(self._file.tensors[other].shape)}"
             )
         return Tensor((len(parts), *shape), dtype)
 
@@ -161,14 +179,12 @@ class RenamedFile:
             return shape
         if sorted(place.axes) != list(range(len(shape))):
             raise CheckpointError(
-                f"{self.path}: {tensor} is {list(shape)}, and axes {place.axes} of its dims are asked for"
+                f"{self.path}: {tensor} is {list(shape)}, which axes {place.axes} do not permute"
             )
         return tuple(shape[axis] for axis in place.axes)
 
     def _name(self, name: str, layer: int | None) -> str:
-        """Return what a parameter, or a layer of it, is called in the file, as far as that is
-        known.
-        """
+        """Return the file's name for a parameter or one of its layers, as far as it is known."""
         of = "" if layer is None else f" of layer {layer}"
         if not isinstance(self._rename, Mapping):
             return f"{name}{of}"
@@ -178,12 +194,13 @@ class RenamedFile:
         return f"{name}{of}"
 
     def missing_layers(self, name: str, num_layers: int) -> list[str]:
-        """Return the file's names of the last layers of a parameter that it lacks, if other
-        parameters have these layers.
+        """Return the file's names of a parameter's missing last layers.
+
+        Layers count as missing only if other parameters have them.
 
         Args:
-          name: of the parameter.
-          num_layers: how many layers a model has.
+          name: name of the parameter.
+          num_layers: number of layers of the model.
         """
         parts = self._parts.get(name, {})
         stacks = [stack for stack in self._parts.values() if None not in stack]
@@ -193,12 +210,20 @@ class RenamedFile:
         return [self._name(name, layer) for layer in range(num_layers) if layer not in parts]
 
     def told(self, name: str) -> str:
-        """Return a parameter's name, with that in the file where it is another."""
+        """Return a parameter's name, together with the file's name if it differs.
+
+        Args:
+          name: name of the parameter.
+        """
         there = self._name(name, None)
         return name if there == name else f"{name} (in the file {there})"
 
     def read(self, name: str, box: Box) -> Any:
         """Return a part of a parameter.
+
+        Args:
+          name: name of the parameter.
+          box: (start, stop) of the part along each dim.
 
         Raises:
           CheckpointError: the file cannot be read.

@@ -1,21 +1,24 @@
-"""A hidden folder beside its destination, in which an export is written; what killed exports left
-is removed.
+"""A hidden folder next to the destination, in which an export is written.
 
-    .NAME.xxxxxxxx.tmp/NAME            what is written, renamed to NAME once it is on disk
-    .NAME.xxxxxxxx.tmp/NAME.owner      locked (flock) by the process that writes, with its number and machine
-    .NAME.xxxxxxxx.tmp/NAME.new        the owner's file, before it is locked and renamed
-    .NAME.xxxxxxxx.tmp/NAME.unlocked   the owner's file on a file system without locks
+The next export there removes the folders of killed exports.
 
-A kill leaves such a folder, of up to the size of a whole model. The kernel drops the lock with the
-process, so the next export beside it can tell a dead folder from one that another process writes.
+    .NAME.xxxxxxxx.tmp/NAME            the output, renamed to NAME once it is on disk
+    .NAME.xxxxxxxx.tmp/NAME.owner      owner file, locked (flock) by the writing process, with its
+                                       process ID and machine
+    .NAME.xxxxxxxx.tmp/NAME.new        the owner file, before it is locked and renamed
+    .NAME.xxxxxxxx.tmp/NAME.unlocked   the owner file on a file system without locks
 
-A kill may also come before the owner's file has its name. Such a folder holds nothing yet, so the
-next export removes it even if its process is alive: that process finds it gone, and makes another
-one. It writes only once the owner's file has its name.
+A killed export leaves such a folder, as large as a full model. The kernel releases the lock with
+the process, so the next export there can distinguish a dead folder from one that another process is
+writing.
+
+An export may also be killed before the owner file has its name. Such a folder holds nothing yet, so
+the next export removes it even if its process is alive: that process finds it gone, and creates
+another one. A process writes only once the owner file has its name.
 
 A folder of another machine stays, and a warning names it, because not all network file systems
-share locks between machines. A folder without locks stays, too: an earlier version left it, or the
-file system has none.
+share locks between machines. A folder without locks stays too: an earlier version left it, or the
+file system has no locks.
 """
 
 import contextlib
@@ -34,33 +37,35 @@ from host_offload.disk import open_regular
 logger = logging.getLogger("zerojax")
 
 _ROOM = re.compile(r"\.(.+)\.[a-z0-9_]{8}\.tmp")
-"""As `tempfile.mkdtemp` makes it."""
+"""Name that `tempfile.mkdtemp` gives the folder."""
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
-"""What flock says on file systems without locks."""
+"""Errors of flock on file systems without locks."""
 _MOST_ATTEMPTS = 100
-"""Rooms that are made before an export gives up: others remove a new room only in the moment before
-it has an owner.
+"""Number of folders that an export creates before it gives up.
+
+Others remove a new folder only in the moment before it has an owner.
 """
 
 
 @contextlib.contextmanager
 def own_room(parent: str, name: str) -> Iterator[str]:
-    """Yield a new folder in `parent`, which is removed at the end; first remove those of killed
-    exports.
+    """Yield a new folder in `parent`, which is removed at the end.
+
+    Folders of killed exports are removed first.
 
     Args:
       parent: folder of the destination.
-      name: of the destination.
+      name: name of the destination.
 
     Raises:
-      OSError: the folder cannot be made.
+      OSError: the folder cannot be created.
     """
     _remove_dead(parent)
     room, lock = _new_room(parent, name)
     try:
         yield room
     finally:
-        # A kill while this runs must leave a folder that is known for dead.
+        # A kill during the removal must leave a folder that is recognized as dead.
         try:
             with contextlib.suppress(OSError):
                 _remove(room, name)
@@ -74,22 +79,22 @@ def _owner(room: str, name: str) -> str:
 
 
 def _unnamed(room: str, name: str) -> str:
-    """Return the path of the owner's file before it is locked."""
+    """Return the path of the owner file before it is locked."""
     return os.path.join(room, f"{name}.new")
 
 
 def _new_room(parent: str, name: str) -> tuple[str, int | None]:
-    """Return a new room, and the descriptor of its lock or None where the file system has no locks.
+    """Return a new folder and the descriptor of its lock, or None if the file system has no locks.
 
     Raises:
-      OSError: it cannot be made.
+      OSError: the folder cannot be created.
     """
     for _ in range(_MOST_ATTEMPTS):
         room = tempfile.mkdtemp(prefix=f".{name}.", suffix=".tmp", dir=parent)
         try:
             return room, _locked(room, name)
         except (FileNotFoundError, BlockingIOError):
-            # Another export takes the room for a dead one, and removes it.
+            # Another export took the folder for a dead one, and removes it.
             shutil.rmtree(room, ignore_errors=True)
         except BaseException:
             shutil.rmtree(room, ignore_errors=True)
@@ -98,10 +103,10 @@ def _new_room(parent: str, name: str) -> tuple[str, int | None]:
 
 
 def _locked(room: str, name: str) -> int | None:
-    """Return the descriptor of the lock of a room, or None where the file system has no locks.
+    """Return the descriptor of a folder's lock, or None if the file system has no locks.
 
     Raises:
-      FileNotFoundError: another export has removed the room.
+      FileNotFoundError: another export has removed the folder.
       BlockingIOError: another export is removing it.
     """
     path = _unnamed(room, name)
@@ -114,7 +119,7 @@ def _locked(room: str, name: str) -> int | None:
         os.close(lock)
         if error.errno not in _NO_LOCKS:
             raise
-        # The room must not look as if it had no owner yet.
+        # The folder must not look as if it had no owner yet.
         os.rename(path, os.path.join(room, f"{name}.unlocked"))
         return None
     except BaseException:
@@ -124,7 +129,7 @@ def _locked(room: str, name: str) -> int | None:
 
 
 def _remove_dead(parent: str) -> None:
-    """Remove the rooms of killed exports in a folder, and log rooms that may be such."""
+    """Remove the hidden folders of killed exports in a folder, and log folders that may be dead."""
     with os.scandir(parent) as entries:
         rooms = [
             (entry.path, match[1]) for entry in entries if (match := _ROOM.fullmatch(entry.name))
@@ -141,10 +146,10 @@ def _remove_dead(parent: str) -> None:
 
 
 def _remove_if_dead(room: str, name: str) -> None:
-    """Remove a room whose process is dead, or has not begun to write.
+    """Remove a hidden folder whose process is dead, or has not begun to write.
 
     Raises:
-      OSError: it cannot be looked at or removed.
+      OSError: the folder cannot be examined or removed.
     """
     path = _owner(room, name)
     try:
@@ -158,7 +163,7 @@ def _remove_if_dead(room: str, name: str) -> None:
         path = _unnamed(room, name)
         if entries != {os.path.basename(path)}:
             logger.warning(
-                "%s was left by an export, or one is under way: remove it if none is", room
+                "%s was left by an export, or one is running: remove it if none is", room
             )
             return
         lock = open_regular(path, os.O_RDWR)
@@ -166,10 +171,11 @@ def _remove_if_dead(room: str, name: str) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _, _, machine = os.pread(lock, 1024, 0).decode(errors="replace").strip().partition(" ")
         is_unnamed = path == _unnamed(room, name)
-        # The file is empty between its lock and the first byte: nothing was written in the room.
+        # The owner file is empty between its lock and its first byte: nothing was written in the
+        # folder.
         if machine != socket.gethostname() and not (is_unnamed and not machine):
             logger.warning(
-                "%s was left by an export on %s, or one is under way there: remove it if none is",
+                "%s was left by an export on %s, or one is running there: remove it if none is",
                 room,
                 machine or "?",
             )
@@ -181,17 +187,18 @@ def _remove_if_dead(room: str, name: str) -> None:
             _remove(room, name)
         logger.warning("%s was left by an export that was killed, and is removed", room)
     except BlockingIOError:
-        return  # its process lives
+        return  # its process is alive
     finally:
         os.close(lock)
 
 
 def _remove(room: str, name: str) -> None:
-    """Remove a room, and the owner's file last, so that a room that is removed in part is still
-    known for dead.
+    """Remove a hidden folder, the owner file last.
+
+    So a partly removed folder is still recognized as dead.
 
     Raises:
-      OSError: something in it cannot be removed.
+      OSError: an entry cannot be removed.
     """
     for entry in os.listdir(room):
         path = os.path.join(room, entry)

@@ -1,13 +1,14 @@
 """Weights as one safetensors file: written from a checkpoint, and read.
 
     8 bytes        N, little-endian
-    N bytes        JSON: {name: {"dtype", "shape", "data_offsets": [start, stop]}, "__metadata__": {text: text}}
-    the rest       the tensors, row by row; offsets count from here
+    N bytes        JSON: {name: {"dtype", "shape", "data_offsets": [start, stop]},
+                   "__metadata__": {text: text}}
+    the rest       the tensors in row-major order; offsets count from here
 
-It is written by pwrite and read by pread, piece by piece, so that no weight is in memory as a
-whole. Over a mapping, a disk that fails would be a SIGBUS, which ends the process without a word.
-What the format does not have, which weights are stacks of tiles and what the model tells of itself,
-is in its metadata.
+The file is written by pwrite and read by pread, piece by piece, so no full weight is in memory.
+With a memory mapping, a failing disk would cause a SIGBUS, which silently ends the process. The
+metadata holds what the format lacks: which weights are stacks of tiles, and the settings that the
+model reports.
 """
 
 import itertools
@@ -38,9 +39,9 @@ from zerojax.weights.names import (
 )
 
 ALIGNMENT = 8
-"""The header is padded to it, so that the tensors of a mapped file are aligned for their dtypes."""
+"""Alignment in bytes to which the header is padded, so that a mapped file's tensors are aligned."""
 MOST_HEADER_BYTES = 100_000_000
-"""As the safetensors library has it."""
+"""Largest header, as in the safetensors library."""
 
 
 @without_mesh
@@ -53,22 +54,23 @@ def export_safetensors(
 ) -> None:
     """Write the weights of a checkpoint into one safetensors file.
 
-    A tensor's name is its path in the parameter tree, joined by ".": "blocks.w1", "layers.0.bias".
-    Stacked layers stay stacked. The records' checksums are compared first. To be called by one
-    process; it uses no device.
+    A tensor's name is its path in the parameter tree, joined with ".": "blocks.w1",
+    "layers.0.bias". Stacked layers stay stacked. The records' checksums are compared first. Call
+    this in one process; it uses no device.
 
     Args:
-      checkpoint: folder of one step of a `Checkpointer`, or its directory: then its newest whole
-        step.
-      path: of the file; nothing may be there.
+      checkpoint: folder of one step of a `Checkpointer`, or its directory, whose newest intact step
+        is exported.
+      path: path of the file, which must not exist.
       dtype: float64, float32, float16 or bfloat16; None: float32, in which the weights were saved.
-      ema: write the averages that `zerojax.Ema` keeps of the weights, under the weights' names.
+      ema: whether to write the averages of `zerojax.Ema` instead of the weights, under the weights'
+        names.
 
     Raises:
-      ValueError: another dtype, or `path` exists.
+      ValueError: the dtype is another one, or `path` exists.
       CheckpointError: there is no checkpoint, the file cannot be written, a weight's name or
         numbers do not fit, or there are no averages.
-      DamagedError: the checkpoint is not whole.
+      DamagedError: the checkpoint is damaged.
     """
     kind = export_dtype(dtype)
     with write_atomically(path) as output, open_checkpoint(checkpoint) as saved:
@@ -94,10 +96,9 @@ def write_safetensors(
     """Write a file of tensors, each piece by piece.
 
     Args:
-      path: of the file; nothing is there.
-      tensors: by name, in the order in which they are written.
-      pieces: given a name, yields the tensor's numbers in its dtype, as it lies in memory row by
-        row.
+      path: path of the file, which must not exist.
+      tensors: descriptions of the tensors by name, in the order in which they are written.
+      pieces: function of a name that yields the tensor's numbers in its dtype, in row-major order.
       metadata: texts by name.
 
     Raises:
@@ -106,7 +107,7 @@ def write_safetensors(
     header, end = _header(tensors, metadata)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        reserve(fd, end)  # a full disk is told now, and not after half an hour
+        reserve(fd, end)  # reports a full disk now, not after half an hour
         at = _write(fd, np.frombuffer(header, np.uint8), 0)
         with working("export", len(tensors)) as advance:
             for name in tensors:
@@ -119,15 +120,15 @@ def write_safetensors(
 
 
 def _write(fd: int, piece: np.ndarray, offset: int) -> int:
-    """Write an array, and return where it ends in the file."""
+    """Write an array, and return its end in the file."""
     view, at = piece.reshape(-1).view(np.uint8).data, 0
     while at < len(view):
-        at += os.pwrite(fd, view[at:], offset + at)  # which may write less than all
+        at += os.pwrite(fd, view[at:], offset + at)  # pwrite may write only a part
     return offset + at
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[bytes, int]:
-    """Return what a file begins with, and its size."""
+    """Return the header of a file, and the size of the file in bytes."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for name, tensor in tensors.items():
@@ -147,17 +148,17 @@ class SafetensorsFile:
     """A safetensors file.
 
     Attributes:
-      path: of the file.
-      tensors: by name.
-      tiled: names of those that are known to be stacks of tiles.
-      about: what the model of an export of zerojax tells of itself, or nothing.
+      path: path of the file.
+      tensors: shapes and dtypes, by name.
+      tiled: names of the tensors that are known to be stacks of tiles.
+      about: settings that the model of a zerojax export reports, or an empty dict.
     """
 
     def __init__(self, path: str) -> None:
         """Read the header.
 
         Raises:
-          CheckpointError: it is no such file, or is cut off.
+          CheckpointError: the file is not a safetensors file, or is cut off.
         """
         self.path = path
         try:
@@ -167,28 +168,36 @@ class SafetensorsFile:
                 self._describe(header, start)
             except (ValueError, TruncatedError) as error:
                 if (kind := kind_of_file(path)) is not None:
-                    raise CheckpointError(f"{path} is no safetensors file: it is {kind}") from error
+                    raise CheckpointError(
+                        f"{path} is not a safetensors file: it is {kind}"
+                    ) from error
                 raise CheckpointError(
-                    f"{path} is no safetensors file, or is cut off: {error}"
+                    f"{path} is not a safetensors file, or is cut off: {error}"
                 ) from error
         except OSError as error:
             raise explained(error, f"reading {path}") from error
 
     def _header(self) -> tuple[Field, int]:
-        """Return what the file begins with, and where the tensors start."""
+        """Return the header, and where the tensors start.
+
+        Raises:
+          ValueError: the header is longer than the file, or than the format allows.
+        """
         size = self._file.num_bytes
         length = int.from_bytes(self._bytes(0, min(8, size)), "little")
-        # A file of another kind may begin with any number: so many bytes must not be asked for.
+        # A file of another kind may begin with any number, so that many bytes must not be
+        # allocated.
         if size < 8 or length > size - 8:
             raise ValueError(f"its header takes {length} bytes, and the file {size}")
         if length > MOST_HEADER_BYTES:
             raise ValueError(
-                f"its header takes {length} bytes, and that of a safetensors file at most {MOST_HEADER_BYTES}"
+                f"its header takes {length} bytes, and a safetensors header at most "
+                f"{MOST_HEADER_BYTES}"
             )
         return Field(parse_json(self._bytes(8, length))), 8 + length
 
     def _describe(self, header: Field, data: int) -> None:
-        """Note what the tensors are and where each lies; their bytes start at `data`.
+        """Record each tensor's description and start; the tensors' bytes start at `data`.
 
         Raises:
           FieldError: a field is missing or wrong, tensors overlap, or the file ends before they do.
@@ -202,7 +211,7 @@ class SafetensorsFile:
         for name, entry in header.fields():
             if name == "__metadata__":
                 texts = {key: text.text() for key, text in entry.fields()}
-                # Files of others have neither.
+                # Other programs' files have neither.
                 self.tiled = tiled_in(texts.get(TILED))
                 self.about = about_in(texts.get(ABOUT))
                 continue
@@ -211,17 +220,18 @@ class SafetensorsFile:
                 entry["shape"].integers(), dtypes.get(told) or told
             )
             offsets = entry["data_offsets"].integers()
-            # What is not read here may have any size.
+            # Tensors of unsupported dtypes may have any size.
             known = entry["shape"].num_bytes(
                 numpy_dtype(tensor.dtype).itemsize if tensor.dtype in DTYPES else 1
             )
             if len(offsets) != 2:
                 entry["data_offsets"].refuse("[start, stop]")
             start, stop = offsets
-            # Finds a file that is cut off, and offsets that do not fit the dtype and shape.
+            # Detects a file that is cut off, and offsets that do not fit dtype and shape.
             if not 0 <= start <= stop <= size or (tensor.dtype in DTYPES and stop - start != known):
                 raise FieldError(
-                    f"{name} {tensor.dtype}{list(tensor.shape)} is told at bytes {start} to {stop} of {size}"
+                    f"{name} {tensor.dtype}{list(tensor.shape)} cannot be at bytes {start} to "
+                    f"{stop} of {size}"
                 )
             self._starts[name] = data + start
             extents.append((start, stop, name))
@@ -231,7 +241,8 @@ class SafetensorsFile:
         ):
             if start < end:
                 raise FieldError(
-                    f"{name} ends at byte {end}, and {other} is told at bytes {start} to {stop}: they overlap"
+                    f"{name} ends at byte {end}, and {other} is at bytes {start} to {stop}: "
+                    "they overlap"
                 )
 
     def _bytes(self, offset: int, num_bytes: int) -> bytes:
@@ -242,8 +253,12 @@ class SafetensorsFile:
     def read(self, name: str, box: Box) -> Any:
         """Return a part of a tensor.
 
+        Args:
+          name: name of the tensor.
+          box: (start, stop) of the part along each dim.
+
         Raises:
-          CheckpointError: the file cannot be read; its text tells the byte.
+          CheckpointError: the file cannot be read; the error gives the byte.
         """
         tensor = self.tensors[name]
         kind = numpy_dtype(tensor.dtype)

@@ -1,9 +1,8 @@
-"""Safetensors in several files, as an index names them: what large models of Hugging Face are
-published in.
+"""Safetensors split over several files with an index, as Hugging Face publishes large models.
 
-    model.safetensors.index.json    {"metadata": .., "weight_map": {tensor: file beside the index}}
+    model.safetensors.index.json    {"metadata": .., "weight_map": {tensor: file next to the index}}
 
-All files stay open, and each tensor is read from the one that holds it.
+All files stay open, and each tensor is read from the file that holds it.
 """
 
 import os
@@ -16,20 +15,22 @@ from zerojax.weights.names import Tensor
 from zerojax.weights.safetensors import SafetensorsFile
 
 INDEX = ".safetensors.index.json"
-"""How the name of an index of shards ends."""
+"""Suffix of the name of an index of shards."""
 INDEX_NAME = "model" + INDEX
-"""Of a folder of one model."""
+"""Name of the index in a folder of one model."""
 WHOLE = "model.safetensors"
-"""The file of a folder whose weights are in one."""
+"""Name of the file in a folder whose weights are in one file."""
 _MOST_INDEX = 64 << 20
 
 
 def weights_in(folder: str) -> str | None:
-    """Return the path of a folder's `model.safetensors`, or of its index of safetensors; None where
-    it has neither.
+    """Return the path of a folder's `model.safetensors` or safetensors index, or None.
 
-    transformers asks in this order, too. An index of another name counts where there is nothing
+    transformers looks in the same order. An index with another name counts if there is nothing
     else.
+
+    Args:
+      folder: path of the folder.
 
     Raises:
       OSError: the folder cannot be read.
@@ -44,18 +45,21 @@ class ShardedSafetensors:
     """Safetensors files under one index.
 
     Attributes:
-      path: of the index.
-      files: names of the shards, in order.
-      shard_of: by tensor, the name of its shard.
-      tensors: by name.
-      tiled: names of those that are known to be stacks of tiles.
+      path: path of the index.
+      files: names of the shards, sorted.
+      shard_of: name of the shard of each tensor, by tensor name.
+      tensors: shapes and dtypes, by name.
+      tiled: names of the tensors that are known to be stacks of tiles.
     """
 
     def __init__(self, path: str) -> None:
         """Read the index, and the header of each file.
 
+        Args:
+          path: path of the index.
+
         Raises:
-          CheckpointError: it is no index of safetensors, a file is not there or is damaged, or a
+          CheckpointError: the file is not a safetensors index, a shard is missing or damaged, or a
             tensor is in another file than the index says.
         """
         self.path = path
@@ -65,7 +69,7 @@ class ShardedSafetensors:
         except OSError as error:
             raise explained(error, f"reading {path}") from error
         except ValueError as error:
-            raise CheckpointError(f"{path} is no index of safetensors: {error}") from error
+            raise CheckpointError(f"{path} is not a safetensors index: {error}") from error
         self.files = tuple(sorted(set(told.values())))
         if wrong := [
             name
@@ -73,14 +77,16 @@ class ShardedSafetensors:
             if os.path.basename(name) != name or not name.endswith(".safetensors")
         ]:
             raise CheckpointError(
-                f"{path} names {first_few([repr(name) for name in wrong])}: files beside it are needed"
+                f"{path} names {first_few([repr(name) for name in wrong])}: "
+                "files next to it are needed"
             )
         folder = os.path.dirname(path)
         if absent := [
             name for name in self.files if not os.path.exists(os.path.join(folder, name))
         ]:
             raise CheckpointError(
-                f"{path} names {len(self.files)} files, of which {len(absent)} are not beside it: {first_few(absent)}"
+                f"{path} names {len(self.files)} files, {len(absent)} missing next to it: "
+                f"{first_few(absent)}"
             )
         self._shards = {name: SafetensorsFile(os.path.join(folder, name)) for name in self.files}
         self.shard_of: dict[str, str] = {}
@@ -94,13 +100,17 @@ class ShardedSafetensors:
             f"{name} in {shard}" for name, shard in told.items() if self.shard_of.get(name) != shard
         ]
         if wrong:
-            raise CheckpointError(f"{path} tells of tensors that are not there: {first_few(wrong)}")
+            raise CheckpointError(f"{path} lists tensors that are not there: {first_few(wrong)}")
         self.tiled = frozenset[str]().union(*(file.tiled for file in self._shards.values()))
 
     def read(self, name: str, box: Box) -> Any:
         """Return a part of a tensor.
 
+        Args:
+          name: name of the tensor.
+          box: (start, stop) of the part along each dim.
+
         Raises:
-          CheckpointError: its file cannot be read.
+          CheckpointError: the tensor's file cannot be read.
         """
         return self._shards[self.shard_of[name]].read(name, box)
