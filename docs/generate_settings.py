@@ -1,6 +1,6 @@
 """Write docs/start/settings.md: what the planner chooses for eight machines and four models.
 
-    python docs/generate_settings.py
+python docs/generate_settings.py
 """
 
 import dataclasses

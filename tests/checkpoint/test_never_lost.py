@@ -238,7 +238,9 @@ def test_a_planted_lock_overwrites_no_file(program, tmp_path, planted):
             lock.write_text("not a number")
     with zj.Checkpointer(lock.parent) as ckpt:
         for _ in range(2):
-            with pytest.raises(zj.CheckpointError, match=r"\.zerojax\.lock is not a lock file.*remove it"):
+            with pytest.raises(
+                zj.CheckpointError, match=r"\.zerojax\.lock is not a lock file.*remove it"
+            ):
                 ckpt.save(program, program.init(jax.random.key(0)))
     assert victim.read_text() == "ten years of work"
 
