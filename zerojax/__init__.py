@@ -107,8 +107,9 @@ _HOME = {
     "probe": "zerojax.planner",
     "with_specs": "zerojax.models",
 }
-"""The module of each public name, imported when the name is first used: `zerojax --help` needs none
-of them.
+"""The module of each public name.
+
+Each module is imported when its name is first used, so `zerojax --help` imports none of them.
 """
 
 __version__ = "0.1.0"
@@ -163,7 +164,7 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # which would take any name to be there
+if not TYPE_CHECKING:  # a type checker that sees __getattr__ accepts any name
 
     def __getattr__(name: str) -> object:
         if name in _HOME:

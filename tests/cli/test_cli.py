@@ -92,7 +92,7 @@ def test_memory_prints_a_transformers_activations(capsys):
     [
         (
             ["--layers", "2", "--shards", "2"],
-            "--layers: activations are those of a transformer, whose --hidden, --heads",
+            "--layers: activations need a transformer, whose --hidden, --heads",
         ),
         (
             ["--params", "5", "--shards", "2", "--sequence-parallel"],
