@@ -1,6 +1,6 @@
-"""Bytes between tiers: device memory, pinned host memory and disk.
+"""Move bytes between tiers: device memory, pinned host memory and disk.
 
-Mechanism only: `zerojax` decides what lives where.
+This package is mechanism only: `zerojax` decides where each record is stored.
 """
 
 from host_offload.schedule import Phase as Phase

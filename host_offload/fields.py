@@ -1,12 +1,12 @@
-"""Descriptions in JSON, read field by field: what a file says is held against what it may say,
-before anything relies on it.
+"""Read JSON descriptions field by field, and check every value before it is used.
 
-    Field({"shape": [3, -1]})["shape"].integers()     FieldError: shape[1] is -1, and an integer from 0 to 2^63 - 1 is needed
+    Field({"shape": [3, -1]})["shape"].integers()
+    # FieldError: shape[1] is -1, and an integer from 0 to 2^63 - 1 is needed
 
-Descriptions come from disks and from other people. Their checksum, where they have one, tells that
-they are as they were written, and not that what was written makes sense: a size may be negative or
-larger than any file, a name may lead out of its folder, a number may be a list. Each method here
-returns a value of one type and range, or names the field.
+Descriptions are read from disks and may come from other people. A checksum only proves that a
+description is unchanged since it was written, not that it makes sense: a size may be negative or
+larger than any file, a name may point outside its folder, a number may be a list. Each method of
+`Field` returns a value of one type and range, or raises an error that names the field.
 """
 
 import base64
@@ -19,20 +19,20 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 MOST = 2**63 - 1
-"""The largest integer of a description: the largest offset in a file."""
+"""The largest integer in a description, which is the largest offset in a file."""
 _MOST_DIMS = 32
 _NOTHING = object()
 
 
 class FieldError(ValueError):
-    """A field of a description is missing, or is not what it may be; the text begins with its name."""
+    """A description's field is missing or invalid; the message begins with the field's name."""
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Return what a JSON text says.
+    """Return the value of a JSON text.
 
     Raises:
-      ValueError: it is none, or has a name twice in one object, or is nested too deeply.
+      ValueError: the text is not JSON, repeats a name in an object, or is nested too deeply.
     """
     try:
         return json.loads(text, object_pairs_hook=_unique)
@@ -54,34 +54,38 @@ class Field:
     """A value in a description.
 
     Attributes:
-      value: as JSON gave it.
-      name: where it is, such as "stores[0].leaves[1].offset"; "" is the description itself.
+      value: value that the JSON parser returned.
+      name: path of the value, such as "stores[0].leaves[1].offset"; "" is the description itself.
     """
 
     value: Any
     name: str = ""
 
     def refuse(self, needed: str) -> NoReturn:
-        """Raise FieldError: this is its value, and something else is needed."""
+        """Raise FieldError with this value and the needed value.
+
+        Args:
+          needed: description of a valid value, for the message.
+        """
         raise FieldError(f"{self.name or 'it'} is {_shown(self.value)}, and {needed} is needed")
 
     def __getitem__(self, key: str) -> "Field":
         """Return a field of an object.
 
         Raises:
-          FieldError: this is no object, or has no such field.
+          FieldError: this value is not an object, or has no such field.
         """
         if (field := self.get(key)) is None:
             raise FieldError(f"{self._child(key)} is missing")
         return field
 
     def get(self, key: str) -> "Field | None":
-        """Return a field of an object, or None where it is missing or null."""
+        """Return a field of an object, or None if it is missing or null."""
         value = self._object().get(key, _NOTHING)
         return None if value is _NOTHING or value is None else Field(value, self._child(key))
 
     def fields(self) -> Iterator[tuple[str, "Field"]]:
-        """Yield (name, field) of an object whose names are free."""
+        """Yield (name, field) for each field of an object with arbitrary names."""
         for key, value in self._object().items():
             Field(key, f"a name in {self.name or 'it'}").text()
             yield key, Field(value, self._child(key))
@@ -93,7 +97,7 @@ class Field:
         return [Field(value, f"{self.name}[{n}]") for n, value in enumerate(self.value)]
 
     def integer(self, least: int = 0, most: int = MOST) -> int:
-        """Return an integer in a range."""
+        """Return an integer from `least` to `most`."""
         if type(self.value) is not int or not least <= self.value <= most:
             span = (
                 f"{least}"
@@ -104,25 +108,25 @@ class Field:
         return self.value
 
     def integers(self, least: int = 0) -> tuple[int, ...]:
-        """Return a list of integers, one for each dim of an array."""
+        """Return a list of integers, one per dim of an array."""
         items = self.items()
         if len(items) > _MOST_DIMS:
             self.refuse(f"a list of at most {_MOST_DIMS} integers")
         return tuple(item.integer(least) for item in items)
 
     def flag(self) -> bool:
-        """Return true or false."""
+        """Return a bool."""
         if not isinstance(self.value, bool):
             self.refuse("true or false")
         return self.value
 
     def text(self) -> str:
-        """Return a text that can be a name, and be printed."""
+        """Return a string that is valid as a name and can be printed."""
         if not isinstance(self.value, str):
             self.refuse("a text")
         try:
             self.value.encode()
-        except UnicodeEncodeError:  # of half a surrogate pair
+        except UnicodeEncodeError:  # half a surrogate pair
             self.refuse("a text of UTF-8")
         return self.value
 
@@ -134,7 +138,7 @@ class Field:
         return path
 
     def data(self) -> bytes:
-        """Return the bytes of a text in base64."""
+        """Return the bytes of a base64 text."""
         try:
             return base64.b64decode(self.text(), validate=True)
         except FieldError:
@@ -143,9 +147,13 @@ class Field:
             self.refuse("base64")
 
     def num_bytes(self, itemsize: int) -> int:
-        """Return the bytes of an array of this shape."""
+        """Return the bytes of an array with this shape.
+
+        Args:
+          itemsize: bytes of one element.
+        """
         shape = self.integers()
-        # Dims of 0 do not count: numpy multiplies the others, too.
+        # Skip dims of 0: numpy also multiplies the remaining dims.
         if math.prod(max(1, n) for n in shape) * itemsize > MOST:
             self.refuse("a shape of less than 2^63 bytes")
         return math.prod(shape) * itemsize
@@ -162,9 +170,7 @@ class Field:
 
 
 def is_inner_path(path: str) -> bool:
-    """Tell whether a path names something below the folder to which it is relative; what links are
-    there is not looked at.
-    """
+    """Return whether a relative path stays below its folder; links are not resolved."""
     return (
         not os.path.isabs(path) and "\0" not in path and {"", ".", ".."}.isdisjoint(path.split("/"))
     )

@@ -61,7 +61,8 @@ def _parser() -> OneLineParser:
     """Return the parser of all commands; parsed options hold the command's parser."""
     parser = OneLineParser(
         prog="zerojax",
-        description="ZeRO in JAX: model states and collectives, compiled programs, disks, and checkpoints",
+        description="ZeRO in JAX: model states and collectives, compiled programs, disks, "
+        "and checkpoints",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     states = commands.add_parser(
