@@ -45,7 +45,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for n, name in enumerate(names) if name in names[:n])
-        raise FieldError(f"{_shown(twice)} is there twice")
+        raise FieldError(f"{_shown(twice)} appears twice")
     return fields
 
 

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the `zerojax` command.
 
     Args:
-      arguments: command-line arguments without the program's name; None: those in `sys.argv`.
+      arguments: command-line arguments without the program's name; None: use `sys.argv`.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:

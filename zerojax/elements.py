@@ -61,7 +61,7 @@ class ElementProgram:
         """Return the wanted results, computed for leaves of any shape.
 
         Args:
-          inputs: input values by slot, at least those that the results need. Leaves may have a
+          inputs: input values by slot, at least the inputs of the wanted results. Leaves may have a
             different shape than in the trace.
           wanted: results to compute.
           shapes: for each result, the shape of its leaf in `inputs`; None if the result depends on

@@ -726,7 +726,7 @@ class _Writer:
         return ops
 
     def _stores(self, each: _Pass, layer: int, lag: int = 0) -> list[Op]:
-        """Return the operations that store a layer's records, and write the records of the nvme tier."""
+        """Return the operations that store a layer's records, and write nvme records to disk."""
         ops = list[Op]()
         for kind in self._off(each.writes, layer):
             ops.append(self._op("store", kind, layer, "down", lag))
