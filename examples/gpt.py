@@ -150,7 +150,7 @@ def linear(
     split: tuple[str | None, str | None],
     rngs: nnx.Rngs,
 ) -> nnx.Linear:
-    """Return a dense layer whose kernel [d_in, d_out] is annotated for tensor parallelism, if any."""
+    """Return a dense layer with kernel [d_in, d_out], annotated for tensor parallelism if any."""
     kernel_init, bias_init = initializers(c, std, split)
     return nnx.Linear(
         d_in, d_out, kernel_init=kernel_init, bias_init=bias_init, dtype=c.dtype, rngs=rngs
