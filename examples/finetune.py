@@ -155,7 +155,11 @@ class Options(LoopOptions):
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
-    """Return the parsed options; without `arguments`, those of this process's command line."""
+    """Return the parsed options, with `~` expanded in paths.
+
+    Args:
+      arguments: command-line arguments; None: use `sys.argv`.
+    """
     options = train_loop.parse(Options, arguments)
     # A shell does not expand the ~ in `--model=~/llama`.
     paths = {

@@ -100,7 +100,11 @@ class Options(LoopOptions):
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
-    """Return the parsed options; without `arguments`, those of this process's command line."""
+    """Return the parsed options.
+
+    Args:
+      arguments: command-line arguments; None: use `sys.argv`.
+    """
     return train_loop.parse(Options, arguments)
 
 

@@ -1,4 +1,4 @@
-"""zerojax: train models whose state does not fit, with ZeRO expressed as sharding specs.
+"""zerojax: train models whose state does not fit in device memory, with ZeRO as sharding specs.
 
 mesh    = zj.make_mesh(fsdp=8)
 program = zj.build_train_step(model, optax.adamw(3e-4), zj.ZeroConfig(stage=3), mesh)
